@@ -1,0 +1,232 @@
+"""The detokenizer actor: turns each step's tokens into text, and writes the reply slots.
+
+Laws.  Nothing here waits for a client: the slots merge.  A result for an unknown sequence is late and
+ignored.  A failure while one request is detokenised ends that request.  A sequence that a stop string
+or a failure ends is forgotten at once and named in the `Stop` of this step; every other sequence stays
+until its finishing news arrives.  The event loop gets a turn after `WORK_PER_TURN` results at most.
+
+Source: spec sections 8.4, 9 and 13.3.
+"""
+
+from typing import assert_never
+
+import anyio
+import anyio.lowlevel
+import msgspec
+from anyio.abc import TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from trouper.actors.messages import (
+    DetokenizerInbox,
+    RequestId,
+    SchedulerInbox,
+    SequenceId,
+    SequenceTokens,
+    StepTokens,
+    Stop,
+    Track,
+)
+from trouper.actors.rendering.logprobs import position_logprobs
+from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.reply import ReplySlot
+from trouper.actors.stops import TextState
+from trouper.errors import GenerationError, TrouperError
+from trouper.outputs import FinishReason, LogprobsOnePosition
+from trouper.params import SamplingParams
+
+WORK_PER_TURN = 128  # tokens and logprob candidates; about 1 µs each, so well under a millisecond
+MAX_CHARACTER_TOKENS = 4  # UTF-8: one token per byte at worst
+
+
+class DetokenizerStatistics(msgspec.Struct, frozen=True):
+    num_tracked: int  # sequences
+
+
+class _Request(msgspec.Struct):
+    id: RequestId
+    slot: ReplySlot
+    params: SamplingParams
+    prompt_token_ids: tuple[int, ...]
+    num_prompt_logprobs: int = 0
+
+
+class _Sequence(msgspec.Struct):
+    """One completion.  `text` is made with its first tokens."""
+
+    request: _Request
+    index: int
+    text: TextState | None = None
+    recent: tuple[int, ...] = ()  # the last tokens, for logprob texts
+
+
+class Detokenizer:
+    """Owns its channel ends and the table of tracked sequences."""
+
+    def __init__(
+        self,
+        inbox: MemoryObjectReceiveStream[DetokenizerInbox],
+        scheduler: MemoryObjectSendStream[SchedulerInbox],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._inbox = inbox
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._sequences: dict[SequenceId, _Sequence] = {}
+
+    def __repr__(self) -> str:
+        return f"<Detokenizer {len(self._sequences)} sequences>"
+
+    def statistics(self) -> DetokenizerStatistics:
+        return DetokenizerStatistics(num_tracked=len(self._sequences))
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        with self._inbox, self._scheduler:
+            task_status.started()
+            async for message in self._inbox:
+                match message:
+                    case Track():
+                        self._track(message)
+                    case StepTokens():
+                        await self._tell_all(message)
+                    case _:
+                        assert_never(message)
+
+    def _track(self, message: Track) -> None:
+        message.slot.start(message.prompt, message.prompt_token_ids)
+        request = _Request(message.id, message.slot, message.params, message.prompt_token_ids)
+        for index in range(message.params.n):
+            self._sequences[SequenceId(message.id + index)] = _Sequence(request, index)
+
+    async def _tell_all(self, message: StepTokens) -> None:
+        now = anyio.current_time()
+        stopped: list[SequenceId] = []
+        work = 0
+        for news in message.sequences:
+            work += _work(news)
+            if work > WORK_PER_TURN:
+                await anyio.lowlevel.checkpoint()
+                work = 0
+            stopped.extend(self._tell_one(news, now))
+        if stopped:
+            try:
+                self._scheduler.send_nowait(Stop(tuple(stopped)))  # room is reserved by the wiring
+            except anyio.BrokenResourceError:
+                pass  # the engine is going down, and its end ends every sequence
+        for answer in message.answers:
+            answer.set(None)
+
+    def _tell_one(self, news: SequenceTokens, now: float) -> list[SequenceId]:
+        """Pass on the news of one sequence; answer the sequences that the scheduler must drop."""
+        sequence = self._sequences.get(news.id)
+        if sequence is None:
+            return []
+        if news.finish_reason is not None:
+            del self._sequences[news.id]
+        request = sequence.request
+        if request.slot.is_closed:
+            return []
+        if news.finish_reason == "error":
+            request.slot.fail(GenerationError(news.error or "the request failed inside the engine"))
+            return []
+        try:
+            is_stopped = self._write(sequence, news, now)
+        except Exception as error:  # noqa: BLE001  it is this request's, whatever it is
+            request.slot.fail(_typed(error))
+            return self._forget(request)
+        if is_stopped and self._sequences.pop(news.id, None) is not None:
+            return [news.id]
+        return []
+
+    def _forget(self, request: _Request) -> list[SequenceId]:
+        ids = [SequenceId(request.id + index) for index in range(request.params.n)]
+        return [id for id in ids if self._sequences.pop(id, None) is not None]
+
+    def _write(self, sequence: _Sequence, news: SequenceTokens, now: float) -> bool:
+        """Write the slot; True when a stop string has ended the sequence."""
+        request = sequence.request
+        slot = request.slot
+        if news.num_cached_tokens is not None:
+            slot.note_cached_tokens(news.num_cached_tokens)
+        if news.prompt_logprobs and sequence.index == 0:
+            self._write_prompt_logprobs(request, news)
+        if not news.token_ids and news.finish_reason is None:
+            return False
+        if sequence.text is None:
+            sequence.text = self._open_text(request)
+        told = sequence.text.push(
+            news.token_ids,
+            is_last=news.finish_reason is not None,
+            ends_with_stop_token=news.finish_reason == "stop",
+        )
+        token_ids = news.token_ids[: told.num_tokens]
+        finish_reason: FinishReason | None = news.finish_reason
+        slot.write(
+            sequence.index,
+            told.text,
+            token_ids,
+            logprobs=self._logprobs(sequence, news, token_ids),
+            finish_reason=finish_reason if told.stop is None else "stop",
+            stop_reason=news.stop_reason if told.stop is None else told.stop,
+        )
+        if token_ids:
+            slot.stats.first_token_ts = slot.stats.first_token_ts or now
+            slot.stats.last_token_ts = now
+            slot.stats.num_generation_tokens += len(token_ids)
+        return told.stop is not None
+
+    def _open_text(self, request: _Request) -> TextState:
+        params = request.params
+        if self._tokenizer is None or not params.detokenize:
+            return TextState(lambda _: "")
+        stream = self._tokenizer.stream(
+            request.prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        return TextState(
+            stream.push,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def _logprobs(
+        self, sequence: _Sequence, news: SequenceTokens, token_ids: tuple[int, ...]
+    ) -> list[LogprobsOnePosition] | None:
+        if not news.logprobs:
+            return None
+        positions: list[LogprobsOnePosition] = []
+        for token_id, position in zip(token_ids, news.logprobs, strict=False):
+            positions.append(
+                position_logprobs(
+                    position,
+                    self._tokenizer,
+                    sequence.recent,
+                    is_ranked=sequence.request.params.logprob_token_ids is None,
+                )
+            )
+            sequence.recent = (*sequence.recent, token_id)[1 - MAX_CHARACTER_TOKENS :]
+        return positions
+
+    def _write_prompt_logprobs(self, request: _Request, news: SequenceTokens) -> None:
+        positions: list[LogprobsOnePosition] = []
+        for position in news.prompt_logprobs:
+            request.num_prompt_logprobs += 1
+            end = request.num_prompt_logprobs  # position 0 has none, so this one's index
+            before = request.prompt_token_ids[max(0, end + 1 - MAX_CHARACTER_TOKENS) : end]
+            positions.append(position_logprobs(position, self._tokenizer, before))
+        request.slot.extend_prompt_logprobs(positions)
+
+
+def _work(news: SequenceTokens) -> int:
+    candidates = sum(len(position.token_ids) for position in news.logprobs)
+    candidates += sum(len(position.token_ids) for position in news.prompt_logprobs)
+    return 1 + len(news.token_ids) + candidates
+
+
+def _typed(error: Exception) -> Exception:
+    if isinstance(error, TrouperError):
+        return error
+    wrapped = GenerationError(f"detokenising failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

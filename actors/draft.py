@@ -1,0 +1,101 @@
+"""A plan while it is being made, and the record of it while it is in flight.
+
+Law: a draft commits nothing to a sequence.  A victim of preemption can still leave it, and only `commit`
+advances `num_computed` and counts the samples that are now under way.
+"""
+
+import msgspec
+
+from trouper.actors.messages import NewRow, StepPlan
+from trouper.actors.sequences import Sequence
+
+Column = tuple[Sequence, int, int, int, bool]  # sequence, incarnation, start, end, needs_sample
+
+
+class Flight(msgspec.Struct, eq=False):
+    """A plan that the device has not answered."""
+
+    step: int
+    columns: list[Column]
+    is_void: bool = False  # an earlier step raised: this one never runs
+
+
+class Draft:
+    """Who is in the next step, and with how many tokens."""
+
+    __slots__ = (
+        "budget",
+        "copies",
+        "counts",
+        "has_preempted",
+        "max_count",
+        "new_blocks",
+        "sequences",
+    )
+
+    def __init__(self, budget: int, max_count: int) -> None:
+        self.budget = budget  # tokens left
+        self.max_count = max_count  # for one sequence
+        self.sequences: list[Sequence] = []
+        self.counts: list[int] = []
+        self.new_blocks: list[tuple[int, tuple[int, ...]]] = []
+        self.copies: list[tuple[int, int]] = []
+        self.has_preempted = False
+
+    def add(self, sequence: Sequence, count: int) -> None:
+        self.sequences.append(sequence)
+        self.counts.append(count)
+        self.budget -= count
+
+    def drop(self, victim: Sequence) -> None:
+        """It is being preempted; its row is still its own."""
+        self.has_preempted = True
+        self.new_blocks = [entry for entry in self.new_blocks if entry[0] != victim.row]
+        if victim in self.sequences:
+            i = self.sequences.index(victim)
+            del self.sequences[i]
+            self.budget += self.counts.pop(i)
+
+    def commit(self, step: int, epoch: int) -> tuple[StepPlan, Flight]:
+        rows: list[int] = []
+        starts: list[int] = []
+        needs_sample: list[bool] = []
+        new_rows: list[NewRow] = []
+        columns: list[Column] = []
+        for sequence, count in zip(self.sequences, self.counts, strict=True):
+            start = sequence.num_computed
+            end = start + count
+            needs = end == sequence.num_tokens + sequence.num_in_flight
+            if sequence.is_row_stale:
+                sequence.is_row_stale = False
+                new_rows.append(_new_row(sequence))
+            rows.append(sequence.row)
+            starts.append(start)
+            needs_sample.append(needs)
+            columns.append((sequence, sequence.incarnation, start, end, needs))
+            sequence.num_computed = end
+            if needs:
+                sequence.num_in_flight += 1
+        plan = StepPlan(
+            step=step,
+            epoch=epoch,
+            rows=tuple(rows),
+            starts=tuple(starts),
+            counts=tuple(self.counts),
+            needs_sample=tuple(needs_sample),
+            new_rows=tuple(new_rows),
+            new_blocks=tuple(self.new_blocks),
+            copies=tuple(self.copies),
+        )
+        return plan, Flight(step, columns)
+
+
+def _new_row(sequence: Sequence) -> NewRow:
+    return NewRow(
+        row=sequence.row,
+        sequence=sequence.id,
+        token_ids=sequence.token_ids(0, sequence.num_tokens),
+        num_prompt=sequence.num_prompt,
+        block_ids=tuple(sequence.blocks),
+        sampling=sequence.sampling(),
+    )

@@ -1,0 +1,184 @@
+"""The wiring: who talks to whom.  The only module that opens channels between actors and starts them.
+
+Scopes, outermost first: the caller's block ⊃ the troupe.  When an actor raises, the troupe ends and every
+waiter gets `EngineDeadError` with that exception as its cause; the caller's block is not cancelled, it
+learns of it where it waits, and at the latest where it ends.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from trouper.actors.blocks import Blocks
+from trouper.actors.detokenizer import Detokenizer
+from trouper.actors.executor.actor import Executor
+from trouper.actors.executor.device import Device, DeviceInfo
+from trouper.actors.handle import MAX_OPEN_REQUESTS, Engine, EngineStatistics
+from trouper.actors.messages import (
+    DetokenizerInbox,
+    ExecutorInbox,
+    RendererInbox,
+    SchedulerInbox,
+)
+from trouper.actors.policy import Policy
+from trouper.actors.ports import Threads, WorkerThreads
+from trouper.actors.renderer import Renderer
+from trouper.actors.rendering.sampling import ModelLimits
+from trouper.actors.rendering.text import Prompts
+from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.scheduler import Scheduler
+from trouper.config import EngineConfig
+
+__all__ = ["Engine", "EngineStatistics", "open_engine"]
+
+CLOSE_GRACE_S = 10  # for the final outputs of aborted requests
+
+
+@asynccontextmanager
+async def open_engine(
+    config: EngineConfig,
+    device: Device,
+    threads: Threads | None = None,
+    *,
+    is_stepped: bool = False,
+) -> AsyncGenerator[Engine]:
+    """Run the troupe for the length of the block.
+
+    Leaving the block drains for `shutdown_timeout_s` (not after an error), aborts what is still open, and
+    ends the actors, the device last.  `is_stepped`: nothing is planned but by `Engine.step`.
+
+    Raises:
+        TrouperValidationError: the model, its tokenizer or the memory sizes do not fit.
+        EngineDeadError: an actor failed, and the block did not end with an error of its own.
+    """
+    threads = threads or WorkerThreads(config.renderer_num_workers)
+    engine: Engine | None = None
+    body_error: Exception | None = None
+    async with anyio.create_task_group() as supervisor:
+        try:
+            engine = opened = await supervisor.start(
+                _perform, config, device, threads, is_stepped, name="troupe"
+            )
+            yield opened
+        except Exception as error:  # carried out of the group as it is, not wrapped in another
+            body_error = error
+        finally:
+            if engine is not None:
+                timeout_s = 0.0 if body_error else config.shutdown_timeout_s
+                with anyio.move_on_after(timeout_s + CLOSE_GRACE_S, shield=True):
+                    await engine.shut_down(timeout_s)
+        supervisor.cancel_scope.cancel()
+    if body_error is not None:
+        raise body_error
+    if engine is not None:
+        engine.raise_death()
+
+
+async def _perform(
+    config: EngineConfig,
+    device: Device,
+    threads: Threads,
+    is_stepped: bool,
+    *,
+    task_status: TaskStatus[Engine],
+) -> None:
+    """Open the channels, start the actors, and end with them."""
+    credits = 1 if is_stepped else config.scheduler.max_steps_in_flight
+    # One Render for each open request.
+    to_renderer, renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
+        MAX_OPEN_REQUESTS
+    )
+    # One Admit and one Abort for each open request, and again for one that took its place before the
+    # scheduler ran; that also leaves room for an answer and a Stop for each step in flight, and for
+    # the few questions of the lifecycle, which are asked one at a time.
+    to_scheduler, scheduler_inbox = anyio.create_memory_object_stream[SchedulerInbox](
+        5 * MAX_OPEN_REQUESTS
+    )
+    # The plans in flight, and one call at a time from the lifecycle.
+    to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](credits + 1)
+    # One Track for each open request; the scheduler waits when it is a whole table of steps ahead.
+    to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream[DetokenizerInbox](
+        2 * MAX_OPEN_REQUESTS
+    )
+    engine: Engine | None = None
+    with (
+        to_renderer, renderer_inbox, to_scheduler, scheduler_inbox,
+        to_executor, executor_inbox, to_detokenizer, detokenizer_inbox,
+    ):  # fmt: skip
+        try:
+            async with anyio.create_task_group() as troupe:
+                executor = Executor(executor_inbox, to_scheduler.clone(), device)
+                info, tokenizer = await _load(config, executor, threads, troupe)
+                blocks = Blocks(
+                    info.num_blocks, info.block_size, config.scheduler.enable_prefix_caching
+                )
+                policy = Policy(config.scheduler, blocks)
+                scheduler = Scheduler(
+                    scheduler_inbox,
+                    to_executor.clone(),
+                    to_detokenizer.clone(),
+                    policy,
+                    is_stepped=is_stepped,
+                )
+                await troupe.start(scheduler.run, name="scheduler")
+                detokenizer = Detokenizer(detokenizer_inbox, to_scheduler.clone(), tokenizer)
+                await troupe.start(detokenizer.run, name="detokenizer")
+                prompts = Prompts(tokenizer, _limits(config), config.chat_template)
+                for number in range(config.renderer_num_workers):
+                    renderer = Renderer(
+                        renderer_inbox.clone(),
+                        to_scheduler.clone(),
+                        to_detokenizer.clone(),
+                        prompts.render,
+                        threads,
+                    )
+                    await troupe.start(renderer.run, name=f"renderer {number}")
+                engine = Engine(
+                    config, info, tokenizer, to_renderer, to_scheduler, to_executor,
+                    scheduler, detokenizer,
+                )  # fmt: skip
+                task_status.started(engine)
+        except BaseExceptionGroup as group:
+            errors, rest = group.split(Exception)
+            if errors is not None:
+                cause = _first_leaf(errors)
+                if engine is None:
+                    raise cause from cause.__cause__
+                engine.die(cause)
+            if rest is not None:
+                raise rest from None
+
+
+async def _load(
+    config: EngineConfig, executor: Executor, threads: Threads, troupe: TaskGroup
+) -> tuple[DeviceInfo, Tokenizer | None]:
+    """The tokenizer is read while the weights are."""
+    tokenizer: Tokenizer | None = None
+
+    async def load_tokenizer(folder: str) -> None:
+        nonlocal tokenizer
+        tokenizer = await threads.run(Tokenizer.load, folder)
+
+    info: DeviceInfo
+    async with anyio.create_task_group() as loading:
+        if config.tokenizer is not None:
+            loading.start_soon(load_tokenizer, config.tokenizer)
+        info = await troupe.start(executor.run, name="executor")
+    return info, tokenizer  # pyright: ignore[reportPossiblyUnboundVariable]  # the group does not swallow
+
+
+def _limits(config: EngineConfig) -> ModelLimits:
+    return ModelLimits(
+        vocab_size=config.model.vocab_size,
+        max_model_len=config.max_model_len,
+        max_logprobs=config.max_logprobs,
+        eos_token_ids=config.model.eos_token_ids,
+    )
+
+
+def _first_leaf(group: BaseExceptionGroup[Exception]) -> Exception:
+    """What went wrong first; the others are its echo."""
+    first = group.exceptions[0]
+    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,1 @@
+"""The device world: with kernels/, the only place that imports torch."""

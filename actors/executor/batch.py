@@ -1,0 +1,92 @@
+"""The permanent rows of the sequences on the device, and the flat batch of one step.
+
+Rows are numpy arrays sized once: a step gathers from them with array operations, whatever the number
+of its columns.  Law: the token at position p of a row is final once the step that sampled it has run;
+later plans read it from here, so that they can be made before it is known to the scheduler.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from trouper.actors.messages import NewRow, Sampling, StepPlan
+from trouper.kernels.attention_plan import Tile, plan_attention
+
+
+class Rows:
+    """What the device knows of each sequence between steps."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        # one more column: a step in flight may sample a token that exceeds the length, and is dropped
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
+        self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
+        max_blocks = -(-max_model_len // block_size)
+        self.block_ids = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.sampling: list[Sampling] = [Sampling()] * max_num_seqs
+
+    def place(self, new: NewRow) -> None:
+        """Give a row to a sequence; whatever was in it is forgotten."""
+        self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
+        self.num_prompt[new.row] = new.num_prompt
+        self.num_blocks[new.row] = 0
+        self.add_blocks(new.row, new.block_ids)
+        self.sampling[new.row] = new.sampling
+
+    def add_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        first = self.num_blocks[row]
+        self.block_ids[row, first : first + len(block_ids)] = block_ids
+        self.num_blocks[row] = first + len(block_ids)
+
+    def blocks_of(self, row: int) -> np.ndarray:
+        return self.block_ids[row, : self.num_blocks[row]]
+
+    def outputs_of(self, row: int, end: int) -> np.ndarray:
+        """The generated tokens before position `end`."""
+        return self.token_ids[row, self.num_prompt[row] : end]
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """One step as the decoder wants it: C columns, T tokens."""
+
+    rows: np.ndarray  # [C]
+    starts: np.ndarray  # [C]
+    ends: np.ndarray  # [C], the position that a sample of the column will take
+    firsts: np.ndarray  # [C], first token of the column in the flat batch
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64
+    plans: dict[int | None, tuple[Tile, ...]]  # attention, by window
+
+
+def make_batch(
+    plan: StepPlan, rows: Rows, windows: Sequence[int | None], *, max_tile: int | None = None
+) -> Batch:
+    columns = np.array(plan.rows, dtype=np.int64)
+    starts = np.array(plan.starts, dtype=np.int64)
+    counts = np.array(plan.counts, dtype=np.int64)
+    firsts = np.cumsum(counts) - counts
+    rows_T = np.repeat(columns, counts)
+    positions_T = np.arange(counts.sum()) - np.repeat(firsts - starts, counts)
+    size = rows.block_size
+    slots_T = rows.block_ids[rows_T, positions_T // size] * size + positions_T % size
+    tables = [rows.blocks_of(row) for row in plan.rows]
+    return Batch(
+        rows=columns,
+        starts=starts,
+        ends=starts + counts,
+        firsts=firsts,
+        token_ids=torch.from_numpy(rows.token_ids[rows_T, positions_T]),
+        positions=torch.from_numpy(positions_T),
+        slots=torch.from_numpy(slots_T),
+        plans={
+            window: plan_attention(
+                tables, plan.starts, plan.counts, block_size=size, window=window, max_tile=max_tile
+            )
+            for window in windows
+        },
+    )

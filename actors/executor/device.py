@@ -1,0 +1,56 @@
+"""The seam between the executor actor and whatever computes: a thread, processes, or a simulation."""
+
+from typing import Protocol
+
+import msgspec
+
+from trouper.actors.messages import StepDone, StepFailed, StepPlan
+
+
+class DeviceInfo(msgspec.Struct, frozen=True):
+    """What a device knows only after loading."""
+
+    num_blocks: int  # KV blocks in all, the null block 0 included
+    block_size: int  # tokens a block
+    dtype: str
+    name: str  # for people: "cpu", "NVIDIA H200", …
+
+
+class Device(Protocol):
+    """Runs plans one after another, in the order in which they were submitted.
+
+    Queueing is synchronous and separate from waiting, so the order of plans never depends on the order in
+    which tasks happen to be resumed.
+    """
+
+    async def load(self) -> DeviceInfo:
+        """Weights, KV memory, graphs: everything that can fail at start."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a plan.  At most `max_steps_in_flight` are out, so there is always room."""
+        ...
+
+    async def collect(self) -> StepDone | StepFailed:
+        """Wait for the answer to the oldest plan that has none yet.
+
+        `StepFailed` is an error that the device caught and survived.  After one, every plan of the same
+        epoch is answered by `StepFailed` without having run.
+
+        Raises:
+            Exception: the device is broken; the engine cannot go on.
+        """
+        ...
+
+    async def call(self, method: str, *args: object) -> object:
+        """`sleep(level)`, `wake(tags)`, `start_profile(folder)`, `stop_profile()`; behind the plans
+        already submitted.
+
+        Raises:
+            Exception: it could not be done; the device is as it was.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Give back memory and threads; a step under way ends first.  Idempotent."""
+        ...

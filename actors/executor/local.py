@@ -1,0 +1,174 @@
+"""A device in this process: one thread owns the runner, and torch, for its whole life.
+
+Torch's intra-op settings and inference mode are thread-local, and a thread pool may serve each call
+from another thread, hence a thread of our own.  torch is imported in it and nowhere before.
+"""
+
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.messages import StepDone, StepFailed, StepPlan
+from trouper.config import EngineConfig
+from trouper.errors import UnsupportedFeatureError
+
+if TYPE_CHECKING:
+    from trouper.actors.executor.runner import Runner
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+CALLS = ("sleep", "wake", "start_profile", "stop_profile")
+
+
+class LocalDevice:
+    """`Device` on the CPU of this process.
+
+    Everything that is posted runs in order, and runs to its end even if nobody waits any more.  An
+    exception in a step fails the steps of its epoch; the rows must be given again.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        # The executor's credits bound it: max_steps_in_flight steps, a call and the closing.
+        self._posts: queue.SimpleQueue[_Post[Any] | None] = queue.SimpleQueue()
+        self._steps: deque[_Post[StepDone | StepFailed]] = deque()  # submitted, not collected
+        self._submitted = anyio.Event()
+        self._thread: threading.Thread | None = None
+        self._closing: _Post[None] | None = None
+        # Touched by the device thread alone:
+        self._runner: Runner | None = None
+        self._refused_epoch = -1
+
+    def __repr__(self) -> str:
+        alive = self._thread is not None and self._thread.is_alive()
+        state = f"{len(self._steps)} steps out" if alive else "not running"
+        return f"<LocalDevice {self._config.model.name!r} {state}>"
+
+    async def load(self) -> DeviceInfo:
+        """Start the thread, import torch, load the model.
+
+        Raises:
+            TrouperValidationError: checkpoint, traits or KV memory do not fit the config.
+            UnsupportedFeatureError: the architecture is not known.
+        """
+        if self._thread is not None:
+            raise RuntimeError("a device is loaded once")
+        self._thread = threading.Thread(target=self._serve, name="trouper-device", daemon=True)
+        self._thread.start()
+        return await self._post(self._load).wait()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._steps.append(self._post(lambda: self._step(plan)))
+        self._submitted.set()
+
+    async def collect(self) -> StepDone | StepFailed:
+        while not self._steps:
+            self._submitted = anyio.Event()
+            await self._submitted.wait()
+        answer = await self._steps[0].wait()
+        self._steps.popleft()
+        return answer
+
+    async def call(self, method: str, *args: object) -> object:
+        if method not in CALLS:
+            raise UnsupportedFeatureError(f"this device cannot {method}")
+        return await self._post(lambda: getattr(self._runner, method)(*args)).wait()
+
+    async def aclose(self) -> None:
+        """End what is under way, give back the memory, end the thread.  Idempotent."""
+        if self._thread is None:
+            return
+        if self._closing is None:
+            self._closing = self._post(self._close)
+            self._posts.put(None)
+        with anyio.CancelScope(shield=True):  # bounded: by the load or the steps under way
+            await self._closing.wait()
+        self._thread.join()  # it has nothing left to do
+
+    def _post(self, work: Callable[[], Result]) -> "_Post[Result]":
+        if self._thread is None or self._closing is not None:
+            raise RuntimeError("the device is closed, or was never loaded")
+        post = _Post(work)
+        self._posts.put(post)
+        return post
+
+    # From here on: the device thread.
+
+    def _serve(self) -> None:
+        while (post := self._posts.get()) is not None:
+            post.run()
+
+    def _load(self) -> DeviceInfo:
+        import torch
+
+        from trouper.actors.executor.runner import Runner
+
+        torch.set_num_threads(min(torch.get_num_threads(), num_physical_cores()))
+        self._runner = Runner(self._config)
+        return self._runner.load()
+
+    def _step(self, plan: StepPlan) -> StepDone | StepFailed:
+        if plan.epoch <= self._refused_epoch:
+            return StepFailed(plan.step, "an earlier step failed")
+        if self._runner is None:
+            raise RuntimeError("a step before load")
+        try:
+            return self._runner.step(plan)
+        except Exception as error:
+            logger.exception("step %d of %d columns failed", plan.step, len(plan.rows))
+            self._refused_epoch = plan.epoch
+            return StepFailed(plan.step, f"{type(error).__name__}: {error}")
+
+    def _close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
+
+class _Post(Generic[Result]):
+    """A piece of work for the device thread, and the way back to the event loop that posted it."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work = work
+        native = anyio.lowlevel.current_token().native_token
+        # Both return at once: the thread goes on with the next step while the loop wakes up.
+        self._soon = getattr(native, "run_sync_soon", None) or native.call_soon_threadsafe
+        self._done = anyio.Event()
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:  # whatever it is, it belongs to the caller
+            self._error = error
+        try:
+            self._soon(self._done.set)
+        except RuntimeError:  # the loop has ended: nobody waits any more
+            pass
+
+    async def wait(self) -> Result:
+        await self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # set, since there is no error
+
+
+def num_physical_cores() -> int:
+    """Cores this process may use; two hyper-threads of a core count once."""
+    cpus = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    try:
+        return len({Path(topology.format(cpu)).read_text() for cpu in cpus})
+    except OSError:
+        return len(cpus)

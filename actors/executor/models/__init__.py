@@ -1,0 +1,1 @@
+"""Model code: one decoder described by traits, and the registry of known architectures."""

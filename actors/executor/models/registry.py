@@ -1,0 +1,282 @@
+"""Architecture name -> traits, and traits -> the tensors a checkpoint must hold.
+
+A new decoder is one reader here, if its differences are traits already.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from trouper.actors.executor.models.traits import (
+    DecoderTraits,
+    HfConfig,
+    LayerTraits,
+    common_traits,
+    require,
+    rope_traits,
+)
+from trouper.errors import UnsupportedFeatureError
+
+
+def decoder_traits(config: HfConfig, architecture: str) -> DecoderTraits:
+    """Read a Hugging Face config.
+
+    Raises:
+        UnsupportedFeatureError: the architecture, or a trait of this model, is not known.
+        TrouperValidationError: the config lacks a number or contradicts itself.
+    """
+    reader = READERS.get(architecture)
+    if reader is None:
+        known = ", ".join(sorted(READERS))
+        raise UnsupportedFeatureError(
+            f"architecture {architecture!r} is not supported; known are {known}"
+        )
+    return reader(config)
+
+
+def _llama(config: HfConfig) -> DecoderTraits:
+    bias = bool(config.get("attention_bias", False))
+    return common_traits(
+        config, qkv_bias=bias, o_bias=bias, mlp_bias=bool(config.get("mlp_bias", False))
+    )
+
+
+def _mistral(config: HfConfig) -> DecoderTraits:
+    return common_traits(config, layers=_layers(config, config.get("sliding_window")))
+
+
+def _qwen2(config: HfConfig) -> DecoderTraits:
+    return common_traits(config, qkv_bias=True, layers=_qwen_layers(config))
+
+
+def _qwen3(config: HfConfig) -> DecoderTraits:
+    bias = bool(config.get("attention_bias", False))
+    return common_traits(
+        config, qk_norm="head", qkv_bias=bias, o_bias=bias, layers=_qwen_layers(config)
+    )
+
+
+def _phi3(config: HfConfig) -> DecoderTraits:
+    head_dim = config.get("head_dim") or require(config, "hidden_size") // require(
+        config, "num_attention_heads"
+    )
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if (parameters.get("rope_type") or parameters.get("type")) in ("su", "yarn"):
+        parameters["rope_type"] = "longrope"  # Phi-3's names for it before longrope had one
+    return common_traits(
+        config,
+        fused_checkpoint=True,
+        layers=_layers(config, config.get("sliding_window")),
+        ropes=(rope_traits(config, head_dim, parameters=parameters),),
+    )
+
+
+def _gemma2(config: HfConfig) -> DecoderTraits:
+    return _gemma(
+        config,
+        layers=_layers(config, config.get("sliding_window", 4096), pattern=2),
+        attention_softcap=config.get("attn_logit_softcapping", 50.0),
+        final_softcap=config.get("final_logit_softcapping", 30.0),
+    )
+
+
+def _gemma3(config: HfConfig) -> DecoderTraits:
+    layers = _layers(
+        config,
+        config.get("sliding_window", 4096),
+        pattern=config.get("sliding_window_pattern") or 6,
+    )
+    head_dim = config.get("head_dim", 256)
+    scaling = config.get("rope_parameters") or {}
+    whole = scaling.get("full_attention") or config.get("rope_scaling") or {}
+    local = scaling.get("sliding_attention") or {
+        "rope_theta": config.get("rope_local_base_freq", 10_000.0)
+    }
+    return _gemma(
+        config,
+        layers=tuple(LayerTraits(layer.window, int(layer.window is not None)) for layer in layers),
+        ropes=(
+            rope_traits(config, head_dim, parameters=whole, default_theta=1_000_000.0),
+            rope_traits(config, head_dim, parameters=local),
+        ),
+        qk_norm="head",
+        attention_softcap=config.get("attn_logit_softcapping"),
+        final_softcap=config.get("final_logit_softcapping"),
+    )
+
+
+def _gemma(config: HfConfig, **own: Any) -> DecoderTraits:
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedFeatureError("use_bidirectional_attention is not supported")
+    bias = bool(config.get("attention_bias", False))
+    fields: dict[str, Any] = {
+        "head_dim": config.get("head_dim", 256),
+        "norm_placement": "sandwich",
+        "norm_offset": 1.0,
+        "activation": "gelu_tanh",
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "attention_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
+        "embedding_scale": require(config, "hidden_size") ** 0.5,
+        "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
+        **own,
+    }
+    if "ropes" not in fields:
+        fields["ropes"] = (rope_traits(config, fields["head_dim"]),)
+    return common_traits(config, **fields)
+
+
+def _granite(config: HfConfig) -> DecoderTraits:
+    bias = bool(config.get("attention_bias", False))
+    return common_traits(
+        config,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        attention_scale=float(config.get("attention_multiplier", 1.0)),
+        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
+        residual_scale=float(config.get("residual_multiplier", 1.0)),
+        logits_scale=1.0 / float(config.get("logits_scaling", 1.0)),
+    )
+
+
+def _olmo2(config: HfConfig) -> DecoderTraits:
+    bias = bool(config.get("attention_bias", False))
+    return common_traits(
+        config,
+        norm_placement="post",
+        qk_norm="projection",
+        qkv_bias=bias,
+        o_bias=bias,
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+    )
+
+
+def _smollm3(config: HfConfig) -> DecoderTraits:
+    bias = bool(config.get("attention_bias", False))
+    num_layers = require(config, "num_hidden_layers")
+    interval = config.get("no_rope_layer_interval") or 4
+    has_rope = config.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    kinds = config.get("layer_types") or [
+        "full_attention" if rope else "sliding_attention" for rope in has_rope[:num_layers]
+    ]
+    head_dim = config.get("head_dim") or require(config, "hidden_size") // require(
+        config, "num_attention_heads"
+    )
+    return common_traits(
+        config,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        ropes=(rope_traits(config, head_dim, default_theta=2_000_000.0),),
+        layers=tuple(
+            LayerTraits(window if kind == "sliding_attention" else None, 0 if rope else None)
+            for kind, rope in zip(kinds, has_rope, strict=False)
+        ),
+    )
+
+
+READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "Phi3ForCausalLM": _phi3,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3TextForCausalLM": _gemma3,
+    "GraniteForCausalLM": _granite,
+    "Olmo2ForCausalLM": _olmo2,
+    "SmolLM3ForCausalLM": _smollm3,
+}
+
+
+def _layers(config: HfConfig, window: int | None, *, pattern: int = 0) -> tuple[LayerTraits, ...]:
+    """`layer_types` if the config has them; else every `pattern`-th layer sees all, 0 = none does."""
+    num_layers = require(config, "num_hidden_layers")
+    kinds = config.get("layer_types") or [
+        "full_attention" if pattern and (i + 1) % pattern == 0 else "sliding_attention"
+        for i in range(num_layers)
+    ]
+    return tuple(LayerTraits(window if kind == "sliding_attention" else None) for kind in kinds)
+
+
+def _qwen_layers(config: HfConfig) -> tuple[LayerTraits, ...]:
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    if config.get("layer_types"):
+        return _layers(config, window)
+    first = config.get("max_window_layers", 28)
+    return tuple(
+        LayerTraits(window if i >= first else None)
+        for i in range(require(config, "num_hidden_layers"))
+    )
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """One tensor of the decoder: the rows of `sources`, one below the other."""
+
+    name: str
+    sources: tuple[tuple[str, tuple[int, ...]], ...]  # (name in the checkpoint, its shape)
+    offset: float = 0.0  # added on loading
+
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+def outer_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
+    table = (traits.vocab_size, traits.hidden_size)
+    yield Parameter("embedding", ((EMBEDDING, table),))
+    yield Parameter("norm", (("model.norm.weight", (traits.hidden_size,)),), traits.norm_offset)
+    if not traits.tied_embeddings:
+        yield Parameter("head", ((HEAD, table),))
+
+
+def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
+    """The tensors of one layer under the names of `decoder.Layer`."""
+    prefix = f"model.layers.{layer}."
+    for name, norm, width in _norms(traits):
+        yield Parameter(name, ((f"{prefix}{norm}.weight", (width,)),), traits.norm_offset)
+    for name, module, parts, num_inputs, has_bias in _projections(traits):
+        for kind, shape in (("weight", (num_inputs,)), ("bias", ())):
+            if kind == "weight" or has_bias:
+                sources = (
+                    (f"{prefix}{module}.{part}.{kind}", (size, *shape)) for part, size in parts
+                )
+                yield Parameter(f"{name}.{kind}", tuple(sources))
+
+
+def _norms(traits: DecoderTraits) -> Iterator[tuple[str, str, int]]:
+    """(our name, the checkpoint's name, width).  The checkpoint's depend on what else there is."""
+    hidden = traits.hidden_size
+    if traits.norm_placement != "post":
+        yield "attention_norm", "input_layernorm", hidden
+    if traits.norm_placement == "pre":
+        yield "mlp_norm", "post_attention_layernorm", hidden
+    else:
+        yield "attention_post_norm", "post_attention_layernorm", hidden
+        yield "mlp_post_norm", "post_feedforward_layernorm", hidden
+    if traits.norm_placement == "sandwich":
+        yield "mlp_norm", "pre_feedforward_layernorm", hidden
+    if traits.qk_norm:
+        is_head = traits.qk_norm == "head"
+        yield "q_norm", "self_attn.q_norm", traits.head_dim if is_head else traits.q_size
+        yield "k_norm", "self_attn.k_norm", traits.head_dim if is_head else traits.kv_size
+
+
+def _projections(
+    traits: DecoderTraits,
+) -> Iterator[tuple[str, str, tuple[tuple[str, int], ...], int, bool]]:
+    """(our name, the checkpoint's module, its parts and their rows, columns, has a bias)."""
+    q, kv, mlp, hidden = traits.q_size, traits.kv_size, traits.intermediate_size, traits.hidden_size
+    qkv = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    gate_up = (("gate_proj", mlp), ("up_proj", mlp))
+    if traits.fused_checkpoint:
+        qkv, gate_up = (("qkv_proj", q + 2 * kv),), (("gate_up_proj", 2 * mlp),)
+    yield "qkv", "self_attn", qkv, hidden, traits.qkv_bias
+    yield "o", "self_attn", (("o_proj", hidden),), q, traits.o_bias
+    yield "gate_up", "mlp", gate_up, hidden, traits.mlp_bias
+    yield "down", "mlp", (("down_proj", hidden),), mlp, traits.mlp_bias

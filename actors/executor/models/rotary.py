@@ -1,0 +1,62 @@
+"""RopeTraits -> the table of `kernels/rope.py`.
+
+Formulas: linear, Chen et al. 2023; llama3, Meta's reference code; yarn, Peng et al. 2023 (2309.00071);
+longrope, Ding et al. 2024 (2402.13753).  All as transformers evaluates them, in float32.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.models.traits import RopeTraits
+from trouper.kernels.rope import rope_table
+
+
+def make_rope_table(rope: RopeTraits, num_positions: int, dtype: torch.dtype) -> Tensor:
+    """[P, 2, R]; `num_positions` is the engine's longest sequence.
+
+    Longrope uses its long factors when that exceeds the length before stretching, for all sequences:
+    a choice by the length of each sequence would invalidate what is cached.
+    """
+    return rope_table(
+        inverse_frequencies(rope, num_positions), num_positions, rope.attention_factor, dtype
+    )
+
+
+def inverse_frequencies(rope: RopeTraits, num_positions: int) -> Tensor:
+    """[R / 2] float32."""
+    exponents = torch.arange(0, rope.width, 2, dtype=torch.float32) / rope.width
+    plain = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, plain)
+    if rope.kind == "longrope":
+        is_long = num_positions > rope.original_max_position
+        return plain / torch.tensor(rope.long_factors if is_long else rope.short_factors)
+    return plain
+
+
+def _llama3(rope: RopeTraits, plain: Tensor) -> Tensor:
+    """Long waves are stretched, short ones kept, those between blended."""
+    turns = rope.original_max_position * plain / (2 * math.pi)  # within the original length
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * plain / rope.factor + blend * plain
+
+
+def _yarn(rope: RopeTraits, plain: Tensor) -> Tensor:
+    def dimension_of(turns: float) -> float:
+        ratio = rope.original_max_position / (turns * 2 * math.pi)
+        return rope.width * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.width - 1)
+    steps = torch.arange(rope.width // 2, dtype=torch.float32)
+    stretch = ((steps - low) / (high - low or 0.001)).clamp(0, 1)
+    return stretch * plain / rope.factor + (1 - stretch) * plain

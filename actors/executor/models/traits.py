@@ -1,0 +1,228 @@
+"""What distinguishes one decoder from another, as plain data: no torch, no files, no names of tensors.
+
+A decoder is: embed -> layers of (attention, gated MLP) with residual sums -> norm -> head.  Traits say
+the rest.  `registry.decoder_traits` reads them from a Hugging Face config.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+HfConfig = Mapping[str, Any]
+NormPlacement = Literal["pre", "post", "sandwich"]
+
+
+class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """How positions become angles; `models/rotary.py` has the formulas."""
+
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    theta: float = 10_000.0
+    width: int  # rotated dimensions of a head, even
+    factor: float = 1.0  # by how much the context was stretched
+    original_max_position: int = 0  # length before stretching; 0 where the kind has no use for it
+    attention_factor: float = 1.0  # multiplies cos and sin
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()  # longrope, [width / 2] each
+    long_factors: tuple[float, ...] = ()
+
+
+class LayerTraits(msgspec.Struct, frozen=True):
+    window: int | None = None  # a query sees this many keys, itself included; None = all before it
+    rope: int | None = 0  # index into `DecoderTraits.ropes`; None = no positions (NoPE)
+
+
+class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
+    vocab_size: int
+    hidden_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int
+    layers: tuple[LayerTraits, ...]
+    ropes: tuple[RopeTraits, ...]
+    norm_eps: float = 1e-6
+    norm_placement: NormPlacement = "pre"
+    norm_offset: float = 0.0  # Gemma stores w - 1
+    qk_norm: Literal["head", "projection"] | None = (
+        None  # over each head, or over all heads together
+    )
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    attention_scale: float
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logits_scale: float = 1.0
+    tied_embeddings: bool = False
+    fused_checkpoint: bool = False  # stores qkv_proj and gate_up_proj (Phi-3)
+
+    @property
+    def q_size(self) -> int:
+        return self.num_q_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct windows, so that a batch plans its attention once for each."""
+        return tuple(dict.fromkeys(layer.window for layer in self.layers))
+
+
+def common_traits(config: HfConfig, **own: Any) -> DecoderTraits:
+    """What nearly every decoder's config says in the same words; `own` is what the family adds.
+
+    Raises:
+        TrouperValidationError: a number is missing or does not fit the others.
+    """
+    num_q_heads = require(config, "num_attention_heads")
+    head_dim = config.get("head_dim") or require(config, "hidden_size") // num_q_heads
+    num_layers = require(config, "num_hidden_layers")
+    fields: dict[str, Any] = {
+        "vocab_size": require(config, "vocab_size"),
+        "hidden_size": require(config, "hidden_size"),
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": config.get("num_key_value_heads") or num_q_heads,
+        "head_dim": head_dim,
+        "intermediate_size": require(config, "intermediate_size"),
+        "max_position": require(config, "max_position_embeddings"),
+        "layers": (LayerTraits(),) * num_layers,
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "activation": activation(config),
+        "attention_scale": head_dim**-0.5,
+        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+        **own,
+    }
+    if "ropes" not in fields:
+        fields["ropes"] = (rope_traits(config, head_dim),)
+    traits = DecoderTraits(**fields)
+    if traits.num_q_heads % traits.num_kv_heads:
+        raise TrouperValidationError(
+            f"{traits.num_q_heads} query heads cannot share {traits.num_kv_heads} KV heads",
+            parameter="num_key_value_heads",
+        )
+    if len(traits.layers) != num_layers:
+        raise TrouperValidationError(
+            f"config.json describes {len(traits.layers)} layers, not {num_layers}",
+            parameter="layer_types",
+        )
+    return traits
+
+
+def require(config: HfConfig, name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise TrouperValidationError(
+            "config.json needs a positive integer", parameter=name, value=value
+        )
+    return value
+
+
+def activation(config: HfConfig) -> Literal["silu", "gelu_tanh"]:
+    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if name in ("silu", "swish"):
+        return "silu"
+    if name == "gelu_pytorch_tanh":
+        return "gelu_tanh"
+    raise UnsupportedFeatureError(
+        f"hidden_act={name!r} is not supported; silu and gelu_pytorch_tanh are"
+    )
+
+
+def rope_traits(
+    config: HfConfig,
+    head_dim: int,
+    *,
+    parameters: Mapping[str, Any] | None = None,
+    default_theta: float = 10_000.0,
+) -> RopeTraits:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+    Raises:
+        UnsupportedFeatureError: a kind of scaling that is not known here.
+    """
+    if parameters is None:
+        parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    share = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    theta = parameters.get("rope_theta") or config.get("rope_theta") or default_theta
+    plain = RopeTraits(theta=float(theta), width=int(head_dim * share))
+    # Below the trained length, which max_model_len never exceeds, dynamic scaling is none at all.
+    if kind in ("default", "mrope", "dynamic"):
+        return plain
+    original = (
+        parameters.get("original_max_position_embeddings")
+        or config.get("original_max_position_embeddings")
+        or require(config, "max_position_embeddings")
+    )
+    factor = parameters.get("factor") or require(config, "max_position_embeddings") / original
+    stretched = msgspec.structs.replace(
+        plain, factor=float(factor), original_max_position=int(original)
+    )
+    if kind == "linear":
+        return msgspec.structs.replace(stretched, kind="linear")
+    if kind == "llama3":
+        return msgspec.structs.replace(
+            stretched,
+            kind="llama3",
+            low_freq_factor=float(parameters["low_freq_factor"]),
+            high_freq_factor=float(parameters["high_freq_factor"]),
+        )
+    if kind == "yarn":
+        return _yarn(stretched, parameters)
+    if kind in ("longrope", "su"):
+        return _longrope(stretched, parameters)
+    raise UnsupportedFeatureError(f"rope_type={kind!r} is not supported")
+
+
+def _yarn(stretched: RopeTraits, parameters: Mapping[str, Any]) -> RopeTraits:
+    def magnitude(scale: float) -> float:
+        return 1.0 if stretched.factor <= 1 else 0.1 * scale * math.log(stretched.factor) + 1.0
+
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    by_default = (
+        magnitude(mscale) / magnitude(mscale_all_dim)
+        if mscale and mscale_all_dim
+        else magnitude(1.0)
+    )
+    return msgspec.structs.replace(
+        stretched,
+        kind="yarn",
+        attention_factor=float(parameters.get("attention_factor") or by_default),
+        beta_fast=float(parameters.get("beta_fast") or 32),
+        beta_slow=float(parameters.get("beta_slow") or 1),
+        truncate=parameters.get("truncate", True),
+    )
+
+
+def _longrope(stretched: RopeTraits, parameters: Mapping[str, Any]) -> RopeTraits:
+    by_default = 1.0
+    if stretched.factor > 1:
+        by_default = math.sqrt(
+            1 + math.log(stretched.factor) / math.log(stretched.original_max_position)
+        )
+    short, long = (tuple(map(float, parameters[name])) for name in ("short_factor", "long_factor"))
+    if not len(short) == len(long) == stretched.width // 2:
+        raise TrouperValidationError(
+            f"longrope needs {stretched.width // 2} factors", parameter="rope_parameters"
+        )
+    return msgspec.structs.replace(
+        stretched,
+        kind="longrope",
+        attention_factor=float(parameters.get("attention_factor") or by_default),
+        short_factors=short,
+        long_factors=long,
+    )

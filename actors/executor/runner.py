@@ -1,0 +1,218 @@
+"""Runs plans on one thread: rows, batch, forward pass, sampler.  Synchronous, no scheduling state.
+
+Laws:
+  * Plans run in the order of the calls; a plan's rows, blocks and copies take effect before its pass.
+  * The sampled token is written into its row before `step` returns, so a plan that was made without
+    knowing it finds it there.
+  * A column with logits that are not finite fails alone.
+"""
+
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.batch import Batch, Rows, make_batch
+from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder
+from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.sampler import Sampler, token_logprobs
+from trouper.actors.executor.weights import load_decoder
+from trouper.actors.messages import StepDone, StepPlan, TokenLogprobs
+from trouper.config import EngineConfig
+from trouper.errors import ProfilerAlreadyActiveError, TrouperValidationError
+from trouper.kernels.paged_attention import MAX_TILE_CAPPED
+
+logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """The model, its KV memory and the rows.  Belongs to the thread that calls `load`.
+
+    Args:
+        config: resolved; `model.path` holds safetensors unless `load_format` is "dummy".
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._traits = decoder_traits(config.model.hf_config, config.model.architecture)
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._max_tile = MAX_TILE_CAPPED if self._traits.attention_softcap else None
+        self._rows = Rows(config.scheduler.max_num_seqs, config.max_model_len, config.block_size)
+        self._sampler = Sampler(self._rows, self._traits.vocab_size)
+        self._decoder: Decoder | None = None
+        self._kv: Tensor | None = None  # [layers, 2, H, S, D]
+        self._num_slots = 0
+        self._profile: tuple[torch.profiler.profile, Path] | None = None
+
+    def load(self) -> DeviceInfo:
+        """Read the weights and set KV memory aside.
+
+        Raises:
+            TrouperValidationError: the checkpoint does not fit the config, or one sequence of
+                `max_model_len` does not fit the KV memory.
+        """
+        config = self._config
+        num_blocks = num_kv_blocks(config, self._traits, self._dtype.itemsize)
+        self._num_slots = num_blocks * config.block_size
+        self.wake(frozenset({"weights", "kv_cache"}))
+        return DeviceInfo(
+            num_blocks=num_blocks, block_size=config.block_size, dtype=config.dtype, name="cpu"
+        )
+
+    def sleep(self, level: int) -> None:
+        """Level 1 discards KV memory (weights are in host memory already), level 2 weights too."""
+        if level >= 1:
+            self._kv = None
+        if level >= 2:
+            self._decoder = None
+
+    def wake(self, tags: frozenset[str]) -> None:
+        """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are not."""
+        with torch.inference_mode():
+            if "weights" in tags and self._decoder is None:
+                self._decoder = load_decoder(
+                    Path(self._config.model.path),
+                    self._traits,
+                    dtype=self._dtype,
+                    max_model_len=self._config.max_model_len,
+                    load_format=self._config.load_format,
+                    seed=self._config.seed,
+                )
+            if "kv_cache" in tags and self._kv is None:
+                traits = self._traits
+                # empty, not zeros: pages that no sequence has touched take no memory
+                self._kv = torch.empty(
+                    (len(traits.layers), 2, traits.num_kv_heads, self._num_slots, traits.head_dim),
+                    dtype=self._dtype,
+                )
+
+    def start_profile(self, folder: str) -> None:
+        """Trace what follows, until `stop_profile` writes a Chrome trace into the folder.
+
+        Raises:
+            ProfilerAlreadyActiveError: it runs already.
+        """
+        if self._profile is not None:
+            raise ProfilerAlreadyActiveError("stop_profile first")
+        profile = torch.profiler.profile()
+        profile.start()
+        self._profile = profile, Path(folder)
+
+    def stop_profile(self) -> None:
+        """Without a start: a warning and nothing else."""
+        if self._profile is None:
+            logger.warning("stop_profile without start_profile")
+            return
+        (profile, folder), self._profile = self._profile, None
+        profile.stop()
+        folder.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(folder / f"trouper-{time.time_ns()}.json"))
+
+    def close(self) -> None:
+        """Give back the memory.  Idempotent."""
+        self.sleep(2)
+
+    def step(self, plan: StepPlan) -> StepDone:
+        """Run one plan.  After an exception the rows of the plan must be given again."""
+        if self._decoder is None or self._kv is None:
+            raise RuntimeError("a step while weights or KV memory are absent")
+        with torch.inference_mode():
+            self._apply_changes(plan, self._kv)
+            if not plan.rows:
+                return StepDone(plan.step, ())
+            batch = make_batch(plan, self._rows, self._traits.windows, max_tile=self._max_tile)
+            hidden_TE = self._decoder.forward(
+                batch.token_ids, batch.positions, batch.slots, batch.plans, self._kv.unbind(0)
+            )
+            prompt_logprobs = self._prompt_logprobs(hidden_TE, batch, self._decoder)
+            return self._sample(plan, hidden_TE, batch, prompt_logprobs)
+
+    def _apply_changes(self, plan: StepPlan, kv: Tensor) -> None:
+        for new in plan.new_rows:
+            self._rows.place(new)
+            self._sampler.place(new.row, len(new.token_ids))
+        for row, block_ids in plan.new_blocks:
+            self._rows.add_blocks(row, block_ids)
+        size = self._config.block_size
+        for source, target in plan.copies:
+            kv.narrow(3, target * size, size).copy_(kv.narrow(3, source * size, size))
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        hidden_TE: Tensor,
+        batch: Batch,
+        prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...],
+    ) -> StepDone:
+        token_ids = np.full(len(plan.rows), -1)
+        logprobs: list[TokenLogprobs | None] = []
+        columns = np.flatnonzero(plan.needs_sample)
+        if len(columns):
+            assert self._decoder is not None
+            last = torch.from_numpy(batch.firsts + batch.ends - batch.starts - 1)[columns]
+            logits_RV = self._decoder.logits(hidden_TE[last])
+            sampled = self._sampler.sample(
+                logits_RV, batch.rows[columns].tolist(), batch.ends[columns].tolist()
+            )
+            token_ids[columns] = sampled.token_ids
+            if sampled.logprobs:
+                logprobs = [None] * len(plan.rows)
+                for column, found in zip(columns, sampled.logprobs, strict=True):
+                    logprobs[column] = found
+        return StepDone(
+            step=plan.step,
+            token_ids=tuple(token_ids.tolist()),
+            logprobs=tuple(logprobs),
+            prompt_logprobs=prompt_logprobs,
+            failed=tuple(columns[token_ids[columns] < 0].tolist()),
+        )
+
+    def _prompt_logprobs(
+        self, hidden_TE: Tensor, batch: Batch, decoder: Decoder
+    ) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
+        """Of the prompt tokens that follow the positions of this step, where they were asked for."""
+        found: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
+        for column, row in enumerate(batch.rows.tolist()):
+            num_top = self._rows.sampling[row].prompt_logprobs
+            if num_top is None:
+                continue
+            start = int(batch.starts[column])
+            count = int(min(batch.ends[column], self._rows.num_prompt[row] - 1)) - start
+            if count <= 0:
+                continue
+            hidden = hidden_TE.narrow(0, int(batch.firsts[column]), count)
+            following = self._rows.token_ids[row, start + 1 : start + 1 + count].tolist()
+            entries = [
+                token_logprobs(logprobs_V, following.pop(0), num_top)
+                for part in hidden.split(LOGITS_AT_ONCE)
+                for logprobs_V in decoder.logits(part).log_softmax(-1)
+            ]
+            found.append((column, tuple(entries)))
+        return tuple(found)
+
+
+def num_kv_blocks(config: EngineConfig, traits: DecoderTraits, item_bytes: int) -> int:
+    """Blocks in all, the null block included.
+
+    Raises:
+        TrouperValidationError: one sequence of `max_model_len` does not fit; names the longest that does.
+    """
+    size, longest = config.block_size, config.max_model_len
+    block_bytes = len(traits.layers) * 2 * traits.kv_size * size * item_bytes
+    usable = config.num_blocks
+    if usable is None:
+        useful = config.scheduler.max_num_seqs * -(-longest // size)
+        usable = min(config.kv_cache_bytes // block_bytes, useful)
+    if usable * size < longest:
+        raise TrouperValidationError(
+            f"the KV memory holds {usable} blocks of {size} tokens ({usable * block_bytes / 2**20:.0f} MiB): "
+            f"the largest max_model_len that fits is {usable * size}",
+            parameter="max_model_len",
+            value=longest,
+        )
+    return usable + 1

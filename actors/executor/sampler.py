@@ -1,0 +1,164 @@
+"""From logits to tokens, in the order of spec section 8.1; and the logprobs that were asked for.
+
+    R  rows that sample in this step     V  vocabulary     K  candidates of a row
+
+Laws:
+  * A row's token is a function of its own logits, parameters, seed and position alone.  Rows are
+    treated together only in operations that do not mix them, and the number of candidates K is a
+    function of the row's own parameters.
+  * A row pays for the features it uses; a greedy batch is one arg max.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.batch import Rows
+from trouper.actors.executor.penalties import Penalties
+from trouper.actors.messages import Sampling, TokenLogprobs
+from trouper.kernels.noise import gumbel
+
+NUM_CANDIDATES = (
+    512  # enough for top_p in nearly all rows; topk of 512 in 32 k costs a tenth of a sort
+)
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    token_ids: list[int]  # -1 where the row's logits were not finite
+    logprobs: list[TokenLogprobs | None]  # empty when nobody asked
+
+
+class Sampler:
+    """Keeps, by row, what outlives a step: the counts behind the penalties."""
+
+    def __init__(self, rows: Rows, vocab_size: int) -> None:
+        self._rows = rows
+        self._vocabulary = np.arange(vocab_size, dtype=np.uint32)
+        self._penalties = Penalties(rows, vocab_size)
+
+    def place(self, row: int, num_tokens: int) -> None:
+        """A sequence of `num_tokens` known tokens took the row."""
+        self._penalties.place(row, num_tokens)
+
+    def sample(self, logits_RV: Tensor, row_ids: Sequence[int], ends: Sequence[int]) -> Sampled:
+        """Draw one token a row and write it into the row, at its end; the logits are overwritten.
+
+        Args:
+            logits_RV: raw logits, float32.
+            row_ids: the R device rows.
+            ends: position of the token to be drawn, = number of tokens before it.
+        """
+        sampling = [self._rows.sampling[row] for row in row_ids]
+        is_finite = torch.isfinite(logits_RV.sum(-1)).tolist()  # nan and ±inf reach the sum
+        wanted = [s.logprobs is not None or bool(s.logprob_token_ids) for s in sampling]
+        raw = {
+            i: logits_RV[i].log_softmax(-1)
+            for i, is_wanted in enumerate(wanted)
+            if is_wanted and is_finite[i]
+        }
+        for i, (row, end) in enumerate(zip(row_ids, ends, strict=True)):
+            self._penalties.apply(logits_RV[i], row, end)
+        token_ids = self._draw(logits_RV, sampling, ends).tolist()
+        for i, (row, end) in enumerate(zip(row_ids, ends, strict=True)):
+            if is_finite[i]:
+                self._rows.token_ids[row, end] = token_ids[i]
+                self._penalties.count(row, token_ids[i])
+            else:
+                token_ids[i] = -1
+        logprobs: list[TokenLogprobs | None] = []
+        if any(wanted):
+            logprobs = [
+                token_logprobs(raw[i], token_ids[i], s.logprobs or 0, s.logprob_token_ids)
+                if i in raw
+                else None
+                for i, s in enumerate(sampling)
+            ]
+        return Sampled(token_ids, logprobs)
+
+    def _draw(self, logits_RV: Tensor, sampling: list[Sampling], ends: Sequence[int]) -> Tensor:
+        token_ids = logits_RV.argmax(-1)
+        groups: dict[int, list[int]] = {}  # number of candidates -> rows; 0 = the whole vocabulary
+        for i, s in enumerate(sampling):
+            if s.temperature > 0:
+                groups.setdefault(_num_candidates(s, logits_RV.shape[1]), []).append(i)
+        for num_candidates, members in groups.items():
+            seeds = np.array([sampling[i].seed % 2**64 for i in members], dtype=np.uint64)
+            positions = np.array([ends[i] for i in members])
+            logits = logits_RV if len(members) == len(sampling) else logits_RV[members]
+            temperatures = torch.tensor([sampling[i].temperature for i in members])
+            logits = logits / temperatures.unsqueeze(1)
+            _apply_min_p(logits, [sampling[i] for i in members])
+            if num_candidates:
+                drawn = _draw_truncated(
+                    logits, [sampling[i] for i in members], seeds, positions, num_candidates
+                )
+            else:
+                drawn = logits.add_(gumbel(seeds, positions, self._vocabulary)).argmax(-1)
+            token_ids[members] = drawn
+        return token_ids
+
+
+def _num_candidates(s: Sampling, vocab_size: int) -> int:
+    if 0 < s.top_k < vocab_size:
+        return s.top_k
+    return min(NUM_CANDIDATES, vocab_size) if s.top_p < 1 else 0
+
+
+def _apply_min_p(logits_RV: Tensor, sampling: list[Sampling]) -> None:
+    if not any(s.min_p for s in sampling):
+        return
+    # log of 0 is -inf: rows without min_p keep everything
+    floor_R = torch.tensor([s.min_p for s in sampling]).log() + logits_RV.amax(-1)
+    logits_RV.masked_fill_(logits_RV < floor_R.unsqueeze(1), -torch.inf)
+
+
+def _draw_truncated(
+    logits_RV: Tensor,
+    sampling: list[Sampling],
+    seeds: np.ndarray,
+    positions: np.ndarray,
+    num_candidates: int,
+) -> Tensor:
+    """Top-k, then top-p among the candidates; a row whose mass they do not hold is sorted in full."""
+    top = logits_RV.topk(num_candidates)
+    values_RK, ids_RK = top.values, top.indices
+    top_p_R = torch.tensor([s.top_p for s in sampling])
+    has_top_k = torch.tensor([0 < s.top_k < logits_RV.shape[1] for s in sampling])
+    # after a top-k the mass is that of the candidates, otherwise of all tokens
+    total_R = torch.where(has_top_k, values_RK.logsumexp(-1), logits_RV.logsumexp(-1))
+    probs_RK = (values_RK - total_R.unsqueeze(1)).exp_()
+    mass_RK = probs_RK.cumsum(-1)
+    if num_candidates < logits_RV.shape[1]:
+        is_short = (~has_top_k & (mass_RK[:, -1] < top_p_R)).nonzero().flatten().tolist()
+    else:
+        is_short = []
+    values_RK.masked_fill_(mass_RK - probs_RK >= top_p_R.unsqueeze(1), -torch.inf)
+    values_RK += gumbel(seeds, positions, ids_RK.numpy())
+    drawn = ids_RK.gather(1, values_RK.argmax(-1, keepdim=True)).squeeze(1)
+    for i in is_short:
+        one = slice(i, i + 1)
+        drawn[i] = _draw_truncated(
+            logits_RV[one], sampling[one], seeds[one], positions[one], logits_RV.shape[1]
+        )[0]
+    return drawn
+
+
+def token_logprobs(
+    logprobs_V: Tensor, token_id: int, num_top: int, token_ids: Sequence[int] = ()
+) -> TokenLogprobs:
+    """The token first, then the `num_top` best (-1 = all) by falling logprob, or exactly `token_ids`."""
+    own = logprobs_V[token_id]
+    rank = int((logprobs_V >= own).sum())
+    if token_ids:
+        ids = torch.tensor(token_ids)
+        order = logprobs_V[ids].argsort(descending=True, stable=True)
+        ids = ids[order]
+    elif num_top < 0:
+        ids = logprobs_V.argsort(descending=True, stable=True)
+    else:
+        ids = logprobs_V.topk(min(num_top, logprobs_V.numel())).indices
+    ids = torch.cat((torch.tensor([token_id]), ids[ids != token_id]))
+    return TokenLogprobs(tuple(ids.tolist()), tuple(logprobs_V[ids].tolist()), rank)

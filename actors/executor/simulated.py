@@ -1,0 +1,351 @@
+"""A device that computes nothing and forgets nothing: for simulations, tests and dry runs.
+
+It is a paged KV cache of *facts*.  The entry of a position is a hash of its token and of every entry
+before it, read through the block table that the scheduler gave; the next token is a hash of all entries,
+read back through the table, with the seed and the position.  Blocks are poisoned when they are given to
+a row for writing.  So a wrong table, a use after free, a stale prefix hit, a copy that was forgotten or
+two writers of one block change tokens, and `simulated_tokens` says what they should have been.
+
+Time is `anyio.sleep`: virtual when the clock is a mock.
+"""
+
+import hashlib
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import anyio
+import msgspec
+
+from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.messages import (
+    NewRow,
+    Sampling,
+    SequenceId,
+    StepDone,
+    StepFailed,
+    StepPlan,
+    TokenLogprobs,
+)
+
+ENTRY_BYTES = 8
+POISON = b"\xee" * ENTRY_BYTES
+MEMORY = frozenset({"weights", "kv_cache"})
+UNKNOWN = -1  # a token id that no step has sampled
+
+
+class StepError(msgspec.Struct, frozen=True):
+    """An error that the device survives, after `num_columns` of the step have been computed."""
+
+    message: str
+    num_columns: int = 0
+
+
+class Conditions:
+    """What happens to the steps; the default is fair weather at a constant speed.
+
+    A subclass may be asked in any order, but once a plan: `duration_s`, then `error`, then `is_finite`.
+    """
+
+    def __init__(self, step_s: float = 0.01, load_s: float = 0.0) -> None:
+        self.step_s = step_s
+        self.load_s = load_s
+
+    def duration_s(self, plan: StepPlan) -> float:
+        return self.step_s
+
+    def call_s(self, method: str) -> float:
+        """The duration of anything but a step; an exception raised here goes to who asked for it."""
+        return self.step_s
+
+    def error(self, plan: StepPlan, sequences: tuple[SequenceId, ...]) -> StepError | None:
+        """An error to survive, or an exception raised for one that the device does not survive."""
+        return None
+
+    def is_finite(self, sequence: SequenceId, position: int) -> bool:
+        """Whether the logits that yield the token at `position` are."""
+        return True
+
+
+class _Row:
+    """What the device knows of one sequence."""
+
+    def __init__(self, new: NewRow) -> None:
+        self.sequence = new.sequence
+        self.token_ids = list(new.token_ids)
+        self.num_prompt = new.num_prompt
+        self.table = list(new.block_ids)
+        self.sampling = new.sampling
+
+
+class SimulatedDevice:
+    """A `Device` of `num_blocks` KV blocks, the null block included, on a model of `vocab_size` tokens."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        max_steps_in_flight: int,
+        conditions: Conditions | None = None,
+    ) -> None:
+        self._info = DeviceInfo(num_blocks, block_size, "float32", "simulated")
+        self._vocab_size = vocab_size
+        self._conditions = conditions or Conditions()
+        self._stride = block_size * ENTRY_BYTES
+        self._cache = bytearray(POISON * (block_size * num_blocks))
+        self._rows: dict[int, _Row] = {}
+        self._queue: deque[tuple[StepPlan, float]] = deque()
+        self._max_steps_in_flight = max_steps_in_flight
+        self._submitted = anyio.Event()
+        self._answered = anyio.Event()
+        self._absent: frozenset[str] = frozenset()  # memory that sleeps
+        self._is_free_at = -math.inf
+        self._refused_epoch = -1
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<SimulatedDevice {len(self._rows)} rows, {len(self._queue)} steps out>"
+
+    async def load(self) -> DeviceInfo:
+        await anyio.sleep(self._conditions.load_s)
+        return self._info
+
+    def submit(self, plan: StepPlan) -> None:
+        if self._is_closed:
+            raise RuntimeError("the device is closed")
+        if self._absent:
+            raise RuntimeError(f"a step while {sorted(self._absent)} are absent")
+        if len(self._queue) >= self._max_steps_in_flight:
+            raise RuntimeError(f"{len(self._queue)} steps are in flight already")
+        self._queue.append((plan, anyio.current_time()))
+        self._submitted.set()
+
+    async def collect(self) -> StepDone | StepFailed:
+        while not self._queue:
+            self._submitted = anyio.Event()
+            await self._submitted.wait()
+        plan, submitted_at = self._queue[0]
+        if plan.epoch > self._refused_epoch:
+            begin = max(submitted_at, self._is_free_at)
+            self._is_free_at = begin + self._conditions.duration_s(plan)
+            await anyio.sleep_until(self._is_free_at)
+        else:
+            await anyio.lowlevel.checkpoint()
+        self._queue.popleft()
+        self._answered.set()
+        return self._run(plan)
+
+    async def call(self, method: str, *args: object) -> object:
+        """Asleep it refuses plans, and what its memory held is gone."""
+        while self._queue:
+            self._answered = anyio.Event()
+            await self._answered.wait()
+        await anyio.sleep(self._conditions.call_s(method))
+        match method:
+            case "sleep":
+                self._absent = MEMORY
+                self._rows.clear()
+                self._poison(range(self._info.num_blocks))
+            case "wake":
+                self._absent -= frozenset(cast("Iterable[str]", args[0]))
+            case _:
+                pass  # there is nothing to profile
+        return None
+
+    async def aclose(self) -> None:
+        """Plans that have not been collected are forgotten."""
+        self._is_closed = True
+        self._queue.clear()
+        self._rows.clear()
+        await anyio.lowlevel.checkpoint()
+
+    def _run(self, plan: StepPlan) -> StepDone | StepFailed:
+        if plan.epoch <= self._refused_epoch:
+            return self._refuse(plan, "an earlier step failed")
+        self._apply(plan)
+        rows = [self._rows[row] for row in plan.rows]
+        error = self._conditions.error(plan, tuple(row.sequence for row in rows))
+        num_columns = len(rows) if error is None else min(error.num_columns, len(rows))
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        prompt_logprobs: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
+        failed: list[int] = []
+        for i, (row, start, count) in enumerate(zip(rows, plan.starts, plan.counts, strict=True)):
+            if i >= num_columns:
+                self._spoil(row, start, start + count)
+                continue
+            if known := self._compute(row, start, start + count):
+                prompt_logprobs.append((i, known))
+            token = self._sample(row, start, start + count) if plan.needs_sample[i] else None
+            if token == UNKNOWN:
+                failed.append(i)
+            tokens.append(UNKNOWN if token is None else token)
+            logprobs.append(self._token_logprobs(row, start + count, tokens[-1]))
+        if error is not None:
+            self._refused_epoch = plan.epoch
+            return self._refuse(plan, error.message)
+        return StepDone(
+            plan.step,
+            tuple(tokens),
+            tuple(logprobs) if any(logprobs) else (),
+            tuple(prompt_logprobs),
+            tuple(failed),
+        )
+
+    def _refuse(self, plan: StepPlan, message: str) -> StepFailed:
+        """What the rows of a failed step hold is anybody's guess: they must be given again."""
+        for row in plan.rows:
+            self._rows.pop(row, None)
+        return StepFailed(plan.step, message)
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Rows, tables and copies: everything that comes before the computation."""
+        self._check(plan)
+        starts = dict(zip(plan.rows, plan.starts, strict=True))
+        for new in plan.new_rows:
+            self._rows[new.row] = _Row(new)
+            num_shared = -(-starts[new.row] // self._info.block_size)
+            self._poison(new.block_ids[num_shared:])
+        for row, blocks in plan.new_blocks:
+            self._rows[row].table.extend(blocks)
+            self._poison(blocks)
+        stride = self._stride
+        for source, target in plan.copies:
+            entries = self._cache[source * stride : (source + 1) * stride]
+            self._cache[target * stride : (target + 1) * stride] = entries
+
+    def _check(self, plan: StepPlan) -> None:
+        """A plan that breaks the protocol is a bug of its maker."""
+        known = self._rows.keys() | {new.row for new in plan.new_rows}
+        given = [block for new in plan.new_rows for block in new.block_ids]
+        given += [block for _, blocks in plan.new_blocks for block in blocks]
+        given += [block for _, target in plan.copies for block in (target,)]
+        problems = {
+            "columns of different lengths": len(
+                {len(plan.rows), len(plan.starts), len(plan.counts), len(plan.needs_sample)}
+            )
+            > 1,
+            "a row twice": len(set(plan.rows)) < len(plan.rows),
+            "a row that nobody was given": not known >= set(plan.rows),
+            "a new row without work": not {new.row for new in plan.new_rows} <= set(plan.rows),
+            "a column without tokens": min(plan.counts, default=1) < 1,
+            "no such block": not all(0 < block < self._info.num_blocks for block in given),
+        }
+        if found := [problem for problem, is_there in problems.items() if is_there]:
+            raise ValueError(f"step {plan.step}: {', '.join(found)}")
+
+    def _poison(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            at = block * self._stride
+            self._cache[at : at + self._stride] = POISON * self._info.block_size
+
+    def _read(self, row: _Row, num_positions: int) -> bytes:
+        """The entries of the first positions, through the block table."""
+        stride = self._stride
+        num_blocks = -(-num_positions // self._info.block_size)
+        pages = [self._cache[b * stride : (b + 1) * stride] for b in row.table[:num_blocks]]
+        return b"".join(pages)[: num_positions * ENTRY_BYTES]
+
+    def _compute(self, row: _Row, start: int, end: int) -> tuple[TokenLogprobs, ...]:
+        """Write the entries of positions start … end - 1; answer the prompt logprobs they yield."""
+        size = self._info.block_size
+        if end > len(row.table) * size:
+            raise ValueError(f"{row.sequence}: position {end - 1} has no block")
+        if end > len(row.token_ids):
+            raise ValueError(f"{row.sequence}: position {end - 1} has no token")
+        state = hashlib.blake2b(self._read(row, start), digest_size=ENTRY_BYTES)
+        for position in range(start, end):
+            entry = _entry(state, row.token_ids[position], position)
+            at = row.table[position // size] * self._stride + position % size * ENTRY_BYTES
+            self._cache[at : at + ENTRY_BYTES] = entry
+            state.update(entry)
+        wanted = row.sampling.prompt_logprobs
+        if wanted is None:
+            return ()
+        return tuple(
+            simulated_logprobs(row.token_ids[position], position, wanted, self._vocab_size)
+            for position in range(start + 1, min(end + 1, row.num_prompt))
+        )
+
+    def _sample(self, row: _Row, start: int, position: int) -> int:
+        """Choose the token at `position`, and put it into the row for the next step to read.
+
+        Where the logits are not finite, neither is the KV that led to them.
+        """
+        is_finite = UNKNOWN not in row.token_ids[:position]
+        if is_finite and self._conditions.is_finite(row.sequence, position):
+            num_outputs = position - row.num_prompt
+            context = self._read(row, position)
+            token = _choose(context, position, row.sampling, num_outputs, self._vocab_size)
+        else:
+            token = UNKNOWN
+            self._spoil(row, start, position)
+        row.token_ids[position : position + 1] = (token,)
+        return token
+
+    def _spoil(self, row: _Row, start: int, end: int) -> None:
+        """Nothing useful is in these positions."""
+        size = self._info.block_size
+        for position in range(start, min(end, len(row.table) * size)):
+            at = row.table[position // size] * self._stride + position % size * ENTRY_BYTES
+            self._cache[at : at + ENTRY_BYTES] = POISON
+
+    def _token_logprobs(self, row: _Row, position: int, token: int) -> TokenLogprobs | None:
+        wanted = row.sampling.logprobs
+        if wanted is None or token == UNKNOWN:
+            return None
+        return simulated_logprobs(token, position, wanted, self._vocab_size)
+
+
+def simulated_tokens(
+    prompt_token_ids: Sequence[int], sampling: Sampling, num_tokens: int, vocab_size: int
+) -> list[int]:
+    """What a `SimulatedDevice` must yield for a sequence, alone or in a crowd, however it is scheduled."""
+    state = hashlib.blake2b(digest_size=ENTRY_BYTES)
+    context = bytearray()
+    tokens = list(prompt_token_ids)
+    for position in itertools.count():
+        if position >= len(prompt_token_ids):
+            num_outputs = position - len(prompt_token_ids)
+            if num_outputs == num_tokens:
+                break
+            tokens.append(_choose(context, position, sampling, num_outputs, vocab_size))
+        entry = _entry(state, tokens[position], position)
+        state.update(entry)
+        context += entry
+    return tokens[len(prompt_token_ids) :]
+
+
+def _entry(before: "hashlib._Hash", token: int, position: int) -> bytes:
+    state = before.copy()
+    state.update(b"%d,%d" % (token, position))
+    return state.digest()
+
+
+def _choose(
+    context: bytes | bytearray, position: int, sampling: Sampling, num_outputs: int, vocab_size: int
+) -> int:
+    seed = 0 if sampling.temperature == 0 else sampling.seed
+    allowed = sampling.allowed_token_ids or range(vocab_size)
+    masked = sampling.stop_ids if num_outputs < sampling.min_tokens else ()
+    for attempt in range(64 * vocab_size):
+        state = hashlib.blake2b(context, digest_size=ENTRY_BYTES)
+        state.update(b";%d;%d;%d" % (seed, position, attempt))
+        token = allowed[int.from_bytes(state.digest()) % len(allowed)]
+        if token not in masked:
+            return token
+    raise ValueError("every token is masked")
+
+
+def simulated_logprobs(
+    token: int, position: int, num_candidates: int, vocab_size: int
+) -> TokenLogprobs:
+    """Made up, but the same for everybody: the token first, then its neighbours."""
+    if num_candidates < 0:
+        num_candidates = vocab_size - 1
+    others = [(token + 1 + i) % vocab_size for i in range(min(num_candidates, vocab_size - 1))]
+    first = -1.0 - position / 8
+    return TokenLogprobs((token, *others), (first, *(first - 1 - i for i in range(len(others)))), 1)

@@ -1,0 +1,190 @@
+"""From a folder of safetensors to the decoder's tensors: checked, fused, cast and packed.
+
+Laws:
+  * Names and shapes are checked against the traits before a byte of a tensor is read.
+  * Files are memory-mapped; one parameter at a time is copied, cast and packed, so that the peak is
+    the model plus its largest matrix.
+  * Nothing is ever unpickled.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import safetensors
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.models.decoder import Decoder, Layer
+from trouper.actors.executor.models.registry import (
+    HEAD,
+    Parameter,
+    layer_parameters,
+    outer_parameters,
+)
+from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.errors import TrouperValidationError
+from trouper.kernels.linear import Linear
+
+INDEX = "model.safetensors.index.json"
+DUMMY_STD = 0.02
+
+
+class Source(Protocol):
+    """Where the tensors of a checkpoint come from."""
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+
+
+class Checkpoint:
+    """The safetensors files of a folder, opened lazily."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        for file in _file_names(folder):
+            try:
+                opened = safetensors.safe_open(folder / file, framework="pt")
+            except (OSError, safetensors.SafetensorError) as error:
+                raise TrouperValidationError(
+                    f"cannot be read: {error}", parameter="model", value=str(folder / file)
+                ) from error
+            self._files[file] = opened
+            self._file_of.update(dict.fromkeys(opened.keys(), file))
+
+    def check(self, parameters: Iterable[Parameter], *, ignored: frozenset[str]) -> None:
+        """Compare all names and shapes.
+
+        Raises:
+            TrouperValidationError: tensors are missing, unexpected or of another shape; it names them.
+        """
+        wanted = dict(source for parameter in parameters for source in parameter.sources)
+        missing = [name for name in wanted if name not in self._file_of]
+        unexpected = [
+            name
+            for name in self._file_of
+            if name not in wanted
+            and name not in ignored
+            and not name.endswith("rotary_emb.inv_freq")
+        ]
+        misshapen = [
+            f"{name} {found} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if name in self._file_of
+            and (found := self._files[self._file_of[name]].get_slice(name).get_shape())
+            != list(shape)
+        ]
+        for problem, names in (
+            ("lacks", missing),
+            ("has unexpected", unexpected),
+            ("has misshapen", misshapen),
+        ):
+            if names:
+                shown = ", ".join(sorted(names)[:4]) + (", …" if len(names) > 4 else "")
+                raise TrouperValidationError(
+                    f"the checkpoint {problem} {len(names)} tensors: {shown}",
+                    parameter="model",
+                    value=str(self._folder),
+                )
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._files[self._file_of[name]].get_tensor(name)
+
+
+class Dummy:
+    """Random weights, for measuring without a checkpoint (`load_format="dummy"`)."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = torch.Generator().manual_seed(seed)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        return torch.empty(shape).normal_(0.0, DUMMY_STD, generator=self._random)
+
+
+def load_decoder(
+    folder: Path,
+    traits: DecoderTraits,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> Decoder:
+    """Build the decoder of `folder`.
+
+    Raises:
+        TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
+    """
+    num_layers = len(traits.layers)
+    source: Source
+    if load_format == "dummy":
+        source = Dummy(seed)
+    elif load_format in ("auto", "safetensors"):
+        parameters = list(outer_parameters(traits))
+        parameters += [p for i in range(num_layers) for p in layer_parameters(traits, i)]
+        source = checkpoint = Checkpoint(folder)
+        ignored = frozenset({HEAD} if traits.tied_embeddings else ())
+        checkpoint.check(parameters, ignored=ignored)
+    else:
+        raise TrouperValidationError(
+            "must be auto, safetensors or dummy", parameter="load_format", value=load_format
+        )
+    outer = {p.name: _assemble(p, source, dtype) for p in outer_parameters(traits)}
+    # The head is packed even where it is tied, and then exists twice: the lookup needs the plain
+    # rows, the GEMM of a decode step runs 1.5-1.7 x faster on the packed ones (32000 x 1024 bf16, one
+    # core: 5.9 -> 3.4 ms), and the price is one embedding, 7 % of the memory of a 0.5 B model.
+    head = Linear(outer.get("head", outer["embedding"]))
+    layers = [_layer(traits, i, source, dtype) for i in range(num_layers)]
+    return Decoder(
+        traits,
+        embedding=outer["embedding"],
+        layers=layers,
+        norm=outer["norm"],
+        head=head,
+        max_model_len=max_model_len,
+    )
+
+
+def _layer(traits: DecoderTraits, index: int, source: Source, dtype: torch.dtype) -> Layer:
+    norms: dict[str, Tensor] = {}
+    projections: dict[str, Linear] = {}
+    for parameter in layer_parameters(traits, index):
+        tensor = _assemble(parameter, source, dtype)
+        name, _, kind = parameter.name.partition(".")
+        if kind == "weight":
+            projections[name] = Linear(tensor)
+        elif kind == "bias":
+            projections[name].bias = tensor
+        else:
+            norms[name] = tensor
+    return Layer(traits.layers[index], **projections, **norms)
+
+
+def _assemble(parameter: Parameter, source: Source, dtype: torch.dtype) -> Tensor:
+    """The fused tensor, in memory of its own: the file may go away."""
+    shapes = [shape for _, shape in parameter.sources]
+    # 1 + w of Gemma's norms would lose w's last bits in bf16; see kernels/rms_norm.py
+    kept = torch.float32 if parameter.offset else dtype
+    fused = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=kept)
+    first = 0
+    for name, shape in parameter.sources:
+        fused[first : first + shape[0]] = source.read(name, shape)
+        first += shape[0]
+    return fused.add_(parameter.offset) if parameter.offset else fused
+
+
+def _file_names(folder: Path) -> list[str]:
+    index = folder / INDEX
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        raise TrouperValidationError(
+            "no safetensors in the model folder", parameter="model", value=str(folder)
+        )
+    return names

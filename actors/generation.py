@@ -1,0 +1,158 @@
+"""One request as the caller holds it: an async iterator whose closing is the abort.
+
+Laws.  Nothing happens before the first `__anext__` or `__aenter__`.  Closing is synchronous, idempotent, and
+legal in a cancelled task.  A finished, failed or cancelled `__anext__` closes by itself; an
+iterator that is dropped while open aborts with a ResourceWarning.  So a bare `async for` that runs to the
+end needs nothing else, and whoever may leave early writes `async with`.
+"""
+
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self
+
+import anyio.lowlevel
+
+from trouper.actors.messages import Render, RequestId
+from trouper.actors.reply import ReplySlot
+from trouper.outputs import RequestOutput
+from trouper.params import SamplingParams
+
+
+MakeRender = Callable[[RequestId, SamplingParams, ReplySlot], Render]
+
+
+class RequestDesk(Protocol):
+    """Where requests are opened and closed: the engine."""
+
+    def open_request(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        render: MakeRender,
+        arrival_time: float | None,
+    ) -> tuple[RequestId, ReplySlot]: ...
+
+    def close_request(self, id: RequestId, slot: ReplySlot, *, is_finished: bool) -> None: ...
+
+
+class Generation:
+    """`async for output in generation`, alone or inside `async with generation as stream`."""
+
+    def __init__(
+        self,
+        desk: RequestDesk,
+        request_id: str,
+        params: SamplingParams,
+        render: MakeRender,
+        arrival_time: float | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self._desk = desk
+        self._params = params
+        self._render = render
+        self._arrival_time = arrival_time
+        self._opened: tuple[RequestId, ReplySlot] | None = None
+        self._is_finished = False
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "open" if self._opened else "new"
+        return f"<Generation {self.request_id!r} {state}>"
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_closed:
+            await anyio.lowlevel.checkpoint()
+            raise StopAsyncIteration
+        slot = self.open()
+        try:
+            output = await slot.read()
+        except BaseException:
+            self.close()
+            raise
+        self._note(output)
+        if output.error is not None:
+            raise output.error.to_exception()
+        return output
+
+    def take_nowait(self) -> RequestOutput | None:
+        """What is due now, or None; for a loop that steps the engine by hand.
+
+        A failure of this request comes as an output with `finish_reason="error"`.
+        """
+        if self._opened is None:
+            return None
+        try:
+            output = self._opened[1].read_nowait()
+        except BaseException:
+            self.close()
+            raise
+        if output is not None:
+            self._note(output)
+        return output
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions whose end has not been handed out."""
+        return 0 if self._opened is None else self._opened[1].num_unread
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will come but what is in the slot."""
+        return self._opened is None or self._opened[1].is_over
+
+    async def submit(self) -> None:
+        """Open, and wait until the prompt is known to be good.
+
+        Raises:
+            Exception: what rendering raised; the request is gone then.
+        """
+        slot = self.open()
+        try:
+            await slot.wait_rendered()
+        except BaseException:
+            self.close()
+            raise
+
+    async def __aenter__(self) -> Self:
+        await anyio.lowlevel.checkpoint()
+        self.open()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def open(self) -> ReplySlot:
+        """Submit the request now, if that has not happened yet."""
+        if self._opened is None:
+            self._opened = self._desk.open_request(
+                self.request_id, self._params, self._render, self._arrival_time
+            )
+        return self._opened[1]
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._opened is not None:
+            (id, slot), self._opened = self._opened, None
+            self._desk.close_request(id, slot, is_finished=self._is_finished)
+
+    def _note(self, output: RequestOutput) -> None:
+        if output.finished:
+            self._is_finished = True
+            self.close()
+
+    def __del__(self) -> None:
+        if self._opened is not None:
+            warnings.warn(f"dropped while open: {self!r}", ResourceWarning, 2, source=self)
+            self.close()

@@ -1,0 +1,135 @@
+"""Which transition of the engine is legal now, and what it leads to.  Pure.  Source: spec section 10.
+
+    STARTING ─▶ AWAKE ⇄ PAUSED          pause, resume
+                AWAKE, PAUSED ─▶ DRAINING ─▶ ASLEEP ─▶ WAKING ─▶ AWAKE      sleep, wake
+                any ─▶ STOPPING ─▶ STOPPED,   any ─▶ FAILED
+
+ASLEEP means that some device memory is absent; nothing is planned until all of it is back.
+"""
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import Literal, get_args
+
+from trouper.actors.pause import Pause
+from trouper.errors import TrouperValidationError
+
+Mode = Literal["abort", "wait", "keep"]
+MEMORY = frozenset({"weights", "kv_cache"})
+TAGS = ("weights", "kv_cache", "scheduling")
+
+
+class EngineState(Enum):
+    AWAKE = "awake"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class Event(Enum):
+    PAUSE = "pause"
+    RESUME = "resume"
+    SLEEP = "sleep"  # the pause has begun, memory will go
+    SLEPT = "slept"  # memory has gone
+    WAKE = "wake"  # memory is coming back
+    WOKEN = "woken"  # all of it is there
+    WAKE_PAUSED = "wake, still paused"  # only some of it is there, or it failed
+    STOP = "stop"
+    STOPPED = "stopped"
+    FAIL = "fail"
+
+
+_S, _E = EngineState, Event
+TRANSITIONS: dict[tuple[EngineState, Event], EngineState] = {
+    (_S.AWAKE, _E.PAUSE): _S.PAUSED,
+    (_S.AWAKE, _E.RESUME): _S.AWAKE,
+    (_S.AWAKE, _E.SLEEP): _S.DRAINING,
+    (_S.AWAKE, _E.WAKE): _S.WAKING,
+    (_S.PAUSED, _E.PAUSE): _S.PAUSED,
+    (_S.PAUSED, _E.RESUME): _S.AWAKE,
+    (_S.PAUSED, _E.SLEEP): _S.DRAINING,
+    (_S.PAUSED, _E.WAKE): _S.WAKING,
+    (_S.DRAINING, _E.PAUSE): _S.DRAINING,  # a sleep that was cancelled while it waited
+    (_S.DRAINING, _E.RESUME): _S.AWAKE,
+    (_S.DRAINING, _E.SLEEP): _S.DRAINING,
+    (_S.DRAINING, _E.SLEPT): _S.ASLEEP,
+    (_S.DRAINING, _E.WAKE): _S.WAKING,
+    (_S.ASLEEP, _E.PAUSE): _S.ASLEEP,
+    (_S.ASLEEP, _E.SLEEP): _S.DRAINING,
+    (_S.ASLEEP, _E.WAKE): _S.WAKING,
+    (_S.WAKING, _E.WOKEN): _S.AWAKE,
+    (_S.WAKING, _E.WAKE_PAUSED): _S.ASLEEP,
+    (_S.STOPPING, _E.STOPPED): _S.STOPPED,
+    **{(state, _E.STOP): _S.STOPPING for state in _S if state not in (_S.STOPPED, _S.FAILED)},
+    **{(state, _E.FAIL): _S.FAILED for state in _S if state is not _S.STOPPED},
+}
+
+
+class Lifecycle:
+    """The engine's state, what it admits and which memory it has."""
+
+    def __init__(self) -> None:
+        self.state = EngineState.AWAKE
+        self.pause = Pause.NONE
+        self.refuses: str | None = None  # why new requests are refused; None: they are queued
+        self.level = 0
+        self.resident = MEMORY
+
+    def __repr__(self) -> str:
+        return f"<Lifecycle {self.state.value} pause={self.pause.value} level={self.level}>"
+
+    @property
+    def is_paused(self) -> bool:
+        return self.pause is not Pause.NONE
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Paused, or short of memory; a partial wake keeps it True."""
+        return self.is_paused or self.resident != MEMORY
+
+    def move(self, event: Event) -> None:
+        """Raises RuntimeError when the event is illegal in this state."""
+        after = TRANSITIONS.get((self.state, event))
+        if after is None:
+            raise RuntimeError(
+                f"{event.value} is not possible while the engine is {self.state.value}"
+            )
+        self.state = after
+
+    def begin_pause(self, mode: Mode, *, refuses: bool) -> None:
+        """The stricter of what is in force and what is asked for now."""
+        wanted = Pause.ALL if mode == "keep" else Pause.NEW
+        if self.pause is not Pause.ALL:
+            self.pause = wanted
+        if refuses:
+            self.refuses = "engine_paused: the engine is paused, try again later"
+
+    def resume(self) -> None:
+        self.pause, self.refuses, self.level = Pause.NONE, None, 0
+
+
+def check_mode(mode: str) -> None:
+    if mode not in get_args(Mode):
+        raise TrouperValidationError("must be abort, wait or keep", parameter="mode", value=mode)
+
+
+def check_level(level: int) -> None:
+    if isinstance(level, bool) or level not in (0, 1, 2):
+        raise TrouperValidationError("must be 0, 1 or 2", parameter="level", value=level)
+
+
+def check_tags(tags: Iterable[str] | None) -> frozenset[str]:
+    """None means all."""
+    if tags is None:
+        return frozenset(TAGS)
+    wanted = (tags,) if isinstance(tags, str) else tuple(tags)
+    for tag in wanted:
+        if tag not in TAGS:
+            raise TrouperValidationError(
+                f"must be among {', '.join(TAGS)}", parameter="tags", value=tag
+            )
+    return frozenset(wanted)

@@ -1,0 +1,230 @@
+"""The vocabulary of the troupe: every type that crosses a channel between actors, and nothing else.
+
+    frontends -Render-> Renderer -Track-> Detokenizer
+                        Renderer -Admit-> Scheduler -StepPlan-> Executor -StepDone | StepFailed-> Scheduler
+                                          Scheduler -StepTokens-> Detokenizer -Stop-> Scheduler
+    frontends -Abort | SetPause | ResetPrefixCache | Step-> Scheduler
+    frontends -DeviceCall-> Executor
+
+A *request* is what the user sent; a *sequence* is one list of tokens being grown for it.  A request
+with `n` completions has the `n` sequences `id, id + 1, … id + n - 1`, so one integer names both.
+"""
+
+from typing import Literal, NewType
+
+import msgspec
+
+from trouper.actors.answer import Answer
+from trouper.actors.pause import Pause
+from trouper.actors.reply import ReplySlot
+from trouper.inputs import PromptType
+from trouper.outputs import FinishReason
+from trouper.params import SamplingParams
+
+RequestId = NewType("RequestId", int)
+SequenceId = NewType("SequenceId", int)
+
+
+class Render(msgspec.Struct, frozen=True):
+    """Frontend -> Renderer: a prompt as the caller wrote it, and the slot that takes the answer.
+
+    The slot carries the cancel scope of the rendering stage: closing the slot ends the work.
+    """
+
+    id: RequestId
+    prompt: PromptType
+    params: SamplingParams  # the engine's own copy
+    slot: ReplySlot
+    priority: int
+    arrival_time: float  # wall clock, seconds
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None  # left keeps the end; None: the tokenizer's
+    add_special_tokens: bool | None = None  # None: True for text, False for chat
+
+
+class Track(msgspec.Struct, frozen=True):
+    """Renderer -> Detokenizer: expect tokens for these sequences.  Sent before `Admit`."""
+
+    id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams  # resolved: max_tokens is a number
+    slot: ReplySlot
+    prompt: str | None = None  # the text, where there is one
+
+
+class Admit(msgspec.Struct, frozen=True, kw_only=True):
+    """Renderer -> Scheduler: a rendered, validated request."""
+
+    id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams  # resolved: max_tokens is a number
+    eos_token_id: int | None  # the primary one; None with ignore_eos
+    stop_token_ids: tuple[int, ...]  # the caller's, then the model's secondary EOS ids
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    arrival_time: float = 0.0
+    cache_salt: str | None = None
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """Frontend -> Scheduler: end the request, in whatever stage it is.  Legal at any time."""
+
+    id: RequestId
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """Detokenizer -> Scheduler: stop strings ended these sequences; they yield no further output."""
+
+    ids: tuple[SequenceId, ...]
+
+
+class SetPause(msgspec.Struct, frozen=True):
+    """Frontend -> Scheduler: plan everything, only what has run before, or nothing.
+
+    Answered when that has taken full effect: no step in flight, with `Pause.NEW` nothing left that may
+    still run, and all news of it handed over.
+    """
+
+    pause: Pause
+    answer: Answer[None]
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True):
+    """Frontend -> Scheduler: forget all prefixes.  Answered with False while a block is held.
+
+    `preempt` frees the blocks first: `"recompute"` keeps results in flight, `"resample"` drops them.
+    """
+
+    preempt: Literal["no", "recompute", "resample"]
+    answer: Answer[bool]
+
+
+class Step(msgspec.Struct, frozen=True):
+    """Frontend -> Scheduler: one iteration, for an engine that is stepped by hand.
+
+    Answered when its news are in the reply slots.
+    """
+
+    answer: Answer[None]
+
+
+class DeviceCall(msgspec.Struct, frozen=True):
+    """Frontend -> Executor: anything but a step, after the plans already sent.
+
+    An error goes to who asked; the engine lives.
+    """
+
+    method: Literal["sleep", "wake", "start_profile", "stop_profile"]
+    args: tuple[object, ...]
+    answer: Answer[object]
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """The device's share of the sampling parameters of one sequence; spec section 8."""
+
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # ≤ 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 64 bits, never None: the noise is a function of (seed, position, token)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty = all
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()  # masked until min_tokens outputs exist
+    logprobs: int | None = None  # -1 = whole vocabulary
+    prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+
+
+class NewRow(msgspec.Struct, frozen=True):
+    """A sequence takes a device row: for the first time, or again after a preemption."""
+
+    row: int
+    sequence: SequenceId
+    token_ids: tuple[int, ...]  # prompt, then what has been generated so far
+    num_prompt: int
+    block_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """Scheduler -> Executor: the work of one forward pass.
+
+    Plans run in order, so a row or block that one plan frees may be given away by the next: the
+    earlier step's writes land first.  Column i of `rows`, `starts`, `counts` and `needs_sample` is one
+    sequence: positions starts[i] … starts[i] + counts[i] - 1 are computed.  A token id that the plan's
+    maker does not know yet (a step in flight samples it) is already in the row on the device.
+    """
+
+    step: int
+    epoch: int  # counts failed steps: after a failure, plans of the old epoch are refused unrun
+    rows: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    needs_sample: tuple[bool, ...]  # False: a chunk whose sample nobody needs
+    new_rows: tuple[NewRow, ...] = ()
+    new_blocks: tuple[
+        tuple[int, tuple[int, ...]], ...
+    ] = ()  # (row, ids appended to its block table)
+    copies: tuple[tuple[int, int], ...] = ()  # (from block, to block), before anything is computed
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Candidates of one position: the sampled (or prompt) token first, then by falling logprob."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int  # of the first: the number of tokens at least as probable, ≥ 1
+
+
+class StepDone(msgspec.Struct, frozen=True):
+    """Executor -> Scheduler: what a plan yielded, column by column.
+
+    `token_ids[i]` is -1 where the plan needed no sample or the row failed.  `failed` names columns whose
+    logits were not finite: these sequences end, nobody else notices.
+    """
+
+    step: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # per column; empty when nobody asked
+    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()  # (column, positions)
+    failed: tuple[int, ...] = ()
+
+
+class StepFailed(msgspec.Struct, frozen=True):
+    """Executor -> Scheduler: this plan raised, or followed one that did; none of its results count."""
+
+    step: int
+    message: str
+
+
+class SequenceTokens(msgspec.Struct, frozen=True):
+    """The news of one sequence in one `StepTokens`."""
+
+    id: SequenceId
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int | None = None  # with the first token: prompt tokens found in the cache
+    error: str | None = None  # with finish_reason "error"
+
+
+class StepTokens(msgspec.Struct, frozen=True):
+    """Scheduler -> Detokenizer: all that one turn of the scheduler has to tell, in one message."""
+
+    sequences: tuple[SequenceTokens, ...]
+    answers: tuple[
+        Answer[None], ...
+    ] = ()  # who waits until the news before this point are handed over
+
+
+RendererInbox = Render
+SchedulerInbox = Admit | Abort | Stop | StepDone | StepFailed | SetPause | ResetPrefixCache | Step
+ExecutorInbox = StepPlan | DeviceCall
+DetokenizerInbox = Track | StepTokens

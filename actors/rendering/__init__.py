@@ -1,0 +1,1 @@
+"""Prompt rendering: plain synchronous work that the Renderer runs in threads."""

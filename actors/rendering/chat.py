@@ -1,0 +1,239 @@
+"""Conversations -> text, by the model's chat template; equal to transformers' `apply_chat_template`.
+
+Laws.  Rendering is pure: no template, message or tool of the caller is changed.  Text in a message that
+spells one of the model's control tokens is never parsed as that token: `SEAM` is put behind its first
+character, and the tokenizer finds no token across a seam (`Tokenizer.encode_pieces`).
+
+Source: spec section 3.5, robustness rows B10, B25-B27.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+
+from trouper.actors.rendering.jinja import make_environment, plain_data
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+SEAM = "\U000f0000"  # a private-use character; dropped from what callers write
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+REASONING = ("reasoning_content", "thinking", "reasoning")  # the first is the templates' own
+END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to be continued
+TEMPLATE_FAULTS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+    RecursionError,
+)  # fmt: skip
+
+
+class ChatTemplate:
+    """A compiled template.  `special` and `added` are the tokenizer's special and all its added tokens.
+
+    Raises:
+        TrouperValidationError: the source is no valid template.
+    """
+
+    def __init__(
+        self, source: str, special: Collection[str] = (), added: Collection[str] = ()
+    ) -> None:
+        environment = make_environment()
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise TrouperValidationError(
+                f"the chat template cannot be compiled: {error}", parameter="chat_template"
+            ) from error
+        self.variables = frozenset(meta.find_undeclared_variables(tree)) - RESERVED
+        self.takes_parts = _iterates_content(tree)
+        self._tests_for_strings = any(t.name == "string" for t in tree.find_all(nodes.Test))
+        self._source = source
+        # Tokens such as `<think>` are not flagged special, but a template that writes them means them.
+        control = {t for t in added if t in source and not t.isspace()} | set(special)
+        self._anyones = _spelling(set(special))
+        self._control = _spelling(control)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """The text of the conversation in pieces; no token may be found across two of them.
+
+        Raises:
+            TrouperValidationError: messages of a wrong form, or that the template refuses.
+            UnsupportedFeatureError: parts that are no text.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise TrouperValidationError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                parameter="continue_final_message",
+            )
+        try:
+            chat = [self._message(i, message) for i, message in enumerate(messages)]
+            if not chat:
+                raise TrouperValidationError(
+                    "a conversation must not be empty", parameter="messages"
+                )
+            final = self._mark_end(chat) if continue_final_message else None
+            known = {k: plain_data(v) for k, v in (variables or {}).items() if k in self.variables}
+            text = self._template.render(
+                messages=chat,
+                tools=plain_data(tools),
+                add_generation_prompt=add_generation_prompt,
+                **{"documents": None, **known},
+            )
+        except TrouperValidationError:
+            raise
+        except TEMPLATE_FAULTS as error:
+            reason = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
+            raise TrouperValidationError(
+                f"the chat template refuses this conversation: {reason[:1000]}",
+                parameter="messages",
+            ) from error
+        return (text if final is None else _cut_end(text, final)).split(SEAM)
+
+    def _message(self, index: int, message: Any) -> dict[str, Any]:
+        """A checked copy in the form that templates expect."""
+        message = plain_data(message)
+        where = f"messages[{index}]"
+        if not isinstance(message, dict):
+            raise TrouperValidationError("a message must be a dict", parameter=where, value=message)
+        if not isinstance(role := message.get("role"), str):
+            raise TrouperValidationError("the role must be a string", parameter=f"{where}.role")
+        # The model itself writes `<think>` and the like, so an earlier answer may hold them as tokens.
+        spelling = self._anyones if role == "assistant" else self._control
+        clean = {
+            key: value if key == "role" else _sewn(value, spelling)
+            for key, value in message.items()
+            if value is not None
+        }
+        if "content" in clean:
+            clean["content"] = self._content(clean["content"], f"{where}.content")
+        for call in clean.get("tool_calls") or ():
+            _parse_arguments(call)
+        reasoning = next((clean[name] for name in REASONING if name in clean), None)
+        if reasoning is not None:
+            clean = {"thinking": reasoning, **clean, "reasoning_content": reasoning}
+        return clean
+
+    def _content(self, content: Any, where: str) -> Any:
+        """Text or parts, whichever of the two the template was written for."""
+        if isinstance(content, str):
+            if self.takes_parts and not self._tests_for_strings:
+                return [{"type": "text", "text": content}]
+            return content
+        if not isinstance(content, list):
+            raise TrouperValidationError("content must be text or a list of parts", parameter=where)
+        parts = [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
+        return parts if self.takes_parts else "\n".join(part["text"] for part in parts)
+
+    def _mark_end(self, chat: list[dict[str, Any]]) -> str:
+        """Put END behind the last message's text; return that text."""
+        content = chat[-1].get("content")
+        if "content" not in self._source or not content:
+            raise TrouperValidationError(
+                "continue_final_message needs a final message with content", parameter="messages"
+            )
+        if isinstance(content, str):
+            chat[-1]["content"] = content + END
+            return content
+        text = content[-1]["text"]
+        content[-1]["text"] = text + END
+        return text
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict):
+        raise TrouperValidationError("a part must be a dict", parameter=where)
+    kind = part.get("type", "text")
+    if kind not in ("text", "input_text", "output_text", "refusal"):
+        raise UnsupportedFeatureError(f"{where}: only text parts, not {kind!r}")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
+        raise TrouperValidationError("a part must hold text", parameter=f"{where}.text")
+    return {"type": "text", "text": text}
+
+
+def _parse_arguments(call: Any) -> None:
+    """Templates dump a call's arguments as json, so they must not be a json string already."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(function, dict) and isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except ValueError:
+            return
+        if isinstance(parsed, dict):
+            function["arguments"] = parsed
+
+
+def _cut_end(text: str, final: str) -> str:
+    """The text up to the end of the message that is to be continued."""
+    end = text.rfind(END.strip())
+    if end < 0 or final.strip() not in text:
+        raise TrouperValidationError(
+            "continue_final_message: the template drops the final message's text",
+            parameter="messages",
+        )
+    is_whole = text.startswith(END, end)
+    return text[:end] if is_whole else text[:end].rstrip()  # trimmed, so the message's end was too
+
+
+def _spelling(tokens: Collection[str]) -> re.Pattern[str] | None:
+    """Matches the first character of each place where a token is spelled, overlapping ones too."""
+    breakable = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+    if not breakable:
+        return None
+    return re.compile(f"(?=(?:{'|'.join(map(re.escape, breakable))})).", re.DOTALL)
+
+
+def _sewn(value: Any, spelling: re.Pattern[str] | None) -> Any:
+    """Put a seam into every control token that the strings in `value` spell."""
+    if isinstance(value, str):
+        value = value.replace(SEAM, "")
+        return value if spelling is None else spelling.sub(rf"\g<0>{SEAM}", value)
+    if isinstance(value, dict):
+        return {key: _sewn(item, spelling) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_sewn(item, spelling) for item in value]
+    return value
+
+
+def _iterates_content(tree: nodes.Template) -> bool:
+    """Does the template loop over a message's content, or over a variable set from it?"""
+    names: set[str] = {"content"}
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name) and _is_content(assign.node):
+            names.add(assign.target.name)
+    loops = tree.find_all(nodes.For)
+    return any(_is_content(x) or _name(x) in names for loop in loops for x in _sources(loop.iter))
+
+
+def _sources(node: nodes.Node) -> Iterator[nodes.Node]:
+    """The expression that a loop runs over, with filters and slices taken off."""
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    yield node
+
+
+def _is_content(node: nodes.Node) -> bool:
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return (
+        isinstance(node, nodes.Getitem)
+        and isinstance(node.arg, nodes.Const)
+        and node.arg.value == "content"
+    )
+
+
+def _name(node: nodes.Node) -> str | None:
+    return node.name if isinstance(node, nodes.Name) else None

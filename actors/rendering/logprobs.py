@@ -1,0 +1,38 @@
+"""What the device says of one position -> what the caller gets.  Pure.  Source: spec section 8.4."""
+
+from collections.abc import Sequence
+
+from trouper.actors.messages import TokenLogprobs
+from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.outputs import Logprob, LogprobsOnePosition
+
+
+def position_logprobs(
+    position: TokenLogprobs,
+    tokenizer: Tokenizer | None,
+    before: Sequence[int],
+    *,
+    is_ranked: bool = True,
+) -> LogprobsOnePosition:
+    """The sampled (or prompt) token first, then the others by falling logprob.
+
+    `before` holds the tokens before this position: they complete a character that was cut in two.
+    `is_ranked` is False where the candidates are the caller's choice: only the first has a rank then.
+    """
+    first, *others = position.token_ids
+    table = {first: Logprob(position.logprobs[0], position.rank, _text(tokenizer, first, before))}
+    rank = 0
+    first_is_repeated = first in others
+    for token_id, logprob in zip(others, position.logprobs[1:], strict=True):
+        rank += 1
+        if token_id == first:
+            continue
+        if rank == position.rank and not first_is_repeated:
+            rank += 1  # the place that the first token takes
+        text = _text(tokenizer, token_id, before)
+        table[token_id] = Logprob(logprob, rank if is_ranked else None, text)
+    return table
+
+
+def _text(tokenizer: Tokenizer | None, token_id: int, before: Sequence[int]) -> str | None:
+    return None if tokenizer is None else tokenizer.token_text(token_id, before)

@@ -1,0 +1,93 @@
+"""Sampling parameters as the caller wrote them -> with everything the model decides filled in.  Pure.
+
+Source: spec sections 2.2 (EOS handling) and 8.1 (bad words).
+"""
+
+import copy
+from typing import NamedTuple
+
+import msgspec
+
+from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.errors import TrouperValidationError
+from trouper.params import SamplingParams
+
+MAX_BAD_WORDS = 128  # sequences after tokenisation
+
+
+class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What rendering must know of the model and the engine."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int = 20
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class ResolvedSampling(NamedTuple):
+    params: SamplingParams  # max_tokens is a number
+    eos_token_id: int | None
+    stop_token_ids: tuple[int, ...]
+    bad_words_ids: tuple[tuple[int, ...], ...]
+
+
+def resolve_sampling(
+    params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits, tokenizer: Tokenizer | None
+) -> ResolvedSampling:
+    """Raises TrouperValidationError for what this model or an engine without tokenizer cannot do."""
+    params.verify(vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
+    if tokenizer is None:
+        for name in ("stop", "bad_words"):
+            if getattr(params, name):
+                raise TrouperValidationError(
+                    f"{name}: this engine has no tokenizer (skip_tokenizer_init)", parameter=name
+                )
+    params = copy.copy(params)
+    if params.max_tokens is None:
+        params.max_tokens = limits.max_model_len - num_prompt_tokens
+    eos = _eos(limits, tokenizer)
+    stops = dict.fromkeys(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        stops |= dict.fromkeys(eos[1:])
+    return ResolvedSampling(
+        params,
+        eos[0] if eos and not params.ignore_eos else None,
+        tuple(stops),
+        _bad_words(params, limits, tokenizer) if tokenizer is not None else (),
+    )
+
+
+def _eos(limits: ModelLimits, tokenizer: Tokenizer | None) -> list[int]:
+    """The primary EOS, then the others.
+
+    Where the tokenizer names one it is the primary: Llama 3's config lists <|end_of_text|> first, but
+    its conversations end with the tokenizer's <|eot_id|>.
+    """
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    others = [id for id in limits.eos_token_ids if id != own]
+    return others if own is None else [own, *others]
+
+
+def _bad_words(
+    params: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], ...]:
+    """Each word with and without a leading space, as it stands inside a text and at its beginning."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words or ():
+        forms = [tokenizer.encode(s + word.lstrip(), add_special_tokens=False) for s in ("", " ")]
+        if not any(forms):
+            raise _bad_word(word, "does not become any token")
+        for ids in filter(None, forms):
+            if max(ids) >= limits.vocab_size:
+                raise _bad_word(word, "becomes tokens that the model does not have")
+            found[tuple(ids)] = None
+    if len(found) > MAX_BAD_WORDS:
+        raise TrouperValidationError(
+            f"bad_words become {len(found)} token sequences; at most {MAX_BAD_WORDS} are allowed",
+            parameter="bad_words",
+        )
+    return tuple(found)
+
+
+def _bad_word(word: str, rule: str) -> TrouperValidationError:
+    return TrouperValidationError(f"bad_words: {rule}", parameter="bad_words", value=word)

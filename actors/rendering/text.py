@@ -1,0 +1,291 @@
+"""Prompts of every form -> what the engine needs to know.  Pure; runs in a renderer's thread.
+
+In this order: form → text (chat template) → length bound → tokens → truncation → validation →
+parameters.  Source: spec sections 2.4, 3.3 and 4.2.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from trouper.actors.messages import Admit, Render, Track
+from trouper.actors.rendering.chat import ChatTemplate
+from trouper.actors.rendering.sampling import ModelLimits, resolve_sampling
+from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.config import EngineConfig
+from trouper.errors import (
+    ChatTemplateResolutionError,
+    TrouperValidationError,
+    UnsupportedFeatureError,
+)
+
+NUM_TEMPLATES = 16  # compiled templates kept: the model's own and what requests bring
+MAX_SALT_CHARS = 128
+SPARE_TOKENS = 64  # a text cut before tokenising is left this much longer than it needs to be
+TEXT_KEYS = frozenset({"type", "prompt", "cache_salt"})
+TOKENS_KEYS = TEXT_KEYS | {"prompt_token_ids"}
+CHAT_KEYS = frozenset(
+    {
+        "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools",
+        "chat_template_kwargs", "cache_salt",
+    }
+)  # fmt: skip
+LATER_KEYS = frozenset(
+    {
+        "prompt_embeds", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids",
+        "media_io_kwargs", "encoder_prompt", "decoder_prompt", "token_type_ids",
+    }
+)  # fmt: skip
+
+
+class Rendered(NamedTuple):
+    """The two messages that introduce a request: to the Detokenizer, then to the Scheduler."""
+
+    track: Track
+    admit: Admit
+
+
+class _Form(NamedTuple):
+    """A prompt after its form has been seen through: pieces of text, or ids."""
+
+    pieces: list[str] | None
+    ids: Sequence[Any] | None
+    text: str | None
+    salt: str | None
+    adds_special_tokens: bool
+
+
+class Prompts:
+    """Renders the prompts of one model.  Threads may share it: nothing in it changes."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: ModelLimits,
+        chat_template: str | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._chat_template = chat_template
+        self._compile: Callable[[str], ChatTemplate] = lru_cache(NUM_TEMPLATES)(self._compiled)
+
+    @classmethod
+    def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
+        """`config.chat_template` may be a file's path or the template itself."""
+        limits = ModelLimits(
+            vocab_size=config.model.vocab_size,
+            max_model_len=config.max_model_len,
+            max_logprobs=config.max_logprobs,
+            eos_token_ids=config.model.eos_token_ids,
+        )
+        return cls(tokenizer, limits, _template_text(config.chat_template))
+
+    def render(self, message: Render) -> Rendered:
+        """Raises what spec section 2.1 says about bad prompts, or anything on a defect."""
+        form = self._form(message.prompt)
+        wanted = self._wanted_length(message.truncate_prompt_tokens)
+        if form.ids is None:
+            adds = message.add_special_tokens
+            adds = form.adds_special_tokens if adds is None else adds
+            ids = self._encode(form.pieces or [], wanted, adds)
+        else:
+            ids = _checked_ids(form.ids, self._limits.vocab_size)
+        if wanted is not None and len(ids) > wanted:
+            ids = ids[-wanted:] if self._keeps_end else ids[:wanted]
+        self._check_length(len(ids))
+        prompt_token_ids = tuple(ids)
+        resolved = resolve_sampling(message.params, len(ids), self._limits, self._tokenizer)
+        return Rendered(
+            Track(message.id, prompt_token_ids, resolved.params, message.slot, form.text),
+            Admit(
+                id=message.id,
+                prompt_token_ids=prompt_token_ids,
+                params=resolved.params,
+                eos_token_id=resolved.eos_token_id,
+                stop_token_ids=resolved.stop_token_ids,
+                bad_words_ids=resolved.bad_words_ids,
+                priority=message.priority,
+                arrival_time=message.arrival_time,
+                cache_salt=form.salt,
+            ),
+        )
+
+    @property
+    def _keeps_end(self) -> bool:
+        """A generation prompt is cut at its beginning unless the tokenizer says otherwise."""
+        return self._tokenizer is None or self._tokenizer.truncation_side != "right"
+
+    def _form(self, prompt: Any) -> _Form:
+        if isinstance(prompt, str):
+            return _Form([prompt], None, prompt, None, True)
+        if isinstance(prompt, Mapping):
+            return self._dict_form(prompt)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+            return _Form(None, prompt, None, None, False)
+        raise _bad("prompt", "must be text, token ids or a prompt dict", type(prompt).__name__)
+
+    def _dict_form(self, prompt: Mapping[str, Any]) -> _Form:
+        given = {key: value for key, value in prompt.items() if value is not None}
+        if later := LATER_KEYS & given.keys():
+            raise UnsupportedFeatureError(f"not supported yet: {', '.join(sorted(later))}")
+        salt = _checked_salt(given.get("cache_salt"))
+        for key, known in (
+            ("messages", CHAT_KEYS), ("prompt_token_ids", TOKENS_KEYS), ("prompt", TEXT_KEYS)
+        ):  # fmt: skip
+            if key in given:
+                if unknown := given.keys() - known:
+                    raise _bad("prompt", f"unknown keys beside {key!r}", sorted(map(str, unknown)))
+                break
+        else:
+            raise _bad("prompt", "a prompt dict needs prompt, prompt_token_ids or messages")
+        text = given.get("prompt")
+        if text is not None and not isinstance(text, str):
+            raise _bad("prompt", "must be text", type(text).__name__)
+        if "messages" in given:
+            pieces = self._chat(given)
+            return _Form(pieces, None, "".join(pieces), salt, False)
+        if "prompt_token_ids" in given:
+            return _Form(None, given["prompt_token_ids"], text, salt, False)
+        return _Form([text or ""], None, text, salt, True)
+
+    def _chat(self, prompt: Mapping[str, Any]) -> list[str]:
+        tokenizer = self._needed_tokenizer("messages")
+        messages, tools = prompt["messages"], prompt.get("tools")
+        variables = prompt.get("chat_template_kwargs") or {}
+        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+            raise _bad("messages", "must be a list of messages", type(messages).__name__)
+        if tools is not None and not (
+            isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)
+        ):
+            raise _bad("tools", "must be a list of dicts")
+        if not isinstance(variables, Mapping):
+            raise _bad("chat_template_kwargs", "must be a dict", type(variables).__name__)
+        source = self._template_source(tokenizer, prompt.get("chat_template"), bool(tools))
+        return self._compile(source).render(
+            messages,
+            tools=tools,
+            add_generation_prompt=prompt.get("add_generation_prompt", True),
+            continue_final_message=prompt.get("continue_final_message", False),
+            variables={**tokenizer.special_tokens, **variables},
+        )
+
+    def _template_source(self, tokenizer: Tokenizer, given: Any, has_tools: bool) -> str:
+        """The request's template, or the engine's, or the tokenizer's; a name picks among its own."""
+        own = tokenizer.chat_templates
+        source = given if given is not None else self._chat_template
+        if source is None:
+            source = own.get("tool_use") if has_tools else None
+            source = source or own.get("default")
+        if source is None:
+            raise ChatTemplateResolutionError(
+                "the tokenizer has no chat template, and none was given (chat_template)"
+            )
+        if not isinstance(source, str):
+            raise _bad("chat_template", "must be text", type(source).__name__)
+        return own.get(source, source)
+
+    def _compiled(self, source: str) -> ChatTemplate:
+        tokenizer = self._needed_tokenizer("messages")
+        special = {t for i, t in tokenizer.added_tokens.items() if i in tokenizer.special_ids}
+        return ChatTemplate(source, special, set(tokenizer.added_tokens.values()))
+
+    def _encode(self, pieces: list[str], wanted: int | None, add_special_tokens: bool) -> list[int]:
+        tokenizer = self._needed_tokenizer("prompt")
+        num_chars = sum(map(len, pieces))
+        if num_chars == 0:
+            raise _bad("prompt", "the prompt must not be empty")
+        if wanted is None:
+            self._refuse_hopeless(num_chars, tokenizer)
+        else:
+            keep = (wanted + SPARE_TOKENS) * tokenizer.longest_token_chars
+            if num_chars > keep and len(pieces) == 1:
+                pieces = [pieces[0][-keep:] if self._keeps_end else pieces[0][:keep]]
+        ids = tokenizer.encode_pieces(pieces, add_special_tokens)
+        return _checked_ids(ids, self._limits.vocab_size)
+
+    def _refuse_hopeless(self, num_chars: int, tokenizer: Tokenizer) -> None:
+        """Tokenising costs time in proportion to the text, so what cannot fit is not tokenised."""
+        limit = self._limits.max_model_len
+        if num_chars > limit * tokenizer.longest_token_chars:
+            least = -(-num_chars // tokenizer.longest_token_chars)
+            raise _bad(
+                "prompt",
+                f"the prompt has {num_chars} characters, which are at least {least} tokens, "
+                f"but the limit is {limit} tokens (max_model_len)",
+            )
+
+    def _needed_tokenizer(self, parameter: str) -> Tokenizer:
+        if self._tokenizer is None:
+            rule = "this engine has no tokenizer (skip_tokenizer_init), so it takes token ids only"
+            raise _bad(parameter, rule)
+        return self._tokenizer
+
+    def _wanted_length(self, truncate: Any) -> int | None:
+        limit = self._limits.max_model_len
+        if truncate is None:
+            return None
+        if isinstance(truncate, bool) or not isinstance(truncate, int):
+            raise _bad("truncate_prompt_tokens", "must be an integer", truncate)
+        if truncate == -1:
+            return limit - 1  # leaves room for one token
+        if not 1 <= truncate <= limit:
+            rule = f"must be -1 or in [1, {limit}] (max_model_len)"
+            raise _bad("truncate_prompt_tokens", rule, truncate)
+        return truncate
+
+    def _check_length(self, length: int) -> None:
+        limit = self._limits.max_model_len
+        if length == 0:
+            raise _bad("prompt", "the prompt must not be empty")
+        if length >= limit:
+            raise _bad(
+                "prompt",
+                f"the prompt has {length} tokens, but the limit is {limit} (max_model_len), "
+                "which must also hold at least one new token",
+            )
+
+
+def _template_text(given: str | None) -> str | None:
+    if given is None or any(character in given for character in "{}\n"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _bad(
+            "chat_template", f"neither a template nor a readable file: {error}", given
+        ) from error
+
+
+def _checked_ids(ids: Any, vocab_size: int) -> list[int]:
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise _bad("prompt_token_ids", "must be a list of token ids", type(ids).__name__)
+    if not all(type(token_id) is int for token_id in ids):
+        ids = [_as_int(token_id) for token_id in ids]
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise _bad("prompt_token_ids", f"token ids must be in [0, {vocab_size})", wrong)
+    return list(ids)
+
+
+def _as_int(token_id: Any) -> int:
+    try:
+        if not isinstance(token_id, bool):
+            return operator.index(token_id)  # numpy's integers too, floats not
+    except TypeError:
+        pass  # said below
+    raise _bad("prompt_token_ids", "token ids must be integers", token_id)
+
+
+def _checked_salt(salt: Any) -> str | None:
+    if salt is None:
+        return None
+    if isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT_CHARS and not set(salt) & set("@/\\\0"):
+        return salt
+    rule = f"must be 1 to {MAX_SALT_CHARS} characters without @, /, \\ and NUL"
+    raise _bad("cache_salt", rule, salt)
+
+
+def _bad(parameter: str, rule: str, value: object = None) -> TrouperValidationError:
+    return TrouperValidationError(f"{parameter}: {rule}", parameter=parameter, value=value)

@@ -1,0 +1,261 @@
+"""A light tokenizer over the `tokenizers` library.
+
+Importing transformers costs 0.8 s, and nothing here needs it where the folder holds a tokenizer.json:
+that file, as it is, gives the ids that transformers gives.  (transformers 5, too, lets the file's
+post-processor decide about BOS and ignores `add_bos_token` beside it.)  A folder without one is
+converted by transformers once, at start.
+
+Nothing changes the backend after `load`, so threads may share one `Tokenizer`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from trouper.actors.rendering.token_stream import REPLACEMENT, TokenStream
+from trouper.errors import GenerationError, TrouperValidationError, UnsupportedFeatureError
+
+SPECIAL_NAMES = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
+)  # fmt: skip
+TEXT_CACHE_SIZE = 2**16  # single-token texts for logprobs; about 100 bytes each
+MAX_CHARACTER_TOKENS = 4
+
+
+class Tokenizer:
+    """Text to ids and back for one model.
+
+    `special_tokens` maps the names that chat templates use (`bos_token` …) to their texts;
+    `chat_templates` maps the template's name, mostly just "default", to its source.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        folder: str = "",
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        truncation_side: str | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.folder = folder
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_templates = dict(chat_templates or {})
+        self.truncation_side = truncation_side
+        self.added_tokens = {i: t.content for i, t in backend.get_added_tokens_decoder().items()}
+        self.special_ids = frozenset(
+            i for i, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        vocabulary = backend.get_vocab()
+        self.vocab_size = len(vocabulary)
+        self.max_id = max(vocabulary.values(), default=-1)
+        # Byte-level and metaspace spellings are never shorter than the text they stand for.
+        self.longest_token_chars = max(map(len, vocabulary), default=1)
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self._text_of = lru_cache(TEXT_CACHE_SIZE)(self._decode_one)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """Read a model folder.
+
+        Raises:
+            TrouperValidationError: it holds no tokenizer, or one that cannot be read.
+            UnsupportedFeatureError: its tokenizer has no form that the `tokenizers` library can run.
+        """
+        path = Path(folder)
+        if (path / "tokenizer.json").is_file():
+            return cls._load_light(path)
+        return cls._load_with_transformers(path)
+
+    @classmethod
+    def _load_light(cls, path: Path) -> Self:
+        try:
+            backend = Backend.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # the library raises bare Exception
+            raise _unreadable(path, "tokenizer.json", error) from error
+        config = _read_json(path / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:
+            config |= _read_json(path / "special_tokens_map.json")
+        try:
+            named = {n: _content(config[n]) for n in SPECIAL_NAMES if config.get(n)}
+            _add_tokens(backend, config, named)
+        except (TypeError, ValueError, KeyError) as error:
+            raise _unreadable(path, "tokenizer_config.json", error) from error
+        return cls(
+            backend,
+            folder=str(path),
+            special_tokens=named,
+            chat_templates=_chat_templates(path, config),
+            truncation_side=config.get("truncation_side"),
+        )
+
+    @classmethod
+    def _load_with_transformers(cls, path: Path) -> Self:
+        hf = _load_hf(path)
+        backend = getattr(hf, "backend_tokenizer", None)
+        if backend is None:
+            raise UnsupportedFeatureError(
+                f"the tokenizer in {path} ({type(hf).__name__}) cannot be converted to tokenizer.json"
+            )
+        templates = hf.chat_template or {}
+        return cls(
+            backend,
+            folder=str(path),
+            special_tokens=hf.special_tokens_map,
+            chat_templates={"default": templates} if isinstance(templates, str) else templates,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Tokenizer {self.folder!r}, {self.vocab_size} tokens>"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Special tokens that the text spells are parsed, as transformers does.
+
+        Raises:
+            TrouperValidationError: the text holds lone surrogates.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise TrouperValidationError(
+                "the text is not valid Unicode (a lone surrogate)", parameter="prompt"
+            ) from None
+        except BaseException as error:
+            # A panic in the library is no Exception, and would take the renderer down with it.
+            if type(error).__name__ == "PanicException":
+                raise GenerationError(f"the tokenizer failed: {error}") from error
+            raise
+
+    def encode_pieces(self, pieces: Sequence[str], add_special_tokens: bool = False) -> list[int]:
+        """Encode the pieces one by one: no token is found across the seam of two of them."""
+        ids = self.encode(pieces[0], add_special_tokens)
+        newline = self.encode("\n", add_special_tokens=False)
+        for piece in filter(None, pieces[1:]):
+            # After a newline, so that no metaspace is put before what is no beginning of a text.
+            more = self.encode("\n" + piece, add_special_tokens=False)
+            if newline and more[: len(newline)] == newline:
+                ids += more[len(newline) :]
+            else:
+                ids += self.encode(piece, add_special_tokens=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> TokenStream:
+        """An incremental decoder for one sequence that continues the prompt."""
+        is_glued = not (skip_special_tokens or spaces_between_special_tokens)
+        return TokenStream(
+            self._backend,
+            prompt_token_ids,
+            skip_special_tokens=skip_special_tokens,
+            silent=self.special_ids if skip_special_tokens else frozenset(),
+            max_id=self.max_id,
+            glued=self.added_tokens if is_glued else None,
+        )
+
+    def token_text(self, token_id: int, before: Sequence[int] = ()) -> str:
+        """The text of one token for logprobs.
+
+        A token that ends inside a character has no text; the one that completes it has the whole
+        character: `before` holds the tokens that came first.
+        """
+        text = self._text_of(token_id)
+        if REPLACEMENT not in text:
+            return text
+        for size in range(1, MAX_CHARACTER_TOKENS):
+            context = list(before[-size:])
+            whole = self.decode([*context, token_id], skip_special_tokens=False)
+            done = self.decode(context, skip_special_tokens=False).rstrip(REPLACEMENT)
+            if whole.startswith(done) and REPLACEMENT not in whole[len(done) :]:
+                return whole[len(done) :]
+        return text.rstrip(REPLACEMENT)
+
+    def hf_tokenizer(self) -> Any:
+        """The transformers tokenizer of the same folder; imports transformers."""
+        return _load_hf(Path(self.folder))
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _decode_one(self, token_id: int) -> str:
+        if not 0 <= token_id <= self.max_id:
+            return ""
+        return self._backend.decode([token_id], skip_special_tokens=False)
+
+
+def _add_tokens(backend: Backend, config: dict[str, Any], named: dict[str, str]) -> None:
+    """Add the tokens that the config names and tokenizer.json lacks, in transformers' order."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    declared = config.get("added_tokens_decoder", {})
+    for _, token in sorted(declared.items(), key=lambda item: int(item[0])):
+        if token["content"] not in known:
+            backend.add_tokens([AddedToken(**token)])
+            known.add(token["content"])
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra = extra.values() if isinstance(extra, dict) else extra
+    for content in (*named.values(), *map(_content, extra)):
+        if content not in known:
+            backend.add_special_tokens([AddedToken(content, special=True, normalized=False)])
+            known.add(content)
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Files win over the config's entry, as in transformers."""
+    found = {file.stem: file for file in path.glob("additional_chat_templates/*.jinja")}
+    if (path / "chat_template.jinja").is_file():
+        found["default"] = path / "chat_template.jinja"
+    if found:
+        return {name: file.read_text(encoding="utf-8") for name, file in found.items()}
+    entry = config.get("chat_template")
+    if isinstance(entry, list):
+        return {named["name"]: named["template"] for named in entry}
+    return {"default": entry} if entry else {}
+
+
+def _load_hf(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers raises nearly anything for a folder it cannot use
+        raise _unreadable(path, "a tokenizer", error) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError("it is not an object")  # noqa: TRY004  reported like bad json
+        return value
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise _unreadable(path.parent, path.name, error) from error
+
+
+def _unreadable(path: Path, what: str, error: Exception) -> TrouperValidationError:
+    reason = f"{type(error).__name__}: {error}"[:200]
+    return TrouperValidationError(
+        f"no tokenizer: {what} cannot be read ({reason})", parameter="tokenizer", value=str(path)
+    )

@@ -1,0 +1,167 @@
+"""Who runs, and with what: device rows, KV blocks, shared prefixes.  The resources behind `Policy`.
+
+Law: a sequence holds blocks exactly while it holds a row.  Taking both is all or nothing (`start`), giving
+both back is immediate (`preempt`, `leave`), whatever is in flight: plans run in order.
+"""
+
+from trouper.actors.blocks import Blocks
+from trouper.actors.draft import Draft
+from trouper.actors.messages import SequenceId
+from trouper.actors.sequences import Sequence, State
+from trouper.actors.waiting import Queue
+from trouper.config import SchedulerConfig
+
+
+class Running:
+    """The running sequences in the order in which they started."""
+
+    def __init__(self, config: SchedulerConfig, blocks: Blocks, returning: Queue) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._returning = returning  # where the preempted wait
+        self._is_fcfs = config.policy == "fcfs"
+        self._watermark = int(config.watermark * blocks.num_usable)
+        self._free_rows = list(reversed(range(config.max_num_seqs)))
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self.num_preemptions = 0
+        self.num_queries = self.num_hits = 0  # prefix cache, in tokens
+        self.num_recompute_queries = self.num_recompute_hits = 0  # the same after a preemption
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def ids(self) -> tuple[SequenceId, ...]:
+        return tuple(self._sequences)
+
+    def snapshot(self) -> list[Sequence]:
+        """To walk over while sequences come and go."""
+        return list(self._sequences.values())
+
+    def start(self, sequence: Sequence, draft: Draft) -> bool:
+        """Give it a row, blocks and its first tokens; False, and nothing changes, if it must wait."""
+        config, blocks = self._config, self._blocks
+        shared, start, source = self._prefix(sequence)
+        count = min(sequence.num_tokens - start, draft.max_count)
+        # Chunked prefill off: nobody is split to fit.  (What exceeds a whole step is; it would never run.)
+        if not config.enable_chunked_prefill and (
+            draft.budget < count <= config.max_num_scheduled_tokens
+        ):
+            return False
+        count = min(count, draft.budget)
+        wanted = sequence.num_tokens if config.reserve_full_isl else start + count
+        needed = blocks.num_for(wanted) - len(shared) + blocks.num_idle(shared)
+        if needed + (self._watermark if self._sequences else 0) > blocks.num_free:
+            return False
+        blocks.share(shared)
+        fresh = blocks.allocate(blocks.num_for(start + count) - len(shared))
+        assert fresh is not None  # counted above
+        if source is not None:
+            draft.copies.append((source, fresh[0]))
+        sequence.blocks = [*shared, *fresh]
+        sequence.num_registered = len(shared)
+        sequence.num_landed = len(shared) * blocks.block_size
+        sequence.num_computed = start
+        sequence.row = self._free_rows.pop()
+        sequence.is_row_stale = True
+        self._count_lookup(sequence, start)
+        sequence.state = State.RUNNING
+        self._sequences[sequence.id] = sequence
+        draft.add(sequence, count)
+        return True
+
+    def grow(self, sequence: Sequence, num_tokens: int, draft: Draft) -> bool:
+        """Blocks for so many tokens, at the expense of others; False if it was the victim itself."""
+        missing = self._blocks.num_for(num_tokens) - len(sequence.blocks)
+        while (blocks := self._blocks.allocate(missing)) is None:
+            victim = self._victim()
+            draft.drop(victim)
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks += blocks
+        if not sequence.is_row_stale:
+            draft.new_blocks.append((sequence.row, tuple(blocks)))
+        return True
+
+    def preempt(self, sequence: Sequence, *, drop_results: bool = False) -> None:
+        """It keeps its tokens and is computed again later, once its results in flight have come."""
+        self.leave(sequence)
+        sequence.state = State.PREEMPTED
+        sequence.incarnation += 1
+        sequence.num_computed = sequence.num_landed = sequence.num_registered = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        if drop_results:
+            sequence.valid_from = sequence.incarnation
+            sequence.num_in_flight = 0
+        if sequence.num_in_flight == 0:
+            self._returning.push(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Row and blocks go back at once."""
+        del self._sequences[sequence.id]
+        self._free_rows.append(sequence.row)
+        sequence.row = -1
+        self._blocks.free(sequence.blocks)
+        sequence.blocks = []
+
+    def register(self, sequence: Sequence) -> None:
+        """Offer what has landed and is full as a prefix."""
+        blocks = self._blocks
+        count = sequence.num_landed // blocks.block_size
+        if count <= sequence.num_registered or not blocks.enable_prefix_caching:
+            return
+        hashes = sequence.hash_blocks(count, blocks.block_size)
+        for i in range(sequence.num_registered, count):
+            blocks.register(sequence.blocks[i], hashes[i])
+        sequence.num_registered = count
+
+    def _victim(self) -> Sequence:
+        """Priority: the worst, which among equals is the latest.  Fcfs: the last."""
+        if self._is_fcfs:
+            return self._sequences[next(reversed(self._sequences))]
+        return max(self._sequences.values(), key=lambda sequence: sequence.order)
+
+    def _prefix(self, sequence: Sequence) -> tuple[list[int], int, int | None]:
+        """Blocks to share, the first position to compute, and the block to copy for a fork.
+
+        A fork computes the last prompt token only; the leader's block of it, partly filled with prompt, is
+        copied, for the leader writes on in it.  A hit of the cache is whole blocks.
+        """
+        blocks = self._blocks
+        leader = _fork_leader(sequence)
+        if leader is not None:
+            start = sequence.num_prompt - 1
+            num_shared, rest = divmod(start, blocks.block_size)
+            return leader.blocks[:num_shared], start, leader.blocks[num_shared] if rest else None
+        if not blocks.enable_prefix_caching or _skips_cache(sequence):
+            return [], 0, None
+        longest = (sequence.num_tokens - 1) // blocks.block_size
+        hit = blocks.match(sequence.hash_blocks(longest, blocks.block_size))
+        return hit, len(hit) * blocks.block_size, None
+
+    def _count_lookup(self, sequence: Sequence, num_cached: int) -> None:
+        """Once for each sequence, when it first starts; those after a preemption are kept apart."""
+        leader = _fork_leader(sequence)
+        if leader is not None:
+            sequence.num_cached = leader.num_cached
+        elif sequence.state is State.PREEMPTED:
+            self.num_recompute_queries += sequence.num_tokens
+            self.num_recompute_hits += num_cached
+        elif self._blocks.enable_prefix_caching and not _skips_cache(sequence):
+            sequence.num_cached = num_cached
+            self.num_queries += sequence.num_tokens
+            self.num_hits += num_cached
+
+
+def _fork_leader(sequence: Sequence) -> Sequence | None:
+    """Whose prompt a sibling shares: the leader's, if it still runs and its prompt has landed."""
+    if sequence.index == 0 or sequence.output:
+        return None
+    leader = sequence.request.sequences[0]
+    return leader if leader.row >= 0 and leader.num_landed >= leader.num_prompt else None
+
+
+def _skips_cache(sequence: Sequence) -> bool:
+    return bool(sequence.request.admit.params.skip_reading_prefix_cache)

@@ -1,0 +1,123 @@
+"""The scheduler actor: a `Policy` on one side, channels on the other.
+
+It waits in one place only, its inbox.  Plans need no waiting because the policy never has more of them
+out than the executor's channel holds; news need none because the Detokenizer's channel has room for many
+steps beside everything the Renderers may send.
+"""
+
+from typing import assert_never
+
+import anyio
+from anyio.abc import TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from trouper.actors.answer import Answer
+from trouper.actors.messages import (
+    Abort,
+    Admit,
+    DetokenizerInbox,
+    ExecutorInbox,
+    ResetPrefixCache,
+    SchedulerInbox,
+    SetPause,
+    Step,
+    StepDone,
+    StepFailed,
+    StepTokens,
+    Stop,
+)
+from trouper.actors.pause import Pause
+from trouper.actors.policy import Policy, SchedulerStats
+
+
+class Scheduler:
+    """Owns the policy: every KV block and every sequence's truth.
+
+    `is_stepped`: it plans once for each `Step`, and while a pause waits for what still runs.
+    """
+
+    def __init__(
+        self,
+        inbox: MemoryObjectReceiveStream[SchedulerInbox],
+        executor: MemoryObjectSendStream[ExecutorInbox],
+        detokenizer: MemoryObjectSendStream[DetokenizerInbox],
+        policy: Policy,
+        *,
+        is_stepped: bool = False,
+    ) -> None:
+        self._inbox = inbox
+        self._executor = executor
+        self._detokenizer = detokenizer
+        self._policy = policy
+        self._is_stepped = is_stepped
+        self._num_plans_due = 0  # when stepped: plans that were asked for and not made
+        self._steps: list[Answer[None]] = []
+        self._pauses: list[SetPause] = []  # not in full effect yet
+
+    def statistics(self) -> SchedulerStats:
+        return self._policy.statistics()
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        with self._inbox, self._executor, self._detokenizer:
+            task_status.started()
+            async for message in self._inbox:
+                self._handle(message)
+                try:
+                    while True:  # everything already here is part of the same decision
+                        self._handle(self._inbox.receive_nowait())
+                except (anyio.WouldBlock, anyio.EndOfStream):
+                    pass
+                self._plan()
+                # The device first: what it computes next hides what the others do with the news.
+                news, answers = self._policy.take_news(), self._due_answers()
+                if news is not None or answers:
+                    sequences = () if news is None else news.sequences
+                    await self._detokenizer.send(StepTokens(sequences, answers))
+
+    def _handle(self, message: SchedulerInbox) -> None:
+        policy = self._policy
+        match message:
+            case StepDone():
+                policy.apply(message)
+            case Admit():
+                policy.admit(message)
+            case Abort(id):
+                policy.abort(id)
+            case Stop(ids):
+                policy.stop(ids)
+            case StepFailed(step, error):
+                policy.fail_step(step, error)
+            case SetPause(pause, answer):
+                policy.set_pause(pause)
+                if pause is Pause.NONE:  # whoever still waits for an earlier pause waits in vain
+                    self._pauses = []
+                    answer.set(None)
+                else:
+                    self._pauses.append(message)
+            case ResetPrefixCache(preempt, answer):
+                if preempt == "recompute":
+                    policy.preempt_all()
+                answer.set(policy.reset_prefix_cache(reset_running=preempt == "resample"))
+            case Step(answer):
+                self._num_plans_due += 1
+                self._steps.append(answer)
+            case _:
+                assert_never(message)
+
+    def _plan(self) -> None:
+        while not self._is_stepped or self._num_plans_due > 0 or self._pauses:
+            plan = self._policy.plan()
+            if plan is None:
+                break
+            self._num_plans_due = max(0, self._num_plans_due - 1)
+            self._executor.send_nowait(plan)
+
+    def _due_answers(self) -> tuple[Answer[None], ...]:
+        """Who has waited long enough; they are told behind the news, through the Detokenizer."""
+        if not (self._steps or self._pauses) or self._policy.num_steps_in_flight:
+            return ()
+        due, self._steps, self._num_plans_due = self._steps, [], 0
+        is_quiet = self._policy.num_started == 0
+        due += [pause.answer for pause in self._pauses if is_quiet or pause.pause is Pause.ALL]
+        self._pauses = [p for p in self._pauses if not is_quiet and p.pause is Pause.NEW]
+        return tuple(due)

@@ -1,0 +1,191 @@
+"""A request and its sequences as the scheduler sees them, with what follows from them alone.
+
+Mutable state of one owner, `Policy`; never sent anywhere.  Law of a sequence's counters:
+
+    0 ≤ num_landed ≤ num_computed < num_tokens + num_in_flight ≤ limit        while it may run
+
+    positions   0 … num_landed … num_computed … num_tokens + num_in_flight
+                │ KV is there  │ a step in    │ not planned
+                │              │ flight       │
+
+A token that a step in flight samples is a placeholder: counted by `num_in_flight`, known to the device.
+"""
+
+import hashlib
+from enum import Enum
+
+import msgspec
+
+from trouper.actors.blocks import FIRST_PARENT, block_hash
+from trouper.actors.messages import Admit, Sampling, SequenceId, TokenLogprobs
+from trouper.outputs import FinishReason
+
+Order = tuple[int, float, int, int]  # smaller runs first; unique
+
+
+class State(Enum):
+    WAITING = "waiting"  # never ran
+    RUNNING = "running"  # holds a device row
+    PREEMPTED = "preempted"  # ran, and will be recomputed
+    FINISHED = "finished"
+
+
+class Request(msgspec.Struct, eq=False):
+    """What the user sent."""
+
+    admit: Admit
+    sampling: Sampling  # of the first sequence
+    stop_ids: frozenset[int]  # the primary EOS included
+    sequences: "list[Sequence]"
+    deferred: "list[Sequence]"  # siblings that wait for the leader's prompt to land
+    num_unfinished: int
+    prompt_hashes: list[bytes]  # of the full prompt blocks; filled at the first lookup
+
+
+class Sequence(msgspec.Struct, eq=False, kw_only=True):
+    """One list of tokens being grown."""
+
+    id: SequenceId
+    index: int  # in its request; 0 is the leader
+    request: Request
+    order: Order
+    num_prompt: int
+    limit: int  # tokens at which it ends, whatever they are
+    num_tokens: int  # known ones: prompt and output
+    output: list[int]
+    state: State = State.WAITING
+    row: int = -1  # on the device; -1 = none
+    is_row_stale: bool = True  # the device must be told the whole row
+    incarnation: int = 0  # one more with every preemption
+    valid_from: int = 0  # results of earlier incarnations are dropped
+    blocks: list[int]
+    hashes: list[bytes]
+    num_registered: int = 0  # blocks known to the prefix cache
+    num_computed: int = 0
+    num_landed: int = 0
+    num_in_flight: int = 0
+    num_preemptions: int = 0
+    num_cached: int = 0  # prompt tokens found in the cache when it first started
+    prompt_logprobs: list[TokenLogprobs]  # not told yet
+    num_prompt_logprobs: int = 0  # seen so far
+
+    @property
+    def num_output(self) -> int:
+        return len(self.output)
+
+    def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
+        prompt, num_prompt = self.request.admit.prompt_token_ids, self.num_prompt
+        if stop <= num_prompt:
+            return prompt[start:stop]
+        return prompt[start:] + tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
+
+    def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
+        """The hash chain of the first `count` blocks, all of whose tokens are known."""
+        hashes, shared = self.hashes, self.request.prompt_hashes
+        if len(hashes) < min(count, len(shared)):
+            hashes.extend(shared[len(hashes) :])
+        salt = self.request.admit.cache_salt
+        for i in range(len(hashes), count):
+            tokens = self.token_ids(i * block_size, (i + 1) * block_size)
+            extra = salt.encode() if salt is not None and i == 0 else b""
+            hashes.append(block_hash(hashes[-1] if hashes else FIRST_PARENT, tokens, extra))
+            if i == len(shared) and (i + 1) * block_size <= self.num_prompt:
+                shared.append(hashes[-1])
+        return hashes[:count]
+
+    def append(self, token: int) -> tuple[FinishReason, int | None] | None:
+        """Commit a sampled token; finish and stop reason if it is the last.  Spec 5.3.
+
+        Under `min_tokens` outputs only the length ends it (the sampler masks the stop ids anyway).
+        """
+        self.output.append(token)
+        self.num_tokens += 1
+        request = self.request
+        if token in request.stop_ids and self.num_output >= request.admit.params.min_tokens:
+            return "stop", None if token == request.admit.eos_token_id else token
+        if self.num_tokens >= self.limit:
+            return "length", None
+        return None
+
+    def take_prompt_logprobs(self, start: int, entries: tuple[TokenLogprobs, ...]) -> None:
+        """Entries are those of tokens start + 1 …; a recomputed chunk brings known ones again."""
+        self.prompt_logprobs.extend(entries[max(0, self.num_prompt_logprobs - start) :])
+        self.num_prompt_logprobs = max(self.num_prompt_logprobs, start + len(entries))
+
+    def sampling(self) -> Sampling:
+        """What the device needs: child i has the seed of child 0 plus i; one child tells the prompt."""
+        shared = self.request.sampling
+        if self.index == 0 and (not self.output or shared.prompt_logprobs is None):
+            return shared
+        return msgspec.structs.replace(
+            shared, seed=as_int64(shared.seed + self.index), prompt_logprobs=None
+        )
+
+
+def open_request(
+    admit: Admit, number: int, limit: int, engine_seed: int, *, is_fcfs: bool
+) -> Request:
+    """The request and its n sequences, of which all but the leader are deferred."""
+    stop_ids = set(admit.stop_token_ids)
+    if admit.eos_token_id is not None:
+        stop_ids.add(admit.eos_token_id)
+    n = admit.params.n
+    request = Request(
+        admit=admit,
+        sampling=_sampling(admit, sorted(stop_ids), engine_seed),
+        stop_ids=frozenset(stop_ids),
+        sequences=[],
+        deferred=[],
+        num_unfinished=n,
+        prompt_hashes=[],
+    )
+    num_prompt = len(admit.prompt_token_ids)
+    for index in range(n):
+        sequence = Sequence(
+            id=SequenceId(admit.id + index),
+            index=index,
+            request=request,
+            order=(0, 0.0, number, index)
+            if is_fcfs
+            else (-admit.priority, admit.arrival_time, number, index),
+            num_prompt=num_prompt,
+            limit=limit,
+            num_tokens=num_prompt,
+            output=[],
+            blocks=[],
+            hashes=[],
+            prompt_logprobs=[],
+        )
+        request.sequences.append(sequence)
+    request.deferred.extend(request.sequences[1:])
+    return request
+
+
+def as_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _sampling(admit: Admit, stop_ids: list[int], engine_seed: int) -> Sampling:
+    params = admit.params
+    seed = params.seed
+    if seed is None:  # fixed by the engine's seed and the request alone: a replay samples the same
+        text = f"{engine_seed}:{admit.id}".encode()
+        seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+    return Sampling(
+        temperature=0.0 if params.is_greedy else params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=seed,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=tuple((params.logit_bias or {}).items()),
+        allowed_token_ids=tuple(params.allowed_token_ids or ()),
+        bad_words_ids=admit.bad_words_ids,
+        min_tokens=params.min_tokens,
+        stop_ids=tuple(stop_ids) if params.min_tokens else (),
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        logprob_token_ids=tuple(params.logprob_token_ids or ()),
+    )

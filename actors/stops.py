@@ -1,0 +1,109 @@
+"""The text of one growing sequence: stop strings, hold-back, and what may be shown.  Pure.
+
+Laws.
+1.  Each push costs O(new text): only a bounded tail of the text is kept.
+2.  The concatenation of what `push` returns is the final text, however the tokens were cut into pushes.
+3.  Of all matches the one that completes earliest wins; ties go to the order of the list.
+4.  A match lies in text produced after the `min_tokens`-th token, and completes in a token after it.
+5.  Until the end, the last `max(len(stop)) - 1` characters are withheld: they may be the head of a
+    match whose text is cut.  With `include` nothing is ever cut, so nothing is withheld.
+
+    text produced   |--- returned by earlier pushes ---|--------- tail --------|
+                                                       | returned |  withheld  |
+                    |---------------- floor: no match may begin before it ------…
+
+Source: spec sections 9.2 and 9.3.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+
+class News(msgspec.Struct, frozen=True):
+    """What one push adds for the reader."""
+
+    text: str
+    num_tokens: int  # how many of the pushed tokens count; those after a match do not
+    stop: str | None = None  # the stop string that ended the sequence
+
+
+class TextState:
+    """One sequence.  `decode_next` turns the next token into the text that it completes."""
+
+    def __init__(
+        self,
+        decode_next: Callable[[int], str],
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._decode_next = decode_next
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._reach = max(map(len, self._stop), default=1) - 1  # a match may begin so far back
+        self._num_tokens = 0
+        self._tail = ""  # the end of the text: at least what is withheld and what a match can reach
+        self._num_returned = 0  # of the tail's characters
+        self._floor = 0  # in the tail: where the first legal match may begin
+
+    def __repr__(self) -> str:
+        return f"<TextState {self._num_tokens} tokens, tail {self._tail!r}>"
+
+    def push(
+        self, token_ids: Sequence[int], *, is_last: bool = False, ends_with_stop_token: bool = False
+    ) -> News:
+        """Append tokens.
+
+        `is_last` releases what is withheld.  `ends_with_stop_token` leaves the last token's text out,
+        unless stop strings are included in the output; the token itself counts.
+        """
+        silent = len(token_ids) - 1 if ends_with_stop_token and not self._include_stop else -1
+        withheld = 0 if self._include_stop else self._reach
+        texts: list[str] = []
+        for position, token_id in enumerate(token_ids):
+            text = "" if position == silent else self._decode_next(token_id)
+            if (found := self._append(text)) is not None:
+                stop, end = found
+                self._tail = self._tail[:end]
+                texts.append(self._release(0))
+                return News("".join(texts), position + 1, stop)
+            texts.append(self._release(withheld))
+        if is_last:
+            texts.append(self._release(0))
+        return News("".join(texts), len(token_ids))
+
+    def _append(self, text: str) -> tuple[str, int] | None:
+        """Take one token's text; answer the stop string that it completes and where to cut."""
+        new_from = len(self._tail)
+        self._tail += text
+        self._num_tokens += 1
+        if self._num_tokens <= self._min_tokens:
+            self._floor = len(self._tail)
+            return None
+        if not self._stop or not text:
+            return None
+        return self._find(new_from)
+
+    def _find(self, new_from: int) -> tuple[str, int] | None:
+        best: tuple[int, int, str] | None = None
+        for stop in self._stop:
+            begin = self._tail.find(stop, max(self._floor, new_from - len(stop) + 1))
+            if begin >= 0 and (best is None or begin + len(stop) < best[0]):
+                best = (begin + len(stop), begin, stop)
+        if best is None:
+            return None
+        end, begin, stop = best
+        return stop, end if self._include_stop else begin
+
+    def _release(self, withheld: int) -> str:
+        """Return what may be shown now, and forget what no later match can reach."""
+        shown = max(self._num_returned, len(self._tail) - withheld)
+        text = self._tail[self._num_returned : shown]
+        forget = max(0, min(shown, len(self._tail) - self._reach))
+        self._tail = self._tail[forget:]
+        self._num_returned = shown - forget
+        self._floor = max(0, self._floor - forget)
+        return text

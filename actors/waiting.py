@@ -1,0 +1,84 @@
+"""Sequences that wait for their turn, best first.
+
+`Waiting` is two queues, because a pause may close the one and not the other, and because under fcfs those
+that ran before go first.  A queue is a heap with lazy deletion: `discard` only marks, and the
+heap is rebuilt when half of it is dead, so push, pop and discard are O(log n) amortised and memory is
+O(live).
+"""
+
+from heapq import heapify, heappop, heappush
+
+from trouper.actors.messages import SequenceId
+from trouper.actors.sequences import Order, Sequence
+
+
+class Queue:
+    """A priority queue of sequences by their `order`, which is unique."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Order, Sequence]] = []
+        self._live: set[SequenceId] = set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def push(self, sequence: Sequence) -> None:
+        self._live.add(sequence.id)
+        heappush(self._heap, (sequence.order, sequence))
+
+    def head(self) -> Sequence | None:
+        """The best one; it stays."""
+        heap = self._heap
+        while heap and heap[0][1].id not in self._live:
+            heappop(heap)
+        return heap[0][1] if heap else None
+
+    def discard(self, sequence: Sequence) -> None:
+        """It waits no longer.  Legal also for one that is not here.
+
+        Only the head may be pushed again later: it leaves the heap at once, others leave a dead entry.
+        """
+        self._live.discard(sequence.id)
+        if self._heap and self._heap[0][1] is sequence:
+            heappop(self._heap)
+        if len(self._heap) > 2 * len(self._live) + 16:
+            self._heap = [entry for entry in self._heap if entry[1].id in self._live]
+            heapify(self._heap)
+
+    def live(self) -> list[Sequence]:
+        """All of them in the order of service: O(n log n), for tests and people."""
+        return [sequence for _, sequence in sorted(self._heap) if sequence.id in self._live]
+
+
+class Waiting:
+    """Who waits: `fresh` sequences never ran, `returning` ones did, or belong to a request that did."""
+
+    def __init__(self, *, is_fcfs: bool) -> None:
+        self._is_fcfs = is_fcfs
+        self.fresh = Queue()
+        self.returning = Queue()
+
+    def __len__(self) -> int:
+        return len(self.fresh) + len(self.returning)
+
+    @property
+    def ids(self) -> tuple[SequenceId, ...]:
+        """In the order of service, for tests and people."""
+        everybody = [*self.returning.live(), *self.fresh.live()]
+        if not self._is_fcfs:
+            everybody.sort(key=lambda sequence: sequence.order)
+        return tuple(sequence.id for sequence in everybody)
+
+    def head(self, *, only_returning: bool) -> Sequence | None:
+        """Who is next; it stays."""
+        returning = self.returning.head()
+        if only_returning or (returning is not None and self._is_fcfs):
+            return returning
+        fresh = self.fresh.head()
+        if returning is None or fresh is None:
+            return returning or fresh
+        return min(returning, fresh, key=lambda sequence: sequence.order)
+
+    def discard(self, sequence: Sequence) -> None:
+        self.fresh.discard(sequence)
+        self.returning.discard(sequence)

@@ -1,0 +1,1 @@
+"""Benchmarks: only the CLI imports them, inside its commands."""

@@ -1,0 +1,1 @@
+"""Faces of the engine: Python APIs and the command line."""

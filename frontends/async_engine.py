@@ -1,0 +1,203 @@
+"""`AsyncLLMEngine`: the engine inside somebody else's asyncio or trio program.  Source: spec section 13."""
+
+import warnings
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
+from typing import Any, Self
+
+import anyio
+import anyio.to_thread
+from anyio import AsyncContextManagerMixin
+
+from trouper.actors.engine import Engine, EngineStatistics, open_engine
+from trouper.actors.executor.local import LocalDevice
+from trouper.actors.generation import Generation
+from trouper.config import EngineArgs, ModelConfig
+from trouper.errors import EngineDeadError, TrouperValidationError, UnsupportedFeatureError
+from trouper.frontends.options import default_sampling_params, tokenization_options
+from trouper.inputs import PromptType
+from trouper.params import SamplingParams
+
+
+class AsyncLLMEngine(AsyncContextManagerMixin):
+    """Entering starts the actors, leaving aborts what is open and ends them.
+
+    ::
+
+        async with AsyncLLMEngine.from_engine_args(EngineArgs()) as engine:
+            async for output in engine.generate("def f(", SamplingParams(max_tokens=32), "my-id"):
+                print(output.outputs[0].text)
+    """
+
+    def __init__(
+        self, engine_args: EngineArgs, *, offline: bool = False, is_stepped: bool = False
+    ) -> None:
+        self._args = engine_args
+        self._offline = offline  # LLM's batch limits instead of the server's
+        self._is_stepped = is_stepped
+        self._stack = AsyncExitStack()
+        self._engine: Engine | None = None
+        self._numbers = count()
+
+    def __repr__(self) -> str:
+        return f"<AsyncLLMEngine {self._engine!r}>"
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        return cls(engine_args)
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        config = await anyio.to_thread.run_sync(  # reads files, and may download
+            lambda: self._args.resolve(offline=self._offline), limiter=anyio.CapacityLimiter(1)
+        )
+        device = LocalDevice(config)
+        async with open_engine(config, device, is_stepped=self._is_stepped) as engine:
+            self._engine = engine
+            try:
+                yield self
+            finally:
+                self._engine = None
+
+    def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        arrival_time: float | None = None,
+        lora_request: object | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> Generation:
+        """One request as an async iterator of `RequestOutput`; the last has `finished=True`.
+
+        Use it as `async for output in engine.generate(…)`, or, when the loop may be left early, as
+        `async with engine.generate(…) as stream`.  Leaving aborts the request.
+
+        Args:
+            sampling_params: None takes the model's own defaults.
+            request_id: echoed in the outputs and the handle for `abort`; None mints one.
+            priority: larger runs first.
+
+        Raises:
+            TypeError: `request_id` is not a string, or `sampling_params` not SamplingParams.
+            While iterating: TrouperValidationError for a bad prompt or parameter, ValueError for a
+            request id in flight, EngineDeadError when the engine has failed.
+        """
+        if lora_request is not None:
+            raise UnsupportedFeatureError("lora_request is not supported yet")
+        engine = self.engine
+        return engine.generate(
+            prompt,
+            sampling_params or default_sampling_params(engine.config.model),
+            f"request-{next(self._numbers)}" if request_id is None else request_id,
+            priority=priority,
+            arrival_time=arrival_time,
+            **tokenization_options(tokenization_kwargs),
+        )
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; each reader gets its final output with `finish_reason="abort"`."""
+        self.engine.abort(request_id)
+
+    async def start(self) -> None:
+        """Like entering; for a program that cannot nest.  Close it in the same task."""
+        await self._stack.enter_async_context(self)
+
+    async def close(self) -> None:
+        """The counterpart of `start`.  Idempotent."""
+        await self._stack.aclose()
+
+    # Lifecycle; spec section 10
+
+    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop scheduling; `abort` ends the requests, `wait` lets them finish, `keep` freezes them."""
+        await self.engine.pause(mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        """Schedule again.  Raises RuntimeError while memory is absent."""
+        await self.engine.resume()
+
+    async def is_paused(self) -> bool:
+        return self.engine.lifecycle.is_paused
+
+    @asynccontextmanager
+    async def paused(self, mode: str = "keep", clear_cache: bool = False) -> AsyncGenerator[None]:
+        """Paused inside the block; on every way out as it was found."""
+        async with self.engine.paused(mode, clear_cache=clear_cache):
+            yield
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """0: only stop scheduling; 1, 2: also give weights and KV memory back."""
+        if not await self.engine.sleep(level, mode):
+            warnings.warn(f"already asleep at level {level} or deeper", stacklevel=2)
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> bool:
+        """Bring back `weights`, `kv_cache`, `scheduling`, or all.  True when fully awake."""
+        return await self.engine.wake(tags)
+
+    async def is_sleeping(self) -> bool:
+        """Paused, or short of memory."""
+        return self.engine.lifecycle.is_sleeping
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all prefixes; False, and nothing changes, while any block is held."""
+        preempt = "resample" if reset_running_requests else "no"
+        return await self.engine.reset_prefix_cache(preempt=preempt)
+
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Trace the device with torch's profiler, into `profiler_config["torch_profiler_dir"]`."""
+        engine = self.engine
+        settings = self._args.profiler_config or {}
+        if "torch_profiler_dir" not in settings:
+            raise TrouperValidationError(
+                "needs a folder in torch_profiler_dir", parameter="profiler_config", value=settings
+            )
+        await engine.start_profile(str(settings["torch_profiler_dir"]), profile_prefix or "trouper")
+
+    async def stop_profile(self) -> None:
+        """Write the trace."""
+        await self.engine.stop_profile()
+
+    # State
+
+    def statistics(self) -> EngineStatistics:
+        return self.engine.statistics()
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineDeadError("the engine is not running: use it inside `async with`")
+        return self._engine
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.engine.config.model
+
+    def get_model_config(self) -> ModelConfig:
+        return self.model_config
+
+    @property
+    def is_running(self) -> bool:
+        return self._engine is not None and self._engine.dead_error is None
+
+    @property
+    def errored(self) -> bool:
+        return self._engine is not None and self._engine.dead_error is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        return self._engine.dead_error if self._engine else None
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError when the engine has failed or is not running."""
+        if self.engine.dead_error is not None:
+            raise self.engine.dead_error
+
+
+AsyncLLM = AsyncLLMEngine

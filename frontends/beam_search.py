@@ -1,0 +1,118 @@
+"""Beam search over `generate`: every beam grows by one token a round.  Source: spec section 2.2.
+
+The shared prefixes of the beams are computed once, by the prefix cache.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trouper.errors import TrouperValidationError
+from trouper.inputs import PromptType, TokensPrompt
+from trouper.outputs import RequestOutput
+from trouper.params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from trouper.frontends.llm import LLM
+
+
+class BeamSearchSequence(msgspec.Struct):
+    """One beam: `tokens` are prompt and output ids, `text` is the decoded output."""
+
+    tokens: list[int]
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class BeamSearchOutput(msgspec.Struct):
+    """The best beams, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def beam_search(llm: "LLM", prompt: PromptType, params: BeamSearchParams) -> BeamSearchOutput:
+    """The `beam_width` completions with the highest score.
+
+    score = cumulative logprob / max(1, generated tokens) ** length_penalty; a final EOS counts as a
+    generated token, the prompt does not.
+    """
+    config = llm.llm_engine.async_engine.engine.config
+    check_width(params, config.max_logprobs)
+    step = SamplingParams(
+        logprobs=2 * params.beam_width,
+        max_tokens=1,
+        temperature=params.temperature,
+        allowed_token_ids=params.allowed_token_ids,
+        ignore_eos=True,  # EOS is a candidate like any other; the search itself ends the beam
+        detokenize=False,
+    )
+    eos = llm.model_config.eos_token_ids[:1]
+    done: list[BeamSearchSequence] = []
+    beams: list[BeamSearchSequence] = []
+    num_prompt = 0
+    for round_number in range(params.max_tokens):
+        prompts: Sequence[PromptType] = [_as_prompt(beam) for beam in beams] or [prompt]
+        outputs = llm.generate(prompts, step, use_tqdm=False)
+        if round_number == 0:
+            beams = [BeamSearchSequence(tokens=list(outputs[0].prompt_token_ids))]
+            num_prompt = len(beams[0].tokens)
+        candidates = [
+            new for beam, output in zip(beams, outputs, strict=True) for new in _grow(beam, output)
+        ]
+        beams = []
+        for candidate in sorted(candidates, key=lambda beam: -beam.cum_logprob):
+            if candidate.tokens[-1] in eos and not params.ignore_eos:
+                candidate.finish_reason = "stop"
+                done.append(candidate)
+            elif len(beams) < params.beam_width:
+                beams.append(candidate)
+        if not beams or num_prompt + round_number + 1 >= config.max_model_len:
+            break
+    for beam in beams:
+        beam.finish_reason = "length"
+    ranked = sorted([*done, *beams], key=lambda beam: -_score(beam, num_prompt, params))
+    best = ranked[: params.beam_width]
+    for beam in best:
+        beam.text = _decode(llm, beam, num_prompt, params)
+    return BeamSearchOutput(best)
+
+
+def _as_prompt(beam: BeamSearchSequence) -> TokensPrompt:
+    return TokensPrompt(prompt_token_ids=beam.tokens)
+
+
+def _grow(beam: BeamSearchSequence, output: RequestOutput) -> list[BeamSearchSequence]:
+    logprobs = output.outputs[0].logprobs
+    if not logprobs:
+        return []
+    return [
+        BeamSearchSequence([*beam.tokens, token], beam.cum_logprob + candidate.logprob)
+        for token, candidate in logprobs[0].items()
+    ]
+
+
+def _score(beam: BeamSearchSequence, num_prompt: int, params: BeamSearchParams) -> float:
+    return beam.cum_logprob / max(1, len(beam.tokens) - num_prompt) ** params.length_penalty
+
+
+def _decode(llm: "LLM", beam: BeamSearchSequence, num_prompt: int, params: BeamSearchParams) -> str:
+    tokenizer: Any = llm.llm_engine.async_engine.engine.tokenizer
+    if tokenizer is None:
+        return ""
+    tokens = beam.tokens[num_prompt:]
+    if beam.finish_reason == "stop" and not params.include_stop_str_in_output:
+        tokens = tokens[:-1]
+    return tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+
+
+def check_width(params: BeamSearchParams, max_logprobs: int) -> None:
+    """Raises TrouperValidationError when `2 × beam_width` candidates cannot be had."""
+    if max_logprobs != -1 and 2 * params.beam_width > max_logprobs:
+        raise TrouperValidationError(
+            f"needs 2 × beam_width logprobs, and max_logprobs is {max_logprobs}",
+            parameter="beam_width",
+            value=params.beam_width,
+        )

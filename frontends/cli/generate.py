@@ -1,0 +1,232 @@
+"""`trouper generate`: complete prompts from the command line, a file or a pipe."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trouper.config import EngineArgs
+from trouper.errors import TrouperValidationError
+from trouper.frontends.cli import output
+from trouper.frontends.cli.options import SamplingOptions, expand_options
+from trouper.frontends.cli.running import Interrupts, run_engine
+from trouper.outputs import RequestOutput
+from trouper.params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from trouper.frontends.async_engine import AsyncLLMEngine
+
+
+@expand_options
+def generate(
+    ctx: typer.Context,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", show_default=False, help="Text to go on from."),
+    ] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="One prompt per line; - is stdin.")
+    ] = None,
+    n: Annotated[int, typer.Option(help="Completions of each prompt.")] = 1,
+    stream: Annotated[
+        bool | None,
+        typer.Option(help="Print text as it comes; the default for one completion."),
+    ] = None,
+    echo: Annotated[bool, typer.Option(help="Print the prompt before its text.")] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON per prompt.")
+    ] = False,
+    stats: Annotated[
+        bool | None, typer.Option(help="Print a line of figures on stderr; the default there.")
+    ] = None,
+    *,
+    sampling: SamplingOptions,
+    engine_args: EngineArgs,
+) -> None:
+    """Complete one or more prompts.
+
+    Without PROMPT the whole of stdin is one prompt.
+    """
+    texts = _read_prompts(prompts, prompt_file)
+    if stream is None:
+        stream = len(texts) == n == 1 and not as_json
+    if stream and (n > 1 or as_json):
+        raise typer.BadParameter("needs n = 1 and no --json", param_hint="--stream")
+    if sampling.seed is not None:
+        engine_args.seed = sampling.seed
+    model = engine_args.resolve(
+        offline=True
+    ).model  # here, because it finds mistakes before torch loads
+    kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    params = sampling.params(model.default_sampling, n=n, output_kind=kind)
+    printer = _JsonPrinter() if as_json else _TextPrinter(echo)
+    figures = _Figures()
+    run_engine(engine_args, partial(_complete, texts, params, printer, figures))
+    if stats or (stats is None and output.is_terminal(sys.stderr)):
+        print(figures, file=sys.stderr)
+
+
+class _TextPrinter:
+    """Prompt and text, a blank line between two results."""
+
+    def __init__(self, echo: bool) -> None:
+        self._echo = echo
+        self._is_first = True
+
+    def begin(self, prompt: str) -> None:
+        if not self._is_first:
+            print()
+        self._is_first = False
+        print(prompt if self._echo else "", end="", flush=True)
+
+    def show(self, prompt: str, result: RequestOutput) -> None:
+        """Print what is new; several completions come one after the other, each with its prompt."""
+        for completion in sorted(result.outputs, key=lambda completion: completion.index):
+            if completion.index > 0:
+                print()
+                self.begin(prompt)
+            print(completion.text, end="", flush=True)
+
+    def end(self) -> None:
+        print()
+
+
+class _JsonPrinter:
+    """One line of JSON per prompt."""
+
+    def begin(self, prompt: str) -> None:
+        pass
+
+    def show(self, prompt: str, result: RequestOutput) -> None:
+        print(json.dumps(_as_json(prompt, result), ensure_ascii=False), flush=True)
+
+    def end(self) -> None:
+        pass
+
+
+class _Figures:
+    """What the last line on stderr tells."""
+
+    def __init__(self) -> None:
+        self._started = perf_counter()
+        self._ready = self._first_text = self._ended = self._started
+        self._num_prompt_tokens = self._num_tokens = 0
+
+    def note_ready(self) -> None:
+        self._ready = perf_counter()
+
+    def note_output(self, result: RequestOutput) -> None:
+        self._ended = perf_counter()
+        if self._num_tokens == 0:
+            self._first_text = self._ended
+        self._num_tokens += sum(len(completion.token_ids) for completion in result.outputs)
+        if result.finished:
+            self._num_prompt_tokens += len(result.prompt_token_ids)
+
+    def __str__(self) -> str:
+        seconds = max(self._ended - self._ready, 1e-9)
+        return (
+            f"{self._num_tokens} tokens from {self._num_prompt_tokens} in {seconds:.2f} s "
+            f"({self._num_tokens / seconds:.0f} tok/s); first text after "
+            f"{1000 * (self._first_text - self._ready):.0f} ms; "
+            f"engine ready after {self._ready - self._started:.1f} s"
+        )
+
+
+async def _complete(
+    prompts: list[str],
+    params: SamplingParams,
+    printer: _TextPrinter | _JsonPrinter,
+    figures: _Figures,
+    engine: "AsyncLLMEngine",
+    _: Interrupts,
+) -> None:
+    """All prompts run at once; results are shown in the order of the prompts.
+
+    What comes out of turn waits in its request's reply slot.
+    """
+    figures.note_ready()
+    generations = [engine.generate(prompt, params, str(i)) for i, prompt in enumerate(prompts)]
+    try:
+        for generation in generations:
+            generation.open()
+        for number, (prompt, generation) in enumerate(zip(prompts, generations, strict=True), 1):
+            try:
+                await _show(prompt, generation, printer, figures)
+            except TrouperValidationError as error:
+                if len(prompts) > 1:
+                    error.message = f"prompt {number}: {error.message}"
+                raise
+    finally:
+        for generation in generations:
+            generation.close()
+
+
+async def _show(prompt: str, generation: Any, printer: Any, figures: _Figures) -> None:
+    is_begun = False
+    async for result in generation:
+        figures.note_output(result)
+        if not is_begun:
+            printer.begin(prompt)
+            is_begun = True
+        printer.show(prompt, result)
+        if result.error is not None:
+            raise result.error.to_exception()
+    printer.end()
+
+
+def _read_prompts(prompts: list[str] | None, prompt_file: str | None) -> list[str]:
+    """Prompts from the arguments, then from the file; the whole of stdin when there are neither."""
+    texts = list(prompts or ())
+    if prompt_file is not None:
+        lines = _read(prompt_file).splitlines()
+        texts += [line for line in lines if line.strip()]
+        if not texts:
+            raise typer.BadParameter(f"no prompt in {prompt_file}", param_hint="--prompt-file")
+    elif not texts:
+        if output.is_terminal(sys.stdin):
+            raise typer.BadParameter("give one, or --prompt-file, or a pipe", param_hint="PROMPT")
+        texts = [_read("-").removesuffix("\n")]
+    if not all(texts):
+        raise TrouperValidationError("the prompt is empty", parameter="prompt")
+    return texts
+
+
+def _read(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text()
+    except UnicodeDecodeError:
+        raise TrouperValidationError("not text in UTF-8", parameter="prompt", value=name) from None
+    except OSError as error:
+        raise TrouperValidationError(
+            f"cannot be read: {error.strerror}", parameter="prompt_file", value=name
+        ) from None
+
+
+def _as_json(prompt: str, result: RequestOutput) -> dict[str, Any]:
+    completions = sorted(result.outputs, key=lambda completion: completion.index)
+    metrics = result.metrics
+    times = {} if metrics is None else {
+        "first_token_s": metrics.first_token_ts - metrics.queued_ts,
+        "total_s": metrics.last_token_ts - metrics.queued_ts,
+    }  # fmt: skip
+    return {
+        "prompt": prompt,
+        "outputs": [
+            {
+                "text": completion.text,
+                "token_ids": completion.token_ids,
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+            }
+            for completion in completions
+        ],
+        "num_prompt_tokens": len(result.prompt_token_ids),
+        "num_cached_tokens": result.num_cached_tokens,
+        "num_tokens": sum(len(completion.token_ids) for completion in completions),
+        **times,
+    }

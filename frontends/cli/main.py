@@ -1,0 +1,77 @@
+"""`trouper`: the root command, and the one place where an exception becomes an exit code."""
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from trouper import __version__
+from trouper.frontends.cli import output
+from trouper.frontends.cli.chat import chat
+from trouper.frontends.cli.generate import generate
+
+app = typer.Typer(
+    name="trouper",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+app.command()(chat)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"trouper {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-v", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """An LLM inference engine played by a troupe of structured-concurrency actors."""
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run one command line; its exit code.  Everything that goes wrong is one line on stderr."""
+    state: dict[str, Any] = {}  # what a command tells this function
+    output.prepare_streams()
+    try:
+        code = app(arguments, prog_name="trouper", standalone_mode=False, obj=state)
+        sys.stdout.flush()
+    except (
+        BrokenPipeError
+    ):  # `trouper generate … | head -1`: nobody reads on, and that is all right
+        output.silence_stdout()
+        return output.EXIT_BROKEN_PIPE
+    except (Exception, KeyboardInterrupt) as error:
+        if state.get("debug"):
+            raise
+        code, message = output.explain(error)
+        output.complain(message)
+        return code
+    if code == output.EXIT_CTRL_C:  # typer's own answer to a KeyboardInterrupt
+        output.complain("interrupted")
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """The console script."""
+    code = run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code > output.EXIT_SIGNALLED:
+        # A thread may still be inside a read of stdin, and the interpreter's shutdown would trip over
+        # the lock that it holds.
+        os._exit(code)
+    sys.exit(code)

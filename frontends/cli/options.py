@@ -1,0 +1,206 @@
+"""Options that several commands share.
+
+`expand_options` turns each dataclass among a command's parameters into one option a field, so
+`EngineArgs` is a command line without being written twice.
+"""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable
+from functools import wraps
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+
+from trouper.config import EngineArgs
+from trouper.params import SamplingParams
+
+NO = "no_"  # begins the name of the switch that turns another one off
+DEFAULT_MAX_TOKENS = 128  # where the model names none: more than the library's 16, for people
+
+# Panels of `--help`: every field of EngineArgs but `seed`, which is the sampling's.  Each switch that is on by
+# default has its `--no-…`.
+ENGINE_HELP: dict[str, dict[str, str]] = {
+    "Model": {
+        "model": "Folder or hub id; the bundled demo model when left out.",
+        "tokenizer": "Folder or hub id of the tokenizer; the model's own when left out.",
+        "skip_tokenizer_init": "No tokenizer: token ids in, token ids out.",
+        "trust_remote_code": "Let the model's own Python code run.",
+        "revision": "Branch, tag or commit of the model on the hub.",
+        "tokenizer_revision": "Branch, tag or commit of the tokenizer on the hub.",
+        "hf_token": "Access token of the hub.",
+        "download_dir": "Where downloads are kept.",
+        "load_format": "auto, or dummy for random weights.",
+        "dtype": "auto (as stored), float32, bfloat16 or float16.",
+        "max_model_len": "Longest prompt plus output, e.g. 4096 or 8k; the model's own by default.",
+        "generation_config": "auto, trouper (ignore the model's), or a folder.",
+        "override_generation_config": "Sampling defaults that win over the model's.",
+        "chat_template": "Template, or a file with one, instead of the model's.",
+        "served_model_name": "Name to report; repeatable.",
+    },
+    "KV cache": {
+        "block_size": "Tokens in a block.",
+        "num_gpu_blocks_override": "Number of blocks, instead of what memory allows.",
+        "kv_cache_memory_bytes": "Memory for the cache in bytes.",
+        "gpu_memory_utilization": "Share of the device's memory to use.",
+        "enable_prefix_caching": "Reuse the blocks of equal prefixes; on by default.",
+        "prefix_caching_hash_algo": "sha256, sha256_cbor, xxhash or xxhash_cbor.",
+    },
+    "Scheduler": {
+        "max_num_seqs": "Sequences that run at once.",
+        "max_num_batched_tokens": "Tokens in one step, at most.",
+        "max_num_scheduled_tokens": "Token budget of a step; max-num-batched-tokens by default.",
+        "max_num_active_seqs": "Cap on running sequences that leaves buffers as they are.",
+        "max_num_queued_reqs": "Open requests before new ones are refused.",
+        "max_num_queued_tokens": "Open prompt tokens before new requests are refused.",
+        "enable_chunked_prefill": "Split long prompts over several steps; on by default.",
+        "long_prefill_token_threshold": "Most tokens of one prompt in a step; 0 is off.",
+        "long_prefill_token_threshold_adaptive": "Apply the threshold under load only.",
+        "scheduling_policy": "priority or fcfs.",
+        "async_scheduling": "Plan a step while the one before runs; on by default.",
+        "scheduler_reserve_full_isl": "Admit a prompt only when all its blocks fit.",
+        "watermark": "Share of blocks that admission leaves free.",
+        "stream_interval": "Tokens between two outputs of a stream.",
+    },
+    "Engine": {
+        "renderer_num_workers": "Tasks that tokenise prompts.",
+        "max_logprobs": "Most logprobs that a request may ask for; -1 is the vocabulary.",
+        "enforce_eager": "No device graphs.",
+        "cudagraph_capture_sizes": "Batch sizes to capture, e.g. 1,2,4,8.",
+        "enable_sleep_mode": "Accepted for compatibility.",
+        "shutdown_timeout": "Seconds that open requests get at shutdown.",
+        "disable_log_stats": "No statistics.",
+        "profiler_config": "Settings of the profiler.",
+    },
+}
+
+
+def _sampling(text: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Sampling", metavar=metavar)
+
+
+@dataclasses.dataclass
+class SamplingOptions:
+    """`SamplingParams` as far as a command line needs them; None leaves the model's own default."""
+
+    max_tokens: Annotated[int | None, _sampling("Most tokens to generate.")] = None
+    min_tokens: Annotated[int | None, _sampling("Tokens before the text may end.")] = None
+    temperature: Annotated[float | None, _sampling("0 takes the likeliest token.")] = None
+    top_p: Annotated[float | None, _sampling("Keep the likeliest tokens of this total.")] = None
+    top_k: Annotated[int | None, _sampling("Keep this many tokens; 0 is off.")] = None
+    min_p: Annotated[float | None, _sampling("Drop tokens below this share of the best.")] = None
+    presence_penalty: Annotated[float | None, _sampling("Against tokens already used.")] = None
+    frequency_penalty: Annotated[float | None, _sampling("Against tokens used often.")] = None
+    repetition_penalty: Annotated[float | None, _sampling("Divide repeated tokens by it.")] = None
+    seed: Annotated[int | None, _sampling("Equal seeds give equal text.")] = None
+    stop: Annotated[
+        list[str] | None, _sampling("End before this text; repeatable.", metavar="TEXT")
+    ] = None
+    ignore_eos: Annotated[bool, _sampling("Go on after the end of text.", "--ignore-eos")] = False
+
+    def params(self, model_defaults: dict[str, Any], **more: Any) -> SamplingParams:
+        """What was given wins over the model's defaults, and those over the library's.
+
+        Raises:
+            TrouperValidationError: a value outside its range; the message names the parameter.
+        """
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return SamplingParams(
+            **{"max_tokens": DEFAULT_MAX_TOKENS, **model_defaults, **given, **more}
+        )
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let typer see an option for each field of the command's dataclass parameters, and `--debug`."""
+    own = inspect.signature(command).parameters
+    groups: dict[str, Any] = {
+        p.name: p.annotation for p in own.values() if dataclasses.is_dataclass(p.annotation)
+    }
+    parameters = [p for p in own.values() if p.name not in groups]
+    for group in groups.values():
+        parameters += _engine_options() if group is EngineArgs else _options_of(group)
+    parameters += [_debug_option()]
+
+    @wraps(command)
+    def expanded(**values: Any) -> None:
+        if values.pop("debug"):
+            values["ctx"].obj["debug"] = True
+        for name in [name for name in values if name.startswith(NO)]:
+            if values.pop(name):
+                values[name.removeprefix(NO)] = False
+        for name, group in groups.items():
+            fields = [field.name for field in dataclasses.fields(group)]
+            values[name] = group(**{f: values.pop(f) for f in fields if f in values})
+        command(**values)
+
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+    expanded.__annotations__ = {p.name: p.annotation for p in parameters}
+    return expanded
+
+
+def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword_only, default=default, annotation=annotation)
+
+
+def _options_of(group: type[Any]) -> list[inspect.Parameter]:
+    return [_parameter(f.name, f.default, f.type) for f in dataclasses.fields(group)]
+
+
+def _engine_options() -> list[inspect.Parameter]:
+    """One option a field, and a hidden `--no-…` for each switch: shown, it would squeeze the names."""
+    fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
+    parameters: list[inspect.Parameter] = []
+    for panel, texts in ENGINE_HELP.items():
+        for name, text in texts.items():
+            option = _engine_option(name, fields[name].type, panel, text)
+            parameters.append(_parameter(name, fields[name].default, option))
+            if fields[name].type in (bool, bool | None):
+                switch_off = typer.Option(f"--no-{name.replace('_', '-')}", hidden=True)
+                parameters.append(_parameter(NO + name, False, Annotated[bool, switch_off]))
+    return parameters
+
+
+def _engine_option(name: str, wished: Any, panel: str, text: str) -> Any:
+    """A field's type in words that typer knows: one of bool, int, float, str or list[str]."""
+    kinds = set(get_args(wished)) - {NoneType} if get_args(wished) else {wished}
+    flag = f"--{name.replace('_', '-')}"
+    settings: dict[str, Any] = {"help": text, "rich_help_panel": panel}
+    shown: Any = str
+    if kinds == {bool}:
+        shown = bool
+    elif list[str] in kinds:
+        shown, settings["metavar"] = list[str], "TEXT"
+    elif list[int] in kinds:
+        settings |= {"parser": _integers, "metavar": "N,N,…"}
+    elif any(get_origin(kind) is dict for kind in kinds):
+        settings |= {"parser": _json_object, "metavar": "JSON"}
+    elif str not in kinds:
+        (shown,) = kinds
+    flags = [flag, "-m"] if name == "model" else [flag]
+    return Annotated[shown | None, typer.Option(*flags, **settings)]
+
+
+def _debug_option() -> inspect.Parameter:
+    text = "Show the traceback of an error."
+    option = typer.Option("--debug", help=text, rich_help_panel="Engine")
+    return _parameter("debug", False, Annotated[bool, option])
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.strip("[]").split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of integers such as 1,2,4") from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter("not a JSON object")
+    return value

@@ -1,0 +1,104 @@
+"""What commands print: results on stdout, everything else on stderr, an error in one line."""
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from typing import Any, Protocol, runtime_checkable
+
+from trouper.config import NOT_IMPLEMENTED
+from trouper.errors import TrouperClientError, UnsupportedFeatureError
+
+EXIT_CRASH = 1
+EXIT_USAGE = 2
+EXIT_SIGNALLED = 128  # plus the number of the signal, as in a shell
+EXIT_CTRL_C = 130
+EXIT_BROKEN_PIPE = 141
+
+
+class Interrupted(Exception):
+    """A signal ended the command, and the engine has been closed in order."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__("interrupted" if number == EXIT_CTRL_C - EXIT_SIGNALLED else "terminated")
+        self.exit_code = EXIT_SIGNALLED + number
+
+
+@runtime_checkable
+class _UsageError(Protocol):
+    """What typer raises for a command line that it cannot parse."""
+
+    exit_code: int
+
+    def format_message(self) -> str: ...
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """The exit code and the line for an error."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    match error:
+        case Interrupted():
+            return error.exit_code, str(error)
+        case KeyboardInterrupt():
+            return EXIT_CTRL_C, "interrupted"
+        case _UsageError():
+            return error.exit_code, _usage(error)
+        case TrouperClientError() | UnsupportedFeatureError() | ValueError():
+            return EXIT_USAGE, str(error)
+        case _:
+            return EXIT_CRASH, f"{type(error).__name__}: {error}{_cause(error)}"
+
+
+def complain(message: str) -> None:
+    """One line on stderr, whatever the message holds."""
+    print(f"trouper: {' '.join(message.split())}", file=sys.stderr)
+
+
+def prepare_streams() -> None:
+    """A text that the terminal cannot show is no reason to fail; a warning is one line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    warnings.showwarning = _show_warning
+
+
+def silence_stdout() -> None:
+    """The reader of stdout is gone: let what is still buffered go nowhere."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # lives as long as the process
+
+
+def is_terminal(stream: Any) -> bool:
+    return bool(stream is not None and stream.isatty())
+
+
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """Show `text` on a terminal's stderr for the length of the block."""
+    if not is_terminal(sys.stderr):
+        yield
+        return
+    print(text, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(f"\r{' ' * len(text)}\r", end="", file=sys.stderr, flush=True)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    complain(f"warning: {message}")
+
+
+def _cause(error: BaseException) -> str:
+    cause = error.__cause__
+    text = f"{type(cause).__name__}: {cause}" if cause is not None else ""
+    return f" (caused by {text})" if text and text not in str(error) else ""
+
+
+def _usage(error: _UsageError) -> str:
+    option = str(getattr(error, "option_name", ""))
+    if option.removeprefix("--").replace("-", "_") in NOT_IMPLEMENTED:
+        return f"{option} is not supported yet"  # a name of vLLM's, so not a misspelling
+    return error.format_message().removesuffix(".")

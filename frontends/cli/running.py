@@ -1,0 +1,94 @@
+"""Running an engine under a command: one task group, one task that listens for signals.
+
+The first Ctrl-C ends what it points at (the answer of a chat, or else the command) in order: requests
+are aborted, the step under way ends, memory goes back.  SIGTERM always ends the command.  A second
+signal that comes before the first has done its work ends the process at once.
+"""
+
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio.abc import TaskStatus
+
+from trouper.config import EngineArgs
+from trouper.frontends.cli import output
+
+if TYPE_CHECKING:
+    from trouper.frontends.async_engine import AsyncLLMEngine
+
+Act = Callable[["AsyncLLMEngine", "Interrupts"], Awaitable[None]]
+
+
+class Interrupts:
+    """What a signal ends: the innermost `stoppable` block for Ctrl-C, else the whole command."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None  # the signal that ended the command
+        self._stoppable: anyio.CancelScope | None = None
+
+    @contextmanager
+    def stoppable(self) -> Iterator[anyio.CancelScope]:
+        """Ctrl-C ends this block, and the command goes on after it."""
+        with anyio.CancelScope() as scope:
+            self._stoppable = scope
+            try:
+                yield scope
+            finally:
+                self._stoppable = None
+
+    async def watch(
+        self,
+        command: anyio.CancelScope,
+        *,
+        task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
+    ) -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for number in signals:
+                self._hit(number, command)
+
+    def _hit(self, number: int, command: anyio.CancelScope) -> None:
+        scope = self._stoppable
+        if scope is not None and number == signal.SIGINT and not scope.cancel_called:
+            scope.cancel()
+        elif self.number is None:
+            self.number = number
+            command.cancel()
+        else:
+            os._exit(output.EXIT_SIGNALLED + number)
+
+
+def run_engine(engine_args: EngineArgs, act: Act) -> None:
+    """Start an engine on trio, let `act` use it, and close it.
+
+    Raises:
+        Interrupted: a signal ended the command.
+        Exception: what `act` or the engine raised, as it is.
+    """
+    with output.status("loading …"):
+        from trouper.frontends.async_engine import AsyncLLMEngine
+    engine = AsyncLLMEngine(engine_args, offline=True)
+    anyio.run(_run, engine, act, backend="trio")
+
+
+async def _run(unopened: "AsyncLLMEngine", act: Act) -> None:
+    error: Exception | None = None
+    interrupts = Interrupts()
+    async with anyio.create_task_group() as tg:
+        await tg.start(interrupts.watch, tg.cancel_scope, name="signals")
+        try:
+            async with unopened as engine:
+                await act(engine, interrupts)
+        except (
+            Exception
+        ) as raised:  # carried out of the group, so that it is not wrapped in another
+            error = raised
+        tg.cancel_scope.cancel()
+    if interrupts.number is not None:
+        raise output.Interrupted(interrupts.number)
+    if error is not None:
+        raise error

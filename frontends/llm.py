@@ -1,0 +1,407 @@
+"""`LLM`: offline generation.  A thin synchronous face over the engine, which plays on trio in a thread.
+
+Source: spec section 11.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self, cast
+
+import anyio
+
+from trouper.actors.generation import Generation
+from trouper.config import EngineArgs, ModelConfig
+from trouper.errors import EnginePausedError, TrouperValidationError, UnsupportedFeatureError
+from trouper.frontends.beam_search import BeamSearchOutput, beam_search
+from trouper.frontends.llm_engine import LLMEngine
+from trouper.frontends.options import default_sampling_params, one_each
+from trouper.inputs import ChatPrompt, PromptType
+from trouper.outputs import RequestOutput
+from trouper.params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+Conversation = Sequence[dict[str, Any]]
+ProgressBar = Callable[..., Any]
+
+
+class LLM:
+    """Prompts in, `RequestOutput`s out, in the order of the prompts.
+
+    ::
+
+        with LLM() as llm:  # the bundled demo model
+            print(llm.generate("def quicksort(items):")[0].outputs[0].text)
+
+    Args:
+        model: a folder or a hub id; None is the bundled demo model.
+        engine_args: any field of `EngineArgs`.
+
+    Raises:
+        TrouperValidationError: the model or an option does not fit; the message names it.
+    """
+
+    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+        engine_args.setdefault("disable_log_stats", True)
+        self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args), is_stepped=False)
+        self._engine = self.llm_engine.async_engine
+        self._enqueued: list[Generation] = []
+        self._completed: list[RequestOutput] = []  # of the wrong type for the last who asked
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        return cls(**vars(engine_args))
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        lora_request: object | None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or a list of them; results are in the order of the prompts.
+
+        Args:
+            sampling_params: one for all, or one for each prompt; None takes the model's defaults.
+            use_tqdm: a progress bar on stderr, or a callable that makes one.
+            priority: one for all or one for each; larger runs first.
+
+        Raises:
+            TrouperValidationError: a bad prompt or parameter; nothing of this call goes on.
+        """
+        generations = self._prepare(
+            _as_list(prompts), sampling_params, lora_request, priority, tokenization_kwargs
+        )
+        return self._finish(generations, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        lora_request: object | None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, through the model's chat template."""
+        generations = self._add_chat_requests(
+            messages, sampling_params, lora_request, priority, chat_template,
+            chat_template_content_format, add_generation_prompt, continue_final_message, tools,
+            chat_template_kwargs, tokenization_kwargs, mm_processor_kwargs,
+        )  # fmt: skip
+        return self._finish(generations, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: object | None = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """Add prompts without waiting for their completion; their ids, in order.
+
+        Legal while the engine sleeps at level 0 or is paused with `keep`: they are queued.  If one prompt
+        is bad, all of this call are aborted and its error is raised.
+        """
+        _refuse_multimodal(mm_processor_kwargs)
+        generations = self._prepare(
+            _as_list(prompts), sampling_params, lora_request, priority, tokenization_kwargs,
+            needs_scheduling=False,
+        )  # fmt: skip
+        return self._enqueue(generations, use_tqdm)
+
+    def enqueue_chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        lora_request: object | None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """`chat` without waiting: the ids of the conversations, in order."""
+        generations = self._add_chat_requests(
+            messages, sampling_params, lora_request, priority, chat_template,
+            chat_template_content_format, add_generation_prompt, continue_final_message, tools,
+            chat_template_kwargs, tokenization_kwargs, mm_processor_kwargs, needs_scheduling=False,
+        )  # fmt: skip
+        return self._enqueue(generations, use_tqdm)
+
+    def wait_for_completion(
+        self,
+        output_type: type | tuple[type, ...] | None = None,
+        *,
+        use_tqdm: bool | ProgressBar = True,
+    ) -> list[RequestOutput]:
+        """Wait for everything enqueued; the outputs are in the order in which it was enqueued.
+
+        Raises:
+            EnginePausedError: the engine is paused and something enqueued would need it.
+            TypeError: an output is not of `output_type`; all outputs stay available.
+        """
+        if any(not generation.is_over for generation in self._enqueued):
+            self._check_schedules()
+        generations, self._enqueued = self._enqueued, []
+        self._completed += self._finish(generations, use_tqdm)
+        for output in self._completed:
+            if output_type is not None and not isinstance(output, output_type):
+                raise TypeError(f"{output.request_id} yielded a {type(output).__name__}")
+        outputs, self._completed = self._completed, []
+        return outputs
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: object | None = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` most probable completions of each prompt; spec section 2.2."""
+        self._check_schedules()
+        _refuse_lora(lora_request)
+        return [beam_search(self, prompt, params) for prompt in _as_list(prompts)]
+
+    # Lifecycle; spec section 10
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """0: only stop scheduling; 1, 2: also give weights and KV memory back."""
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> bool:
+        """Bring back `weights`, `kv_cache`, `scheduling`, or all.  True when fully awake."""
+        return self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        return self.llm_engine.is_sleeping()
+
+    def paused(self, mode: str = "keep", clear_cache: bool = False) -> AbstractContextManager[None]:
+        """`with llm.paused():` nothing is scheduled; on every way out as it was found."""
+        return self.llm_engine.paused(mode, clear_cache)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        self.llm_engine.start_profile(profile_prefix)
+
+    def stop_profile(self) -> None:
+        self.llm_engine.stop_profile()
+
+    # State
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return default_sampling_params(self.model_config)
+
+    def get_tokenizer(self) -> Any:
+        """The model's transformers tokenizer."""
+        return self.llm_engine.get_tokenizer()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        return 1
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        return self.llm_engine.get_supported_tasks()
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.llm_engine.model_config
+
+    def get_model_config(self) -> ModelConfig:
+        return self.model_config
+
+    def close(self) -> None:
+        """End the engine; memory, threads and tasks are gone when this returns.  Idempotent."""
+        self.llm_engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Requests, step by step
+
+    def _add_chat_requests(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: object | None,
+        priority: int | Sequence[int] | None,
+        chat_template: str | None,
+        chat_template_content_format: str,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: list[dict[str, Any]] | None,
+        chat_template_kwargs: dict[str, Any] | None,
+        tokenization_kwargs: dict[str, Any] | None,
+        mm_processor_kwargs: dict[str, Any] | None,
+        needs_scheduling: bool = True,
+    ) -> list[Generation]:
+        """The one place where conversations become requests, for `chat` and `enqueue_chat`."""
+        _refuse_multimodal(mm_processor_kwargs)
+        if chat_template_content_format not in ("auto", "string", "openai"):
+            raise TrouperValidationError(
+                "must be auto, string or openai",
+                parameter="chat_template_content_format",
+                value=chat_template_content_format,
+            )
+        is_one = len(messages) > 0 and isinstance(messages[0], dict)
+        prompts = [
+            ChatPrompt(
+                messages=cast("Conversation", conversation),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in ([messages] if is_one else messages)
+        ]
+        return self._prepare(
+            prompts, sampling_params, lora_request, priority, tokenization_kwargs,
+            needs_scheduling=needs_scheduling,
+        )  # fmt: skip
+
+    def _prepare(
+        self,
+        prompts: Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: object | None,
+        priority: int | Sequence[int] | None,
+        tokenization_kwargs: dict[str, Any] | None,
+        *,
+        needs_scheduling: bool = True,
+    ) -> list[Generation]:
+        """Check everything that concerns the call as a whole, before anything is added."""
+        self.llm_engine.check_open()
+        if needs_scheduling:
+            self._check_schedules()
+        _refuse_lora(lora_request)
+        if not prompts:
+            raise TrouperValidationError("You must pass at least one prompt", parameter="prompt")
+        all_params = one_each(sampling_params, len(prompts), "sampling_params")
+        priorities = one_each(priority, len(prompts), "priority")
+        return [
+            self._engine.generate(
+                prompt,
+                _final_only(params or self.get_default_sampling_params()),
+                tokenization_kwargs=tokenization_kwargs,
+                priority=urgency or 0,
+            )
+            for prompt, params, urgency in zip(prompts, all_params, priorities, strict=True)
+        ]
+
+    def _check_schedules(self) -> None:
+        self.llm_engine.check_open()
+        if self.llm_engine.is_sleeping():
+            raise EnginePausedError("the engine is paused or asleep: wake_up() first")
+
+    def _enqueue(self, generations: list[Generation], use_tqdm: bool | ProgressBar) -> list[str]:
+        with _progress_bar(use_tqdm, len(generations)) as bar:
+            self.llm_engine.call(_submit, generations, bar)
+        self._enqueued += generations
+        return [generation.request_id for generation in generations]
+
+    def _finish(
+        self, generations: list[Generation], use_tqdm: bool | ProgressBar
+    ) -> list[RequestOutput]:
+        with _progress_bar(use_tqdm, len(generations)) as bar:
+            return self.llm_engine.call(_gather, generations, bar)
+
+
+async def _submit(generations: list[Generation], bar: Any) -> None:
+    """Render all; if one is bad, all are aborted."""
+    try:
+        for generation in generations:
+            generation.open()
+        for generation in generations:
+            await generation.submit()
+            bar.update(1)
+    except BaseException:
+        for generation in generations:
+            generation.close()
+        raise
+
+
+async def _gather(generations: list[Generation], bar: Any) -> list[RequestOutput]:
+    """Run all at once; the first failure ends the others and is raised as it is."""
+    outputs: dict[int, RequestOutput] = {}
+    failure: Exception | None = None
+
+    async def finish(index: int, generation: Generation) -> None:
+        nonlocal failure
+        try:
+            async with generation as stream:
+                async for output in stream:
+                    outputs[index] = output
+            bar.update(1)
+        except Exception as error:
+            failure = failure or error
+            tg.cancel_scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as tg:
+            for generation in generations:
+                generation.open()  # in the order of the prompts, whatever the order of the tasks
+            for index, generation in enumerate(generations):
+                tg.start_soon(finish, index, generation)
+    finally:
+        for generation in generations:
+            generation.close()
+    if failure is not None:
+        raise failure
+    return [outputs[index] for index in range(len(generations))]
+
+
+def _as_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
+    is_one = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return cast("Sequence[PromptType]", [prompts] if is_one else prompts)
+
+
+def _refuse_multimodal(mm_processor_kwargs: dict[str, Any] | None) -> None:
+    if mm_processor_kwargs:
+        raise UnsupportedFeatureError("mm_processor_kwargs: there is no multimodal input yet")
+
+
+def _refuse_lora(lora_request: object | None) -> None:
+    if lora_request is not None:
+        raise UnsupportedFeatureError("lora_request is not supported yet")
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    params = params.clone()
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
+
+
+def _progress_bar(use_tqdm: bool | ProgressBar, total: int) -> Any:
+    from tqdm import tqdm
+
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    return make(total=total, desc="requests", unit="req", disable=not use_tqdm, leave=False)

@@ -1,0 +1,1 @@
+"""Kernels: one operation per file, each with its torch reference."""

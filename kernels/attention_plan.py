@@ -1,0 +1,103 @@
+"""Which stretches of the KV cache each query of a step reads: numpy only, made once a step.
+
+Laws:
+  * Cache slot = block id · block size + offset.  Blocks with consecutive ids are one *run* of slots,
+    which the kernel reads as one strided view: nothing is gathered.
+  * Keys without a mask may come in any order, so their blocks are sorted first: the runs are as long
+    as the ids allow.  Masked keys keep the order of their positions.
+  * A *tile* is a stretch of queries of one sequence.  One query reads all its keys, its own included,
+    from the cache.  Several queries read what lies before the tile from the cache and attend to the
+    tile's own fresh keys causally.  With a sliding window no tile is longer than the window, so that
+    a window never cuts into a tile's own keys.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Run(NamedTuple):
+    """Consecutive cache slots, read by the first `num_queries` queries of a tile."""
+
+    slot: int
+    length: int
+    num_queries: int
+    mask: np.ndarray | None  # [num_queries, length] bool, True = visible; None = all of it
+
+
+class Tile(NamedTuple):
+    """Queries first … first + count - 1 of the flat batch, all of one sequence."""
+
+    first: int
+    count: int
+    runs: tuple[Run, ...]
+
+
+def plan_attention(
+    block_tables: Sequence[np.ndarray],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    *,
+    block_size: int,
+    window: int | None = None,
+    max_tile: int | None = None,
+) -> tuple[Tile, ...]:
+    """The tiles of a ragged batch, in the order of its tokens.
+
+    Column i holds counts[i] tokens at positions starts[i] …; block_tables[i] are its block ids.
+    """
+    longest = min(window or 2**62, max_tile or 2**62)
+    tiles: list[Tile] = []
+    first = 0
+    for blocks, start, count in zip(block_tables, starts, counts, strict=True):
+        for offset in range(0, count, longest):
+            num = min(longest, count - offset)
+            runs = _runs(blocks, start + offset, num, block_size, window)
+            tiles.append(Tile(first + offset, num, tuple(runs)))
+        first += count
+    return tuple(tiles)
+
+
+def _runs(
+    blocks: np.ndarray, start: int, count: int, block_size: int, window: int | None
+) -> Iterator[Run]:
+    end = start + 1 if count == 1 else start  # positions read from the cache: [begin, end)
+    begin = 0 if window is None else max(0, start + 1 - window)
+    if begin >= end:
+        return
+    is_masked = window is not None and count > 1 and start + count - window > begin
+    slots, lengths = slot_runs(blocks, begin, end, block_size, in_order=is_masked)
+    position = begin
+    for slot, length in zip(slots, lengths, strict=True):
+        num_queries, mask = count, None
+        if is_masked:
+            assert window is not None
+            num_queries = min(count, position + length + window - 1 - start)
+            oldest = np.arange(start, start + num_queries) - window  # the last invisible position
+            if oldest[-1] >= position:
+                mask = np.arange(position, position + length) > oldest[:, None]
+        yield Run(slot, length, num_queries, mask)
+        position += length
+
+
+def slot_runs(
+    blocks: np.ndarray, begin: int, end: int, block_size: int, *, in_order: bool
+) -> tuple[list[int], list[int]]:
+    """(first slots, lengths) of the runs that hold positions begin … end - 1."""
+    first = begin // block_size
+    slots = blocks[first : (end - 1) // block_size + 1].astype(np.int64) * block_size
+    lengths = np.full(slots.shape, block_size)
+    slots[0] += begin % block_size
+    lengths[0] -= begin % block_size
+    lengths[-1] -= (first + len(slots)) * block_size - end
+    if len(slots) == 1:
+        return slots.tolist(), lengths.tolist()
+    if not in_order:
+        order = np.argsort(slots)
+        slots, lengths = slots[order], lengths[order]
+    is_new = np.empty(slots.shape, dtype=bool)
+    is_new[0] = True
+    np.not_equal(slots[1:], slots[:-1] + lengths[:-1], out=is_new[1:])
+    heads = np.flatnonzero(is_new)
+    return slots[heads].tolist(), np.add.reduceat(lengths, heads).tolist()

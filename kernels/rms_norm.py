@@ -1,0 +1,24 @@
+"""y = x / √(mean(x²) + ε) · w over the last dimension.
+
+    x [..., D]   any leading shape; w [D], in x's dtype or in float32
+
+Gemma stores w - 1; the loader adds the one, and keeps w in float32, where 1 + w is not rounded.
+
+Roofline: bytes = 2 e T D, FLOPs = 4 T D.  At decode that is less than a µs of traffic, so calls count:
+one composite torch call, 13 µs at [1, 1024] bf16 and 21 µs at [16, 1024], beats five plain ones.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    if weight_D.dtype != x.dtype:
+        return torch.rms_norm(x.float(), weight_D.shape, weight_D, eps).to(x.dtype)
+    return torch.rms_norm(x, weight_D.shape, weight_D, eps)
+
+
+def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    wide = x.double()
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * scale * weight_D.double()).to(x.dtype)

@@ -1,0 +1,19 @@
+"""One async runner per test: anyio for both backends, pytest-trio for trio alone."""
+
+import inspect
+
+import pytest
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request):
+    return request.param
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        function = getattr(item, "function", None)
+        body = getattr(getattr(function, "hypothesis", None), "inner_test", function)
+        marks = [name for name in ("anyio", "trio") if item.get_closest_marker(name)]
+        if inspect.iscoroutinefunction(body) and len(marks) != 1:
+            raise pytest.UsageError(f"{item.nodeid}: needs exactly one of anyio, trio; has {marks}")

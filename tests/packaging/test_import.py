@@ -1,0 +1,46 @@
+"""Importing is cheap and has no side effects; the public names resolve."""
+
+import subprocess
+import sys
+
+import pytest
+
+import trouper
+
+HEAVY = ("numpy", "torch", "transformers", "tokenizers", "trio")
+
+
+def loaded_after(code):
+    """Which heavy modules a fresh interpreter has loaded after `code`."""
+    report = f"{code}\nimport sys\nprint(*(set(sys.modules) & set({HEAVY!r})), file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", report], capture_output=True, text=True, check=True
+    )
+    return done.stderr.split()
+
+
+def test_import_trouper_loads_nothing_heavy():
+    assert loaded_after("import trouper; trouper.SamplingParams, trouper.EngineArgs") == []
+
+
+def test_help_loads_nothing_heavy():
+    run = "from trouper.frontends.cli.main import run; assert run({!r}) == 0"
+    assert loaded_after(run.format(["--help"])) == []
+    assert loaded_after(run.format(["generate", "--help"])) == []
+
+
+def test_all_is_sorted_and_resolves():
+    assert trouper.__all__ == sorted(trouper.__all__, key=lambda name: (not name.isupper(), name))
+    for name in trouper.__all__:
+        assert getattr(trouper, name).__name__ == name
+
+
+def test_every_lazy_name_is_listed_and_vllms_names_work():
+    assert set(trouper.__all__) <= set(dir(trouper))
+    assert trouper.AsyncLLM is trouper.AsyncLLMEngine
+    assert issubclass(trouper.AsyncEngineArgs, trouper.EngineArgs)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'trouper' has no attribute 'Trooper'"):
+        trouper.Trooper  # noqa: B018

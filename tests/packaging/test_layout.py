@@ -1,0 +1,61 @@
+"""The source folders at the root are the sub-packages of trouper, and nothing else."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("actors", "bench", "frontends", "kernels")
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+SOURCES = [
+    path
+    for folder in (*FOLDERS, "docs", "scripts", "tests", "trouper")
+    for path in (ROOT / folder).rglob("*.py")  # does not follow the links in trouper/
+]
+BARE_IMPORT = re.compile(rf"^\s*(?:from|import)\s+(?:{'|'.join(FOLDERS)})\b", re.MULTILINE)
+
+
+def test_every_package_of_the_tree_is_in_the_list():
+    found = {"trouper"}
+    for folder in FOLDERS:
+        for init in (ROOT / folder).rglob("__init__.py"):
+            found.add(".".join(("trouper", *init.parent.relative_to(ROOT).parts)))
+    assert sorted(SETUPTOOLS["packages"]) == sorted(found)
+
+
+def test_every_folder_with_sources_is_a_package():
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            assert (path.parent / "__init__.py").is_file(), f"{path.parent} has no __init__.py"
+
+
+def test_folders_are_mapped_and_linked():
+    mapping = SETUPTOOLS["package-dir"]
+    assert mapping == {"trouper": "trouper"} | {f"trouper.{folder}": folder for folder in FOLDERS}
+    for folder in FOLDERS:
+        link = ROOT / "trouper" / folder
+        assert link.is_symlink()
+        assert str(link.readlink()) == f"../{folder}"
+
+
+def test_packages_but_the_root_are_docstrings():
+    for name in SETUPTOOLS["packages"]:
+        if name != "trouper":
+            init = ROOT.joinpath(*name.split(".")[1:], "__init__.py")
+            text = init.read_text().strip()
+            assert re.fullmatch(r'"""[^"]+"""', text), f"{init} is more than a docstring"
+
+
+def test_nothing_imports_a_folder_by_its_bare_name():
+    """`python -m pytest` puts the root on sys.path, and then a bare import would even work."""
+    assert len(SOURCES) > 20
+    for path in SOURCES:
+        found = BARE_IMPORT.search(path.read_text())
+        assert found is None, f"{path}: write trouper.… in {found.group().strip()!r}"
+
+
+def test_no_module_has_two_names():
+    for folder in FOLDERS:
+        module = sys.modules.get(folder)
+        assert module is None or not str(module.__file__).startswith(str(ROOT))

@@ -1,0 +1,1 @@
+"""Parity with transformers: tiny random models, driven plan by plan through `Runner.step`."""

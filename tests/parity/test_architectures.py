@@ -1,0 +1,138 @@
+"""Greedy tokens and all logprobs of each architecture equal those of transformers, in float32.
+
+One forward pass of transformers over prompt + answer proves the whole answer: if its arg max at each
+position is the next token, then greedy generation gives these tokens.
+"""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from trouper.actors.executor.runner import Runner
+from trouper.actors.messages import Sampling
+
+from .driver import Driver, engine_config, random_prompts
+
+NUM_OUTPUTS = 64
+VOCAB = 211
+SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
+    "short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [2.0 + i for i in range(8)],
+}  # fmt: skip
+CASES = {
+    "llama": ("Llama", {}),
+    "llama-biased-llama3": (
+        "Llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    "llama-linear": ("Llama", {"rope_parameters": LINEAR, "num_key_value_heads": 4}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN, "num_key_value_heads": 1}),
+    "mistral-windowed": ("Mistral", {"sliding_window": 12}),
+    "qwen2-upper-windowed": (
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "qwen3-tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {"sliding_window": 24}),
+    "phi3-partial": ("Phi3", {"rope_parameters": PARTIAL}),
+    "phi3-longrope": (
+        "Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    "gemma2": ("Gemma2", {
+        "sliding_window": 16, "head_dim": 32, "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0, "num_hidden_layers": 4}),
+    "gemma3": ("Gemma3Text", {
+        "sliding_window": 16, "head_dim": 32, "query_pre_attn_scalar": 24, "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}),
+    "granite": ("Granite", {
+        "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+        "logits_scaling": 3.0}),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+}  # fmt: skip
+
+
+def tiny_model(name, changes, folder):
+    """A model whose weights are large enough for attention, norms and biases to matter."""
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+        else:
+            parameter.data = torch.randn_like(parameter) * 1.2 / parameter.shape[1] ** 0.5
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@torch.no_grad()
+def check_against(model, sequences):
+    for s in sequences:
+        token_ids = [*s.prompt, *s.token_ids]
+        logits = model(torch.tensor([token_ids]), use_cache=False).logits[0]
+        logprobs = logits.log_softmax(-1)[len(s.prompt) - 1 : -1]
+        assert s.token_ids == logprobs.argmax(-1).tolist()
+        found = torch.full_like(logprobs, torch.nan)
+        for i, position in enumerate(s.logprobs):
+            found[i, list(position.token_ids)] = torch.tensor(position.logprobs)
+        torch.testing.assert_close(found, logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_and_logprobs_equal_those_of_transformers(case, tmp_path):
+    model = tiny_model(*CASES[case], tmp_path)
+    runner = Runner(engine_config(tmp_path))
+    driver = Driver(runner, chunk=13, shuffle=1, stagger=2)
+    prompts = random_prompts((1, 7, 40, 61), VOCAB)
+    sequences = driver.run(prompts, NUM_OUTPUTS, Sampling(temperature=0.0, logprobs=-1))
+    assert all(len(s.token_ids) == NUM_OUTPUTS for s in sequences)
+    check_against(model, sequences)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("chunk", [1, 5, 10**6])
+@pytest.mark.parametrize("shuffle", [None, 7])
+def test_neither_chunks_nor_blocks_change_what_is_generated(block_size, chunk, shuffle, tmp_path):
+    changes = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}
+    model = tiny_model("Qwen2", changes, tmp_path)
+    runner = Runner(engine_config(tmp_path, block_size=block_size))
+    driver = Driver(runner, chunk=chunk, shuffle=shuffle, stagger=3)
+    prompts = random_prompts((33, 2, 50), VOCAB)
+    check_against(model, driver.run(prompts, 12, Sampling(temperature=0.0, logprobs=-1)))
+
+
+@torch.no_grad()
+def test_prompt_logprobs_equal_those_of_transformers(tmp_path):
+    model = tiny_model("Llama", {}, tmp_path)
+    driver = Driver(Runner(engine_config(tmp_path)), chunk=6)
+    (prompt,) = random_prompts((20,), VOCAB)
+    (s,) = driver.run([prompt], 2, Sampling(temperature=0.0, prompt_logprobs=-1))
+    expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert len(s.prompt_logprobs) == len(prompt) - 1
+    for entry, token, logprobs in zip(s.prompt_logprobs, prompt[1:], expected, strict=False):
+        assert entry.token_ids[0] == token
+        assert entry.rank == 1 + int((logprobs > logprobs[token]).sum())
+        torch.testing.assert_close(
+            torch.tensor(entry.logprobs), logprobs[list(entry.token_ids)], atol=1e-4, rtol=0
+        )
+
+
+def test_bfloat16_stays_near_transformers_in_bfloat16(tmp_path):
+    model = tiny_model("Qwen3", {"tie_word_embeddings": True}, tmp_path).to(torch.bfloat16)
+    runner = Runner(engine_config(tmp_path, dtype="bfloat16"))
+    (prompt,) = random_prompts((30,), VOCAB)
+    (s,) = Driver(runner, chunk=11).run([prompt], 1, Sampling(temperature=0.0, logprobs=-1))
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
+    found = torch.empty_like(expected)
+    found[list(s.logprobs[0].token_ids)] = torch.tensor(s.logprobs[0].logprobs)
+    assert (found - expected).abs().max() < 0.25  # weights of this size make logits of ± 4

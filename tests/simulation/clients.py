@@ -1,0 +1,185 @@
+"""What clients do, and the record of what they got."""
+
+from typing import Any
+
+import anyio
+import trio
+
+from trouper.actors.engine import Engine
+from trouper.actors.generation import Generation
+from trouper.actors.messages import RequestId
+from trouper.actors.reply import ReplySlot
+from trouper.outputs import CompletionOutput, RequestOutput
+from trouper.params import RequestOutputKind, SamplingParams
+
+from .scenario import Client
+
+
+class Broken(AssertionError):
+    """An oracle is violated."""
+
+
+class Completion:
+    """One of the n completions, as its reader sees it."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[Any] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+
+class Case:
+    """One client's request, from its arrival to its end."""
+
+    def __init__(self, index: int, client: Client) -> None:
+        self.index = index
+        self.client = client
+        self.id: RequestId | None = None  # none: never opened
+        self.slot: ReplySlot | None = None
+        self.completions = [Completion() for _ in range(client.wish.n)]
+        self.prompt: tuple[int, ...] | None = None
+        self.prompt_logprobs: list[Any] | None = None
+        self.num_cached: int | None = None
+        self.was_aborted = False  # by somebody else, while it was open
+        self.has_left = False
+        self.is_finished = False  # it got its final output
+        self.error: Exception | None = None
+        self.is_over = False  # the client is gone
+        self.ended_at_plan: int | None = None  # number of plans made when it ended
+        self.reads_since: float | None = None  # waits for an output since then
+        self.num_late_plans = 0
+
+    def __repr__(self) -> str:
+        end = self.error or [c.finish_reason for c in self.completions]
+        return f"<Case {self.index} {self.client.request_id} id={self.id} {end}>"
+
+    @property
+    def is_open(self) -> bool:
+        return self.slot is not None and not self.slot.is_closed
+
+    def take(self, output: RequestOutput) -> list[tuple[int, int]]:
+        """Merge one output; answer the (index, position) of the first new token of each completion."""
+        kind = self.client.wish.output_kind
+        if self.is_finished:
+            raise Broken(f"{self}: an output after the final one")
+        if output.request_id != self.client.request_id:
+            raise Broken(f"{self}: the output of {output.request_id}")
+        if output.prompt_token_ids:  # none: aborted before it was rendered
+            self.prompt = tuple(output.prompt_token_ids)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = list(output.prompt_logprobs)
+        if output.num_cached_tokens is not None:
+            self.num_cached = output.num_cached_tokens
+        news: list[tuple[int, int]] = []
+        for completion in output.outputs:
+            num_before = self._take_one(completion, kind == RequestOutputKind.DELTA)
+            mine = self.completions[completion.index]
+            if len(mine.token_ids) > num_before:
+                news.append((completion.index, num_before))
+        self.is_finished = output.finished
+        is_done = all(c.finish_reason is not None for c in self.completions)
+        if output.finished != is_done:
+            raise Broken(f"{self}: finished={output.finished}")
+        return news
+
+    def _take_one(self, new: CompletionOutput, is_delta: bool) -> int:
+        mine = self.completions[new.index]
+        num_before = len(mine.token_ids)
+        if mine.finish_reason is not None:
+            raise Broken(f"{self}: completion {new.index} goes on after its end")
+        token_ids = mine.token_ids + new.token_ids if is_delta else list(new.token_ids)
+        text = mine.text + new.text if is_delta else new.text
+        logprobs = mine.logprobs + (new.logprobs or []) if is_delta else list(new.logprobs or ())
+        if token_ids[:num_before] != mine.token_ids or not text.startswith(mine.text):
+            raise Broken(f"{self}: completion {new.index} takes back what it said")
+        mine.token_ids, mine.text, mine.logprobs = token_ids, text, logprobs
+        mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
+        return num_before
+
+
+def params_of(client: Client) -> SamplingParams:
+    wish = client.wish
+    return SamplingParams(
+        n=wish.n,
+        temperature=wish.temperature,
+        seed=wish.seed,
+        max_tokens=wish.max_tokens,
+        min_tokens=wish.min_tokens,
+        stop=list(wish.stop),
+        include_stop_str_in_output=wish.include_stop,
+        stop_token_ids=list(wish.stop_token_ids),
+        ignore_eos=wish.ignore_eos,
+        logprobs=wish.logprobs,
+        prompt_logprobs=wish.prompt_logprobs,
+        output_kind=RequestOutputKind(wish.output_kind),
+        stream_interval=wish.stream_interval,
+    )
+
+
+async def play(world: Any, engine: Engine, case: Case) -> None:
+    """One client, from arrival to end.  `world` hears of everything that happens."""
+    client, wish = case.client, case.client.wish
+    prompt: Any = wish.prompt
+    if wish.salt is not None:
+        key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        prompt = {key: prompt, "cache_salt": wish.salt}
+    await anyio.sleep(client.arrival_s)
+    patience_s = float("inf") if client.patience_s is None else client.patience_s
+    try:
+        with anyio.move_on_after(patience_s) as scope:
+            world.begin(case, trio.lowlevel.current_task(), scope)
+            generation = engine.generate(
+                prompt,
+                params_of(client),
+                client.request_id,
+                priority=wish.priority,
+                arrival_time=anyio.current_time(),
+            )
+            await _read(world, case, generation)
+    except Broken:
+        raise
+    except Exception as error:
+        case.error = error
+    finally:
+        # Cancelled, or gone before the end.
+        case.has_left = not case.is_finished and case.error is None
+        case.reads_since = None
+        world.end(case)
+
+
+async def _read(world: Any, case: Case, generation: Generation) -> None:
+    client = case.client
+    if client.style == "bare":
+        case.reads_since = anyio.current_time()
+        async for output in generation:
+            world.took(case, output)
+            case.reads_since = anyio.current_time()
+        case.reads_since = None
+        return
+    async with generation as stream:
+        num_outputs = 0
+        while client.leaves_after != num_outputs:
+            case.reads_since = anyio.current_time()
+            try:
+                output = await anext(stream)
+            except StopAsyncIteration:
+                break
+            world.took(case, output)
+            case.reads_since = None
+            num_outputs += 1
+            if client.pause_s:
+                await anyio.sleep(client.pause_s)
+
+
+async def abort_later(world: Any, engine: Engine, case: Case) -> None:
+    """Somebody else ends the request, by the name that its client gave it."""
+    client = case.client
+    assert client.aborted_at_s is not None
+    await anyio.sleep(client.arrival_s + client.aborted_at_s)
+    world.abort(client.request_id)
+    if client.aborted_at_s:
+        engine.abort(client.request_id)
+    else:
+        engine.abort([client.request_id, "nobody", client.request_id])

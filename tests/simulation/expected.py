@@ -1,0 +1,98 @@
+"""What a request must produce, computed without an engine.  A second, plain formulation of the rules."""
+
+from typing import NamedTuple
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+
+from trouper.actors.executor.simulated import simulated_tokens
+from trouper.actors.messages import Sampling
+from trouper.actors.rendering.tokenizer import Tokenizer
+
+from .scenario import EOS, VOCAB_SIZE, Wish
+
+EOS_TEXT = "<e>"
+LETTERS = "abcdef"
+PAIRS = [one + two for one in LETTERS for two in LETTERS]
+TEXTS = [EOS_TEXT, *LETTERS, *PAIRS, *"ghijk"]  # by token id
+assert len(TEXTS) == VOCAB_SIZE
+
+
+def build_tokenizer() -> Tokenizer:
+    """Six letters and all their pairs: stop strings are found inside tokens and across them."""
+    vocabulary = {text: id for id, text in enumerate(TEXTS)}
+    backend = Backend(BPE(vocabulary, [(pair[0], pair[1]) for pair in PAIRS]))
+    backend.decoder = Fuse()
+    backend.add_special_tokens([AddedToken(EOS_TEXT, special=True, normalized=False)])
+    return Tokenizer(backend, special_tokens={"eos_token": EOS_TEXT})
+
+
+class Expected(NamedTuple):
+    """One completion of a request that is left alone."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+def sampling_of(wish: Wish, index: int, drawn_seed: int) -> Sampling:
+    """`drawn_seed` is what the engine chose for child 0 of a request without a seed."""
+    seed = drawn_seed if wish.seed is None else wish.seed
+    stop_ids = set(wish.stop_token_ids) | (set() if wish.ignore_eos else {EOS})
+    return Sampling(
+        temperature=wish.temperature,
+        seed=(seed + index + 2**63) % 2**64 - 2**63,
+        min_tokens=wish.min_tokens,
+        stop_ids=tuple(stop_ids),
+    )
+
+
+def expected(
+    wish: Wish, prompt: tuple[int, ...], sampling: Sampling, max_model_len: int, has_text: bool
+) -> Expected:
+    limit = min(wish.max_tokens, max_model_len - len(prompt))
+    tokens = simulated_tokens(prompt, sampling, limit, VOCAB_SIZE)
+    text, floor = "", 0
+    for count, token in enumerate(tokens, 1):
+        end = _end(wish, token, count, limit)
+        is_silent = not has_text or token == EOS
+        if end is not None and end[0] == "stop" and not wish.include_stop:
+            is_silent = True
+        text += "" if is_silent else TEXTS[token]
+        if count <= wish.min_tokens:
+            floor = len(text)
+        elif found := _stop_string(wish, text, floor):
+            stop, cut = found
+            return Expected(tokens[:count], text[:cut], "stop", stop)
+        if end is not None:
+            return Expected(tokens[:count], text, *end)
+    raise AssertionError("the limit ends every request")
+
+
+def text_of(token_ids: list[int]) -> str:
+    return "".join(TEXTS[token] for token in token_ids if token != EOS)
+
+
+def _end(wish: Wish, token: int, count: int, limit: int) -> tuple[str, int | None] | None:
+    if count >= wish.min_tokens:
+        if token == EOS and not wish.ignore_eos:
+            return "stop", None
+        if token in wish.stop_token_ids:
+            return "stop", token
+    return ("length", None) if count >= limit else None
+
+
+def _stop_string(wish: Wish, text: str, floor: int) -> tuple[str, int] | None:
+    """The stop string that completes first, and where the text ends."""
+    ends = [
+        (text.index(stop, floor) + len(stop), order, stop)
+        for order, stop in enumerate(wish.stop)
+        if stop in text[floor:]
+    ]
+    if not ends:
+        return None
+    end, _, stop = min(ends)
+    return stop, end if wish.include_stop else end - len(stop)

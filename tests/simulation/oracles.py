@@ -1,0 +1,357 @@
+"""What must hold.  `at_rest` looks at the engine whenever nobody can go on, the rest when all is over.
+
+These look into the actors' private tables on purpose: an oracle that only sees what the engine tells about
+itself would believe its lies.
+"""
+
+from collections import Counter
+from typing import Any
+
+from trouper.actors.engine import Engine
+from trouper.actors.executor.simulated import simulated_logprobs
+from trouper.actors.policy import Policy
+from trouper.actors.sequences import Sequence, State
+from trouper.errors import (
+    EngineDeadError,
+    GenerationError,
+    QueueOverflowError,
+    RetryableRequestError,
+    TrouperValidationError,
+)
+
+from .clients import Broken, Case
+from .expected import Expected, expected, sampling_of, text_of
+from .ports import DeviceCrashError
+from .scenario import VOCAB_SIZE
+
+
+def require(holds: bool, law: str, *facts: object) -> None:
+    if not holds:
+        raise Broken(f"{law}: {' '.join(map(str, facts))}")
+
+
+# While it runs
+
+
+def at_rest(world: Any) -> None:
+    """Every task waits and the clock is about to jump: nothing may be left lying about."""
+    engine: Engine = world.engine
+    policy: Policy = engine._scheduler._policy
+    device = world.device
+    stats = policy.statistics()
+    for name, channel in (
+        ("scheduler", engine._to_scheduler),
+        ("executor", engine._to_executor),
+        ("detokenizer", engine._scheduler._detokenizer),
+    ):
+        num_left = channel.statistics().current_buffer_used
+        require(num_left == 0, "a message is left lying", name, num_left)
+    num_rendering = world.threads.num_begun - world.threads.num_ended
+    num_queued = engine._to_renderer.statistics().current_buffer_used
+    require(
+        num_queued == 0 or num_rendering == world.scenario.num_renderers,
+        "a renderer is idle while prompts wait", num_queued, num_rendering,
+    )  # fmt: skip
+    require(
+        stats.num_steps_in_flight == device.num_steps_out,
+        "steps in flight", stats, device.num_steps_out,
+    )  # fmt: skip
+    if device.num_steps_out == 0 and not engine.lifecycle.is_paused:
+        require(policy.num_unfinished == 0, "the device is idle while sequences wait", stats)
+    check_blocks(policy)
+    check_tables(world, engine, policy)
+    for case in world.cases:
+        if case.reads_since is not None and case.slot is not None and case.is_open:
+            require(not _is_readable(case), "a reader sleeps beside its output", case)
+
+
+def check_blocks(policy: Policy) -> None:
+    """Every block is free or held, by as many as its count says; what is shared is equal and read-only."""
+    blocks = policy._blocks
+    holders: dict[int, list[tuple[Sequence, int]]] = {}
+    running = list(policy._running._sequences.values())
+    for sequence in policy._sequences.values():
+        is_running = sequence.id in policy._running._sequences
+        require(is_running == (sequence.row >= 0), "row of a sequence that does not run", sequence.id)
+        require(is_running or not sequence.blocks, "blocks without a row", sequence.id)
+        require(
+            sequence.state is not State.FINISHED, "a finished sequence in the table", sequence.id
+        )
+        require(
+            0 <= sequence.num_landed <= sequence.num_computed
+            <= len(sequence.blocks) * blocks.block_size,
+            "counters", sequence.id, sequence.num_landed, sequence.num_computed,
+        )  # fmt: skip
+        for position, block in enumerate(sequence.blocks):
+            holders.setdefault(block, []).append((sequence, position))
+    references = Counter({block: len(who) for block, who in holders.items()})
+    for block in range(1, blocks.num_blocks):
+        is_free = block in blocks._free
+        require(blocks.num_references(block) == references[block], "references of block", block)
+        require(is_free == (references[block] == 0), "free and held, or neither", block)
+    require(0 not in references and blocks.num_references(0) == 0, "the null block is held")
+    for block, who in holders.items():
+        if len(who) > 1:
+            check_shared(block, who, blocks.block_size)
+    rows = [sequence.row for sequence in running]
+    free_rows = policy._running._free_rows
+    require(len(set(rows + free_rows)) == len(rows) + len(free_rows), "a row twice", rows)
+    require(
+        sorted(rows + free_rows) == list(range(policy._config.max_num_seqs)), "a row is lost", rows
+    )
+    require(len(rows) <= policy._config.max_num_active_seqs, "too many seats", rows)
+
+
+def check_shared(block: int, who: list[tuple[Sequence, int]], block_size: int) -> None:
+    first, position = who[0]
+    end = (position + 1) * block_size
+    for sequence, its_position in who:
+        require(its_position == position, "a shared block at two positions", block)
+        require(sequence.num_computed >= end, "a shared block that is still written", block)
+        require(
+            sequence.token_ids(0, end) == first.token_ids(0, end), "other tokens shared", block
+        )
+        require(
+            sequence.request.admit.cache_salt == first.request.admit.cache_salt,
+            "a block shared across salts", block,
+        )  # fmt: skip
+
+
+def check_tables(world: Any, engine: Engine, policy: Policy) -> None:
+    """The actors agree about who is there, and everybody who waits is on somebody's list."""
+    tracked = set(engine._detokenizer._sequences)
+    require(
+        tracked == set(policy._sequences),
+        "the tables of scheduler and detokenizer differ", tracked ^ set(policy._sequences),
+    )  # fmt: skip
+    for case in world.cases:
+        if case.id is None:
+            continue
+        mine = set(range(case.id, case.id + case.client.wish.n)) & tracked
+        if case.is_over:
+            require(not mine, "the engine works for nobody", case)
+        else:
+            is_rendering = case.id in world.rendering
+            is_told = case.slot._error is not None or case.slot._num_open == 0
+            require(bool(mine) or is_rendering or is_told, "a request is lost", case)
+    require(
+        len(engine._open) == sum(case.is_open for case in world.cases), "open requests", engine
+    )
+
+
+def _is_readable(case: Case) -> bool:
+    slot = case.slot
+    assert slot is not None
+    is_final_only = case.client.wish.output_kind == 2
+    return slot._error is not None or bool(slot._due and not (is_final_only and slot._num_open))
+
+
+# When a plan is made
+
+
+def check_plan(world: Any, plan: Any, before: set[int]) -> None:
+    """`before`: who ran already."""
+    policy: Policy = world.engine._scheduler._policy
+    config = policy._config
+    require(sum(plan.counts) <= config.max_num_scheduled_tokens, "token budget", plan)
+    require(len(plan.rows) <= config.max_num_active_seqs, "seats", plan)
+    flight = policy._flights[-1]
+    ids = [column[0].id for column in flight.columns]
+    for id in ids:
+        case = world.case_of(id)
+        if case is not None and (case.is_over or case.was_aborted):
+            case.num_late_plans += 1
+            # A stop string's news are on their way while one more step may be planned.
+            allowed = 1 if case.is_finished and not case.was_aborted else 0
+            require(case.num_late_plans <= allowed, "work for a request that has ended", case)
+    check_overtaking(policy, before)
+
+
+def check_overtaking(policy: Policy, before: set[int]) -> None:
+    """Who has just started is no worse than anybody who still waits."""
+    waiting = policy._waiting
+    heads = [waiting.fresh.head()]
+    if not policy._is_fcfs:
+        heads.append(waiting.returning.head())
+    for sequence in policy._running.snapshot():
+        if sequence.id in before or (policy._is_fcfs and sequence.incarnation):
+            continue
+        for head in heads:
+            require(head is None or sequence.order < head.order, "overtaken", sequence, head)
+
+
+# What a reader gets
+
+
+def check_delay(world: Any, case: Case, since: float, news: list[tuple[int, int]], now: float) -> None:
+    """Head of line: whoever waits gets a token in the very moment in which the device has it."""
+    scenario, wish = world.scenario, case.client.wish
+    interval = max(scenario.stream_interval, wish.stream_interval or 1)
+    if wish.output_kind == 2 or interval > 1 or case.prompt is None:
+        return
+    for index, position in news:
+        ready = world.device.ready.get((case.id + index, len(case.prompt) + position))
+        require(ready is not None, "a token that the device never made", case, index, position)
+        require(now <= max(since, ready) + 1e-9, "a token came late", case, now - ready)
+
+
+def check_case(world: Any, case: Case) -> None:
+    """The verdict on one client's story."""
+    if case.error is not None:
+        check_error(world, case, case.error)
+    if case.prompt is None:
+        return
+    scenario, wish = world.scenario, case.client.wish
+    if not isinstance(wish.prompt, str):
+        require(case.prompt == wish.prompt, "another prompt", case, case.prompt)
+    drawn = world.seeds.get(case.id)
+    for index, got in enumerate(case.completions):
+        if drawn is None and got.token_ids:
+            raise Broken(f"{case}: tokens without a row")
+        sampling = sampling_of(wish, index, drawn or 0)
+        want = expected(
+            wish, case.prompt, sampling, scenario.max_model_len, scenario.has_tokenizer
+        )
+        check_completion(world, case, got, want)
+    if case.num_cached is not None:
+        check_cached(world, case, case.num_cached)
+
+
+def check_completion(world: Any, case: Case, got: Any, want: Expected) -> None:
+    has_text = world.scenario.has_tokenizer
+    num_tokens = len(got.token_ids)
+    require(got.token_ids == want.token_ids[:num_tokens], "wrong tokens", case, got.token_ids, want)
+    match got.finish_reason:
+        case "stop" | "length":
+            mine = (got.token_ids, got.text, got.finish_reason, got.stop_reason)
+            require(mine == tuple(want), "wrong end", case, mine, want)
+        case "abort":
+            require(case.was_aborted or world.is_closing, "an abort that nobody asked for", case)
+            text = text_of(got.token_ids) if has_text else ""
+            require(got.text == text, "text withheld", case, got.text)
+        case None:
+            require(not case.is_finished, "finished without a reason", case)
+            text = text_of(got.token_ids) if has_text else ""
+            require(text.startswith(got.text), "wrong text", case, got.text, text)
+        case other:
+            raise Broken(f"{case}: finish_reason {other}")
+    wish = case.client.wish
+    if wish.logprobs is not None:
+        require(len(got.logprobs) == num_tokens, "logprobs", case, len(got.logprobs), num_tokens)
+        for i, (token, position) in enumerate(zip(got.token_ids, got.logprobs, strict=True)):
+            want_logprobs = simulated_logprobs(
+                token, len(case.prompt or ()) + i, wish.logprobs, VOCAB_SIZE
+            )
+            mine = [(id, entry.logprob) for id, entry in position.items()]
+            require(
+                mine == list(zip(want_logprobs.token_ids, want_logprobs.logprobs, strict=True)),
+                "other logprobs", case, i, mine,
+            )  # fmt: skip
+    if wish.prompt_logprobs is not None and got.token_ids:
+        check_prompt_logprobs(case)
+
+
+def check_prompt_logprobs(case: Case) -> None:
+    wanted, prompt = case.client.wish.prompt_logprobs, case.prompt or ()
+    told = case.prompt_logprobs
+    require(told is not None and len(told) == len(prompt), "prompt logprobs", case, told)
+    assert told is not None and wanted is not None
+    require(told[0] is None, "the first prompt token has a logprob", case)
+    for i in range(1, len(prompt)):
+        want = simulated_logprobs(prompt[i], i, wanted, VOCAB_SIZE)
+        mine = [(id, entry.logprob) for id, entry in told[i].items()]
+        require(
+            mine == list(zip(want.token_ids, want.logprobs, strict=True)),
+            "other prompt logprobs", case, i, mine,
+        )  # fmt: skip
+
+
+def check_cached(world: Any, case: Case, num_cached: int) -> None:
+    """Whole blocks, not all of the prompt, and only what somebody with the same salt has computed."""
+    prompt, size, salt = case.prompt or (), world.scenario.block_size, case.client.wish.salt
+    require(num_cached % size == 0 and num_cached < len(prompt), "cached tokens", case, num_cached)
+    if num_cached == 0:
+        return
+    require(world.scenario.prefix_caching, "a hit without a cache", case)
+    # A sibling may find what its own leader has left.
+    sources = [
+        (*world.prompts.get(other.id, ()), *world.outputs.get(other.id + index, ()))
+        for other in world.cases
+        if other.id is not None and other.client.wish.salt == salt
+        for index in range(other.client.wish.n)
+        if other is not case or index > 0
+    ]
+    require(
+        any(source[:num_cached] == prompt[:num_cached] for source in sources),
+        "a prefix that nobody with this salt had", case, num_cached,
+    )  # fmt: skip
+
+
+def check_error(world: Any, case: Case, error: Exception) -> None:
+    """Every error has its cause in what the scenario did."""
+    scenario, trouble, wish = world.scenario, world.trouble, case.client.wish
+    mine = set() if case.id is None else set(range(case.id, case.id + wish.n))
+    match error:
+        case EngineDeadError() if trouble.has_crashed:
+            is_mine = isinstance(error.__cause__, DeviceCrashError)
+            require(is_mine or world.is_closing, "another cause of death", repr(error.__cause__))
+        case EngineDeadError():
+            require(world.is_closing, "the engine died of nothing", error, repr(error.__cause__))
+        case QueueOverflowError():
+            require(scenario.max_queued is not None, "no limit was set", case)
+        case RetryableRequestError():
+            require(world.is_closing, "refused", case)
+        case TrouperValidationError():
+            size = len(wish.prompt) if not isinstance(wish.prompt, str) else len(wish.prompt)
+            require(size >= scenario.max_model_len, "refused a good prompt", case, error)
+        case ValueError():
+            require(case.id is None and case.client.request_id in world.duplicates, "refused", case)
+        case GenerationError():
+            is_rendering = case.index in scenario.weather.render_errors
+            is_mine = bool(mine & (trouble.failed_alone | trouble.not_finite.keys()))
+            require(is_rendering or is_mine, "somebody else's fault", case, error)
+        case _:
+            raise Broken(f"{case}: {error!r}") from error
+
+
+# When all is over
+
+
+def check_faults(world: Any, case: Case) -> None:
+    """Who was ill must have been told, unless it left, was aborted, or the engine ended first."""
+    if case.has_left or case.was_aborted or world.is_closing or world.trouble.has_crashed:
+        return
+    weather = world.scenario.weather
+    must_fail = case.index in weather.poison or case.index in weather.render_errors
+    require(case.is_finished or case.error is not None, "no end", case)
+    require(not (must_fail and case.is_finished), "a poisonous request went through", case)
+    if case.id is not None and case.is_finished:
+        for index, completion in enumerate(case.completions):
+            position = world.trouble.not_finite.get(case.id + index, 10**9)
+            is_surplus = position >= len(case.prompt or ()) + len(completion.token_ids)
+            require(is_surplus, "not finite, and fine", case)
+
+
+def check_idle(world: Any) -> None:
+    """As it was at the beginning: all tables empty, all blocks free."""
+    engine: Engine = world.engine
+    stats = engine.statistics()
+    policy: Policy = engine._scheduler._policy
+    require(stats.num_open_requests == 0, "open requests", stats)
+    require(stats.num_rendering == 0, "rendering", stats)
+    require(stats.num_tracked == 0, "tracked", stats)
+    mine = stats.scheduler
+    require(mine.num_running + mine.num_waiting + mine.num_deferred == 0, "sequences", stats)
+    require(mine.num_steps_in_flight == 0, "steps in flight", stats)
+    require(mine.num_blocks_free == mine.num_blocks_total, "blocks leak", stats)
+    require(not policy._requests and not policy._sequences, "requests leak", policy)
+    require(not policy._quarantine, "quarantine", policy)
+    check_blocks(policy)
+    for name, owners in policy._blocks._cached.items():
+        require(
+            bool(owners) and all(policy._blocks._hashes[b] == name for b in owners),
+            "the prefix cache contradicts itself", owners,
+        )  # fmt: skip
+    require(world.threads.num_begun == world.threads.num_ended, "a thread is lost")
+    for case in world.cases:
+        require(case.slot is None or case.slot.is_closed, "a slot is open", case)

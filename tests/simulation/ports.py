@@ -1,0 +1,129 @@
+"""What surrounds the engine in a simulation: threads without threads, and a device under observation."""
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import anyio
+import trio
+
+from trouper.actors.executor.simulated import Conditions, SimulatedDevice, StepError
+from trouper.actors.messages import Render, SequenceId, StepDone, StepFailed, StepPlan
+
+from .scenario import STEP_S, Scenario
+
+
+class InjectedError(RuntimeError):
+    """Raised on purpose."""
+
+
+class DeviceCrashError(RuntimeError):
+    """The device is gone."""
+
+
+class SimThreads:
+    """`Threads` in virtual time: a call happens at its beginning, at its end, or in between.
+
+    Like a worker thread it cannot be cancelled once it has begun: the awaiter stays until it is done.
+    """
+
+    def __init__(
+        self, dice: random.Random, limit: int, delay_s: float, fails: Callable[[Render], bool]
+    ) -> None:
+        self._dice = dice
+        self._delay_s = delay_s
+        self._fails = fails
+        self._limiter = trio.CapacityLimiter(limit)
+        self.num_begun = self.num_ended = 0
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        async with self._limiter:
+            with anyio.CancelScope(shield=True):
+                self.num_begun += 1
+                before = self._delay_s * self._dice.random()
+                after = (self._delay_s - before) * self._dice.random()
+                try:
+                    await anyio.sleep(before)
+                    if args and isinstance(args[0], Render) and self._fails(args[0]):
+                        raise InjectedError("a renderer's thread")
+                    result = function(*args)
+                    await anyio.sleep(after)
+                finally:
+                    self.num_ended += 1
+        return result
+
+
+class Trouble(Conditions):
+    """The weather of one run.  `owners` says whose a sequence is: (client, length of its prompt)."""
+
+    def __init__(
+        self, dice: random.Random, scenario: Scenario, owners: Mapping[SequenceId, tuple[int, int]]
+    ) -> None:
+        super().__init__(STEP_S)
+        self._dice = dice
+        self._weather = scenario.weather
+        self._owners = owners
+        self.failed_alone: set[SequenceId] = set()
+        self.not_finite: dict[SequenceId, int] = {}  # and the position of the token that could not be
+        self.num_errors = 0
+        self.has_crashed = False
+
+    def duration_s(self, plan: StepPlan) -> float:
+        is_slow = self._dice.random() < self._weather.slow_step_rate
+        return self.step_s * (self._dice.choice((3, 10)) if is_slow else 1)
+
+    def error(self, plan: StepPlan, sequences: tuple[SequenceId, ...]) -> StepError | None:
+        weather = self._weather
+        if weather.crash_at_step is not None and plan.step >= weather.crash_at_step:
+            self.has_crashed = True
+            raise DeviceCrashError(f"in step {plan.step}")
+        is_poisoned = any(self._owners[id][0] in weather.poison for id in sequences)
+        if not is_poisoned and self._dice.random() >= weather.step_error_rate:
+            return None
+        self.num_errors += 1
+        if len(sequences) == 1:
+            self.failed_alone.add(sequences[0])
+        return StepError("poisoned" if is_poisoned else "a passing error", self._dice.randrange(4))
+
+    def is_finite(self, sequence: SequenceId, position: int) -> bool:
+        client, num_prompt = self._owners[sequence]
+        if (client, position - num_prompt) in self._weather.not_finite:
+            self.not_finite.setdefault(sequence, position)
+            return False
+        return True
+
+
+class WatchedDevice(SimulatedDevice):
+    """Notes when each token was ready, and that nothing comes after the end."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ready: dict[tuple[int, int], float] = {}  # (sequence, position) -> when it was answered
+        self.record: Callable[..., None] = lambda *event: None
+
+    @property
+    def num_steps_out(self) -> int:
+        return len(self._queue)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    async def collect(self) -> StepDone | StepFailed:
+        answer = await super().collect()
+        if isinstance(answer, StepFailed):
+            self.record("failed", answer.step)
+        else:
+            self.record("done", answer.step, answer.token_ids, answer.failed)
+        return answer
+
+    def _run(self, plan: StepPlan) -> StepDone | StepFailed:
+        answer = super()._run(plan)
+        if isinstance(answer, StepDone):
+            now = anyio.current_time()
+            for i, row in enumerate(plan.rows):
+                if answer.token_ids[i] >= 0:
+                    end = plan.starts[i] + plan.counts[i]
+                    self.ready[self._rows[row].sequence, end] = now
+        return answer

@@ -1,0 +1,250 @@
+"""What is drawn: one engine's sizes, its clients, and what goes wrong.  Plain data, so it can be shrunk.
+
+The dice are split by port: who arrives, what they ask, how they behave, what fails.  A draw more in one
+of them leaves the others as they were.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+VOCAB_SIZE = 48
+EOS = 0
+STEP_S = 0.01
+Dice = Callable[[str], random.Random]
+
+
+class Wish(msgspec.Struct, kw_only=True):
+    """What one client asks for."""
+
+    prompt: tuple[int, ...] | str
+    max_tokens: int = 4
+    n: int = 1
+    temperature: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    output_kind: int = 0
+    stream_interval: int | None = None
+    priority: int = 0
+    salt: str | None = None
+
+
+class Client(msgspec.Struct, kw_only=True):
+    """How one client behaves; times are virtual seconds after its start."""
+
+    wish: Wish
+    request_id: str
+    arrival_s: float = 0.0
+    style: Literal["bare", "with"] = "with"
+    pause_s: float = 0.0  # between two reads: a slow reader
+    leaves_after: int | None = None  # outputs
+    patience_s: float | None = None  # cancelled then
+    aborted_at_s: float | None = None  # by somebody else
+
+
+class Weather(msgspec.Struct, kw_only=True):
+    """What goes wrong.  Clients are named by their index."""
+
+    step_error_rate: float = 0.0  # passing errors, nobody's fault
+    slow_step_rate: float = 0.0
+    crash_at_step: int | None = None
+    poison: tuple[int, ...] = ()  # every step with them raises
+    not_finite: tuple[tuple[int, int], ...] = ()  # client, output position
+    render_errors: tuple[int, ...] = ()
+    thread_delay_s: float = 0.0  # at most
+
+
+class Scenario(msgspec.Struct, kw_only=True):
+    seed: int  # of the schedule and of everything drawn at run time
+    clients: tuple[Client, ...]
+    weather: Weather = msgspec.field(default_factory=Weather)
+    has_priorities: bool = False  # PCT instead of shuffled batches
+    closes_at_s: float | None = None  # the engine ends while clients still wait
+    num_blocks: int = 12  # usable ones
+    block_size: int = 4
+    max_model_len: int = 32
+    max_num_seqs: int = 4
+    token_budget: int = 16
+    chunked: bool = True
+    long_prefill_threshold: int = 0
+    is_adaptive: bool = False
+    policy: Literal["priority", "fcfs"] = "priority"
+    reserve_full_isl: bool = True
+    watermark: float = 0.0
+    prefix_caching: bool = True
+    steps_in_flight: int = 2
+    num_renderers: int = 1
+    stream_interval: int = 1
+    max_queued: int | None = None
+    has_tokenizer: bool = False
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario that a seed stands for."""
+    streams: dict[str, random.Random] = {}
+    return draw_with(
+        lambda port: streams.setdefault(port, random.Random(f"{seed}:{port}")), seed=seed
+    )
+
+
+def draw_with(dice: Dice, *, seed: int) -> Scenario:
+    sizes, arrivals = dice("sizes"), dice("arrivals")
+    block_size = sizes.choice((1, 2, 4, 4))
+    max_model_len = sizes.choice((16, 24, 32))
+    least = -(-max_model_len // block_size)
+    num_blocks = least + sizes.choice((0, 0, 1, 3, least, 3 * least))
+    max_num_seqs = sizes.choice((1, 2, 3, 4, 8))
+    chunked = sizes.random() < 0.8
+    budget = max(sizes.choice((2, 3, 5, 8, 16, 64)), max_num_seqs)
+    if not chunked:
+        budget = max(budget, max_model_len)
+    has_tokenizer = sizes.random() < 0.25
+    num_clients = arrivals.choice((1, 2, 3, 4, 4, 5, 6, 8))
+    spread_s = arrivals.choice((0.0, 0.0, 0.03, 0.1, 0.4))
+    prefixes = [draw_prompt(dice("lengths"), max_model_len - 4) for _ in range(2)]
+    clients = tuple(
+        draw_client(dice, index, spread_s, prefixes, max_model_len, max_num_seqs, has_tokenizer)
+        for index in range(num_clients)
+    )
+    return Scenario(
+        seed=seed,
+        clients=clients,
+        weather=draw_weather(dice("faults"), num_clients),
+        has_priorities=sizes.random() < 0.25,
+        closes_at_s=sizes.uniform(0, 0.3) if sizes.random() < 0.06 else None,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        token_budget=budget,
+        chunked=chunked,
+        long_prefill_threshold=sizes.choice((0, 0, 0, 2, 5)),
+        is_adaptive=sizes.random() < 0.3,
+        policy=sizes.choice(("priority", "priority", "fcfs")),
+        reserve_full_isl=sizes.random() < 0.5,
+        watermark=sizes.choice((0.0, 0.0, 0.1)),
+        prefix_caching=sizes.random() < 0.8,
+        steps_in_flight=sizes.choice((1, 2)),
+        num_renderers=sizes.choice((1, 1, 2, 3)),
+        stream_interval=sizes.choice((1, 1, 1, 3)),
+        max_queued=sizes.choice((2, 4)) if sizes.random() < 0.08 else None,
+        has_tokenizer=has_tokenizer,
+    )
+
+
+def draw_prompt(dice: random.Random, longest: int) -> tuple[int, ...]:
+    length = min(longest, dice.choice((1, 2, 4, 5, 8, 9, 12, 17, 20)))
+    return tuple(dice.randrange(1, VOCAB_SIZE) for _ in range(length))
+
+
+def draw_client(
+    dice: Dice,
+    index: int,
+    spread_s: float,
+    prefixes: list[tuple[int, ...]],
+    max_model_len: int,
+    max_num_seqs: int,
+    has_tokenizer: bool,
+) -> Client:
+    lengths, behaviour = dice("lengths"), dice("behaviour")
+    wish = draw_wish(lengths, prefixes, max_model_len, max_num_seqs, has_tokenizer)
+    client = Client(
+        wish=wish,
+        request_id=f"r{index}",
+        arrival_s=dice("arrivals").uniform(0, spread_s),
+        style=behaviour.choice(("bare", "with")),
+    )
+    kind = behaviour.random()
+    if kind < 0.10:
+        client.leaves_after = behaviour.randrange(4)
+    elif kind < 0.28:
+        client.patience_s = behaviour.choice((0.0, STEP_S, behaviour.uniform(0, 20 * STEP_S)))
+    elif kind < 0.42:
+        client.aborted_at_s = behaviour.choice((0.0, STEP_S, behaviour.uniform(0, 15 * STEP_S)))
+    if behaviour.random() < 0.15:
+        client.pause_s = behaviour.choice((0.5, 3.0, 12.0)) * STEP_S
+    if index and behaviour.random() < 0.06:
+        client.request_id = f"r{behaviour.randrange(index)}"  # a duplicate, if that one is still open
+    if client.leaves_after is not None or client.pause_s:
+        client.style = "with"  # who may leave in the loop's body says so
+    return client
+
+
+def draw_wish(
+    dice: random.Random,
+    prefixes: list[tuple[int, ...]],
+    max_model_len: int,
+    max_num_seqs: int,
+    has_tokenizer: bool,
+) -> Wish:
+    shared = dice.random()
+    if shared < 0.3:
+        prompt = draw_prompt(dice, max_model_len - 1)
+    else:
+        prefix = dice.choice(prefixes)
+        prompt = prefix if shared < 0.6 else prefix + draw_prompt(dice, 4)[:4]
+    if dice.random() < 0.03:
+        prompt = prompt * 8  # too long, as a rule
+    is_random = dice.random() < 0.6
+    n = min(max_num_seqs, dice.choice((1, 1, 1, 2, 3))) if is_random else 1
+    wish = Wish(
+        prompt=prompt,
+        max_tokens=dice.choice((1, 1, 2, 3, 5, 8, 12)),
+        n=n,
+        temperature=1.0 if is_random else 0.0,
+        seed=dice.choice((None, 7, 11, 2**63 - 1)) if is_random else None,
+        ignore_eos=dice.random() < 0.3,
+        output_kind=dice.choice((0, 0, 1, 1, 2)),
+        priority=dice.choice((0, 0, 0, 1, 5)),
+        salt=dice.choice((None, None, None, "a", "b")),
+    )
+    if dice.random() < 0.25:
+        wish.stop_token_ids = tuple(dice.randrange(VOCAB_SIZE) for _ in range(12))
+    if dice.random() < 0.15:
+        wish.min_tokens = dice.randrange(1, wish.max_tokens + 1)
+    if dice.random() < 0.08:
+        wish.logprobs = dice.choice((0, 2))
+    if dice.random() < 0.06:
+        wish.prompt_logprobs = 1
+    if dice.random() < 0.08:
+        wish.stream_interval = 2
+    if has_tokenizer:
+        if dice.random() < 0.5:
+            wish.prompt = "".join("abcdef"[token % 6] for token in prompt)
+        if dice.random() < 0.7:
+            wish.stop = dice.choice((("a",), ("ab", "cd"), ("fa", "bcd"), ("e", "ef")))
+            wish.include_stop = dice.random() < 0.3
+    return wish
+
+
+def draw_weather(dice: random.Random, num_clients: int) -> Weather:
+    """Swarm style: first which kinds of trouble there are, none to four, then how much of each."""
+    weather = Weather()
+    kinds = ("step_error", "slow", "crash", "poison", "not_finite", "render_error", "threads")
+    for kind in dice.sample(kinds, dice.choice((0, 0, 1, 1, 2, 2, 3, 4))):
+        match kind:
+            case "step_error":
+                weather.step_error_rate = dice.choice((0.03, 0.1, 0.3))
+            case "slow":
+                weather.slow_step_rate = 0.2
+            case "crash" if dice.random() < 0.3:
+                weather.crash_at_step = dice.randrange(1, 20)
+            case "poison":
+                weather.poison = tuple(dice.sample(range(num_clients), min(num_clients, dice.choice((1, 1, 2)))))
+            case "not_finite":
+                weather.not_finite = ((dice.randrange(num_clients), dice.randrange(4)),)
+            case "render_error":
+                weather.render_errors = (dice.randrange(num_clients),)
+            case "threads":
+                weather.thread_delay_s = dice.choice((0.001, 0.05))
+            case _:
+                pass
+    return weather

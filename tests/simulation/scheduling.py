@@ -1,0 +1,91 @@
+"""Trio made deterministic.  The only place that touches its private names; `test_canary` guards it.
+
+Two instruments and two sources of order:
+
+* `Shuffle`: every batch of runnable tasks in a drawn order (what trio does under Hypothesis).
+* `Priorities`: each task has a drawn priority, and at d drawn moments the one about to run becomes the
+  lowest (PCT).  It finds a bug that needs d + 1 orderings with a probability that does not vanish.
+"""
+
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import trio
+from trio._core import _run as trio_run
+from trio.testing import MockClock
+
+
+class Priorities(random.Random):
+    """Trio calls `shuffle` on each batch, sorted by the order in which its tasks were made."""
+
+    def __init__(self, seed: int, num_changes: int = 3, horizon: int = 1000) -> None:
+        super().__init__(seed)
+        self._changes = {self.randrange(horizon) for _ in range(num_changes)}
+        self._priorities: dict[Any, float] = {}
+        self._num_batches = 0
+
+    def shuffle(self, batch: list[Any]) -> None:
+        if not batch:
+            return
+        for task in batch:
+            self._priorities.setdefault(task, self.random())
+        batch.sort(key=self._priorities.__getitem__)
+        self._num_batches += 1
+        if self._num_batches in self._changes:
+            first = batch.pop(0)
+            self._priorities[first] = 1 + self._num_batches
+            batch.append(first)
+
+
+class CancelAtStep(trio.abc.Instrument):
+    """Calls `cancel` just before the k-th step of `task`: one run for each await."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self.num_seen = 0
+        self.task: trio.lowlevel.Task | None = None
+        self.cancel: Callable[[], None] = lambda: None
+
+    @property
+    def has_fired(self) -> bool:
+        return self.num_seen >= self._k
+
+    def watch(self, task: trio.lowlevel.Task, cancel: Callable[[], None]) -> None:
+        self.task, self.cancel = task, cancel
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self.task:
+            self.num_seen += 1
+            if self.num_seen == self._k:
+                self.cancel()
+
+
+def run_deterministically(
+    function: Callable[..., Awaitable[Any]],
+    *args: Any,
+    seed: int,
+    priorities: bool = False,
+    on_quiet: Callable[[], None] | None = None,
+    instruments: tuple[trio.abc.Instrument, ...] = (),
+) -> Any:
+    """`trio.run` on virtual time in the order that `seed` draws.
+
+    `on_quiet` is called whenever every task waits and the clock is about to jump.
+    """
+    clock = MockClock(autojump_threshold=0)
+    if on_quiet is not None:
+        jump = clock._autojump
+
+        def watched_jump() -> None:
+            on_quiet()
+            jump()
+
+        clock._autojump = watched_jump  # type: ignore[method-assign]  # the class is final
+    before = trio_run._r, trio_run._ALLOW_DETERMINISTIC_SCHEDULING
+    trio_run._r = Priorities(seed) if priorities else random.Random(seed)
+    trio_run._ALLOW_DETERMINISTIC_SCHEDULING = True
+    try:
+        return trio.run(function, *args, clock=clock, instruments=instruments)
+    finally:
+        trio_run._r, trio_run._ALLOW_DETERMINISTIC_SCHEDULING = before

@@ -1,0 +1,326 @@
+"""One whole engine under observation: from a scenario to a verdict."""
+
+import gc
+import hashlib
+import random
+import sys
+import warnings
+from typing import Any
+
+import anyio
+import msgspec
+import trio
+
+import trouper.actors.engine as engine_module
+from trouper.actors.engine import Engine, open_engine
+from trouper.actors.messages import RequestId, SequenceId, StepPlan
+from trouper.actors.reply import ReplySlot
+from trouper.config import EngineConfig, ModelConfig, SchedulerConfig
+from trouper.errors import EngineDeadError
+from trouper.outputs import RequestOutput
+
+from . import oracles
+from .clients import Broken, Case, abort_later, play
+from .expected import build_tokenizer
+from .ports import DeviceCrashError, SimThreads, Trouble, WatchedDevice
+from .scenario import EOS, VOCAB_SIZE, Scenario
+from .scheduling import CancelAtStep, run_deterministically
+
+DEADLINE_S = 120  # virtual: no scenario has 10 % of that to do
+TOKENIZER = build_tokenizer()
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What one run showed; `broken` is None when every oracle held."""
+
+    digest: str
+    num_steps: int
+    virtual_s: float
+    broken: str | None
+    num_victim_steps: int = 0
+
+
+class World:
+    """Everything that one run knows."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.cases = [Case(index, client) for index, client in enumerate(scenario.clients)]
+        self.owners: dict[SequenceId, tuple[int, int]] = {}
+        self.trouble = Trouble(self._dice("device"), scenario, self.owners)
+        self.device = WatchedDevice(
+            scenario.num_blocks + 1,
+            scenario.block_size,
+            VOCAB_SIZE,
+            scenario.steps_in_flight,
+            self.trouble,
+        )
+        self.device.record = self.record
+        self.rendering: set[RequestId] = set()
+        self.threads = SimThreads(
+            self._dice("threads"),
+            scenario.num_renderers,
+            scenario.weather.thread_delay_s,
+            lambda message: self.owner(message.id) in scenario.weather.render_errors,
+        )
+        self.engine: Engine = None  # type: ignore[assignment]  # set when it is open
+        self.seeds: dict[int, int] = {}  # request -> the seed of its first sequence
+        self.prompts: dict[int, tuple[int, ...]] = {}
+        self.outputs: dict[int, list[int]] = {}
+        self.duplicates: set[str] = set()
+        self.is_closing = False
+        self.broken: Exception | None = None
+        self.num_steps = 0
+        self._by_task: dict[Any, Case] = {}
+        self._scopes: dict[int, anyio.CancelScope] = {}
+        self._trace = hashlib.blake2b(digest_size=8)
+
+    def _dice(self, port: str) -> random.Random:
+        return random.Random(f"{self.scenario.seed}:run:{port}")
+
+    def record(self, *event: object) -> None:
+        self._trace.update(repr((anyio.current_time(), event)).encode())
+
+    @property
+    def digest(self) -> str:
+        return self._trace.hexdigest()
+
+    def owner(self, id: int) -> int:
+        return self.owners[SequenceId(id)][0]
+
+    def case_of(self, id: int) -> Case | None:
+        owner = self.owners.get(SequenceId(id))
+        return None if owner is None else self.cases[owner[0]]
+
+    # What clients report
+
+    def begin(self, case: Case, task: trio.lowlevel.Task, scope: anyio.CancelScope) -> None:
+        self._by_task[task] = case
+        self._scopes[case.index] = scope
+        if case.index == 0 and self.victim is not None:
+            self.victim.watch(task, scope.cancel)
+
+    victim: CancelAtStep | None = None
+
+    def took(self, case: Case, output: RequestOutput) -> None:
+        now = anyio.current_time()
+        since = case.reads_since
+        news = case.take(output)
+        self.record("took", case.index, [c.token_ids for c in case.completions], output.finished)
+        assert since is not None
+        oracles.check_delay(self, case, since, news, now)
+
+    def end(self, case: Case) -> None:
+        case.is_over = True
+        ends = [completion.finish_reason for completion in case.completions]
+        self.record("end", case.index, ends, type(case.error).__name__)
+
+    def abort(self, request_id: str) -> None:
+        for case in self.cases:
+            if case.is_open and case.client.request_id == request_id:
+                case.was_aborted = case.was_aborted or case.slot._num_open > 0
+
+    # What the engine does
+
+    def watch(self, engine: Engine) -> None:
+        self.engine = engine
+        policy = engine._scheduler._policy
+        open_request, plan, admit = engine.open_request, policy.plan, policy.admit
+
+        def watched_open(request_id: str, *args: Any) -> tuple[RequestId, ReplySlot]:
+            if request_id in engine._open:
+                self.duplicates.add(request_id)
+            id, slot = open_request(request_id, *args)
+            case = self._by_task[trio.lowlevel.current_task()]
+            case.id, case.slot = id, slot
+            self.rendering.add(id)
+            for index in range(case.client.wish.n):
+                self.owners[SequenceId(id + index)] = (case.index, 0)
+            return id, slot
+
+        def watched_plan() -> StepPlan | None:
+            before = set(policy.running_ids)
+            made = plan()
+            if made is not None:
+                self._note(made, before)
+            return made
+
+        def watched_admit(message: Any) -> None:
+            self.rendering.discard(message.id)
+            num_prompt = len(message.prompt_token_ids)
+            self.prompts[message.id] = message.prompt_token_ids
+            for index in range(message.params.n):
+                self.owners[SequenceId(message.id + index)] = (self.owner(message.id), num_prompt)
+            admit(message)
+
+        engine.open_request = watched_open  # type: ignore[method-assign]
+        policy.plan = watched_plan  # type: ignore[method-assign]
+        policy.admit = watched_admit  # type: ignore[method-assign]
+
+    def _note(self, plan: StepPlan, before: set[int]) -> None:
+        self.num_steps += 1
+        self.record("plan", plan.rows, plan.starts, plan.counts, plan.new_blocks, plan.copies)
+        for new in plan.new_rows:
+            first = self.case_of(new.sequence)
+            if first is not None and first.id == new.sequence:
+                seed = self.seeds.setdefault(first.id, new.sampling.seed)
+                oracles.require(seed == new.sampling.seed, "another seed", first)
+            self.outputs[new.sequence] = list(new.token_ids[new.num_prompt :])
+        try:
+            oracles.check_plan(self, plan, before)
+        except Broken as error:
+            self.broken = self.broken or error
+
+    def at_rest(self) -> None:
+        """Called between two moments; must not raise there."""
+        if self.engine is None or self.broken is not None or self.is_closing:
+            return
+        if self.trouble.has_crashed:
+            return
+        try:
+            oracles.at_rest(self)
+        except Exception as error:
+            self.broken = error
+
+    # The whole story
+
+    async def run(self) -> None:
+        num_tasks = trio.lowlevel.current_statistics().tasks_living
+        with anyio.fail_after(DEADLINE_S):
+            try:
+                async with anyio.create_task_group() as audience:
+                    await self._perform(audience)
+            except* EngineDeadError as group:
+                oracles.require(
+                    self.trouble.has_crashed
+                    and all(isinstance(e.__cause__, DeviceCrashError) for e in group.exceptions),
+                    "the engine died", repr(group.exceptions[0].__cause__),
+                )  # fmt: skip
+            await trio.lowlevel.checkpoint()
+        statistics = trio.lowlevel.current_statistics()
+        oracles.require(self.device.is_closed, "the device is open")
+        oracles.require(statistics.tasks_living == num_tasks, "tasks are left", statistics)
+        if self.broken is not None:
+            raise self.broken
+        for case in self.cases:
+            oracles.check_case(self, case)
+            oracles.check_faults(self, case)
+
+    async def _perform(self, audience: Any) -> None:
+        scenario = self.scenario
+        async with open_engine(config_of(scenario), self.device, self.threads) as engine:
+            self.watch(engine)
+            if scenario.closes_at_s is None:
+                async with anyio.create_task_group() as inside:
+                    self._start(inside, engine)
+                if not self.trouble.has_crashed:
+                    await anyio.sleep(5)  # what is in flight comes home
+                    oracles.check_idle(self)
+            else:
+                self._start(audience, engine)
+                await anyio.sleep(scenario.closes_at_s)
+                self.is_closing = True
+
+    def _start(self, group: Any, engine: Engine) -> None:
+        for case in self.cases:
+            group.start_soon(play, self, engine, case, name=f"client {case.index}")
+            if case.client.aborted_at_s is not None:
+                group.start_soon(abort_later, self, engine, case)
+
+
+def config_of(scenario: Scenario) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(
+            path="",
+            name="simulated",
+            architecture="Simulated",
+            hf_config={},
+            vocab_size=VOCAB_SIZE,
+            max_position_embeddings=scenario.max_model_len,
+            dtype="float32",
+            eos_token_ids=(EOS,),
+            default_sampling={},
+        ),
+        tokenizer="simulated" if scenario.has_tokenizer else None,
+        dtype="float32",
+        load_format="auto",
+        seed=0,
+        max_model_len=scenario.max_model_len,
+        max_logprobs=VOCAB_SIZE,
+        renderer_num_workers=scenario.num_renderers,
+        block_size=scenario.block_size,
+        num_blocks=scenario.num_blocks,
+        kv_cache_bytes=0,
+        stream_interval=scenario.stream_interval,
+        chat_template=None,
+        shutdown_timeout_s=0.0,
+        max_num_queued_reqs=scenario.max_queued,
+        max_num_queued_tokens=None,
+        scheduler=SchedulerConfig(
+            max_model_len=scenario.max_model_len,
+            max_num_seqs=scenario.max_num_seqs,
+            max_num_active_seqs=scenario.max_num_seqs,
+            max_num_scheduled_tokens=scenario.token_budget,
+            enable_chunked_prefill=scenario.chunked,
+            long_prefill_token_threshold=scenario.long_prefill_threshold,
+            long_prefill_token_threshold_adaptive=scenario.is_adaptive,
+            policy=scenario.policy,
+            reserve_full_isl=scenario.reserve_full_isl,
+            watermark=scenario.watermark,
+            enable_prefix_caching=scenario.prefix_caching,
+            max_steps_in_flight=scenario.steps_in_flight,
+        ),
+    )
+
+
+class _Simulated:
+    """Stands for the Tokenizer class in the wiring: no files."""
+
+    load = staticmethod(lambda folder: TOKENIZER)
+
+
+def simulate(scenario: Scenario, victim: CancelAtStep | None = None) -> Verdict:
+    """Play one scenario.  The same scenario gives the same verdict."""
+    world = World(scenario)
+    world.victim = victim
+    broken: str | None = None
+    unraisable: list[str] = []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda args: unraisable.append(repr(args.exc_value))
+    tokenizer, engine_module.Tokenizer = engine_module.Tokenizer, _Simulated  # type: ignore
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                run_deterministically(
+                    world.run,
+                    seed=scenario.seed,
+                    priorities=scenario.has_priorities,
+                    on_quiet=world.at_rest,
+                    instruments=() if victim is None else (victim,),
+                )
+            except Exception as error:
+                broken = describe(world.broken or error)
+    finally:
+        sys.unraisablehook = hook
+        engine_module.Tokenizer = tokenizer  # type: ignore[misc]
+    if broken is None and unraisable:
+        broken = f"in a finaliser: {unraisable[0]}"
+    return Verdict(
+        world.digest,
+        world.num_steps,
+        0.0,
+        broken,
+        0 if victim is None else victim.num_seen,
+    )
+
+
+def describe(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    cause = f" from {error.__cause__!r}" if error.__cause__ is not None else ""
+    return f"{type(error).__name__}: {error}{cause}"
+
+
+def collect_garbage() -> None:
+    """Between runs, never inside one: a finaliser must not depend on how full the heap is."""
+    gc.collect()

@@ -1,0 +1,283 @@
+"""From wishes to a plan: names, ranges, cross checks, model folders."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from trouper.config import (
+    DEFAULT_KV_CACHE_BYTES,
+    DTYPES,
+    NOT_IMPLEMENTED,
+    AsyncEngineArgs,
+    EngineArgs,
+    ModelConfig,
+)
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "max_position_embeddings": 10_000,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes the json files of a model folder."""
+
+    def write(config=CONFIG, generation=None):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return str(tmp_path)
+
+    return write
+
+
+def test_defaults_are_those_of_the_specification(folder):
+    config = EngineArgs(folder()).resolve()
+    assert config.scheduler.max_num_seqs == 128
+    assert config.scheduler.max_num_active_seqs == 128
+    assert config.scheduler.max_num_scheduled_tokens == 2048
+    assert config.scheduler.policy == "priority"
+    assert config.scheduler.enable_chunked_prefill
+    assert config.scheduler.enable_prefix_caching
+    assert config.scheduler.max_steps_in_flight == 2
+    assert (config.block_size, config.num_blocks) == (128, None)
+    assert config.kv_cache_bytes == DEFAULT_KV_CACHE_BYTES
+    assert (config.dtype, config.max_model_len, config.max_logprobs) == ("bfloat16", 10_000, 20)
+
+
+def test_offline_limits_are_larger(folder):
+    scheduler = EngineArgs(folder()).resolve(offline=True).scheduler
+    assert (scheduler.max_num_seqs, scheduler.max_num_scheduled_tokens) == (256, 4096)
+
+
+def test_async_engine_args_are_engine_args():
+    assert AsyncEngineArgs(dtype="half") == AsyncEngineArgs.from_cli_args({"dtype": "half"})
+    assert {f.name for f in fields(AsyncEngineArgs)} == {f.name for f in fields(EngineArgs)}
+
+
+@pytest.mark.parametrize("name", ["enable_chunked_prefill", "chunked_prefill_enabled"])
+def test_both_spellings_are_one_option(name):
+    assert EngineArgs(**{name: False}).enable_chunked_prefill is False
+
+
+def test_two_spellings_must_agree():
+    args = EngineArgs(cuda_graph_sizes=[1, 2], cudagraph_capture_sizes=[1, 2])
+    assert args.cudagraph_capture_sizes == [1, 2]
+    with pytest.raises(TrouperValidationError, match="enable_chunked_prefill are one option"):
+        EngineArgs(chunked_prefill_enabled=True, enable_chunked_prefill=False)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(TrouperValidationError, match="'max_num_seq'; did you mean max_num_seqs"):
+        EngineArgs(max_num_seq=4)
+
+
+def test_a_name_like_no_other_gets_no_suggestion():
+    with pytest.raises(TrouperValidationError, match=r"unknown option 'zzz' \(parameter=zzz\)"):
+        EngineArgs(zzz=4)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_IMPLEMENTED))
+def test_what_is_not_implemented_is_accepted_at_its_default_only(name):
+    EngineArgs(**{name: NOT_IMPLEMENTED[name]})
+    with pytest.raises(UnsupportedFeatureError, match=name):
+        EngineArgs(**{name: "something else"})
+
+
+def test_the_runner_may_be_said_aloud():
+    EngineArgs(runner="generate", convert="none")
+    with pytest.raises(UnsupportedFeatureError, match="runner='pooling'"):
+        EngineArgs(runner="pooling")
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"max_num_seqs": 0}, r"at least 1 \(parameter=max_num_seqs, value=0\)"),
+        ({"max_num_seqs": "many"}, r"must be a number \(parameter=max_num_seqs"),
+        ({"block_size": 1.5}, r"must be an integer \(parameter=block_size"),
+        ({"max_num_batched_tokens": 0}, "parameter=max_num_batched_tokens"),
+        ({"max_num_scheduled_tokens": 0}, "parameter=max_num_scheduled_tokens"),
+        ({"max_num_active_seqs": 0}, "parameter=max_num_active_seqs"),
+        ({"max_num_queued_reqs": -1}, "parameter=max_num_queued_reqs"),
+        ({"max_num_queued_tokens": -1}, "parameter=max_num_queued_tokens"),
+        ({"block_size": 0}, "parameter=block_size"),
+        ({"num_gpu_blocks_override": 0}, "parameter=num_gpu_blocks_override"),
+        ({"kv_cache_memory_bytes": 0}, "parameter=kv_cache_memory_bytes"),
+        ({"renderer_num_workers": 0}, "parameter=renderer_num_workers"),
+        ({"stream_interval": 0}, "parameter=stream_interval"),
+        ({"long_prefill_token_threshold": -1}, "parameter=long_prefill_token_threshold"),
+        ({"max_logprobs": -2}, "parameter=max_logprobs"),
+        ({"shutdown_timeout": -0.5}, "parameter=shutdown_timeout"),
+        ({"shutdown_timeout": float("nan")}, "parameter=shutdown_timeout"),
+        ({"scheduling_policy": "lifo"}, "priority or fcfs"),
+        ({"prefix_caching_hash_algo": "md5"}, "parameter=prefix_caching_hash_algo"),
+        ({"watermark": 1.0}, r"in \[0, 1\)"),
+        ({"watermark": float("nan")}, "parameter=watermark"),
+        ({"gpu_memory_utilization": 0.0}, r"in \(0, 1\]"),
+        ({"max_model_len": 10_001}, r"in \[1, 10000\] for this model"),
+        ({"max_model_len": 0}, "parameter=max_model_len"),
+        ({"max_model_len": "long"}, "such as 4096, 8k or 1M"),
+        ({"max_model_len": "infk"}, "such as 4096, 8k or 1M"),
+        ({"dtype": "int8"}, "auto or one of half, float16"),
+    ],
+)
+def test_a_value_out_of_range_names_its_parameter(folder, wish, message):
+    with pytest.raises(TrouperValidationError, match=message):
+        EngineArgs(folder(), **wish).resolve()
+
+
+def test_cross_checks_name_both_numbers(folder):
+    path = folder()
+    with pytest.raises(TrouperValidationError, match=r"\(4\) must be at least max_num_seqs \(8\)"):
+        EngineArgs(path, max_num_batched_tokens=4, max_num_seqs=8).resolve()
+    with pytest.raises(TrouperValidationError, match=r"\(500\) must be at least .* \(10000\)"):
+        EngineArgs(path, max_num_batched_tokens=500, enable_chunked_prefill=False).resolve()
+    with pytest.raises(TrouperValidationError, match=r"\(9\) must be at most max_num_seqs \(8\)"):
+        EngineArgs(path, max_num_active_seqs=9, max_num_seqs=8).resolve()
+
+
+def test_what_is_left_out_fits_what_is_given(folder):
+    path = folder()
+    few_tokens = EngineArgs(path, max_num_batched_tokens=32).resolve().scheduler
+    assert (few_tokens.max_num_seqs, few_tokens.max_num_scheduled_tokens) == (32, 32)
+    many_seqs = EngineArgs(path, max_num_seqs=3000).resolve().scheduler
+    assert (many_seqs.max_num_seqs, many_seqs.max_num_scheduled_tokens) == (3000, 3000)
+    whole_prompts = EngineArgs(path, enable_chunked_prefill=False).resolve().scheduler
+    assert whole_prompts.max_num_scheduled_tokens == 10_000
+
+
+@pytest.mark.parametrize(
+    ("wished", "length"),
+    [("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("64", 64), (64, 64), ("0.001M", 1048)]
+    + [(nothing, 10_000) for nothing in (None, -1, "-1", "auto")],
+)
+def test_lengths_may_be_written_for_people(folder, wished, length):
+    assert EngineArgs(folder(), max_model_len=wished).resolve().max_model_len == length
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtypes_have_vllms_names(folder, name):
+    assert EngineArgs(folder(), dtype=name).resolve().dtype == DTYPES[name]
+
+
+def test_a_torch_dtype_is_understood_by_its_name(folder):
+    assert EngineArgs(folder(), dtype="torch.float16").resolve().dtype == "float16"
+
+
+def test_an_unknown_stored_dtype_is_named(folder):
+    with pytest.raises(TrouperValidationError, match="value='float8'"):
+        EngineArgs(folder({**CONFIG, "dtype": "float8"})).resolve()
+
+
+@pytest.mark.parametrize(
+    "model", ["/no/such/folder", "./nowhere", "~nobody/x", "a/b/c", "plain", ""]
+)
+def test_a_missing_model_folder_is_named(model):
+    with pytest.raises(TrouperValidationError, match=rf"no such model folder.*value='{model}'"):
+        EngineArgs(model).resolve()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"no config.json in the model folder \(parameter=model"),
+        ("{", "config.json cannot be read"),
+        ("[]", "config.json is not an object"),
+        ("{}", "has no 'architectures'"),
+        (json.dumps({"architectures": ["X"]}), "has no 'vocab_size'"),
+        (json.dumps({**CONFIG, "vocab_size": None}), "config.json has a wrong value"),
+        (json.dumps({**CONFIG, "vocab_size": "many"}), "config.json has a wrong value"),
+    ],
+)
+def test_an_unusable_config_says_what_is_wrong(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(TrouperValidationError, match=message):
+        EngineArgs(str(tmp_path)).resolve()
+
+
+def test_a_nested_text_config_is_lifted(folder):
+    nested = {"architectures": ["Outer"], "text_config": {**CONFIG, "architectures": ["Inner"]}}
+    model = ModelConfig.load(EngineArgs(folder(nested)))
+    assert (model.architecture, model.vocab_size, model.eos_token_ids) == ("Outer", 100, (2,))
+
+
+def test_generation_config_gives_eos_and_sampling_defaults(folder):
+    generation = {
+        "eos_token_id": [5, 6],
+        "temperature": 0.5,
+        "max_new_tokens": 7,
+        "do_sample": True,
+    }
+    path = folder(generation=generation)
+    model = ModelConfig.load(EngineArgs(path))
+    assert model.eos_token_ids == (5, 6)
+    assert model.default_sampling == {"temperature": 0.5, "max_tokens": 7}
+    args = EngineArgs(path, override_generation_config={"temperature": 0.25})
+    assert ModelConfig.load(args).default_sampling["temperature"] == 0.25
+
+
+@pytest.mark.parametrize("source", ["trouper", "vllm"])
+def test_generation_config_may_be_ignored_but_for_its_eos(folder, source):
+    path = folder(generation={"eos_token_id": 5, "temperature": 0.5})
+    model = ModelConfig.load(EngineArgs(path, generation_config=source))
+    assert (model.eos_token_ids, model.default_sampling) == ((5,), {})
+
+
+def test_generation_config_may_lie_elsewhere(folder, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    path = folder(generation={"top_k": 3})
+    with pytest.raises(TrouperValidationError, match=r"no generation_config.json"):
+        EngineArgs(path, generation_config=str(elsewhere)).resolve()
+    (elsewhere / "generation_config.json").write_text('{"top_k": 4}')
+    model = ModelConfig.load(EngineArgs(path, generation_config=str(elsewhere)))
+    assert model.default_sampling == {"top_k": 4}
+
+
+def test_a_model_without_eos_has_none(folder):
+    config = {name: value for name, value in CONFIG.items() if name != "eos_token_id"}
+    assert ModelConfig.load(EngineArgs(folder(config))).eos_token_ids == ()
+
+
+def test_tokenizer_may_lie_elsewhere_or_be_left_out(folder, tmp_path):
+    path = folder()
+    assert EngineArgs(path).resolve().tokenizer == path
+    assert EngineArgs(path, skip_tokenizer_init=True).resolve().tokenizer is None
+    elsewhere = tmp_path / "tokenizer"
+    elsewhere.mkdir()
+    assert EngineArgs(path, tokenizer=str(elsewhere)).resolve().tokenizer == str(elsewhere)
+
+
+@pytest.mark.parametrize(("text", "size"), [("0", DEFAULT_KV_CACHE_BYTES), ("0.5", 2**29)])
+def test_cache_size_comes_from_the_environment(folder, monkeypatch, text, size):
+    monkeypatch.setenv("TROUPER_CPU_KVCACHE_SPACE", text)
+    assert EngineArgs(folder()).resolve().kv_cache_bytes == size
+    assert EngineArgs(folder(), kv_cache_memory_bytes=10).resolve().kv_cache_bytes == 10
+
+
+@pytest.mark.parametrize("text", ["much", "nan", "inf", "-1", ""])
+def test_a_malformed_variable_is_named(folder, monkeypatch, text):
+    monkeypatch.setenv("TROUPER_CPU_KVCACHE_SPACE", text)
+    with pytest.raises(TrouperValidationError, match="TROUPER_CPU_KVCACHE_SPACE"):
+        EngineArgs(folder()).resolve()
+
+
+@pytest.mark.parametrize(("wish", "steps"), [(None, 2), (True, 2), (False, 1)])
+def test_async_scheduling_plans_one_step_ahead(folder, wish, steps):
+    config = EngineArgs(folder(), async_scheduling=wish).resolve()
+    assert config.scheduler.max_steps_in_flight == steps
+
+
+def test_the_vocabulary_needs_no_torch():
+    code = "import sys, trouper.config, trouper.params, trouper.outputs; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

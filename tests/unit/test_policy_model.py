@@ -1,0 +1,350 @@
+"""The policy on a paged fake device, against an oracle that knows of no schedule.
+
+The fake's next token is a hash of the ids that it reads *through the block table*, of the seed and of the
+position.  A block is poisoned when it is handed out.  So a wrong table, a use after free, a missed copy, a
+stale prefix or a step lost in a failure changes tokens.
+"""
+
+import zlib
+from array import array
+from collections import deque
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from trouper.actors.blocks import Blocks
+from trouper.actors.messages import Admit, StepDone
+from trouper.actors.pause import Pause
+from trouper.actors.policy import Policy
+from trouper.config import SchedulerConfig
+from trouper.params import SamplingParams
+
+EOS, SECOND_EOS, VOCABULARY, POISON = 0, 1, 40, -7
+MAX_MODEL_LEN = 24
+
+
+def next_token(token_ids, seed):
+    key = array("q", [*token_ids, seed]).tobytes()
+    return zlib.crc32(key) % VOCABULARY
+
+
+def oracle(admit, seed, capacity):
+    """(output tokens, finish reason, stop reason) of the sequence, alone in the world."""
+    tokens, params = list(admit.prompt_token_ids), admit.params
+    limit = min(len(tokens) + params.max_tokens, MAX_MODEL_LEN, capacity + 1)
+    output = []
+    while True:
+        token = next_token(tokens, seed)
+        tokens.append(token)
+        output.append(token)
+        if len(output) >= params.min_tokens:
+            if token == EOS:
+                return output, "stop", None
+            if token == SECOND_EOS:
+                return output, "stop", SECOND_EOS
+        if len(tokens) >= limit:
+            return output, "length", None
+
+
+class Row:
+    def __init__(self, new):
+        self.sequence = new.sequence
+        self.tokens = list(new.token_ids)
+        self.table = list(new.block_ids)
+        self.seed = new.sampling.seed
+
+
+class PagedDevice:
+    """Rows of tokens and block tables, and a KV cache that stores the token ids themselves."""
+
+    def __init__(self, num_blocks, block_size):
+        self.block_size = block_size
+        self.memory = [[POISON] * block_size for _ in range(num_blocks)]
+        self.rows = {}
+
+    def run(self, plan):
+        size = self.block_size
+        starts = dict(zip(plan.rows, plan.starts, strict=True))
+        for source, target in plan.copies:
+            self.memory[target][:] = self.memory[source]
+        for new in plan.new_rows:
+            row = self.rows[new.row] = Row(new)
+            for position in range(starts[new.row], len(row.table) * size):
+                self.memory[row.table[position // size]][position % size] = POISON
+        for row, blocks in plan.new_blocks:
+            self.rows[row].table += blocks
+            for block in blocks:
+                self.memory[block] = [POISON] * size
+        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            state = self.rows[row]
+            for position in range(start, start + count):
+                self.memory[state.table[position // size]][position % size] = state.tokens[position]
+        columns = zip(plan.rows, plan.starts, plan.counts, plan.needs_sample, strict=True)
+        return [self._sample(*column) for column in columns]
+
+    def _sample(self, row, start, count, needs_sample):
+        state, end = self.rows[row], start + count
+        assert needs_sample == (end == len(state.tokens)), "needs_sample is right"
+        if not needs_sample:
+            return -1
+        read = [self.memory[state.table[p // self.block_size]][p % self.block_size] for p in range(end)]
+        assert read == state.tokens, "the cache holds the sequence's own tokens"
+        token = next_token(read, state.seed)
+        state.tokens.append(token)
+        return token
+
+    def crash(self, plan):
+        """Half of it may have happened: nothing of these rows is to be relied on."""
+        for row in plan.rows:
+            self.rows.pop(row, None)
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    @initialize(data=st.data())
+    def build(self, data):
+        def draw(*values):
+            return data.draw(st.sampled_from(values))
+
+        seats = draw(1, 2, 3, 5)
+        self.config = SchedulerConfig(
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=5,
+            max_num_active_seqs=seats,
+            max_num_scheduled_tokens=draw(5, 8, 16, 24),
+            enable_chunked_prefill=draw(True, False),
+            long_prefill_token_threshold=draw(0, 3),
+            long_prefill_token_threshold_adaptive=draw(False, True),
+            policy=draw("priority", "fcfs"),
+            reserve_full_isl=draw(True, False),
+            watermark=draw(0.0, 0.2),
+            max_steps_in_flight=draw(1, 2, 3),
+        )
+        self.blocks = Blocks(draw(9, 6, 14, 40), draw(4, 3, 2, 1), draw(True, False))
+        self.capacity = self.blocks.num_usable * self.blocks.block_size
+        self.policy = Policy(self.config, self.blocks)
+        self.device = PagedDevice(self.blocks.num_blocks, self.blocks.block_size)
+        self.flights = deque()
+        self.doomed_below = 0  # plans of an earlier epoch are refused
+        self.pause = Pause.NONE
+        self.next_id = 100
+        self.admits = {}
+        self.seeds = {}
+        self.told = {}
+        self.reasons = {}
+        self.stopped = set()
+        self.poison = set()
+        self.row_owner = {}
+
+    # What the world does
+
+    @rule(
+        length=st.integers(1, 14),
+        family=st.integers(0, 2),
+        n=st.sampled_from([1, 1, 1, 3]),
+        max_tokens=st.integers(1, 8),
+        min_tokens=st.integers(0, 2),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from([None, None, "a"]),
+    )
+    def admit(self, length, family, n, max_tokens, min_tokens, priority, salt):
+        admit = Admit(
+            id=self.next_id,
+            prompt_token_ids=tuple((7 * family + i) % VOCABULARY for i in range(length)),
+            params=SamplingParams(
+                n=n, seed=self.next_id, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens)
+            ),
+            eos_token_id=EOS,
+            stop_token_ids=(SECOND_EOS,),
+            priority=priority,
+            arrival_time=self.next_id / 7,
+            cache_salt=salt,
+        )
+        for i in range(n):
+            self.admits[self.next_id + i] = admit
+            self.seeds[self.next_id + i] = self.next_id + i
+            self.told[self.next_id + i] = []
+        self.next_id += n
+        self.policy.admit(admit)
+
+    @precondition(lambda self: self.admits)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.policy.abort(data.draw(st.sampled_from(sorted({a.id for a in self.admits.values()}))))
+
+    @precondition(lambda self: self.admits)
+    @rule(data=st.data())
+    def stop(self, data):
+        id = data.draw(st.sampled_from(sorted(self.admits)))
+        if self.told[id] and id not in self.reasons:  # the Detokenizer has seen text of it
+            self.stopped.add(id)
+            self.policy.stop((id,))
+
+    @precondition(lambda self: self.admits)
+    @rule(data=st.data())
+    def turn_to_poison(self, data):
+        """From now on every step with this sequence raises."""
+        self.poison.add(data.draw(st.sampled_from(sorted(self.admits))))
+
+    @rule(pause=st.sampled_from(Pause))
+    def set_pause(self, pause):
+        self.pause = pause
+        self.policy.set_pause(pause)
+
+    @rule()
+    def drop_the_kv_cache(self):
+        self.policy.preempt_all()
+        assert self.policy.reset_prefix_cache()
+
+    @rule(reset_running=st.booleans())
+    def reset_prefix_cache(self, reset_running):
+        held = self.blocks.num_free != self.blocks.num_usable
+        assert self.policy.reset_prefix_cache(reset_running) == (reset_running or not held)
+
+    @rule()
+    def plan(self):
+        plan = self.policy.plan()
+        if plan is None:
+            nothing_to_do = self.pause is not Pause.NONE or self.flights
+            assert nothing_to_do or self.policy.num_unfinished == 0, "nothing runnable is forgotten"
+            return
+        self.check_plan(plan)
+        self.flights.append(plan)
+
+    @precondition(lambda self: self.flights)
+    @rule(fault=st.sampled_from([None] * 8 + ["passing", "not finite"]))
+    def land(self, fault=None):
+        plan = self.flights.popleft()
+        if plan.epoch < self.doomed_below:
+            self.policy.fail_step(plan.step, "refused")
+            return
+        if fault == "passing" or self.poison & set(self.owners[plan.step]):
+            self.device.crash(plan)
+            self.doomed_below = plan.epoch + 1
+            self.policy.fail_step(plan.step, "the device raised")
+            return
+        tokens = self.device.run(plan)
+        failed = ()
+        if fault == "not finite":
+            failed, tokens[0] = (0,), -1
+        self.policy.apply(StepDone(plan.step, tuple(tokens), failed=failed))
+
+    @rule(times=st.integers(1, 6))
+    def work(self, times):
+        for _ in range(times):
+            self.plan()
+            if self.flights:
+                self.land()
+            self.take_news()
+
+    @rule()
+    def take_news(self):
+        news = self.policy.take_news()
+        if news is None:
+            return
+        ids = [entry.id for entry in news.sequences]
+        assert len(ids) == len(set(ids)), "one entry for each sequence"
+        for entry in news.sequences:
+            self.hear(entry)
+
+    # What must hold
+
+    def hear(self, entry):
+        id = entry.id
+        assert id not in self.reasons, "nothing after the end"
+        assert id not in self.stopped, "no news of what was stopped"
+        is_first = not self.told[id] and bool(entry.token_ids)
+        assert (entry.num_cached_tokens is not None) == is_first
+        self.told[id] += entry.token_ids
+        admit = self.admits[id]
+        if len(admit.prompt_token_ids) >= self.capacity:
+            assert entry.finish_reason == "error" and "kv_cache_exhausted" in entry.error
+        else:
+            output, reason, stop_reason = oracle(admit, self.seeds[id], self.capacity)
+            assert self.told[id] == output[: len(self.told[id])], "tokens of the oracle"
+            if entry.finish_reason in ("stop", "length"):
+                assert (self.told[id], entry.finish_reason) == (output, reason)
+                assert entry.stop_reason == stop_reason
+        assert (entry.error is not None) == (entry.finish_reason == "error")
+        if entry.finish_reason is not None:
+            self.reasons[id] = entry.finish_reason
+
+    @property
+    def owners(self):
+        return self.__dict__.setdefault("_owners", {})
+
+    def check_plan(self, plan):
+        config = self.config
+        assert sum(plan.counts) <= config.max_num_scheduled_tokens, "the token budget holds"
+        assert min(plan.counts) > 0
+        assert len(set(plan.rows)) == len(plan.rows) <= config.max_num_active_seqs
+        assert set(plan.rows) <= set(range(config.max_num_seqs))
+        self.row_owner.update({new.row: new.sequence for new in plan.new_rows})
+        self.owners[plan.step] = [self.row_owner[row] for row in plan.rows]
+        by_row = {sequence.row: sequence for sequence in self.policy._running.snapshot()}
+        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            sequence, size = by_row[row], self.blocks.block_size
+            assert sequence.id == self.row_owner[row]
+            assert sequence.id not in self.stopped and self.reasons.get(sequence.id) is None
+            written = sequence.blocks[start // size : (start + count - 1) // size + 1]
+            assert all(self.blocks.num_references(block) == 1 for block in written), "one writer"
+        assert len(self.flights) < config.max_steps_in_flight
+
+    @invariant()
+    def blocks_are_conserved(self):
+        if not hasattr(self, "policy"):
+            return
+        holders = [0] * self.blocks.num_blocks
+        running = self.policy._running.snapshot()
+        for sequence in running:
+            for i, block in enumerate(sequence.blocks):
+                holders[block] += 1
+                if self.blocks.num_references(block) > 1:
+                    assert (i + 1) * self.blocks.block_size <= sequence.num_landed, "full and landed"
+        assert holders == [self.blocks.num_references(b) for b in range(self.blocks.num_blocks)]
+        assert self.blocks.num_free == self.blocks.num_usable - sum(map(bool, holders))
+        assert len(running) <= self.config.max_num_active_seqs
+
+    @invariant()
+    def numbers_agree(self):
+        if not hasattr(self, "policy"):
+            return
+        stats = self.policy.statistics()
+        in_queues = len(self.policy.waiting_ids)
+        assert stats.num_running + stats.num_waiting + stats.num_deferred == self.policy.num_unfinished
+        assert in_queues <= stats.num_waiting
+        assert stats.num_steps_in_flight == len(self.flights)
+        assert 0 <= self.policy.num_started <= self.policy.num_unfinished
+
+    def teardown(self):
+        """Whatever happened, everything ends, in a bounded number of steps, and nothing stays."""
+        if not hasattr(self, "policy"):
+            return
+        self.set_pause(Pause.NONE)
+        for _ in range(5000):
+            self.plan()
+            if not self.flights:
+                break
+            self.land()
+            self.take_news()
+        self.take_news()
+        assert self.policy.num_unfinished == 0
+        for id in self.admits:
+            assert (id in self.reasons) != (id in self.stopped), "exactly one end"
+            if self.reasons.get(id) == "error" and len(self.admits[id].prompt_token_ids) < self.capacity:
+                pass
+        stats = self.policy.statistics()
+        assert (stats.num_running, stats.num_waiting, stats.num_deferred) == (0, 0, 0)
+        assert stats.num_blocks_free == stats.num_blocks_total
+        assert self.policy.reset_prefix_cache()
+
+
+PolicyMachine.TestCase.settings = settings(
+    max_examples=50,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestPolicyAgainstTheOracle = PolicyMachine.TestCase

@@ -1,0 +1,219 @@
+"""The renderer actor with hand-held channel ends: every way in which a request can leave it."""
+
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from trouper.actors.messages import Admit, Render, RequestId, Track
+from trouper.actors.ports import WorkerThreads
+from trouper.actors.renderer import Renderer
+from trouper.actors.rendering.text import Rendered
+from trouper.actors.reply import ReplySlot
+from trouper.errors import GenerationError, TrouperValidationError
+from trouper.params import SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+PARAMS = SamplingParams()
+
+
+def render(message):
+    """A renderer of one id per character, which raises what it is told to raise."""
+    if isinstance(message.prompt, Exception):
+        raise message.prompt
+    ids = tuple(map(ord, message.prompt))
+    return Rendered(
+        Track(message.id, ids, PARAMS, message.slot, message.prompt),
+        Admit(
+            id=message.id, prompt_token_ids=ids, params=PARAMS, eos_token_id=None, stop_token_ids=()
+        ),
+    )
+
+
+class Inline:
+    """Threads that are none: calls run at once, or when the gate opens.
+
+    As with real threads, a cancellation waits for a call that has begun.
+    """
+
+    def __init__(self):
+        self.gate = None
+        self.num_running = self.peak = 0
+
+    async def run(self, function, *args):
+        await anyio.lowlevel.checkpoint()
+        self.num_running += 1
+        self.peak = max(self.peak, self.num_running)
+        with anyio.CancelScope(shield=True):
+            if self.gate is not None:
+                await self.gate.wait()
+        self.num_running -= 1
+        return function(*args)
+
+
+class Stage:
+    """Renderers between the ends that this test holds."""
+
+    def __init__(self, to_renderer, scheduler_inbox, detokenizer_inbox, threads):
+        self.to_renderer = to_renderer
+        self.scheduler_inbox = scheduler_inbox
+        self.detokenizer_inbox = detokenizer_inbox
+        self.threads = threads
+        self.slots = []
+
+    def ask(self, prompt):
+        number = len(self.slots)
+        self.slots.append(ReplySlot(str(number), PARAMS))
+        self.to_renderer.send_nowait(
+            Render(RequestId(number), prompt, PARAMS, self.slots[-1], 0, 0.0)
+        )
+        return self.slots[-1]
+
+    async def settled(self):
+        with anyio.fail_after(5):
+            await anyio.wait_all_tasks_blocked()
+
+    def handed_over(self):
+        """The ids that reached the Detokenizer and the Scheduler so far."""
+        return [
+            [message.id for message in drained(inbox)]
+            for inbox in (self.detokenizer_inbox, self.scheduler_inbox)
+        ]
+
+
+def drained(inbox):
+    while inbox.statistics().current_buffer_used:
+        yield inbox.receive_nowait()
+
+
+@asynccontextmanager
+async def open_stage(num_workers=1, function=render, threads=None):
+    to_renderer, renderer_inbox = anyio.create_memory_object_stream(16)
+    to_scheduler, scheduler_inbox = anyio.create_memory_object_stream(16)
+    to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream(16)
+    threads = threads or Inline()
+    with to_renderer, renderer_inbox, to_scheduler, scheduler_inbox, to_detokenizer, detokenizer_inbox:
+        stage = Stage(to_renderer, scheduler_inbox, detokenizer_inbox, threads)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(num_workers):
+                renderer = Renderer(
+                    renderer_inbox.clone(),
+                    to_scheduler.clone(),
+                    to_detokenizer.clone(),
+                    function,
+                    threads,
+                )
+                await tasks.start(renderer.run)
+            yield stage
+            tasks.cancel_scope.cancel()
+        for slot in stage.slots:
+            slot.close()
+
+
+async def test_a_prompt_reaches_the_detokenizer_and_the_scheduler():
+    async with open_stage() as stage:
+        stage.ask("ab")
+        await stage.settled()
+        assert stage.detokenizer_inbox.receive_nowait().prompt_token_ids == (97, 98)
+        assert stage.scheduler_inbox.receive_nowait().prompt_token_ids == (97, 98)
+
+
+@pytest.mark.parametrize("error", [TrouperValidationError("no"), TypeError("no"), ValueError("no")])
+async def test_a_typed_failure_is_the_requests_own_and_the_next_one_is_served(error):
+    async with open_stage() as stage:
+        bad = stage.ask(error)
+        stage.ask("ok")
+        await stage.settled()
+        with pytest.raises(type(error)) as caught:
+            bad.read_nowait()
+        assert caught.value is error
+        assert stage.handed_over() == [[1], [1]]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("x"), MemoryError(), RecursionError(), ExceptionGroup("x", [KeyError(1)])]
+)
+async def test_any_other_failure_is_wrapped(error):
+    async with open_stage() as stage:
+        slot = stage.ask(error)
+        await stage.settled()
+        with pytest.raises(GenerationError) as caught:
+            slot.read_nowait()
+        assert caught.value.__cause__ is error
+        stage.ask("ok")
+        await stage.settled()
+        assert stage.handed_over() == [[1], [1]]
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+async def test_a_request_aborted_in_the_queue_is_not_rendered(is_closed):
+    calls = []
+    async with open_stage(function=calls.append) as stage:
+        slot = stage.ask("ab")
+        slot.close() if is_closed else slot.scope.cancel()
+        await stage.settled()
+        assert calls == []
+        assert stage.handed_over() == [[], []]
+        if not is_closed:
+            assert slot.read_nowait().outputs[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+async def test_a_request_aborted_while_it_is_rendered_goes_to_nobody(is_closed):
+    async with open_stage() as stage:
+        stage.threads.gate = anyio.Event()
+        slot = stage.ask("ab")
+        stage.ask("cd")
+        await stage.settled()
+        slot.close() if is_closed else slot.scope.cancel()
+        await stage.settled()
+        assert stage.threads.num_running == 1  # the thread is not abandoned
+        stage.threads.gate.set()
+        await stage.settled()
+        assert stage.handed_over() == [[1], [1]]
+        if not is_closed:
+            assert slot.read_nowait().outputs[0].finish_reason == "abort"
+
+
+async def test_each_worker_serves_one_request_at_a_time():
+    async with open_stage(num_workers=2) as stage:
+        stage.threads.gate = anyio.Event()
+        for prompt in "abcde":
+            stage.ask(prompt)
+        await stage.settled()
+        assert stage.threads.num_running == 2
+        stage.threads.gate.set()
+        await stage.settled()
+        assert stage.threads.peak == 2
+        assert [sorted(ids) for ids in stage.handed_over()] == [[0, 1, 2, 3, 4]] * 2
+
+
+async def test_it_ends_when_its_inbox_ends():
+    to_renderer, inbox = anyio.create_memory_object_stream(1)
+    to_scheduler, scheduler_inbox = anyio.create_memory_object_stream(1)
+    to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream(1)
+    with scheduler_inbox, detokenizer_inbox:
+        to_renderer.close()
+        with anyio.fail_after(5):
+            await Renderer(inbox, to_scheduler, to_detokenizer, render, Inline()).run()
+        with pytest.raises(anyio.EndOfStream):
+            scheduler_inbox.receive_nowait()
+
+
+async def test_a_scheduler_that_is_gone_is_no_failure_of_the_renderer():
+    async with open_stage() as stage:
+        stage.scheduler_inbox.close()
+        stage.ask("ab")
+        await stage.settled()
+        assert [message.id for message in drained(stage.detokenizer_inbox)] == [0]
+
+
+async def test_real_threads_are_limited_and_bring_exceptions_back():
+    threads = WorkerThreads(1)
+    async with open_stage(threads=threads) as stage:
+        bad, _ = stage.ask(ValueError("no")), stage.ask("ab")
+        with anyio.fail_after(5):
+            with pytest.raises(ValueError, match="no"):
+                await bad.read()
+            assert (await stage.scheduler_inbox.receive()).id == 1

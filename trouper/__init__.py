@@ -1,0 +1,59 @@
+"""trouper: an LLM inference engine played by a troupe of actors.
+
+The public names below are loaded on first use, so `import trouper` costs milliseconds and no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trouper.config import EngineArgs
+    from trouper.frontends.async_engine import AsyncLLMEngine
+    from trouper.frontends.llm import LLM
+    from trouper.frontends.llm_engine import LLMEngine
+    from trouper.inputs import TextPrompt, TokensPrompt
+    from trouper.outputs import CompletionOutput, RequestOutput
+    from trouper.params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AsyncEngineArgs": "trouper.config",
+    "BeamSearchParams": "trouper.params",
+    "LLMEngine": "trouper.frontends.llm_engine",
+    "AsyncLLM": "trouper.frontends.async_engine",
+    "AsyncLLMEngine": "trouper.frontends.async_engine",
+    "CompletionOutput": "trouper.outputs",
+    "EngineArgs": "trouper.config",
+    "LLM": "trouper.frontends.llm",
+    "RequestOutput": "trouper.outputs",
+    "RequestOutputKind": "trouper.params",
+    "SamplingParams": "trouper.params",
+    "TextPrompt": "trouper.inputs",
+    "TokensPrompt": "trouper.inputs",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLMEngine",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'trouper' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

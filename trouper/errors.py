@@ -1,0 +1,110 @@
+"""Every error a caller can meet.  `except ValueError` catches each validation failure.
+
+Source: spec section 2.1.  The HTTP status and `type` of each class are decided in the server, in one table.
+"""
+
+from typing import Any
+
+
+class TrouperError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class TrouperClientError(TrouperError):
+    """Caused by the request."""
+
+
+class TrouperValidationError(TrouperClientError, ValueError):
+    """An invalid argument, prompt or parameter; `str()` names it."""
+
+    def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.parameter = parameter
+        self.value = value
+
+    def __str__(self) -> str:
+        facts: list[str] = []
+        if self.parameter is not None:
+            facts.append(f"parameter={self.parameter}")
+        if self.value is not None:
+            text = repr(self.value)
+            facts.append(f"value={text if len(text) <= 200 else text[:200] + '…'}")
+        return f"{self.message} ({', '.join(facts)})" if facts else self.message
+
+
+class ChatTemplateResolutionError(TrouperClientError):
+    """No usable chat template."""
+
+
+class TrouperNotFoundError(TrouperClientError):
+    """Unknown model or adapter."""
+
+
+class LoRAAdapterNotFoundError(TrouperNotFoundError):
+    """Unknown adapter."""
+
+
+class TrouperUnprocessableEntityError(TrouperClientError):
+    """Media that cannot be fetched or decoded."""
+
+    def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value
+
+
+class UnsupportedFeatureError(TrouperError, NotImplementedError):
+    """The model or this build lacks the feature."""
+
+
+class GracefulHTTPError(TrouperError):
+    """An expected refusal that knows its own HTTP status."""
+
+    status = 503
+
+
+class QueueOverflowError(GracefulHTTPError):
+    """`max_num_queued_reqs` is reached."""
+
+
+class MaxQueuedTokensError(GracefulHTTPError):
+    """`max_num_queued_tokens` is reached."""
+
+
+class ProfilerAlreadyActiveError(GracefulHTTPError):
+    """A second `start_profile` without `stop_profile`."""
+
+    status = 409
+
+
+class TrouperServerError(TrouperError):
+    """Our fault."""
+
+
+class GenerationError(TrouperServerError):
+    """One request failed inside the engine (`finish_reason="error"`)."""
+
+
+class RetryableRequestError(GenerationError):
+    """A transient refusal or failure; the same request may be sent again."""
+
+
+class ExecutionError(GenerationError):
+    """Model execution failed for these requests."""
+
+    def __init__(self, message: str, request_ids: list[str]) -> None:
+        super().__init__(message)
+        self.request_ids = request_ids
+
+
+class EnginePausedError(TrouperError, RuntimeError):
+    """Waiting on a paused or sleeping engine would never end."""
+
+
+class EngineGenerateError(TrouperServerError):
+    """An unexpected error in one `generate()` or `encode()`; the engine lives."""
+
+
+class EngineDeadError(TrouperServerError):
+    """The engine cannot serve any more; `__cause__` says why."""

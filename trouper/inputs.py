@@ -1,0 +1,30 @@
+"""What a caller may hand in as a prompt.  Source: spec section 2.4."""
+
+from collections.abc import Sequence
+from typing import Any, NotRequired, TypedDict
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+class ChatPrompt(TypedDict):
+    """A conversation still to be rendered by the chat template."""
+
+    messages: Sequence[dict[str, Any]]
+    chat_template: NotRequired[str | None]
+    add_generation_prompt: NotRequired[bool]
+    continue_final_message: NotRequired[bool]
+    tools: NotRequired[Sequence[dict[str, Any]] | None]
+    chat_template_kwargs: NotRequired[dict[str, Any] | None]
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | ChatPrompt

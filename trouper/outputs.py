@@ -1,0 +1,112 @@
+"""What a caller gets back.  Part of the shared vocabulary: imports nothing of trouper but errors.
+
+Source: spec section 2.5.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from trouper.errors import (
+    ExecutionError,
+    GenerationError,
+    RetryableRequestError,
+    TrouperError,
+    TrouperValidationError,
+)
+
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """One candidate of one position."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobsOnePosition = dict[int, Logprob]
+
+
+class RequestError(msgspec.Struct, frozen=True):
+    """A per-request failure as data; codes are those of spec section 2.1."""
+
+    code: str
+    message: str
+    retryable: bool = False
+
+    def to_exception(self) -> TrouperError:
+        if self.code == "validation_error":
+            return TrouperValidationError(self.message)
+        if self.code == "execution_error":
+            return ExecutionError(self.message, [])
+        if self.retryable:
+            return RetryableRequestError(self.message)
+        return GenerationError(self.message)
+
+
+class RequestStateStats(msgspec.Struct):
+    """Times of one request in seconds on the engine's monotonic clock; `arrival_time` is wall clock."""
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class CompletionOutput(msgspec.Struct):
+    """One of the n completions of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[LogprobsOnePosition] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class RequestOutput(msgspec.Struct):
+    """What `generate` yields: the whole text so far, or what is new, by `output_kind`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[LogprobsOnePosition | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestStateStats | None = None
+    num_cached_tokens: int | None = None
+    error: RequestError | None = None
+
+    def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
+        """Merge a later output of the same request into this one.
+
+        `aggregate` appends text, token ids and logprobs (DELTA); otherwise the later completion
+        replaces the earlier one of its index.
+        """
+        self.finished |= next_output.finished
+        self.error = next_output.error or self.error
+        mine = {completion.index: i for i, completion in enumerate(self.outputs)}
+        for new in next_output.outputs:
+            i = mine.get(new.index)
+            if i is None:
+                self.outputs.append(new)
+            elif not aggregate:
+                self.outputs[i] = new
+            else:
+                old = self.outputs[i]
+                old.text += new.text
+                old.token_ids.extend(new.token_ids)
+                if new.logprobs:
+                    old.logprobs = [*(old.logprobs or ()), *new.logprobs]
+                old.cumulative_logprob = new.cumulative_logprob
+                old.finish_reason = new.finish_reason
+                old.stop_reason = new.stop_reason

@@ -1,0 +1,281 @@
+"""What a caller may ask for: `SamplingParams` with its ranges.  Source: spec section 2.2.
+
+Everything that needs no model is checked here, at construction; what needs the vocabulary or the
+engine's limits is checked by `verify`.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from trouper.errors import TrouperValidationError
+
+MAX_N = 16_384
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy
+LOWEST_TEMPERATURE = 1e-2
+INT64 = 2**63
+
+
+class RequestOutputKind(IntEnum):
+    CUMULATIVE = 0  # the whole text so far in every output
+    DELTA = 1  # only what is new
+    FINAL_ONLY = 2  # one output, at the end
+
+
+class SamplingType(IntEnum):
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
+
+
+class SamplingParams(msgspec.Struct):
+    """How one request is sampled, stopped and returned; defaults and rules as in vLLM.
+
+    Raises:
+        TrouperValidationError: a value outside its range; the message names the parameter.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    extra_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_containers()
+        self._normalise()
+        self._check_types()
+        self._check_ranges()
+        if self.is_greedy:
+            if self.n > 1:
+                raise TrouperValidationError(
+                    "greedy sampling gives n equal completions; n must be 1",
+                    parameter="n",
+                    value=self.n,
+                )
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+
+    @classmethod
+    def from_optional(cls, **kwargs: Any) -> "SamplingParams":
+        """None means "use the default"; string keys of `logit_bias` are converted."""
+        return cls(**{name: value for name, value in kwargs.items() if value is not None})
+
+    def clone(self) -> "SamplingParams":
+        """An independent copy."""
+        copies: dict[str, Any] = {
+            name: deepcopy(getattr(self, name)) for name in self.__struct_fields__
+        }
+        return SamplingParams(**copies)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        if self.is_greedy:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop or ())
+
+    def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
+        """Check what depends on the model: ids inside the vocabulary, logprobs inside the limit."""
+        for name in _ID_LISTS:
+            for token in getattr(self, name) or ():
+                if not 0 <= token < vocab_size:
+                    raise _bad(name, token, f"token ids must be in [0, {vocab_size})")
+        for token in self.logit_bias or ():
+            if not 0 <= token < vocab_size:
+                raise _bad("logit_bias", token, f"token ids must be in [0, {vocab_size})")
+        limit = vocab_size if max_logprobs == -1 else max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            if wanted is not None and (vocab_size if wanted == -1 else wanted) > limit:
+                raise _bad(name, wanted, f"at most {limit} (max_logprobs) can be asked for")
+
+    def _check_containers(self) -> None:
+        for name, types, rule in _CONTAINERS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, types):
+                raise _bad(name, value, rule)
+        for name in _ID_LISTS:
+            for token in getattr(self, name) or ():
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise _bad(name, token, "must hold integers")
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            for text in [value] if isinstance(value, str) else value or ():
+                if not isinstance(text, str) or not text:
+                    raise _bad(name, text, "must hold non-empty strings")
+
+    def _normalise(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop = list(self.stop or ())
+        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or ()))
+        self.bad_words = list(dict.fromkeys(self.bad_words or ()))
+        if self.seed == -1:
+            self.seed = None
+        if self.logprobs is True:
+            self.logprobs = 1
+        if self.prompt_logprobs is True:
+            self.prompt_logprobs = 1
+        if self.logit_bias is not None:
+            self.logit_bias = _logit_bias(self.logit_bias)
+        if self.skip_reading_prefix_cache is None:
+            self.skip_reading_prefix_cache = self.prompt_logprobs is not None
+
+    def _check_types(self) -> None:
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise _bad(name, value, "must be an integer")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise _bad(name, value, "must be a number")
+            if not math.isfinite(value):
+                raise _bad(name, value, "must be finite")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "must be True or False")
+        try:
+            self.output_kind = RequestOutputKind(self.output_kind)
+        except ValueError:
+            raise _bad("output_kind", self.output_kind, "must be a RequestOutputKind") from None
+
+    def _check_ranges(self) -> None:
+        for name, holds, rule in _RULES:
+            value = getattr(self, name)
+            if value is not None and not holds(value):
+                raise _bad(name, value, rule)
+        if 0 < self.temperature < LOWEST_TEMPERATURE and not self.is_greedy:
+            warnings.warn(
+                f"temperature {self.temperature} is raised to {LOWEST_TEMPERATURE}", stacklevel=4
+            )
+            self.temperature = LOWEST_TEMPERATURE
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _bad("min_tokens", self.min_tokens, f"must be ≤ max_tokens ({self.max_tokens})")
+        if self.stop and not self.detokenize:
+            raise _bad("stop", self.stop, "stop strings need detokenize=True")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise _bad("allowed_token_ids", self.allowed_token_ids, "must not be empty")
+        ids = self.logprob_token_ids
+        if ids is not None and self.logprobs is not None and self.logprobs != len(ids):
+            raise _bad("logprobs", self.logprobs, f"must equal the {len(ids)} logprob_token_ids")
+
+
+class BeamSearchParams(msgspec.Struct):
+    """How `LLM.beam_search` searches.
+
+    Raises:
+        TrouperValidationError: a value outside its range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise _bad(name, value, "must be at least 1")
+
+
+def _bad(name: str, value: object, rule: str) -> TrouperValidationError:
+    return TrouperValidationError(f"{name}: {rule}", parameter=name, value=value)
+
+
+def _logit_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
+    clean: dict[int, float] = {}
+    for key, value in bias.items():
+        try:
+            token = int(key)
+        except (TypeError, ValueError):
+            raise _bad("logit_bias", key, "keys must be token ids") from None
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            raise _bad("logit_bias", value, "values must be finite numbers")
+        clean[token] = min(100.0, max(-100.0, float(value)))
+    return clean
+
+
+_INTEGERS = (
+    "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "stream_interval"
+)  # fmt: skip
+_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "stream_interval")
+_NUMBERS = (
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p"
+)  # fmt: skip
+_FLAGS = (
+    "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "skip_reading_prefix_cache",
+)  # fmt: skip
+_ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
+_LISTS = (list, tuple, set, frozenset)
+_CONTAINERS: tuple[tuple[str, Any, str], ...] = (
+    ("stop", (str, *_LISTS), "must be a string or a list of strings"),
+    ("bad_words", _LISTS, "must be a list of strings"),
+    *((name, _LISTS, "must be a list of token ids") for name in _ID_LISTS),
+    ("logit_bias", Mapping, "must map token ids to numbers"),
+    ("extra_args", Mapping, "must be a dict"),
+)
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("n", lambda v: 1 <= v <= MAX_N, f"must be in [1, {MAX_N}]"),
+    ("presence_penalty", lambda v: -2 <= v <= 2, "must be in [-2, 2]"),
+    ("frequency_penalty", lambda v: -2 <= v <= 2, "must be in [-2, 2]"),
+    ("repetition_penalty", lambda v: v > 0, "must be > 0"),
+    ("temperature", lambda v: 0 <= v <= 2, "must be in [0, 2]"),
+    ("top_p", lambda v: 0 < v <= 1, "must be in (0, 1]"),
+    ("top_k", lambda v: -1 <= v < INT64, "must be ≥ -1; 0 and -1 switch it off"),
+    ("min_p", lambda v: 0 <= v <= 1, "must be in [0, 1]"),
+    ("seed", lambda v: -INT64 <= v < INT64, "must fit into 64 bits"),
+    ("max_tokens", lambda v: v >= 1, "must be at least 1"),
+    ("min_tokens", lambda v: v >= 0, "must be at least 0"),
+    ("logprobs", lambda v: v >= -1, "must be -1 or at least 0"),
+    ("prompt_logprobs", lambda v: v >= -1, "must be -1 or at least 0"),
+    ("logprob_token_ids", lambda v: len(v) <= 128, "at most 128 ids"),
+    ("stream_interval", lambda v: v >= 1, "must be at least 1"),
+)
