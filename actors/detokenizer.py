@@ -8,6 +8,7 @@ until its finishing news arrives.  The event loop gets a turn after `WORK_PER_TU
 Source: spec sections 8.4, 9 and 13.3.
 """
 
+from collections.abc import Mapping
 from typing import assert_never
 
 import anyio
@@ -18,20 +19,23 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from trouper.actors.messages import (
     DetokenizerInbox,
+    RequestEnded,
     RequestId,
     SchedulerInbox,
     SequenceId,
     SequenceTokens,
     StepTokens,
     Stop,
+    Told,
     Track,
 )
 from trouper.actors.rendering.logprobs import position_logprobs
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.reply import ReplySlot
+from trouper.actors.reporter import Reporter
 from trouper.actors.stops import TextState
 from trouper.errors import GenerationError, TrouperError
-from trouper.outputs import FinishReason, LogprobsOnePosition
+from trouper.outputs import FinishReason, LogprobsOnePosition, RequestError
 from trouper.params import SamplingParams
 
 WORK_PER_TURN = 128  # tokens and logprob candidates; about 1 µs each, so well under a millisecond
@@ -47,7 +51,10 @@ class _Request(msgspec.Struct):
     slot: ReplySlot
     params: SamplingParams
     prompt_token_ids: tuple[int, ...]
+    trace_headers: Mapping[str, str] | None
+    num_open: int  # sequences without an end
     num_prompt_logprobs: int = 0
+    num_cached_tokens: int = 0
 
 
 class _Sequence(msgspec.Struct):
@@ -57,6 +64,8 @@ class _Sequence(msgspec.Struct):
     index: int
     text: TextState | None = None
     recent: tuple[int, ...] = ()  # the last tokens, for logprob texts
+    has_started: bool = False
+    last_token_s: float = 0.0  # 0 before the first
 
 
 class Detokenizer:
@@ -67,11 +76,17 @@ class Detokenizer:
         inbox: MemoryObjectReceiveStream[DetokenizerInbox],
         scheduler: MemoryObjectSendStream[SchedulerInbox],
         tokenizer: Tokenizer | None,
+        reporter: Reporter | None = None,
     ) -> None:
         self._inbox = inbox
         self._scheduler = scheduler
         self._tokenizer = tokenizer
+        self._reporter = reporter or Reporter(None)
         self._sequences: dict[SequenceId, _Sequence] = {}
+        # The facts of the message at hand.
+        self._first_token_s: list[float] = []
+        self._inter_token_s: list[float] = []
+        self._ended: list[RequestEnded] = []
 
     def __repr__(self) -> str:
         return f"<Detokenizer {len(self._sequences)} sequences>"
@@ -80,7 +95,7 @@ class Detokenizer:
         return DetokenizerStatistics(num_tracked=len(self._sequences))
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        with self._inbox, self._scheduler:
+        with self._inbox, self._scheduler, self._reporter:
             task_status.started()
             async for message in self._inbox:
                 match message:
@@ -93,14 +108,26 @@ class Detokenizer:
 
     def _track(self, message: Track) -> None:
         message.slot.start(message.prompt, message.prompt_token_ids)
-        request = _Request(message.id, message.slot, message.params, message.prompt_token_ids)
-        for index in range(message.params.n):
+        message.slot.stats.queued_ts = anyio.current_time()
+        n = message.params.n
+        request = _Request(
+            message.id,
+            message.slot,
+            message.params,
+            message.prompt_token_ids,
+            message.trace_headers,
+            num_open=n,
+        )
+        for index in range(n):
             self._sequences[SequenceId(message.id + index)] = _Sequence(request, index)
 
     async def _tell_all(self, message: StepTokens) -> None:
+        await anyio.lowlevel.checkpoint()
         now = anyio.current_time()
         stopped: list[SequenceId] = []
         work = 0
+        for id in message.started:
+            self._note_start(id, now)
         for news in message.sequences:
             work += _work(news)
             if work > WORK_PER_TURN:
@@ -112,6 +139,7 @@ class Detokenizer:
                 self._scheduler.send_nowait(Stop(tuple(stopped)))  # room is reserved by the wiring
             except anyio.BrokenResourceError:
                 pass  # the engine is going down, and its end ends every sequence
+        self._report()
         for answer in message.answers:
             answer.set(None)
 
@@ -120,22 +148,22 @@ class Detokenizer:
         sequence = self._sequences.get(news.id)
         if sequence is None:
             return []
-        if news.finish_reason is not None:
+        request, reason = sequence.request, news.finish_reason
+        if reason is not None:
             del self._sequences[news.id]
-        request = sequence.request
-        if request.slot.is_closed:
-            return []
-        if news.finish_reason == "error":
-            request.slot.fail(GenerationError(news.error or "the request failed inside the engine"))
-            return []
-        try:
-            is_stopped = self._write(sequence, news, now)
-        except Exception as error:  # noqa: BLE001  it is this request's, whatever it is
-            request.slot.fail(_typed(error))
-            return self._forget(request)
-        if is_stopped and self._sequences.pop(news.id, None) is not None:
-            return [news.id]
-        return []
+        stopped: list[SequenceId] = []
+        if not request.slot.is_closed:
+            try:
+                if self._write(sequence, news, now):
+                    stopped = [news.id] if self._sequences.pop(news.id, None) is not None else []
+                    reason = "stop"
+            except Exception as error:  # it is this request's, whatever it is
+                request.slot.fail(_typed(error))
+                stopped = self._forget(request)
+                request.num_open, reason = 1, "error"
+        if reason is not None:
+            self._note_end(request, reason, now)
+        return stopped
 
     def _forget(self, request: _Request) -> list[SequenceId]:
         ids = [SequenceId(request.id + index) for index in range(request.params.n)]
@@ -146,9 +174,12 @@ class Detokenizer:
         request = sequence.request
         slot = request.slot
         if news.num_cached_tokens is not None:
+            request.num_cached_tokens = news.num_cached_tokens
             slot.note_cached_tokens(news.num_cached_tokens)
         if news.prompt_logprobs and sequence.index == 0:
             self._write_prompt_logprobs(request, news)
+        if news.error is not None:
+            slot.note_error(_request_error(news.error))
         if not news.token_ids and news.finish_reason is None:
             return False
         if sequence.text is None:
@@ -159,20 +190,66 @@ class Detokenizer:
             ends_with_stop_token=news.finish_reason == "stop",
         )
         token_ids = news.token_ids[: told.num_tokens]
-        finish_reason: FinishReason | None = news.finish_reason
+        if token_ids:
+            self._note_tokens(sequence, len(token_ids), now)
         slot.write(
             sequence.index,
             told.text,
             token_ids,
             logprobs=self._logprobs(sequence, news, token_ids),
-            finish_reason=finish_reason if told.stop is None else "stop",
+            finish_reason=news.finish_reason if told.stop is None else "stop",
             stop_reason=news.stop_reason if told.stop is None else told.stop,
         )
-        if token_ids:
-            slot.stats.first_token_ts = slot.stats.first_token_ts or now
-            slot.stats.last_token_ts = now
-            slot.stats.num_generation_tokens += len(token_ids)
         return told.stop is not None
+
+    # Times, for the reader's `metrics` and for the Observer
+
+    def _note_start(self, id: SequenceId, now: float) -> None:
+        sequence = self._sequences.get(id)
+        if sequence is None:
+            return
+        stats = sequence.request.slot.stats
+        if sequence.has_started:
+            stats.num_preemptions += 1
+        sequence.has_started = True
+        stats.scheduled_ts = stats.scheduled_ts or now
+
+    def _note_tokens(self, sequence: _Sequence, num_tokens: int, now: float) -> None:
+        stats = sequence.request.slot.stats
+        if sequence.last_token_s:
+            self._inter_token_s.append(now - sequence.last_token_s)
+        else:
+            self._first_token_s.append(now - stats.queued_ts)
+        sequence.last_token_s = now
+        stats.first_token_ts = stats.first_token_ts or now
+        stats.last_token_ts = now
+        stats.num_generation_tokens += num_tokens
+
+    def _note_end(self, request: _Request, reason: FinishReason, now: float) -> None:
+        request.num_open -= 1
+        if request.num_open > 0:
+            return
+        request.slot.stats.finished_ts = now
+        self._ended.append(
+            RequestEnded(
+                request_id=request.slot.request_id,
+                stats=request.slot.stats,
+                finish_reason=reason,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_cached_tokens=request.num_cached_tokens,
+                params=request.params,
+                trace_headers=request.trace_headers,
+            )
+        )
+
+    def _report(self) -> None:
+        if self._reporter.is_on and (self._first_token_s or self._inter_token_s or self._ended):
+            self._reporter.report(
+                Told(tuple(self._first_token_s), tuple(self._inter_token_s), tuple(self._ended))
+            )
+        self._first_token_s.clear()
+        self._inter_token_s.clear()
+        self._ended.clear()
 
     def _open_text(self, request: _Request) -> TextState:
         params = request.params
@@ -218,10 +295,18 @@ class Detokenizer:
         request.slot.extend_prompt_logprobs(positions)
 
 
+def _request_error(text: str) -> RequestError:
+    """The scheduler writes `code: message`."""
+    code, _, message = text.partition(": ")
+    return RequestError(code, message)
+
+
 def _work(news: SequenceTokens) -> int:
-    candidates = sum(len(position.token_ids) for position in news.logprobs)
-    candidates += sum(len(position.token_ids) for position in news.prompt_logprobs)
-    return 1 + len(news.token_ids) + candidates
+    work = 1 + len(news.token_ids)
+    for positions in (news.logprobs, news.prompt_logprobs):
+        if positions:
+            work += sum(len(position.token_ids) for position in positions)
+    return work
 
 
 def _typed(error: Exception) -> Exception:

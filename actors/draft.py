@@ -8,6 +8,7 @@ import msgspec
 
 from trouper.actors.messages import NewRow, StepPlan
 from trouper.actors.sequences import Sequence
+from trouper.config import SchedulerConfig
 
 Column = tuple[Sequence, int, int, int, bool]  # sequence, incarnation, start, end, needs_sample
 
@@ -33,9 +34,10 @@ class Draft:
         "sequences",
     )
 
-    def __init__(self, budget: int, max_count: int) -> None:
-        self.budget = budget  # tokens left
-        self.max_count = max_count  # for one sequence
+    def __init__(self, config: SchedulerConfig, num_competing: int) -> None:
+        """`num_competing` sequences run or queue."""
+        self.budget = config.max_num_scheduled_tokens  # tokens left
+        self.max_count = _max_count(config, num_competing)  # for one sequence
         self.sequences: list[Sequence] = []
         self.counts: list[int] = []
         self.new_blocks: list[tuple[int, tuple[int, ...]]] = []
@@ -88,6 +90,16 @@ class Draft:
             copies=tuple(self.copies),
         )
         return plan, Flight(step, columns)
+
+
+def _max_count(config: SchedulerConfig, num_competing: int) -> int:
+    """The threshold for long prompts binds nobody who is alone; spec 5.4."""
+    threshold, budget = config.long_prefill_token_threshold, config.max_num_scheduled_tokens
+    if threshold <= 0 or num_competing <= 1:
+        return budget
+    if config.long_prefill_token_threshold_adaptive:
+        return max(threshold, budget // num_competing)
+    return threshold
 
 
 def _new_row(sequence: Sequence) -> NewRow:

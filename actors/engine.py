@@ -9,7 +9,9 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup, TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream
 
 from trouper.actors.blocks import Blocks
 from trouper.actors.detokenizer import Detokenizer
@@ -19,20 +21,24 @@ from trouper.actors.handle import MAX_OPEN_REQUESTS, Engine, EngineStatistics
 from trouper.actors.messages import (
     DetokenizerInbox,
     ExecutorInbox,
+    ObserverInbox,
     RendererInbox,
     SchedulerInbox,
 )
+from trouper.actors.metrics import Metrics
+from trouper.actors.observer import Observer
 from trouper.actors.policy import Policy
 from trouper.actors.ports import Threads, WorkerThreads
 from trouper.actors.renderer import Renderer
-from trouper.actors.rendering.sampling import ModelLimits
 from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.reporter import Reporter
 from trouper.actors.scheduler import Scheduler
 from trouper.config import EngineConfig
 
 __all__ = ["Engine", "EngineStatistics", "open_engine"]
 
+MAX_FACTS = 2048
 CLOSE_GRACE_S = 10  # for the final outputs of aborted requests
 
 
@@ -85,7 +91,10 @@ async def _perform(
     task_status: TaskStatus[Engine],
 ) -> None:
     """Open the channels, start the actors, and end with them."""
-    credits = 1 if is_stepped else config.scheduler.max_steps_in_flight
+    if is_stepped:
+        single = msgspec.structs.replace(config.scheduler, max_steps_in_flight=1)
+        config = msgspec.structs.replace(config, scheduler=single)
+    credits = config.scheduler.max_steps_in_flight
     # One Render for each open request.
     to_renderer, renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
         MAX_OPEN_REQUESTS
@@ -102,15 +111,22 @@ async def _perform(
     to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream[DetokenizerInbox](
         2 * MAX_OPEN_REQUESTS
     )
+    # Facts may be dropped: some seconds of steps, should the observer be held up.
+    to_observer, observer_inbox = anyio.create_memory_object_stream[ObserverInbox](MAX_FACTS)
     engine: Engine | None = None
     with (
-        to_renderer, renderer_inbox, to_scheduler, scheduler_inbox,
-        to_executor, executor_inbox, to_detokenizer, detokenizer_inbox,
+        to_renderer, renderer_inbox, to_scheduler, scheduler_inbox, to_executor, executor_inbox,
+        to_detokenizer, detokenizer_inbox, to_observer, observer_inbox,
     ):  # fmt: skip
         try:
             async with anyio.create_task_group() as troupe:
                 executor = Executor(executor_inbox, to_scheduler.clone(), device)
                 info, tokenizer = await _load(config, executor, threads, troupe)
+                metrics = await _start_observer(config, observer_inbox, troupe)
+
+                def reporter() -> Reporter:
+                    return Reporter(to_observer.clone() if metrics is not None else None)
+
                 blocks = Blocks(
                     info.num_blocks, info.block_size, config.scheduler.enable_prefix_caching
                 )
@@ -120,12 +136,15 @@ async def _perform(
                     to_executor.clone(),
                     to_detokenizer.clone(),
                     policy,
+                    reporter=reporter(),
                     is_stepped=is_stepped,
                 )
                 await troupe.start(scheduler.run, name="scheduler")
-                detokenizer = Detokenizer(detokenizer_inbox, to_scheduler.clone(), tokenizer)
+                detokenizer = Detokenizer(
+                    detokenizer_inbox, to_scheduler.clone(), tokenizer, reporter()
+                )
                 await troupe.start(detokenizer.run, name="detokenizer")
-                prompts = Prompts(tokenizer, _limits(config), config.chat_template)
+                prompts = Prompts.for_engine(config, tokenizer)
                 for number in range(config.renderer_num_workers):
                     renderer = Renderer(
                         renderer_inbox.clone(),
@@ -137,7 +156,7 @@ async def _perform(
                     await troupe.start(renderer.run, name=f"renderer {number}")
                 engine = Engine(
                     config, info, tokenizer, to_renderer, to_scheduler, to_executor,
-                    scheduler, detokenizer,
+                    scheduler, detokenizer, metrics,
                 )  # fmt: skip
                 task_status.started(engine)
         except BaseExceptionGroup as group:
@@ -149,6 +168,20 @@ async def _perform(
                 engine.die(cause)
             if rest is not None:
                 raise rest from None
+
+
+async def _start_observer(
+    config: EngineConfig,
+    inbox: MemoryObjectReceiveStream[ObserverInbox],
+    troupe: TaskGroup,
+) -> Metrics | None:
+    """None when statistics are off."""
+    if not config.log_stats:
+        return None
+    metrics = Metrics(config.model.name, config.max_model_len, config.metrics_prefix)
+    observer = Observer(inbox, metrics, config.log_stats_interval_s)
+    await troupe.start(observer.run, name="observer")
+    return metrics
 
 
 async def _load(
@@ -167,15 +200,6 @@ async def _load(
             loading.start_soon(load_tokenizer, config.tokenizer)
         info = await troupe.start(executor.run, name="executor")
     return info, tokenizer  # pyright: ignore[reportPossiblyUnboundVariable]  # the group does not swallow
-
-
-def _limits(config: EngineConfig) -> ModelLimits:
-    return ModelLimits(
-        vocab_size=config.model.vocab_size,
-        max_model_len=config.max_model_len,
-        max_logprobs=config.max_logprobs,
-        eos_token_ids=config.model.eos_token_ids,
-    )
 
 
 def _first_leaf(group: BaseExceptionGroup[Exception]) -> Exception:

@@ -18,7 +18,6 @@ from trouper.actors.reply import ReplySlot
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
 
-
 MakeRender = Callable[[RequestId, SamplingParams, ReplySlot], Render]
 
 

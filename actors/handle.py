@@ -6,7 +6,7 @@ Requests are opened, aborted and closed synchronously; only what waits for the d
 
 import time
 import warnings
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar, cast
 
@@ -37,11 +37,12 @@ from trouper.actors.messages import (
     RequestId,
     ResetPrefixCache,
     SchedulerInbox,
+    SchedulerStats,
     SetPause,
     Step,
 )
+from trouper.actors.metrics import Metrics
 from trouper.actors.pause import Pause
-from trouper.actors.policy import SchedulerStats
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.reply import ReplySlot
 from trouper.actors.scheduler import Scheduler
@@ -85,10 +86,12 @@ class Engine:
         to_executor: MemoryObjectSendStream[ExecutorInbox],
         scheduler: Scheduler,
         detokenizer: Detokenizer,
+        metrics: Metrics | None = None,
     ) -> None:
         self.config = config
         self.info = info
         self.tokenizer = tokenizer
+        self.metrics = metrics  # None when statistics are off
         self.dead_error: EngineDeadError | None = None
         self.lifecycle = Lifecycle()
         self._to_renderer = to_renderer
@@ -120,6 +123,8 @@ class Engine:
         truncate_prompt_tokens: int | None = None,
         truncation_side: str | None = None,
         add_special_tokens: bool | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> Generation:
         """A request as an async iterator; nothing happens before it is entered or iterated.
 
@@ -142,6 +147,8 @@ class Engine:
                 truncate_prompt_tokens=truncate_prompt_tokens,
                 truncation_side=truncation_side,
                 add_special_tokens=add_special_tokens,
+                mm_processor_kwargs=mm_processor_kwargs,
+                trace_headers=trace_headers,
             )
 
         return Generation(self, request_id, params.clone(), render, arrival_time)
@@ -219,6 +226,7 @@ class Engine:
         """Stop scheduling; returns when that has taken full effect.  Spec sections 10.1 and 10.2."""
         check_mode(mode)
         async with self._transition:
+            self.check_alive()
             self.lifecycle.move(Event.PAUSE)
             await self._pause(mode, refuses=mode != "keep")
             if clear_cache and self.lifecycle.resident == MEMORY:
@@ -227,6 +235,7 @@ class Engine:
     async def resume(self) -> None:
         """Schedule again.  Raises RuntimeError while memory is absent."""
         async with self._transition:
+            self.check_alive()
             self.lifecycle.move(Event.RESUME)
             await self._resume()
 
@@ -254,6 +263,7 @@ class Engine:
         check_level(level)
         check_mode(mode)
         async with self._transition:
+            self.check_alive()
             lifecycle = self.lifecycle
             if lifecycle.is_sleeping and level <= lifecycle.level and level > 0:
                 return False
@@ -279,6 +289,7 @@ class Engine:
         """Bring memory back and, when all of it is there, schedule again.  True when fully awake."""
         wanted = check_tags(tags)
         async with self._transition:
+            self.check_alive()
             lifecycle = self.lifecycle
             if not lifecycle.is_sleeping:
                 return True
@@ -330,6 +341,8 @@ class Engine:
             with anyio.move_on_after(timeout_s):
                 await self._wait_over(self.open_slots)
         await self._wait_over(self.abort_all())
+        if self.dead_error is not None:
+            return  # it died of something else meanwhile
         self.lifecycle.move(Event.STOPPED)
         self.dead_error = EngineDeadError("the engine is closed")
 

@@ -10,7 +10,8 @@ A *request* is what the user sent; a *sequence* is one list of tokens being grow
 with `n` completions has the `n` sequences `id, id + 1, … id + n - 1`, so one integer names both.
 """
 
-from typing import Literal, NewType
+from collections.abc import Mapping
+from typing import Any, Literal, NewType
 
 import msgspec
 
@@ -18,7 +19,7 @@ from trouper.actors.answer import Answer
 from trouper.actors.pause import Pause
 from trouper.actors.reply import ReplySlot
 from trouper.inputs import PromptType
-from trouper.outputs import FinishReason
+from trouper.outputs import FinishReason, RequestStateStats
 from trouper.params import SamplingParams
 
 RequestId = NewType("RequestId", int)
@@ -40,6 +41,8 @@ class Render(msgspec.Struct, frozen=True):
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None  # left keeps the end; None: the tokenizer's
     add_special_tokens: bool | None = None  # None: True for text, False for chat
+    mm_processor_kwargs: Mapping[str, Any] | None = None  # concerns multimodal items only
+    trace_headers: Mapping[str, str] | None = None  # W3C, for the request's span
 
 
 class Track(msgspec.Struct, frozen=True):
@@ -50,6 +53,7 @@ class Track(msgspec.Struct, frozen=True):
     params: SamplingParams  # resolved: max_tokens is a number
     slot: ReplySlot
     prompt: str | None = None  # the text, where there is one
+    trace_headers: Mapping[str, str] | None = None
 
 
 class Admit(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,12 +223,57 @@ class StepTokens(msgspec.Struct, frozen=True):
     """Scheduler -> Detokenizer: all that one turn of the scheduler has to tell, in one message."""
 
     sequences: tuple[SequenceTokens, ...]
-    answers: tuple[
-        Answer[None], ...
-    ] = ()  # who waits until the news before this point are handed over
+    started: tuple[SequenceId, ...] = ()  # sequences that took a device row, for their statistics
+    answers: tuple[Answer[None], ...] = ()  # whoever waits until these news are handed over
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The scheduler's state in numbers; the counters only grow."""
+
+    num_running: int
+    num_waiting: int  # for a seat, for blocks, or for a result in flight
+    num_deferred: int  # siblings that wait for their leader's prompt
+    num_steps_in_flight: int
+    num_blocks_free: int
+    num_blocks_total: int  # the null block not counted
+    kv_cache_usage: float  # 0 … 1
+    num_preemptions: int
+    num_prompt_tokens: int  # prompt positions computed
+    num_generation_tokens: int  # tokens sampled
+    prefix_cache_queries: int  # tokens; each sequence counts once
+    prefix_cache_hits: int
+    recompute_cache_queries: int  # the same after preemptions
+    recompute_cache_hits: int
+
+
+class Stepped(msgspec.Struct, frozen=True):
+    """Scheduler -> Observer: one step has been answered.  A fact: it may be dropped."""
+
+    stats: SchedulerStats
+
+
+class RequestEnded(msgspec.Struct, frozen=True):
+    """One request as it ended; part of `Told`."""
+
+    request_id: str
+    stats: RequestStateStats
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    params: SamplingParams
+    trace_headers: Mapping[str, str] | None
+
+
+class Told(msgspec.Struct, frozen=True):
+    """Detokenizer -> Observer: what one `StepTokens` meant for readers.  A fact: it may be dropped."""
+
+    first_token_s: tuple[float, ...]  # time to first token, for each sequence that got its first
+    inter_token_s: tuple[float, ...]  # time since the token before
+    ended: tuple[RequestEnded, ...]
 
 
 RendererInbox = Render
 SchedulerInbox = Admit | Abort | Stop | StepDone | StepFailed | SetPause | ResetPrefixCache | Step
 ExecutorInbox = StepPlan | DeviceCall
 DetokenizerInbox = Track | StepTokens
+ObserverInbox = Stepped | Told

@@ -2,7 +2,9 @@
 
 import msgspec
 
-from trouper.actors.messages import SequenceId, SequenceTokens, StepTokens
+from trouper.actors.messages import SequenceId, SequenceTokens, StepTokens, TokenLogprobs
+from trouper.actors.sequences import Sequence
+from trouper.outputs import FinishReason
 
 
 class News:
@@ -10,6 +12,29 @@ class News:
 
     def __init__(self) -> None:
         self._entries: dict[SequenceId, SequenceTokens] = {}
+
+    def tell_token(
+        self,
+        sequence: Sequence,
+        token: int,
+        end: tuple[FinishReason, int | None] | None,
+        logprobs: TokenLogprobs | None,
+    ) -> None:
+        """A sampled token; the first brings along what is known of the prompt."""
+        finish_reason, stop_reason = end if end is not None else (None, None)
+        is_first = sequence.num_output == 1
+        entry = SequenceTokens(
+            sequence.id,
+            (token,),
+            finish_reason,
+            stop_reason,
+            (logprobs,) if logprobs is not None else (),
+            tuple(sequence.prompt_logprobs) if is_first else (),
+            sequence.num_cached if is_first else None,
+        )
+        if is_first:
+            sequence.prompt_logprobs.clear()
+        self.tell(entry)
 
     def tell(self, entry: SequenceTokens) -> None:
         earlier = self._entries.get(entry.id)

@@ -13,21 +13,20 @@ Laws:
 4. Exactly one terminal news for each sequence, but for those the Detokenizer itself stopped.
 5. *Progress.*  The best running sequence is never a victim while another runs, and alone it fits: `limit`
    caps a sequence at what all blocks together hold.  So each plan advances the best running one, or it
-   waits for a sample in flight; sequences are finite, hence it ends, and the next best is the best.  The
-   head of the queue is overtaken by nobody, so it starts at the latest when the running ones have ended.
+   waits for a sample in flight; sequences are finite, hence it ends, and the next best is the best.
+   Nobody who queues behind the head overtakes it, so it starts at the latest when all who run have ended.
 6. `plan()` is None only when paused, when enough steps are in flight, or when nothing is runnable; an
    answer from the device or a new event then asks again.
 """
 
 from collections import deque
 
-import msgspec
-
 from trouper.actors.blocks import Blocks
 from trouper.actors.draft import Draft, Flight
 from trouper.actors.messages import (
     Admit,
     RequestId,
+    SchedulerStats,
     SequenceId,
     SequenceTokens,
     StepDone,
@@ -43,23 +42,6 @@ from trouper.actors.sequences import Request, Sequence, State, open_request
 from trouper.actors.waiting import Waiting
 from trouper.config import SchedulerConfig
 from trouper.outputs import FinishReason
-
-
-class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The scheduler's state in numbers; the counters only grow."""
-
-    num_running: int
-    num_waiting: int  # for a seat, for blocks, or for a result in flight
-    num_deferred: int  # siblings that wait for their leader's prompt
-    num_steps_in_flight: int
-    num_blocks_free: int
-    num_blocks_total: int  # the null block not counted
-    kv_cache_usage: float  # 0 … 1
-    num_preemptions: int
-    prefix_cache_queries: int  # tokens; each sequence counts once
-    prefix_cache_hits: int
-    recompute_cache_queries: int  # the same after preemptions
-    recompute_cache_hits: int
 
 
 class Policy:
@@ -82,6 +64,8 @@ class Policy:
         self._step = 0
         self._epoch = 0
         self._num_deferred = 0
+        self._num_prompt_tokens = 0
+        self._num_generation_tokens = 0
 
     def __repr__(self) -> str:
         return (
@@ -127,6 +111,8 @@ class Policy:
             num_blocks_total=self._blocks.num_usable,
             kv_cache_usage=self._blocks.usage,
             num_preemptions=self._running.num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generation_tokens=self._num_generation_tokens,
             prefix_cache_queries=self._running.num_queries,
             prefix_cache_hits=self._running.num_hits,
             recompute_cache_queries=self._running.num_recompute_queries,
@@ -141,22 +127,16 @@ class Policy:
         One that could never run ends at once: `length` without a token when the prompt fills the context,
         `error` (`kv_cache_exhausted`) when prompt and one token do not fit into all blocks together.
         """
-        config, params = self._config, admit.params
         num_prompt = len(admit.prompt_token_ids)
         capacity = self._blocks.num_usable * self._blocks.block_size
-        limit = min(
-            num_prompt + (params.max_tokens or config.max_model_len),
-            config.max_model_len,
-            capacity + 1,  # the last token needs no KV
-        )
         self._num_admitted += 1
-        request = open_request(admit, self._num_admitted, limit, config.seed, is_fcfs=self._is_fcfs)
+        request = open_request(admit, self._num_admitted, self._config, capacity)
         self._requests[admit.id] = request
         self._sequences.update((sequence.id, sequence) for sequence in request.sequences)
         self._num_deferred += len(request.deferred)
         if num_prompt == 0:
             self._end_request(request, "error", "validation_error: the prompt has no token")
-        elif num_prompt >= config.max_model_len:
+        elif num_prompt >= self._config.max_model_len:
             self._end_request(request, "length")
         elif num_prompt >= capacity:
             self._end_request(
@@ -195,6 +175,8 @@ class Policy:
                 continue
             if incarnation == sequence.incarnation:
                 sequence.num_landed = end
+                if start < sequence.num_prompt:
+                    self._num_prompt_tokens += min(end, sequence.num_prompt) - start
                 self._running.register(sequence)
                 if sequence.request.deferred and end >= sequence.num_prompt:
                     self._release_siblings(sequence.request)
@@ -223,7 +205,7 @@ class Policy:
         culprit = self._quarantine.failed()
         if culprit is not None and culprit.state is not State.FINISHED:
             self._blocks.forget(culprit.blocks)
-            self._tell_end(culprit, "error", message)
+            self._tell_end(culprit, "error", f"execution_error: {message}")
 
     def set_pause(self, pause: Pause) -> None:
         self._pause = pause
@@ -254,7 +236,7 @@ class Policy:
         config, flights = self._config, self._flights
         if self._pause is Pause.ALL or len(flights) >= config.max_steps_in_flight:
             return None
-        draft = Draft(config.max_num_scheduled_tokens, self._max_count())
+        draft = Draft(config, num_competing=len(self._running) + len(self._waiting))
         if self._quarantine and (group := self._quarantine.group()):
             if flights:
                 return None
@@ -273,17 +255,6 @@ class Policy:
         plan, flight = draft.commit(self._step, self._epoch)
         flights.append(flight)
         return plan
-
-    def _max_count(self) -> int:
-        """The most tokens for one sequence; spec 5.4."""
-        config = self._config
-        threshold, budget = config.long_prefill_token_threshold, config.max_num_scheduled_tokens
-        num_competing = len(self._running) + len(self._waiting)
-        if threshold <= 0 or num_competing <= 1:
-            return budget
-        if config.long_prefill_token_threshold_adaptive:
-            return max(threshold, budget // num_competing)
-        return threshold
 
     def _plan_running(self, draft: Draft, sequences: list[Sequence]) -> None:
         block_size, max_count = self._blocks.block_size, draft.max_count
@@ -312,7 +283,8 @@ class Policy:
     def _land(self, step: int) -> Flight:
         """The eldest plan in flight, which must be this one: answers come in order."""
         if not self._flights or self._flights[0].step != step:
-            raise RuntimeError(f"an answer to step {step}, in flight {list(self._flights)}")
+            expected = [flight.step for flight in self._flights]
+            raise RuntimeError(f"an answer to step {step}, in flight are {expected}")
         return self._flights.popleft()
 
     def _undo(self, flight: Flight) -> list[Sequence]:
@@ -335,22 +307,9 @@ class Policy:
         """A sample has come."""
         sequence.num_in_flight -= 1
         end = sequence.append(token)
-        finish_reason, stop_reason = end if end is not None else (None, None)
-        is_first = sequence.num_output == 1
-        self._news.tell(
-            SequenceTokens(
-                sequence.id,
-                (token,),
-                finish_reason,
-                stop_reason,
-                (logprobs,) if logprobs is not None else (),
-                tuple(sequence.prompt_logprobs) if is_first else (),
-                sequence.num_cached if is_first else None,
-            )
-        )
-        if is_first:
-            sequence.prompt_logprobs.clear()
-        if finish_reason is not None:
+        self._num_generation_tokens += 1
+        self._news.tell_token(sequence, token, end, logprobs)
+        if end is not None:
             self._finish(sequence)
         elif sequence.row < 0:
             self._requeue(sequence)

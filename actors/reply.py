@@ -6,6 +6,7 @@ else.  The output with `finished=True` is handed out exactly once.  Source: spec
 """
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from trouper.outputs import (
@@ -49,6 +50,7 @@ class ReplySlot:
         self.stats = RequestStateStats()
         self._kind = params.output_kind
         self._wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
+        self._wants_prompt_logprobs = params.prompt_logprobs is not None
         self._interval = max(stream_interval, params.stream_interval or 1)
         self._completions = [_Completion() for _ in range(params.n)]
         self._num_open = params.n  # completions without a finish reason
@@ -93,6 +95,8 @@ class ReplySlot:
         """The prompt is rendered."""
         self._prompt = prompt
         self._prompt_token_ids = list(prompt_token_ids)
+        if self._wants_prompt_logprobs:
+            self._prompt_logprobs = [None]  # of a prompt of one token this is all
         self._rendered.set()
 
     def note_cached_tokens(self, num_cached_tokens: int) -> None:
@@ -154,7 +158,7 @@ class ReplySlot:
             self._end()
             self._wake_reader()
 
-    def fail_request(self, error: RequestError) -> None:
+    def note_error(self, error: RequestError) -> None:
         """Note why completions end with `error`; the reader of a step loop gets it in the output."""
         self._request_error = error
 
@@ -164,7 +168,13 @@ class ReplySlot:
         Raises:
             Exception: what `fail` was given.
         """
-        while (output := self.read_nowait()) is None:
+        if self._is_ready:
+            await anyio.lowlevel.checkpoint()
+        else:
+            await self._woken.receive()
+        while (
+            output := self.read_nowait()
+        ) is None:  # a stale wake-up: that output is taken already
             await self._woken.receive()
         return output
 
@@ -186,7 +196,7 @@ class ReplySlot:
         """What `read` would return now, or None."""
         if self._error is not None:
             raise self._error
-        if not self._due or (self._kind == RequestOutputKind.FINAL_ONLY and self._num_open > 0):
+        if not self._is_ready:
             return None
         prompt_logprobs = self._prompt_logprobs
         if self._kind == RequestOutputKind.DELTA and self._has_sent:
@@ -217,6 +227,13 @@ class ReplySlot:
     def _end(self) -> None:
         self._rendered.set()
         self._over.set()
+
+    @property
+    def _is_ready(self) -> bool:
+        is_due = bool(self._due) and (
+            self._kind != RequestOutputKind.FINAL_ONLY or not self._num_open
+        )
+        return is_due or self._error is not None
 
     def _take(self, index: int) -> CompletionOutput:
         mine = self._completions[index]

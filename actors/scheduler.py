@@ -19,15 +19,19 @@ from trouper.actors.messages import (
     ExecutorInbox,
     ResetPrefixCache,
     SchedulerInbox,
+    SchedulerStats,
+    SequenceId,
     SetPause,
     Step,
     StepDone,
     StepFailed,
+    Stepped,
     StepTokens,
     Stop,
 )
 from trouper.actors.pause import Pause
-from trouper.actors.policy import Policy, SchedulerStats
+from trouper.actors.policy import Policy
+from trouper.actors.reporter import Reporter
 
 
 class Scheduler:
@@ -43,13 +47,16 @@ class Scheduler:
         detokenizer: MemoryObjectSendStream[DetokenizerInbox],
         policy: Policy,
         *,
+        reporter: Reporter | None = None,
         is_stepped: bool = False,
     ) -> None:
         self._inbox = inbox
         self._executor = executor
         self._detokenizer = detokenizer
         self._policy = policy
+        self._reporter = reporter or Reporter(None)
         self._is_stepped = is_stepped
+        self._started: list[SequenceId] = []  # since the last news
         self._num_plans_due = 0  # when stepped: plans that were asked for and not made
         self._steps: list[Answer[None]] = []
         self._pauses: list[SetPause] = []  # not in full effect yet
@@ -58,7 +65,7 @@ class Scheduler:
         return self._policy.statistics()
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        with self._inbox, self._executor, self._detokenizer:
+        with self._inbox, self._executor, self._detokenizer, self._reporter:
             task_status.started()
             async for message in self._inbox:
                 self._handle(message)
@@ -69,12 +76,9 @@ class Scheduler:
                     pass
                 self._plan()
                 # The device first: what it computes next hides what the others do with the news.
-                news, answers = self._policy.take_news(), self._due_answers()
-                if news is not None or answers:
-                    sequences = () if news is None else news.sequences
-                    await self._detokenizer.send(StepTokens(sequences, answers))
+                await self._tell()
 
-    def _handle(self, message: SchedulerInbox) -> None:
+    def _handle(self, message: SchedulerInbox) -> None:  # noqa: C901  # a table, one line a message
         policy = self._policy
         match message:
             case StepDone():
@@ -111,6 +115,17 @@ class Scheduler:
                 break
             self._num_plans_due = max(0, self._num_plans_due - 1)
             self._executor.send_nowait(plan)
+            self._started += [row.sequence for row in plan.new_rows]
+
+    async def _tell(self) -> None:
+        news, answers = self._policy.take_news(), self._due_answers()
+        if news is None and not answers and not self._started:
+            return
+        sequences = () if news is None else news.sequences
+        started, self._started = tuple(self._started), []
+        if self._reporter.is_on:
+            self._reporter.report(Stepped(self._policy.statistics()))
+        await self._detokenizer.send(StepTokens(sequences, started, answers))
 
     def _due_answers(self) -> tuple[Answer[None], ...]:
         """Who has waited long enough; they are told behind the news, through the Detokenizer."""

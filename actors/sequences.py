@@ -18,6 +18,7 @@ import msgspec
 
 from trouper.actors.blocks import FIRST_PARENT, block_hash
 from trouper.actors.messages import Admit, Sampling, SequenceId, TokenLogprobs
+from trouper.config import SchedulerConfig
 from trouper.outputs import FinishReason
 
 Order = tuple[int, float, int, int]  # smaller runs first; unique
@@ -122,17 +123,18 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
         )
 
 
-def open_request(
-    admit: Admit, number: int, limit: int, engine_seed: int, *, is_fcfs: bool
-) -> Request:
-    """The request and its n sequences, of which all but the leader are deferred."""
+def open_request(admit: Admit, number: int, config: SchedulerConfig, capacity: int) -> Request:
+    """The request and its n sequences, of which all but the leader are deferred.
+
+    `number` counts admissions; all blocks together hold the KV of `capacity` tokens.
+    """
     stop_ids = set(admit.stop_token_ids)
     if admit.eos_token_id is not None:
         stop_ids.add(admit.eos_token_id)
     n = admit.params.n
     request = Request(
         admit=admit,
-        sampling=_sampling(admit, sorted(stop_ids), engine_seed),
+        sampling=_sampling(admit, sorted(stop_ids), config.seed),
         stop_ids=frozenset(stop_ids),
         sequences=[],
         deferred=[],
@@ -140,14 +142,16 @@ def open_request(
         prompt_hashes=[],
     )
     num_prompt = len(admit.prompt_token_ids)
+    max_tokens = admit.params.max_tokens or config.max_model_len
+    # The last token needs no KV: nobody reads it.
+    limit = min(num_prompt + max_tokens, config.max_model_len, capacity + 1)
+    rank = (0, 0.0) if config.policy == "fcfs" else (-admit.priority, admit.arrival_time)
     for index in range(n):
         sequence = Sequence(
             id=SequenceId(admit.id + index),
             index=index,
             request=request,
-            order=(0, 0.0, number, index)
-            if is_fcfs
-            else (-admit.priority, admit.arrival_time, number, index),
+            order=(rank[0], rank[1], number, index),
             num_prompt=num_prompt,
             limit=limit,
             num_tokens=num_prompt,

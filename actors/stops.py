@@ -61,8 +61,11 @@ class TextState:
         unless stop strings are included in the output; the token itself counts.
         """
         silent = len(token_ids) - 1 if ends_with_stop_token and not self._include_stop else -1
-        withheld = 0 if self._include_stop else self._reach
         texts: list[str] = []
+        if not self._stop:
+            texts += [self._decode_next(id) for i, id in enumerate(token_ids) if i != silent]
+            return News("".join(texts), len(token_ids))
+        withheld = 0 if self._include_stop else self._reach
         for position, token_id in enumerate(token_ids):
             text = "" if position == silent else self._decode_next(token_id)
             if (found := self._append(text)) is not None:
@@ -83,9 +86,7 @@ class TextState:
         if self._num_tokens <= self._min_tokens:
             self._floor = len(self._tail)
             return None
-        if not self._stop or not text:
-            return None
-        return self._find(new_from)
+        return self._find(new_from) if text else None
 
     def _find(self, new_from: int) -> tuple[str, int] | None:
         best: tuple[int, int, str] | None = None

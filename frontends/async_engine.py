@@ -69,6 +69,7 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         arrival_time: float | None = None,
         lora_request: object | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> Generation:
@@ -96,6 +97,8 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
             f"request-{next(self._numbers)}" if request_id is None else request_id,
             priority=priority,
             arrival_time=arrival_time,
+            mm_processor_kwargs=mm_processor_kwargs,
+            trace_headers=trace_headers,
             **tokenization_options(tokenization_kwargs),
         )
 

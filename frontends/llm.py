@@ -44,7 +44,8 @@ class LLM:
         engine_args.setdefault("disable_log_stats", True)
         self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args), is_stepped=False)
         self._engine = self.llm_engine.async_engine
-        self._enqueued: list[Generation] = []
+        self._generations: dict[str, Generation] = {}  # queued, and not waited for yet
+        self._enqueued: list[str] = []
         self._completed: list[RequestOutput] = []  # of the wrong type for the last who asked
 
     @classmethod
@@ -70,10 +71,12 @@ class LLM:
         Raises:
             TrouperValidationError: a bad prompt or parameter; nothing of this call goes on.
         """
-        generations = self._prepare(
-            _as_list(prompts), sampling_params, lora_request, priority, tokenization_kwargs
-        )
-        return self._finish(generations, use_tqdm)
+        self._check_schedules()
+        ids = self._add_requests(
+            _as_list(prompts), sampling_params, use_tqdm, lora_request, priority,
+            tokenization_kwargs,
+        )  # fmt: skip
+        return self._finish(ids, use_tqdm)
 
     def chat(
         self,
@@ -92,12 +95,23 @@ class LLM:
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the model's chat template."""
-        generations = self._add_chat_requests(
-            messages, sampling_params, lora_request, priority, chat_template,
-            chat_template_content_format, add_generation_prompt, continue_final_message, tools,
-            chat_template_kwargs, tokenization_kwargs, mm_processor_kwargs,
-        )  # fmt: skip
-        return self._finish(generations, use_tqdm)
+        self._check_schedules()
+        ids = self._add_chat_requests(
+            messages=messages,
+            sampling_params=sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            priority=priority,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        return self._finish(ids, use_tqdm)
 
     def enqueue(
         self,
@@ -114,12 +128,17 @@ class LLM:
         Legal while the engine sleeps at level 0 or is paused with `keep`: they are queued.  If one prompt
         is bad, all of this call are aborted and its error is raised.
         """
-        _refuse_multimodal(mm_processor_kwargs)
-        generations = self._prepare(
-            _as_list(prompts), sampling_params, lora_request, priority, tokenization_kwargs,
-            needs_scheduling=False,
-        )  # fmt: skip
-        return self._enqueue(generations, use_tqdm)
+        return self._keep(
+            self._add_requests(
+                _as_list(prompts),
+                sampling_params,
+                use_tqdm,
+                lora_request,
+                priority,
+                tokenization_kwargs,
+                mm_processor_kwargs,
+            )
+        )
 
     def enqueue_chat(
         self,
@@ -138,12 +157,23 @@ class LLM:
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[str]:
         """`chat` without waiting: the ids of the conversations, in order."""
-        generations = self._add_chat_requests(
-            messages, sampling_params, lora_request, priority, chat_template,
-            chat_template_content_format, add_generation_prompt, continue_final_message, tools,
-            chat_template_kwargs, tokenization_kwargs, mm_processor_kwargs, needs_scheduling=False,
-        )  # fmt: skip
-        return self._enqueue(generations, use_tqdm)
+        return self._keep(
+            self._add_chat_requests(
+                messages=messages,
+                sampling_params=sampling_params,
+                use_tqdm=use_tqdm,
+                lora_request=lora_request,
+                priority=priority,
+                chat_template=chat_template,
+                chat_template_content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                tokenization_kwargs=tokenization_kwargs,
+                mm_processor_kwargs=mm_processor_kwargs,
+            )
+        )
 
     def wait_for_completion(
         self,
@@ -157,10 +187,11 @@ class LLM:
             EnginePausedError: the engine is paused and something enqueued would need it.
             TypeError: an output is not of `output_type`; all outputs stay available.
         """
-        if any(not generation.is_over for generation in self._enqueued):
+        open_ids = [id for id in self._enqueued if id in self._generations]
+        if any(not self._generations[id].is_over for id in open_ids):
             self._check_schedules()
-        generations, self._enqueued = self._enqueued, []
-        self._completed += self._finish(generations, use_tqdm)
+        self._enqueued = []
+        self._completed += self._finish(open_ids, use_tqdm)
         for output in self._completed:
             if output_type is not None and not isinstance(output, output_type):
                 raise TypeError(f"{output.request_id} yielded a {type(output).__name__}")
@@ -176,7 +207,8 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The `beam_width` most probable completions of each prompt; spec section 2.2."""
         self._check_schedules()
-        _refuse_lora(lora_request)
+        if lora_request is not None:
+            raise UnsupportedFeatureError("lora_request is not supported yet")
         return [beam_search(self, prompt, params) for prompt in _as_list(prompts)]
 
     # Lifecycle; spec section 10
@@ -249,22 +281,18 @@ class LLM:
 
     def _add_chat_requests(
         self,
+        *,
         messages: Conversation | Sequence[Conversation],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        lora_request: object | None,
-        priority: int | Sequence[int] | None,
-        chat_template: str | None,
-        chat_template_content_format: str,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        tools: list[dict[str, Any]] | None,
-        chat_template_kwargs: dict[str, Any] | None,
-        tokenization_kwargs: dict[str, Any] | None,
-        mm_processor_kwargs: dict[str, Any] | None,
-        needs_scheduling: bool = True,
-    ) -> list[Generation]:
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        **how: Any,
+    ) -> list[str]:
         """The one place where conversations become requests, for `chat` and `enqueue_chat`."""
-        _refuse_multimodal(mm_processor_kwargs)
         if chat_template_content_format not in ("auto", "string", "openai"):
             raise TrouperValidationError(
                 "must be auto, string or openai",
@@ -283,60 +311,59 @@ class LLM:
             )
             for conversation in ([messages] if is_one else messages)
         ]
-        return self._prepare(
-            prompts, sampling_params, lora_request, priority, tokenization_kwargs,
-            needs_scheduling=needs_scheduling,
-        )  # fmt: skip
+        return self._add_requests(prompts, mm_processor_kwargs=mm_processor_kwargs, **how)
 
-    def _prepare(
+    def _add_requests(
         self,
         prompts: Sequence[PromptType],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        lora_request: object | None,
-        priority: int | Sequence[int] | None,
-        tokenization_kwargs: dict[str, Any] | None,
-        *,
-        needs_scheduling: bool = True,
-    ) -> list[Generation]:
-        """Check everything that concerns the call as a whole, before anything is added."""
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        lora_request: object | None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """Check what concerns the call as a whole, then render and queue all prompts, or none."""
         self.llm_engine.check_open()
-        if needs_scheduling:
-            self._check_schedules()
-        _refuse_lora(lora_request)
         if not prompts:
             raise TrouperValidationError("You must pass at least one prompt", parameter="prompt")
         all_params = one_each(sampling_params, len(prompts), "sampling_params")
+        adapters = one_each(lora_request, len(prompts), "lora_request")
         priorities = one_each(priority, len(prompts), "priority")
-        return [
+        generations = [
             self._engine.generate(
                 prompt,
                 _final_only(params or self.get_default_sampling_params()),
+                lora_request=adapter,
                 tokenization_kwargs=tokenization_kwargs,
+                mm_processor_kwargs=mm_processor_kwargs,
                 priority=urgency or 0,
             )
-            for prompt, params, urgency in zip(prompts, all_params, priorities, strict=True)
+            for prompt, params, adapter, urgency in zip(
+                prompts, all_params, adapters, priorities, strict=True
+            )
         ]
+        with _progress_bar(use_tqdm, len(generations), "prompts") as bar:
+            self.llm_engine.call(_submit, generations, bar)
+        self._generations.update((generation.request_id, generation) for generation in generations)
+        return [generation.request_id for generation in generations]
+
+    def _keep(self, ids: list[str]) -> list[str]:
+        self._enqueued += ids
+        return ids
+
+    def _finish(self, ids: list[str], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
+        generations = [self._generations.pop(id) for id in ids]
+        with _progress_bar(use_tqdm, len(generations), "requests") as bar:
+            return self.llm_engine.call(_gather, generations, bar)
 
     def _check_schedules(self) -> None:
-        self.llm_engine.check_open()
         if self.llm_engine.is_sleeping():
             raise EnginePausedError("the engine is paused or asleep: wake_up() first")
 
-    def _enqueue(self, generations: list[Generation], use_tqdm: bool | ProgressBar) -> list[str]:
-        with _progress_bar(use_tqdm, len(generations)) as bar:
-            self.llm_engine.call(_submit, generations, bar)
-        self._enqueued += generations
-        return [generation.request_id for generation in generations]
-
-    def _finish(
-        self, generations: list[Generation], use_tqdm: bool | ProgressBar
-    ) -> list[RequestOutput]:
-        with _progress_bar(use_tqdm, len(generations)) as bar:
-            return self.llm_engine.call(_gather, generations, bar)
-
 
 async def _submit(generations: list[Generation], bar: Any) -> None:
-    """Render all; if one is bad, all are aborted."""
+    """Render and queue all; if one is bad, all are aborted."""
     try:
         for generation in generations:
             generation.open()
@@ -367,8 +394,6 @@ async def _gather(generations: list[Generation], bar: Any) -> list[RequestOutput
 
     try:
         async with anyio.create_task_group() as tg:
-            for generation in generations:
-                generation.open()  # in the order of the prompts, whatever the order of the tasks
             for index, generation in enumerate(generations):
                 tg.start_soon(finish, index, generation)
     finally:
@@ -384,24 +409,14 @@ def _as_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]
     return cast("Sequence[PromptType]", [prompts] if is_one else prompts)
 
 
-def _refuse_multimodal(mm_processor_kwargs: dict[str, Any] | None) -> None:
-    if mm_processor_kwargs:
-        raise UnsupportedFeatureError("mm_processor_kwargs: there is no multimodal input yet")
-
-
-def _refuse_lora(lora_request: object | None) -> None:
-    if lora_request is not None:
-        raise UnsupportedFeatureError("lora_request is not supported yet")
-
-
 def _final_only(params: SamplingParams) -> SamplingParams:
     params = params.clone()
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
 
 
-def _progress_bar(use_tqdm: bool | ProgressBar, total: int) -> Any:
+def _progress_bar(use_tqdm: bool | ProgressBar, total: int, what: str) -> Any:
     from tqdm import tqdm
 
     make = use_tqdm if callable(use_tqdm) else tqdm
-    return make(total=total, desc="requests", unit="req", disable=not use_tqdm, leave=False)
+    return make(total=total, desc=what, disable=not use_tqdm, leave=False)

@@ -18,6 +18,11 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return torch.rms_norm(x, weight_D.shape, weight_D, eps)
 
 
+def rms_norm_heads_(x_TND: Tensor, weight_ND: Tensor, eps: float) -> None:
+    """In place over each head of q and k at once, whose weights differ: half the calls of one by one."""
+    torch.mul(torch.rms_norm(x_TND, x_TND.shape[-1:], None, eps), weight_ND, out=x_TND)
+
+
 def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     wide = x.double()
     scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()

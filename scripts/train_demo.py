@@ -63,7 +63,7 @@ EPS, THETA, MAX_LEN = 1e-6, 10_000.0, 2048
 BATCH = 8192  # tokens a step; the two lengths below share it
 SHORT, LONG, LONG_SHARE = 512, 2048, 0.1  # the last tenth of the steps stretches the context
 MICRO = 2048  # tokens a worker takes at a time
-WARMUP, HOLD = 20, 0.4
+WARMUP, HOLD = 20, 0.5
 MUON_LR, ADAM_LR = 0.02, 0.004
 
 
@@ -142,15 +142,11 @@ class Batches:
         epoch, index = divmod(step, per_epoch)
         if self._epoch != (epoch, length):
             rng = np.random.default_rng([self._seed, epoch, length])
-            stream = np.concatenate(
-                [self._documents[i] for i in rng.permutation(len(self._documents))]
-            )
+            order = rng.permutation(len(self._documents))
             starts = np.arange(0, per_epoch * rows * length, length) + rng.integers(length)
-            self._stream, self._starts, self._epoch = (
-                stream,
-                rng.permutation(starts),
-                (epoch, length),
-            )
+            self._stream = np.concatenate([self._documents[i] for i in order])
+            self._starts = rng.permutation(starts)
+            self._epoch = (epoch, length)
         picked = self._starts[index * rows :][:rows]
         return np.stack([self._stream[s : s + length + 1] for s in picked])
 

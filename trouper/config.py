@@ -6,6 +6,7 @@ Only json files are read here; torch is never imported.  Source: spec section 2.
 import dataclasses
 import difflib
 import json
+import math
 import os
 from collections.abc import Callable
 from functools import wraps
@@ -171,6 +172,8 @@ class EngineArgs:
             stream_interval=self.stream_interval,
             chat_template=self.chat_template,
             shutdown_timeout_s=self.shutdown_timeout,
+            log_stats=not self.disable_log_stats,
+            log_stats_interval_s=_environ("TROUPER_LOG_STATS_INTERVAL", 10.0),
             max_num_queued_reqs=self.max_num_queued_reqs,
             max_num_queued_tokens=self.max_num_queued_tokens,
             scheduler=SchedulerConfig(
@@ -342,6 +345,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int
     chat_template: str | None
     shutdown_timeout_s: float
+    log_stats: bool = False
+    log_stats_interval_s: float = 10.0
+    metrics_prefix: str = "trouper"
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
     scheduler: SchedulerConfig
@@ -487,13 +493,18 @@ def _dtype(wanted: str, model: ModelConfig) -> str:
 
 def _kv_cache_bytes() -> int:
     """`TROUPER_CPU_KVCACHE_SPACE` is in GiB; 0 or unset means the default."""
-    text = os.environ.get("TROUPER_CPU_KVCACHE_SPACE", "0")
+    return int(_environ("TROUPER_CPU_KVCACHE_SPACE", 0.0) * 2**30) or DEFAULT_KV_CACHE_BYTES
+
+
+def _environ(name: str, default: float) -> float:
+    """A number ≥ 0 from the environment.  The only place that reads it."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
     try:
-        size = int(float(text) * 2**30)
-    except (OverflowError, ValueError):
-        size = -1
-    if size < 0:
-        raise TrouperValidationError(
-            "must be a number of GiB", parameter="TROUPER_CPU_KVCACHE_SPACE", value=text
-        )
-    return size or DEFAULT_KV_CACHE_BYTES
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise TrouperValidationError("must be a number ≥ 0", parameter=name, value=text)
+    return value

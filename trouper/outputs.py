@@ -54,6 +54,7 @@ class RequestStateStats(msgspec.Struct):
     scheduled_ts: float = 0.0
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
+    finished_ts: float = 0.0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
 

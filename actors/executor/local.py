@@ -114,7 +114,10 @@ class LocalDevice:
 
         torch.set_num_threads(min(torch.get_num_threads(), num_physical_cores()))
         self._runner = Runner(self._config)
-        return self._runner.load()
+        info = self._runner.load()
+        if self._runner.is_tiny:
+            torch.set_num_threads(1)  # on a busy machine a barrier costs a time slice, 4 ms
+        return info
 
     def _step(self, plan: StepPlan) -> StepDone | StepFailed:
         if plan.epoch <= self._refused_epoch:

@@ -27,6 +27,9 @@ from trouper.config import EngineConfig
 from trouper.errors import ProfilerAlreadyActiveError, TrouperValidationError
 from trouper.kernels.paged_attention import MAX_TILE_CAPPED
 
+# Weights that a core streams from its cache within what it costs to wake a second one.
+TINY_BYTES = 2**20
+
 logger = logging.getLogger(__name__)
 
 
@@ -91,6 +94,10 @@ class Runner:
                     dtype=self._dtype,
                 )
 
+    @property
+    def is_tiny(self) -> bool:
+        return self._decoder is not None and self._decoder.num_bytes < TINY_BYTES
+
     def start_profile(self, folder: str) -> None:
         """Trace what follows, until `stop_profile` writes a Chrome trace into the folder.
 
@@ -154,8 +161,8 @@ class Runner:
         columns = np.flatnonzero(plan.needs_sample)
         if len(columns):
             assert self._decoder is not None
-            last = torch.from_numpy(batch.firsts + batch.ends - batch.starts - 1)[columns]
-            logits_RV = self._decoder.logits(hidden_TE[last])
+            last = (batch.firsts + batch.ends - batch.starts - 1)[columns]
+            logits_RV = self._decoder.logits(hidden_TE.index_select(0, torch.from_numpy(last)))
             sampled = self._sampler.sample(
                 logits_RV, batch.rows[columns].tolist(), batch.ends[columns].tolist()
             )

@@ -161,6 +161,10 @@ def _layer(traits: DecoderTraits, index: int, source: Source, dtype: torch.dtype
             projections[name].bias = tensor
         else:
             norms[name] = tensor
+    if traits.qk_norm == "head":
+        q_ND = norms.pop("q_norm").expand(traits.num_q_heads, -1)
+        k_ND = norms.pop("k_norm").expand(traits.num_kv_heads, -1)
+        norms["head_norm"] = torch.cat((q_ND, k_ND))
     return Layer(traits.layers[index], **projections, **norms)
 
 

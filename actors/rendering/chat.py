@@ -52,8 +52,8 @@ class ChatTemplate:
         self._source = source
         # Tokens such as `<think>` are not flagged special, but a template that writes them means them.
         control = {t for t in added if t in source and not t.isspace()} | set(special)
-        self._anyones = _spelling(set(special))
-        self._control = _spelling(control)
+        self._special = frozenset(t for t in special if len(t) > 1)  # one character has no inside
+        self._control = frozenset(t for t in control if len(t) > 1)
 
     def render(
         self,
@@ -108,9 +108,9 @@ class ChatTemplate:
         if not isinstance(role := message.get("role"), str):
             raise TrouperValidationError("the role must be a string", parameter=f"{where}.role")
         # The model itself writes `<think>` and the like, so an earlier answer may hold them as tokens.
-        spelling = self._anyones if role == "assistant" else self._control
+        unwelcome = self._special if role == "assistant" else self._control
         clean = {
-            key: value if key == "role" else _sewn(value, spelling)
+            key: value if key == "role" else _sewn(value, unwelcome)
             for key, value in message.items()
             if value is not None
         }
@@ -188,24 +188,25 @@ def _cut_end(text: str, final: str) -> str:
     return text[:end] if is_whole else text[:end].rstrip()  # trimmed, so the message's end was too
 
 
-def _spelling(tokens: Collection[str]) -> re.Pattern[str] | None:
-    """Matches the first character of each place where a token is spelled, overlapping ones too."""
-    breakable = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
-    if not breakable:
-        return None
-    return re.compile(f"(?=(?:{'|'.join(map(re.escape, breakable))})).", re.DOTALL)
-
-
-def _sewn(value: Any, spelling: re.Pattern[str] | None) -> Any:
-    """Put a seam into every control token that the strings in `value` spell."""
+def _sewn(value: Any, tokens: Collection[str]) -> Any:
+    """Put a seam into each of `tokens` that the strings in `value` spell."""
     if isinstance(value, str):
-        value = value.replace(SEAM, "")
-        return value if spelling is None else spelling.sub(rf"\g<0>{SEAM}", value)
+        return _sew(value.replace(SEAM, ""), tokens)
     if isinstance(value, dict):
-        return {key: _sewn(item, spelling) for key, item in value.items()}
+        return {key: _sewn(item, tokens) for key, item in value.items()}
     if isinstance(value, list):
-        return [_sewn(item, spelling) for item in value]
+        return [_sewn(item, tokens) for item in value]
     return value
+
+
+def _sew(text: str, tokens: Collection[str]) -> str:
+    # Some models have hundreds of special tokens: look for each at the speed of `in`, which nearly always
+    # ends the matter.  Only first characters are consumed, so overlapping spellings are all broken.
+    spelled = [token for token in tokens if token in text]
+    if not spelled:
+        return text
+    heads = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in spelled)
+    return re.sub(heads, rf"\g<0>{SEAM}", text)
 
 
 def _iterates_content(tree: nodes.Template) -> bool:

@@ -24,17 +24,18 @@ from trouper.errors import (
 NUM_TEMPLATES = 16  # compiled templates kept: the model's own and what requests bring
 MAX_SALT_CHARS = 128
 SPARE_TOKENS = 64  # a text cut before tokenising is left this much longer than it needs to be
-TEXT_KEYS = frozenset({"type", "prompt", "cache_salt"})
+# mm_processor_kwargs concerns multimodal items only; without any it has nothing to do.
+TEXT_KEYS = frozenset({"type", "prompt", "cache_salt", "mm_processor_kwargs"})
 TOKENS_KEYS = TEXT_KEYS | {"prompt_token_ids"}
 CHAT_KEYS = frozenset(
     {
         "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools",
-        "chat_template_kwargs", "cache_salt",
+        "chat_template_kwargs", "cache_salt", "mm_processor_kwargs",
     }
 )  # fmt: skip
 LATER_KEYS = frozenset(
     {
-        "prompt_embeds", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids",
+        "prompt_embeds", "multi_modal_data", "multi_modal_uuids",
         "media_io_kwargs", "encoder_prompt", "decoder_prompt", "token_type_ids",
     }
 )  # fmt: skip
@@ -86,19 +87,27 @@ class Prompts:
         """Raises what spec section 2.1 says about bad prompts, or anything on a defect."""
         form = self._form(message.prompt)
         wanted = self._wanted_length(message.truncate_prompt_tokens)
+        keeps_end = self._keeps_end(message.truncation_side)
         if form.ids is None:
             adds = message.add_special_tokens
             adds = form.adds_special_tokens if adds is None else adds
-            ids = self._encode(form.pieces or [], wanted, adds)
+            ids = self._encode(form.pieces or [], wanted, adds, keeps_end)
         else:
             ids = _checked_ids(form.ids, self._limits.vocab_size)
         if wanted is not None and len(ids) > wanted:
-            ids = ids[-wanted:] if self._keeps_end else ids[:wanted]
+            ids = ids[-wanted:] if keeps_end else ids[:wanted]
         self._check_length(len(ids))
         prompt_token_ids = tuple(ids)
         resolved = resolve_sampling(message.params, len(ids), self._limits, self._tokenizer)
         return Rendered(
-            Track(message.id, prompt_token_ids, resolved.params, message.slot, form.text),
+            Track(
+                message.id,
+                prompt_token_ids,
+                resolved.params,
+                message.slot,
+                form.text,
+                message.trace_headers,
+            ),
             Admit(
                 id=message.id,
                 prompt_token_ids=prompt_token_ids,
@@ -112,10 +121,13 @@ class Prompts:
             ),
         )
 
-    @property
-    def _keeps_end(self) -> bool:
-        """A generation prompt is cut at its beginning unless the tokenizer says otherwise."""
-        return self._tokenizer is None or self._tokenizer.truncation_side != "right"
+    def _keeps_end(self, side: str | None) -> bool:
+        """A prompt is cut at its beginning unless the request, or else the tokenizer, says otherwise."""
+        if side not in (None, "left", "right"):
+            raise _bad("truncation_side", "must be left or right", side)
+        if side is None and self._tokenizer is not None:
+            side = self._tokenizer.truncation_side
+        return side != "right"
 
     def _form(self, prompt: Any) -> _Form:
         if isinstance(prompt, str):
@@ -191,7 +203,9 @@ class Prompts:
         special = {t for i, t in tokenizer.added_tokens.items() if i in tokenizer.special_ids}
         return ChatTemplate(source, special, set(tokenizer.added_tokens.values()))
 
-    def _encode(self, pieces: list[str], wanted: int | None, add_special_tokens: bool) -> list[int]:
+    def _encode(
+        self, pieces: list[str], wanted: int | None, add_special_tokens: bool, keeps_end: bool
+    ) -> list[int]:
         tokenizer = self._needed_tokenizer("prompt")
         num_chars = sum(map(len, pieces))
         if num_chars == 0:
@@ -201,7 +215,7 @@ class Prompts:
         else:
             keep = (wanted + SPARE_TOKENS) * tokenizer.longest_token_chars
             if num_chars > keep and len(pieces) == 1:
-                pieces = [pieces[0][-keep:] if self._keeps_end else pieces[0][:keep]]
+                pieces = [pieces[0][-keep:] if keeps_end else pieces[0][:keep]]
         ids = tokenizer.encode_pieces(pieces, add_special_tokens)
         return _checked_ids(ids, self._limits.vocab_size)
 

@@ -124,16 +124,12 @@ class Tokenizer:
             TrouperValidationError: the text holds lone surrogates.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            with _Panics():
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             raise TrouperValidationError(
                 "the text is not valid Unicode (a lone surrogate)", parameter="prompt"
             ) from None
-        except BaseException as error:
-            # A panic in the library is no Exception, and would take the renderer down with it.
-            if type(error).__name__ == "PanicException":
-                raise GenerationError(f"the tokenizer failed: {error}") from error
-            raise
 
     def encode_pieces(self, pieces: Sequence[str], add_special_tokens: bool = False) -> list[int]:
         """Encode the pieces one by one: no token is found across the seam of two of them."""
@@ -200,6 +196,17 @@ class Tokenizer:
         return self._backend.decode([token_id], skip_special_tokens=False)
 
 
+class _Panics:
+    """Turns a panic in the library into an error: it is no Exception, and would end the engine."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
+        if kind is not None and kind.__name__ == "PanicException":
+            raise GenerationError(f"the tokenizer failed: {error}")
+
+
 def _add_tokens(backend: Backend, config: dict[str, Any], named: dict[str, str]) -> None:
     """Add the tokens that the config names and tokenizer.json lacks, in transformers' order."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -246,7 +253,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
-            raise ValueError("it is not an object")  # noqa: TRY004  reported like bad json
+            raise ValueError("it is not an object")  # reported like bad json
         return value
     except FileNotFoundError:
         return {}

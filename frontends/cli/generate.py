@@ -7,6 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
+import anyio
 import typer
 
 from trouper.config import EngineArgs
@@ -18,6 +19,7 @@ from trouper.outputs import RequestOutput
 from trouper.params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from trouper.actors.generation import Generation
     from trouper.frontends.async_engine import AsyncLLMEngine
 
 
@@ -83,7 +85,7 @@ class _TextPrinter:
         self._is_first = False
         print(prompt if self._echo else "", end="", flush=True)
 
-    def show(self, prompt: str, result: RequestOutput) -> None:
+    def show(self, prompt: str, result: RequestOutput, opened_at: float) -> None:
         """Print what is new; several completions come one after the other, each with its prompt."""
         for completion in sorted(result.outputs, key=lambda completion: completion.index):
             if completion.index > 0:
@@ -101,8 +103,8 @@ class _JsonPrinter:
     def begin(self, prompt: str) -> None:
         pass
 
-    def show(self, prompt: str, result: RequestOutput) -> None:
-        print(json.dumps(_as_json(prompt, result), ensure_ascii=False), flush=True)
+    def show(self, prompt: str, result: RequestOutput, opened_at: float) -> None:
+        print(json.dumps(_as_json(prompt, result, opened_at), ensure_ascii=False), flush=True)
 
     def end(self) -> None:
         pass
@@ -151,12 +153,13 @@ async def _complete(
     """
     figures.note_ready()
     generations = [engine.generate(prompt, params, str(i)) for i, prompt in enumerate(prompts)]
+    opened_at = anyio.current_time()
     try:
         for generation in generations:
             generation.open()
         for number, (prompt, generation) in enumerate(zip(prompts, generations, strict=True), 1):
             try:
-                await _show(prompt, generation, printer, figures)
+                await _show(prompt, generation, opened_at, printer, figures)
             except TrouperValidationError as error:
                 if len(prompts) > 1:
                     error.message = f"prompt {number}: {error.message}"
@@ -166,14 +169,20 @@ async def _complete(
             generation.close()
 
 
-async def _show(prompt: str, generation: Any, printer: Any, figures: _Figures) -> None:
+async def _show(
+    prompt: str,
+    generation: "Generation",
+    opened_at: float,
+    printer: _TextPrinter | _JsonPrinter,
+    figures: _Figures,
+) -> None:
     is_begun = False
     async for result in generation:
         figures.note_output(result)
         if not is_begun:
             printer.begin(prompt)
             is_begun = True
-        printer.show(prompt, result)
+        printer.show(prompt, result, opened_at)
         if result.error is not None:
             raise result.error.to_exception()
     printer.end()
@@ -207,13 +216,9 @@ def _read(name: str) -> str:
         ) from None
 
 
-def _as_json(prompt: str, result: RequestOutput) -> dict[str, Any]:
+def _as_json(prompt: str, result: RequestOutput, opened_at: float) -> dict[str, Any]:
     completions = sorted(result.outputs, key=lambda completion: completion.index)
     metrics = result.metrics
-    times = {} if metrics is None else {
-        "first_token_s": metrics.first_token_ts - metrics.queued_ts,
-        "total_s": metrics.last_token_ts - metrics.queued_ts,
-    }  # fmt: skip
     return {
         "prompt": prompt,
         "outputs": [
@@ -228,5 +233,6 @@ def _as_json(prompt: str, result: RequestOutput) -> dict[str, Any]:
         "num_prompt_tokens": len(result.prompt_token_ids),
         "num_cached_tokens": result.num_cached_tokens,
         "num_tokens": sum(len(completion.token_ids) for completion in completions),
-        **times,
+        "first_token_s": round(metrics.first_token_ts - opened_at, 6) if metrics else None,
+        "total_s": round(metrics.last_token_ts - opened_at, 6) if metrics else None,
     }

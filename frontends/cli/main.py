@@ -48,15 +48,11 @@ def run(arguments: list[str] | None = None) -> int:
     output.prepare_streams()
     try:
         code = app(arguments, prog_name="trouper", standalone_mode=False, obj=state)
-        sys.stdout.flush()
-    except (
-        BrokenPipeError
-    ):  # `trouper generate … | head -1`: nobody reads on, and that is all right
-        output.silence_stdout()
-        return output.EXIT_BROKEN_PIPE
     except (Exception, KeyboardInterrupt) as error:
         if state.get("debug"):
             raise
+        if isinstance(error, output.Interrupted) and output.is_terminal(sys.stderr):
+            print(file=sys.stderr)  # the cursor stands behind ^C
         code, message = output.explain(error)
         output.complain(message)
         return code

@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from trouper.config import EngineArgs
+from trouper.frontends.cli import output
 from trouper.params import SamplingParams
 
 NO = "no_"  # begins the name of the switch that turns another one off
@@ -133,7 +134,12 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         for name, group in groups.items():
             fields = [field.name for field in dataclasses.fields(group)]
             values[name] = group(**{f: values.pop(f) for f in fields if f in values})
-        command(**values)
+        try:
+            command(**values)
+        except BrokenPipeError:
+            # `trouper generate … | head -1`: nobody reads on, and that is all right.
+            output.silence_stdout()
+            raise typer.Exit(output.EXIT_BROKEN_PIPE) from None
 
     expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
     expanded.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -8,7 +8,7 @@ signal that comes before the first has done its work ends the process at once.
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import anyio
@@ -20,6 +20,7 @@ from trouper.frontends.cli import output
 if TYPE_CHECKING:
     from trouper.frontends.async_engine import AsyncLLMEngine
 
+LOADING = "loading …"
 Act = Callable[["AsyncLLMEngine", "Interrupts"], Awaitable[None]]
 
 
@@ -40,7 +41,7 @@ class Interrupts:
             finally:
                 self._stoppable = None
 
-    async def watch(
+    async def run(
         self,
         command: anyio.CancelScope,
         *,
@@ -69,7 +70,7 @@ def run_engine(engine_args: EngineArgs, act: Act) -> None:
         Interrupted: a signal ended the command.
         Exception: what `act` or the engine raised, as it is.
     """
-    with output.status("loading …"):
+    with output.status(LOADING):
         from trouper.frontends.async_engine import AsyncLLMEngine
     engine = AsyncLLMEngine(engine_args, offline=True)
     anyio.run(_run, engine, act, backend="trio")
@@ -79,13 +80,14 @@ async def _run(unopened: "AsyncLLMEngine", act: Act) -> None:
     error: Exception | None = None
     interrupts = Interrupts()
     async with anyio.create_task_group() as tg:
-        await tg.start(interrupts.watch, tg.cancel_scope, name="signals")
+        await tg.start(interrupts.run, tg.cancel_scope, name="signals")
         try:
-            async with unopened as engine:
+            async with AsyncExitStack() as stack:
+                with output.status(LOADING):
+                    engine = await stack.enter_async_context(unopened)
                 await act(engine, interrupts)
-        except (
-            Exception
-        ) as raised:  # carried out of the group, so that it is not wrapped in another
+        except Exception as raised:
+            # Carried out of the group, so that it is not wrapped in another.
             error = raised
         tg.cancel_scope.cancel()
     if interrupts.number is not None:

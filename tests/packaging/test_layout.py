@@ -1,5 +1,6 @@
 """The source folders at the root are the sub-packages of trouper, and nothing else."""
 
+import ast
 import re
 import sys
 import tomllib
@@ -7,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("actors", "bench", "frontends", "kernels")
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 SOURCES = [
     path
     for folder in (*FOLDERS, "docs", "scripts", "tests", "trouper")
@@ -59,3 +61,25 @@ def test_no_module_has_two_names():
     for folder in FOLDERS:
         module = sys.modules.get(folder)
         assert module is None or not str(module.__file__).startswith(str(ROOT))
+
+
+def test_every_import_is_a_declared_dependency():
+    project = PYPROJECT["project"]
+    shipped = project["dependencies"] + project["optional-dependencies"]["cuda"]
+    tested = shipped + project["optional-dependencies"]["test"]
+    for path in SOURCES:
+        is_test = path.is_relative_to(ROOT / "tests") or path.is_relative_to(ROOT / "scripts")
+        names = [re.split(r"[^\w-]", line)[0] for line in (tested if is_test else shipped)]
+        known = {name.replace("-", "_") for name in names} | sys.stdlib_module_names
+        unknown = imported_names(path) - known - {"trouper", "conftest"}
+        assert not unknown, f"{path}: {unknown}"
+
+
+def imported_names(path):
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module)
+    return {name.split(".")[0] for name in names}

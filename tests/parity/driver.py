@@ -18,7 +18,9 @@ GREEDY = Sampling(temperature=0.0)
 class Sequence_:
     """One sequence in the driver's care."""
 
-    def __init__(self, row: int, prompt: Sequence[int], sampling: Sampling, num_outputs: int) -> None:
+    def __init__(
+        self, row: int, prompt: Sequence[int], sampling: Sampling, num_outputs: int
+    ) -> None:
         self.row, self.prompt, self.sampling = row, tuple(prompt), sampling
         self.length = len(prompt) + num_outputs  # known and unknown tokens at the end
         self.num_computed = 0
@@ -92,7 +94,8 @@ class Driver:
             starts=tuple(s.num_computed for s in sequences),
             counts=tuple(counts),
             needs_sample=tuple(
-                s.num_computed + count >= len(s.prompt) for s, count in zip(sequences, counts, strict=True)
+                s.num_computed + count >= len(s.prompt)
+                for s, count in zip(sequences, counts, strict=True)
             ),
             new_rows=tuple(new_rows),
             new_blocks=tuple(new_blocks),

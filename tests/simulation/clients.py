@@ -7,12 +7,15 @@ import trio
 
 from trouper.actors.engine import Engine
 from trouper.actors.generation import Generation
+from trouper.actors.lifecycle import EngineState
 from trouper.actors.messages import RequestId
 from trouper.actors.reply import ReplySlot
+from trouper.errors import EngineDeadError
 from trouper.outputs import CompletionOutput, RequestOutput
 from trouper.params import RequestOutputKind, SamplingParams
 
-from .scenario import Client
+from .ports import InjectedError
+from .scenario import Client, Operation
 
 
 class Broken(AssertionError):
@@ -173,13 +176,54 @@ async def _read(world: Any, case: Case, generation: Generation) -> None:
                 await anyio.sleep(client.pause_s)
 
 
-async def abort_later(world: Any, engine: Engine, case: Case) -> None:
+async def abort_later(engine: Engine, case: Case) -> None:
     """Somebody else ends the request, by the name that its client gave it."""
     client = case.client
     assert client.aborted_at_s is not None
     await anyio.sleep(client.arrival_s + client.aborted_at_s)
-    world.abort(client.request_id)
     if client.aborted_at_s:
         engine.abort(client.request_id)
     else:
         engine.abort([client.request_id, "nobody", client.request_id])
+
+
+async def operate(world: Any, engine: Engine, operations: tuple[Operation, ...]) -> None:
+    """Pause, sleep and reset, one after the other; at the end everything is awake again."""
+    try:
+        for operation in operations:
+            await anyio.sleep(operation.after_s)
+            with anyio.move_on_after(operation.patience_s or float("inf")):
+                await _operate(world, engine, operation)
+            await _wake_up(world, engine)
+    except EngineDeadError as error:
+        world.check_death(error)
+
+
+async def _operate(world: Any, engine: Engine, operation: Operation) -> None:
+    try:
+        match operation.kind:
+            case "reset":
+                await engine.reset_prefix_cache(preempt=operation.preempt)
+            case "paused":
+                async with engine.paused(operation.mode, clear_cache=operation.level > 0):
+                    with world.frozen():
+                        await anyio.sleep(operation.hold_s)
+            case "sleep":
+                await engine.sleep(operation.level, operation.mode)
+                with world.frozen():
+                    await anyio.sleep(operation.hold_s)
+                if operation.tags is not None:
+                    await engine.wake(operation.tags)
+                    await anyio.sleep(operation.hold_s)
+    except InjectedError:
+        pass  # the device refused; waking up is tried again
+
+
+async def _wake_up(world: Any, engine: Engine) -> None:
+    with anyio.CancelScope(shield=True):
+        while engine.dead_error is None and engine.lifecycle.state is not EngineState.STOPPED:
+            try:
+                if await engine.wake():
+                    break
+            except InjectedError:
+                pass

@@ -9,6 +9,8 @@ from typing import Any
 
 from trouper.actors.engine import Engine
 from trouper.actors.executor.simulated import simulated_logprobs
+from trouper.actors.lifecycle import EngineState
+from trouper.actors.pause import Pause
 from trouper.actors.policy import Policy
 from trouper.actors.sequences import Sequence, State
 from trouper.errors import (
@@ -56,7 +58,7 @@ def at_rest(world: Any) -> None:
         stats.num_steps_in_flight == device.num_steps_out,
         "steps in flight", stats, device.num_steps_out,
     )  # fmt: skip
-    if device.num_steps_out == 0 and not engine.lifecycle.is_paused:
+    if device.num_steps_out == 0 and engine.lifecycle.state is EngineState.AWAKE:
         require(policy.num_unfinished == 0, "the device is idle while sequences wait", stats)
     check_blocks(policy)
     check_tables(world, engine, policy)
@@ -91,6 +93,11 @@ def check_blocks(policy: Policy) -> None:
         require(is_free == (references[block] == 0), "free and held, or neither", block)
     require(0 not in references and blocks.num_references(0) == 0, "the null block is held")
     for block, who in holders.items():
+        end = (who[0][1] + 1) * blocks.block_size
+        require(
+            blocks._hashes[block] is None or any(holder.num_landed >= end for holder, _ in who),
+            "a prefix is offered before it is there", block,
+        )  # fmt: skip
         if len(who) > 1:
             check_shared(block, who, blocks.block_size)
     rows = [sequence.row for sequence in running]
@@ -153,6 +160,7 @@ def check_plan(world: Any, plan: Any, before: set[int]) -> None:
     """`before`: who ran already."""
     policy: Policy = world.engine._scheduler._policy
     config = policy._config
+    require(not world.is_frozen, "a plan while paused", plan)
     require(sum(plan.counts) <= config.max_num_scheduled_tokens, "token budget", plan)
     require(len(plan.rows) <= config.max_num_active_seqs, "seats", plan)
     flight = policy._flights[-1]
@@ -169,15 +177,21 @@ def check_plan(world: Any, plan: Any, before: set[int]) -> None:
 
 def check_overtaking(policy: Policy, before: set[int]) -> None:
     """Who has just started is no worse than anybody who still waits."""
+    if policy._pause is not Pause.NONE:
+        return
     waiting = policy._waiting
-    heads = [waiting.fresh.head()]
-    if not policy._is_fcfs:
-        heads.append(waiting.returning.head())
+    heads = [waiting.fresh.head(), waiting.returning.head()]
     for sequence in policy._running.snapshot():
-        if sequence.id in before or (policy._is_fcfs and sequence.incarnation):
+        if sequence.id in before or policy._is_fcfs:
             continue
         for head in heads:
-            require(head is None or sequence.order < head.order, "overtaken", sequence, head)
+            require(head is None or _turn(sequence) <= _turn(head), "overtaken", sequence, head)
+
+
+def _turn(sequence: Sequence) -> tuple[float, float]:
+    """The larger priority first, then the earlier arrival."""
+    admit = sequence.request.admit
+    return -admit.priority, admit.arrival_time
 
 
 # What a reader gets
@@ -275,7 +289,7 @@ def check_cached(world: Any, case: Case, num_cached: int) -> None:
     require(world.scenario.prefix_caching, "a hit without a cache", case)
     # A sibling may find what its own leader has left.
     sources = [
-        (*world.prompts.get(other.id, ()), *world.outputs.get(other.id + index, ()))
+        (*world.prompts.get(other.id, ()), *world.device.sampled.get(other.id + index, ()))
         for other in world.cases
         if other.id is not None and other.client.wish.salt == salt
         for index in range(other.client.wish.n)
@@ -300,7 +314,7 @@ def check_error(world: Any, case: Case, error: Exception) -> None:
         case QueueOverflowError():
             require(scenario.max_queued is not None, "no limit was set", case)
         case RetryableRequestError():
-            require(world.is_closing, "refused", case)
+            require(case.client.request_id in world.refused, "refused", case)
         case TrouperValidationError():
             size = len(wish.prompt) if not isinstance(wish.prompt, str) else len(wish.prompt)
             require(size >= scenario.max_model_len, "refused a good prompt", case, error)

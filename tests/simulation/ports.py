@@ -73,6 +73,11 @@ class Trouble(Conditions):
         is_slow = self._dice.random() < self._weather.slow_step_rate
         return self.step_s * (self._dice.choice((3, 10)) if is_slow else 1)
 
+    def call_s(self, method: str) -> float:
+        if self._dice.random() < self._weather.call_error_rate:
+            raise InjectedError(method)
+        return self.step_s * self._dice.choice((0.0, 1.0, 5.0))
+
     def error(self, plan: StepPlan, sequences: tuple[SequenceId, ...]) -> StepError | None:
         weather = self._weather
         if weather.crash_at_step is not None and plan.step >= weather.crash_at_step:
@@ -100,6 +105,7 @@ class WatchedDevice(SimulatedDevice):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ready: dict[tuple[int, int], float] = {}  # (sequence, position) -> when it was answered
+        self.sampled: dict[SequenceId, list[int]] = {}
         self.record: Callable[..., None] = lambda *event: None
 
     @property
@@ -125,5 +131,7 @@ class WatchedDevice(SimulatedDevice):
             for i, row in enumerate(plan.rows):
                 if answer.token_ids[i] >= 0:
                     end = plan.starts[i] + plan.counts[i]
-                    self.ready[self._rows[row].sequence, end] = now
+                    mine = self._rows[row]
+                    self.ready[mine.sequence, end] = now
+                    self.sampled[mine.sequence] = mine.token_ids[mine.num_prompt :]
         return answer

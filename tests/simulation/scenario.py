@@ -50,6 +50,19 @@ class Client(msgspec.Struct, kw_only=True):
     aborted_at_s: float | None = None  # by somebody else
 
 
+class Operation(msgspec.Struct, kw_only=True):
+    """What the operator does to the engine as a whole, and takes back after a while."""
+
+    kind: Literal["paused", "sleep", "reset"]
+    after_s: float  # since the operation before
+    hold_s: float = 0.0
+    mode: Literal["abort", "wait", "keep"] = "keep"
+    level: int = 0
+    tags: tuple[str, ...] | None = None  # what is woken first; the rest follows
+    preempt: Literal["no", "recompute", "resample"] = "no"
+    patience_s: float | None = None  # the operator is cancelled then
+
+
 class Weather(msgspec.Struct, kw_only=True):
     """What goes wrong.  Clients are named by their index."""
 
@@ -60,12 +73,14 @@ class Weather(msgspec.Struct, kw_only=True):
     not_finite: tuple[tuple[int, int], ...] = ()  # client, output position
     render_errors: tuple[int, ...] = ()
     thread_delay_s: float = 0.0  # at most
+    call_error_rate: float = 0.0  # going to sleep, waking up
 
 
 class Scenario(msgspec.Struct, kw_only=True):
     seed: int  # of the schedule and of everything drawn at run time
     clients: tuple[Client, ...]
     weather: Weather = msgspec.field(default_factory=Weather)
+    operations: tuple[Operation, ...] = ()  # one after the other
     has_priorities: bool = False  # PCT instead of shuffled batches
     closes_at_s: float | None = None  # the engine ends while clients still wait
     num_blocks: int = 12  # usable ones
@@ -118,6 +133,7 @@ def draw_with(dice: Dice, *, seed: int) -> Scenario:
         seed=seed,
         clients=clients,
         weather=draw_weather(dice("faults"), num_clients),
+        operations=draw_operations(dice("operator")),
         has_priorities=sizes.random() < 0.25,
         closes_at_s=sizes.uniform(0, 0.3) if sizes.random() < 0.06 else None,
         num_blocks=num_blocks,
@@ -132,7 +148,7 @@ def draw_with(dice: Dice, *, seed: int) -> Scenario:
         reserve_full_isl=sizes.random() < 0.5,
         watermark=sizes.choice((0.0, 0.0, 0.1)),
         prefix_caching=sizes.random() < 0.8,
-        steps_in_flight=sizes.choice((1, 2)),
+        steps_in_flight=sizes.choice((1, 2, 2, 3)),
         num_renderers=sizes.choice((1, 1, 2, 3)),
         stream_interval=sizes.choice((1, 1, 1, 3)),
         max_queued=sizes.choice((2, 4)) if sizes.random() < 0.08 else None,
@@ -225,14 +241,33 @@ def draw_wish(
     return wish
 
 
+def draw_operations(dice: random.Random) -> tuple[Operation, ...]:
+    operations = [
+        Operation(
+            kind=dice.choice(("paused", "sleep", "sleep", "reset")),
+            after_s=dice.choice((0.0, STEP_S, dice.uniform(0, 12 * STEP_S))),
+            hold_s=dice.choice((0.0, 0.5 * STEP_S, 8 * STEP_S)),
+            mode=dice.choice(("abort", "wait", "keep")),
+            level=dice.randrange(3),
+            tags=dice.choice((None, None, ("weights",), ("kv_cache",), ("scheduling",))),
+            preempt=dice.choice(("no", "recompute", "resample")),
+            patience_s=dice.uniform(0, 10 * STEP_S) if dice.random() < 0.2 else None,
+        )
+        for _ in range(dice.choice((0, 0, 0, 1, 1, 2)))
+    ]
+    return tuple(operations)
+
+
 def draw_weather(dice: random.Random, num_clients: int) -> Weather:
     """Swarm style: first which kinds of trouble there are, none to four, then how much of each."""
     weather = Weather()
-    kinds = ("step_error", "slow", "crash", "poison", "not_finite", "render_error", "threads")
+    kinds = ("call_error", "step_error", "slow", "crash", "poison", "not_finite", "render_error", "threads")
     for kind in dice.sample(kinds, dice.choice((0, 0, 1, 1, 2, 2, 3, 4))):
         match kind:
             case "step_error":
                 weather.step_error_rate = dice.choice((0.03, 0.1, 0.3))
+            case "call_error":
+                weather.call_error_rate = 0.4
             case "slow":
                 weather.slow_step_rate = 0.2
             case "crash" if dice.random() < 0.3:

@@ -39,26 +39,27 @@ class Priorities(random.Random):
 
 
 class CancelAtStep(trio.abc.Instrument):
-    """Calls `cancel` just before the k-th step of `task`: one run for each await."""
+    """Cancels just before the k-th step of one client's task, or of all tasks together (None)."""
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, k: int, client: int | None) -> None:
+        self.client = client
         self._k = k
-        self.num_seen = 0
-        self.task: trio.lowlevel.Task | None = None
-        self.cancel: Callable[[], None] = lambda: None
+        self._num_seen = 0
+        self._task: trio.lowlevel.Task | None = None
+        self._cancel: Callable[[], None] | None = None
 
     @property
     def has_fired(self) -> bool:
-        return self.num_seen >= self._k
+        return self._num_seen >= self._k
 
-    def watch(self, task: trio.lowlevel.Task, cancel: Callable[[], None]) -> None:
-        self.task, self.cancel = task, cancel
+    def watch(self, task: trio.lowlevel.Task | None, cancel: Callable[[], None]) -> None:
+        self._task, self._cancel = task, cancel
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        if task is self.task:
-            self.num_seen += 1
-            if self.num_seen == self._k:
-                self.cancel()
+        if self._cancel is not None and (self._task is None or task is self._task):
+            self._num_seen += 1
+            if self._num_seen == self._k:
+                self._cancel()
 
 
 def run_deterministically(

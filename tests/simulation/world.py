@@ -5,6 +5,8 @@ import hashlib
 import random
 import sys
 import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
@@ -20,7 +22,7 @@ from trouper.errors import EngineDeadError
 from trouper.outputs import RequestOutput
 
 from . import oracles
-from .clients import Broken, Case, abort_later, play
+from .clients import Broken, Case, abort_later, operate, play
 from .expected import build_tokenizer
 from .ports import DeviceCrashError, SimThreads, Trouble, WatchedDevice
 from .scenario import EOS, VOCAB_SIZE, Scenario
@@ -35,16 +37,22 @@ class Verdict(msgspec.Struct, frozen=True):
 
     digest: str
     num_steps: int
-    virtual_s: float
     broken: str | None
-    num_victim_steps: int = 0
 
 
 class World:
     """Everything that one run knows."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        victim: CancelAtStep | None = None,
+        trace: Callable[..., None] | None = None,
+    ) -> None:
         self.scenario = scenario
+        self._print = trace
+        self._victim = victim
+        self._everything = trio.CancelScope()
         self.cases = [Case(index, client) for index, client in enumerate(scenario.clients)]
         self.owners: dict[SequenceId, tuple[int, int]] = {}
         self.trouble = Trouble(self._dice("device"), scenario, self.owners)
@@ -66,13 +74,13 @@ class World:
         self.engine: Engine = None  # type: ignore[assignment]  # set when it is open
         self.seeds: dict[int, int] = {}  # request -> the seed of its first sequence
         self.prompts: dict[int, tuple[int, ...]] = {}
-        self.outputs: dict[int, list[int]] = {}
         self.duplicates: set[str] = set()
+        self.refused: set[str] = set()
+        self.is_frozen = False
         self.is_closing = False
         self.broken: Exception | None = None
         self.num_steps = 0
         self._by_task: dict[Any, Case] = {}
-        self._scopes: dict[int, anyio.CancelScope] = {}
         self._trace = hashlib.blake2b(digest_size=8)
 
     def _dice(self, port: str) -> random.Random:
@@ -80,6 +88,8 @@ class World:
 
     def record(self, *event: object) -> None:
         self._trace.update(repr((anyio.current_time(), event)).encode())
+        if self._print is not None:
+            self._print(f"{anyio.current_time():8.4f}", *event)
 
     @property
     def digest(self) -> str:
@@ -96,11 +106,8 @@ class World:
 
     def begin(self, case: Case, task: trio.lowlevel.Task, scope: anyio.CancelScope) -> None:
         self._by_task[task] = case
-        self._scopes[case.index] = scope
-        if case.index == 0 and self.victim is not None:
-            self.victim.watch(task, scope.cancel)
-
-    victim: CancelAtStep | None = None
+        if self._victim is not None and self._victim.client == case.index:
+            self._victim.watch(task, scope.cancel)
 
     def took(self, case: Case, output: RequestOutput) -> None:
         now = anyio.current_time()
@@ -115,21 +122,28 @@ class World:
         ends = [completion.finish_reason for completion in case.completions]
         self.record("end", case.index, ends, type(case.error).__name__)
 
-    def abort(self, request_id: str) -> None:
-        for case in self.cases:
-            if case.is_open and case.client.request_id == request_id:
-                case.was_aborted = case.was_aborted or case.slot._num_open > 0
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Nothing may be planned in here."""
+        self.is_frozen = True
+        try:
+            yield
+        finally:
+            self.is_frozen = False
 
     # What the engine does
 
     def watch(self, engine: Engine) -> None:
         self.engine = engine
         policy = engine._scheduler._policy
-        open_request, plan, admit = engine.open_request, policy.plan, policy.admit
+        open_request, abort = engine.open_request, engine.abort
+        plan, admit = policy.plan, policy.admit
 
         def watched_open(request_id: str, *args: Any) -> tuple[RequestId, ReplySlot]:
             if request_id in engine._open:
                 self.duplicates.add(request_id)
+            if engine.lifecycle.refuses is not None:
+                self.refused.add(request_id)
             id, slot = open_request(request_id, *args)
             case = self._by_task[trio.lowlevel.current_task()]
             case.id, case.slot = id, slot
@@ -137,6 +151,13 @@ class World:
             for index in range(case.client.wish.n):
                 self.owners[SequenceId(id + index)] = (case.index, 0)
             return id, slot
+
+        def watched_abort(request_ids: str | Iterable[str]) -> None:
+            names = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+            for case in self.cases:
+                if case.is_open and case.client.request_id in names:
+                    case.was_aborted = case.was_aborted or case.slot._num_open > 0
+            abort(request_ids)
 
         def watched_plan() -> StepPlan | None:
             before = set(policy.running_ids)
@@ -153,6 +174,7 @@ class World:
                 self.owners[SequenceId(message.id + index)] = (self.owner(message.id), num_prompt)
             admit(message)
 
+        engine.abort = watched_abort  # type: ignore[method-assign]
         engine.open_request = watched_open  # type: ignore[method-assign]
         policy.plan = watched_plan  # type: ignore[method-assign]
         policy.admit = watched_admit  # type: ignore[method-assign]
@@ -165,11 +187,10 @@ class World:
             if first is not None and first.id == new.sequence:
                 seed = self.seeds.setdefault(first.id, new.sampling.seed)
                 oracles.require(seed == new.sampling.seed, "another seed", first)
-            self.outputs[new.sequence] = list(new.token_ids[new.num_prompt :])
         try:
             oracles.check_plan(self, plan, before)
         except Broken as error:
-            self.broken = self.broken or error
+            self.give_up(error)
 
     def at_rest(self) -> None:
         """Called between two moments; must not raise there."""
@@ -180,31 +201,45 @@ class World:
         try:
             oracles.at_rest(self)
         except Exception as error:
-            self.broken = error
+            self.give_up(error)
+
+    def give_up(self, error: Exception) -> None:
+        """An oracle is violated: what follows shows nothing more."""
+        self.broken = self.broken or error
+        self._everything.cancel()
 
     # The whole story
 
     async def run(self) -> None:
         num_tasks = trio.lowlevel.current_statistics().tasks_living
-        with anyio.fail_after(DEADLINE_S):
+        if self._victim is not None and self._victim.client is None:
+            self._victim.watch(None, self._cancel_everything)
+        with anyio.move_on_after(DEADLINE_S) as deadline, self._everything:
             try:
                 async with anyio.create_task_group() as audience:
                     await self._perform(audience)
             except* EngineDeadError as group:
-                oracles.require(
-                    self.trouble.has_crashed
-                    and all(isinstance(e.__cause__, DeviceCrashError) for e in group.exceptions),
-                    "the engine died", repr(group.exceptions[0].__cause__),
-                )  # fmt: skip
-            await trio.lowlevel.checkpoint()
-        statistics = trio.lowlevel.current_statistics()
-        oracles.require(self.device.is_closed, "the device is open")
-        oracles.require(statistics.tasks_living == num_tasks, "tasks are left", statistics)
+                self.check_death(group.exceptions[0])
         if self.broken is not None:
             raise self.broken
+        oracles.require(not deadline.cancelled_caught, "nobody can go on", self.cases)
+        await trio.lowlevel.checkpoint()
+        statistics = trio.lowlevel.current_statistics()
+        oracles.require(self.device.is_closed or self.engine is None, "the device is open")
+        oracles.require(statistics.tasks_living == num_tasks, "tasks are left", statistics)
         for case in self.cases:
             oracles.check_case(self, case)
             oracles.check_faults(self, case)
+
+    def _cancel_everything(self) -> None:
+        self.is_closing = True
+        self._everything.cancel()
+
+    def check_death(self, error: BaseException) -> None:
+        oracles.require(
+            self.trouble.has_crashed and isinstance(error.__cause__, DeviceCrashError),
+            "the engine died", repr(error.__cause__ or error),
+        )  # fmt: skip
 
     async def _perform(self, audience: Any) -> None:
         scenario = self.scenario
@@ -212,9 +247,10 @@ class World:
             self.watch(engine)
             if scenario.closes_at_s is None:
                 async with anyio.create_task_group() as inside:
+                    inside.start_soon(operate, self, engine, scenario.operations, name="operator")
                     self._start(inside, engine)
+                await anyio.sleep(5)  # what is in flight comes home, or crashes
                 if not self.trouble.has_crashed:
-                    await anyio.sleep(5)  # what is in flight comes home
                     oracles.check_idle(self)
             else:
                 self._start(audience, engine)
@@ -225,7 +261,7 @@ class World:
         for case in self.cases:
             group.start_soon(play, self, engine, case, name=f"client {case.index}")
             if case.client.aborted_at_s is not None:
-                group.start_soon(abort_later, self, engine, case)
+                group.start_soon(abort_later, engine, case)
 
 
 def config_of(scenario: Scenario) -> EngineConfig:
@@ -279,48 +315,53 @@ class _Simulated:
     load = staticmethod(lambda folder: TOKENIZER)
 
 
-def simulate(scenario: Scenario, victim: CancelAtStep | None = None) -> Verdict:
-    """Play one scenario.  The same scenario gives the same verdict."""
-    world = World(scenario)
-    world.victim = victim
-    broken: str | None = None
-    unraisable: list[str] = []
-    hook, sys.unraisablehook = sys.unraisablehook, lambda args: unraisable.append(repr(args.exc_value))
+def simulate(
+    scenario: Scenario,
+    victim: CancelAtStep | None = None,
+    trace: Callable[..., None] | None = None,
+) -> Verdict:
+    """Play one scenario.  The same scenario gives the same verdict.
+
+    No garbage is collected before the end, so a finaliser cannot depend on how full the heap is.
+    """
+    complaints: list[str] = []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda args: complaints.append(repr(args.exc_value))
     tokenizer, engine_module.Tokenizer = engine_module.Tokenizer, _Simulated  # type: ignore
+    gc.disable()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            try:
-                run_deterministically(
-                    world.run,
-                    seed=scenario.seed,
-                    priorities=scenario.has_priorities,
-                    on_quiet=world.at_rest,
-                    instruments=() if victim is None else (victim,),
-                )
-            except Exception as error:
-                broken = describe(world.broken or error)
+            verdict = _simulate(scenario, victim, trace)
+            gc.collect(0)
     finally:
+        gc.enable()
         sys.unraisablehook = hook
         engine_module.Tokenizer = tokenizer  # type: ignore[misc]
-    if broken is None and unraisable:
-        broken = f"in a finaliser: {unraisable[0]}"
-    return Verdict(
-        world.digest,
-        world.num_steps,
-        0.0,
-        broken,
-        0 if victim is None else victim.num_seen,
-    )
+    if verdict.broken is None and complaints:
+        verdict = msgspec.structs.replace(verdict, broken=f"in a finaliser: {complaints[0]}")
+    return verdict
 
 
-def describe(error: BaseException) -> str:
+def _simulate(
+    scenario: Scenario, victim: CancelAtStep | None, trace: Callable[..., None] | None
+) -> Verdict:
+    world = World(scenario, victim, trace)
+    broken: str | None = None
+    try:
+        run_deterministically(
+            world.run,
+            seed=scenario.seed,
+            priorities=scenario.has_priorities,
+            on_quiet=world.at_rest,
+            instruments=() if victim is None else (victim,),
+        )
+    except Exception as error:
+        broken = _describe(world.broken or error)
+    return Verdict(world.digest, world.num_steps, broken)
+
+
+def _describe(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     cause = f" from {error.__cause__!r}" if error.__cause__ is not None else ""
     return f"{type(error).__name__}: {error}{cause}"
-
-
-def collect_garbage() -> None:
-    """Between runs, never inside one: a finaliser must not depend on how full the heap is."""
-    gc.collect()

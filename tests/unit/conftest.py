@@ -3,12 +3,25 @@
 import json
 
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Backend
 
 from trouper.actors.rendering.tokenizer import Tokenizer
 
-LINES = ["the cat sat on the mat", "hello world, hello user", "日本語 and emoji 🎉", "user assistant"] * 4
+LINES = [
+    "the cat sat on the mat",
+    "hello world, hello user",
+    "日本語 and emoji 🎉",
+    "user assistant",
+] * 4
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -36,7 +49,9 @@ def metaspace():
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("a", "t"), ("▁", "c"), ("▁c", "at")]
     for left, right in merges:
         vocab.setdefault(left + right, len(vocab))
-    backend = Backend(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend = Backend(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )

@@ -83,7 +83,9 @@ def test_it_renders_and_encodes_as_transformers_does(folder, template, chat, add
         )
 
     def answer():
-        compiled = ChatTemplate(source, set(ours.special_tokens.values()), ours.added_tokens.values())
+        compiled = ChatTemplate(
+            source, set(ours.special_tokens.values()), ours.added_tokens.values()
+        )
         return compiled.render(messages, **options, variables={**ours.special_tokens, **variables})
 
     try:
@@ -109,7 +111,10 @@ def test_continuing_the_final_message_equals_transformers(folder, template, cont
         messages, chat_template=TEMPLATES[template], tokenize=False, **options
     )
     variables = tokenizer.special_tokens_map
-    assert render(ChatTemplate(TEMPLATES[template]), messages, **options, variables=variables) == expected
+    assert (
+        render(ChatTemplate(TEMPLATES[template]), messages, **options, variables=variables)
+        == expected
+    )
 
 
 def test_generation_prompt_and_continuation_exclude_each_other():
@@ -167,7 +172,10 @@ def test_text_becomes_a_part_for_a_template_that_only_knows_parts(loop):
         ([{"role": 1, "content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": [5]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+            "messages[0].content[0].text",
+        ),
     ],
 )
 def test_wrong_messages_are_named(messages, parameter):

@@ -29,10 +29,9 @@ def next_token(token_ids, seed):
     return zlib.crc32(key) % VOCABULARY
 
 
-def oracle(admit, seed, capacity):
+def oracle(admit, seed, limit):
     """(output tokens, finish reason, stop reason) of the sequence, alone in the world."""
     tokens, params = list(admit.prompt_token_ids), admit.params
-    limit = min(len(tokens) + params.max_tokens, MAX_MODEL_LEN, capacity + 1)
     output = []
     while True:
         token = next_token(tokens, seed)
@@ -88,16 +87,25 @@ class PagedDevice:
         assert needs_sample == (end == len(state.tokens)), "needs_sample is right"
         if not needs_sample:
             return -1
-        read = [self.memory[state.table[p // self.block_size]][p % self.block_size] for p in range(end)]
+        read = [
+            self.memory[state.table[p // self.block_size]][p % self.block_size] for p in range(end)
+        ]
         assert read == state.tokens, "the cache holds the sequence's own tokens"
         token = next_token(read, state.seed)
         state.tokens.append(token)
         return token
 
     def crash(self, plan):
-        """Half of it may have happened: nothing of these rows is to be relied on."""
-        for row in plan.rows:
-            self.rows.pop(row, None)
+        """Half of it may have happened: neither these rows nor what they write is to be relied on."""
+        for new in plan.new_rows:
+            self.rows[new.row] = Row(new)
+        tables = {row: list(self.rows.pop(row).table) for row in plan.rows}
+        for row, blocks in plan.new_blocks:
+            tables[row] += blocks
+        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            for position in range(start, start + count):
+                block = tables[row][position // self.block_size]
+                self.memory[block][position % self.block_size] = POISON
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -135,84 +143,96 @@ class PolicyMachine(RuleBasedStateMachine):
         self.stopped = set()
         self.poison = set()
         self.row_owner = {}
+        self.owners = {}  # step -> sequences
+
+    @property
+    def unfinished(self):
+        return [id for id in self.admits if id not in self.reasons and id not in self.stopped]
+
+    def limit(self, id):
+        admit = self.admits[id]
+        longest = len(admit.prompt_token_ids) + admit.params.max_tokens
+        return min(longest, MAX_MODEL_LEN, self.capacity + 1)
 
     # What the world does
 
     @rule(
+        count=st.integers(1, 4),
         length=st.integers(1, 14),
-        family=st.integers(0, 2),
-        n=st.sampled_from([1, 1, 1, 3]),
-        max_tokens=st.integers(1, 8),
+        family=st.integers(0, 1),
+        n=st.sampled_from([1, 1, 3]),
+        max_tokens=st.integers(1, 12),
         min_tokens=st.integers(0, 2),
         priority=st.integers(0, 2),
-        salt=st.sampled_from([None, None, "a"]),
     )
-    def admit(self, length, family, n, max_tokens, min_tokens, priority, salt):
-        admit = Admit(
-            id=self.next_id,
-            prompt_token_ids=tuple((7 * family + i) % VOCABULARY for i in range(length)),
-            params=SamplingParams(
-                n=n, seed=self.next_id, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens)
-            ),
-            eos_token_id=EOS,
-            stop_token_ids=(SECOND_EOS,),
-            priority=priority,
-            arrival_time=self.next_id / 7,
-            cache_salt=salt,
-        )
-        for i in range(n):
-            self.admits[self.next_id + i] = admit
-            self.seeds[self.next_id + i] = self.next_id + i
-            self.told[self.next_id + i] = []
-        self.next_id += n
-        self.policy.admit(admit)
+    def admit(self, count, length, family, n, max_tokens, min_tokens, priority):
+        for i in range(count):
+            params = SamplingParams(
+                n=n,
+                seed=self.next_id,
+                max_tokens=max_tokens,
+                min_tokens=min(min_tokens, max_tokens),
+            )
+            admit = Admit(
+                id=self.next_id,
+                prompt_token_ids=tuple((7 * family + k) % VOCABULARY for k in range(length)),
+                params=params,
+                eos_token_id=EOS,
+                stop_token_ids=(SECOND_EOS,),
+                priority=priority + i % 2,
+                arrival_time=self.next_id / 7,
+            )
+            for child in range(n):
+                self.admits[self.next_id + child] = admit
+                self.seeds[self.next_id + child] = self.next_id + child
+                self.told[self.next_id + child] = []
+            self.next_id += n
+            self.policy.admit(admit)
 
-    @precondition(lambda self: self.admits)
-    @rule(data=st.data())
-    def abort(self, data):
-        self.policy.abort(data.draw(st.sampled_from(sorted({a.id for a in self.admits.values()}))))
-
-    @precondition(lambda self: self.admits)
-    @rule(data=st.data())
-    def stop(self, data):
-        id = data.draw(st.sampled_from(sorted(self.admits)))
-        if self.told[id] and id not in self.reasons:  # the Detokenizer has seen text of it
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data(), kind=st.sampled_from(["abort", "stop", "poison"]))
+    def pick_on_one(self, data, kind):
+        id = data.draw(st.sampled_from(self.unfinished))
+        if kind == "poison":
+            self.poison.add(id)  # from now on every step with this sequence raises
+        elif kind == "abort" or not self.told[id]:
+            self.policy.abort(self.admits[id].id)
+        else:  # the Detokenizer has seen text of it
             self.stopped.add(id)
             self.policy.stop((id,))
 
-    @precondition(lambda self: self.admits)
-    @rule(data=st.data())
-    def turn_to_poison(self, data):
-        """From now on every step with this sequence raises."""
-        self.poison.add(data.draw(st.sampled_from(sorted(self.admits))))
-
-    @rule(pause=st.sampled_from(Pause))
+    @rule(pause=st.sampled_from([Pause.NONE, Pause.NONE, Pause.NEW, Pause.ALL]))
     def set_pause(self, pause):
         self.pause = pause
         self.policy.set_pause(pause)
 
-    @rule()
-    def drop_the_kv_cache(self):
-        self.policy.preempt_all()
-        assert self.policy.reset_prefix_cache()
-
-    @rule(reset_running=st.booleans())
-    def reset_prefix_cache(self, reset_running):
-        held = self.blocks.num_free != self.blocks.num_usable
-        assert self.policy.reset_prefix_cache(reset_running) == (reset_running or not held)
+    @rule(kind=st.sampled_from(["preempt", "reset", "reset running"]))
+    def disturb_the_cache(self, kind):
+        if kind == "preempt":
+            self.policy.preempt_all()
+        is_held = self.blocks.num_free != self.blocks.num_usable
+        is_reset = self.policy.reset_prefix_cache(reset_running=kind == "reset running")
+        assert is_reset == (kind == "reset running" or not is_held)
 
     @rule()
     def plan(self):
+        running, preemptions = (
+            set(self.policy.running_ids),
+            self.policy.statistics().num_preemptions,
+        )
         plan = self.policy.plan()
         if plan is None:
             nothing_to_do = self.pause is not Pause.NONE or self.flights
             assert nothing_to_do or self.policy.num_unfinished == 0, "nothing runnable is forgotten"
             return
+        if self.policy.statistics().num_preemptions > preemptions:
+            started = {new.sequence for new in plan.new_rows} - running
+            assert not started, "nobody starts in a step that preempted somebody"
         self.check_plan(plan)
         self.flights.append(plan)
 
     @precondition(lambda self: self.flights)
-    @rule(fault=st.sampled_from([None] * 8 + ["passing", "not finite"]))
+    @rule(fault=st.sampled_from([None, None, "passing", "not finite"]))
     def land(self, fault=None):
         plan = self.flights.popleft()
         if plan.epoch < self.doomed_below:
@@ -229,10 +249,11 @@ class PolicyMachine(RuleBasedStateMachine):
             failed, tokens[0] = (0,), -1
         self.policy.apply(StepDone(plan.step, tuple(tokens), failed=failed))
 
-    @rule(times=st.integers(1, 6))
-    def work(self, times):
+    @rule(times=st.integers(1, 12), depth=st.integers(1, 3))
+    def work(self, times, depth):
         for _ in range(times):
-            self.plan()
+            for _ in range(depth):
+                self.plan()
             if self.flights:
                 self.land()
             self.take_news()
@@ -258,9 +279,10 @@ class PolicyMachine(RuleBasedStateMachine):
         self.told[id] += entry.token_ids
         admit = self.admits[id]
         if len(admit.prompt_token_ids) >= self.capacity:
-            assert entry.finish_reason == "error" and "kv_cache_exhausted" in entry.error
+            assert entry.finish_reason == "error"
+            assert "kv_cache_exhausted" in entry.error
         else:
-            output, reason, stop_reason = oracle(admit, self.seeds[id], self.capacity)
+            output, reason, stop_reason = oracle(admit, self.seeds[id], self.limit(id))
             assert self.told[id] == output[: len(self.told[id])], "tokens of the oracle"
             if entry.finish_reason in ("stop", "length"):
                 assert (self.told[id], entry.finish_reason) == (output, reason)
@@ -268,10 +290,6 @@ class PolicyMachine(RuleBasedStateMachine):
         assert (entry.error is not None) == (entry.finish_reason == "error")
         if entry.finish_reason is not None:
             self.reasons[id] = entry.finish_reason
-
-    @property
-    def owners(self):
-        return self.__dict__.setdefault("_owners", {})
 
     def check_plan(self, plan):
         config = self.config
@@ -285,9 +303,11 @@ class PolicyMachine(RuleBasedStateMachine):
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             sequence, size = by_row[row], self.blocks.block_size
             assert sequence.id == self.row_owner[row]
-            assert sequence.id not in self.stopped and self.reasons.get(sequence.id) is None
+            assert sequence.id in self.unfinished, "no work after the end"
+            assert start + count < self.limit(sequence.id), "no work beyond the limit"
             written = sequence.blocks[start // size : (start + count - 1) // size + 1]
             assert all(self.blocks.num_references(block) == 1 for block in written), "one writer"
+        assert {row for row, _ in plan.new_blocks} <= set(plan.rows)
         assert len(self.flights) < config.max_steps_in_flight
 
     @invariant()
@@ -300,7 +320,9 @@ class PolicyMachine(RuleBasedStateMachine):
             for i, block in enumerate(sequence.blocks):
                 holders[block] += 1
                 if self.blocks.num_references(block) > 1:
-                    assert (i + 1) * self.blocks.block_size <= sequence.num_landed, "full and landed"
+                    assert (i + 1) * self.blocks.block_size <= sequence.num_landed, (
+                        "full and landed"
+                    )
         assert holders == [self.blocks.num_references(b) for b in range(self.blocks.num_blocks)]
         assert self.blocks.num_free == self.blocks.num_usable - sum(map(bool, holders))
         assert len(running) <= self.config.max_num_active_seqs
@@ -311,7 +333,9 @@ class PolicyMachine(RuleBasedStateMachine):
             return
         stats = self.policy.statistics()
         in_queues = len(self.policy.waiting_ids)
-        assert stats.num_running + stats.num_waiting + stats.num_deferred == self.policy.num_unfinished
+        assert (
+            stats.num_running + stats.num_waiting + stats.num_deferred == self.policy.num_unfinished
+        )
         assert in_queues <= stats.num_waiting
         assert stats.num_steps_in_flight == len(self.flights)
         assert 0 <= self.policy.num_started <= self.policy.num_unfinished
@@ -331,8 +355,6 @@ class PolicyMachine(RuleBasedStateMachine):
         assert self.policy.num_unfinished == 0
         for id in self.admits:
             assert (id in self.reasons) != (id in self.stopped), "exactly one end"
-            if self.reasons.get(id) == "error" and len(self.admits[id].prompt_token_ids) < self.capacity:
-                pass
         stats = self.policy.statistics()
         assert (stats.num_running, stats.num_waiting, stats.num_deferred) == (0, 0, 0)
         assert stats.num_blocks_free == stats.num_blocks_total
@@ -340,8 +362,8 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 PolicyMachine.TestCase.settings = settings(
-    max_examples=50,
-    stateful_step_count=40,
+    max_examples=120,
+    stateful_step_count=30,
     deadline=None,
     derandomize=True,
     database=None,

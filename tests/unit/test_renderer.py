@@ -3,6 +3,7 @@
 from contextlib import asynccontextmanager
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from trouper.actors.messages import Admit, Render, RequestId, Track
@@ -71,8 +72,8 @@ class Stage:
         return self.slots[-1]
 
     async def settled(self):
-        with anyio.fail_after(5):
-            await anyio.wait_all_tasks_blocked()
+        for _ in range(30):  # far more turns than the longest chain of wake-ups here
+            await anyio.lowlevel.checkpoint()
 
     def handed_over(self):
         """The ids that reached the Detokenizer and the Scheduler so far."""
@@ -93,7 +94,14 @@ async def open_stage(num_workers=1, function=render, threads=None):
     to_scheduler, scheduler_inbox = anyio.create_memory_object_stream(16)
     to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream(16)
     threads = threads or Inline()
-    with to_renderer, renderer_inbox, to_scheduler, scheduler_inbox, to_detokenizer, detokenizer_inbox:
+    with (
+        to_renderer,
+        renderer_inbox,
+        to_scheduler,
+        scheduler_inbox,
+        to_detokenizer,
+        detokenizer_inbox,
+    ):
         stage = Stage(to_renderer, scheduler_inbox, detokenizer_inbox, threads)
         async with anyio.create_task_group() as tasks:
             for _ in range(num_workers):
@@ -132,7 +140,8 @@ async def test_a_typed_failure_is_the_requests_own_and_the_next_one_is_served(er
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("x"), MemoryError(), RecursionError(), ExceptionGroup("x", [KeyError(1)])]
+    "error",
+    [RuntimeError("x"), MemoryError(), RecursionError(), ExceptionGroup("x", [KeyError(1)])],
 )
 async def test_any_other_failure_is_wrapped(error):
     async with open_stage() as stage:

@@ -54,7 +54,12 @@ def test_text_becomes_the_two_messages(prompts, tokenizer):
     track, admit = prompts.render(message("the cat"))
     ids = tuple(tokenizer.encode("the cat"))
     assert (track.id, track.prompt_token_ids, track.prompt, track.slot) == (5, ids, "the cat", SLOT)
-    assert (admit.id, admit.prompt_token_ids, admit.priority, admit.arrival_time) == (5, ids, 3, 1.5)
+    assert (admit.id, admit.prompt_token_ids, admit.priority, admit.arrival_time) == (
+        5,
+        ids,
+        3,
+        1.5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +117,11 @@ def test_named_templates_are_picked_by_name_and_by_tools(make_folder):
     named = [{"name": n, "template": n} for n in ("default", "tool_use", "rag")]
     prompts = Prompts(Tokenizer.load(make_folder("bytes", chat_template=named)), LIMITS)
     chat = {"messages": [{"role": "user", "content": "x"}]}
-    for more, text in (({}, "default"), ({"tools": [{}]}, "tool_use"), ({"chat_template": "rag"}, "rag")):
+    for more, text in (
+        ({}, "default"),
+        ({"tools": [{}]}, "tool_use"),
+        ({"chat_template": "rag"}, "rag"),
+    ):
         assert prompts.render(message(chat | more)).track.prompt == text
 
 
@@ -247,7 +256,9 @@ def test_the_first_eos_is_primary_and_the_others_are_stop_ids_behind_the_callers
 
 
 def test_the_tokenizers_eos_is_the_primary_one(tokenizer):
-    answer = resolved(tokenizer, limits=ModelLimits(vocab_size=400, max_model_len=9, eos_token_ids=(7,)))
+    answer = resolved(
+        tokenizer, limits=ModelLimits(vocab_size=400, max_model_len=9, eos_token_ids=(7,))
+    )
     assert (answer.eos_token_id, answer.stop_token_ids) == (tokenizer.eos_token_id, (7,))
 
 

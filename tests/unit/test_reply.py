@@ -1,8 +1,9 @@
 """The reply slot: what one slow, fast or absent reader gets of what the engine writes."""
 
 import anyio
+import anyio.lowlevel
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trouper.actors.reply import ReplySlot
@@ -106,7 +107,10 @@ async def test_the_interval_passes_the_first_every_nth_and_the_last_token(open_s
 
 
 async def test_a_request_can_only_raise_the_engines_interval(open_slot):
-    raised, kept = open_slot(interval=2, stream_interval=5), open_slot(interval=5, stream_interval=2)
+    raised, kept = (
+        open_slot(interval=2, stream_interval=5),
+        open_slot(interval=5, stream_interval=2),
+    )
     for slot in (raised, kept):
         slot.write(0, "", (0,))
         slot.read_nowait()
@@ -151,9 +155,17 @@ async def test_an_error_overrides_what_has_not_been_read(open_slot):
         await slot.read()
 
 
+async def test_an_error_is_raised_by_every_read(open_slot):
+    slot = open_slot()
+    slot.fail(ValueError("first"))
+    for _ in range(2):
+        with anyio.fail_after(5), pytest.raises(ValueError, match="first"):
+            await slot.read()
+
+
 async def test_a_request_error_travels_in_the_output(open_slot):
     slot = open_slot()
-    slot.fail_request(RequestError("internal_error", "NaN"))
+    slot.note_error(RequestError("internal_error", "NaN"))
     slot.write(0, "", (), finish_reason="error")
     assert slot.read_nowait().error.message == "NaN"
 
@@ -214,7 +226,9 @@ async def test_a_waiting_reader_is_woken_by_a_write(open_slot):
                 seen.append(await slot.read())
 
             tasks.start_soon(reader)
-            await anyio.wait_all_tasks_blocked()
+            for _ in range(30):  # until the reader waits
+                await anyio.lowlevel.checkpoint()
+            assert slot._woken.statistics().tasks_waiting_receive == 1
             slot.write(0, "a", (1,))
     assert texts(seen[0]) == {0: "a"}
 
@@ -255,8 +269,11 @@ async def test_cancelling_the_scope_aborts_but_leaves_the_slot_readable(open_slo
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
+@settings(max_examples=50)
 @given(
-    pieces=st.lists(st.tuples(st.integers(0, 2), st.text("xyz", max_size=3), st.booleans()), max_size=20),
+    pieces=st.lists(
+        st.tuples(st.integers(0, 2), st.text("xyz", max_size=3), st.booleans()), max_size=20
+    ),
     interval=st.integers(1, 4),
 )
 async def test_whatever_the_reader_misses_the_whole_arrives_once(kind, pieces, interval):

@@ -1,5 +1,7 @@
 """Incremental text and stop strings: the cases of spec section 9.2, and a brute-force model."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ def push_all(texts, stop=(), cuts=(), **options):
     sequence = state(texts, stop, **options)
     text, kept = "", 0
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < len(texts)}), len(texts)]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in pairwise(edges):
         news = sequence.push(range(begin, end), is_last=end == len(texts))
         text += news.text
         kept += news.num_tokens
@@ -51,7 +53,9 @@ def test_two_that_complete_together_are_decided_by_the_list(stop, include, text,
     assert push_all(["xabc"], stop, include_stop=include) == (text, 1, reason)
 
 
-@pytest.mark.parametrize("texts", [["hello world"], ["hel", "lo", " wor", "ld"], list("hello world")])
+@pytest.mark.parametrize(
+    "texts", [["hello world"], ["hel", "lo", " wor", "ld"], list("hello world")]
+)
 @pytest.mark.parametrize(("include", "text"), [(False, "hel"), (True, "hello")])
 def test_the_match_that_completes_first_wins(texts, include, text):
     assert push_all(texts, ["world", "lo"], include_stop=include)[::2] == (text, "lo")

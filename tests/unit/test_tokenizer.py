@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from trouper.actors.rendering import token_stream
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.errors import TrouperValidationError
+from trouper.errors import GenerationError, TrouperValidationError
 
 TEXTS = [
     "the cat sat on the mat", "", " ", "  two  spaces ", "日本語 🎉", "line\n\nline\t", "\u200b" * 9,
@@ -115,6 +115,19 @@ def test_a_lone_surrogate_is_a_validation_error(byte_tokenizer):
         byte_tokenizer.encode("a\ud800")
 
 
+def test_a_panic_in_the_library_is_an_error_like_any_other(byte_tokenizer, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    class Panicking:
+        def encode(self, text, **options):
+            raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(byte_tokenizer, "_backend", Panicking())
+    with pytest.raises(GenerationError, match="index out of bounds"):
+        byte_tokenizer.encode("a")
+
+
 @pytest.mark.parametrize("kind", ["bytes", "metaspace"])
 def test_pieces_are_encoded_without_spaces_and_tokens_across_seams(request, kind):
     tokenizer = request.getfixturevalue(f"{'byte' if kind == 'bytes' else kind}_tokenizer")
@@ -172,7 +185,9 @@ def test_bytes_that_are_no_text_come_out_at_last_and_cost_no_more_than_that(byte
     text = streamed(byte_tokenizer, [half] * 100)
     assert set(text) == {"\ufffd"}
     assert len(text) >= 100 - token_stream.MAX_HELD
-    assert streamed(byte_tokenizer, [half] * 3 + byte_tokenizer.encode("the cat")).endswith("the cat")
+    assert streamed(byte_tokenizer, [half] * 3 + byte_tokenizer.encode("the cat")).endswith(
+        "the cat"
+    )
 
 
 def test_unknown_ids_and_skipped_special_tokens_have_no_text(byte_tokenizer):
@@ -210,7 +225,9 @@ def test_added_tokens_stand_without_spaces_when_asked(make_folder):
 def test_the_concatenated_stream_is_the_whole_text_for_any_text(byte_tokenizer, data, skip):
     letters = st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])
     ids = byte_tokenizer.encode(data.draw(st.text(letters, max_size=40)))
-    assert streamed(byte_tokenizer, ids, skip_special_tokens=skip) == byte_tokenizer.decode(ids, skip)
+    assert streamed(byte_tokenizer, ids, skip_special_tokens=skip) == byte_tokenizer.decode(
+        ids, skip
+    )
 
 
 @given(ids=st.lists(st.integers(0, 340), max_size=60))

@@ -19,7 +19,7 @@ from trouper.kernels.attention_plan import Tile
 from trouper.kernels.kv_write import kv_write_
 from trouper.kernels.linear import Linear, linear
 from trouper.kernels.paged_attention import mask_tensors, paged_attention
-from trouper.kernels.rms_norm import rms_norm
+from trouper.kernels.rms_norm import rms_norm, rms_norm_heads_
 from trouper.kernels.rope import rope_, rotation_of
 
 LOGITS_AT_ONCE = 256  # rows; 256 x 152k vocabulary x 4 B = 150 MiB
@@ -40,14 +40,15 @@ class Layer:
         attention_post_norm: Tensor | None = None,
         mlp_norm: Tensor | None = None,
         mlp_post_norm: Tensor | None = None,
-        q_norm: Tensor | None = None,
+        head_norm: Tensor | None = None,  # [N + H, D]: of each head of q and k
+        q_norm: Tensor | None = None,  # [N D]: of all heads together
         k_norm: Tensor | None = None,
     ) -> None:
         self.traits = traits
         self.qkv, self.o, self.gate_up, self.down = qkv, o, gate_up, down
         self.attention_norm, self.attention_post_norm = attention_norm, attention_post_norm
         self.mlp_norm, self.mlp_post_norm = mlp_norm, mlp_post_norm
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self.head_norm, self.q_norm, self.k_norm = head_norm, q_norm, k_norm
 
 
 class Decoder:
@@ -110,6 +111,15 @@ class Decoder:
             self._add(x_TE, y_TE, layer.mlp_post_norm)
         return self._norm_of(x_TE, self._norm)
 
+    @property
+    def num_bytes(self) -> int:
+        """What a step reads: the weights without the embedding."""
+        linears = [
+            self._head,
+            *(x for la in self._layers for x in (la.qkv, la.o, la.gate_up, la.down)),
+        ]
+        return sum(linear.shape[0] * linear.shape[1] for linear in linears) * self.dtype.itemsize
+
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """[R, vocabulary] float32."""
         logits = linear(hidden_RE, self._head).float()
@@ -140,8 +150,7 @@ class Decoder:
         traits = self.traits
         num_q, num_kv, width = traits.num_q_heads, traits.num_kv_heads, traits.head_dim
         qkv_TND = linear(x_TE, layer.qkv).view(-1, num_q + 2 * num_kv, width)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            self._norm_qk(qkv_TND, layer.q_norm, layer.k_norm)
+        self._norm_qk(qkv_TND, layer)
         if rotation is not None:
             rope_(qkv_TND.narrow(1, 0, num_q + num_kv), rotation)
         kv_T2HD = qkv_TND.narrow(1, num_q, 2 * num_kv).unflatten(1, (2, num_kv))
@@ -160,12 +169,16 @@ class Decoder:
         )
         return linear(out_TN, layer.o)
 
-    def _norm_qk(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
-        """In place; over each head, or over all heads of q and of k (OLMo-2)."""
+    def _norm_qk(self, qkv_TND: Tensor, layer: Layer) -> None:
+        """In place; over each head, or over all heads of q and of k (OLMo-2), or not at all."""
         num_q, num_kv = self.traits.num_q_heads, self.traits.num_kv_heads
-        for first, num_heads, weight in ((0, num_q, q_norm), (num_q, num_kv, k_norm)):
-            x_TND = qkv_TND.narrow(1, first, num_heads)
-            if self.traits.qk_norm == "head":
-                x_TND.copy_(self._norm_of(x_TND, weight))
-            else:
+        if layer.head_norm is not None:
+            qk_TND = qkv_TND.narrow(1, 0, num_q + num_kv)
+            rms_norm_heads_(qk_TND, layer.head_norm, self.traits.norm_eps)
+        elif layer.q_norm is not None and layer.k_norm is not None:
+            for first, num_heads, weight in (
+                (0, num_q, layer.q_norm),
+                (num_q, num_kv, layer.k_norm),
+            ):
+                x_TND = qkv_TND.narrow(1, first, num_heads)
                 x_TND.copy_(self._norm_of(x_TND.flatten(1), weight).view(x_TND.shape))

@@ -1,0 +1,41 @@
+"""How an actor leaves its facts with the Observer: it never waits and never fails."""
+
+from types import TracebackType
+from typing import Self
+
+import anyio
+from anyio.streams.memory import MemoryObjectSendStream
+
+from trouper.actors.messages import ObserverInbox
+
+
+class Reporter:
+    """Owns a sending end, or none when statistics are off.  Facts that find no room are dropped."""
+
+    def __init__(self, observer: MemoryObjectSendStream[ObserverInbox] | None) -> None:
+        self._observer = observer
+        self.num_dropped = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._observer is not None
+
+    def report(self, fact: ObserverInbox) -> None:
+        if self._observer is None:
+            return
+        try:
+            self._observer.send_nowait(fact)
+        except (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            self.num_dropped += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._observer is not None:
+            self._observer.close()

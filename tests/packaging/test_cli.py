@@ -1,0 +1,279 @@
+"""The command line: results on stdout, one line on stderr for every mistake, exit codes."""
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from trouper import __version__
+from trouper.config import EngineArgs
+from trouper.frontends.cli import options, output
+from trouper.frontends.cli.main import run
+
+GOLDEN = Path(__file__).parent / "help.txt"
+GREEDY = ["--temperature", "0"]
+
+
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch):
+    """80 columns, no colour, and an empty stdin that is no terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("warnings.showwarning", None)  # the command line has its own; undone after
+
+
+def words(text):
+    """Without frames, whose look depends on typer and rich, and the names of types."""
+    return " ".join(re.sub(r"[─-╿]|<[a-z\[\]]+>", " ", text).split())
+
+
+def test_help_is_the_golden_one(capsys):
+    assert run(["--help"]) == 0
+    assert words(capsys.readouterr().out) == words(GOLDEN.read_text())
+
+
+def test_no_arguments_show_the_help(capsys):
+    assert run([]) == 0
+    assert words(capsys.readouterr().out) == words(GOLDEN.read_text())
+
+
+@pytest.mark.parametrize("flag", ["--version", "-v"])
+def test_version(capsys, flag):
+    assert run([flag]) == 0
+    assert capsys.readouterr().out == f"trouper {__version__}\n"
+
+
+def test_every_engine_argument_is_an_option():
+    shown = {name for panel in options.ENGINE_HELP.values() for name in panel}
+    assert shown | {"seed"} == {field.name for field in fields(EngineArgs)}
+
+
+def test_options_become_engine_args(monkeypatch):
+    seen = []
+    monkeypatch.setattr(EngineArgs, "resolve", lambda self, **_: seen.append(self) or 1 / 0)
+    arguments = ["x", "-m", "folder", "--max-model-len", "8k", "--max-num-seqs", "3", "--seed", "7"]
+    arguments += ["--no-enable-prefix-caching", "--enforce-eager", "--watermark", "0.5"]
+    arguments += [
+        "--cudagraph-capture-sizes",
+        "1,2",
+        "--override-generation-config",
+        '{"top_k": 4}',
+    ]
+    arguments += ["--served-model-name", "a", "--served-model-name", "b"]
+    assert run(["generate", *arguments]) == 1
+    assert seen == [
+        EngineArgs(
+            "folder", max_model_len="8k", max_num_seqs=3, seed=7, enable_prefix_caching=False,
+            enforce_eager=True, watermark=0.5, cudagraph_capture_sizes=[1, 2],
+            override_generation_config={"top_k": 4}, served_model_name=["a", "b"],
+        )
+    ]  # fmt: skip
+    assert run(["generate", "x"]) == 1
+    assert seen[1] == EngineArgs()
+
+
+MISTAKES = [
+    ("generate x --temprature 1", 2, "--temperature"),
+    ("generat x", 2, "No such command 'generat'"),
+    ("generate x --max-tokens many", 2, "Invalid value for '--max-tokens'"),
+    ("generate x --max-tokens", 2, "--max-tokens"),
+    ("generate x --max-tokens 0", 2, "max_tokens: must be at least 1"),
+    ("generate x --temperature 3", 2, "temperature: must be in [0, 2]"),
+    ("generate x --n 2 --temperature 0", 2, "n must be 1"),
+    ("generate x --n 0", 2, "n: must be in"),
+    ("generate x --n 2 --stream", 2, "--stream"),
+    ("generate x -m /no/such/folder", 2, "no such model folder"),
+    ("generate x --tokenizer /no/such/folder", 2, "folder"),
+    ("generate x --quantization fp8", 2, "--quantization is not supported yet"),
+    ("generate x --max-num-seqs 8 --max-num-batched-tokens 4", 2, "(4) must be at least"),
+    ("generate x --dtype int3", 2, "parameter=dtype"),
+    ("generate x --max-model-len 9M", 2, "parameter=max_model_len"),
+    ("generate x --override-generation-config {", 2, "not JSON"),
+    ("generate x --cudagraph-capture-sizes 1,b", 2, "not a list of integers"),
+    ("generate", 2, "the prompt is empty"),
+    ("generate --prompt-file /no/such/file", 2, "No such file or directory"),
+    ("generate --prompt-file /", 2, "Is a directory"),
+    ("generate --prompt-file -", 2, "no prompt in -"),
+    ("chat -q hello -m /no/such/folder", 2, "no such model folder"),
+    ("chat -q hello --max-tokens 0", 2, "max_tokens"),
+    ("chat surplus", 2, "surplus"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "message"), MISTAKES, ids=[line for line, *_ in MISTAKES])
+def test_a_mistake_is_one_line_and_an_exit_code(capsys, line, code, message):
+    assert run(line.split()) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("trouper: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_an_empty_prompt_is_a_mistake(capsys):
+    assert run(["generate", "x", ""]) == 2
+    assert capsys.readouterr().err == "trouper: the prompt is empty (parameter=prompt)\n"
+
+
+def test_no_prompt_on_a_terminal_is_a_mistake(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert run(["generate"]) == 2
+    assert "PROMPT: give one" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setattr(EngineArgs, "resolve", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(["generate", "x", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ZeroDivisionError("a\nb"), 1, "ZeroDivisionError: a\nb"),
+        (ExceptionGroup("two", [ValueError("first"), KeyError("second")]), 2, "first"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (output.Interrupted(signal.SIGTERM), 143, "terminated"),
+    ],
+)
+def test_every_exception_has_its_exit_code(error, code, message):
+    assert output.explain(error) == (code, message)
+
+
+def test_an_unexpected_cause_is_told():
+    error = RuntimeError("the device is gone")
+    error.__cause__ = OSError("cable")
+    assert output.explain(error)[1] == "RuntimeError: the device is gone (caused by OSError: cable)"
+
+
+def test_one_prompt_is_echoed_and_streamed(capsys):
+    assert run(["generate", "def f(", "--max-tokens", "3", *GREEDY]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("def f(")
+    assert out.endswith("\n")
+    assert err == ""
+    assert (
+        run(["generate", "def f(", "--max-tokens", "3", *GREEDY, "--no-stream", "--no-echo"]) == 0
+    )
+    assert f"def f({capsys.readouterr().out}" == out
+
+
+def test_json_is_one_line_per_prompt_in_their_order(capsys, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("two\n\nthree\n")
+    arguments = ["one", "--prompt-file", str(file), "--json", "--n", "2", "--max-tokens", "4"]
+    assert run(["generate", *arguments, "--ignore-eos", "--stats"]) == 0
+    out, err = capsys.readouterr()
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [record["prompt"] for record in records] == ["one", "two", "three"]
+    for record in records:
+        assert record["num_tokens"] == 8
+        assert record["num_prompt_tokens"] >= 1
+        assert 0 < record["first_token_s"] <= record["total_s"]
+        for completion in record["outputs"]:
+            assert len(completion["token_ids"]) == 4
+            assert (completion["finish_reason"], completion["stop_reason"]) == ("length", None)
+    assert re.fullmatch(r"24 tokens from \d+ in .* tok/s\); first text after .*\n", err)
+
+
+def test_stdin_is_one_prompt(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a = 1\nb = 2\n"))
+    assert run(["generate", "--max-tokens", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "a = 1\nb = 2"
+
+
+def test_prompts_from_stdin_are_lines(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a = 1\nb = 2\n"))
+    assert run(["generate", "--prompt-file", "-", "--max-tokens", "1"]) == 0
+    first, second = capsys.readouterr().out.split("\n\nb = 2")
+    assert first.startswith("a = 1")
+    assert second.endswith("\n")
+
+
+def test_a_prompt_that_is_too_long_is_named(capsys):
+    assert (
+        run(["generate", "x", "y " * 100, "--max-model-len", "16", "--max-tokens", "1", "--json"])
+        == 2
+    )
+    out, err = capsys.readouterr()
+    assert err.startswith("trouper: prompt 2: ")
+    assert "16" in err
+    assert err.count("\n") == 1
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["x"]
+
+
+def test_chat_keeps_the_conversation(capsys, monkeypatch):
+    seen = []
+
+    class Conversation(chat_module().Conversation):
+        async def answer(self, *arguments):
+            await super().answer(*arguments)
+            seen.append([message["role"] for message in self.messages])
+
+    monkeypatch.setattr(chat_module(), "Conversation", Conversation)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nagain\n/nonsense\n/reset\nhi\n/exit\nno\n"))
+    arguments = ["--system-prompt", "Be brief.", "--max-tokens", "3", "--ignore-eos"]
+    assert run(["chat", *arguments, "--min-tokens", "3"]) == 0
+    out, err = capsys.readouterr()
+    turn = ["user", "assistant"]
+    assert seen == [["system", *turn], ["system", *turn, *turn], ["system", *turn]]
+    assert out.endswith("\n")
+    assert err.startswith("no such command: /nonsense")
+
+
+def chat_module():
+    return sys.modules["trouper.frontends.cli.chat"]
+
+
+def test_quick_chat_answers_once(capsys):
+    assert run(["chat", "-q", "hi", "--max-tokens", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("\n")
+    assert err == ""
+
+
+def test_a_conversation_that_does_not_fit_is_told_and_goes_on(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'long ' * 200}\n/reset\n"))
+    assert run(["chat", "--max-tokens", "2", "--max-model-len", "64"]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("trouper: ")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
+)
+def test_a_signal_ends_the_command_in_order(number, code):
+    arguments = ["generate", "def f(", "--max-tokens", "2000", "--ignore-eos"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "trouper", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.read(8).startswith(b"def f(")
+        process.send_signal(number)
+        _, err = process.communicate()
+    assert process.returncode == code
+    assert err == (b"trouper: interrupted\n" if code == 130 else b"trouper: terminated\n")
+
+
+def test_nobody_reading_on_is_no_error():
+    arguments = ["generate", "def f(", "--max-tokens", "500", "--ignore-eos"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "trouper", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        process.stdout.read(8)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == output.EXIT_BROKEN_PIPE

@@ -1,0 +1,103 @@
+"""What the documents say is what the code does."""
+
+import ast
+import re
+import runpy
+from pathlib import Path
+
+import anyio
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+README = (ROOT / "README.md").read_text()
+EXAMPLES = ROOT / "docs" / "examples"
+ENGINE = (ROOT / "actors" / "engine.py").read_text()
+
+
+def code_blocks(text, language):
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["embed.py", "offline.py"])
+def test_the_readme_shows_the_examples_as_they_are(name):
+    assert (EXAMPLES / name).read_text() in code_blocks(README, "python")
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_embedding_example_runs(capsys, backend):
+    main = runpy.run_path(str(EXAMPLES / "embed.py"))["main"]
+    anyio.run(main, backend=backend)
+    lines = capsys.readouterr().out
+    assert lines.strip()
+
+
+def test_the_offline_example_runs(capsys):
+    prompts = runpy.run_path(str(EXAMPLES / "offline.py"), run_name="__main__")["prompts"]
+    out = capsys.readouterr().out
+    positions = [out.index(prompt) for prompt in prompts]
+    assert positions == sorted(positions)
+
+
+def test_the_readmes_commands_are_the_scripts():
+    generate, test = (block.strip() for block in code_blocks(README, "sh")[:2])
+    assert "\n" not in generate + test
+    script = (ROOT / "scripts" / "test").read_text()
+    for part in ("-m venv .venv", ".venv/bin/pip install", "'.[test]'", ".venv/bin/pytest"):
+        assert part in test
+        assert part in script
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page):
+    folders = "actors|bench|docs|frontends|kernels|scripts|tests|trouper"
+    for path in re.findall(rf"`((?:{folders})/[\w./]+)`", page.read_text()):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def channels():
+    """(name, inbox type, capacity) of each channel that the wiring opens."""
+    for node in ast.walk(ast.parse(ENGINE)):
+        match node:
+            case ast.Assign(
+                targets=[ast.Tuple(elts=[ast.Name(id=name), ast.Name()])],
+                value=ast.Call(
+                    func=ast.Subscript(
+                        value=ast.Attribute(attr="create_memory_object_stream"), slice=inbox
+                    ),
+                    args=[capacity],
+                ),
+            ):
+                yield name, ast.unparse(inbox), ast.unparse(capacity)
+
+
+def test_the_diagram_shows_every_channel_with_its_capacity():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (diagram,) = (block for block in code_blocks(page, "") if "Scheduler" in block)
+    rows = re.findall(r"\| `(to_\w+)` \| `(\w+)` \| `([^`]+)` \|", page)
+    assert sorted(rows) == sorted(channels())
+    assert set(re.findall(r"to_\w+", diagram)) == {name for name, *_ in rows}
+    backpressure = (ROOT / "docs" / "backpressure.md").read_text()
+    assert re.findall(r"\| `(to_\w+)` \|", backpressure) == [name for name, *_ in rows]
+
+
+def test_the_diagram_shows_every_actor():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    started = {name.capitalize() for name in re.findall(r"troupe\.start\(\s*(\w+)\.run", ENGINE)}
+    described = re.findall(r"^\| `([A-Z]\w+)` \| `(actors/\S+)` \|", page, re.MULTILINE)
+    assert {name for name, _ in described} == started
+    for name, path in described:
+        assert f"class {name}:" in (ROOT / path).read_text()
+        assert name in page[: page.index("| channel |")]
+
+
+def test_the_glossary_is_short():
+    rows = re.findall(r"^\| (\w+) \| ", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert len(rows) - 1 <= 15  # one is the head

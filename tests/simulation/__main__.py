@@ -1,0 +1,95 @@
+"""`python -m tests.simulation --seconds 60`: random schedules for so long; the seed of a failure replays it."""
+
+import argparse
+import hashlib
+import json
+import random
+import sys
+import time
+
+import msgspec
+
+from .bugs import BUGS
+from .explore import Exploration, cancel_everywhere, num_schedules_until_found
+from .scenario import Scenario, draw
+from .world import simulate
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10, help="how long to explore")
+    parser.add_argument("--seed", type=int, help="the first seed; random by default")
+    parser.add_argument("--cancel", action="store_true", help="cancel before every step instead")
+    parser.add_argument("--replay", metavar="SEED_OR_FILE", help="play one schedule, print it")
+    parser.add_argument("--digest", type=int, metavar="N", help="print the digest of N traces")
+    parser.add_argument("--bugs", action="store_true", help="how fast is each planted bug found?")
+    options = parser.parse_args()
+    if options.replay is not None:
+        return replay(options.replay)
+    if options.digest is not None:
+        print(digest(options.digest))
+        return 0
+    if options.bugs:
+        return print_bugs()
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    return explore(seed, options.seconds, cancel=options.cancel)
+
+
+def explore(first_seed: int, seconds: float, *, cancel: bool) -> int:
+    print(f"first seed {first_seed}")
+    num_runs = num_steps = num_failures = 0
+    seed, wall, cpu = first_seed, time.monotonic(), time.process_time()
+    while time.monotonic() - wall < seconds:
+        found = _explore_one(seed, cancel=cancel)
+        num_runs += found.num_runs
+        num_steps += found.num_steps
+        if found.broken is not None:
+            num_failures += 1
+            print(f"seed {seed}: {found.broken}\n  {found.where}", flush=True)
+        seed += 1
+    cpu = time.process_time() - cpu
+    print(
+        f"{num_runs} schedules, {num_runs / cpu:.0f} a CPU second, {num_steps / cpu:.0f} steps a "
+        f"CPU second; seeds {first_seed} … {seed - 1}, {num_failures} failed"
+    )
+    return 1 if num_failures else 0
+
+
+def _explore_one(seed: int, *, cancel: bool) -> Exploration:
+    scenario = draw(seed)
+    if cancel:
+        return cancel_everywhere(scenario, seed % len(scenario.clients))
+    verdict = simulate(scenario)
+    return Exploration(
+        1, verdict.num_steps, verdict.broken, f"python -m tests.simulation --replay {seed}"
+    )
+
+
+def replay(which: str) -> int:
+    if which.isdecimal():
+        scenario = draw(int(which))
+    else:
+        with open(which, "rb") as file:
+            scenario = msgspec.json.decode(file.read(), type=Scenario)
+    print(json.dumps(msgspec.to_builtins(scenario), indent=1))
+    verdict = simulate(scenario, trace=print)
+    print(verdict)
+    return 0 if verdict.broken is None else 1
+
+
+def digest(count: int) -> str:
+    verdicts = [simulate(draw(seed)) for seed in range(count)]
+    return hashlib.sha256(repr(verdicts).encode()).hexdigest()[:16]
+
+
+def print_bugs() -> int:
+    num_blind = 0
+    for bug in BUGS:
+        count, broken = num_schedules_until_found(bug, 500)
+        num_blind += broken is None
+        print(f"{bug:44s} {count if broken else 'NOT FOUND':>9}  {(broken or '')[:70]}", flush=True)
+    return 1 if num_blind else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,494 @@
+"""Bugs on purpose.  Each replaces one method by a faulty one; the production code has no switches.
+
+An oracle that has gone blind is worse than none: `test_bugs` demands that every one of these is found.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+import trouper.actors.policy as policy_module
+import trouper.actors.sequences as sequences_module
+from trouper.actors.blocks import FIRST_PARENT, Blocks
+from trouper.actors.detokenizer import Detokenizer
+from trouper.actors.draft import Draft
+from trouper.actors.executor.simulated import SimulatedDevice
+from trouper.actors.generation import Generation
+from trouper.actors.handle import Engine
+from trouper.actors.policy import Policy
+from trouper.actors.quarantine import Quarantine
+from trouper.actors.renderer import Renderer
+from trouper.actors.reply import ReplySlot
+from trouper.actors.running import Running
+from trouper.actors.sequences import Sequence
+
+Faulty = Callable[..., Any]
+BUGS: dict[str, tuple[Any, str, Callable[[Any], Faulty]]] = {}
+
+
+def bug(owner: Any, attribute: str) -> Callable[[Callable[[Any], Faulty]], Callable[[Any], Faulty]]:
+    """Register a function that makes a faulty `owner.attribute` from the right one."""
+
+    def register(make: Callable[[Any], Faulty]) -> Callable[[Any], Faulty]:
+        BUGS[make.__name__] = owner, attribute, make
+        return make
+
+    return register
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    owner, attribute, make = BUGS[name]
+    right = getattr(owner, attribute)
+    setattr(owner, attribute, make(right))
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, right)
+
+
+# Blocks and the prefix cache
+
+
+@bug(Policy, "_tell_end")
+def block_leaks_on_abort(right):
+    def faulty(self, sequence, reason, error=None):
+        if reason == "abort":
+            self._blocks.share(sequence.blocks[-1:])
+        right(self, sequence, reason, error)
+
+    return faulty
+
+
+@bug(Running, "leave")
+def block_freed_twice(right):
+    def faulty(self, sequence):
+        last = sequence.blocks[-1:]
+        right(self, sequence)
+        if self._blocks.num_free < 3:
+            self._blocks.free(last)
+
+    return faulty
+
+
+@bug(Blocks, "allocate")
+def hash_survives_reuse(right):
+    def faulty(self, count):
+        if count > len(self._free):
+            return None
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            self._references[block] = 1
+        return taken
+
+    return faulty
+
+
+@bug(Blocks, "share")
+def hit_is_not_counted(right):
+    return lambda self, blocks: [self._free.pop(block, None) for block in blocks]
+
+
+@bug(sequences_module, "block_hash")
+def salt_is_forgotten(right):
+    return lambda parent, token_ids, extra=b"": right(parent, token_ids)
+
+
+@bug(sequences_module, "block_hash")
+def hash_without_its_parent(right):
+    return lambda parent, token_ids, extra=b"": right(FIRST_PARENT, token_ids, extra)
+
+
+@bug(Running, "_prefix")
+def hit_covers_the_whole_prompt(right):
+    def faulty(self, sequence):
+        sequence.num_tokens += 1
+        try:
+            return right(self, sequence)
+        finally:
+            sequence.num_tokens -= 1
+
+    return faulty
+
+
+@bug(Running, "register")
+def prefix_offered_before_it_landed(right):
+    def faulty(self, sequence):
+        landed, sequence.num_landed = sequence.num_landed, sequence.num_computed
+        known = sequence.num_tokens
+        sequence.num_landed = min(sequence.num_computed, known)
+        right(self, sequence)
+        sequence.num_landed = landed
+
+    return faulty
+
+
+@bug(Running, "grow")
+def device_is_not_told_of_new_blocks(right):
+    def faulty(self, sequence, num_tokens, draft):
+        told = list(draft.new_blocks)
+        grown = right(self, sequence, num_tokens, draft)
+        draft.new_blocks = told
+        return grown
+
+    return faulty
+
+
+# Plans
+
+
+@bug(Draft, "commit")
+def fork_without_copy(right):
+    def faulty(self, step, epoch):
+        self.copies.clear()
+        return right(self, step, epoch)
+
+    return faulty
+
+
+@bug(Draft, "commit")
+def chunk_is_sampled(right):
+    def faulty(self, step, epoch):
+        plan, flight = right(self, step, epoch)
+        return msgspec.structs.replace(plan, needs_sample=(True,) * len(plan.rows)), flight
+
+    return faulty
+
+
+@bug(Draft, "commit")
+def chunk_begins_one_too_late(right):
+    def faulty(self, step, epoch):
+        plan, flight = right(self, step, epoch)
+        starts = tuple(
+            start + 1 if start and count > 1 else start
+            for start, count in zip(plan.starts, plan.counts, strict=True)
+        )
+        counts = tuple(
+            count - (new - old)
+            for count, new, old in zip(plan.counts, starts, plan.starts, strict=True)
+        )
+        return msgspec.structs.replace(plan, starts=starts, counts=counts), flight
+
+    return faulty
+
+
+@bug(Draft, "add")
+def budget_is_not_spent(right):
+    def faulty(self, sequence, count):
+        right(self, sequence, count)
+        self.budget += count // 2
+
+    return faulty
+
+
+@bug(Policy, "__init__")
+def one_seat_too_many(right):
+    def faulty(self, config, blocks):
+        right(self, config, blocks)
+        self._num_seats += 1
+
+    return faulty
+
+
+@bug(Policy, "_plan_waiting")
+def head_of_the_queue_is_overtaken(right):
+    def faulty(self, draft):
+        right(self, draft)
+        for sequence in self._waiting.fresh.live()[1:]:
+            if draft.budget > 0 and len(self._running) < self._num_seats:
+                if self._running.start(sequence, draft):
+                    self._waiting.discard(sequence)
+
+    return faulty
+
+
+@bug(policy_module, "open_request")
+def priority_is_inverted(right):
+    def faulty(admit, *args, **kwargs):
+        request = right(admit, *args, **kwargs)
+        for sequence in request.sequences:
+            sequence.order = (-sequence.order[0], *sequence.order[1:])
+        return request
+
+    return faulty
+
+
+@bug(policy_module, "open_request")
+def one_token_too_many(right):
+    def faulty(admit, number, limit, *args, **kwargs):
+        return right(admit, number, limit + 1, *args, **kwargs)
+
+    return faulty
+
+
+@bug(Sequence, "sampling")
+def siblings_share_a_seed(right):
+    return lambda self: self.request.sampling
+
+
+@bug(Sequence, "append")
+def stop_reason_of_eos_is_its_id(right):
+    def faulty(self, token):
+        end = right(self, token)
+        return ("stop", token) if end is not None and end[0] == "stop" else end
+
+    return faulty
+
+
+# Results, preemption, failures
+
+
+@bug(Running, "preempt")
+def result_of_a_preempted_one_is_dropped(right):
+    def faulty(self, sequence, **kwargs):
+        right(self, sequence, **kwargs)
+        sequence.valid_from = sequence.incarnation
+
+    return faulty
+
+
+@bug(Running, "preempt")
+def incarnation_is_not_bumped(right):
+    def faulty(self, sequence, **kwargs):
+        right(self, sequence, **kwargs)
+        sequence.incarnation -= 1
+
+    return faulty
+
+
+@bug(Running, "preempt")
+def preempted_one_starts_before_its_result(right):
+    def faulty(self, sequence, **kwargs):
+        right(self, sequence, **kwargs)
+        if sequence.num_in_flight:
+            self._returning.push(sequence)
+
+    return faulty
+
+
+@bug(Policy, "_undo")
+def failed_step_forgets_a_column(right):
+    def faulty(self, flight):
+        if len(flight.columns) > 1:
+            flight.columns.pop()
+        return right(self, flight)
+
+    return faulty
+
+
+@bug(Policy, "fail_step")
+def epoch_stands_still(right):
+    def faulty(self, step, message):
+        right(self, step, message)
+        self._epoch = 0
+
+    return faulty
+
+
+@bug(Quarantine, "failed")
+def group_is_condemned_together(right):
+    def faulty(self):
+        suspects = list(self._tested)
+        return right(self) or (suspects[0] if suspects else None)
+
+    return faulty
+
+
+@bug(Policy, "apply")
+def one_bad_row_fails_the_batch(right):
+    def faulty(self, done):
+        if done.failed:
+            done = msgspec.structs.replace(done, failed=tuple(range(len(done.token_ids))))
+        right(self, done)
+
+    return faulty
+
+
+@bug(Policy, "_release_siblings")
+def siblings_wait_for_a_dead_leader(right):
+    def faulty(self, request):
+        if request.sequences[0].row >= 0:
+            right(self, request)
+
+    return faulty
+
+
+@bug(SimulatedDevice, "submit")
+def steps_run_out_of_order(right):
+    def faulty(self, plan):
+        right(self, plan)
+        self._queue.rotate(1)
+
+    return faulty
+
+
+# Requests and their readers
+
+
+@bug(Policy, "abort")
+def abort_of_a_waiting_one_is_silent(right):
+    def faulty(self, id):
+        is_waiting = id in self._requests and self._requests[id].sequences[0].row < 0
+        right(self, id)
+        if is_waiting:
+            self._news.withdraw(id)
+
+    return faulty
+
+
+@bug(Engine, "_post_abort")
+def abort_is_not_posted(right):
+    def faulty(self, id, slot):
+        slot.scope.cancel()
+
+    return faulty
+
+
+@bug(Renderer, "_serve")
+def abort_is_lost_while_rendering(right):
+    async def faulty(self, message):
+        try:
+            rendered = await self._threads.run(self._render, message)
+        except Exception as error:
+            message.slot.fail(error)
+            return
+        self._hand_over(rendered)
+
+    return faulty
+
+
+@bug(Renderer, "_serve")
+def error_kills_the_renderer(right):
+    async def faulty(self, message):
+        if message.slot.is_aborted:
+            message.slot.abort()
+            return
+        with message.slot.scope:
+            rendered = await self._threads.run(self._render, message)
+        if message.slot.is_aborted:
+            message.slot.abort()
+        else:
+            self._hand_over(rendered)
+
+    return faulty
+
+
+@bug(Renderer, "_serve")
+def admitted_before_tracked(right):
+    async def faulty(self, message):
+        slot = message.slot
+        rendered = None
+        try:
+            with slot.scope:
+                rendered = await self._threads.run(self._render, message)
+        except Exception as error:
+            slot.fail(error)
+            return
+        if rendered is None or slot.is_aborted:
+            slot.abort()
+            return
+        self._scheduler.send_nowait(rendered.admit)
+        await anyio.sleep(0.02)
+        self._detokenizer.send_nowait(rendered.track)
+
+    return faulty
+
+
+@bug(Detokenizer, "_tell_one")
+def stop_is_not_sent(right):
+    def faulty(self, *args):
+        right(self, *args)
+        return []
+
+    return faulty
+
+
+@bug(Detokenizer, "_tell_all")
+def detokenizer_waits_for_a_reader(right):
+    async def faulty(self, message):
+        slots = [
+            self._sequences[news.id].request.slot
+            for news in message.sequences
+            if news.id in self._sequences
+        ]
+        await right(self, message)
+        for slot in slots:
+            while len(slot._due) > 0 and not slot.is_closed:
+                await anyio.sleep(0.001)
+
+    return faulty
+
+
+@bug(ReplySlot, "_wake_reader")
+def last_wake_up_is_lost(right):
+    def faulty(self):
+        if self._num_open:
+            right(self)
+
+    return faulty
+
+
+@bug(ReplySlot, "_take")
+def delta_repeats_itself(right):
+    def faulty(self, index):
+        mine = self._completions[index]
+        before = list(mine.token_ids)
+        output = right(self, index)
+        if not mine.token_ids and len(before) > 1:
+            mine.token_ids = before[-1:]
+        return output
+
+    return faulty
+
+
+@bug(Generation, "close")
+def finished_request_opens_again(right):
+    def faulty(self):
+        right(self)
+        self._is_closed = not self._is_finished
+
+    return faulty
+
+
+@bug(Generation, "__anext__")
+def cancelled_read_leaves_the_request_open(right):
+    async def faulty(self):
+        if self._is_closed:
+            await anyio.lowlevel.checkpoint()
+            raise StopAsyncIteration
+        output = await self.open().read()
+        if output.finished:
+            self._is_finished = True
+            self.close()
+        return output
+
+    return faulty
+
+
+@bug(Engine, "close_request")
+def request_stays_in_the_table(right):
+    def faulty(self, id, slot, *, is_finished):
+        right(self, id, slot, is_finished=is_finished)
+        if not is_finished:
+            self._open.setdefault(slot.request_id, (id, slot))
+
+    return faulty
+
+
+@bug(Engine, "abort_all")
+def shutdown_forgets_the_readers(right):
+    return lambda self: []
+
+
+@bug(Engine, "die")
+def death_is_not_told(right):
+    def faulty(self, error):
+        slots, self._open = self._open, {}
+        right(self, error)
+        self._open = slots
+
+    return faulty

@@ -1,0 +1,19 @@
+"""Are the oracles awake?  Every planted bug must be found, and fast."""
+
+import pytest
+
+from .bugs import BUGS
+from .explore import num_schedules_until_found
+
+LIMIT = 500
+
+
+def test_there_are_enough_bugs():
+    assert len(BUGS) >= 25
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug, record_property):
+    num_schedules, broken = num_schedules_until_found(bug, LIMIT)
+    record_property("schedules", num_schedules)
+    assert broken is not None, f"{bug} was not found in {LIMIT} schedules: an oracle is blind"

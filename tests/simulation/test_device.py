@@ -1,0 +1,155 @@
+"""The simulated device itself: does it notice what it is there to notice?"""
+
+import anyio
+import pytest
+
+from trouper.actors.executor.simulated import (
+    Conditions,
+    SimulatedDevice,
+    StepError,
+    simulated_tokens,
+)
+from trouper.actors.messages import NewRow, Sampling, SequenceId, StepDone, StepFailed, StepPlan
+
+VOCAB = 50
+GREEDY = Sampling(temperature=0.0)
+PROMPT = (3, 1, 4, 1, 5)
+
+pytestmark = pytest.mark.trio
+
+
+@pytest.fixture(autouse=True)
+def virtual_time(autojump_clock):
+    return autojump_clock
+
+
+def new_row(row, blocks, tokens=PROMPT, sampling=GREEDY, num_prompt=None):
+    return NewRow(row, SequenceId(row), tokens, num_prompt or len(tokens), blocks, sampling)
+
+
+def plan(step, row, start, count, *, needs_sample=True, epoch=0, **more):
+    return StepPlan(step, epoch, (row,), (start,), (count,), (needs_sample,), **more)
+
+
+async def play(device, *plans):
+    answers = []
+    for one in plans:
+        device.submit(one)
+        answers.append(await device.collect())
+    return answers
+
+
+def device_of(conditions=None, num_blocks=8, credits=2):
+    return SimulatedDevice(num_blocks, 2, VOCAB, credits, conditions)
+
+
+async def test_chunks_and_decodes_yield_the_tokens_of_the_oracle():
+    answers = await play(
+        device_of(),
+        plan(1, 0, 0, 2, needs_sample=False, new_rows=(new_row(0, (5,)),)),
+        plan(2, 0, 2, 3, new_blocks=((0, (2, 7)),)),
+        plan(3, 0, 5, 1),
+        plan(4, 0, 6, 1, new_blocks=((0, (1,)),)),
+    )
+    tokens = [answer.token_ids[0] for answer in answers]
+    assert tokens == [-1, *simulated_tokens(PROMPT, GREEDY, 3, VOCAB)]
+
+
+async def test_a_shared_prefix_is_read_and_a_wrong_one_changes_the_token():
+    longer = (*PROMPT, 9)
+    first = plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2, 3)),))
+    right = plan(2, 1, 4, 2, new_rows=(new_row(1, (1, 2, 4), longer),))
+    wrong = plan(2, 1, 4, 2, new_rows=(new_row(1, (1, 3, 4), longer),))
+    want = simulated_tokens(longer, GREEDY, 1, VOCAB)
+    assert (await play(device_of(), first, right))[1].token_ids == tuple(want)
+    assert (await play(device_of(), first, wrong))[1].token_ids != tuple(want)
+
+
+async def test_a_fork_needs_its_copy():
+    first = plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2, 3)),))
+    second = new_row(1, (1, 2, 4), (*PROMPT, 8, 9)[:6], num_prompt=5)
+    want = simulated_tokens((*PROMPT, 8), GREEDY, 1, VOCAB)
+    copied = plan(2, 1, 5, 1, new_rows=(second,), copies=((3, 4),))
+    forgotten = plan(2, 1, 5, 1, new_rows=(second,))
+    assert (await play(device_of(), first, copied))[1].token_ids == tuple(want)
+    assert (await play(device_of(), first, forgotten))[1].token_ids != tuple(want)
+
+
+async def test_after_an_error_the_epoch_is_refused_and_the_next_one_runs():
+    class OneError(Conditions):
+        def error(self, plan, sequences):
+            return StepError("oops") if plan.step == 1 else None
+
+    device = device_of(OneError())
+    row = new_row(0, (1, 2, 3))
+    device.submit(plan(1, 0, 0, 5, new_rows=(row,)))
+    device.submit(plan(2, 0, 5, 1))
+    assert await device.collect() == StepFailed(1, "oops")
+    assert isinstance(await device.collect(), StepFailed)
+    (answer,) = await play(device, plan(3, 0, 0, 5, epoch=1, new_rows=(row,)))
+    assert answer.token_ids == tuple(simulated_tokens(PROMPT, GREEDY, 1, VOCAB))
+
+
+async def test_a_row_that_is_not_finite_fails_alone():
+    class OneBadRow(Conditions):
+        def is_finite(self, sequence, position):
+            return sequence != 1
+
+    both = StepPlan(
+        1, 0, (0, 1), (0, 0), (5, 5), (True, True),
+        new_rows=(new_row(0, (1, 2, 3)), new_row(1, (4, 5, 6))),
+    )  # fmt: skip
+    (answer,) = await play(device_of(OneBadRow()), both)
+    want = simulated_tokens(PROMPT, GREEDY, 1, VOCAB)[0]
+    assert answer == StepDone(1, (want, -1), failed=(1,))
+
+
+async def test_steps_take_their_time_one_after_another():
+    device = device_of(Conditions(step_s=2.0))
+    device.submit(plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2, 3)),)))
+    device.submit(plan(2, 0, 5, 1))
+    await device.collect()
+    assert anyio.current_time() == pytest.approx(2)
+    await device.collect()
+    assert anyio.current_time() == pytest.approx(4)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        plan(1, 3, 0, 1),
+        plan(1, 0, 0, 0, new_rows=(new_row(0, (1, 2, 3)),)),
+        plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2)),)),
+        plan(1, 0, 0, 6, new_rows=(new_row(0, (1, 2, 3)),)),
+        plan(1, 0, 0, 5, new_rows=(new_row(0, (0, 1, 2)),)),
+        plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2, 8)),)),
+    ],
+    ids=["no row", "no tokens", "no block", "no token", "null block", "unknown block"],
+)
+async def test_a_plan_that_breaks_the_protocol_is_an_error(bad):
+    with pytest.raises(ValueError, match="step 1|position|no "):
+        await play(device_of(), bad)
+
+
+async def test_memory_that_sleeps_runs_no_step_and_forgets():
+    device = device_of()
+    first = plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2, 3)),))
+    await play(device, first)
+    await device.call("sleep", 1)
+    with pytest.raises(RuntimeError, match="absent"):
+        device.submit(plan(2, 0, 5, 1))
+    await device.call("wake", frozenset({"weights", "kv_cache"}))
+    longer = (*PROMPT, 9)
+    (answer,) = await play(device, plan(2, 1, 4, 2, new_rows=(new_row(1, (1, 2, 4), longer),)))
+    assert answer.token_ids != tuple(simulated_tokens(longer, GREEDY, 1, VOCAB))
+
+
+async def test_no_more_steps_than_agreed_and_none_after_the_end():
+    device = device_of(credits=1)
+    device.submit(plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2, 3)),)))
+    with pytest.raises(RuntimeError, match="in flight"):
+        device.submit(plan(2, 0, 5, 1))
+    await device.aclose()
+    await device.aclose()
+    with pytest.raises(RuntimeError, match="closed"):
+        device.submit(plan(3, 0, 6, 1))

@@ -1,0 +1,61 @@
+"""The engine under drawn schedules, drawn faults, and a cancellation before every step."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .explore import cancel_everywhere, explore_seeds
+from .scenario import Scenario, draw, draw_with
+from .world import simulate
+
+CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
+SEEDS_A_TEST = 150
+
+
+@pytest.mark.parametrize("first", range(0, 900, SEEDS_A_TEST))
+def test_every_oracle_holds_under_drawn_schedules(first):
+    found = explore_seeds(range(first, first + SEEDS_A_TEST))
+    assert found.broken is None, f"{found.where}: {found.broken}"
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+def test_what_broke_once_holds_now(path):
+    verdict = simulate(msgspec.json.decode(path.read_bytes(), type=Scenario))
+    assert verdict.broken is None
+
+
+@pytest.mark.parametrize("seed", [4, 12, 39])
+def test_a_client_may_be_cancelled_before_any_of_its_steps(seed):
+    scenario = draw(seed)
+    for client in range(len(scenario.clients)):
+        found = cancel_everywhere(scenario, client)
+        assert found.broken is None, f"seed {seed}, {found.where}: {found.broken}"
+        assert found.num_runs > 2
+
+
+@pytest.mark.parametrize("seed", [4, 12])
+def test_the_whole_program_may_be_cancelled_before_any_step(seed):
+    found = cancel_everywhere(draw(seed), None, stride=5)
+    assert found.broken is None, f"seed {seed}, {found.where}: {found.broken}"
+    assert found.num_runs > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 160, 10))
+def test_cancelled_before_every_step_of_many_scenarios(first):
+    for seed in range(first, first + 10):
+        scenario = draw(seed)
+        for client in range(len(scenario.clients)):
+            found = cancel_everywhere(scenario, client)
+            assert found.broken is None, f"seed {seed}, {found.where}: {found.broken}"
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.integers(0, 2**32), st.randoms(use_true_random=False))
+def test_every_oracle_holds_for_scenarios_that_hypothesis_draws(seed, dice):
+    # Hypothesis shrinks the scenario; the seed of the schedule is drawn too, or it would try one only.
+    verdict = simulate(draw_with(lambda port: dice, seed=seed))
+    assert verdict.broken is None

@@ -1,0 +1,594 @@
+"""The policy, one behaviour at a time.  The worked numbers are in test_policy_cases, the rest in _model."""
+
+import math
+
+import pytest
+
+from trouper.actors.blocks import Blocks
+from trouper.actors.messages import Admit, StepDone, TokenLogprobs
+from trouper.actors.pause import Pause
+from trouper.actors.policy import Policy
+from trouper.actors.sequences import State
+from trouper.config import SchedulerConfig
+from trouper.params import SamplingParams
+
+EOS = 99
+
+
+class Desk:
+    """A policy and the answers of a device that says `token`; news are kept by sequence."""
+
+    def __init__(self, num_usable=100, block_size=4, prefix_caching=True, **config):
+        config.setdefault("max_num_seqs", 8)
+        self.blocks = Blocks(num_usable + 1, block_size, prefix_caching)
+        self.policy = Policy(SchedulerConfig(**config), self.blocks)
+        self.row_owner = {}
+        self.flights = []
+        self.news = []
+
+    def admit(
+        self, id=0, prompt=(1, 2, 3), eos=EOS, stop_token_ids=(), salt=None, priority=0, **params
+    ):
+        self.policy.admit(
+            Admit(
+                id=id,
+                prompt_token_ids=tuple(prompt),
+                params=SamplingParams(**params),
+                eos_token_id=eos,
+                stop_token_ids=stop_token_ids,
+                priority=priority,
+                arrival_time=float(id),
+                cache_salt=salt,
+            )
+        )
+
+    def plan(self):
+        plan = self.policy.plan()
+        if plan is not None:
+            self.row_owner.update({new.row: new.sequence for new in plan.new_rows})
+            self.flights.append(plan)
+        return plan
+
+    def owners(self, plan):
+        return [self.row_owner[row] for row in plan.rows]
+
+    def land(self, token=7, **done):
+        plan = self.flights.pop(0)
+        tokens = tuple(token if needs else -1 for needs in plan.needs_sample)
+        self.policy.apply(StepDone(plan.step, tokens, **done))
+        return self.take()
+
+    def fail(self, message="boom"):
+        self.policy.fail_step(self.flights.pop(0).step, message)
+        return self.take()
+
+    def take(self):
+        news = self.policy.take_news()
+        entries = list(news.sequences) if news else []
+        self.news += entries
+        return entries
+
+    def step(self, token=7, **done):
+        assert self.plan() is not None
+        return self.land(token, **done)
+
+    def ends(self):
+        return {e.id: (e.finish_reason, e.stop_reason) for e in self.news if e.finish_reason}
+
+    def assert_idle(self):
+        stats = self.policy.statistics()
+        assert (stats.num_running, stats.num_waiting, stats.num_deferred) == (0, 0, 0)
+        assert stats.num_blocks_free == stats.num_blocks_total
+        assert self.policy.num_unfinished == 0
+
+
+# What a plan says
+
+
+def test_a_prompt_is_computed_in_chunks_and_only_the_last_yields_a_token():
+    desk = Desk(max_num_scheduled_tokens=4)
+    desk.admit(prompt=range(10))
+    plans = [(p.starts, p.counts, p.needs_sample) for p in [desk.plan()]]
+    for _ in range(2):
+        desk.land()
+        plan = desk.plan()
+        plans.append((plan.starts, plan.counts, plan.needs_sample))
+    assert plans == [((0,), (4,), (False,)), ((4,), (4,), (False,)), ((8,), (2,), (True,))]
+
+
+def test_a_row_is_told_once_and_then_only_what_is_new():
+    desk = Desk()
+    desk.admit(prompt=(1, 2, 3), max_tokens=8, seed=5)
+    plan = desk.plan()
+    (new,) = plan.new_rows
+    assert (new.sequence, new.token_ids, new.num_prompt, new.block_ids) == (0, (1, 2, 3), 3, (1,))
+    assert new.sampling.seed == 5
+    desk.land()
+    plan = desk.plan()
+    assert (plan.new_rows, plan.new_blocks) == ((), ())
+    desk.land()
+    assert desk.plan().new_blocks == ((new.row, (2,)),)
+
+
+def test_the_second_step_in_flight_counts_the_unknown_token_as_a_placeholder():
+    desk = Desk(max_steps_in_flight=2)
+    desk.admit(max_tokens=3)
+    first, second = desk.plan(), desk.plan()
+    assert (first.starts, second.starts, second.counts) == ((0,), (3,), (1,))
+    assert desk.plan() is None  # two are out
+
+
+def test_a_sequence_sure_to_reach_its_limit_is_not_planned_again():
+    desk = Desk(max_steps_in_flight=3)
+    desk.admit(max_tokens=2)
+    assert desk.plan() is not None
+    assert desk.plan() is not None
+    assert desk.plan() is None
+    desk.land()
+    desk.land()
+    assert desk.ends() == {0: ("length", None)}
+    desk.assert_idle()
+
+
+def test_the_surplus_result_of_a_stopped_sequence_is_dropped_and_its_row_is_free_at_once():
+    desk = Desk(max_steps_in_flight=2, max_num_seqs=1, max_num_active_seqs=1)
+    desk.admit(0, max_tokens=9)
+    desk.admit(1, max_tokens=1)
+    desk.plan()
+    desk.plan()
+    assert desk.land(EOS)[0].token_ids == (EOS,)
+    assert desk.owners(desk.plan()) == [1]
+    assert desk.land() == []  # the surplus
+    desk.land()
+    assert desk.ends() == {0: ("stop", None), 1: ("length", None)}
+
+
+def test_answers_come_in_order_or_the_engine_is_broken():
+    desk = Desk(max_steps_in_flight=2)
+    desk.admit()
+    desk.plan()
+    second = desk.plan()
+    with pytest.raises(RuntimeError, match="an answer to step 2"):
+        desk.policy.apply(StepDone(second.step, (7,)))
+
+
+def test_without_chunked_prefill_a_prompt_longer_than_any_step_is_split_nevertheless():
+    desk = Desk(enable_chunked_prefill=False, max_num_scheduled_tokens=8)
+    desk.admit(prompt=range(20), max_tokens=1)
+    while desk.policy.num_unfinished:
+        desk.step()
+    assert desk.ends() == {0: ("length", None)}
+
+
+# Stop conditions, spec 5.3
+
+
+@pytest.mark.parametrize(
+    ("token", "params", "end"),
+    [
+        (EOS, {}, ("stop", None)),
+        (98, {}, ("stop", 98)),
+        (EOS, {"max_tokens": 1}, ("stop", None)),
+        (7, {"max_tokens": 1}, ("length", None)),
+        (EOS, {"min_tokens": 2}, None),
+        (98, {"min_tokens": 2}, None),
+        (98, {"min_tokens": 1}, ("stop", 98)),
+        (EOS, {"eos": None}, None),
+        (7, {}, None),
+    ],
+)
+def test_the_stop_conditions_are_checked_in_their_order(token, params, end):
+    desk = Desk()
+    desk.admit(stop_token_ids=(98,), **params)
+    (entry,) = desk.step(token)
+    assert entry.token_ids == (token,)
+    assert (entry.finish_reason and (entry.finish_reason, entry.stop_reason)) == end
+
+
+def test_the_context_ends_a_sequence_with_length():
+    desk = Desk(max_model_len=5)
+    desk.admit(max_tokens=16)
+    desk.step()
+    desk.step()
+    assert desk.ends() == {0: ("length", None)}
+
+
+def test_a_prompt_that_fills_the_context_ends_with_length_and_no_token():
+    desk = Desk(max_model_len=3)
+    desk.admit()
+    assert desk.plan() is None
+    (entry,) = desk.take()
+    assert (entry.token_ids, entry.finish_reason) == ((), "length")
+
+
+def test_a_prompt_that_can_never_fit_ends_with_an_error_instead_of_waiting_for_ever():
+    desk = Desk(num_usable=2)
+    desk.admit(0, prompt=range(8), n=2)
+    desk.admit(10, prompt=range(7))
+    assert [(e.id, e.finish_reason) for e in desk.take()] == [(0, "error"), (1, "error")]
+    assert all("kv_cache_exhausted" in entry.error for entry in desk.news)
+    desk.step()
+    desk.step()  # the 9th token needs no room of its own
+    assert desk.ends()[10] == ("length", None)
+    desk.assert_idle()
+
+
+# The end of a request in every stage
+
+
+def in_waiting(desk):
+    desk.policy.set_pause(Pause.NEW)
+
+
+def in_prefill(desk):
+    desk.step()
+
+
+def in_flight(desk):
+    desk.plan()
+
+
+def in_decode(desk):
+    for _ in range(4):
+        desk.step()
+
+
+def preempted(desk):
+    desk.step()
+    desk.policy.preempt_all()
+
+
+def preempted_in_flight(desk):
+    in_decode(desk)
+    desk.plan()
+    desk.policy.preempt_all()
+
+
+STAGES = [in_waiting, in_prefill, in_flight, in_decode, preempted, preempted_in_flight]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_abort_ends_every_sequence_once_in_whatever_stage_and_frees_all_at_once(stage, n):
+    desk = Desk(max_num_scheduled_tokens=4)
+    desk.admit(prompt=range(10), n=n)
+    stage(desk)
+    desk.policy.abort(0)
+    desk.policy.abort(0)
+    desk.policy.abort(12345)
+    desk.assert_idle()
+    while desk.flights:
+        desk.land()
+    desk.take()
+    assert [e.id for e in desk.news if e.finish_reason == "abort"] == list(range(n))
+    assert len(desk.ends()) == n
+
+
+def test_the_final_news_of_an_abort_carry_the_tokens_nobody_has_heard_of():
+    desk = Desk()
+    desk.admit()
+    plan = desk.plan()
+    desk.policy.apply(StepDone(plan.step, (7,)))
+    desk.policy.abort(0)
+    (entry,) = desk.take()
+    assert (entry.token_ids, entry.finish_reason, entry.num_cached_tokens) == ((7,), "abort", 0)
+
+
+def test_a_sequence_that_finished_in_the_same_turn_keeps_its_own_reason():
+    desk = Desk()
+    desk.admit(max_tokens=1)
+    plan = desk.plan()
+    desk.policy.apply(StepDone(plan.step, (7,)))
+    desk.policy.abort(0)
+    assert [entry.finish_reason for entry in desk.take()] == ["length"]
+
+
+def test_what_the_detokenizer_stopped_is_heard_of_no_more():
+    desk = Desk(max_steps_in_flight=2)
+    desk.admit()
+    desk.plan()
+    desk.plan()
+    desk.land()
+    desk.policy.stop((0, 0, 12345))
+    assert desk.land() == []
+    assert desk.ends() == {}
+    desk.assert_idle()
+
+
+# Preemption
+
+
+def test_a_preempted_sequence_is_recomputed_with_what_it_had_generated():
+    desk = Desk(prefix_caching=False)
+    desk.admit(max_tokens=4)
+    desk.step(7)
+    desk.step(8)
+    desk.policy.preempt_all()
+    assert desk.policy.state(0) is State.PREEMPTED
+    plan = desk.plan()
+    assert (plan.starts, plan.counts) == ((0,), (5,))
+    assert plan.new_rows[0].token_ids == (1, 2, 3, 7, 8)
+    assert plan.new_rows[0].num_prompt == 3
+
+
+def test_fcfs_preempts_the_last_and_starts_it_again_before_the_new():
+    desk = Desk(num_usable=4, policy="fcfs", max_num_scheduled_tokens=64)
+    desk.admit(0, prompt=range(8), max_tokens=9)
+    desk.admit(1, prompt=range(50, 58), max_tokens=9)
+    desk.step()
+    desk.admit(2, prompt=(1,), priority=9)
+    desk.step()
+    assert desk.policy.running_ids == (0,)
+    assert desk.policy.waiting_ids == (1, 2)
+
+
+def test_a_cache_reset_with_running_requests_drops_what_is_in_flight_and_samples_it_again():
+    desk = Desk(max_steps_in_flight=2)
+    desk.admit(max_tokens=2)
+    desk.step(7)
+    desk.plan()
+    assert not desk.policy.reset_prefix_cache()
+    assert desk.policy.reset_prefix_cache(reset_running=True)
+    again = desk.plan()
+    assert again.new_rows[0].token_ids == (1, 2, 3, 7)
+    assert desk.land(8) == []
+    assert desk.land(8)[0].token_ids == (8,)
+    assert desk.ends() == {0: ("length", None)}
+
+
+def test_the_watermark_keeps_blocks_free_for_those_who_run():
+    desk = Desk(num_usable=10, watermark=0.3)
+    desk.admit(0, prompt=range(16), max_tokens=2)
+    desk.admit(1, prompt=range(50, 66), max_tokens=2)
+    assert desk.owners(desk.plan()) == [0]  # 6 are free, 4 wanted, 3 must stay
+
+
+@pytest.mark.parametrize(("reserve", "owners"), [(True, [0]), (False, [0, 1])])
+def test_reserving_the_full_prompt_looks_beyond_the_first_chunk(reserve, owners):
+    desk = Desk(num_usable=6, max_num_scheduled_tokens=16, reserve_full_isl=reserve)
+    desk.admit(0, prompt=range(12))
+    desk.admit(1, prompt=range(50, 66))
+    assert desk.owners(desk.plan()) == owners
+
+
+# Pauses
+
+
+def test_nothing_is_planned_while_all_is_paused():
+    desk = Desk()
+    desk.admit()
+    desk.policy.set_pause(Pause.ALL)
+    assert desk.plan() is None
+    desk.policy.set_pause(Pause.NONE)
+    assert desk.plan() is not None
+
+
+def test_a_pause_of_the_new_lets_run_what_has_run_and_its_siblings():
+    desk = Desk()
+    desk.admit(0, n=3, max_tokens=2)
+    desk.step()
+    desk.policy.set_pause(Pause.NEW)
+    desk.policy.preempt_all()
+    desk.admit(10)
+    assert desk.policy.num_started > 0
+    while desk.policy.num_started:
+        desk.step()
+    assert set(desk.ends()) == {0, 1, 2}
+    assert desk.plan() is None
+    assert desk.policy.waiting_ids == (10,)
+
+
+# Prefix cache
+
+
+def test_a_prefix_is_shared_when_it_has_landed_and_told_with_the_first_token():
+    desk = Desk()
+    desk.admit(0, prompt=range(10))
+    desk.plan()
+    desk.admit(1, prompt=range(10))
+    desk.land()
+    plan = desk.plan()
+    assert plan.starts == (10, 8)
+    assert plan.new_rows[0].block_ids[:2] == (1, 2)
+    assert [entry.num_cached_tokens for entry in desk.land()] == [None, 8]
+    stats = desk.policy.statistics()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 8)
+
+
+@pytest.mark.parametrize(
+    ("salt", "params", "num_cached"),
+    [(None, {}, 8), ("s", {}, 0), (None, {"skip_reading_prefix_cache": True}, 0)],
+)
+def test_a_salt_or_a_wish_keeps_a_request_away_from_the_cache(salt, params, num_cached):
+    desk = Desk()
+    desk.admit(0, prompt=range(10), max_tokens=1)
+    desk.step()
+    desk.admit(1, prompt=range(10), salt=salt, max_tokens=1, **params)
+    assert desk.step()[0].num_cached_tokens == num_cached
+
+
+def test_output_tokens_are_cached_too_and_lookups_after_a_preemption_are_kept_apart():
+    desk = Desk()
+    desk.admit(prompt=range(6), max_tokens=9)
+    for _ in range(4):
+        desk.step()
+    desk.policy.preempt_all()
+    assert desk.plan().starts == (8,)
+    stats = desk.policy.statistics()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (6, 0)
+    assert (stats.recompute_cache_queries, stats.recompute_cache_hits) == (10, 8)
+
+
+# n > 1
+
+
+def test_siblings_fork_from_the_leader_when_its_prompt_has_landed():
+    desk = Desk()
+    desk.admit(0, prompt=range(10), n=3, seed=40, max_tokens=8)
+    plan = desk.plan()
+    assert desk.owners(plan) == [0]
+    assert desk.policy.statistics().num_deferred == 2
+    desk.land()
+    plan = desk.plan()
+    assert desk.owners(plan) == [0, 1, 2]
+    assert (plan.starts, plan.counts) == ((10, 9, 9), (1, 1, 1))
+    assert [new.block_ids for new in plan.new_rows] == [(1, 2, 4), (1, 2, 5)]
+    assert plan.copies == ((3, 4), (3, 5))
+    assert [new.sampling.seed for new in plan.new_rows] == [41, 42]
+    assert all(plan.needs_sample)
+
+
+def test_a_fork_at_the_start_of_a_block_copies_nothing():
+    desk = Desk()
+    desk.admit(0, prompt=range(9), n=2)
+    desk.step()
+    plan = desk.plan()
+    assert (plan.starts, plan.copies) == ((9, 8), ())
+
+
+def test_siblings_of_a_leader_that_has_ended_start_like_everybody():
+    desk = Desk()
+    desk.admit(0, prompt=range(10), n=2)
+    desk.step(EOS)
+    plan = desk.plan()
+    assert (desk.owners(plan), plan.starts, plan.copies) == ([1], (8,), ())
+
+
+# What the device is told about sampling
+
+
+def test_greedy_is_temperature_zero_and_an_unseeded_request_has_a_seed_of_its_own():
+    desk = Desk()
+    desk.admit(0, temperature=0.0)
+    desk.admit(1)
+    desk.admit(2)
+    first, second, third = (new.sampling for new in desk.plan().new_rows)
+    assert (first.temperature, second.temperature) == (0.0, 1.0)
+    assert second.seed != third.seed
+    again = Desk()
+    again.admit(1)
+    assert again.plan().new_rows[0].sampling.seed == second.seed
+
+
+def test_stop_ids_are_told_only_where_min_tokens_masks_them():
+    desk = Desk()
+    desk.admit(0, stop_token_ids=(98,))
+    desk.admit(1, stop_token_ids=(98,), min_tokens=2)
+    assert [new.sampling.stop_ids for new in desk.plan().new_rows] == [(), (98, 99)]
+
+
+def test_the_seeds_of_children_wrap_around_in_64_bits():
+    desk = Desk()
+    desk.admit(0, n=2, seed=2**63 - 1)
+    desk.step()
+    assert desk.plan().new_rows[0].sampling.seed == -(2**63)
+
+
+# Logprobs
+
+
+def test_logprobs_travel_with_their_tokens():
+    desk = Desk()
+    desk.admit(logprobs=0)
+    entry = TokenLogprobs((7,), (-0.5,), 1)
+    assert desk.step(logprobs=(entry,))[0].logprobs == (entry,)
+
+
+def test_prompt_logprobs_come_once_with_the_first_token_even_if_a_chunk_is_recomputed():
+    desk = Desk(max_num_scheduled_tokens=4)
+    desk.admit(prompt=range(6), prompt_logprobs=1)
+    entries = [TokenLogprobs((i,), (-1.0,), 1) for i in range(6)]
+    assert desk.step(prompt_logprobs=((0, tuple(entries[1:5])),)) == []
+    desk.policy.preempt_all()
+    assert desk.step(prompt_logprobs=((0, tuple(entries[1:5])),)) == []
+    (news,) = desk.step(prompt_logprobs=((0, tuple(entries[5:])),))
+    assert news.prompt_logprobs == tuple(entries[1:])
+    desk.policy.preempt_all()
+    assert desk.plan().new_rows[0].sampling.prompt_logprobs is None
+
+
+# Failures
+
+
+def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_in_the_cache():
+    desk = Desk()
+    desk.admit(0, prompt=range(10))
+    desk.admit(1, prompt=range(50, 60))
+    desk.step()
+    entries = desk.step(failed=(0,))
+    assert [(e.id, e.finish_reason, e.token_ids) for e in entries] == [
+        (0, "error", ()),
+        (1, None, (7,)),
+    ]
+    assert "numerical_error" in entries[0].error
+    desk.admit(2, prompt=range(10))
+    assert desk.plan().starts == (11, 0)
+
+
+def test_after_a_failure_rows_are_told_again_from_what_has_landed():
+    desk = Desk(max_steps_in_flight=2)
+    desk.admit(max_tokens=4)
+    desk.step(7)
+    old = desk.plan()
+    desk.plan()
+    desk.fail()
+    assert desk.plan() is None  # the refused one is still out, and suspects run alone
+    desk.fail("refused")
+    plan = desk.plan()
+    assert (plan.starts, plan.counts, plan.epoch) == ((3,), (1,), old.epoch + 1)
+    assert plan.new_rows[0].token_ids == (1, 2, 3, 7)
+    desk.land(8)
+    assert [entry.token_ids for entry in desk.news] == [(7,), (8,)]
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 3, 5, 8, 16])
+def test_a_poison_sequence_is_found_in_log_n_steps_and_the_others_do_not_notice(num_sequences):
+    for poison in range(num_sequences):
+        desk = Desk(max_steps_in_flight=2, max_num_seqs=16)
+        for id in range(num_sequences):
+            desk.admit(id, max_tokens=3)
+        desk.step()
+        num_extra = -1  # the first failure is not extra
+        while desk.policy.num_unfinished or desk.flights:
+            while desk.plan() is not None:
+                pass
+            if poison not in desk.owners(desk.flights[0]):
+                num_extra += len(desk.flights[0].rows) < num_sequences and poison not in desk.ends()
+                desk.land()
+                continue
+            num_extra += 1
+            epoch = desk.flights[0].epoch
+            while desk.flights and desk.flights[0].epoch == epoch:
+                desk.fail("poisoned_request: boom")
+        assert num_extra <= math.ceil(math.log2(num_sequences)) + 1
+        assert desk.ends() == {
+            id: ("error", None) if id == poison else ("length", None) for id in range(num_sequences)
+        }
+        assert [e.error for e in desk.news if e.error] == ["execution_error: poisoned_request: boom"]
+        for id in range(num_sequences):
+            tokens = [t for e in desk.news if e.id == id for t in e.token_ids]
+            assert tokens == ([7] if id == poison else [7, 7, 7])
+        desk.assert_idle()
+
+
+def test_a_passing_failure_ends_nobody():
+    desk = Desk()
+    for id in range(5):
+        desk.admit(id, max_tokens=3)
+    desk.plan()
+    desk.fail()
+    while desk.policy.num_unfinished:
+        desk.step()
+    assert desk.ends() == dict.fromkeys(range(5), ("length", None))
+
+
+def test_a_device_that_always_fails_ends_everybody():
+    desk = Desk()
+    for id in range(5):
+        desk.admit(10 * id, n=2)
+    while desk.policy.num_unfinished:
+        desk.plan()
+        desk.fail()
+    assert {reason for reason, _ in desk.ends().values()} == {"error"}
+    assert len(desk.ends()) == 10
+    desk.assert_idle()
