@@ -93,7 +93,7 @@ class Penalties:
             if s.frequency_penalty:
                 logits_V.sub_(state.counts, alpha=s.frequency_penalty)
             if s.presence_penalty:
-                logits_V.sub_(state.counts > 0, alpha=s.presence_penalty)
+                logits_V -= s.presence_penalty * (state.counts > 0)
 
 
 def _ids(token_ids: Sequence[int]) -> Tensor | None:

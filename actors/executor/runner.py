@@ -98,7 +98,7 @@ class Runner:
     def is_tiny(self) -> bool:
         return self._decoder is not None and self._decoder.num_bytes < TINY_BYTES
 
-    def start_profile(self, folder: str) -> None:
+    def start_profile(self, folder: str, prefix: str) -> None:
         """Trace what follows, until `stop_profile` writes a Chrome trace into the folder.
 
         Raises:
@@ -108,17 +108,17 @@ class Runner:
             raise ProfilerAlreadyActiveError("stop_profile first")
         profile = torch.profiler.profile()
         profile.start()
-        self._profile = profile, Path(folder)
+        self._profile = profile, Path(folder) / f"{prefix}-{time.time_ns()}.json"
 
     def stop_profile(self) -> None:
         """Without a start: a warning and nothing else."""
         if self._profile is None:
             logger.warning("stop_profile without start_profile")
             return
-        (profile, folder), self._profile = self._profile, None
+        (profile, file), self._profile = self._profile, None
         profile.stop()
-        folder.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(folder / f"trouper-{time.time_ns()}.json"))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(file))
 
     def close(self) -> None:
         """Give back the memory.  Idempotent."""

@@ -2,9 +2,8 @@
 
 Two instruments and two sources of order:
 
-* `Shuffle`: every batch of runnable tasks in a drawn order (what trio does under Hypothesis).
-* `Priorities`: each task has a drawn priority, and at d drawn moments the one about to run becomes the
-  lowest (PCT).  It finds a bug that needs d + 1 orderings with a probability that does not vanish.
+* `Shuffle`: every batch in a drawn order, which is what trio does under Hypothesis.
+* `Priorities`: PCT.  It finds a bug that needs d + 1 orderings with a probability that does not vanish.
 """
 
 import random
@@ -16,25 +15,46 @@ from trio._core import _run as trio_run
 from trio.testing import MockClock
 
 
-class Priorities(random.Random):
-    """Trio calls `shuffle` on each batch, sorted by the order in which its tasks were made."""
+MAX_BATCHES = 50_000  # in one run; the longest that ends has some 2000
+
+
+class LivelockError(Exception):
+    """Tasks run and run, and the clock stands still."""
+
+
+class Shuffle(random.Random):
+    """Trio calls `shuffle` on each batch of runnable tasks, sorted by the order in which they were made."""
+
+    num_batches = 0
+
+    def shuffle(self, batch: list[Any]) -> None:
+        self.count()
+        super().shuffle(batch)
+
+    def count(self) -> None:
+        self.num_batches += 1
+        if self.num_batches > MAX_BATCHES:
+            raise LivelockError
+
+
+class Priorities(Shuffle):
+    """Each task has a drawn priority; at a few drawn moments the one about to run becomes the last."""
 
     def __init__(self, seed: int, num_changes: int = 3, horizon: int = 1000) -> None:
         super().__init__(seed)
         self._changes = {self.randrange(horizon) for _ in range(num_changes)}
         self._priorities: dict[Any, float] = {}
-        self._num_batches = 0
 
     def shuffle(self, batch: list[Any]) -> None:
+        self.count()
         if not batch:
             return
         for task in batch:
             self._priorities.setdefault(task, self.random())
         batch.sort(key=self._priorities.__getitem__)
-        self._num_batches += 1
-        if self._num_batches in self._changes:
+        if self.num_batches in self._changes:
             first = batch.pop(0)
-            self._priorities[first] = 1 + self._num_batches
+            self._priorities[first] = 1 + self.num_batches
             batch.append(first)
 
 
@@ -84,7 +104,7 @@ def run_deterministically(
 
         clock._autojump = watched_jump  # type: ignore[method-assign]  # the class is final
     before = trio_run._r, trio_run._ALLOW_DETERMINISTIC_SCHEDULING
-    trio_run._r = Priorities(seed) if priorities else random.Random(seed)
+    trio_run._r = Priorities(seed) if priorities else Shuffle(seed)
     trio_run._ALLOW_DETERMINISTIC_SCHEDULING = True
     try:
         return trio.run(function, *args, clock=clock, instruments=instruments)

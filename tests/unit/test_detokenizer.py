@@ -20,7 +20,7 @@ from trouper.actors.messages import (
 )
 from trouper.actors.reply import ReplySlot
 from trouper.errors import GenerationError
-from trouper.outputs import Logprob
+from trouper.outputs import Logprob, RequestError
 from trouper.params import RequestOutputKind, SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -194,9 +194,11 @@ async def test_news_of_unknown_sequences_are_late_and_ignored(stage):
 
 async def test_an_error_in_the_engine_fails_the_request_with_its_message(stage):
     id, slot = stage.track()
-    await stage.tell(news(id, finish_reason="error", error="logits are not finite"))
-    with pytest.raises(GenerationError, match="not finite"):
-        slot.read_nowait()
+    await stage.tell(news(id, finish_reason="error", error="numerical_error: not finite"))
+    output = slot.read_nowait()
+    assert output.finished
+    assert output.outputs[0].finish_reason == "error"
+    assert output.error == RequestError("numerical_error", "not finite")
     assert stage.num_tracked == 0
 
 

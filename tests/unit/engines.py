@@ -1,0 +1,59 @@
+"""A whole engine on a simulated device, in virtual time, for tests of one behaviour at a time."""
+
+from contextlib import asynccontextmanager
+
+import anyio.lowlevel
+
+from trouper.actors.engine import open_engine
+from trouper.actors.executor.simulated import Conditions, SimulatedDevice, simulated_tokens
+from trouper.actors.messages import Sampling
+from trouper.config import EngineConfig, ModelConfig, SchedulerConfig
+
+VOCAB_SIZE = 97
+STEP_S = 0.01
+
+
+class InlineThreads:
+    """Runs the work at once: nothing may block in virtual time."""
+
+    async def run(self, function, *args):
+        await anyio.lowlevel.checkpoint()
+        return function(*args)
+
+
+def engine_config(**scheduler) -> EngineConfig:
+    model = ModelConfig(
+        path="", name="simulated", architecture="Simulated", hf_config={}, vocab_size=VOCAB_SIZE,
+        max_position_embeddings=256, dtype="float32", eos_token_ids=(), default_sampling={},
+    )  # fmt: skip
+    return EngineConfig(
+        model=model, tokenizer=None, dtype="float32", load_format="auto", seed=0, max_model_len=256,
+        max_logprobs=20, renderer_num_workers=2, block_size=4, num_blocks=None, kv_cache_bytes=0,
+        stream_interval=1, chat_template=None, shutdown_timeout_s=0.0, max_num_queued_reqs=None,
+        max_num_queued_tokens=None, log_stats=True,
+        scheduler=SchedulerConfig(
+            **{"max_model_len": 256, "max_num_seqs": 8, "max_num_active_seqs": 8,
+               "max_num_scheduled_tokens": 32, "max_steps_in_flight": 2, **scheduler}
+        ),
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def simulated_engine(
+    *, num_blocks=65, conditions=None, is_stepped=False, config=None, threads=None, **scheduler
+):
+    config = config or engine_config(**scheduler)
+    device = SimulatedDevice(
+        num_blocks, 4, VOCAB_SIZE, 1 if is_stepped else config.scheduler.max_steps_in_flight,
+        conditions or Conditions(STEP_S),
+    )  # fmt: skip
+    async with open_engine(
+        config, device, threads or InlineThreads(), is_stepped=is_stepped
+    ) as engine:
+        engine.device = device
+        yield engine
+
+
+def expected(prompt, max_tokens):
+    """What the simulated model says greedily, whatever the schedule."""
+    return list(simulated_tokens(tuple(prompt), Sampling(temperature=0.0), max_tokens, VOCAB_SIZE))

@@ -1,0 +1,293 @@
+"""Pause, resume, sleep, wake and close; spec section 10."""
+
+import anyio
+import pytest
+import trio.testing
+
+from trouper.actors.executor.simulated import Conditions
+from trouper.actors.lifecycle import TRANSITIONS, EngineState, Event, Lifecycle
+from trouper.errors import EngineDeadError, RetryableRequestError, TrouperValidationError
+from trouper.params import RequestOutputKind, SamplingParams
+
+from .engines import STEP_S, expected, simulated_engine
+
+pytestmark = pytest.mark.trio
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7]
+
+
+def greedy(max_tokens=20):
+    return SamplingParams(
+        temperature=0, max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+
+class Client:
+    """One request read to its end by a task of its own."""
+
+    def __init__(self, engine, tg, request_id="a", max_tokens=20):
+        self.output = None
+        self._stream = engine.generate(PROMPT, greedy(max_tokens), request_id)
+        self._stream.open()
+        tg.start_soon(self._read)
+
+    async def _read(self):
+        async for output in self._stream:
+            self.output = output
+
+    @property
+    def ending(self):
+        return self.output and self.output.outputs[0].finish_reason
+
+    @property
+    def token_ids(self):
+        return self.output.outputs[0].token_ids
+
+
+async def settle():
+    await anyio.sleep(100 * STEP_S)
+    await trio.testing.wait_all_tasks_blocked()
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+async def test_keep_freezes_and_the_tokens_after_it_are_those_without_it(autojump_clock, level):
+    async with simulated_engine() as engine, anyio.create_task_group() as tg:
+        client = Client(engine, tg)
+        await anyio.sleep(5.5 * STEP_S)
+        await engine.sleep(level, "keep")
+        steps = engine.statistics().scheduler.num_generation_tokens
+        late = Client(engine, tg, "late")  # keep queues what comes meanwhile
+        await settle()
+        assert engine.statistics().scheduler.num_generation_tokens == steps
+        assert client.output is None
+        assert await engine.wake()
+        await settle()
+        assert client.token_ids == late.token_ids == expected(PROMPT, 20)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+async def test_abort_ends_running_and_waiting_requests_once(autojump_clock, level):
+    async with simulated_engine(max_num_active_seqs=1) as engine, anyio.create_task_group() as tg:
+        runs, waits = Client(engine, tg, "runs"), Client(engine, tg, "waits")
+        await anyio.sleep(5.5 * STEP_S)
+        await engine.sleep(level, "abort")
+        await trio.testing.wait_all_tasks_blocked()
+        assert (runs.ending, waits.ending) == ("abort", "abort")
+        assert runs.token_ids == expected(PROMPT, 20)[: len(runs.token_ids)]
+        assert engine.lifecycle.is_sleeping
+        await engine.wake()
+        after = Client(engine, tg, "after")
+        await settle()
+        assert after.token_ids == expected(PROMPT, 20)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+async def test_wait_lets_what_runs_finish_and_keeps_what_never_ran(autojump_clock, level):
+    async with simulated_engine(max_num_active_seqs=1) as engine, anyio.create_task_group() as tg:
+        runs, waits = Client(engine, tg, "runs"), Client(engine, tg, "waits")
+        await anyio.sleep(5.5 * STEP_S)
+        await engine.sleep(level, "wait")
+        await trio.testing.wait_all_tasks_blocked()
+        assert (runs.ending, waits.ending) == ("length", None)
+        await settle()
+        assert waits.output is None
+        await engine.wake()
+        await settle()
+        assert waits.token_ids == expected(PROMPT, 20)
+
+
+async def test_admission_while_paused_queues_or_refuses_as_the_table_says(autojump_clock):
+    async with simulated_engine() as engine:
+        for how, refuses in (
+            (lambda: engine.sleep(0, "abort"), False),
+            (lambda: engine.sleep(0, "wait"), False),
+            (lambda: engine.pause("keep"), False),
+            (lambda: engine.pause("abort"), True),
+            (lambda: engine.pause("wait"), True),
+            (lambda: engine.sleep(1, "keep"), False),
+            (lambda: engine.sleep(1, "abort"), True),
+            (lambda: engine.sleep(2, "wait"), True),
+        ):
+            await how()
+            stream = engine.generate(PROMPT, greedy(), "a")
+            if refuses:
+                with pytest.raises(RetryableRequestError, match="paused"):
+                    stream.open()
+            else:
+                stream.open()
+            stream.close()
+            assert await engine.wake()
+
+
+async def test_the_paused_block_restores_what_it_found(autojump_clock):
+    async with simulated_engine() as engine:
+        async with engine.paused():
+            assert engine.lifecycle.is_paused
+            async with engine.paused():
+                assert engine.lifecycle.is_paused
+            assert engine.lifecycle.is_paused
+        assert not engine.lifecycle.is_paused
+        with pytest.raises(KeyError):
+            async with engine.paused():
+                raise KeyError
+        assert not engine.lifecycle.is_paused
+        with anyio.move_on_after(1):
+            async with engine.paused():
+                await anyio.sleep_forever()
+        assert not engine.lifecycle.is_paused
+
+
+async def test_a_partial_wake_stays_asleep_until_all_memory_is_there(autojump_clock):
+    async with simulated_engine() as engine:
+        await engine.sleep(1)
+        assert not await engine.wake(["scheduling"])
+        assert not await engine.wake(["weights"])
+        assert engine.lifecycle.is_sleeping
+        with pytest.raises(RuntimeError, match="asleep"):
+            await engine.resume()
+        assert await engine.wake(["kv_cache"])
+        assert not engine.lifecycle.is_sleeping
+
+
+async def test_waking_the_memory_of_a_mere_pause_leaves_it_paused(autojump_clock):
+    async with simulated_engine() as engine:
+        await engine.sleep(0)
+        assert not await engine.wake(["weights"])
+        assert engine.lifecycle.is_paused
+        assert await engine.wake(["scheduling"])
+
+
+async def test_wrong_modes_levels_and_tags_change_nothing(autojump_clock):
+    async with simulated_engine() as engine:
+        for call, named in (
+            (lambda: engine.pause("soft"), "mode"),
+            (lambda: engine.sleep(1, "soft"), "mode"),
+            (lambda: engine.sleep(3), "level"),
+            (lambda: engine.sleep(True), "level"),
+            (lambda: engine.wake(["wieghts"]), "weights, kv_cache, scheduling"),
+        ):
+            with pytest.raises(TrouperValidationError, match=named):
+                await call()
+            assert engine.lifecycle.state is EngineState.AWAKE
+
+
+async def test_pausing_twice_sleeping_twice_and_waking_twice_are_no_ops(autojump_clock):
+    async with simulated_engine() as engine:
+        await engine.pause("keep")
+        await engine.pause("keep")
+        await engine.resume()
+        await engine.resume()
+        assert await engine.sleep(1)
+        assert not await engine.sleep(1)
+        assert await engine.sleep(2)
+        assert not await engine.sleep(1)
+        assert await engine.wake()
+        assert await engine.wake()
+
+
+async def test_sleep_and_wake_from_two_tasks_queue(autojump_clock):
+    async with simulated_engine() as engine, anyio.create_task_group() as tg:
+        client = Client(engine, tg)
+        for _ in range(5):
+            tg.start_soon(engine.sleep, 1, "keep")
+            tg.start_soon(engine.wake)
+        await settle()
+        await engine.wake()
+        await settle()
+        assert client.token_ids == expected(PROMPT, 20)
+
+
+async def test_a_cancelled_wait_leaves_the_engine_paused(autojump_clock):
+    async with simulated_engine() as engine, anyio.create_task_group() as tg:
+        client = Client(engine, tg, max_tokens=200)
+        await anyio.sleep(5 * STEP_S)
+        with anyio.move_on_after(2 * STEP_S):
+            await engine.pause("wait")
+        assert engine.lifecycle.is_paused
+        await engine.resume()
+        await anyio.sleep(300 * STEP_S)
+        assert client.token_ids == expected(PROMPT, 200)
+
+
+class NoWake(Conditions):
+    """The first wake finds no memory."""
+
+    num_failures = 1
+
+    def call_s(self, method):
+        if method == "wake" and self.num_failures:
+            self.num_failures -= 1
+            raise MemoryError("no memory to wake up in")
+        return STEP_S
+
+
+async def test_a_wake_that_fails_is_asleep_again_and_can_be_retried(autojump_clock):
+    async with simulated_engine(conditions=NoWake(STEP_S)) as engine, anyio.create_task_group() as tg:
+        client = Client(engine, tg)
+        await anyio.sleep(5 * STEP_S)
+        await engine.sleep(2, "keep")
+        with pytest.raises(MemoryError):
+            await engine.wake()
+        assert engine.lifecycle.is_sleeping
+        assert await engine.wake()
+        await settle()
+        assert client.token_ids == expected(PROMPT, 20)
+
+
+async def test_the_prefix_cache_is_reset_only_when_no_block_is_held(autojump_clock):
+    async with simulated_engine() as engine, anyio.create_task_group() as tg:
+        client = Client(engine, tg)
+        await anyio.sleep(5.5 * STEP_S)
+        assert not await engine.reset_prefix_cache()
+        assert await engine.reset_prefix_cache(preempt="resample")
+        await settle()
+        assert client.token_ids == expected(PROMPT, 20)
+        assert await engine.reset_prefix_cache()
+
+
+async def test_after_the_end_every_call_says_so(autojump_clock):
+    async with simulated_engine() as engine:
+        pass
+    with pytest.raises(EngineDeadError, match="closed"):
+        await engine.pause()
+    with pytest.raises(EngineDeadError, match="closed"):
+        engine.generate(PROMPT, greedy(), "a").open()
+
+
+async def test_each_step_of_a_stepped_engine_is_one_iteration(autojump_clock):
+    async with simulated_engine(is_stepped=True) as engine:
+        stream = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=3), "a")
+        await stream.submit()
+        await settle()
+        assert engine.statistics().scheduler.num_generation_tokens == 0
+        seen = []
+        for _ in range(3):
+            await engine.step()
+            seen.append(len(stream.take_nowait().outputs[0].token_ids))
+        assert seen == [1, 2, 3]
+        await engine.step()
+        assert stream.take_nowait() is None
+
+
+async def test_wait_drives_a_stepped_engine_by_itself(autojump_clock):
+    async with simulated_engine(is_stepped=True) as engine:
+        stream = engine.generate(PROMPT, greedy(5), "a")
+        await stream.submit()
+        await engine.step()
+        await engine.pause("wait")
+        output = stream.take_nowait()
+        assert output.finished
+        assert output.outputs[0].token_ids == expected(PROMPT, 5)
+
+
+async def test_every_state_has_a_way_to_stop_and_to_fail():
+    for state in EngineState:
+        if state not in (EngineState.STOPPED, EngineState.FAILED):
+            assert (state, Event.STOP) in TRANSITIONS
+            assert (state, Event.FAIL) in TRANSITIONS
+
+
+async def test_an_illegal_transition_is_named():
+    lifecycle = Lifecycle()
+    with pytest.raises(RuntimeError, match=r"woken is not possible"):
+        lifecycle.move(Event.WOKEN)
