@@ -168,6 +168,9 @@ async def _perform(
                 engine.die(cause)
             if rest is not None:
                 raise rest from None
+        finally:
+            if engine is not None:
+                engine.hang_up()
 
 
 async def _start_observer(

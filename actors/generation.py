@@ -74,6 +74,7 @@ class Generation:
             raise
         self._note(output)
         if output.error is not None:
+            self.close()  # also when siblings of the completion that failed could go on
             raise output.error.to_exception()
         return output
 

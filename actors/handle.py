@@ -252,7 +252,10 @@ class Engine:
         finally:
             if not was_paused and self.dead_error is None:
                 with anyio.move_on_after(RESTORE_GRACE_S, shield=True):
-                    await self.resume()
+                    try:
+                        await self.resume()
+                    except EngineDeadError:
+                        pass  # nothing is left to resume, and whoever must know is told elsewhere
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> bool:
         """Pause, then give memory back; False when it sleeps that deep already.
@@ -358,6 +361,14 @@ class Engine:
         for answer in self._answers:
             answer.fail(self.dead_error)
 
+    def hang_up(self) -> None:
+        """The troupe is gone, for whatever reason: nobody is left to answer or to write."""
+        error = self.dead_error = self.dead_error or EngineDeadError("the engine is closed")
+        for slot in self.open_slots:
+            slot.fail(error)
+        for answer in self._answers:
+            answer.fail(error)
+
     def raise_death(self) -> None:
         """Raises EngineDeadError if an actor has failed."""
         if self.lifecycle.state is EngineState.FAILED and self.dead_error is not None:
@@ -385,13 +396,15 @@ class Engine:
     async def _ask(self, question: Callable[..., SchedulerInbox], *args: object) -> Any:
         self.check_alive()
         with self._awaited(Answer()) as answer:
-            self._to_scheduler.send_nowait(question(*args, answer))
+            with _sending():
+                self._to_scheduler.send_nowait(question(*args, answer))
             return await answer.wait()
 
     async def _call_device(self, method: str, *args: object) -> object:
         self.check_alive()
         with self._awaited(Answer()) as answer:
-            await self._to_executor.send(DeviceCall(cast("Any", method), args, answer))
+            with _sending():
+                await self._to_executor.send(DeviceCall(cast("Any", method), args, answer))
             return await answer.wait()
 
     @contextmanager
@@ -411,3 +424,12 @@ class Engine:
             self._to_scheduler.send_nowait(Abort(id))
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             pass  # the troupe is gone, and all its tables with it
+
+
+@contextmanager
+def _sending() -> Generator[None]:
+    """To an actor that may be gone already, while the engine is about to learn of it."""
+    try:
+        yield
+    except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+        raise EngineDeadError("the engine is closed") from None

@@ -113,6 +113,7 @@ class LLMEngine:
                 goes on with the others.
             EngineDeadError: the engine cannot go on.
         """
+        self.check_open()
         if not self._is_stepped:
             raise RuntimeError("this engine runs by itself; step() is for LLMEngine")
         if self.should_execute_dummy_batch:
@@ -130,6 +131,7 @@ class LLMEngine:
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests; the next `step` returns their final outputs.  Unknown ids are ignored."""
+        self.check_open()
         self.call(self.async_engine.engine.abort, request_ids)
 
     def get_num_unfinished_requests(self) -> int:

@@ -94,7 +94,7 @@ def is_held_out(name: str) -> bool:
 
 
 def pairs(source: str) -> Iterator[str]:
-    """A documented function as a conversation: its signature and summary ask, its source answers."""
+    """A documented function as a chat: its signature and summary ask, its source answers."""
     try:
         tree = ast.parse(source)
     except SyntaxError:  # lib2to3 keeps Python 2 files
@@ -396,13 +396,7 @@ def export(model: Model, bpe: Tokenizer, out: Path) -> None:
         "model_max_length": MAX_LEN,
         "chat_template": CHAT_TEMPLATE,
     }
-    generation = {
-        "eos_token_id": [0, 2],
-        "pad_token_id": 0,
-        "do_sample": True,
-        "temperature": 0.7,
-        "top_p": 0.95,
-    }
+    generation = {"eos_token_id": [0, 2], "pad_token_id": 0}
     for name, value in (
         ("config.json", config),
         ("tokenizer_config.json", tokenizer_config),
@@ -427,7 +421,7 @@ def load(out: Path) -> tuple[Model, Tokenizer]:
 
 @torch.inference_mode()
 def bits(model: Model, bpe: Tokenizer, source: str, window: int = 1024) -> float:
-    """What one file costs, its end included: each window scores its second half, given its first."""
+    """What a file costs, its end included; each window scores its second half, given its first."""
     ids = torch.tensor([0, *bpe.encode(source).ids, 0])
     nats, done = 0.0, 1
     while done < len(ids):
@@ -540,7 +534,7 @@ The model codes each file alone, its end included, with 512 to 1024 tokens of co
 
 ## Samples
 
-Greedy, `trouper generate "def quicksort(items):"`:
+`trouper generate "def quicksort(items):"`, greedy:
 
 ```python
 {generate(model, bpe, PROMPT, 120)}
@@ -586,7 +580,8 @@ def verify(out: Path, held_out: dict[str, str]) -> None:
                 ours, other = model.losses(ids).mean().item(), theirs(ids, labels=ids).loss.item()
             assert abs(ours - other) < 1e-4, (name, ours, other)
     print(
-        f"{type(theirs).__name__} agrees on {len(held_out)} files; the last one costs {other:.4f}, here {ours:.4f}"
+        f"{type(theirs).__name__} agrees on {len(held_out)} files; "
+        f"the last one costs {other:.4f}, here {ours:.4f}"
     )
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trouper.kernels.rms_norm import rms_norm, rms_norm_reference
+from trouper.kernels.rms_norm import rms_norm, rms_norm_heads_, rms_norm_reference
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,15 @@ def test_a_row_that_is_nan_does_not_touch_its_neighbours():
     found = rms_norm(x, torch.ones(32), 1e-6)
     assert torch.equal(found[::2], clean[::2])
     assert found[1].isnan().all()
+
+
+def test_heads_with_weights_of_their_own_are_normalised_in_place():
+    qkv = torch.randn(5, 6, 16)
+    heads, rest = qkv.narrow(1, 0, 4), qkv.narrow(1, 4, 2).clone()
+    weights = torch.randn(4, 16)
+    expected = torch.stack(
+        [rms_norm_reference(heads[:, i], weights[i], 1e-5) for i in range(4)], dim=1
+    )
+    rms_norm_heads_(heads, weights, 1e-5)
+    torch.testing.assert_close(heads, expected)
+    assert torch.equal(qkv[:, 4:], rest)

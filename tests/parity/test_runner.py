@@ -66,8 +66,7 @@ def test_a_sampled_answer_is_the_same_in_a_crowd(folder):
     ]
     runner = Runner(engine_config(folder))
     alone = [
-        Driver(runner).run([p], 10, s)[0].token_ids
-        for p, s in zip(PROMPTS, sampling, strict=True)
+        Driver(runner).run([p], 10, s)[0].token_ids for p, s in zip(PROMPTS, sampling, strict=True)
     ]
     crowd = Driver(runner, chunk=5, shuffle=4, stagger=2).run(PROMPTS, 10, sampling)
     assert [s.token_ids for s in crowd] == alone
@@ -131,7 +130,8 @@ def test_an_empty_plan_is_answered(runner):
 
 def test_a_column_whose_logits_are_not_finite_fails_alone(runner, answers):
     poisoned = 5
-    runner._decoder._embedding[poisoned] = torch.nan
+    with torch.inference_mode():
+        runner._decoder._embedding[poisoned] = torch.nan
     prompt = [2, poisoned, 3]
     assert poisoned not in {*PROMPTS[0], *PROMPTS[1], *answers[0], *answers[1]}
     plan = plan_of(
@@ -150,7 +150,8 @@ def test_a_column_whose_logits_are_not_finite_fails_alone(runner, answers):
 
 
 def test_a_block_that_held_not_a_number_does_no_harm_to_its_next_owner(runner, answers):
-    runner._kv.fill_(torch.nan)
+    with torch.inference_mode():
+        runner._kv.fill_(torch.nan)
     plans = [plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (3, 1, 2)),))]
     plans += [plan_of((0, 9 + i, 1, True)) for i in range(9)]
     assert [runner.step(plan).token_ids[0] for plan in plans] == answers[0]
@@ -191,13 +192,13 @@ def test_sleep_and_wake_give_the_same_answers(runner, answers):
 
 @pytest.mark.filterwarnings("ignore")  # the profiler's own
 def test_a_profile_is_written_on_stop(runner, tmp_path):
-    runner.start_profile(str(tmp_path / "traces"))
+    runner.start_profile(str(tmp_path / "traces"), "mine")
     with pytest.raises(ProfilerAlreadyActiveError):
-        runner.start_profile(str(tmp_path))
+        runner.start_profile(str(tmp_path), "other")
     runner.step(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (1, 2)),)))
     runner.stop_profile()
     (trace,) = (tmp_path / "traces").iterdir()
-    assert "trouper" in trace.name
+    assert trace.name.startswith("mine-")
     runner.stop_profile()
 
 

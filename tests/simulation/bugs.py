@@ -25,6 +25,7 @@ from trouper.actors.renderer import Renderer
 from trouper.actors.reply import ReplySlot
 from trouper.actors.running import Running
 from trouper.actors.sequences import Sequence
+from trouper.errors import EngineDeadError
 
 Faulty = Callable[..., Any]
 BUGS: dict[str, tuple[Any, str, Callable[[Any], Faulty]]] = {}
@@ -484,11 +485,15 @@ def shutdown_forgets_the_readers(right):
     return lambda self: []
 
 
-@bug(Engine, "die")
+@bug(ReplySlot, "fail")
 def death_is_not_told(right):
     def faulty(self, error):
-        slots, self._open = self._open, {}
-        right(self, error)
-        self._open = slots
+        if not isinstance(error, EngineDeadError):
+            right(self, error)
 
     return faulty
+
+
+@bug(Engine, "hang_up")
+def the_operator_waits_for_the_dead(right):
+    return lambda self: None

@@ -311,6 +311,9 @@ def check_error(world: Any, case: Case, error: Exception) -> None:
             require(is_mine or world.is_closing, "another cause of death", repr(error.__cause__))
         case EngineDeadError():
             require(world.is_closing, "the engine died of nothing", error, repr(error.__cause__))
+            require(
+                case.id is None or world.was_cancelled, "closed without an abort output", case
+            )
         case QueueOverflowError():
             require(scenario.max_queued is not None, "no limit was set", case)
         case RetryableRequestError():

@@ -18,11 +18,6 @@ PROMPT = (3, 1, 4, 1, 5)
 pytestmark = pytest.mark.trio
 
 
-@pytest.fixture(autouse=True)
-def virtual_time(autojump_clock):
-    return autojump_clock
-
-
 def new_row(row, blocks, tokens=PROMPT, sampling=GREEDY, num_prompt=None):
     return NewRow(row, SequenceId(row), tokens, num_prompt or len(tokens), blocks, sampling)
 
@@ -40,7 +35,7 @@ async def play(device, *plans):
 
 
 def device_of(conditions=None, num_blocks=8, credits=2):
-    return SimulatedDevice(num_blocks, 2, VOCAB, credits, conditions)
+    return SimulatedDevice(num_blocks, 2, VOCAB, credits, conditions or Conditions(step_s=0))
 
 
 async def test_chunks_and_decodes_yield_the_tokens_of_the_oracle():
@@ -80,7 +75,7 @@ async def test_after_an_error_the_epoch_is_refused_and_the_next_one_runs():
         def error(self, plan, sequences):
             return StepError("oops") if plan.step == 1 else None
 
-    device = device_of(OneError())
+    device = device_of(OneError(step_s=0))
     row = new_row(0, (1, 2, 3))
     device.submit(plan(1, 0, 0, 5, new_rows=(row,)))
     device.submit(plan(2, 0, 5, 1))
@@ -99,12 +94,12 @@ async def test_a_row_that_is_not_finite_fails_alone():
         1, 0, (0, 1), (0, 0), (5, 5), (True, True),
         new_rows=(new_row(0, (1, 2, 3)), new_row(1, (4, 5, 6))),
     )  # fmt: skip
-    (answer,) = await play(device_of(OneBadRow()), both)
+    (answer,) = await play(device_of(OneBadRow(step_s=0)), both)
     want = simulated_tokens(PROMPT, GREEDY, 1, VOCAB)[0]
     assert answer == StepDone(1, (want, -1), failed=(1,))
 
 
-async def test_steps_take_their_time_one_after_another():
+async def test_steps_take_their_time_one_after_another(autojump_clock):
     device = device_of(Conditions(step_s=2.0))
     device.submit(plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2, 3)),)))
     device.submit(plan(2, 0, 5, 1))

@@ -33,14 +33,15 @@ def test_a_client_may_be_cancelled_before_any_of_its_steps(seed):
     for client in range(len(scenario.clients)):
         found = cancel_everywhere(scenario, client)
         assert found.broken is None, f"seed {seed}, {found.where}: {found.broken}"
-        assert found.num_runs > 2
+        assert found.num_runs > 1
 
 
-@pytest.mark.parametrize("seed", [4, 12])
+# 202: while the operator waits for the device to wake up; 219: on the way out of a pause.
+@pytest.mark.parametrize("seed", [4, 202, 219])
 def test_the_whole_program_may_be_cancelled_before_any_step(seed):
-    found = cancel_everywhere(draw(seed), None, stride=5)
+    found = cancel_everywhere(draw(seed), None, stride=7)
     assert found.broken is None, f"seed {seed}, {found.where}: {found.broken}"
-    assert found.num_runs > 20
+    assert found.num_runs > 4
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from .scenario import EOS, VOCAB_SIZE, Scenario
 from .scheduling import CancelAtStep, run_deterministically
 
 DEADLINE_S = 120  # virtual: no scenario has 10 % of that to do
+CLOSING_S = 1.0  # virtual: a step under way, and a device that wakes up
 TOKENIZER = build_tokenizer()
 
 
@@ -78,6 +79,7 @@ class World:
         self.refused: set[str] = set()
         self.is_frozen = False
         self.is_closing = False
+        self._cancelled_at = float("inf")
         self.broken: Exception | None = None
         self.num_steps = 0
         self._by_task: dict[Any, Case] = {}
@@ -223,6 +225,8 @@ class World:
         if self.broken is not None:
             raise self.broken
         oracles.require(not deadline.cancelled_caught, "nobody can go on", self.cases)
+        late_s = anyio.current_time() - self._cancelled_at
+        oracles.require(late_s < CLOSING_S, "cancelled, and still here after", late_s)
         await trio.lowlevel.checkpoint()
         statistics = trio.lowlevel.current_statistics()
         oracles.require(self.device.is_closed or self.engine is None, "the device is open")
@@ -231,11 +235,18 @@ class World:
             oracles.check_case(self, case)
             oracles.check_faults(self, case)
 
+    @property
+    def was_cancelled(self) -> bool:
+        return self._cancelled_at < float("inf")
+
     def _cancel_everything(self) -> None:
         self.is_closing = True
+        self._cancelled_at = anyio.current_time()
         self._everything.cancel()
 
     def check_death(self, error: BaseException) -> None:
+        if self.is_closing and error.__cause__ is None:
+            return
         oracles.require(
             self.trouble.has_crashed and isinstance(error.__cause__, DeviceCrashError),
             "the engine died", repr(error.__cause__ or error),

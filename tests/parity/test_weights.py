@@ -1,0 +1,123 @@
+"""Folders of safetensors, whole and broken."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trouper.actors.executor.runner import Runner
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+from .driver import Driver, engine_config, random_prompts
+from .test_architectures import VOCAB, tiny_model
+
+FILE = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model("Qwen3", {"num_hidden_layers": 2, "tie_word_embeddings": True}, tmp_path)
+    return tmp_path
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+
+
+def load(folder, **changes):
+    Runner(engine_config(folder, **changes)).load()
+
+
+def test_missing_tensors_are_named(folder):
+    rewrite(folder, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(
+        TrouperValidationError, match=r"lacks 1 tensors: model\.layers\.1\.mlp\.up_proj"
+    ):
+        load(folder)
+
+
+def test_unexpected_tensors_are_named(folder):
+    rewrite(folder, lambda t: t.update({"model.layers.0.adapter": torch.zeros(3)}))
+    with pytest.raises(
+        TrouperValidationError, match=r"unexpected 1 tensors: model\.layers\.0\.adapter"
+    ):
+        load(folder)
+
+
+def test_tensors_of_another_shape_are_named_with_both(folder):
+    rewrite(folder, lambda t: t.update({"model.norm.weight": torch.zeros(3)}))
+    with pytest.raises(
+        TrouperValidationError, match=r"model\.norm\.weight \[3\] instead of \[64\]"
+    ):
+        load(folder)
+
+
+def test_a_stored_copy_of_a_tied_head_and_old_rope_buffers_are_ignored(folder):
+    def add(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+
+    rewrite(folder, add)
+    load(folder)
+
+
+def test_a_folder_without_safetensors_is_refused(folder):
+    (folder / FILE).rename(folder / "pytorch_model.bin")
+    with pytest.raises(TrouperValidationError, match="no safetensors"):
+        load(folder)
+
+
+def test_a_broken_file_is_refused(folder):
+    (folder / FILE).write_bytes(b"\0" * 64)
+    with pytest.raises(TrouperValidationError, match="cannot be read"):
+        load(folder)
+
+
+def test_a_file_that_the_index_promises_and_is_not_there_is_refused(folder):
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}})
+    )
+    with pytest.raises(TrouperValidationError, match="model-00001-of-00002"):
+        load(folder)
+
+
+def test_shards_give_the_answers_of_the_single_file(folder):
+    prompts = random_prompts((5, 9), VOCAB)
+    whole = Driver(Runner(engine_config(folder))).run(prompts, 6)
+    tensors = load_file(folder / FILE)
+    (folder / FILE).unlink()
+    weight_map = {}
+    for i, name in enumerate(sorted(tensors)):
+        weight_map[name] = f"model-0000{i % 3}-of-00003.safetensors"
+    for file in set(weight_map.values()):
+        part = {name: tensors[name] for name, where in weight_map.items() if where == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    sharded = Driver(Runner(engine_config(folder))).run(prompts, 6)
+    assert [s.token_ids for s in sharded] == [s.token_ids for s in whole]
+
+
+def test_dummy_weights_need_no_files_and_depend_on_the_seed(folder):
+    (folder / FILE).unlink()
+    prompts = random_prompts((5,), VOCAB)
+
+    def answer(seed):
+        runner = Runner(engine_config(folder, load_format="dummy", seed=seed))
+        return Driver(runner).run(prompts, 8)[0].token_ids
+
+    assert answer(1) == answer(1) != answer(2)
+
+
+def test_an_unknown_load_format_is_refused(folder):
+    with pytest.raises(TrouperValidationError, match="load_format"):
+        load(folder, load_format="pickle")
+
+
+def test_an_unknown_architecture_is_an_unsupported_feature(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Mamba"]}))
+    with pytest.raises(UnsupportedFeatureError, match="Mamba"):
+        load(folder)

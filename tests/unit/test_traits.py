@@ -1,0 +1,172 @@
+"""Configs as transformers writes them and as older checkpoints have them."""
+
+import msgspec
+import pytest
+
+from trouper.actors.executor.models.registry import (
+    READERS,
+    decoder_traits,
+    layer_parameters,
+    outer_parameters,
+)
+from trouper.actors.executor.models.traits import LayerTraits
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+BASE = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def traits_of(architecture, **changes):
+    return decoder_traits({**BASE, **changes}, f"{architecture}ForCausalLM")
+
+
+def windows_of(traits):
+    return [layer.window for layer in traits.layers]
+
+
+@pytest.mark.parametrize("architecture", READERS)
+def test_every_architecture_reads_the_common_numbers_alone(architecture):
+    traits = decoder_traits(BASE, architecture)
+    assert traits.vocab_size == 100
+    assert len(traits.layers) == 4
+    assert traits.q_size == 4 * traits.head_dim
+    assert msgspec.convert(msgspec.to_builtins(traits), type(traits)) == traits
+
+
+def test_an_unknown_architecture_is_answered_with_the_known_ones():
+    with pytest.raises(UnsupportedFeatureError, match=r"'NoSuchModel'.*LlamaForCausalLM.*Qwen3"):
+        decoder_traits(BASE, "NoSuchModel")
+
+
+@pytest.mark.parametrize("name", BASE.keys() - {"num_key_value_heads"})
+def test_a_missing_number_is_named(name):
+    config = {key: value for key, value in BASE.items() if key != name}
+    with pytest.raises(TrouperValidationError, match=name):
+        decoder_traits(config, "LlamaForCausalLM")
+
+
+def test_heads_that_cannot_be_shared_are_refused():
+    with pytest.raises(TrouperValidationError, match="4 query heads cannot share 3"):
+        traits_of("Llama", num_key_value_heads=3)
+
+
+def test_without_kv_heads_every_query_head_has_its_own():
+    assert traits_of("Llama", num_key_value_heads=None).num_kv_heads == 4
+
+
+def test_rope_is_the_same_in_its_old_and_its_new_spelling():
+    scaling = {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }  # fmt: skip
+    new = traits_of("Llama", rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    old = traits_of("Llama", rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
+    assert new.ropes == old.ropes
+    assert (new.ropes[0].kind, new.ropes[0].theta, new.ropes[0].factor) == ("llama3", 5e5, 8.0)
+
+
+def test_an_unknown_rope_is_an_unsupported_feature():
+    with pytest.raises(UnsupportedFeatureError, match="rope_type='spiral'"):
+        traits_of("Llama", rope_parameters={"rope_type": "spiral"})
+
+
+def test_dynamic_scaling_is_none_within_the_trained_length():
+    scaled = traits_of("Llama", rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert scaled.ropes == traits_of("Llama").ropes
+
+
+def test_longrope_needs_a_factor_for_each_frequency():
+    rope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}
+    with pytest.raises(TrouperValidationError, match="8 factors"):
+        traits_of("Phi3", rope_parameters=rope)
+
+
+def test_phi3_says_su_and_yarn_where_longrope_is_meant():
+    rope = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    traits = traits_of("Phi3", rope_scaling=rope, original_max_position_embeddings=128)
+    assert (traits.ropes[0].kind, traits.ropes[0].factor) == ("longrope", 4.0)
+    assert traits.ropes[0].attention_factor > 1
+
+
+def test_partial_rotation_narrows_the_rotated_width():
+    assert traits_of("Phi3", partial_rotary_factor=0.5).ropes[0].width == 8
+
+
+def test_windows_follow_each_familys_pattern():
+    assert windows_of(traits_of("Mistral", sliding_window=7)) == [7] * 4
+    assert windows_of(traits_of("Mistral", sliding_window=None)) == [None] * 4
+    qwen = {"sliding_window": 7, "max_window_layers": 3}
+    assert windows_of(traits_of("Qwen2", **qwen)) == [None] * 4
+    assert windows_of(traits_of("Qwen2", use_sliding_window=True, **qwen)) == [None] * 3 + [7]
+    assert windows_of(traits_of("Gemma2", sliding_window=7)) == [7, None, 7, None]
+    gemma3 = traits_of("Gemma3", sliding_window=7, sliding_window_pattern=3)
+    assert gemma3.layers == (
+        LayerTraits(7, 1),
+        LayerTraits(7, 1),
+        LayerTraits(None, 0),
+        LayerTraits(7, 1),
+    )
+    named = ["full_attention", "sliding_attention"] * 2
+    assert windows_of(traits_of("Gemma2", sliding_window=7, layer_types=named)) == [None, 7] * 2
+
+
+def test_layer_types_of_another_length_are_refused():
+    with pytest.raises(TrouperValidationError, match="describes 2 layers, not 4"):
+        traits_of("Gemma2", layer_types=["full_attention"] * 2)
+
+
+def test_gemma3_has_one_rope_for_its_windows_and_one_for_the_rest():
+    old = traits_of(
+        "Gemma3",
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling={"type": "linear", "factor": 8},
+    )
+    new = traits_of(
+        "Gemma3",
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )
+    assert old.ropes == new.ropes
+    assert [(rope.kind, rope.theta) for rope in old.ropes] == [("linear", 1e6), ("default", 1e4)]
+
+
+def test_smollm3_leaves_every_fourth_layer_without_positions():
+    assert [layer.rope for layer in traits_of("SmolLM3").layers] == [0, 0, 0, None]
+    chosen = traits_of("SmolLM3", no_rope_layers=[1, 0, 0, 1])
+    assert [layer.rope for layer in chosen.layers] == [0, None, None, 0]
+
+
+def test_multipliers_of_granite_and_gemma():
+    granite = traits_of("Granite", logits_scaling=8.0, residual_multiplier=0.2)
+    assert (granite.logits_scale, granite.residual_scale) == (0.125, 0.2)
+    gemma = traits_of("Gemma2", query_pre_attn_scalar=144)
+    assert (gemma.attention_scale, gemma.embedding_scale) == (1 / 12, 8.0)
+    assert (gemma.norm_offset, gemma.norm_placement, gemma.tied_embeddings) == (
+        1.0,
+        "sandwich",
+        True,
+    )
+
+
+def test_an_activation_that_is_not_known_is_an_unsupported_feature():
+    with pytest.raises(UnsupportedFeatureError, match="relu"):
+        traits_of("Llama", hidden_act="relu")
+
+
+def test_fused_checkpoints_are_read_as_they_are():
+    names = [p.sources[0][0] for p in layer_parameters(traits_of("Phi3"), 2)]
+    assert "model.layers.2.self_attn.qkv_proj.weight" in names
+    assert "model.layers.2.mlp.gate_up_proj.weight" in names
+    split = {p.name: p.sources for p in layer_parameters(traits_of("Llama", mlp_bias=True), 0)}
+    assert [shape for _, shape in split["qkv.weight"]] == [(64, 64), (32, 64), (32, 64)]
+    assert [name.rsplit(".", 2)[1] for name, _ in split["gate_up.bias"]] == ["gate_proj", "up_proj"]
+
+
+def test_a_tied_head_is_not_asked_of_the_checkpoint():
+    assert [p.name for p in outer_parameters(traits_of("Gemma2"))] == ["embedding", "norm"]
+    assert [p.name for p in outer_parameters(traits_of("Llama"))] == ["embedding", "norm", "head"]
