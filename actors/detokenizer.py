@@ -17,6 +17,7 @@ import msgspec
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from trouper.actors.facts import Facts, SequenceTimes
 from trouper.actors.messages import (
     DetokenizerInbox,
     RequestEnded,
@@ -26,7 +27,6 @@ from trouper.actors.messages import (
     SequenceTokens,
     StepTokens,
     Stop,
-    Told,
     Track,
 )
 from trouper.actors.rendering.logprobs import position_logprobs
@@ -55,6 +55,8 @@ class _Request(msgspec.Struct):
     num_open: int  # sequences without an end
     num_prompt_logprobs: int = 0
     num_cached_tokens: int = 0
+    finish_reason: FinishReason = "abort"  # the last sequence's; an error stays
+    error_code: str | None = None
 
 
 class _Sequence(msgspec.Struct):
@@ -64,8 +66,7 @@ class _Sequence(msgspec.Struct):
     index: int
     text: TextState | None = None
     recent: tuple[int, ...] = ()  # the last tokens, for logprob texts
-    has_started: bool = False
-    last_token_s: float = 0.0  # 0 before the first
+    times: SequenceTimes = msgspec.field(default_factory=SequenceTimes)
 
 
 class Detokenizer:
@@ -81,12 +82,8 @@ class Detokenizer:
         self._inbox = inbox
         self._scheduler = scheduler
         self._tokenizer = tokenizer
-        self._reporter = reporter or Reporter(None)
+        self._facts = Facts(reporter or Reporter(None))
         self._sequences: dict[SequenceId, _Sequence] = {}
-        # The facts of the message at hand.
-        self._first_token_s: list[float] = []
-        self._inter_token_s: list[float] = []
-        self._ended: list[RequestEnded] = []
 
     def __repr__(self) -> str:
         return f"<Detokenizer {len(self._sequences)} sequences>"
@@ -95,7 +92,7 @@ class Detokenizer:
         return DetokenizerStatistics(num_tracked=len(self._sequences))
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        with self._inbox, self._scheduler, self._reporter:
+        with self._inbox, self._scheduler, self._facts.reporter:
             task_status.started()
             async for message in self._inbox:
                 match message:
@@ -108,7 +105,7 @@ class Detokenizer:
 
     def _track(self, message: Track) -> None:
         message.slot.start(message.prompt, message.prompt_token_ids)
-        message.slot.stats.queued_ts = anyio.current_time()
+        self._facts.note_queued(message.slot.stats, anyio.current_time())
         n = message.params.n
         request = _Request(
             message.id,
@@ -127,7 +124,8 @@ class Detokenizer:
         stopped: list[SequenceId] = []
         work = 0
         for id in message.started:
-            self._note_start(id, now)
+            if (sequence := self._sequences.get(id)) is not None:
+                self._facts.note_start(sequence.request.slot.stats, now)
         for news in message.sequences:
             work += _work(news)
             if work > WORK_PER_TURN:
@@ -139,7 +137,7 @@ class Detokenizer:
                 self._scheduler.send_nowait(Stop(tuple(stopped)))  # room is reserved by the wiring
             except anyio.BrokenResourceError:
                 pass  # the engine is going down, and its end ends every sequence
-        self._report()
+        self._facts.send()
         for answer in message.answers:
             answer.set(None)
 
@@ -149,6 +147,7 @@ class Detokenizer:
         if sequence is None:
             return []
         request, reason = sequence.request, news.finish_reason
+        self._facts.note_preemptions(request.slot.stats, sequence.times, news.num_preemptions)
         if reason is not None:
             del self._sequences[news.id]
         stopped: list[SequenceId] = []
@@ -161,6 +160,7 @@ class Detokenizer:
                 request.slot.fail(_typed(error))
                 stopped = self._forget(request)
                 request.num_open, reason = 1, "error"
+                request.error_code = "detokenizing_error"
         if reason is not None:
             self._note_end(request, reason, now)
         return stopped
@@ -179,7 +179,9 @@ class Detokenizer:
         if news.prompt_logprobs and sequence.index == 0:
             self._write_prompt_logprobs(request, news)
         if news.error is not None:
-            slot.note_error(_request_error(news.error))
+            error = _request_error(news.error)
+            request.error_code = error.code
+            slot.note_error(error)
         if not news.token_ids and news.finish_reason is None:
             return False
         if sequence.text is None:
@@ -191,7 +193,7 @@ class Detokenizer:
         )
         token_ids = news.token_ids[: told.num_tokens]
         if token_ids:
-            self._note_tokens(sequence, len(token_ids), now)
+            self._facts.note_tokens(slot.stats, sequence.times, len(token_ids), now)
         slot.write(
             sequence.index,
             told.text,
@@ -202,54 +204,24 @@ class Detokenizer:
         )
         return told.stop is not None
 
-    # Times, for the reader's `metrics` and for the Observer
-
-    def _note_start(self, id: SequenceId, now: float) -> None:
-        sequence = self._sequences.get(id)
-        if sequence is None:
-            return
-        stats = sequence.request.slot.stats
-        if sequence.has_started:
-            stats.num_preemptions += 1
-        sequence.has_started = True
-        stats.scheduled_ts = stats.scheduled_ts or now
-
-    def _note_tokens(self, sequence: _Sequence, num_tokens: int, now: float) -> None:
-        stats = sequence.request.slot.stats
-        if sequence.last_token_s:
-            self._inter_token_s.append(now - sequence.last_token_s)
-        else:
-            self._first_token_s.append(now - stats.queued_ts)
-        sequence.last_token_s = now
-        stats.first_token_ts = stats.first_token_ts or now
-        stats.last_token_ts = now
-        stats.num_generation_tokens += num_tokens
-
     def _note_end(self, request: _Request, reason: FinishReason, now: float) -> None:
+        """One of its sequences has ended; with the last one the request has."""
         request.num_open -= 1
+        if request.finish_reason != "error":
+            request.finish_reason = reason
         if request.num_open > 0:
             return
-        request.slot.stats.finished_ts = now
-        self._ended.append(
-            RequestEnded(
-                request_id=request.slot.request_id,
-                stats=request.slot.stats,
-                finish_reason=reason,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                num_cached_tokens=request.num_cached_tokens,
-                params=request.params,
-                trace_headers=request.trace_headers,
-            )
+        ended = RequestEnded(
+            request_id=request.slot.request_id,
+            stats=request.slot.stats,
+            finish_reason=request.finish_reason,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=request.num_cached_tokens,
+            params=request.params,
+            trace_headers=request.trace_headers,
+            error_code=request.error_code,
         )
-
-    def _report(self) -> None:
-        if self._reporter.is_on and (self._first_token_s or self._inter_token_s or self._ended):
-            self._reporter.report(
-                Told(tuple(self._first_token_s), tuple(self._inter_token_s), tuple(self._ended))
-            )
-        self._first_token_s.clear()
-        self._inter_token_s.clear()
-        self._ended.clear()
+        self._facts.note_end(ended, now)
 
     def _open_text(self, request: _Request) -> TextState:
         params = request.params

@@ -5,24 +5,27 @@ waiter gets `EngineDeadError` with that exception as its cause; the caller's blo
 learns of it where it waits, and at the latest where it ends.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream
 
+from trouper.actors.admission import MAX_OPEN_REQUESTS
 from trouper.actors.blocks import Blocks
 from trouper.actors.detokenizer import Detokenizer
 from trouper.actors.executor.actor import Executor
 from trouper.actors.executor.device import Device, DeviceInfo
-from trouper.actors.handle import MAX_OPEN_REQUESTS, Engine, EngineStatistics
+from trouper.actors.handle import Engine, EngineStatistics
 from trouper.actors.messages import (
     DetokenizerInbox,
     ExecutorInbox,
     ObserverInbox,
     RendererInbox,
+    RequestEnded,
     SchedulerInbox,
 )
 from trouper.actors.metrics import Metrics
@@ -35,11 +38,18 @@ from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.reporter import Reporter
 from trouper.actors.scheduler import Scheduler
 from trouper.config import EngineConfig
+from trouper.errors import UnsupportedFeatureError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
 
 __all__ = ["Engine", "EngineStatistics", "open_engine"]
 
 MAX_FACTS = 2048
 CLOSE_GRACE_S = 10  # for the final outputs of aborted requests
+TRACES_GRACE_S = 30  # for the last spans, when their collector does not answer
+
+NoteEnded = Callable[[RequestEnded], None]
 
 
 @asynccontextmanager
@@ -49,23 +59,29 @@ async def open_engine(
     threads: Threads | None = None,
     *,
     is_stepped: bool = False,
+    span_processor: "SpanProcessor | None" = None,
 ) -> AsyncGenerator[Engine]:
     """Run the troupe for the length of the block.
 
     Leaving the block drains for `shutdown_timeout_s` (not after an error), aborts what is still open, and
     ends the actors, the device last.  `is_stepped`: nothing is planned but by `Engine.step`.
+    `span_processor` takes the spans instead of the endpoint that `otlp_traces_endpoint` names.
 
     Raises:
         TrouperValidationError: the model, its tokenizer or the memory sizes do not fit.
+        UnsupportedFeatureError: tracing is wanted and its packages are not installed.
         EngineDeadError: an actor failed, and the block did not end with an error of its own.
     """
     threads = threads or WorkerThreads(config.renderer_num_workers)
     engine: Engine | None = None
     body_error: Exception | None = None
-    async with anyio.create_task_group() as supervisor:
+    async with (
+        _tracing(config, threads, span_processor) as note_ended,
+        anyio.create_task_group() as supervisor,
+    ):
         try:
             engine = opened = await supervisor.start(
-                _perform, config, device, threads, is_stepped, name="troupe"
+                _perform, config, device, threads, is_stepped, note_ended, name="troupe"
             )
             yield opened
         except Exception as error:  # carried out of the group as it is, not wrapped in another
@@ -87,6 +103,7 @@ async def _perform(
     device: Device,
     threads: Threads,
     is_stepped: bool,
+    note_ended: NoteEnded | None,
     *,
     task_status: TaskStatus[Engine],
 ) -> None:
@@ -122,10 +139,10 @@ async def _perform(
             async with anyio.create_task_group() as troupe:
                 executor = Executor(executor_inbox, to_scheduler.clone(), device)
                 info, tokenizer = await _load(config, executor, threads, troupe)
-                metrics = await _start_observer(config, observer_inbox, troupe)
+                observer = await _start_observer(config, info, observer_inbox, note_ended, troupe)
 
                 def reporter() -> Reporter:
-                    return Reporter(to_observer.clone() if metrics is not None else None)
+                    return Reporter(to_observer.clone() if observer is not None else None)
 
                 blocks = Blocks(
                     info.num_blocks, info.block_size, config.scheduler.enable_prefix_caching
@@ -155,8 +172,8 @@ async def _perform(
                     )
                     await troupe.start(renderer.run, name=f"renderer {number}")
                 engine = Engine(
-                    config, info, tokenizer, to_renderer, to_scheduler, to_executor,
-                    scheduler, detokenizer, metrics,
+                    config, info, tokenizer, to_renderer, to_scheduler, to_executor, to_observer,
+                    scheduler, detokenizer, observer,
                 )  # fmt: skip
                 task_status.started(engine)
         except BaseExceptionGroup as group:
@@ -175,16 +192,50 @@ async def _perform(
 
 async def _start_observer(
     config: EngineConfig,
+    info: DeviceInfo,
     inbox: MemoryObjectReceiveStream[ObserverInbox],
+    note_ended: NoteEnded | None,
     troupe: TaskGroup,
-) -> Metrics | None:
-    """None when statistics are off."""
-    if not config.log_stats:
+) -> Observer | None:
+    """None when there is nothing to observe: no statistics, no tracing."""
+    metrics: Metrics | None = None
+    if config.log_stats:
+        cache_config = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks - 1),  # all but the null block
+            "enable_prefix_caching": str(config.scheduler.enable_prefix_caching),
+        }
+        name, prefix = config.model.name, config.metrics_prefix
+        metrics = Metrics(name, config.max_model_len, prefix, cache_config)
+    elif note_ended is None:
         return None
-    metrics = Metrics(config.model.name, config.max_model_len, config.metrics_prefix)
-    observer = Observer(inbox, metrics, config.log_stats_interval_s)
+    observer = Observer(inbox, metrics, config.log_stats_interval_s, note_ended)
     await troupe.start(observer.run, name="observer")
-    return metrics
+    return observer
+
+
+@asynccontextmanager
+async def _tracing(
+    config: EngineConfig, threads: Threads, processor: "SpanProcessor | None"
+) -> AsyncGenerator[NoteEnded | None]:
+    """What makes a span of each request that has ended; None when no endpoint is configured."""
+    if config.otlp_traces_endpoint is None:
+        yield None
+        return
+    try:
+        from trouper.actors.tracing import Tracer, otlp_processor
+
+        processor = processor or otlp_processor(config.otlp_traces_endpoint)
+    except ImportError as error:
+        raise UnsupportedFeatureError(
+            f"otlp_traces_endpoint needs the extra `tracing` ({error}): pip install 'trouper[tracing]'"
+        ) from None
+    tracer = Tracer(config.model.name, processor)
+    try:
+        yield tracer.note
+    finally:
+        with anyio.move_on_after(TRACES_GRACE_S, shield=True):
+            await threads.run(tracer.close)
 
 
 async def _load(

@@ -14,6 +14,7 @@ import anyio
 import msgspec
 from anyio.streams.memory import MemoryObjectSendStream
 
+from trouper.actors.admission import Admission
 from trouper.actors.answer import Answer
 from trouper.actors.detokenizer import Detokenizer
 from trouper.actors.executor.device import DeviceInfo
@@ -32,6 +33,8 @@ from trouper.actors.messages import (
     Abort,
     DeviceCall,
     ExecutorInbox,
+    Flush,
+    ObserverInbox,
     Render,
     RendererInbox,
     RequestId,
@@ -42,6 +45,7 @@ from trouper.actors.messages import (
     Step,
 )
 from trouper.actors.metrics import Metrics
+from trouper.actors.observer import Observer
 from trouper.actors.pause import Pause
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.reply import ReplySlot
@@ -50,18 +54,15 @@ from trouper.config import EngineConfig
 from trouper.errors import (
     EngineDeadError,
     ProfilerAlreadyActiveError,
-    QueueOverflowError,
     RetryableRequestError,
+    TrouperValidationError,
 )
 from trouper.inputs import PromptType
+from trouper.metrics import Metric
 from trouper.params import SamplingParams
 
 T = TypeVar("T")
 RESTORE_GRACE_S = 60  # giving weights back, or taking a pause back, while being cancelled
-
-# Requests that are open at once, rendering, waiting and running together.  Far above any real load: it
-# turns a runaway caller into a QueueOverflowError.  A channel's bound costs nothing until it is used.
-MAX_OPEN_REQUESTS = 2**20
 
 
 class EngineStatistics(msgspec.Struct, frozen=True):
@@ -84,25 +85,32 @@ class Engine:
         to_renderer: MemoryObjectSendStream[RendererInbox],
         to_scheduler: MemoryObjectSendStream[SchedulerInbox],
         to_executor: MemoryObjectSendStream[ExecutorInbox],
+        to_observer: MemoryObjectSendStream[ObserverInbox],
         scheduler: Scheduler,
         detokenizer: Detokenizer,
-        metrics: Metrics | None = None,
+        observer: Observer | None,
     ) -> None:
         self.config = config
         self.info = info
         self.tokenizer = tokenizer
-        self.metrics = metrics  # None when statistics are off
+        self.metrics = None if observer is None else observer.metrics  # None: statistics are off
         self.dead_error: EngineDeadError | None = None
         self.lifecycle = Lifecycle()
         self._to_renderer = to_renderer
         self._to_scheduler = to_scheduler
         self._to_executor = to_executor
+        self._to_observer = to_observer
         self._scheduler = scheduler
         self._detokenizer = detokenizer
+        self._observer = observer
+        self._admission = Admission(
+            config.max_num_queued_reqs, config.max_num_queued_tokens, self._note_rejection
+        )
         self._open: dict[str, tuple[RequestId, ReplySlot]] = {}
         self._answers: set[Answer[Any]] = set()  # those somebody waits for
         self._next_id = 0
         self._is_profiling = False
+        self._has_warned_of_tracing = False
         # Sleeping and waking are protocols of several awaits over one state; two at a time would
         # interleave half-done ones.  Spec 10.3: concurrent calls queue.
         self._transition = anyio.Lock()
@@ -131,10 +139,12 @@ class Engine:
         Raises:
             TypeError: `request_id` is not a string, or `params` not SamplingParams.
         """
-        if not isinstance(request_id, str):
+        if not isinstance(request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
             raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]  # the same
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        if trace_headers and self.config.otlp_traces_endpoint is None:
+            self._warn_of_tracing()
 
         def render(id: RequestId, params: SamplingParams, slot: ReplySlot) -> Render:
             return Render(
@@ -166,32 +176,43 @@ class Engine:
             ValueError: the id is in flight already.
             RetryableRequestError: the engine is paused, asleep or draining.
             QueueOverflowError: too many open requests.
+            MaxQueuedTokensError: too many prompt tokens in prefill.
             EngineDeadError: the engine is gone.
         """
+        self.check_admission(params.n, request_id)
+        id = RequestId(self._next_id)
+        self._next_id += params.n
+        slot = ReplySlot(
+            request_id,
+            params,
+            self.config.stream_interval,
+            prefills=self._admission.prefills,
+            shows_stats=self.config.log_stats,
+        )
+        now = time.time()
+        slot.stats.arrival_time = now if arrival_time is None else arrival_time
+        slot.stats.arrival_ts = anyio.current_time() - max(0.0, now - slot.stats.arrival_time)
+        self._open[request_id] = id, slot
+        self._admission.enter(params.n)
+        self._to_renderer.send_nowait(render(id, params, slot))
+        return id, slot
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Raises what opening a request of n completions would raise now."""
         self.check_alive()
         if self.lifecycle.refuses is not None:
             raise RetryableRequestError(self.lifecycle.refuses)
         if request_id in self._open:
             raise ValueError(f"request_id {request_id!r} is already in flight")
-        limit = self.config.max_num_queued_reqs
-        if len(self._open) >= MAX_OPEN_REQUESTS or (
-            limit is not None and len(self._open) + params.n > limit
-        ):
-            raise QueueOverflowError(f"{len(self._open)} requests are open (max_num_queued_reqs)")
-        id = RequestId(self._next_id)
-        self._next_id += params.n
-        slot = ReplySlot(request_id, params, self.config.stream_interval)
-        slot.stats.arrival_time = time.time() if arrival_time is None else arrival_time
-        self._open[request_id] = id, slot
-        self._to_renderer.send_nowait(render(id, params, slot))
-        return id, slot
+        self._admission.check(n)
 
     def close_request(self, id: RequestId, slot: ReplySlot, *, is_finished: bool) -> None:
         """The reader is done.  Unfinished means: abort."""
         if not is_finished:
             self._post_abort(id, slot)
         slot.close()
-        self._open.pop(slot.request_id, None)
+        if self._open.pop(slot.request_id, None) is not None:
+            self._admission.leave(slot.n)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests; each reader gets its final output.  Unknown and finished ids are ignored."""
@@ -216,6 +237,26 @@ class Engine:
             scheduler=self._scheduler.statistics(),
         )
 
+    async def get_metrics(self) -> list[Metric]:
+        """Every metric, with all that has been reported so far."""
+        return (await self._flush()).values()
+
+    async def log_stats(self) -> None:
+        """Write the log line now.  Without statistics there is none."""
+        if self._observer is not None and self.metrics is not None:
+            await self._flush()
+            self._observer.log()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is open that could still get output.
+
+        Raises:
+            EngineDeadError: the engine died meanwhile.
+        """
+        while busy := [slot for slot in self.open_slots if not slot.is_over]:
+            await self._wait_over(busy)
+        self.check_alive()
+
     # Lifecycle
 
     async def step(self) -> None:
@@ -225,8 +266,7 @@ class Engine:
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Stop scheduling; returns when that has taken full effect.  Spec sections 10.1 and 10.2."""
         check_mode(mode)
-        async with self._transition:
-            self.check_alive()
+        async with self._changing():
             self.lifecycle.move(Event.PAUSE)
             await self._pause(mode, refuses=mode != "keep")
             if clear_cache and self.lifecycle.resident == MEMORY:
@@ -234,8 +274,7 @@ class Engine:
 
     async def resume(self) -> None:
         """Schedule again.  Raises RuntimeError while memory is absent."""
-        async with self._transition:
-            self.check_alive()
+        async with self._changing():
             self.lifecycle.move(Event.RESUME)
             await self._resume()
 
@@ -265,8 +304,7 @@ class Engine:
         """
         check_level(level)
         check_mode(mode)
-        async with self._transition:
-            self.check_alive()
+        async with self._changing():
             lifecycle = self.lifecycle
             if lifecycle.is_sleeping and level <= lifecycle.level and level > 0:
                 return False
@@ -291,8 +329,7 @@ class Engine:
     async def wake(self, tags: Iterable[str] | None = None) -> bool:
         """Bring memory back and, when all of it is there, schedule again.  True when fully awake."""
         wanted = check_tags(tags)
-        async with self._transition:
-            self.check_alive()
+        async with self._changing():
             lifecycle = self.lifecycle
             if not lifecycle.is_sleeping:
                 return True
@@ -365,7 +402,8 @@ class Engine:
         """The troupe is gone, for whatever reason: nobody is left to answer or to write."""
         error = self.dead_error = self.dead_error or EngineDeadError("the engine is closed")
         for slot in self.open_slots:
-            slot.fail(error)
+            if not slot.is_over:  # else its end is written, and only has to be read
+                slot.fail(error)
         for answer in self._answers:
             answer.fail(error)
 
@@ -378,6 +416,19 @@ class Engine:
         """Raises EngineDeadError, with the cause, once the engine has failed or is closed."""
         if self.dead_error is not None:
             raise EngineDeadError(str(self.dead_error)) from self.dead_error.__cause__
+
+    @asynccontextmanager
+    async def _changing(self) -> AsyncGenerator[None]:
+        """One change of the lifecycle at a time; the metrics show what came of it."""
+        async with self._transition:
+            self.check_alive()
+            try:
+                yield
+            finally:
+                if self.metrics is not None:
+                    self.metrics.set_sleep_level(
+                        self.lifecycle.level, is_sleeping=self.lifecycle.is_sleeping
+                    )
 
     async def _pause(self, mode: str, *, refuses: bool) -> None:
         self.lifecycle.begin_pause(cast("Mode", mode), refuses=refuses)
@@ -395,14 +446,31 @@ class Engine:
 
     async def _ask(self, question: Callable[..., SchedulerInbox], *args: object) -> Any:
         self.check_alive()
-        with self._awaited(Answer()) as answer:
+        with self._awaited(Answer[Any]()) as answer:
             with _sending():
                 self._to_scheduler.send_nowait(question(*args, answer))
             return await answer.wait()
 
+    async def _flush(self) -> Metrics:
+        """The metrics, after the Observer has counted everything reported before.
+
+        Raises:
+            TrouperValidationError: statistics are off.
+        """
+        if self.metrics is None:
+            raise TrouperValidationError(
+                "metrics need statistics: disable_log_stats=False", parameter="disable_log_stats"
+            )
+        self.check_alive()
+        with self._awaited(Answer[None]()) as answer:
+            with _sending():
+                await self._to_observer.send(Flush(answer))
+            await answer.wait()
+        return self.metrics
+
     async def _call_device(self, method: str, *args: object) -> object:
         self.check_alive()
-        with self._awaited(Answer()) as answer:
+        with self._awaited(Answer[Any]()) as answer:
             with _sending():
                 await self._to_executor.send(DeviceCall(cast("Any", method), args, answer))
             return await answer.wait()
@@ -415,6 +483,15 @@ class Engine:
             yield answer
         finally:
             self._answers.discard(answer)
+
+    def _note_rejection(self, limit: str) -> None:
+        if self.metrics is not None:
+            self.metrics.note_rejection(limit)
+
+    def _warn_of_tracing(self) -> None:
+        if not self._has_warned_of_tracing:
+            self._has_warned_of_tracing = True
+            warnings.warn("trace_headers are ignored: no otlp_traces_endpoint", stacklevel=4)
 
     def _post_abort(self, id: RequestId, slot: ReplySlot) -> None:
         if slot.is_aborted:

@@ -217,6 +217,7 @@ class SequenceTokens(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int | None = None  # with the first token: prompt tokens found in the cache
     error: str | None = None  # with finish_reason "error"
+    num_preemptions: int = 0  # so far
 
 
 class StepTokens(msgspec.Struct, frozen=True):
@@ -247,7 +248,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """Scheduler -> Observer: one step has been answered.  A fact: it may be dropped."""
+    """Scheduler -> Observer: its numbers have changed.  A fact: it may be dropped."""
 
     stats: SchedulerStats
 
@@ -257,23 +258,30 @@ class RequestEnded(msgspec.Struct, frozen=True):
 
     request_id: str
     stats: RequestStateStats
-    finish_reason: FinishReason
+    finish_reason: FinishReason  # "error" if any of its sequences had one, else that of the last
     num_prompt_tokens: int
     num_cached_tokens: int
     params: SamplingParams
     trace_headers: Mapping[str, str] | None
+    error_code: str | None = None
 
 
 class Told(msgspec.Struct, frozen=True):
     """Detokenizer -> Observer: what one `StepTokens` meant for readers.  A fact: it may be dropped."""
 
-    first_token_s: tuple[float, ...]  # time to first token, for each sequence that got its first
-    inter_token_s: tuple[float, ...]  # time since the token before
+    first_token_s: tuple[float, ...]  # since arrival, for each request that got its first token
+    inter_token_s: tuple[float, ...]  # since the token before, for each sequence that got another
     ended: tuple[RequestEnded, ...]
+
+
+class Flush(msgspec.Struct, frozen=True):
+    """Frontend -> Observer: answered when everything reported before this has been counted."""
+
+    answer: Answer[None]
 
 
 RendererInbox = Render
 SchedulerInbox = Admit | Abort | Stop | StepDone | StepFailed | SetPause | ResetPrefixCache | Step
 ExecutorInbox = StepPlan | DeviceCall
 DetokenizerInbox = Track | StepTokens
-ObserverInbox = Stepped | Told
+ObserverInbox = Stepped | Told | Flush

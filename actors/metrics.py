@@ -1,15 +1,25 @@
-"""The engine's Prometheus metrics: vLLM's names under our prefix.  Source: spec section 18.
+"""The engine's metrics: plain numbers that the Observer writes, and two ways to read them.
 
-One registry for each engine, so several live in one process and none outlives its engine.
+`expose` is the text that Prometheus scrapes, `values` the list behind `get_metrics()`.  Names are vLLM's
+under our prefix.  One registry for each engine, so several live in one process and none outlives its
+engine.  What trouper has no source for yet (KV connectors, multimodal caches) stays 0.
+
+Source: spec section 18.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
-import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
 
-from trouper.actors.messages import RequestEnded, SchedulerStats, Stepped, Told
+from trouper.actors.distribution import Distribution, one_two_five
+from trouper.actors.messages import RequestEnded, SchedulerStats, Told
+from trouper.metrics import Counter, Gauge, Histogram, Metric
 
 LATENCY_S = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680
@@ -25,111 +35,65 @@ ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 163
 SMALL_COUNTS = (1, 2, 5, 10, 20)
 PREEMPTION_COUNTS = (1, 2, 3, 4, 5, 10, 20)
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
-class Metric(msgspec.Struct, frozen=True):
-    """One value of `get_metrics()`: a counter or gauge has `value`, a histogram the other three."""
+class _Number(NamedTuple):
+    """A counter or gauge: one value for each set of its own labels."""
 
-    kind: str  # counter, gauge or histogram
     name: str
-    labels: dict[str, str]
-    value: float | None = None
-    count: int | None = None
-    sum: float | None = None
-    buckets: dict[str, int] | None = None  # upper bound -> observations up to it
+    text: str
+    values: Mapping[tuple[str, ...], float]
+    labels: tuple[str, ...] = ()
+    is_counter: bool = False
+    has_engine: bool = True
 
 
-class Metrics:
-    """Every family of one engine."""
+class Metrics(Collector):
+    """Every metric of one engine."""
 
-    def __init__(self, model_name: str, max_model_len: int, prefix: str = "trouper") -> None:
-        self.registry = CollectorRegistry()
+    def __init__(
+        self,
+        model_name: str,
+        max_model_len: int,
+        prefix: str = "trouper",
+        cache_config: Mapping[str, str] | None = None,
+    ) -> None:
         self._prefix = prefix
-        self._labels = {"model_name": model_name, "engine": "0"}
-        self._running = self._gauge("num_requests_running", "Sequences that hold a device row.")
-        self._waiting = self._gauge("num_requests_waiting", "Sequences that wait to run.")
-        self._waiting_by = self._gauge(
-            "num_requests_waiting_by_reason", "The same, by reason.", ("reason",)
-        )
-        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0-1.")
-        self._sleep_state = self._gauge(
-            "engine_sleep_state", "1 for the state the engine is in.", ("sleep_state",)
-        )
-        self._preemptions = self._counter("num_preemptions", "Preemptions.")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed.")
-        self._prompt_cached = self._counter(
-            "prompt_tokens_cached", "Prompt tokens found in the prefix cache."
-        )
-        self._generation_tokens = self._counter("generation_tokens", "Tokens sampled.")
-        self._success = self._counter(
-            "request_success", "Requests ended, by reason.", ("finished_reason",)
-        )
-        self._rejections = self._counter(
-            "admission_rejections", "Requests refused at admission.", ("reason",)
-        )
-        self._queries = self._counter("prefix_cache_queries", "Tokens looked up in the cache.")
-        self._hits = self._counter("prefix_cache_hits", "Tokens found in the cache.")
-        sizes = _one_two_five(max_model_len)
-        self._iteration_tokens = self._histogram("iteration_tokens_total", ITERATION_TOKENS)
-        self._request_prompt = self._histogram("request_prompt_tokens", sizes)
-        self._request_generation = self._histogram("request_generation_tokens", sizes)
-        self._request_max_tokens = self._histogram("request_params_max_tokens", sizes)
-        self._request_n = self._histogram("request_params_n", SMALL_COUNTS)
-        self._request_preemptions = self._histogram("request_num_preemptions", PREEMPTION_COUNTS)
-        self._first_token = self._histogram("time_to_first_token_seconds", FIRST_TOKEN_S)
-        self._inter_token = self._histogram("inter_token_latency_seconds", INTER_TOKEN_S)
-        self._per_token = self._histogram("request_time_per_output_token_seconds", INTER_TOKEN_S)
-        self._e2e = self._histogram("e2e_request_latency_seconds", LATENCY_S)
-        self._queue = self._histogram("request_queue_time_seconds", LATENCY_S)
-        self._inference = self._histogram("request_inference_time_seconds", LATENCY_S)
-        self._prefill = self._histogram("request_prefill_time_seconds", LATENCY_S)
-        self._decode = self._histogram("request_decode_time_seconds", LATENCY_S)
-        for reason in FINISH_REASONS:  # so that every series is there from the start
-            self._success.labels(finished_reason=reason, **self._labels)
-        self._last: SchedulerStats | None = None
+        self._model_name = model_name
+        self._cache_config = dict(cache_config or {})
+        self._stats = _NOTHING
+        self._ended: dict[str, int] = dict.fromkeys(FINISH_REASONS, 0)
+        self._rejections: dict[str, int] = dict.fromkeys(LIMITS, 0)
+        self._num_corrupted = 0
+        self._sleep_states: dict[str, int] = dict.fromkeys(SLEEP_STATES, 0)
+        self._histograms = {
+            name: Distribution(bounds) for name, bounds in _histogram_bounds(max_model_len)
+        }
         self.set_sleep_level(0, is_sleeping=False)
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
 
-    def note_step(self, step: Stepped) -> None:
-        stats, last, labels = step.stats, self._last, self._labels
-        self._running.labels(**labels).set(stats.num_running)
-        self._waiting.labels(**labels).set(stats.num_waiting + stats.num_deferred)
-        self._waiting_by.labels(reason="capacity", **labels).set(stats.num_waiting)
-        self._waiting_by.labels(reason="deferred", **labels).set(stats.num_deferred)
-        self._kv_usage.labels(**labels).set(stats.kv_cache_usage)
-        num_tokens = 0
-        for counter, name in (
-            (self._prompt_tokens, "num_prompt_tokens"),
-            (self._generation_tokens, "num_generation_tokens"),
-            (self._preemptions, "num_preemptions"),
-            (self._queries, "prefix_cache_queries"),
-            (self._hits, "prefix_cache_hits"),
-        ):
-            gained = getattr(stats, name) - (getattr(last, name) if last else 0)
-            counter.labels(**labels).inc(gained)
-            num_tokens += gained if name.endswith("_tokens") else 0
-        self._iteration_tokens.labels(**labels).observe(num_tokens)
-        self._last = stats
+    def note_step(self, stats: SchedulerStats) -> None:
+        num_tokens = _num_tokens(stats) - _num_tokens(self._stats)
+        if num_tokens:
+            self._observe("iteration_tokens_total", num_tokens)
+        self._stats = stats
 
     def note_told(self, told: Told) -> None:
-        for seconds in told.first_token_s:
-            self._first_token.labels(**self._labels).observe(seconds)
-        for seconds in told.inter_token_s:
-            self._inter_token.labels(**self._labels).observe(seconds)
+        self._histograms["time_to_first_token_seconds"].observe_all(told.first_token_s)
+        self._histograms["inter_token_latency_seconds"].observe_all(told.inter_token_s)
         for ended in told.ended:
             self._note_ended(ended)
 
-    def note_rejection(self, reason: str) -> None:
-        self._rejections.labels(reason=reason, **self._labels).inc()
+    def note_rejection(self, limit: str) -> None:
+        self._rejections[limit] += 1
 
     def set_sleep_level(self, level: int, *, is_sleeping: bool) -> None:
         """A level-0 pause is none of the three states."""
-        states = {
-            "awake": not is_sleeping,
-            "weights_offloaded": level == 1,
-            "discard_all": level == 2,
-        }
-        for state, holds in states.items():
-            self._sleep_state.labels(sleep_state=state, **self._labels).set(float(holds))
+        holds = (not is_sleeping, level == 1, level == 2)
+        self._sleep_states = dict(zip(SLEEP_STATES, map(int, holds), strict=True))
 
     def expose(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -138,76 +102,176 @@ class Metrics:
     def values(self) -> list[Metric]:
         """All values, for `get_metrics()`."""
         found: list[Metric] = []
-        for family in self.registry.collect():
-            if family.type == "histogram":
-                found.extend(_histograms(family.name, family.samples))
-                continue
-            found.extend(
-                Metric(family.type, family.name, dict(sample.labels), sample.value)
-                for sample in family.samples
-                if not sample.name.endswith("_created")
-            )
+        for number in self._numbers():
+            name = self._name(number)
+            for own, value in number.values.items():
+                labels = dict(zip(*self._labels(number, own), strict=True))
+                if number.is_counter:
+                    found.append(Counter(name, labels, int(value)))
+                else:
+                    found.append(Gauge(name, labels, value))
+        for name, observed in self._histograms.items():
+            name, labels = f"{self._prefix}:{name}", {"model_name": self._model_name, "engine": "0"}
+            buckets = dict(_buckets(observed))
+            found.append(Histogram(name, labels, observed.count, observed.sum, buckets))
         return found
 
+    def collect(self) -> Iterable[Family]:
+        """For the registry."""
+        for number in self._numbers():
+            kind = CounterMetricFamily if number.is_counter else GaugeMetricFamily
+            names, _ = self._labels(number, number.labels)
+            family = kind(self._name(number), number.text, labels=names)
+            for own, value in number.values.items():
+                family.add_metric(self._labels(number, own)[1], value)
+            yield family
+        for name, observed in self._histograms.items():
+            text = name.replace("_", " ").capitalize() + "."
+            family = HistogramMetricFamily(
+                f"{self._prefix}:{name}", text, labels=("model_name", "engine")
+            )
+            family.add_metric((self._model_name, "0"), _buckets(observed), observed.sum)
+            yield family
+
     def _note_ended(self, ended: RequestEnded) -> None:
-        labels, stats = self._labels, ended.stats
-        self._success.labels(finished_reason=ended.finish_reason, **labels).inc()
-        self._prompt_cached.labels(**labels).inc(ended.num_cached_tokens)
-        self._request_prompt.labels(**labels).observe(ended.num_prompt_tokens)
-        self._request_generation.labels(**labels).observe(stats.num_generation_tokens)
-        self._request_max_tokens.labels(**labels).observe(ended.params.max_tokens or 0)
-        self._request_n.labels(**labels).observe(ended.params.n)
-        self._request_preemptions.labels(**labels).observe(stats.num_preemptions)
-        self._e2e.labels(**labels).observe(stats.finished_ts - stats.queued_ts)
-        if not stats.scheduled_ts:
-            return
-        self._queue.labels(**labels).observe(stats.scheduled_ts - stats.queued_ts)
-        if not stats.first_token_ts:
-            return
-        self._prefill.labels(**labels).observe(stats.first_token_ts - stats.scheduled_ts)
-        self._inference.labels(**labels).observe(stats.last_token_ts - stats.scheduled_ts)
-        decode_s = stats.last_token_ts - stats.first_token_ts
-        self._decode.labels(**labels).observe(decode_s)
-        if stats.num_generation_tokens > 1:
-            self._per_token.labels(**labels).observe(decode_s / (stats.num_generation_tokens - 1))
+        stats, observe = ended.stats, self._observe
+        self._ended[ended.finish_reason] += 1
+        self._num_corrupted += ended.error_code == "numerical_error"
+        num_computed = ended.num_prompt_tokens - ended.num_cached_tokens
+        observe("request_prompt_tokens", ended.num_prompt_tokens)
+        observe("request_prefill_kv_computed_tokens", num_computed)
+        observe("request_generation_tokens", stats.num_generation_tokens)
+        observe("request_max_num_generation_tokens", stats.max_num_generation_tokens)
+        observe("request_params_max_tokens", ended.params.max_tokens)
+        observe("request_params_n", ended.params.n)
+        observe("request_num_preemptions", stats.num_preemptions)
+        observe("e2e_request_latency_seconds", stats.e2e_s)
+        observe("request_queue_time_seconds", stats.queue_s)
+        observe("request_prefill_time_seconds", stats.prefill_s)
+        observe("request_decode_time_seconds", stats.decode_s)
+        observe("request_inference_time_seconds", stats.inference_s)
+        observe("request_time_per_output_token_seconds", stats.time_per_output_token_s)
 
-    def _gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-        return Gauge(self._name(name), text, [*self._labels, *labels], registry=self.registry)
+    def _observe(self, name: str, value: float | None) -> None:
+        """None: the request did not get that far."""
+        if value is not None:
+            self._histograms[name].observe(value)
 
-    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-        return Counter(self._name(name), text, [*self._labels, *labels], registry=self.registry)
+    def _name(self, number: _Number) -> str:
+        return f"{self._prefix}:{number.name}"
 
-    def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
-        text = name.replace("_", " ").capitalize() + "."
-        return Histogram(
-            self._name(name), text, [*self._labels], registry=self.registry, buckets=buckets
+    def _labels(
+        self, number: _Number, own: tuple[str, ...]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names and values."""
+        if not number.has_engine:
+            return ("model_name", *number.labels), (self._model_name, *own)
+        return ("model_name", "engine", *number.labels), (self._model_name, "0", *own)
+
+    def _numbers(self) -> Iterator[_Number]:
+        yield from self._gauges()
+        yield from self._scheduler_counters()
+        yield _Number(
+            "request_success", "Requests that ended, by reason.", _keyed(self._ended),
+            ("finished_reason",), is_counter=True,
+        )  # fmt: skip
+        yield _Number(
+            "admission_rejections", "Requests refused at admission, by limit.",
+            _keyed(self._rejections), ("reason",), is_counter=True, has_engine=False,
+        )  # fmt: skip
+        for name, text, value in (
+            ("corrupted_requests", "Requests whose logits were not finite.", self._num_corrupted),
+            ("external_prefix_cache_queries", "Tokens looked up in a KV connector.", 0),
+            ("external_prefix_cache_hits", "Tokens found in a KV connector.", 0),
+            ("mm_cache_queries", "Items looked up in the multimodal cache.", 0),
+            ("mm_cache_hits", "Items found in the multimodal cache.", 0),
+        ):
+            yield _Number(name, text, {(): value}, is_counter=True)
+
+    def _gauges(self) -> Iterator[_Number]:
+        stats = self._stats
+        num_waiting = stats.num_waiting + stats.num_deferred
+        waiting_by = {"capacity": stats.num_waiting, "deferred": stats.num_deferred}
+        yield _Number(
+            "num_requests_running", "Sequences that hold a device row.", {(): stats.num_running}
         )
+        yield _Number("num_requests_waiting", "Sequences that wait to run.", {(): num_waiting})
+        yield _Number(
+            "num_requests_waiting_by_reason", "The same, by reason.",
+            _keyed(waiting_by), ("reason",),
+        )  # fmt: skip
+        yield _Number(
+            "kv_cache_usage_perc", "KV blocks in use, 0 to 1.", {(): stats.kv_cache_usage}
+        )
+        yield _Number(
+            "engine_sleep_state", "1 for the state the engine is in.",
+            _keyed(self._sleep_states), ("sleep_state",),
+        )  # fmt: skip
+        yield _Number(
+            "cache_config_info", "How the KV cache is configured.",
+            {tuple(self._cache_config.values()): 1}, tuple(self._cache_config),
+        )  # fmt: skip
 
-    def _name(self, name: str) -> str:
-        return f"{self._prefix}:{name}"
+    def _scheduler_counters(self) -> Iterator[_Number]:
+        stats = self._stats
+        by_source = {
+            "local_compute": stats.num_prompt_tokens,
+            "local_cache_hit": stats.prefix_cache_hits,
+            "external_kv_transfer": 0,
+        }
+        for name, text, value in (
+            ("num_preemptions", "Preemptions.", stats.num_preemptions),
+            ("prompt_tokens", "Prompt tokens, computed or found.", sum(by_source.values())),
+            ("prompt_tokens_cached", "Prompt tokens found in a cache.", stats.prefix_cache_hits),
+            ("generation_tokens", "Tokens sampled.", stats.num_generation_tokens),
+            ("prefix_cache_queries", "Tokens looked up in the cache.", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Tokens found in the cache.", stats.prefix_cache_hits),
+        ):
+            yield _Number(name, text, {(): value}, is_counter=True)
+        yield _Number(
+            "prompt_tokens_by_source", "Prompt tokens, by source.", _keyed(by_source), ("source",),
+            is_counter=True,
+        )  # fmt: skip
 
 
-def _one_two_five(largest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50 … up to `largest`."""
-    series = [m * 10**e for e in range(len(str(largest))) for m in (1, 2, 5)]
-    return tuple(float(value) for value in series if value <= largest) or (1.0,)
+def _num_tokens(stats: SchedulerStats) -> int:
+    return stats.num_prompt_tokens + stats.num_generation_tokens
 
 
-def _histograms(name: str, samples: Sequence[object]) -> list[Metric]:
-    by_labels: dict[tuple[tuple[str, str], ...], dict[str, object]] = {}
-    for sample in samples:
-        labels: dict[str, str] = dict(sample.labels)  # type: ignore[attr-defined]  # prometheus Sample
-        bound = labels.pop("le", None)
-        found = by_labels.setdefault(tuple(labels.items()), {"buckets": {}})
-        value: float = sample.value  # type: ignore[attr-defined]
-        kind: str = sample.name.rsplit("_", 1)[1]  # type: ignore[attr-defined]
-        if bound is not None:
-            found["buckets"][bound] = int(value)  # type: ignore[index]
-        else:
-            found[kind] = value
+def _buckets(observed: Distribution) -> list[tuple[str, int]]:
     return [
-        Metric(
-            "histogram", name, dict(labels), count=int(v["count"]), sum=v["sum"], buckets=v["buckets"]  # type: ignore[arg-type, call-overload]
-        )
-        for labels, v in by_labels.items()
-    ]  # fmt: skip
+        ("+Inf" if bound == math.inf else str(float(bound)), count)
+        for bound, count in observed.cumulative()
+    ]
+
+
+def _keyed(values: Mapping[str, float]) -> dict[tuple[str, ...], float]:
+    return {(key,): value for key, value in values.items()}
+
+
+def _histogram_bounds(max_model_len: int) -> Iterator[tuple[str, tuple[float, ...]]]:
+    for name in (
+        "request_prompt_tokens",
+        "request_prefill_kv_computed_tokens",
+        "request_generation_tokens",
+        "request_max_num_generation_tokens",
+        "request_params_max_tokens",
+    ):
+        yield name, one_two_five(max_model_len)
+    yield "iteration_tokens_total", ITERATION_TOKENS
+    yield "request_params_n", SMALL_COUNTS
+    yield "request_num_preemptions", PREEMPTION_COUNTS
+    yield "time_to_first_token_seconds", FIRST_TOKEN_S
+    yield "inter_token_latency_seconds", INTER_TOKEN_S
+    yield "request_time_per_output_token_seconds", INTER_TOKEN_S
+    for name in ("queue", "prefill", "decode", "inference"):
+        yield f"request_{name}_time_seconds", LATENCY_S
+    yield "e2e_request_latency_seconds", LATENCY_S
+
+
+_NOTHING = SchedulerStats(
+    num_running=0, num_waiting=0, num_deferred=0, num_steps_in_flight=0, num_blocks_free=0,
+    num_blocks_total=0, kv_cache_usage=0.0, num_preemptions=0, num_prompt_tokens=0,
+    num_generation_tokens=0, prefix_cache_queries=0, prefix_cache_hits=0, recompute_cache_queries=0,
+    recompute_cache_hits=0,
+)  # fmt: skip

@@ -12,12 +12,17 @@ class News:
 
     def __init__(self) -> None:
         self._entries: dict[SequenceId, SequenceTokens] = {}
+        self._started: list[SequenceId] = []
+
+    def tell_start(self, id: SequenceId) -> None:
+        """It takes a device row, for the first time or after a preemption."""
+        self._started.append(id)
 
     def tell_token(
         self,
         sequence: Sequence,
         token: int,
-        end: tuple[FinishReason, int | None] | None,
+        end: tuple[FinishReason, int | str | None] | None,
         logprobs: TokenLogprobs | None,
     ) -> None:
         """A sampled token; the first brings along what is known of the prompt."""
@@ -31,6 +36,7 @@ class News:
             (logprobs,) if logprobs is not None else (),
             tuple(sequence.prompt_logprobs) if is_first else (),
             sequence.num_cached if is_first else None,
+            num_preemptions=sequence.num_preemptions,
         )
         if is_first:
             sequence.prompt_logprobs.clear()
@@ -55,8 +61,9 @@ class News:
         self._entries.pop(id, None)
 
     def take(self) -> StepTokens | None:
-        if not self._entries:
+        if not self._entries and not self._started:
             return None
-        message = StepTokens(tuple(self._entries.values()))
+        message = StepTokens(tuple(self._entries.values()), tuple(self._started))
         self._entries.clear()
+        self._started.clear()
         return message

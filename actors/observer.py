@@ -5,6 +5,7 @@ ends nobody's request: it is logged and the next fact is taken.  Source: spec se
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import assert_never
@@ -13,7 +14,14 @@ import anyio
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from trouper.actors.messages import ObserverInbox, RequestEnded, SchedulerStats, Stepped, Told
+from trouper.actors.messages import (
+    Flush,
+    ObserverInbox,
+    RequestEnded,
+    SchedulerStats,
+    Stepped,
+    Told,
+)
 from trouper.actors.metrics import Metrics
 
 logger = logging.getLogger("trouper")
@@ -21,19 +29,22 @@ HIT_RATE_REQUESTS = 1000  # the hit rate in the log line is over so many
 
 
 class Observer:
-    """Owns its inbox and the metrics; writes one log line each `interval_s` seconds."""
+    """Owns its inbox and the metrics; writes one log line each `interval_s` seconds.
+
+    Without metrics there are no log lines either: then it only passes on who has ended, for tracing.
+    """
 
     def __init__(
         self,
         inbox: MemoryObjectReceiveStream[ObserverInbox],
-        metrics: Metrics,
+        metrics: Metrics | None,
         interval_s: float,
-        on_request_ended: Callable[[RequestEnded], None] | None = None,
+        note_ended: Callable[[RequestEnded], None] | None = None,
     ) -> None:
-        self._inbox = inbox
         self.metrics = metrics
-        self._interval_s = interval_s
-        self._on_request_ended = on_request_ended  # makes a span
+        self._inbox = inbox
+        self._interval_s = interval_s if metrics is not None else math.inf
+        self._note_ended = note_ended  # makes a span
         self._before: SchedulerStats | None = None  # at the last line
         self._now: SchedulerStats | None = None
         self._since_s = 0.0
@@ -44,41 +55,64 @@ class Observer:
         with self._inbox:
             self._since_s = anyio.current_time()
             task_status.started()
+            try:
+                while not await self._watch():
+                    self.log()
+            finally:
+                self._drain()
+
+    async def _watch(self) -> bool:
+        """Take facts until the interval is over; True when the inbox has ended."""
+        deadline = self._since_s + self._interval_s
+        with anyio.CancelScope(deadline=deadline):
+            async for fact in self._inbox:
+                self._note(fact)
+                if anyio.current_time() >= deadline:
+                    return False
+            return True
+        return False
+
+    def _drain(self) -> None:
+        """The end of the engine: what its last requests left is still counted."""
+        try:
             while True:
-                with anyio.CancelScope(deadline=self._since_s + self._interval_s):
-                    async for fact in self._inbox:
-                        self._note(fact)
-                        if anyio.current_time() >= self._since_s + self._interval_s:
-                            break
-                    else:
-                        return
-                self.log()
+                self._note(self._inbox.receive_nowait())
+        except (anyio.WouldBlock, anyio.EndOfStream):
+            pass
 
     def log(self) -> None:
         """Write the line of this interval and begin the next one."""
         now = anyio.current_time()
-        is_idle = self._now is self._before
-        if self._now is not None:
-            line = interval_line(self._before, self._now, now - self._since_s, self._prompts)
+        stats = self._now
+        if stats is not None:
+            is_idle = stats is self._before and not stats.num_running
+            line = interval_line(self._before, stats, now - self._since_s, self._prompts)
             logger.log(logging.DEBUG if is_idle else logging.INFO, "%s", line)
-        self._before, self._since_s = self._now, now
+        self._before, self._since_s = stats, now
 
     def _note(self, fact: ObserverInbox) -> None:
         try:
             match fact:
                 case Stepped(stats):
                     self._now = stats
-                    self.metrics.note_step(fact)
+                    if self.metrics is not None:
+                        self.metrics.note_step(stats)
                 case Told():
-                    self.metrics.note_told(fact)
-                    for ended in fact.ended:
-                        self._prompts.append((ended.num_prompt_tokens, ended.num_cached_tokens))
-                        if self._on_request_ended is not None:
-                            self._on_request_ended(ended)
+                    self._note_told(fact)
+                case Flush(answer):
+                    answer.set(None)
                 case _:
                     assert_never(fact)
         except Exception:  # statistics never touch requests
             logger.exception("a fact could not be recorded")
+
+    def _note_told(self, told: Told) -> None:
+        if self.metrics is not None:
+            self.metrics.note_told(told)
+        for ended in told.ended:
+            self._prompts.append((ended.num_prompt_tokens, ended.num_cached_tokens))
+            if self._note_ended is not None:
+                self._note_ended(ended)
 
 
 def interval_line(

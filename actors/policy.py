@@ -277,6 +277,7 @@ class Policy:
             if sequence is None or not self._running.start(sequence, draft):
                 break
             self._waiting.discard(sequence)
+            self._news.tell_start(sequence.id)
 
     # Bookkeeping
 
@@ -320,7 +321,8 @@ class Policy:
             self._waiting.returning.push(sequence)
 
     def _tell_end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        self._news.tell(SequenceTokens(sequence.id, (), reason, error=error))
+        count = sequence.num_preemptions
+        self._news.tell(SequenceTokens(sequence.id, (), reason, error=error, num_preemptions=count))
         self._finish(sequence)
 
     def _end_request(

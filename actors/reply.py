@@ -9,6 +9,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
+from trouper.actors.admission import Prefills
 from trouper.outputs import (
     CompletionOutput,
     FinishReason,
@@ -44,10 +45,22 @@ class ReplySlot:
     holds the slot that the request is aborted.
     """
 
-    def __init__(self, request_id: str, params: SamplingParams, stream_interval: int = 1) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        stream_interval: int = 1,
+        *,
+        prefills: Prefills | None = None,
+        shows_stats: bool = True,
+    ) -> None:
         self.request_id = request_id  # the caller's name for it: echoed, never a key
         self.scope = anyio.CancelScope()
         self.stats = RequestStateStats()
+        self._shows_stats = shows_stats
+        self._prefills = prefills or Prefills()
+        self._num_prefill = 0  # prompt tokens, until there is a first token
+        self.n = params.n
         self._kind = params.output_kind
         self._wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
         self._wants_prompt_logprobs = params.prompt_logprobs is not None
@@ -95,6 +108,7 @@ class ReplySlot:
         """The prompt is rendered."""
         self._prompt = prompt
         self._prompt_token_ids = list(prompt_token_ids)
+        self._count_prefill(len(prompt_token_ids))
         if self._wants_prompt_logprobs:
             self._prompt_logprobs = [None]  # of a prompt of one token this is all
         self._rendered.set()
@@ -122,6 +136,8 @@ class ReplySlot:
         mine = self._completions[index]
         if self._is_closed or mine.finish_reason is not None:
             return
+        if self._num_prefill and token_ids:
+            self._count_prefill(0)
         if text:
             mine.texts.append(text)
         mine.token_ids.extend(token_ids)
@@ -211,7 +227,7 @@ class ReplySlot:
             prompt_logprobs=prompt_logprobs,
             outputs=outputs,
             finished=self._num_open == 0,
-            metrics=self.stats,
+            metrics=self.stats if self._shows_stats else None,
             num_cached_tokens=self._num_cached_tokens,
             error=self._request_error,
         )
@@ -224,7 +240,13 @@ class ReplySlot:
         self._wake.close()
         self._woken.close()
 
+    def _count_prefill(self, num_tokens: int) -> None:
+        if not self._over.is_set():
+            self._prefills.num_tokens += num_tokens - self._num_prefill
+            self._num_prefill = num_tokens
+
     def _end(self) -> None:
+        self._count_prefill(0)
         self._rendered.set()
         self._over.set()
 

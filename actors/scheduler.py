@@ -20,7 +20,6 @@ from trouper.actors.messages import (
     ResetPrefixCache,
     SchedulerInbox,
     SchedulerStats,
-    SequenceId,
     SetPause,
     Step,
     StepDone,
@@ -56,7 +55,7 @@ class Scheduler:
         self._policy = policy
         self._reporter = reporter or Reporter(None)
         self._is_stepped = is_stepped
-        self._started: list[SequenceId] = []  # since the last news
+        self._reported: SchedulerStats | None = None  # what the Observer was told last
         self._num_plans_due = 0  # when stepped: plans that were asked for and not made
         self._steps: list[Answer[None]] = []
         self._pauses: list[SetPause] = []  # not in full effect yet
@@ -115,17 +114,19 @@ class Scheduler:
                 break
             self._num_plans_due = max(0, self._num_plans_due - 1)
             self._executor.send_nowait(plan)
-            self._started += [row.sequence for row in plan.new_rows]
 
     async def _tell(self) -> None:
         news, answers = self._policy.take_news(), self._due_answers()
-        if news is None and not answers and not self._started:
-            return
-        sequences = () if news is None else news.sequences
-        started, self._started = tuple(self._started), []
-        if self._reporter.is_on:
-            self._reporter.report(Stepped(self._policy.statistics()))
-        await self._detokenizer.send(StepTokens(sequences, started, answers))
+        self._report()
+        if news is not None or answers:
+            news = news or StepTokens(())
+            await self._detokenizer.send(StepTokens(news.sequences, news.started, answers))
+
+    def _report(self) -> None:
+        """Whatever changed the numbers: a step, a request that came, a stop string, a pause."""
+        if self._reporter.is_on and (stats := self._policy.statistics()) != self._reported:
+            self._reported = stats
+            self._reporter.report(Stepped(stats))
 
     def _due_answers(self) -> tuple[Answer[None], ...]:
         """Who has waited long enough; they are told behind the news, through the Detokenizer."""

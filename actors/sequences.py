@@ -18,6 +18,7 @@ import msgspec
 
 from trouper.actors.blocks import FIRST_PARENT, block_hash
 from trouper.actors.messages import Admit, Sampling, SequenceId, TokenLogprobs
+from trouper.actors.repetition import is_repeating
 from trouper.config import SchedulerConfig
 from trouper.outputs import FinishReason
 
@@ -94,7 +95,7 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
                 shared.append(hashes[-1])
         return hashes[:count]
 
-    def append(self, token: int) -> tuple[FinishReason, int | None] | None:
+    def append(self, token: int) -> tuple[FinishReason, int | str | None] | None:
         """Commit a sampled token; finish and stop reason if it is the last.  Spec 5.3.
 
         Under `min_tokens` outputs only the length ends it (the sampler masks the stop ids anyway).
@@ -102,10 +103,15 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
         self.output.append(token)
         self.num_tokens += 1
         request = self.request
-        if token in request.stop_ids and self.num_output >= request.admit.params.min_tokens:
+        params = request.admit.params
+        is_long_enough = self.num_output >= params.min_tokens
+        if is_long_enough and token in request.stop_ids:
             return "stop", None if token == request.admit.eos_token_id else token
         if self.num_tokens >= self.limit:
             return "length", None
+        rule = params.repetition_detection
+        if rule is not None and is_long_enough and is_repeating(self.output, rule):
+            return "repetition", "repetition_detected"
         return None
 
     def take_prompt_logprobs(self, start: int, entries: tuple[TokenLogprobs, ...]) -> None:

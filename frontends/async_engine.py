@@ -17,6 +17,7 @@ from trouper.config import EngineArgs, ModelConfig
 from trouper.errors import EngineDeadError, TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.options import default_sampling_params, tokenization_options
 from trouper.inputs import PromptType
+from trouper.metrics import Metric
 from trouper.params import SamplingParams
 
 
@@ -167,7 +168,34 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         """Write the trace."""
         await self.engine.stop_profile()
 
+    async def wait_for_requests_to_drain(self, timeout: float = 300) -> None:  # noqa: ASYNC109  # vLLM's signature
+        """Wait until no request is open.
+
+        Raises:
+            TimeoutError: one still is.
+        """
+        with anyio.fail_after(timeout):
+            await self.engine.wait_idle()
+
     # State
+
+    async def get_metrics(self) -> list[Metric]:
+        """Every counter, gauge and histogram; needs `disable_log_stats=False`."""
+        return await self.engine.get_metrics()
+
+    async def do_log_stats(self) -> None:
+        """Write the line of the statistics log now."""
+        await self.engine.log_stats()
+
+    async def is_tracing_enabled(self) -> bool:
+        return self.engine.config.otlp_traces_endpoint is not None
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Raises what a request of n completions would raise now; spec sections 10.2 and 13.4."""
+        self.engine.check_admission(n, request_id)
 
     def statistics(self) -> EngineStatistics:
         return self.engine.statistics()
@@ -188,6 +216,10 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
     @property
     def is_running(self) -> bool:
         return self._engine is not None and self._engine.dead_error is None
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.is_running
 
     @property
     def errored(self) -> bool:

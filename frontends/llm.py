@@ -17,6 +17,7 @@ from trouper.frontends.beam_search import BeamSearchOutput, beam_search
 from trouper.frontends.llm_engine import LLMEngine
 from trouper.frontends.options import default_sampling_params, one_each
 from trouper.inputs import ChatPrompt, PromptType
+from trouper.metrics import Metric
 from trouper.outputs import RequestOutput
 from trouper.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -243,6 +244,10 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         return default_sampling_params(self.model_config)
+
+    def get_metrics(self) -> list[Metric]:
+        """Every counter, gauge and histogram; needs `disable_log_stats=False`."""
+        return self.llm_engine.get_metrics()
 
     def get_tokenizer(self) -> Any:
         """The model's transformers tokenizer."""

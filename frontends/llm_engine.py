@@ -20,6 +20,7 @@ from trouper.config import EngineArgs, ModelConfig
 from trouper.errors import EngineDeadError, ExecutionError, TrouperValidationError
 from trouper.frontends.async_engine import AsyncLLMEngine
 from trouper.inputs import PromptType
+from trouper.metrics import Metric
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
 
@@ -163,6 +164,14 @@ class LLMEngine:
         if tokenizer is None:
             raise TrouperValidationError("skip_tokenizer_init is set", parameter="tokenizer")
         return tokenizer.hf_tokenizer()
+
+    def get_metrics(self) -> list[Metric]:
+        """Every counter, gauge and histogram; needs `disable_log_stats=False`."""
+        return self.call(self.async_engine.get_metrics)
+
+    def do_log_stats(self) -> None:
+        """Write the line of the statistics log now."""
+        self.call(self.async_engine.do_log_stats)
 
     def statistics(self) -> EngineStatistics:
         return self.call(self.async_engine.statistics)

@@ -1,8 +1,13 @@
 """One async runner per test: anyio for both backends, pytest-trio for trio alone."""
 
 import inspect
+import os
 
 import pytest
+
+# The models are tiny: a second thread has nothing to do, and on a busy machine each barrier with it
+# costs a time slice.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from trouper.frontends.llm_engine import LLMEngine
     from trouper.inputs import TextPrompt, TokensPrompt
     from trouper.outputs import CompletionOutput, RequestOutput
-    from trouper.params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from trouper.params import (
+        BeamSearchParams,
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        SamplingParams,
+    )
 
 __version__ = "0.1.0"
 
@@ -26,6 +31,7 @@ _HOMES = {
     "CompletionOutput": "trouper.outputs",
     "EngineArgs": "trouper.config",
     "LLM": "trouper.frontends.llm",
+    "RepetitionDetectionParams": "trouper.params",
     "RequestOutput": "trouper.outputs",
     "RequestOutputKind": "trouper.params",
     "SamplingParams": "trouper.params",
@@ -40,6 +46,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

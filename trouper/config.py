@@ -44,7 +44,7 @@ NOT_IMPLEMENTED: dict[str, Any] = {
     "distributed_executor_backend": None, "max_cudagraph_capture_size": None, "cpu_offload_gb": 0,
     "compilation_config": None, "attention_backend": None, "enable_lora": False, "max_loras": 1,
     "max_lora_rank": 16, "max_cpu_loras": None, "default_mm_loras": None,
-    "structured_outputs_config": None, "speculative_config": None, "otlp_traces_endpoint": None,
+    "structured_outputs_config": None, "speculative_config": None,
     "kv_cache_metrics": False, "custom_histogram_buckets": None, "kv_events_config": None,
     "config_format": "auto", "code_revision": None, "logprobs_mode": "raw_logprobs",
     "enable_prompt_embeds": False, "disable_chunked_mm_input": False, "tokenizer_mode": "auto",
@@ -139,6 +139,7 @@ class EngineArgs:
     enable_sleep_mode: bool = False
     shutdown_timeout: float = 0
     disable_log_stats: bool = False
+    otlp_traces_endpoint: str | None = None
     profiler_config: dict[str, Any] | None = None
     chat_template: str | None = None
 
@@ -173,9 +174,11 @@ class EngineArgs:
             chat_template=self.chat_template,
             shutdown_timeout_s=self.shutdown_timeout,
             log_stats=not self.disable_log_stats,
+            otlp_traces_endpoint=self.otlp_traces_endpoint,
             log_stats_interval_s=_environ("TROUPER_LOG_STATS_INTERVAL", 10.0),
-            max_num_queued_reqs=self.max_num_queued_reqs,
-            max_num_queued_tokens=self.max_num_queued_tokens,
+            # Who adds requests to an offline engine waits for them, too: it needs no door.
+            max_num_queued_reqs=None if offline else self.max_num_queued_reqs,
+            max_num_queued_tokens=None if offline else self.max_num_queued_tokens,
             scheduler=SchedulerConfig(
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
@@ -348,6 +351,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_stats: bool = False
     log_stats_interval_s: float = 10.0
     metrics_prefix: str = "trouper"
+    otlp_traces_endpoint: str | None = None
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
     scheduler: SchedulerConfig

@@ -47,16 +47,55 @@ class RequestError(msgspec.Struct, frozen=True):
 
 
 class RequestStateStats(msgspec.Struct):
-    """Times of one request in seconds on the engine's monotonic clock; `arrival_time` is wall clock."""
+    """Times of one request in seconds on the engine's monotonic clock; None: that has not happened.
 
-    arrival_time: float = 0.0
-    queued_ts: float = 0.0
-    scheduled_ts: float = 0.0
-    first_token_ts: float = 0.0
-    last_token_ts: float = 0.0
-    finished_ts: float = 0.0
-    num_generation_tokens: int = 0
+    The durations count what they span, preemptions included.  Source: spec section 18.
+    """
+
+    arrival_time: float = 0.0  # the same moment as arrival_ts, on the wall clock
+    arrival_ts: float = 0.0
+    queued_ts: float | None = None  # rendered, and handed to the scheduler
+    scheduled_ts: float | None = None  # first in a step
+    first_token_ts: float | None = None
+    last_token_ts: float | None = None
+    finished_ts: float | None = None
+    num_generation_tokens: int = 0  # of all completions
+    max_num_generation_tokens: int = 0  # of the longest one
     num_preemptions: int = 0
+
+    @property
+    def queue_s(self) -> float | None:
+        return _between(self.queued_ts, self.scheduled_ts)
+
+    @property
+    def prefill_s(self) -> float | None:
+        return _between(self.scheduled_ts, self.first_token_ts)
+
+    @property
+    def decode_s(self) -> float | None:
+        return _between(self.first_token_ts, self.last_token_ts)
+
+    @property
+    def inference_s(self) -> float | None:
+        return _between(self.scheduled_ts, self.last_token_ts)
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        return _between(self.arrival_ts, self.first_token_ts)
+
+    @property
+    def time_per_output_token_s(self) -> float | None:
+        """Decode time for each token after the first."""
+        num_steps = self.max_num_generation_tokens - 1
+        return None if self.decode_s is None or num_steps < 1 else self.decode_s / num_steps
+
+    @property
+    def e2e_s(self) -> float | None:
+        return _between(self.arrival_ts, self.finished_ts)
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else end - begin
 
 
 class CompletionOutput(msgspec.Struct):

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 MAX_N = 16_384
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
@@ -33,11 +33,36 @@ class SamplingType(IntEnum):
     RANDOM_SEED = 2
 
 
+class RepetitionDetectionParams(msgspec.Struct, frozen=True):
+    """End an output whose tail is one pattern, `min_count` times in a row.
+
+    The pattern has `min_pattern_size` (0 acts as 1) to `max_pattern_size` tokens; 0 switches it off.
+
+    Raises:
+        TrouperValidationError: a value outside its range; the message names the parameter.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise _bad(name, value, "must be an integer ≥ 0")
+        if self.min_pattern_size > self.max_pattern_size:
+            raise _bad("min_pattern_size", self.min_pattern_size, "must be ≤ max_pattern_size")
+        if self.max_pattern_size > 0 and self.min_count < 2:
+            raise _bad("min_count", self.min_count, "must be at least 2")
+
+
 class SamplingParams(msgspec.Struct):
     """How one request is sampled, stopped and returned; defaults and rules as in vLLM.
 
     Raises:
         TrouperValidationError: a value outside its range; the message names the parameter.
+        UnsupportedFeatureError: a parameter of vLLM that trouper does not implement, off its default.
     """
 
     n: int = 1
@@ -68,8 +93,19 @@ class SamplingParams(msgspec.Struct):
     bad_words: list[str] | None = None
     skip_reading_prefix_cache: bool | None = None
     extra_args: dict[str, Any] | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    # Accepted at their defaults only.
+    structured_outputs: Any = None
+    thinking_token_budget: int | None = None
+    flat_logprobs: bool = False
+    prompt_logprob_token_ids: Any = None
+    prompt_logprob_start: int | None = None
+    trace_decode_token_ids: Any = None
+    routed_experts_prompt_start: int = 0
+    watermarking: Any = None
 
     def __post_init__(self) -> None:
+        self._check_supported()
         self._check_containers()
         self._normalise()
         self._check_types()
@@ -123,6 +159,14 @@ class SamplingParams(msgspec.Struct):
             wanted = getattr(self, name)
             if wanted is not None and (vocab_size if wanted == -1 else wanted) > limit:
                 raise _bad(name, wanted, f"at most {limit} (max_logprobs) can be asked for")
+
+    def _check_supported(self) -> None:
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
+        for name, default in _NOT_IMPLEMENTED.items():
+            value = getattr(self, name)
+            if type(value) is not type(default) or value != default:
+                raise UnsupportedFeatureError(f"{name} is not supported yet; leave it at {default}")
 
     def _check_containers(self) -> None:
         for name, types, rule in _CONTAINERS:
@@ -242,6 +286,11 @@ def _logit_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
     return clean
 
 
+_NOT_IMPLEMENTED: dict[str, Any] = {
+    "structured_outputs": None, "thinking_token_budget": None, "flat_logprobs": False,
+    "prompt_logprob_token_ids": None, "prompt_logprob_start": None, "trace_decode_token_ids": None,
+    "routed_experts_prompt_start": 0, "watermarking": None,
+}  # fmt: skip
 _INTEGERS = (
     "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "stream_interval"
 )  # fmt: skip
@@ -261,6 +310,7 @@ _CONTAINERS: tuple[tuple[str, Any, str], ...] = (
     *((name, _LISTS, "must be a list of token ids") for name in _ID_LISTS),
     ("logit_bias", Mapping, "must map token ids to numbers"),
     ("extra_args", Mapping, "must be a dict"),
+    ("repetition_detection", RepetitionDetectionParams, "must be RepetitionDetectionParams"),
 )
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("n", lambda v: 1 <= v <= MAX_N, f"must be in [1, {MAX_N}]"),

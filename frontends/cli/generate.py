@@ -7,7 +7,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
-import anyio
 import typer
 
 from trouper.config import EngineArgs
@@ -85,7 +84,7 @@ class _TextPrinter:
         self._is_first = False
         print(prompt if self._echo else "", end="", flush=True)
 
-    def show(self, prompt: str, result: RequestOutput, opened_at: float) -> None:
+    def show(self, prompt: str, result: RequestOutput) -> None:
         """Print what is new; several completions come one after the other, each with its prompt."""
         for completion in sorted(result.outputs, key=lambda completion: completion.index):
             if completion.index > 0:
@@ -103,8 +102,8 @@ class _JsonPrinter:
     def begin(self, prompt: str) -> None:
         pass
 
-    def show(self, prompt: str, result: RequestOutput, opened_at: float) -> None:
-        print(json.dumps(_as_json(prompt, result, opened_at), ensure_ascii=False), flush=True)
+    def show(self, prompt: str, result: RequestOutput) -> None:
+        print(json.dumps(_as_json(prompt, result), ensure_ascii=False), flush=True)
 
     def end(self) -> None:
         pass
@@ -153,13 +152,12 @@ async def _complete(
     """
     figures.note_ready()
     generations = [engine.generate(prompt, params, str(i)) for i, prompt in enumerate(prompts)]
-    opened_at = anyio.current_time()
     try:
         for generation in generations:
             generation.open()
         for number, (prompt, generation) in enumerate(zip(prompts, generations, strict=True), 1):
             try:
-                await _show(prompt, generation, opened_at, printer, figures)
+                await _show(prompt, generation, printer, figures)
             except TrouperValidationError as error:
                 if len(prompts) > 1:
                     error.message = f"prompt {number}: {error.message}"
@@ -172,7 +170,6 @@ async def _complete(
 async def _show(
     prompt: str,
     generation: "Generation",
-    opened_at: float,
     printer: _TextPrinter | _JsonPrinter,
     figures: _Figures,
 ) -> None:
@@ -182,7 +179,7 @@ async def _show(
         if not is_begun:
             printer.begin(prompt)
             is_begun = True
-        printer.show(prompt, result, opened_at)
+        printer.show(prompt, result)
         if result.error is not None:
             raise result.error.to_exception()
     printer.end()
@@ -216,7 +213,7 @@ def _read(name: str) -> str:
         ) from None
 
 
-def _as_json(prompt: str, result: RequestOutput, opened_at: float) -> dict[str, Any]:
+def _as_json(prompt: str, result: RequestOutput) -> dict[str, Any]:
     completions = sorted(result.outputs, key=lambda completion: completion.index)
     metrics = result.metrics
     return {
@@ -233,6 +230,6 @@ def _as_json(prompt: str, result: RequestOutput, opened_at: float) -> dict[str, 
         "num_prompt_tokens": len(result.prompt_token_ids),
         "num_cached_tokens": result.num_cached_tokens,
         "num_tokens": sum(len(completion.token_ids) for completion in completions),
-        "first_token_s": round(metrics.first_token_ts - opened_at, 6) if metrics else None,
-        "total_s": round(metrics.last_token_ts - opened_at, 6) if metrics else None,
+        "first_token_s": metrics and metrics.time_to_first_token_s,
+        "total_s": metrics and metrics.e2e_s,
     }

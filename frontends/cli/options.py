@@ -73,6 +73,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "enable_sleep_mode": "Accepted for compatibility.",
         "shutdown_timeout": "Seconds that open requests get at shutdown.",
         "disable_log_stats": "No statistics.",
+        "otlp_traces_endpoint": "Where to send spans; needs the extra `tracing`.",
         "profiler_config": "Settings of the profiler.",
     },
 }

@@ -70,9 +70,6 @@ def run_engine(engine_args: EngineArgs, act: Act) -> None:
         Interrupted: a signal ended the command.
         Exception: what `act` or the engine raised, as it is.
     """
-    # Read when torch is loaded.  Threads that wait for each other actively spin where the other process on
-    # the core would work: 64 tokens of the demo on 2 busy cores took 11 s, and 0.6 s with this.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with output.status(LOADING):
         from trouper.frontends.async_engine import AsyncLLMEngine
     engine = AsyncLLMEngine(engine_args, offline=True)

@@ -12,6 +12,7 @@ import anyio.lowlevel
 import msgspec
 
 import trouper.actors.policy as policy_module
+import trouper.actors.renderer as renderer_module
 import trouper.actors.sequences as sequences_module
 from trouper.actors.blocks import FIRST_PARENT, Blocks
 from trouper.actors.detokenizer import Detokenizer
@@ -19,6 +20,7 @@ from trouper.actors.draft import Draft
 from trouper.actors.executor.simulated import SimulatedDevice
 from trouper.actors.generation import Generation
 from trouper.actors.handle import Engine
+from trouper.actors.pause import Pause
 from trouper.actors.policy import Policy
 from trouper.actors.quarantine import Quarantine
 from trouper.actors.renderer import Renderer
@@ -200,9 +202,10 @@ def head_of_the_queue_is_overtaken(right):
     def faulty(self, draft):
         right(self, draft)
         for sequence in self._waiting.fresh.live()[1:]:
-            if draft.budget > 0 and len(self._running) < self._num_seats:
-                if self._running.start(sequence, draft):
-                    self._waiting.discard(sequence)
+            is_free = draft.budget > 0 and len(self._running) < self._num_seats
+            is_free = is_free and self._pause is Pause.NONE and not draft.has_preempted
+            if is_free and self._running.start(sequence, draft):
+                self._waiting.discard(sequence)
 
     return faulty
 
@@ -220,8 +223,11 @@ def priority_is_inverted(right):
 
 @bug(policy_module, "open_request")
 def one_token_too_many(right):
-    def faulty(admit, number, limit, *args, **kwargs):
-        return right(admit, number, limit + 1, *args, **kwargs)
+    def faulty(admit, *args, **kwargs):
+        request = right(admit, *args, **kwargs)
+        for sequence in request.sequences:
+            sequence.limit += 1
+        return request
 
     return faulty
 
@@ -355,7 +361,7 @@ def abort_is_lost_while_rendering(right):
         try:
             rendered = await self._threads.run(self._render, message)
         except Exception as error:
-            message.slot.fail(error)
+            message.slot.fail(renderer_module._typed(error))
             return
         self._hand_over(rendered)
 
@@ -387,7 +393,7 @@ def admitted_before_tracked(right):
             with slot.scope:
                 rendered = await self._threads.run(self._render, message)
         except Exception as error:
-            slot.fail(error)
+            slot.fail(renderer_module._typed(error))
             return
         if rendered is None or slot.is_aborted:
             slot.abort()
@@ -418,7 +424,7 @@ def detokenizer_waits_for_a_reader(right):
         ]
         await right(self, message)
         for slot in slots:
-            while len(slot._due) > 0 and not slot.is_closed:
+            while len(slot._due) > 0 and not slot.is_closed:  # noqa: ASYNC110  # it is a bug
                 await anyio.sleep(0.001)
 
     return faulty
@@ -492,8 +498,3 @@ def death_is_not_told(right):
             right(self, error)
 
     return faulty
-
-
-@bug(Engine, "hang_up")
-def the_operator_waits_for_the_dead(right):
-    return lambda self: None

@@ -74,7 +74,9 @@ def check_blocks(policy: Policy) -> None:
     running = list(policy._running._sequences.values())
     for sequence in policy._sequences.values():
         is_running = sequence.id in policy._running._sequences
-        require(is_running == (sequence.row >= 0), "row of a sequence that does not run", sequence.id)
+        require(
+            is_running == (sequence.row >= 0), "row of a sequence that does not run", sequence.id
+        )
         require(is_running or not sequence.blocks, "blocks without a row", sequence.id)
         require(
             sequence.state is not State.FINISHED, "a finished sequence in the table", sequence.id
@@ -115,9 +117,7 @@ def check_shared(block: int, who: list[tuple[Sequence, int]], block_size: int) -
     for sequence, its_position in who:
         require(its_position == position, "a shared block at two positions", block)
         require(sequence.num_computed >= end, "a shared block that is still written", block)
-        require(
-            sequence.token_ids(0, end) == first.token_ids(0, end), "other tokens shared", block
-        )
+        require(sequence.token_ids(0, end) == first.token_ids(0, end), "other tokens shared", block)
         require(
             sequence.request.admit.cache_salt == first.request.admit.cache_salt,
             "a block shared across salts", block,
@@ -141,9 +141,7 @@ def check_tables(world: Any, engine: Engine, policy: Policy) -> None:
             is_rendering = case.id in world.rendering
             is_told = case.slot._error is not None or case.slot._num_open == 0
             require(bool(mine) or is_rendering or is_told, "a request is lost", case)
-    require(
-        len(engine._open) == sum(case.is_open for case in world.cases), "open requests", engine
-    )
+    require(len(engine._open) == sum(case.is_open for case in world.cases), "open requests", engine)
 
 
 def _is_readable(case: Case) -> bool:
@@ -197,7 +195,9 @@ def _turn(sequence: Sequence) -> tuple[float, float]:
 # What a reader gets
 
 
-def check_delay(world: Any, case: Case, since: float, news: list[tuple[int, int]], now: float) -> None:
+def check_delay(
+    world: Any, case: Case, since: float, news: list[tuple[int, int]], now: float
+) -> None:
     """Head of line: whoever waits gets a token in the very moment in which the device has it."""
     scenario, wish = world.scenario, case.client.wish
     interval = max(scenario.stream_interval, wish.stream_interval or 1)
@@ -223,9 +223,7 @@ def check_case(world: Any, case: Case) -> None:
         if drawn is None and got.token_ids:
             raise Broken(f"{case}: tokens without a row")
         sampling = sampling_of(wish, index, drawn or 0)
-        want = expected(
-            wish, case.prompt, sampling, scenario.max_model_len, scenario.has_tokenizer
-        )
+        want = expected(wish, case.prompt, sampling, scenario.max_model_len, scenario.has_tokenizer)
         check_completion(world, case, got, want)
     if case.num_cached is not None:
         check_cached(world, case, case.num_cached)
@@ -269,7 +267,8 @@ def check_prompt_logprobs(case: Case) -> None:
     wanted, prompt = case.client.wish.prompt_logprobs, case.prompt or ()
     told = case.prompt_logprobs
     require(told is not None and len(told) == len(prompt), "prompt logprobs", case, told)
-    assert told is not None and wanted is not None
+    assert told is not None
+    assert wanted is not None
     require(told[0] is None, "the first prompt token has a logprob", case)
     for i in range(1, len(prompt)):
         want = simulated_logprobs(prompt[i], i, wanted, VOCAB_SIZE)
@@ -311,16 +310,15 @@ def check_error(world: Any, case: Case, error: Exception) -> None:
             require(is_mine or world.is_closing, "another cause of death", repr(error.__cause__))
         case EngineDeadError():
             require(world.is_closing, "the engine died of nothing", error, repr(error.__cause__))
-            require(
-                case.id is None or world.was_cancelled, "closed without an abort output", case
-            )
+            require(case.id is None or world.was_cancelled, "closed without an abort output", case)
         case QueueOverflowError():
             require(scenario.max_queued is not None, "no limit was set", case)
         case RetryableRequestError():
             require(case.client.request_id in world.refused, "refused", case)
         case TrouperValidationError():
-            size = len(wish.prompt) if not isinstance(wish.prompt, str) else len(wish.prompt)
-            require(size >= scenario.max_model_len, "refused a good prompt", case, error)
+            require(
+                len(wish.prompt) >= scenario.max_model_len, "refused a good prompt", case, error
+            )
         case ValueError():
             require(case.id is None and case.client.request_id in world.duplicates, "refused", case)
         case GenerationError():

@@ -65,7 +65,9 @@ class Trouble(Conditions):
         self._weather = scenario.weather
         self._owners = owners
         self.failed_alone: set[SequenceId] = set()
-        self.not_finite: dict[SequenceId, int] = {}  # and the position of the token that could not be
+        self.not_finite: dict[
+            SequenceId, int
+        ] = {}  # and the position of the token that could not be
         self.num_errors = 0
         self.has_crashed = False
 
@@ -104,7 +106,9 @@ class WatchedDevice(SimulatedDevice):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.ready: dict[tuple[int, int], float] = {}  # (sequence, position) -> when it was answered
+        self.ready: dict[
+            tuple[int, int], float
+        ] = {}  # (sequence, position) -> when it was answered
         self.sampled: dict[SequenceId, list[int]] = {}
         self.record: Callable[..., None] = lambda *event: None
 

@@ -83,6 +83,7 @@ class Scenario(msgspec.Struct, kw_only=True):
     operations: tuple[Operation, ...] = ()  # one after the other
     has_priorities: bool = False  # PCT instead of shuffled batches
     closes_at_s: float | None = None  # the engine ends while clients still wait
+    cancelled_at_step: int | None = None  # the whole program, before this step of any task
     num_blocks: int = 12  # usable ones
     block_size: int = 4
     max_model_len: int = 32
@@ -136,6 +137,7 @@ def draw_with(dice: Dice, *, seed: int) -> Scenario:
         operations=draw_operations(dice("operator")),
         has_priorities=sizes.random() < 0.25,
         closes_at_s=sizes.uniform(0, 0.3) if sizes.random() < 0.06 else None,
+        cancelled_at_step=sizes.randrange(1, 600) if sizes.random() < 0.06 else None,
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,
@@ -188,7 +190,9 @@ def draw_client(
     if behaviour.random() < 0.15:
         client.pause_s = behaviour.choice((0.5, 3.0, 12.0)) * STEP_S
     if index and behaviour.random() < 0.06:
-        client.request_id = f"r{behaviour.randrange(index)}"  # a duplicate, if that one is still open
+        client.request_id = (
+            f"r{behaviour.randrange(index)}"  # a duplicate, if that one is still open
+        )
     if client.leaves_after is not None or client.pause_s:
         client.style = "with"  # who may leave in the loop's body says so
     return client
@@ -222,6 +226,18 @@ def draw_wish(
         priority=dice.choice((0, 0, 0, 1, 5)),
         salt=dice.choice((None, None, None, "a", "b")),
     )
+    draw_extras(dice, wish)
+    if has_tokenizer:
+        if dice.random() < 0.5:
+            wish.prompt = "".join("abcdef"[token % 6] for token in prompt)
+        if dice.random() < 0.7:
+            wish.stop = dice.choice((("a",), ("ab", "cd"), ("fa", "bcd"), ("e", "ef")))
+            wish.include_stop = dice.random() < 0.3
+    return wish
+
+
+def draw_extras(dice: random.Random, wish: Wish) -> None:
+    """What few requests have."""
     if dice.random() < 0.25:
         wish.stop_token_ids = tuple(dice.randrange(VOCAB_SIZE) for _ in range(12))
     if dice.random() < 0.15:
@@ -232,13 +248,6 @@ def draw_wish(
         wish.prompt_logprobs = 1
     if dice.random() < 0.08:
         wish.stream_interval = 2
-    if has_tokenizer:
-        if dice.random() < 0.5:
-            wish.prompt = "".join("abcdef"[token % 6] for token in prompt)
-        if dice.random() < 0.7:
-            wish.stop = dice.choice((("a",), ("ab", "cd"), ("fa", "bcd"), ("e", "ef")))
-            wish.include_stop = dice.random() < 0.3
-    return wish
 
 
 def draw_operations(dice: random.Random) -> tuple[Operation, ...]:
@@ -261,7 +270,16 @@ def draw_operations(dice: random.Random) -> tuple[Operation, ...]:
 def draw_weather(dice: random.Random, num_clients: int) -> Weather:
     """Swarm style: first which kinds of trouble there are, none to four, then how much of each."""
     weather = Weather()
-    kinds = ("call_error", "step_error", "slow", "crash", "poison", "not_finite", "render_error", "threads")
+    kinds = (
+        "call_error",
+        "step_error",
+        "slow",
+        "crash",
+        "poison",
+        "not_finite",
+        "render_error",
+        "threads",
+    )
     for kind in dice.sample(kinds, dice.choice((0, 0, 1, 1, 2, 2, 3, 4))):
         match kind:
             case "step_error":
@@ -273,7 +291,9 @@ def draw_weather(dice: random.Random, num_clients: int) -> Weather:
             case "crash" if dice.random() < 0.3:
                 weather.crash_at_step = dice.randrange(1, 20)
             case "poison":
-                weather.poison = tuple(dice.sample(range(num_clients), min(num_clients, dice.choice((1, 1, 2)))))
+                weather.poison = tuple(
+                    dice.sample(range(num_clients), min(num_clients, dice.choice((1, 1, 2))))
+                )
             case "not_finite":
                 weather.not_finite = ((dice.randrange(num_clients), dice.randrange(4)),)
             case "render_error":

@@ -14,7 +14,6 @@ import trio
 from trio._core import _run as trio_run
 from trio.testing import MockClock
 
-
 MAX_BATCHES = 50_000  # in one run; the longest that ends has some 2000
 
 

@@ -17,3 +17,5 @@ def test_a_planted_bug_is_found(bug, record_property):
     num_schedules, broken = num_schedules_until_found(bug, LIMIT)
     record_property("schedules", num_schedules)
     assert broken is not None, f"{bug} was not found in {LIMIT} schedules: an oracle is blind"
+    # A bug that no longer fits the code it replaces is no test of the oracles.
+    assert not any(name in broken for name in ("TypeError", "AttributeError", "NameError")), broken

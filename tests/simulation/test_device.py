@@ -122,7 +122,7 @@ async def test_steps_take_their_time_one_after_another(autojump_clock):
     ids=["no row", "no tokens", "no block", "no token", "null block", "unknown block"],
 )
 async def test_a_plan_that_breaks_the_protocol_is_an_error(bad):
-    with pytest.raises(ValueError, match="step 1|position|no "):
+    with pytest.raises(ValueError, match=r"step 1|position|no "):
         await play(device_of(), bad)
 
 

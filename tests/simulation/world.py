@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -15,7 +16,7 @@ import trio
 
 import trouper.actors.engine as engine_module
 from trouper.actors.engine import Engine, open_engine
-from trouper.actors.messages import RequestId, SequenceId, StepPlan
+from trouper.actors.messages import Admit, RequestId, SequenceId, StepPlan
 from trouper.actors.reply import ReplySlot
 from trouper.config import EngineConfig, ModelConfig, SchedulerConfig
 from trouper.errors import EngineDeadError
@@ -136,50 +137,50 @@ class World:
     # What the engine does
 
     def watch(self, engine: Engine) -> None:
+        """Look over the shoulder of those who open, abort, admit and plan."""
         self.engine = engine
         policy = engine._scheduler._policy
-        open_request, abort = engine.open_request, engine.abort
-        plan, admit = policy.plan, policy.admit
+        engine.open_request = partial(self._open, engine.open_request)  # type: ignore[method-assign]
+        engine.abort = partial(self._abort, engine.abort)  # type: ignore[method-assign]
+        policy.admit = partial(self._admit, policy.admit)  # type: ignore[method-assign]
+        policy.plan = partial(self._plan, policy.plan)  # type: ignore[method-assign]
 
-        def watched_open(request_id: str, *args: Any) -> tuple[RequestId, ReplySlot]:
-            if request_id in engine._open:
-                self.duplicates.add(request_id)
-            if engine.lifecycle.refuses is not None:
-                self.refused.add(request_id)
-            id, slot = open_request(request_id, *args)
-            case = self._by_task[trio.lowlevel.current_task()]
-            case.id, case.slot = id, slot
-            self.rendering.add(id)
-            for index in range(case.client.wish.n):
-                self.owners[SequenceId(id + index)] = (case.index, 0)
-            return id, slot
+    def _open(
+        self, right: Callable[..., Any], request_id: str, *args: Any
+    ) -> tuple[RequestId, ReplySlot]:
+        if request_id in self.engine._open:
+            self.duplicates.add(request_id)
+        if self.engine.lifecycle.refuses is not None:
+            self.refused.add(request_id)
+        id, slot = right(request_id, *args)
+        case = self._by_task[trio.lowlevel.current_task()]
+        case.id, case.slot = id, slot
+        self.rendering.add(id)
+        for index in range(case.client.wish.n):
+            self.owners[SequenceId(id + index)] = (case.index, 0)
+        return id, slot
 
-        def watched_abort(request_ids: str | Iterable[str]) -> None:
-            names = {request_ids} if isinstance(request_ids, str) else set(request_ids)
-            for case in self.cases:
-                if case.is_open and case.client.request_id in names:
-                    case.was_aborted = case.was_aborted or case.slot._num_open > 0
-            abort(request_ids)
+    def _abort(self, right: Callable[..., Any], request_ids: str | Iterable[str]) -> None:
+        names = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+        for case in self.cases:
+            if case.is_open and case.client.request_id in names:
+                case.was_aborted = case.was_aborted or case.slot._num_open > 0
+        right(request_ids)
 
-        def watched_plan() -> StepPlan | None:
-            before = set(policy.running_ids)
-            made = plan()
-            if made is not None:
-                self._note(made, before)
-            return made
+    def _admit(self, right: Callable[..., Any], message: Admit) -> None:
+        self.rendering.discard(message.id)
+        num_prompt = len(message.prompt_token_ids)
+        self.prompts[message.id] = message.prompt_token_ids
+        for index in range(message.params.n):
+            self.owners[SequenceId(message.id + index)] = (self.owner(message.id), num_prompt)
+        right(message)
 
-        def watched_admit(message: Any) -> None:
-            self.rendering.discard(message.id)
-            num_prompt = len(message.prompt_token_ids)
-            self.prompts[message.id] = message.prompt_token_ids
-            for index in range(message.params.n):
-                self.owners[SequenceId(message.id + index)] = (self.owner(message.id), num_prompt)
-            admit(message)
-
-        engine.abort = watched_abort  # type: ignore[method-assign]
-        engine.open_request = watched_open  # type: ignore[method-assign]
-        policy.plan = watched_plan  # type: ignore[method-assign]
-        policy.admit = watched_admit  # type: ignore[method-assign]
+    def _plan(self, right: Callable[..., Any]) -> StepPlan | None:
+        before = set(self.engine._scheduler._policy.running_ids)
+        plan = right()
+        if plan is not None:
+            self._note(plan, before)
+        return plan
 
     def _note(self, plan: StepPlan, before: set[int]) -> None:
         self.num_steps += 1
@@ -198,8 +199,8 @@ class World:
         """Called between two moments; must not raise there."""
         if self.engine is None or self.broken is not None or self.is_closing:
             return
-        if self.trouble.has_crashed:
-            return
+        if self.trouble.has_crashed or self.engine.dead_error is not None:
+            return  # a death is judged when it is over
         try:
             oracles.at_rest(self)
         except Exception as error:
@@ -261,7 +262,7 @@ class World:
                     inside.start_soon(operate, self, engine, scenario.operations, name="operator")
                     self._start(inside, engine)
                 await anyio.sleep(5)  # what is in flight comes home, or crashes
-                if not self.trouble.has_crashed:
+                if engine.dead_error is None:
                     oracles.check_idle(self)
             else:
                 self._start(audience, engine)
@@ -336,7 +337,10 @@ def simulate(
     No garbage is collected before the end, so a finaliser cannot depend on how full the heap is.
     """
     complaints: list[str] = []
-    hook, sys.unraisablehook = sys.unraisablehook, lambda args: complaints.append(repr(args.exc_value))
+    hook, sys.unraisablehook = (
+        sys.unraisablehook,
+        lambda args: complaints.append(repr(args.exc_value)),
+    )
     tokenizer, engine_module.Tokenizer = engine_module.Tokenizer, _Simulated  # type: ignore
     gc.disable()
     try:
@@ -356,6 +360,8 @@ def simulate(
 def _simulate(
     scenario: Scenario, victim: CancelAtStep | None, trace: Callable[..., None] | None
 ) -> Verdict:
+    if victim is None and scenario.cancelled_at_step is not None:
+        victim = CancelAtStep(scenario.cancelled_at_step, None)
     world = World(scenario, victim, trace)
     broken: str | None = None
     try:

@@ -115,7 +115,6 @@ async def test_text_grows_by_whole_characters_and_ends_with_its_reason(stage):
     assert (output.outputs[0].finish_reason, output.finished) == ("length", True)
     assert (output.prompt, output.num_cached_tokens) == ("the", 0)
     assert output.prompt_token_ids == list(stage.text("the"))
-    assert output.metrics.num_generation_tokens == len(ids)
     assert stage.num_tracked == 0
 
 

@@ -222,7 +222,10 @@ class NoWake(Conditions):
 
 
 async def test_a_wake_that_fails_is_asleep_again_and_can_be_retried(autojump_clock):
-    async with simulated_engine(conditions=NoWake(STEP_S)) as engine, anyio.create_task_group() as tg:
+    async with (
+        simulated_engine(conditions=NoWake(STEP_S)) as engine,
+        anyio.create_task_group() as tg,
+    ):
         client = Client(engine, tg)
         await anyio.sleep(5 * STEP_S)
         await engine.sleep(2, "keep")

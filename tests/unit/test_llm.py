@@ -12,7 +12,12 @@ from trouper.errors import (
     UnsupportedFeatureError,
 )
 
-SMALL = {"max_model_len": 512, "max_num_seqs": 16, "num_gpu_blocks_override": 64, "dtype": "float32"}
+SMALL = {
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "num_gpu_blocks_override": 64,
+    "dtype": "float32",
+}
 CHAT = [{"role": "user", "content": "hello"}]
 
 
@@ -115,7 +120,9 @@ def test_a_progress_bar_may_be_brought_along(llm):
 
 def test_chat_renders_the_template_and_equals_the_rendered_prompt(llm):
     output = llm.chat(CHAT, greedy(), use_tqdm=False)[0]
-    template = llm.get_tokenizer().apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    template = llm.get_tokenizer().apply_chat_template(
+        CHAT, tokenize=False, add_generation_prompt=True
+    )
     assert output.prompt == template
     two = llm.chat([CHAT, CHAT], greedy(), use_tqdm=False)
     assert texts(two) == [output.outputs[0].text] * 2

@@ -4,9 +4,14 @@ import warnings
 
 import pytest
 
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.outputs import CompletionOutput, RequestError, RequestOutput
-from trouper.params import RequestOutputKind, SamplingParams, SamplingType
+from trouper.params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    SamplingType,
+)
 
 NAN, INF = float("nan"), float("inf")
 DEFAULTS = {
@@ -38,6 +43,17 @@ DEFAULTS = {
     "bad_words": [],
     "skip_reading_prefix_cache": False,
     "extra_args": None,
+    "repetition_detection": None,
+}
+LATER = {  # accepted at their defaults only
+    "structured_outputs": None,
+    "thinking_token_budget": None,
+    "flat_logprobs": False,
+    "prompt_logprob_token_ids": None,
+    "prompt_logprob_start": None,
+    "trace_decode_token_ids": None,
+    "routed_experts_prompt_start": 0,
+    "watermarking": None,
 }
 LEGAL = {
     "n": [1, 16_384],
@@ -61,6 +77,7 @@ LEGAL = {
     "allowed_token_ids": [[0], None],
     "bad_words": [["x y"]],
     "extra_args": [{"a": 1}],
+    "repetition_detection": [RepetitionDetectionParams(8, 2, 3), RepetitionDetectionParams(), None],
 }
 ILLEGAL = {
     "n": [0, 16_385, 1.0, True, "1", None],
@@ -91,6 +108,7 @@ ILLEGAL = {
     "bad_words": [[""], [3], "word"],
     "skip_reading_prefix_cache": ["maybe"],
     "extra_args": [[1]],
+    "repetition_detection": [{"min_count": 2}],
 }
 
 
@@ -100,7 +118,29 @@ def cases(table):
 
 def test_every_field_has_its_default():
     params = SamplingParams()
-    assert {name: getattr(params, name) for name in params.__struct_fields__} == DEFAULTS
+    fields = {name: getattr(params, name) for name in params.__struct_fields__}
+    assert fields == DEFAULTS | LATER
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_is_not_implemented_is_accepted_at_its_default_only(name):
+    SamplingParams(**{name: LATER[name]})
+    with pytest.raises(UnsupportedFeatureError, match=name):
+        SamplingParams(**{name: 7})
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"max_pattern_size": -1}, "max_pattern_size"),
+        ({"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}, "min_pattern_size"),
+        ({"max_pattern_size": 2, "min_count": 1}, "min_count"),
+        ({"min_count": 1.5}, "min_count"),
+    ],
+)
+def test_repetition_detection_has_ranges(given, name):
+    with pytest.raises(TrouperValidationError, match=rf"parameter={name}\b"):
+        RepetitionDetectionParams(**given)
 
 
 def test_every_field_has_illegal_values_in_this_table():
@@ -134,6 +174,7 @@ def test_an_illegal_value_names_its_parameter(name, value):
         ({"prompt_logprobs": 0}, "skip_reading_prefix_cache", True),
         ({"prompt_logprobs": 0, "skip_reading_prefix_cache": False}, "skip_reading_prefix_cache", False),
         ({"output_kind": 1}, "output_kind", RequestOutputKind.DELTA),
+        ({"thinking_token_budget": -1}, "thinking_token_budget", None),
     ],
 )  # fmt: skip
 def test_values_are_normalised(given, name, kept):

@@ -564,7 +564,9 @@ def test_a_poison_sequence_is_found_in_log_n_steps_and_the_others_do_not_notice(
         assert desk.ends() == {
             id: ("error", None) if id == poison else ("length", None) for id in range(num_sequences)
         }
-        assert [e.error for e in desk.news if e.error] == ["execution_error: poisoned_request: boom"]
+        assert [e.error for e in desk.news if e.error] == [
+            "execution_error: poisoned_request: boom"
+        ]
         for id in range(num_sequences):
             tokens = [t for e in desk.news if e.id == id for t in e.token_ids]
             assert tokens == ([7] if id == poison else [7, 7, 7])

@@ -1,0 +1,62 @@
+"""How much may be open at once.  Source: spec section 13.4.
+
+`max_num_queued_reqs` counts every completion that is not over, waiting or running.  `max_num_queued_tokens`
+counts whole prompts from the moment they are rendered (their length is not known before) until they have a
+first token; a request is refused when the others have reached the limit, however long it is itself.
+"""
+
+from collections.abc import Callable
+
+from trouper.errors import MaxQueuedTokensError, QueueOverflowError
+
+# Far above any real load: it turns a runaway caller into a QueueOverflowError.
+MAX_OPEN_REQUESTS = 2**20
+
+
+class Prefills:
+    """Prompt tokens of requests in prefill; the reply slots write it."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+
+class Admission:
+    """The counts and their limits; None means no limit."""
+
+    def __init__(
+        self,
+        max_num_reqs: int | None,
+        max_num_tokens: int | None,
+        note_rejection: Callable[[str], None],
+    ) -> None:
+        self.prefills = Prefills()
+        self._max_num_reqs = max_num_reqs
+        self._max_num_tokens = max_num_tokens
+        self._note_rejection = note_rejection
+        self._num_open = 0
+
+    def __repr__(self) -> str:
+        return f"<Admission {self._num_open} open, {self.prefills.num_tokens} tokens in prefill>"
+
+    def check(self, n: int) -> None:
+        """Raises QueueOverflowError or MaxQueuedTokensError when n more would be too many."""
+        limit = self._max_num_reqs
+        if self._num_open + n > MAX_OPEN_REQUESTS or (
+            limit is not None and self._num_open + n > limit
+        ):
+            self._note_rejection("max_num_queued_reqs")
+            raise QueueOverflowError(
+                f"{self._num_open} requests are open, and {n} more exceed max_num_queued_reqs ({limit})"
+            )
+        limit, num_tokens = self._max_num_tokens, self.prefills.num_tokens
+        if limit is not None and num_tokens >= limit:
+            self._note_rejection("max_num_queued_tokens")
+            raise MaxQueuedTokensError(
+                f"{num_tokens} prompt tokens are in prefill (max_num_queued_tokens is {limit})"
+            )
+
+    def enter(self, n: int) -> None:
+        self._num_open += n
+
+    def leave(self, n: int) -> None:
+        self._num_open -= n

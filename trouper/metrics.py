@@ -1,0 +1,26 @@
+"""What `get_metrics()` returns: one value for each metric and set of labels.  Source: spec section 18."""
+
+import msgspec
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """A metric's value at one moment; it is a `Counter`, a `Gauge` or a `Histogram`."""
+
+    name: str
+    labels: dict[str, str]
+
+
+class Counter(Metric, frozen=True):
+    """It only grows."""
+
+    value: int
+
+
+class Gauge(Metric, frozen=True):
+    value: float
+
+
+class Histogram(Metric, frozen=True):
+    count: int
+    sum: float
+    buckets: dict[str, int]  # upper bound -> observations up to it; the last bound is "+Inf"
