@@ -43,7 +43,7 @@ def at_rest(world: Any) -> None:
     stats = policy.statistics()
     for name, channel in (
         ("scheduler", engine._to_scheduler),
-        ("executor", engine._to_executor),
+        ("executor", engine._questions._executor),
         ("detokenizer", engine._scheduler._detokenizer),
     ):
         num_left = channel.statistics().current_buffer_used

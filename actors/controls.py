@@ -1,0 +1,183 @@
+"""Pause, sleep, wake and profile: the lifecycle half of the engine's handle.  Source: spec section 10.
+
+Each change is a protocol of several waits over one state, so one lock admits them one at a time; it also
+keeps calls to the device, for which the executor's inbox has one place, from meeting there.
+"""
+
+import warnings
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
+from typing import cast
+
+import anyio
+
+from trouper.actors.lifecycle import (
+    MEMORY,
+    Event,
+    Lifecycle,
+    Mode,
+    check_level,
+    check_mode,
+    check_tags,
+)
+from trouper.actors.messages import ResetPrefixCache, SetPause, Step
+from trouper.actors.metrics import Metrics
+from trouper.actors.pause import Pause
+from trouper.actors.questions import Questions
+from trouper.actors.reply import ReplySlot
+from trouper.errors import EngineDeadError, ProfilerAlreadyActiveError
+
+RESTORE_GRACE_S = 60  # taking a pause back, while being cancelled
+
+
+class Controls:
+    """Base of `Engine`, which brings `abort_all`."""
+
+    def __init__(self, questions: Questions, metrics: Metrics | None) -> None:
+        self.lifecycle = Lifecycle()
+        self.metrics = metrics  # None: statistics are off
+        self._questions = questions
+        self._transition = anyio.Lock()
+        self._is_profiling = False
+
+    def abort_all(self) -> list[ReplySlot]:
+        """Abort every open request; the slots in which their ends will appear."""
+        raise NotImplementedError
+
+    async def step(self) -> None:
+        """One iteration of an engine that is stepped by hand; its outputs are then in the slots."""
+        await self._questions.ask_scheduler(Step)
+
+    async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Stop scheduling; returns when that has taken full effect.  Spec sections 10.1 and 10.2."""
+        check_mode(mode)
+        async with self._changing():
+            self.lifecycle.move(Event.PAUSE)
+            await self._pause(mode, refuses=mode != "keep")
+            if clear_cache and self.lifecycle.resident == MEMORY:
+                await self.reset_prefix_cache(preempt="recompute")
+
+    async def resume(self) -> None:
+        """Schedule again.  Raises RuntimeError while memory is absent."""
+        async with self._changing():
+            self.lifecycle.move(Event.RESUME)
+            await self._resume()
+
+    @asynccontextmanager
+    async def paused(
+        self, mode: str = "keep", *, clear_cache: bool = False
+    ) -> AsyncGenerator[None]:
+        """Paused inside the block; on every way out as it was found."""
+        check_mode(mode)
+        was_paused = self.lifecycle.is_paused
+        try:
+            await self.pause(mode, clear_cache=clear_cache)
+            yield
+        finally:
+            if not was_paused and self._questions.error is None:
+                with anyio.move_on_after(RESTORE_GRACE_S, shield=True):
+                    try:
+                        await self.resume()
+                    except EngineDeadError:
+                        pass  # nothing is left to resume, and whoever must know is told elsewhere
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> bool:
+        """Pause, then give memory back; False when it sleeps that deep already.
+
+        Level 0 only stops scheduling.  Levels 1 and 2 drop the prefix cache, the KV memory and the
+        weights; sequences that `keep` has frozen are recomputed after waking.
+        """
+        check_level(level)
+        check_mode(mode)
+        async with self._changing():
+            lifecycle = self.lifecycle
+            if lifecycle.is_sleeping and level <= lifecycle.level and level > 0:
+                return False
+            if level == 0:
+                lifecycle.move(Event.PAUSE)
+                await self._pause(mode, refuses=False)
+                return True
+            is_asleep = lifecycle.resident != MEMORY
+            lifecycle.move(Event.SLEEP)
+            await self._pause(mode, refuses=mode != "keep")
+            if not is_asleep:
+                lifecycle.pause = Pause.ALL
+                await self._questions.ask_scheduler(SetPause, Pause.ALL)
+                await self.reset_prefix_cache(preempt="recompute")
+            with anyio.CancelScope(shield=True):  # bounded by one copy of the weights
+                await self._questions.call_device("sleep", level)
+            lifecycle.resident = frozenset()
+            lifecycle.level = level
+            lifecycle.move(Event.SLEPT)
+            return True
+
+    async def wake(self, tags: Iterable[str] | None = None) -> bool:
+        """Bring memory back and, when all of it is there, schedule again.  True when fully awake."""
+        wanted = check_tags(tags)
+        async with self._changing():
+            lifecycle = self.lifecycle
+            if not lifecycle.is_sleeping:
+                return True
+            missing = (wanted & MEMORY) - lifecycle.resident
+            lifecycle.move(Event.WAKE)
+            was_short = lifecycle.resident != MEMORY
+            try:
+                if missing:
+                    with anyio.CancelScope(shield=True):  # bounded by one load of the weights
+                        await self._questions.call_device("wake", missing)
+                    lifecycle.resident |= missing
+            finally:
+                if lifecycle.resident != MEMORY:
+                    lifecycle.move(Event.WAKE_PAUSED)
+            if lifecycle.resident != MEMORY:
+                return False
+            lifecycle.move(Event.WOKEN)
+            if was_short or "scheduling" in wanted:
+                await self._resume()
+            else:
+                lifecycle.move(Event.PAUSE)
+            return not lifecycle.is_sleeping
+
+    async def reset_prefix_cache(self, *, preempt: str = "no") -> bool:
+        """Forget all prefixes; False, and nothing changes, while any block is held."""
+        return await self._questions.ask_scheduler(ResetPrefixCache, preempt)
+
+    async def start_profile(self, folder: str, prefix: str) -> None:
+        """Trace the device; `stop_profile` writes the trace into `folder`."""
+        async with self._transition:
+            if self._is_profiling:
+                raise ProfilerAlreadyActiveError("stop_profile first")
+            await self._questions.call_device("start_profile", folder, prefix)
+            self._is_profiling = True
+
+    async def stop_profile(self) -> None:
+        async with self._transition:
+            if not self._is_profiling:
+                warnings.warn("stop_profile without start_profile", stacklevel=2)
+                return
+            self._is_profiling = False
+            await self._questions.call_device("stop_profile")
+
+    @asynccontextmanager
+    async def _changing(self) -> AsyncGenerator[None]:
+        """One change of the lifecycle at a time; the metrics show what came of it."""
+        async with self._transition:
+            self._questions.check_alive()
+            try:
+                yield
+            finally:
+                if self.metrics is not None:
+                    self.metrics.set_sleep_level(
+                        self.lifecycle.level, is_sleeping=self.lifecycle.is_sleeping
+                    )
+
+    async def _pause(self, mode: str, *, refuses: bool) -> None:
+        self.lifecycle.begin_pause(cast("Mode", mode), refuses=refuses)
+        aborted = self.abort_all() if mode == "abort" else ()
+        await self._questions.ask_scheduler(SetPause, self.lifecycle.pause)
+        for slot in aborted:
+            await slot.wait_over()
+
+    async def _resume(self) -> None:
+        self.lifecycle.resume()
+        await self._questions.ask_scheduler(SetPause, Pause.NONE)

@@ -1,0 +1,79 @@
+"""Questions to actors: each is answered, or failed by the end of the engine; nobody waits for ever."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import anyio
+from anyio.streams.memory import MemoryObjectSendStream
+
+from trouper.actors.answer import Answer
+from trouper.actors.messages import (
+    DeviceCall,
+    ExecutorInbox,
+    Flush,
+    ObserverInbox,
+    SchedulerInbox,
+)
+from trouper.errors import EngineDeadError
+
+
+class Questions:
+    """Borrows the sending ends; keeps the answers that somebody waits for.
+
+    `end` is final: it fails what is open, and every later question raises the same error.
+    """
+
+    def __init__(
+        self,
+        scheduler: MemoryObjectSendStream[SchedulerInbox],
+        executor: MemoryObjectSendStream[ExecutorInbox],
+        observer: MemoryObjectSendStream[ObserverInbox],
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._observer = observer
+        self._open: set[Answer[Any]] = set()
+        self.error: EngineDeadError | None = None
+
+    async def ask_scheduler(self, question: Callable[..., SchedulerInbox], *args: object) -> Any:
+        """`question` is the message's class; the answer becomes its last field."""
+        with self._asking() as answer:
+            self._scheduler.send_nowait(question(*args, answer))
+            return await answer.wait()
+
+    async def call_device(
+        self, method: Literal["sleep", "wake", "start_profile", "stop_profile"], *args: object
+    ) -> object:
+        with self._asking() as answer:
+            await self._executor.send(DeviceCall(method, args, answer))
+            return await answer.wait()
+
+    async def flush_observer(self) -> None:
+        """Wait until everything reported before has been counted."""
+        with self._asking() as answer:
+            await self._observer.send(Flush(answer))
+            await answer.wait()
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError, with the cause, once the engine has failed or is closed."""
+        if self.error is not None:
+            raise EngineDeadError(str(self.error)) from self.error.__cause__
+
+    def end(self, error: EngineDeadError) -> None:
+        self.error = error
+        for answer in self._open:
+            answer.fail(error)
+
+    @contextmanager
+    def _asking(self) -> Generator[Answer[Any]]:
+        self.check_alive()
+        answer = Answer[Any]()
+        self._open.add(answer)
+        try:
+            yield answer
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            # The actor is gone already, and the engine is about to learn of it.
+            raise EngineDeadError("the engine is closed") from None
+        finally:
+            self._open.discard(answer)
