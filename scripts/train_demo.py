@@ -68,6 +68,8 @@ WARMUP, HOLD = 20, 0.5
 MUON_LR, ADAM_LR = 0.02, 0.004
 
 
+# What the engine samples with unless told otherwise: so small a model repeats itself when it is greedy.
+SAMPLING = {"temperature": 0.4, "top_p": 0.95, "repetition_penalty": 1.2}
 PROMPT = "def quicksort(items):"
 QUESTION = "Write is_even(number): Return True if the number is even."
 
@@ -420,7 +422,7 @@ def export(model: Model, bpe: Tokenizer, out: Path) -> None:
         "model_max_length": MAX_LEN,
         "chat_template": CHAT_TEMPLATE,
     }
-    generation = {"eos_token_id": [0, 2], "pad_token_id": 0}
+    generation = {"eos_token_id": [0, 2], "pad_token_id": 0, **SAMPLING}
     for name, value in (
         ("config.json", config),
         ("tokenizer_config.json", tokenizer_config),
@@ -558,6 +560,9 @@ The model codes each file alone, its end included, with 512 to 1024 tokens of co
 {table}
 
 ## Samples
+
+`generation_config.json` asks for temperature 0.4, top-p 0.95 and a repetition penalty of 1.2: so small a model
+repeats itself when it is greedy.
 
 `trouper generate "def quicksort(items):"`, greedy:
 
