@@ -13,7 +13,9 @@ import anyio
 
 from trouper.actors.lifecycle import (
     MEMORY,
+    EngineState,
     Event,
+    Hold,
     Lifecycle,
     Mode,
     check_level,
@@ -60,7 +62,9 @@ class Controls:
     async def resume(self) -> None:
         """Schedule again.  Raises RuntimeError while memory is absent."""
         async with self._changing():
-            self.lifecycle.move(Event.RESUME)
+            self.lifecycle.move(
+                Event.RESUME
+            )  # illegal in ASLEEP, and memory is absent nowhere else
             await self._resume()
 
     @asynccontextmanager
@@ -69,17 +73,13 @@ class Controls:
     ) -> AsyncGenerator[None]:
         """Paused inside the block; on every way out as it was found."""
         check_mode(mode)
-        was_paused = self.lifecycle.is_paused
+        hold = self.lifecycle.hold(cast("Mode", mode))
         try:
             await self.pause(mode, clear_cache=clear_cache)
             yield
         finally:
-            if not was_paused and self._questions.error is None:
-                with anyio.move_on_after(RESTORE_GRACE_S, shield=True):
-                    try:
-                        await self.resume()
-                    except EngineDeadError:
-                        pass  # nothing is left to resume, and whoever must know is told elsewhere
+            with anyio.move_on_after(RESTORE_GRACE_S, shield=True):
+                await self._release(hold)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> bool:
         """Pause, then give memory back; False when it sleeps that deep already.
@@ -91,24 +91,19 @@ class Controls:
         check_mode(mode)
         async with self._changing():
             lifecycle = self.lifecycle
-            if lifecycle.is_sleeping and level <= lifecycle.level and level > 0:
-                return False
             if level == 0:
                 lifecycle.move(Event.PAUSE)
                 await self._pause(mode, refuses=False)
                 return True
-            is_asleep = lifecycle.resident != MEMORY
+            if not lifecycle.resident and level <= lifecycle.level:
+                return False
             lifecycle.move(Event.SLEEP)
-            await self._pause(mode, refuses=mode != "keep")
-            if not is_asleep:
-                lifecycle.pause = Pause.ALL
-                await self._questions.ask_scheduler(SetPause, Pause.ALL)
-                await self.reset_prefix_cache(preempt="recompute")
-            with anyio.CancelScope(shield=True):  # bounded by one copy of the weights
-                await self._questions.call_device("sleep", level)
-            lifecycle.resident = frozenset()
-            lifecycle.level = level
-            lifecycle.move(Event.SLEPT)
+            try:
+                await self._give_memory_back(level, mode)
+            finally:  # given up half-way, it is paused, or as deep asleep as before
+                if lifecycle.state is EngineState.DRAINING:
+                    is_whole = lifecycle.resident == MEMORY
+                    lifecycle.move(Event.PAUSE if is_whole else Event.SLEPT)
             return True
 
     async def wake(self, tags: Iterable[str] | None = None) -> bool:
@@ -127,7 +122,7 @@ class Controls:
                         await self._questions.call_device("wake", missing)
                     lifecycle.resident |= missing
             finally:
-                if lifecycle.resident != MEMORY:
+                if lifecycle.resident != MEMORY and lifecycle.state is EngineState.WAKING:
                     lifecycle.move(Event.WAKE_PAUSED)
             if lifecycle.resident != MEMORY:
                 return False
@@ -170,6 +165,31 @@ class Controls:
                     self.metrics.set_sleep_level(
                         self.lifecycle.level, is_sleeping=self.lifecycle.is_sleeping
                     )
+
+    async def _give_memory_back(self, level: int, mode: str) -> None:
+        lifecycle = self.lifecycle
+        await self._pause(mode, refuses=mode != "keep")
+        if lifecycle.resident == MEMORY:
+            lifecycle.pause = Pause.ALL
+            await self._questions.ask_scheduler(SetPause, Pause.ALL)
+            await self.reset_prefix_cache(preempt="recompute")
+        with anyio.CancelScope(shield=True):  # bounded by one copy of the weights
+            await self._questions.call_device("sleep", level)
+        lifecycle.resident = frozenset()
+        lifecycle.level = max(level, lifecycle.level)
+
+    async def _release(self, hold: Hold) -> None:
+        """Whoever slept or ended the engine inside the block has said what is to be now."""
+        async with self._transition:
+            lifecycle = self.lifecycle
+            lifecycle.release(hold)
+            if lifecycle.state not in (EngineState.AWAKE, EngineState.PAUSED):
+                return
+            lifecycle.move(Event.PAUSE if lifecycle.is_paused else Event.RESUME)
+            try:
+                await self._questions.ask_scheduler(SetPause, lifecycle.pause)
+            except EngineDeadError:
+                pass  # nothing is left to resume, and whoever must know is told elsewhere
 
     async def _pause(self, mode: str, *, refuses: bool) -> None:
         self.lifecycle.begin_pause(cast("Mode", mode), refuses=refuses)

@@ -173,7 +173,9 @@ class Detokenizer:
         """Write the slot; True when a stop string has ended the sequence."""
         request = sequence.request
         slot = request.slot
-        if news.num_cached_tokens is not None and sequence.index == 0:  # the others share its prompt
+        if (
+            news.num_cached_tokens is not None and sequence.index == 0
+        ):  # the others share its prompt
             request.num_cached_tokens = news.num_cached_tokens
             slot.note_cached_tokens(news.num_cached_tokens)
         if news.prompt_logprobs and sequence.index == 0:

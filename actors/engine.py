@@ -72,9 +72,9 @@ async def open_engine(
         UnsupportedFeatureError: tracing is wanted and its packages are not installed.
         EngineDeadError: an actor failed, and the block did not end with an error of its own.
     """
-    threads = threads or WorkerThreads(config.renderer_num_workers)
+    threads = threads or WorkerThreads(config.render_timeout_s)
     engine: Engine | None = None
-    body_error: Exception | None = None
+    body_error: BaseException | None = None
     async with (
         _tracing(config, threads, span_processor) as note_ended,
         anyio.create_task_group() as supervisor,
@@ -84,7 +84,8 @@ async def open_engine(
                 _perform, config, device, threads, is_stepped, note_ended, name="troupe"
             )
             yield opened
-        except Exception as error:  # carried out of the group as it is, not wrapped in another
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            # Carried out of the group as it is, not wrapped in another.
             body_error = error
         finally:
             if engine is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
+import anyio
 import anyio.lowlevel
 
 from trouper.actors.messages import Render, RequestId
@@ -33,6 +34,10 @@ class RequestDesk(Protocol):
     ) -> tuple[RequestId, ReplySlot]: ...
 
     def close_request(self, id: RequestId, slot: ReplySlot, *, is_finished: bool) -> None: ...
+
+    def drop_request(self, id: RequestId, slot: ReplySlot) -> None:
+        """Close it soon.  Legal in any thread: garbage is collected in whichever allocates."""
+        ...
 
 
 class Generation:
@@ -69,13 +74,15 @@ class Generation:
         slot = self.open()
         try:
             output = await slot.read()
+        except (anyio.ClosedResourceError, anyio.EndOfStream):
+            raise StopAsyncIteration from None  # another task closed the stream
         except BaseException:
             self.close()
             raise
         self._note(output)
         if output.error is not None:
             self.close()  # also when siblings of the completion that failed could go on
-            raise output.error.to_exception()
+            raise output.error.to_exception(self.request_id)
         return output
 
     def take_nowait(self) -> RequestOutput | None:
@@ -134,7 +141,13 @@ class Generation:
         self.close()
 
     def open(self) -> ReplySlot:
-        """Submit the request now, if that has not happened yet."""
+        """Submit the request now, if that has not happened yet.
+
+        Raises:
+            RuntimeError: the stream is closed.
+        """
+        if self._is_closed:
+            raise RuntimeError(f"{self!r} cannot be opened again")
         if self._opened is None:
             self._opened = self._desk.open_request(
                 self.request_id, self._params, self._render, self._arrival_time
@@ -155,4 +168,4 @@ class Generation:
     def __del__(self) -> None:
         if self._opened is not None:
             warnings.warn(f"dropped while open: {self!r}", ResourceWarning, 2, source=self)
-            self.close()
+            self._desk.drop_request(*self._opened)

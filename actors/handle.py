@@ -4,12 +4,15 @@ It owns the table of open requests and the engine's lifecycle, and asks the acto
 Requests are opened, aborted and closed synchronously; only what waits for the device is async.
 """
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from anyio.streams.memory import MemoryObjectSendStream
 
@@ -88,6 +91,11 @@ class Engine(Controls):
         self._open: dict[str, tuple[RequestId, ReplySlot]] = {}
         self._next_id = 0
         self._has_warned_of_tracing = False
+        token: Any = anyio.lowlevel.current_token().native_token
+        # trio's and asyncio's way onto the loop from any thread
+        self._soon: Callable[[Callable[[], object]], object] = (
+            getattr(token, "run_sync_soon", None) or token.call_soon_threadsafe
+        )
 
     def __repr__(self) -> str:
         return f"<Engine {self.config.model.name!r} {self.lifecycle.state.value}, {len(self._open)} open>"
@@ -117,6 +125,7 @@ class Engine(Controls):
             raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
         if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]  # the same
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        _check_order(priority, arrival_time)
         if trace_headers and self.config.otlp_traces_endpoint is None:
             self._warn_of_tracing()
 
@@ -187,6 +196,13 @@ class Engine(Controls):
         slot.close()
         if self._open.pop(slot.request_id, None) is not None:
             self._admission.leave(slot.n)
+
+    def drop_request(self, id: RequestId, slot: ReplySlot) -> None:
+        """Its reader was garbage, in whatever thread: close it on the loop."""
+        try:
+            self._soon(partial(self.close_request, id, slot, is_finished=False))
+        except RuntimeError:
+            pass  # the loop has ended, and the request with it
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests; each reader gets its final output.  Unknown and finished ids are ignored."""
@@ -309,3 +325,17 @@ class Engine(Controls):
             self._to_scheduler.send_nowait(Abort(id))
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             pass  # the troupe is gone, and all its tables with it
+
+
+def _check_order(priority: object, arrival_time: object) -> None:
+    """What decides the order of service must be comparable: the scheduler serves everybody."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**63:
+        raise TrouperValidationError(
+            "must be a 64-bit integer", parameter="priority", value=priority
+        )
+    if arrival_time is not None and not (
+        isinstance(arrival_time, int | float) and 0 <= arrival_time < math.inf
+    ):
+        raise TrouperValidationError(
+            "must be a finite number ≥ 0", parameter="arrival_time", value=arrival_time
+        )

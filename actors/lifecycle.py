@@ -53,11 +53,8 @@ TRANSITIONS: dict[tuple[EngineState, Event], EngineState] = {
     (_S.PAUSED, _E.RESUME): _S.AWAKE,
     (_S.PAUSED, _E.SLEEP): _S.DRAINING,
     (_S.PAUSED, _E.WAKE): _S.WAKING,
-    (_S.DRAINING, _E.PAUSE): _S.DRAINING,  # a sleep that was cancelled while it waited
-    (_S.DRAINING, _E.RESUME): _S.AWAKE,
-    (_S.DRAINING, _E.SLEEP): _S.DRAINING,
-    (_S.DRAINING, _E.SLEPT): _S.ASLEEP,
-    (_S.DRAINING, _E.WAKE): _S.WAKING,
+    (_S.DRAINING, _E.PAUSE): _S.PAUSED,  # a sleep that was given up, with all memory there
+    (_S.DRAINING, _E.SLEPT): _S.ASLEEP,  # also a deeper one that was given up
     (_S.ASLEEP, _E.PAUSE): _S.ASLEEP,
     (_S.ASLEEP, _E.SLEEP): _S.DRAINING,
     (_S.ASLEEP, _E.WAKE): _S.WAKING,
@@ -69,6 +66,13 @@ TRANSITIONS: dict[tuple[EngineState, Event], EngineState] = {
 }
 
 
+class Hold:
+    """One block inside `paused()`; equal to itself alone."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode: Mode = mode
+
+
 class Lifecycle:
     """The engine's state, what it admits and which memory it has."""
 
@@ -78,6 +82,8 @@ class Lifecycle:
         self.refuses: str | None = None  # why new requests are refused; None: they are queued
         self.level = 0
         self.resident = MEMORY
+        self._holds: list[Hold] = []  # blocks that are inside `paused()`
+        self._found: tuple[Pause, str | None] = Pause.NONE, None  # by the first of them
 
     def __repr__(self) -> str:
         return f"<Lifecycle {self.state.value} pause={self.pause.value} level={self.level}>"
@@ -107,6 +113,22 @@ class Lifecycle:
             self.pause = wanted
         if refuses:
             self.refuses = "engine_paused: the engine is paused, try again later"
+
+    def hold(self, mode: Mode) -> "Hold":
+        """A block begins that wants to leave the engine as it found it."""
+        if not self._holds:
+            self._found = self.pause, self.refuses
+        hold = Hold(mode)
+        self._holds.append(hold)
+        return hold
+
+    def release(self, hold: "Hold") -> None:
+        """It ends: what the first block found, and what the others that are still inside want."""
+        self._holds.remove(hold)
+        if self.resident == MEMORY:
+            self.pause, self.refuses = self._found
+            for other in self._holds:
+                self.begin_pause(other.mode, refuses=other.mode != "keep")
 
     def resume(self) -> None:
         self.pause, self.refuses, self.level = Pause.NONE, None, 0

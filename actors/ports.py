@@ -19,13 +19,23 @@ class Threads(Protocol):
 
 
 class WorkerThreads:
-    """At most `limit` calls at a time, apart from everybody else's threads.
+    """Threads apart from everybody else's; whoever calls bounds how many there are.
 
-    A call is never abandoned: cancellation waits for it, so nothing goes on behind our back.
+    A call is not abandoned when its waiter is cancelled, so nothing goes on behind our back.  But after
+    `timeout_s` it is given up: its thread may be stuck for ever, and its waiter must not be.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limiter = anyio.CapacityLimiter(limit)
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
 
     async def run(self, function: Callable[[*Args], T], *args: *Args) -> T:
-        return await anyio.to_thread.run_sync(function, *args, limiter=self._limiter)
+        """Raises TimeoutError when the call takes longer than `timeout_s`."""
+        deadline = anyio.current_time() + self._timeout_s
+        with anyio.CancelScope(shield=True, deadline=deadline):
+            return await anyio.to_thread.run_sync(
+                function,
+                *args,
+                abandon_on_cancel=True,  # only the deadline cancels in here
+                limiter=anyio.CapacityLimiter(1),
+            )
+        raise TimeoutError(f"took longer than {self._timeout_s:g} s")

@@ -16,7 +16,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from trouper.actors.messages import DetokenizerInbox, Render, SchedulerInbox
 from trouper.actors.ports import Threads
 from trouper.actors.rendering.text import Rendered
-from trouper.errors import GenerationError, TrouperError
+from trouper.errors import GenerationError, TrouperError, TrouperValidationError
 
 
 class Renderer:
@@ -68,6 +68,8 @@ class Renderer:
 
 
 def _typed(error: Exception) -> Exception:
+    if isinstance(error, TimeoutError):
+        return TrouperValidationError(f"rendering the prompt {error}", parameter="prompt")
     if isinstance(error, TrouperError | TypeError | ValueError):
         return error
     wrapped = GenerationError(f"rendering the prompt failed: {type(error).__name__}: {error}")

@@ -3,26 +3,30 @@
 Source: spec section 11.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self, cast
 
-import anyio
-
-from trouper.actors.generation import Generation
 from trouper.config import EngineArgs, ModelConfig
 from trouper.errors import EnginePausedError, TrouperValidationError, UnsupportedFeatureError
+from trouper.frontends.batch import (
+    ProgressBar,
+    as_list,
+    final_only,
+    gather,
+    progress_bar,
+    submit,
+)
 from trouper.frontends.beam_search import BeamSearchOutput, beam_search
 from trouper.frontends.llm_engine import LLMEngine
 from trouper.frontends.options import default_sampling_params, one_each
 from trouper.inputs import ChatPrompt, PromptType
 from trouper.metrics import Metric
 from trouper.outputs import RequestOutput
-from trouper.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from trouper.params import BeamSearchParams, SamplingParams
 
 Conversation = Sequence[dict[str, Any]]
-ProgressBar = Callable[..., Any]
 
 
 class LLM:
@@ -45,7 +49,7 @@ class LLM:
         engine_args.setdefault("disable_log_stats", True)
         self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args), is_stepped=False)
         self._engine = self.llm_engine.async_engine
-        self._generations: dict[str, Generation] = {}  # queued, and not waited for yet
+        self._queued = self.llm_engine.generations  # not waited for yet
         self._enqueued: list[str] = []
         self._completed: list[RequestOutput] = []  # of the wrong type for the last who asked
 
@@ -74,7 +78,7 @@ class LLM:
         """
         self._check_schedules()
         ids = self._add_requests(
-            _as_list(prompts), sampling_params, use_tqdm, lora_request, priority,
+            as_list(prompts), sampling_params, use_tqdm, lora_request, priority,
             tokenization_kwargs,
         )  # fmt: skip
         return self._finish(ids, use_tqdm)
@@ -131,7 +135,7 @@ class LLM:
         """
         return self._keep(
             self._add_requests(
-                _as_list(prompts),
+                as_list(prompts),
                 sampling_params,
                 use_tqdm,
                 lora_request,
@@ -188,8 +192,8 @@ class LLM:
             EnginePausedError: the engine is paused and something enqueued would need it.
             TypeError: an output is not of `output_type`; all outputs stay available.
         """
-        open_ids = [id for id in self._enqueued if id in self._generations]
-        if any(not self._generations[id].is_over for id in open_ids):
+        open_ids = [id for id in self._enqueued if id in self._queued]
+        if any(not self._queued[id].is_over for id in open_ids):
             self._check_schedules()
         self._enqueued = []
         self._completed += self._finish(open_ids, use_tqdm)
@@ -210,7 +214,7 @@ class LLM:
         self._check_schedules()
         if lora_request is not None:
             raise UnsupportedFeatureError("lora_request is not supported yet")
-        return [beam_search(self, prompt, params) for prompt in _as_list(prompts)]
+        return [beam_search(self, prompt, params) for prompt in as_list(prompts)]
 
     # Lifecycle; spec section 10
 
@@ -338,7 +342,7 @@ class LLM:
         generations = [
             self._engine.generate(
                 prompt,
-                _final_only(params or self.get_default_sampling_params()),
+                final_only(self.get_default_sampling_params() if params is None else params),
                 lora_request=adapter,
                 tokenization_kwargs=tokenization_kwargs,
                 mm_processor_kwargs=mm_processor_kwargs,
@@ -348,80 +352,32 @@ class LLM:
                 prompts, all_params, adapters, priorities, strict=True
             )
         ]
-        with _progress_bar(use_tqdm, len(generations), "prompts") as bar:
-            self.llm_engine.call(_submit, generations, bar)
-        self._generations.update((generation.request_id, generation) for generation in generations)
-        return [generation.request_id for generation in generations]
+        ids = [generation.request_id for generation in generations]
+        self._queued.update(zip(ids, generations, strict=True))
+        try:
+            with progress_bar(use_tqdm, len(ids), "prompts") as bar:
+                self.llm_engine.call(submit, generations, bar)
+        except BaseException:
+            self.llm_engine.forget(ids)
+            raise
+        return ids
 
     def _keep(self, ids: list[str]) -> list[str]:
         self._enqueued += ids
         return ids
 
     def _finish(self, ids: list[str], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
-        generations = [self._generations.pop(id) for id in ids]
-        with _progress_bar(use_tqdm, len(generations), "requests") as bar:
-            return self.llm_engine.call(_gather, generations, bar)
+        """Wait for these; none is open afterwards, whatever happens."""
+        try:
+            with progress_bar(use_tqdm, len(ids), "requests") as bar:
+                outputs = self.llm_engine.call(gather, [self._queued[id] for id in ids], bar)
+        except BaseException:
+            self.llm_engine.forget(ids)
+            raise
+        for id in ids:
+            self._queued.pop(id, None)
+        return outputs
 
     def _check_schedules(self) -> None:
         if self.llm_engine.is_sleeping():
             raise EnginePausedError("the engine is paused or asleep: wake_up() first")
-
-
-async def _submit(generations: list[Generation], bar: Any) -> None:
-    """Render and queue all; if one is bad, all are aborted."""
-    try:
-        for generation in generations:
-            generation.open()
-        for generation in generations:
-            await generation.submit()
-            bar.update(1)
-    except BaseException:
-        for generation in generations:
-            generation.close()
-        raise
-
-
-async def _gather(generations: list[Generation], bar: Any) -> list[RequestOutput]:
-    """Run all at once; the first failure ends the others and is raised as it is."""
-    outputs: dict[int, RequestOutput] = {}
-    failure: Exception | None = None
-
-    async def finish(index: int, generation: Generation) -> None:
-        nonlocal failure
-        try:
-            async with generation as stream:
-                async for output in stream:
-                    outputs[index] = output
-            bar.update(1)
-        except Exception as error:
-            failure = failure or error
-            tg.cancel_scope.cancel()
-
-    try:
-        async with anyio.create_task_group() as tg:
-            for index, generation in enumerate(generations):
-                tg.start_soon(finish, index, generation)
-    finally:
-        for generation in generations:
-            generation.close()
-    if failure is not None:
-        raise failure
-    return [outputs[index] for index in range(len(generations))]
-
-
-def _as_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
-    is_one = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return cast("Sequence[PromptType]", [prompts] if is_one else prompts)
-
-
-def _final_only(params: SamplingParams) -> SamplingParams:
-    params = params.clone()
-    params.output_kind = RequestOutputKind.FINAL_ONLY
-    return params
-
-
-def _progress_bar(use_tqdm: bool | ProgressBar, total: int, what: str) -> Any:
-    from tqdm import tqdm
-
-    make = use_tqdm if callable(use_tqdm) else tqdm
-    return make(total=total, desc=what, disable=not use_tqdm, leave=False)

@@ -5,14 +5,15 @@ class over an engine that runs by itself.
 """
 
 import atexit
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from anyio.from_thread import start_blocking_portal
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from trouper.actors.generation import Generation
 from trouper.actors.handle import EngineStatistics
@@ -24,7 +25,7 @@ from trouper.metrics import Metric
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
 
-T = TypeVar("T")
+THREADS = "trouper"  # how the names of an engine's own threads begin: the portal's and the device's
 
 
 class LLMEngine:
@@ -43,7 +44,8 @@ class LLMEngine:
 
     def __init__(self, engine_args: EngineArgs, *, is_stepped: bool = True) -> None:
         self._is_stepped = is_stepped
-        self._generations: dict[str, Generation] = {}
+        self.generations: dict[str, Generation] = {}  # open, by request id; closed with the engine
+        self._owner = threading.get_ident()  # never one of the engine's own threads
         self._kept: list[RequestOutput] = []  # ready, but a step had an error to raise instead
         self.should_execute_dummy_batch = (
             False  # data parallelism: a peer works and this rank does not
@@ -104,7 +106,7 @@ class LLMEngine:
             priority=priority,
         )
         self.call(generation.submit)
-        self._generations[request_id] = generation
+        self.generations[request_id] = generation
 
     def step(self) -> list[RequestOutput]:
         """One iteration: schedule, execute, detokenise.  `[]` when there is nothing to do or to tell.
@@ -121,8 +123,13 @@ class LLMEngine:
             self.should_execute_dummy_batch = False
             self.execute_dummy_batch()
             return []
-        self.call(self.async_engine.engine.step)
-        outputs, self._kept = [*self._kept, *self.call(self._take_outputs)], []
+        if not self._kept or self.async_engine.dead_error is None:
+            self.call(self.async_engine.engine.step)
+        new, error = self.call(self._take_outputs)
+        outputs, self._kept = [*self._kept, *new], []
+        if error is not None:
+            self._kept = outputs
+            raise error
         broken = [o for o in outputs if o.error is not None and o.error.code == "execution_error"]
         if broken:
             self._kept = [output for output in outputs if output not in broken]
@@ -137,10 +144,10 @@ class LLMEngine:
 
     def get_num_unfinished_requests(self) -> int:
         """Sequences whose end has not been handed out; n > 1 counts its unfinished children."""
-        return sum(generation.num_unfinished for generation in list(self._generations.values()))
+        return sum(generation.num_unfinished for generation in list(self.generations.values()))
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._generations) or bool(self._kept)
+        return bool(self.generations) or bool(self._kept)
 
     def execute_dummy_batch(self) -> None:
         """Keep in step with data-parallel peers; alone there is nobody to keep in step with."""
@@ -201,6 +208,7 @@ class LLMEngine:
     @contextmanager
     def paused(self, mode: str = "keep", clear_cache: bool = False) -> Generator[None]:
         """Paused inside the block; on every way out as it was found."""
+        self.check_open()
         with self._portal.wrap_async_context_manager(
             self.async_engine.paused(mode, clear_cache=clear_cache)
         ):
@@ -218,11 +226,25 @@ class LLMEngine:
         self.call(self.async_engine.stop_profile)
 
     def close(self) -> None:
-        """End the engine; memory, threads and tasks are gone when this returns.  Idempotent."""
-        if not getattr(self, "_is_closed", True):
-            self._is_closed = True
-            atexit.unregister(self._at_exit)
-            self._exit_stack.close()
+        """End the engine; memory, threads and tasks are gone when this returns.  Idempotent.
+
+        Called by one of the engine's own threads it only begins the end, for which that thread must be free.
+        """
+        self._close(waits=not threading.current_thread().name.startswith(THREADS))
+
+    def _close(self, *, waits: bool) -> None:
+        if getattr(self, "_is_closed", True):
+            return
+        self._is_closed = True
+        atexit.unregister(self._at_exit)
+        generations = list(self.generations.values())
+        self.generations.clear()
+        self._kept.clear()
+        arguments = self._portal, generations, self._exit_stack
+        if waits:
+            _end(*arguments)
+        else:
+            threading.Thread(target=_end, args=arguments, name="closing", daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
@@ -237,8 +259,12 @@ class LLMEngine:
 
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True):
-            warnings.warn(f"dropped without close(): {self!r}", ResourceWarning, 2, source=self)
-            self.close()
+            # The garbage collector calls from any thread, and only the owner is sure not to be waited for.
+            waits = threading.get_ident() == self._owner
+            try:
+                warnings.warn(f"dropped without close(): {self!r}", ResourceWarning, 2, source=self)
+            finally:
+                self._close(waits=waits)
 
     # For `LLM`
 
@@ -260,19 +286,39 @@ class LLMEngine:
         if self._is_closed:
             raise EngineDeadError("the engine is closed")
 
-    def _take_outputs(self) -> list[RequestOutput]:
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Close these requests, whatever state they are in; unknown ids are ignored."""
+        generations = [self.generations.pop(id) for id in request_ids if id in self.generations]
+        if generations and not self._is_closed:
+            self.call(_close_all, generations)
+
+    def _take_outputs(self) -> tuple[list[RequestOutput], Exception | None]:
+        """What is due, and the first error; a request that raises is gone, the others are taken."""
         outputs: list[RequestOutput] = []
-        for request_id, generation in list(self._generations.items()):
+        first_error: Exception | None = None
+        for request_id, generation in list(self.generations.items()):
             try:
                 output = generation.take_nowait()
-            except Exception:
-                del self._generations[request_id]
-                raise
+            except Exception as error:
+                first_error = first_error or error
+                generation.close()
+                self.generations.pop(request_id, None)
+                continue
             if output is not None:
                 outputs.append(output)
                 if output.finished:
-                    del self._generations[request_id]
-        return outputs
+                    self.generations.pop(request_id, None)
+        return outputs, first_error
+
+
+def _end(portal: BlockingPortal, generations: list[Generation], engine: ExitStack) -> None:
+    with engine:
+        portal.call(_close_all, generations)
+
+
+def _close_all(generations: Iterable[Generation]) -> None:
+    for generation in generations:
+        generation.close()
 
 
 async def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -173,6 +173,7 @@ class EngineArgs:
             stream_interval=self.stream_interval,
             chat_template=self.chat_template,
             shutdown_timeout_s=self.shutdown_timeout,
+            render_timeout_s=_environ("TROUPER_CHAT_TEMPLATE_RENDER_TIMEOUT", 30.0),
             log_stats=not self.disable_log_stats,
             otlp_traces_endpoint=self.otlp_traces_endpoint,
             log_stats_interval_s=_environ("TROUPER_LOG_STATS_INTERVAL", 10.0),
@@ -348,6 +349,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int
     chat_template: str | None
     shutdown_timeout_s: float
+    render_timeout_s: float = 30.0  # for one prompt
     log_stats: bool = False
     log_stats_interval_s: float = 10.0
     metrics_prefix: str = "trouper"

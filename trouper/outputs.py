@@ -36,11 +36,11 @@ class RequestError(msgspec.Struct, frozen=True):
     message: str
     retryable: bool = False
 
-    def to_exception(self) -> TrouperError:
+    def to_exception(self, request_id: str = "") -> TrouperError:
         if self.code == "validation_error":
             return TrouperValidationError(self.message)
         if self.code == "execution_error":
-            return ExecutionError(self.message, [])
+            return ExecutionError(self.message, [request_id])
         if self.retryable:
             return RetryableRequestError(self.message)
         return GenerationError(self.message)

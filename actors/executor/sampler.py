@@ -61,6 +61,8 @@ class Sampler:
         }
         for i, (row, end) in enumerate(zip(row_ids, ends, strict=True)):
             self._penalties.apply(logits_RV[i], row, end)
+            if sampling[i].allowed_token_ids and not torch.isfinite(logits_RV[i]).any():
+                is_finite[i] = False  # what is allowed is masked: there is no token to draw
         token_ids = self._draw(logits_RV, sampling, ends).tolist()
         for i, (row, end) in enumerate(zip(row_ids, ends, strict=True)):
             if is_finite[i]:

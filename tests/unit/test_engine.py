@@ -223,6 +223,52 @@ async def test_an_iterator_dropped_while_open_warns_and_aborts(autojump_clock):
         await assert_idle(engine, idle)
 
 
+async def test_an_iterator_collected_in_another_thread_aborts_and_the_engine_goes_on():
+    async with simulated_engine() as engine:
+        idle = engine.statistics()
+        stream = engine.generate(PROMPT, greedy(100), "a")
+        await anext(stream)
+        cycle = [stream]
+        cycle.append(cycle)
+        with pytest.warns(ResourceWarning, match="dropped while open"):
+            del stream, cycle
+            await trio.to_thread.run_sync(gc.collect)
+        await finish(engine, "b")
+        await assert_idle(engine, idle)
+
+
+async def test_a_stream_closed_by_another_task_just_ends(autojump_clock):
+    async with simulated_engine() as engine, anyio.create_task_group() as tg:
+        stream = engine.generate(PROMPT, greedy(100), "a")
+        seen = []
+
+        async def read():
+            seen.extend([output async for output in stream])
+            seen.append("ended")
+
+        tg.start_soon(read)
+        await anyio.sleep(3 * STEP_S)
+        await stream.aclose()
+        await anyio.sleep(3 * STEP_S)
+        assert seen[-1] == "ended"
+        assert not any(output.finished for output in seen[:-1])
+        with pytest.raises(RuntimeError, match="opened again"):
+            stream.open()
+
+
+@pytest.mark.parametrize(
+    "order",
+    [{"priority": "high"}, {"priority": None}, {"priority": True}, {"priority": 2**70},
+     {"arrival_time": float("nan")}, {"arrival_time": -1.0}, {"arrival_time": "now"}],
+    ids=str,
+)  # fmt: skip
+async def test_what_cannot_be_ordered_is_refused_and_hurts_nobody(autojump_clock, order):
+    async with simulated_engine() as engine:
+        with pytest.raises(TrouperValidationError, match=next(iter(order))):
+            engine.generate(PROMPT, greedy(), "bad", **order)
+        await finish(engine, "good")
+
+
 async def test_abort_by_another_gives_the_reader_one_final_output(autojump_clock):
     async with simulated_engine() as engine:
         idle = engine.statistics()
@@ -310,6 +356,14 @@ async def test_an_error_in_the_block_leaves_it_as_it_is(autojump_clock):
         async with simulated_engine() as engine:
             await finish(engine, "a")
             raise KeyError("mine")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+async def test_an_exit_out_of_the_block_is_not_wrapped(autojump_clock, error):
+    with pytest.raises(type(error)) as caught:
+        async with simulated_engine():
+            raise error
+    assert caught.value is error
 
 
 async def test_leaving_the_block_ends_open_requests_with_abort(autojump_clock):

@@ -137,6 +137,55 @@ async def test_the_paused_block_restores_what_it_found(autojump_clock):
         assert not engine.lifecycle.is_paused
 
 
+async def test_nested_and_overlapping_paused_blocks_leave_what_the_others_want(autojump_clock):
+    async with simulated_engine() as engine:
+        async with engine.paused("keep"):
+            async with engine.paused("abort"):
+                with pytest.raises(RetryableRequestError):
+                    engine.generate(PROMPT, greedy(), "refused").open()
+            queued = engine.generate(PROMPT, greedy(), "queued")
+            queued.open()
+            queued.close()
+        assert not engine.lifecycle.is_paused
+        first, second = engine.paused(), engine.paused()
+        await first.__aenter__()
+        await second.__aenter__()
+        await first.__aexit__(None, None, None)
+        assert engine.lifecycle.is_paused
+        await second.__aexit__(None, None, None)
+        assert not engine.lifecycle.is_paused
+
+
+async def test_a_sleep_inside_a_paused_block_outlasts_it_and_hides_no_error(autojump_clock):
+    async with simulated_engine() as engine:
+        with pytest.raises(KeyError):
+            async with engine.paused():
+                await engine.sleep(1)
+                raise KeyError
+        assert engine.lifecycle.state is EngineState.ASLEEP
+        assert await engine.wake()
+
+
+async def test_a_deeper_sleep_that_is_cancelled_leaves_it_asleep(autojump_clock):
+    async with simulated_engine() as engine:
+        await engine.sleep(1)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await engine.sleep(2)
+        with pytest.raises(RuntimeError, match="asleep"):
+            await engine.resume()
+        assert await engine.wake()
+
+
+async def test_sleeping_after_a_partial_wake_gives_the_memory_back_again(autojump_clock):
+    async with simulated_engine() as engine:
+        await engine.sleep(1)
+        await engine.wake(["kv_cache"])
+        assert await engine.sleep(1)
+        assert not engine.lifecycle.resident
+        assert await engine.wake()
+
+
 async def test_a_partial_wake_stays_asleep_until_all_memory_is_there(autojump_clock):
     async with simulated_engine() as engine:
         await engine.sleep(1)

@@ -157,6 +157,11 @@ def test_only_allowed_ids_are_drawn():
     assert {Bench(s).draw(logits, end=e).token_ids[0] for e in range(3, 60)} == {4, 8}
 
 
+def test_a_row_that_may_draw_nothing_fails_alone():
+    nothing = Sampling(temperature=0.0, allowed_token_ids=(2,), min_tokens=1, stop_ids=(2,))
+    assert Bench(nothing, Sampling(temperature=0.0)).draw(torch.zeros(2, V)).token_ids == [-1, 0]
+
+
 def test_bad_words_mask_the_last_token_once_the_output_ends_with_the_others():
     logits = torch.zeros(1, V)
     logits[0, 9] = 5.0

@@ -1,0 +1,100 @@
+"""What `LLM` does beside the actors with many requests at once, and how it reads what it is given."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import anyio
+
+from trouper.actors.generation import Generation
+from trouper.errors import TrouperValidationError
+from trouper.inputs import PromptType
+from trouper.outputs import RequestOutput
+from trouper.params import RequestOutputKind, SamplingParams
+
+ProgressBar = Callable[..., Any]
+
+
+async def submit(generations: list[Generation], bar: Any) -> None:
+    """Render and queue all; if one is bad, all are aborted."""
+    try:
+        for generation in generations:
+            generation.open()
+        for generation in generations:
+            await generation.submit()
+            bar.update(1)
+    except BaseException:
+        for generation in generations:
+            generation.close()
+        raise
+
+
+async def gather(generations: list[Generation], bar: Any) -> list[RequestOutput]:
+    """Run all at once; the first failure ends the others and is raised as it is."""
+    outputs: dict[int, RequestOutput] = {}
+    failure: Exception | None = None
+
+    async def finish(index: int, generation: Generation) -> None:
+        nonlocal failure
+        try:
+            async with generation as stream:
+                async for output in stream:
+                    outputs[index] = output
+            bar.update(1)
+        except Exception as error:
+            failure = failure or error
+            tg.cancel_scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as tg:
+            for index, generation in enumerate(generations):
+                tg.start_soon(finish, index, generation)
+    finally:
+        for generation in generations:
+            generation.close()
+    if failure is not None:
+        raise failure
+    return [outputs[index] for index in range(len(generations))]
+
+
+def as_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
+    """One prompt as a list of one; arrays of token ids as lists.
+
+    Raises:
+        TrouperValidationError: neither a prompt nor a list of prompts.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [cast("PromptType", prompts)]
+    given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
+        raise TrouperValidationError(
+            "must be one prompt (text, token ids or a prompt dict) or a list of prompts",
+            parameter="prompts",
+            value=type(prompts).__name__,
+        )
+    is_one = len(given) > 0 and _is_integer(given[0])
+    return cast("Sequence[PromptType]", [given] if is_one else given)
+
+
+def final_only(params: SamplingParams) -> SamplingParams:
+    """A copy that yields one output, at the end."""
+    if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
+        raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+    params = params.clone()
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
+
+
+def progress_bar(use_tqdm: bool | ProgressBar, total: int, what: str) -> Any:
+    from tqdm import tqdm
+
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    return make(total=total, desc=what, disable=not use_tqdm, leave=False)
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
