@@ -161,10 +161,13 @@ class Controls:
             try:
                 yield
             finally:
-                if self.metrics is not None:
-                    self.metrics.set_sleep_level(
-                        self.lifecycle.level, is_sleeping=self.lifecycle.is_sleeping
-                    )
+                self._show()
+
+    def _show(self) -> None:
+        if self.metrics is not None:
+            self.metrics.set_sleep_level(
+                self.lifecycle.level, is_sleeping=self.lifecycle.is_sleeping
+            )
 
     async def _give_memory_back(self, level: int, mode: str) -> None:
         lifecycle = self.lifecycle
@@ -183,6 +186,7 @@ class Controls:
         async with self._transition:
             lifecycle = self.lifecycle
             lifecycle.release(hold)
+            self._show()
             if lifecycle.state not in (EngineState.AWAKE, EngineState.PAUSED):
                 return
             lifecycle.move(Event.PAUSE if lifecycle.is_paused else Event.RESUME)

@@ -15,7 +15,12 @@ from trouper.actors.executor.local import LocalDevice
 from trouper.actors.generation import Generation
 from trouper.config import EngineArgs, ModelConfig
 from trouper.errors import EngineDeadError, TrouperValidationError, UnsupportedFeatureError
-from trouper.frontends.options import default_sampling_params, tokenization_options
+from trouper.frontends.options import (
+    check_unused,
+    default_sampling_params,
+    plain_prompt,
+    tokenization_options,
+)
 from trouper.inputs import PromptType
 from trouper.metrics import Metric
 from trouper.params import SamplingParams
@@ -73,6 +78,9 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        prompt_text: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
     ) -> Generation:
         """One request as an async iterator of `RequestOutput`; the last has `finished=True`.
 
@@ -83,18 +91,25 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
             sampling_params: None takes the model's own defaults.
             request_id: echoed in the outputs and the handle for `abort`; None mints one.
             priority: larger runs first.
+            prompt_text, data_parallel_rank, session_id: accepted at None only.
 
         Raises:
             TypeError: `request_id` is not a string, or `sampling_params` not SamplingParams.
             While iterating: TrouperValidationError for a bad prompt or parameter, ValueError for a
             request id in flight, EngineDeadError when the engine has failed.
         """
-        if lora_request is not None:
-            raise UnsupportedFeatureError("lora_request is not supported yet")
+        check_unused(
+            lora_request=lora_request,
+            prompt_text=prompt_text,
+            data_parallel_rank=data_parallel_rank,
+            session_id=session_id,
+        )
         engine = self.engine
         return engine.generate(
-            prompt,
-            sampling_params or default_sampling_params(engine.config.model),
+            plain_prompt(prompt),
+            default_sampling_params(engine.config.model)
+            if sampling_params is None
+            else sampling_params,
             f"request-{next(self._numbers)}" if request_id is None else request_id,
             priority=priority,
             arrival_time=arrival_time,
@@ -102,6 +117,35 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
             trace_headers=trace_headers,
             **tokenization_options(tokenization_kwargs),
         )
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: object | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> Generation:
+        """Like `generate`, and already queued when this returns; the caller reads or closes it.
+
+        Raises:
+            TrouperValidationError: a bad prompt or parameter; nothing is left open.
+        """
+        generation = self.generate(
+            prompt,
+            params,
+            request_id,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+        )
+        await generation.submit()
+        return generation
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; each reader gets its final output with `finish_reason="abort"`."""
@@ -111,8 +155,14 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         """Like entering; for a program that cannot nest.  Close it in the same task."""
         await self._stack.enter_async_context(self)
 
-    async def close(self) -> None:
-        """The counterpart of `start`.  Idempotent."""
+    async def close(self, timeout: float | None = None) -> None:  # noqa: ASYNC109  # vLLM's signature
+        """The counterpart of `start`.  Idempotent.
+
+        Args:
+            timeout: seconds in which open requests may finish; None takes `shutdown_timeout`.
+        """
+        if timeout is not None and self._engine is not None:
+            await self._engine.shut_down(timeout)
         await self._stack.aclose()
 
     # Lifecycle; spec section 10
@@ -134,8 +184,14 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         async with self.engine.paused(mode, clear_cache=clear_cache):
             yield
 
-    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """0: only stop scheduling; 1, 2: also give weights and KV memory back."""
+    async def sleep(self, level: int = 1, mode: str = "abort", *, reload: bool = True) -> None:
+        """0: only stop scheduling; 1, 2: also give weights and KV memory back.
+
+        Raises:
+            UnsupportedFeatureError: `reload=False`; after level 2 the weights always come from the files.
+        """
+        if not reload:
+            raise UnsupportedFeatureError("sleep: reload=False is not supported yet")
         if not await self.engine.sleep(level, mode):
             warnings.warn(f"already asleep at level {level} or deeper", stacklevel=2)
 
@@ -154,8 +210,25 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         preempt = "resample" if reset_running_requests else "no"
         return await self.engine.reset_prefix_cache(preempt=preempt)
 
-    async def start_profile(self, profile_prefix: str | None = None) -> None:
+    async def reset_mm_cache(self) -> None:
+        """There is none to reset: prompts are text."""
+
+    async def reset_encoder_cache(self) -> None:
+        """There is none to reset: prompts are text."""
+
+    async def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+        profiler_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         """Trace the device with torch's profiler, into `profiler_config["torch_profiler_dir"]`."""
+        check_unused(
+            delay_iterations=delay_iterations,
+            max_iterations=max_iterations,
+            profiler_kwargs=profiler_kwargs,
+        )
         engine = self.engine
         settings = self._args.profiler_config or {}
         if "torch_profiler_dir" not in settings:

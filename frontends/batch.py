@@ -8,6 +8,7 @@ import anyio
 
 from trouper.actors.generation import Generation
 from trouper.errors import TrouperValidationError
+from trouper.frontends.options import plain_prompt
 from trouper.inputs import PromptType
 from trouper.outputs import RequestOutput
 from trouper.params import RequestOutputKind, SamplingParams
@@ -65,7 +66,7 @@ def as_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
     """
     if isinstance(prompts, str | Mapping):
         return [cast("PromptType", prompts)]
-    given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    given = plain_prompt(prompts)
     if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
         raise TrouperValidationError(
             "must be one prompt (text, token ids or a prompt dict) or a list of prompts",

@@ -3,18 +3,20 @@
 The shared prefixes of the beams are computed once, by the prefix cache.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import msgspec
 
 from trouper.errors import TrouperValidationError
 from trouper.inputs import PromptType, TokensPrompt
 from trouper.outputs import RequestOutput
-from trouper.params import BeamSearchParams, SamplingParams
+from trouper.params import MAX_LOGPROB_TOKEN_IDS, BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from trouper.frontends.llm import LLM
+
+EXTRAS = ("cache_salt", "mm_processor_kwargs")  # of a prompt dict; they hold for every beam
 
 
 class BeamSearchSequence(msgspec.Struct):
@@ -40,27 +42,22 @@ def beam_search(llm: "LLM", prompt: PromptType, params: BeamSearchParams) -> Bea
     generated token, the prompt does not.
     """
     config = llm.llm_engine.async_engine.engine.config
-    check_width(params, config.max_logprobs)
-    step = SamplingParams(
-        logprobs=2 * params.beam_width,
-        max_tokens=1,
-        temperature=params.temperature,
-        allowed_token_ids=params.allowed_token_ids,
-        ignore_eos=True,  # EOS is a candidate like any other; the search itself ends the beam
-        detokenize=False,
-    )
+    check_params(params, config.max_logprobs)
+    step = _one_token(params, config.max_logprobs)
     eos = llm.model_config.eos_token_ids[:1]
     done: list[BeamSearchSequence] = []
     beams: list[BeamSearchSequence] = []
     num_prompt = 0
     for round_number in range(params.max_tokens):
-        prompts: Sequence[PromptType] = [_as_prompt(beam) for beam in beams] or [prompt]
+        prompts: Sequence[PromptType] = [_as_prompt(beam, prompt) for beam in beams] or [prompt]
         outputs = llm.generate(prompts, step, use_tqdm=False)
         if round_number == 0:
             beams = [BeamSearchSequence(tokens=list(outputs[0].prompt_token_ids))]
             num_prompt = len(beams[0].tokens)
         candidates = [
-            new for beam, output in zip(beams, outputs, strict=True) for new in _grow(beam, output)
+            new
+            for beam, output in zip(beams, outputs, strict=True)
+            for new in _grow(beam, output, params)
         ]
         beams = []
         for candidate in sorted(candidates, key=lambda beam: -beam.cum_logprob):
@@ -73,24 +70,55 @@ def beam_search(llm: "LLM", prompt: PromptType, params: BeamSearchParams) -> Bea
             break
     for beam in beams:
         beam.finish_reason = "length"
-    ranked = sorted([*done, *beams], key=lambda beam: -_score(beam, num_prompt, params))
-    best = ranked[: params.beam_width]
-    for beam in best:
+    best = sorted([*done, *beams], key=lambda beam: -_score(beam, num_prompt, params))
+    for beam in best[: params.beam_width]:
         beam.text = _decode(llm, beam, num_prompt, params)
-    return BeamSearchOutput(best)
+    return BeamSearchOutput(best[: params.beam_width])
 
 
-def _as_prompt(beam: BeamSearchSequence) -> TokensPrompt:
-    return TokensPrompt(prompt_token_ids=beam.tokens)
+def _one_token(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
+    """How a beam grows: the logprobs are the model's own, so not only of what is allowed."""
+    allowed = params.allowed_token_ids
+    width: dict[str, Any] = {"logprobs": 2 * params.beam_width}
+    if allowed is not None:
+        is_few = len(set(allowed)) <= MAX_LOGPROB_TOKEN_IDS
+        width = (
+            {"logprob_token_ids": sorted(set(allowed))} if is_few else {"logprobs": max_logprobs}
+        )
+    return SamplingParams(
+        **width,
+        max_tokens=1,
+        temperature=params.temperature,
+        allowed_token_ids=allowed,
+        ignore_eos=True,  # EOS is a candidate like any other; the search itself ends the beam
+        detokenize=False,
+    )
 
 
-def _grow(beam: BeamSearchSequence, output: RequestOutput) -> list[BeamSearchSequence]:
+def _as_prompt(beam: BeamSearchSequence, prompt: PromptType) -> TokensPrompt:
+    """The beam so far, with what the prompt said beside its text."""
+    extras = {name: prompt[name] for name in EXTRAS if name in prompt} if _is_dict(prompt) else {}
+    return cast("TokensPrompt", {**extras, "prompt_token_ids": beam.tokens})
+
+
+def _is_dict(prompt: PromptType) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(prompt, Mapping)
+
+
+def _grow(
+    beam: BeamSearchSequence, output: RequestOutput, params: BeamSearchParams
+) -> list[BeamSearchSequence]:
     logprobs = output.outputs[0].logprobs
     if not logprobs:
         return []
+    candidates = list(logprobs[0].items())
+    if params.allowed_token_ids is not None:
+        allowed = set(params.allowed_token_ids)
+        candidates = [item for item in candidates if item[0] in allowed]
+        candidates = sorted(candidates, key=lambda item: -item[1].logprob)[: 2 * params.beam_width]
     return [
         BeamSearchSequence([*beam.tokens, token], beam.cum_logprob + candidate.logprob)
-        for token, candidate in logprobs[0].items()
+        for token, candidate in candidates
     ]
 
 
@@ -108,8 +136,10 @@ def _decode(llm: "LLM", beam: BeamSearchSequence, num_prompt: int, params: BeamS
     return tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
 
 
-def check_width(params: BeamSearchParams, max_logprobs: int) -> None:
-    """Raises TrouperValidationError when `2 × beam_width` candidates cannot be had."""
+def check_params(params: BeamSearchParams, max_logprobs: int) -> None:
+    """Raises TrouperValidationError when `2 × beam_width` candidates cannot be had, TypeError for another type."""
+    if not isinstance(params, BeamSearchParams):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
+        raise TypeError(f"params must be BeamSearchParams, not {type(params).__name__}")
     if max_logprobs != -1 and 2 * params.beam_width > max_logprobs:
         raise TrouperValidationError(
             f"needs 2 × beam_width logprobs, and max_logprobs is {max_logprobs}",

@@ -6,7 +6,7 @@ Source: spec section 11.
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 from trouper.config import EngineArgs, ModelConfig
 from trouper.errors import EnginePausedError, TrouperValidationError, UnsupportedFeatureError
@@ -65,6 +65,7 @@ class LLM:
         lora_request: object | None = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of them; results are in the order of the prompts.
 
@@ -79,7 +80,7 @@ class LLM:
         self._check_schedules()
         ids = self._add_requests(
             as_list(prompts), sampling_params, use_tqdm, lora_request, priority,
-            tokenization_kwargs,
+            tokenization_kwargs, mm_processor_kwargs,
         )  # fmt: skip
         return self._finish(ids, use_tqdm)
 
@@ -218,9 +219,9 @@ class LLM:
 
     # Lifecycle; spec section 10
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+    def sleep(self, level: int = 1, mode: str = "abort", *, reload: bool = True) -> None:
         """0: only stop scheduling; 1, 2: also give weights and KV memory back."""
-        self.llm_engine.sleep(level, mode)
+        self.llm_engine.sleep(level, mode, reload=reload)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> bool:
         """Bring back `weights`, `kv_cache`, `scheduling`, or all.  True when fully awake."""
@@ -228,6 +229,17 @@ class LLM:
 
     def is_sleeping(self) -> bool:
         return self.llm_engine.is_sleeping()
+
+    def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop scheduling; `abort` ends the requests, `wait` lets them finish, `keep` freezes them."""
+        self.llm_engine.pause_generation(mode, clear_cache)
+
+    def resume_generation(self) -> None:
+        """Schedule again.  Raises RuntimeError while memory is absent."""
+        self.llm_engine.resume_generation()
+
+    def is_paused(self) -> bool:
+        return self.llm_engine.is_paused()
 
     def paused(self, mode: str = "keep", clear_cache: bool = False) -> AbstractContextManager[None]:
         """`with llm.paused():` nothing is scheduled; on every way out as it was found."""
@@ -238,11 +250,36 @@ class LLM:
     ) -> bool:
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
-    def start_profile(self, profile_prefix: str | None = None) -> None:
-        self.llm_engine.start_profile(profile_prefix)
+    def reset_mm_cache(self) -> None:
+        """There is none to reset: prompts are text."""
+        self.llm_engine.reset_mm_cache()
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+        profiler_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.llm_engine.start_profile(
+            profile_prefix, delay_iterations, max_iterations, profiler_kwargs
+        )
 
     def stop_profile(self) -> None:
         self.llm_engine.stop_profile()
+
+    # Of vLLM, and not here
+
+    def collective_rpc(self, *_: object, **__: object) -> NoReturn:
+        raise UnsupportedFeatureError("collective_rpc: there are no worker processes to call")
+
+    def apply_model(self, *_: object, **__: object) -> NoReturn:
+        raise UnsupportedFeatureError(
+            "apply_model: the model is the engine's own, and not a torch module"
+        )
+
+    def release_kv_cache_memory(self, *_: object, **__: object) -> NoReturn:
+        raise UnsupportedFeatureError("release_kv_cache_memory: sleep(1) gives the KV memory back")
 
     # State
 
@@ -307,6 +344,17 @@ class LLM:
                 "must be auto, string or openai",
                 parameter="chat_template_content_format",
                 value=chat_template_content_format,
+            )
+        if chat_template_content_format == "openai":
+            raise UnsupportedFeatureError(
+                "chat_template_content_format='openai' is not supported yet; "
+                "leave it at 'auto', which gives the template strings"
+            )
+        if not isinstance(messages, Sequence) or isinstance(messages, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
+            raise TrouperValidationError(
+                "must be a conversation or a list of conversations",
+                parameter="messages",
+                value=type(messages).__name__,
             )
         is_one = len(messages) > 0 and isinstance(messages[0], dict)
         prompts = [

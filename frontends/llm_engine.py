@@ -185,8 +185,8 @@ class LLMEngine:
 
     # Lifecycle; spec section 10
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        self.call(self.async_engine.sleep, level, mode)
+    def sleep(self, level: int = 1, mode: str = "abort", *, reload: bool = True) -> None:
+        self.call(self.async_engine.sleep, level, mode, reload=reload)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> bool:
         return self.call(self.async_engine.wake_up, tags)
@@ -219,8 +219,28 @@ class LLMEngine:
     ) -> bool:
         return self.call(self.async_engine.reset_prefix_cache, reset_running_requests)
 
-    def start_profile(self, profile_prefix: str | None = None) -> None:
-        self.call(self.async_engine.start_profile, profile_prefix)
+    def reset_mm_cache(self) -> None:
+        """There is none to reset: prompts are text."""
+        self.check_open()
+
+    def reset_encoder_cache(self) -> None:
+        """There is none to reset: prompts are text."""
+        self.check_open()
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+        profiler_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.call(
+            self.async_engine.start_profile,
+            profile_prefix,
+            delay_iterations,
+            max_iterations,
+            profiler_kwargs,
+        )
 
     def stop_profile(self) -> None:
         self.call(self.async_engine.stop_profile)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from trouper.config import ModelConfig
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.params import SamplingParams
 
 T = TypeVar("T")
@@ -18,11 +18,42 @@ def default_sampling_params(model: ModelConfig) -> SamplingParams:
 
 
 def tokenization_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Keep what the renderer knows; the rest is ignored with a warning (spec section 3.3)."""
-    known = {name: value for name, value in (options or {}).items() if name in TOKENIZATION_OPTIONS}
-    for name in (options or {}).keys() - known.keys():
+    """Keep what the renderer knows; the rest is ignored with a warning (spec section 3.3).
+
+    Raises:
+        TrouperValidationError: not a dict, or `add_special_tokens` not a bool.
+    """
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
+        raise TrouperValidationError(
+            "must be a dict", parameter="tokenization_kwargs", value=type(options).__name__
+        )
+    known = {name: value for name, value in options.items() if name in TOKENIZATION_OPTIONS}
+    for name in options.keys() - known.keys():
         warnings.warn(f"tokenization_kwargs: {name!r} is ignored", stacklevel=3)
+    adds = known.get("add_special_tokens")
+    if not isinstance(adds, bool | None):
+        raise TrouperValidationError(
+            "must be True or False", parameter="add_special_tokens", value=adds
+        )
     return known
+
+
+def plain_prompt(prompt: Any) -> Any:
+    """Arrays of token ids, numpy's and others', as lists; anything else as it is."""
+    if hasattr(prompt, "tolist"):
+        return prompt.tolist()
+    if isinstance(prompt, Mapping) and hasattr(prompt.get("prompt_token_ids"), "tolist"):
+        return {**prompt, "prompt_token_ids": plain_prompt(prompt["prompt_token_ids"])}
+    return prompt
+
+
+def check_unused(**options: Any) -> None:
+    """Raises UnsupportedFeatureError for vLLM's arguments that have no meaning here, unless None."""
+    for name, value in options.items():
+        if value is not None:
+            raise UnsupportedFeatureError(f"{name} is not supported yet; leave it at None")
 
 
 def one_each(value: T | Sequence[T] | None, num_prompts: int, name: str) -> list[T | None]:

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trouper.config import EngineArgs
-    from trouper.frontends.async_engine import AsyncLLMEngine
+    from trouper.config import AsyncEngineArgs, EngineArgs
+    from trouper.frontends.async_engine import AsyncLLM, AsyncLLMEngine
     from trouper.frontends.llm import LLM
     from trouper.frontends.llm_engine import LLMEngine
     from trouper.inputs import TextPrompt, TokensPrompt
@@ -41,6 +41,8 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
     "AsyncLLMEngine",
     "BeamSearchParams",
     "CompletionOutput",

@@ -3,26 +3,41 @@
 Only json files are read here; torch is never imported.  Source: spec section 2.6.
 """
 
+import argparse
 import dataclasses
 import difflib
-import json
 import math
+import operator
 import os
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import msgspec
 
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.engine_checks import check_engine_args, tell_what_is_idle
+from trouper.errors import TrouperValidationError
+from trouper.model_config import (
+    DEMO_MODEL,
+    DTYPES,
+    ModelConfig,
+    concrete_dtype,
+    kv_bytes_per_token,
+    tokenizer_path,
+)
+from trouper.vllm_names import NOT_IMPLEMENTED, check_not_implemented
 
-DEMO_MODEL = Path(__file__).parent / "demo"
-DTYPES = {
-    "half": "float16", "float16": "float16", "fp16": "float16",
-    "bfloat16": "bfloat16", "bf16": "bfloat16",
-    "float": "float32", "float32": "float32", "fp32": "float32",
-}  # fmt: skip
+__all__ = [
+    "DEMO_MODEL",
+    "DTYPES",
+    "NOT_IMPLEMENTED",
+    "AsyncEngineArgs",
+    "EngineArgs",
+    "EngineConfig",
+    "ModelConfig",
+    "SchedulerConfig",
+]
+
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_BLOCK_SIZE_CPU = (
     128  # a decode kernel reads 2 x the bandwidth at 128 of what it reads at 16
@@ -34,24 +49,6 @@ ALIASES = {
     "chunked_prefill_enabled": "enable_chunked_prefill",
     "cuda_graph_sizes": "cudagraph_capture_sizes",
 }
-# vLLM's names that are accepted at this value only; anything else is an UnsupportedFeatureError.
-NOT_IMPLEMENTED: dict[str, Any] = {
-    "quantization": None, "hf_overrides": None, "logits_processors": None, "runner": "auto",
-    "convert": "auto", "pooler_config": None, "allowed_local_media_path": "",
-    "allowed_media_domains": None, "mm_processor_kwargs": None, "limit_mm_per_prompt": None,
-    "mm_processor_cache_gb": 4, "kv_cache_dtype": "auto", "prefill_schedule_interval": 1,
-    "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
-    "distributed_executor_backend": None, "max_cudagraph_capture_size": None, "cpu_offload_gb": 0,
-    "compilation_config": None, "attention_backend": None, "enable_lora": False, "max_loras": 1,
-    "max_lora_rank": 16, "max_cpu_loras": None, "default_mm_loras": None,
-    "structured_outputs_config": None, "speculative_config": None,
-    "kv_cache_metrics": False, "custom_histogram_buckets": None, "kv_events_config": None,
-    "config_format": "auto", "code_revision": None, "logprobs_mode": "raw_logprobs",
-    "enable_prompt_embeds": False, "disable_chunked_mm_input": False, "tokenizer_mode": "auto",
-    "sleep_preserve_parameter_names": None, "sleep_mode_backend": None,
-}  # fmt: skip
-
-ALSO_ACCEPTED = {"runner": "generate", "convert": "none"}  # said aloud, what trouper does anyway
 
 
 def _checked_names(cls: type[Any]) -> Any:
@@ -74,12 +71,7 @@ def _checked_names(cls: type[Any]) -> Any:
                 near = difflib.get_close_matches(name, known, n=3)
                 hint = f"; did you mean {', '.join(near)}?" if near else ""
                 raise TrouperValidationError(f"unknown option {name!r}{hint}", parameter=name)
-            value = kwargs.pop(name)
-            is_default = value == NOT_IMPLEMENTED[name] or value in (None, {}, [])
-            if not is_default and value != ALSO_ACCEPTED.get(name):
-                raise UnsupportedFeatureError(
-                    f"{name}={value!r} is not supported yet; leave it at {NOT_IMPLEMENTED[name]!r}"
-                )
+            check_not_implemented(name, kwargs.pop(name))
         plain_init(self, *args, **kwargs)
 
     cls.__init__ = __init__
@@ -144,7 +136,12 @@ class EngineArgs:
     chat_template: str | None = None
 
     @classmethod
-    def from_cli_args(cls, options: dict[str, Any]) -> Self:
+    def from_cli_args(cls, options: dict[str, Any] | argparse.Namespace) -> Self:
+        """From a dict, every name of which is an option; or from vLLM's kind of parser, whose other names are left."""
+        if isinstance(options, argparse.Namespace):
+            fields = {field.name for field in dataclasses.fields(cls)}
+            known = fields | NOT_IMPLEMENTED.keys() | ALIASES.keys()
+            options = {name: value for name, value in vars(options).items() if name in known}
         return cls(**options)
 
     def resolve(self, *, offline: bool = False) -> "EngineConfig":
@@ -153,23 +150,25 @@ class EngineArgs:
         `offline` picks the batch limits of `LLM` instead of the server's.  May download (hub ids),
         so it is called from a thread.
         """
-        self._check_ranges()
+        check_engine_args(self)
+        tell_what_is_idle(self)
         model = ModelConfig.load(self)
-        max_model_len = _max_model_len(self.max_model_len, model)
+        dtype = concrete_dtype(self.dtype, model)
+        max_model_len = self._max_model_len(model, dtype)
         max_num_seqs, max_num_batched_tokens = self._batch_limits(max_model_len, offline)
         chunked = self.enable_chunked_prefill is not False
         return EngineConfig(
             model=model,
-            tokenizer=None if self.skip_tokenizer_init else _tokenizer_path(self, model),
-            dtype=_dtype(self.dtype, model),
+            tokenizer=None if self.skip_tokenizer_init else tokenizer_path(self, model),
+            dtype=dtype,
             load_format=self.load_format,
             seed=self.seed,
             max_model_len=max_model_len,
             max_logprobs=self.max_logprobs,
             renderer_num_workers=self.renderer_num_workers,
-            block_size=self.block_size or DEFAULT_BLOCK_SIZE_CPU,
+            block_size=self._block_size,
             num_blocks=self.num_gpu_blocks_override,
-            kv_cache_bytes=self.kv_cache_memory_bytes or _kv_cache_bytes(),
+            kv_cache_bytes=self._kv_cache_bytes,
             stream_interval=self.stream_interval,
             chat_template=self.chat_template,
             shutdown_timeout_s=self.shutdown_timeout,
@@ -197,35 +196,35 @@ class EngineArgs:
             ),
         )
 
-    def _check_ranges(self) -> None:
-        """What needs no model."""
-        for name, low in _AT_LEAST.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TrouperValidationError("must be a number", parameter=name, value=value)
-            if not value >= low:
-                raise TrouperValidationError(f"must be at least {low}", parameter=name, value=value)
-            if name != "shutdown_timeout" and not isinstance(value, int):
-                raise TrouperValidationError("must be an integer", parameter=name, value=value)
-        for name, choices in _ONE_OF.items():
-            if getattr(self, name) not in choices:
-                raise TrouperValidationError(
-                    f"{name} must be {' or '.join(choices)}",
-                    parameter=name,
-                    value=getattr(self, name),
-                )
-        if not 0 <= self.watermark < 1:
+    @property
+    def _block_size(self) -> int:
+        return self.block_size or DEFAULT_BLOCK_SIZE_CPU
+
+    @property
+    def _kv_cache_bytes(self) -> int:
+        return self.kv_cache_memory_bytes or _kv_cache_bytes()
+
+    def _max_model_len(self, model: ModelConfig, dtype: str) -> int:
+        """None: the model's own; -1 or auto: as much of that as the KV memory holds."""
+        wanted, longest = self.max_model_len, model.max_position_embeddings
+        if wanted is None:
+            return longest
+        if wanted in (-1, "-1", "auto"):
+            num_blocks = self.num_gpu_blocks_override
+            token_bytes = kv_bytes_per_token(model, dtype)
+            if num_blocks is None and token_bytes:
+                num_blocks = self._kv_cache_bytes // (token_bytes * self._block_size)
+            if num_blocks is None:
+                return longest
+            return max(1, min(longest, num_blocks * self._block_size))
+        length = _human_int(wanted)
+        if not 1 <= length <= longest:
             raise TrouperValidationError(
-                "watermark must be in [0, 1)", parameter="watermark", value=self.watermark
+                f"max_model_len must be in [1, {longest}] for this model",
+                parameter="max_model_len",
+                value=wanted,
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise TrouperValidationError(
-                "gpu_memory_utilization must be in (0, 1]",
-                parameter="gpu_memory_utilization",
-                value=self.gpu_memory_utilization,
-            )
+        return length
 
     def _batch_limits(self, max_model_len: int, offline: bool) -> tuple[int, int]:
         """`max_num_seqs` and `max_num_batched_tokens`; what is left out fits what is given."""
@@ -279,59 +278,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A model folder as its json files describe it."""
-
-    path: str  # a folder on disk
-    name: str  # what the caller asked for
-    architecture: str
-    hf_config: dict[str, Any]  # config.json, with a nested text_config lifted to the top
-    vocab_size: int
-    max_position_embeddings: int
-    dtype: str  # as stored: float32, bfloat16 or float16
-    eos_token_ids: tuple[int, ...]  # the first is the primary one
-    default_sampling: dict[str, Any]  # from generation_config.json
-
-    @classmethod
-    def load(cls, args: EngineArgs) -> Self:
-        """Read the folder, the hub snapshot or the bundled demo that `args.model` names.
-
-        Raises:
-            TrouperValidationError: no such folder or hub id, or no readable config.json in it.
-        """
-        path = _model_path(args)
-        raw = _read_json(path / "config.json", required=True)
-        config: dict[str, Any] = {**raw, **(raw.get("text_config") or {})}
-        architectures: list[str] = raw.get("architectures") or config.get("architectures") or []
-        config["architectures"] = architectures
-        generation = _generation_config(args, path)
-        eos: int | list[int] | None = generation.get("eos_token_id", config.get("eos_token_id"))
-        try:
-            return cls(
-                path=str(path),
-                name=args.model or "trouper-demo",
-                architecture=architectures[0],
-                hf_config=config,
-                vocab_size=int(config["vocab_size"]),
-                max_position_embeddings=int(config["max_position_embeddings"]),
-                dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-                eos_token_ids=tuple(
-                    eos if isinstance(eos, list) else [eos] if eos is not None else ()
-                ),
-                default_sampling=_default_sampling(generation),
-            )
-        except (IndexError, KeyError) as error:
-            missing = error.args[0] if isinstance(error, KeyError) else "architectures"
-            raise TrouperValidationError(
-                f"config.json of {args.model or 'the demo model'} has no {missing!r}",
-                parameter="model",
-            ) from None
-        except (TypeError, ValueError) as error:
-            raise TrouperValidationError(
-                f"config.json has a wrong value: {error}", parameter="model", value=str(path)
-            ) from None
-
-
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved plan of one engine; nothing in it changes after start."""
 
@@ -359,142 +305,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig
 
 
-_AT_LEAST = {
-    "max_num_seqs": 1, "max_num_batched_tokens": 1, "max_num_scheduled_tokens": 1,
-    "max_num_active_seqs": 1, "block_size": 1, "renderer_num_workers": 1, "stream_interval": 1,
-    "num_gpu_blocks_override": 1, "kv_cache_memory_bytes": 1, "max_num_queued_reqs": 0,
-    "max_num_queued_tokens": 0, "long_prefill_token_threshold": 0, "max_logprobs": -1,
-    "shutdown_timeout": 0,
-}  # fmt: skip
-_ONE_OF = {
-    "scheduling_policy": ("priority", "fcfs"),
-    "prefix_caching_hash_algo": ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
-}
-_SAMPLING_DEFAULTS = (
-    "repetition_penalty",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_new_tokens",
-)
-
-
-def _model_path(args: EngineArgs) -> Path:
-    if args.model is None:
-        return DEMO_MODEL
-    path = Path(args.model).expanduser()
-    if args.model and path.is_dir():
-        return path
-    if path.is_absolute() or args.model.startswith((".", "~")) or args.model.count("/") != 1:
-        raise TrouperValidationError("no such model folder", parameter="model", value=args.model)
-    return _download(args, args.model, args.revision)
-
-
-def _download(args: EngineArgs, repo_id: str, revision: str | None) -> Path:
-    """Fetch a hub snapshot (huggingface_hub shows the progress bar), safetensors and json only."""
-    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # untyped dicts in it
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    try:
-        return Path(
-            snapshot_download(
-                repo_id,
-                revision=revision,
-                cache_dir=args.download_dir,
-                token=args.hf_token,
-                allow_patterns=patterns,
-            )
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise TrouperValidationError(
-            f"neither a folder nor a hub model that can be fetched ({type(error).__name__})",
-            parameter="model",
-            value=repo_id,
-        ) from error
-
-
-def _tokenizer_path(args: EngineArgs, model: ModelConfig) -> str:
-    if args.tokenizer is None:
-        return model.path
-    path = Path(args.tokenizer).expanduser()
-    if path.is_dir():
-        return str(path)
-    return str(_download(args, args.tokenizer, args.tokenizer_revision))
-
-
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        if not required:
-            return {}
-        raise TrouperValidationError(
-            f"no {path.name} in the model folder", parameter="model", value=str(path.parent)
-        ) from None
-    except (OSError, ValueError) as error:
-        raise TrouperValidationError(
-            f"{path.name} cannot be read: {error}", parameter="model", value=str(path.parent)
-        ) from None
-    if not isinstance(value, dict):
-        raise TrouperValidationError(
-            f"{path.name} is not an object", parameter="model", value=str(path.parent)
-        )
-    return cast("dict[str, Any]", value)
-
-
-def _generation_config(args: EngineArgs, path: Path) -> dict[str, Any]:
-    source = args.generation_config
-    own = _read_json(path / "generation_config.json")
-    if source in ("trouper", "vllm"):
-        own = {name: value for name, value in own.items() if name not in _SAMPLING_DEFAULTS}
-    elif source != "auto":
-        own = _read_json(Path(source) / "generation_config.json", required=True)
-    return {**own, **(args.override_generation_config or {})}
-
-
-def _default_sampling(generation: dict[str, Any]) -> dict[str, Any]:
-    found = {n: generation[n] for n in _SAMPLING_DEFAULTS if generation.get(n) is not None}
-    if "max_new_tokens" in found:
-        found["max_tokens"] = found.pop("max_new_tokens")
-    return found
-
-
-def _max_model_len(wanted: int | str | None, model: ModelConfig) -> int:
-    longest = model.max_position_embeddings
-    if wanted is None or wanted in (-1, "-1", "auto"):
-        return longest
-    length = _human_int(wanted)
-    if not 1 <= length <= longest:
-        raise TrouperValidationError(
-            f"max_model_len must be in [1, {longest}] for this model",
-            parameter="max_model_len",
-            value=wanted,
-        )
-    return length
-
-
-def _human_int(value: int | str) -> int:
+def _human_int(value: Any) -> int:
     """`8k`, `1M`, `4096`: lower-case suffixes are decimal, upper-case ones binary."""
     units = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-    if isinstance(value, int):
-        return value
     try:
+        if isinstance(value, bool):
+            raise TypeError
+        if not isinstance(value, str):
+            return operator.index(value)
         return int(float(value[:-1]) * units[value[-1]]) if value[-1:] in units else int(value)
     except (OverflowError, TypeError, ValueError):
         raise TrouperValidationError(
             "must be a number such as 4096, 8k or 1M", parameter="max_model_len", value=value
         ) from None
-
-
-def _dtype(wanted: str, model: ModelConfig) -> str:
-    name = str(model.dtype if wanted == "auto" else wanted).removeprefix("torch.")
-    if name not in DTYPES:
-        raise TrouperValidationError(
-            f"dtype must be auto or one of {', '.join(DTYPES)}", parameter="dtype", value=name
-        )
-    return DTYPES[name]
 
 
 def _kv_cache_bytes() -> int:

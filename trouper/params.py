@@ -5,11 +5,13 @@ engine's limits is checked by `verify`.
 """
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from enum import IntEnum
-from typing import Any
+from numbers import Real
+from typing import Any, cast
 
 import msgspec
 
@@ -19,6 +21,7 @@ MAX_N = 16_384
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 LOWEST_TEMPERATURE = 1e-2
 INT64 = 2**63
+MAX_LOGPROB_TOKEN_IDS = 128
 
 
 class RequestOutputKind(IntEnum):
@@ -106,6 +109,7 @@ class SamplingParams(msgspec.Struct):
 
     def __post_init__(self) -> None:
         self._check_supported()
+        self._convert()
         self._check_containers()
         self._normalise()
         self._check_types()
@@ -168,6 +172,19 @@ class SamplingParams(msgspec.Struct):
             if type(value) is not type(default) or value != default:
                 raise UnsupportedFeatureError(f"{name} is not supported yet; leave it at {default}")
 
+    def _convert(self) -> None:
+        """Numbers of other libraries, numpy's say, become Python's."""
+        for name in _INTEGERS:
+            setattr(self, name, _plain(getattr(self, name)))
+        for name in _NUMBERS:
+            setattr(self, name, _plain(getattr(self, name)))
+        for name in _ID_LISTS:
+            value: Any = getattr(self, name)
+            if hasattr(value, "tolist"):
+                value = value.tolist()
+            if isinstance(value, _LISTS):
+                setattr(self, name, [_plain(v) for v in cast("list[Any]", value)])
+
     def _check_containers(self) -> None:
         for name, types, rule in _CONTAINERS:
             value = getattr(self, name)
@@ -208,11 +225,7 @@ class SamplingParams(msgspec.Struct):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise _bad(name, value, "must be an integer")
         for name in _NUMBERS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise _bad(name, value, "must be a number")
-            if not math.isfinite(value):
-                raise _bad(name, value, "must be finite")
+            _check_finite(name, getattr(self, name))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "must be True or False")
@@ -257,21 +270,57 @@ class BeamSearchParams(msgspec.Struct):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     allowed_token_ids: list[int] | None = None
+    structured_outputs: Any = None  # accepted at its default only
 
     def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            raise UnsupportedFeatureError(
+                "structured_outputs is not supported yet; leave it at None"
+            )
         for name in ("beam_width", "max_tokens"):
-            value = getattr(self, name)
+            value = _plain(getattr(self, name))
+            setattr(self, name, value)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise _bad(name, value, "must be at least 1")
+        for name in ("temperature", "length_penalty"):
+            value = _plain(getattr(self, name))
+            setattr(self, name, value)
+            _check_finite(name, value)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "must be True or False")
+        if self.allowed_token_ids is not None:
+            # Its rules are those of sampling.
+            self.allowed_token_ids = SamplingParams(
+                allowed_token_ids=self.allowed_token_ids
+            ).allowed_token_ids
 
 
 def _bad(name: str, value: object, rule: str) -> TrouperValidationError:
     return TrouperValidationError(f"{name}: {rule}", parameter=name, value=value)
 
 
+def _check_finite(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _bad(name, value, "must be a number")
+    if not math.isfinite(value):
+        raise _bad(name, value, "must be finite")
+
+
+def _plain(value: Any) -> Any:
+    """An int or a float for any integer or real number but bool; anything else as it is."""
+    if isinstance(value, bool | int | float | str | None):
+        return float(value) if isinstance(value, float) else value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value) if isinstance(value, Real) else value
+
+
 def _logit_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
     clean: dict[int, float] = {}
-    for key, value in bias.items():
+    for key, given in bias.items():
+        value = _plain(given)
         try:
             token = int(key)
         except (TypeError, ValueError):
@@ -326,6 +375,10 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("min_tokens", lambda v: v >= 0, "must be at least 0"),
     ("logprobs", lambda v: v >= -1, "must be -1 or at least 0"),
     ("prompt_logprobs", lambda v: v >= -1, "must be -1 or at least 0"),
-    ("logprob_token_ids", lambda v: len(v) <= 128, "at most 128 ids"),
+    (
+        "logprob_token_ids",
+        lambda v: len(v) <= MAX_LOGPROB_TOKEN_IDS,
+        f"at most {MAX_LOGPROB_TOKEN_IDS} ids",
+    ),
     ("stream_interval", lambda v: v >= 1, "must be at least 1"),
 )

@@ -28,7 +28,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "model": "Folder or hub id; the bundled demo model when left out.",
         "tokenizer": "Folder or hub id of the tokenizer; the model's own when left out.",
         "skip_tokenizer_init": "No tokenizer: token ids in, token ids out.",
-        "trust_remote_code": "Let the model's own Python code run.",
+        "trust_remote_code": "Not supported: a model's own Python code is never run.",
         "revision": "Branch, tag or commit of the model on the hub.",
         "tokenizer_revision": "Branch, tag or commit of the tokenizer on the hub.",
         "hf_token": "Access token of the hub.",
@@ -47,7 +47,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "kv_cache_memory_bytes": "Memory for the cache in bytes.",
         "gpu_memory_utilization": "Share of the device's memory to use.",
         "enable_prefix_caching": "Reuse the blocks of equal prefixes; on by default.",
-        "prefix_caching_hash_algo": "sha256, sha256_cbor, xxhash or xxhash_cbor.",
+        "prefix_caching_hash_algo": "sha256; vLLM's others are not supported yet.",
     },
     "Scheduler": {
         "max_num_seqs": "Sequences that run at once.",

@@ -16,6 +16,7 @@ EXIT_USAGE = 2
 EXIT_SIGNALLED = 128  # plus the number of the signal, as in a shell
 EXIT_CTRL_C = 130
 EXIT_BROKEN_PIPE = 141
+HINT = " (--debug shows where)"
 
 
 class Interrupted(Exception):
@@ -46,10 +47,10 @@ def explain(error: BaseException) -> tuple[int, str]:
             return EXIT_CTRL_C, "interrupted"
         case _UsageError():
             return error.exit_code, _usage(error)
-        case TrouperClientError() | UnsupportedFeatureError() | ValueError():
+        case TrouperClientError() | UnsupportedFeatureError():
             return EXIT_USAGE, str(error)
         case _:
-            return EXIT_CRASH, f"{type(error).__name__}: {error}{_cause(error)}"
+            return EXIT_CRASH, f"{type(error).__name__}: {error}{_cause(error)}{HINT}"
 
 
 def complain(message: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from trouper import __version__
 from trouper.config import EngineArgs
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli import options, output
 from trouper.frontends.cli.main import run
 
@@ -137,8 +138,11 @@ def test_debug_shows_the_traceback(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (ZeroDivisionError("a\nb"), 1, "ZeroDivisionError: a\nb"),
-        (ExceptionGroup("two", [ValueError("first"), KeyError("second")]), 2, "first"),
+        (ZeroDivisionError("a\nb"), 1, f"ZeroDivisionError: a\nb{output.HINT}"),
+        (ValueError("a defect"), 1, f"ValueError: a defect{output.HINT}"),
+        (TrouperValidationError("first", parameter="n"), 2, "first (parameter=n)"),
+        (UnsupportedFeatureError("not yet"), 2, "not yet"),
+        (ExceptionGroup("two", [TrouperValidationError("first"), KeyError("second")]), 2, "first"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (output.Interrupted(signal.SIGTERM), 143, "terminated"),
     ],
@@ -150,7 +154,8 @@ def test_every_exception_has_its_exit_code(error, code, message):
 def test_an_unexpected_cause_is_told():
     error = RuntimeError("the device is gone")
     error.__cause__ = OSError("cable")
-    assert output.explain(error)[1] == "RuntimeError: the device is gone (caused by OSError: cable)"
+    line = "RuntimeError: the device is gone (caused by OSError: cable)"
+    assert output.explain(error)[1] == line + output.HINT
 
 
 def test_one_prompt_is_echoed_and_streamed(capsys):

@@ -52,7 +52,9 @@ def test_what_a_salted_search_computed_is_not_found_without_the_salt(llm):
 def test_only_allowed_tokens_are_candidates(llm, num_allowed):
     allowed = list(range(30, 30 + num_allowed))
     params = BeamSearchParams(beam_width=3, max_tokens=4, allowed_token_ids=allowed)
-    prompt = llm.generate("def f(", SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt_token_ids
+    prompt = llm.generate("def f(", SamplingParams(max_tokens=1), use_tqdm=False)[
+        0
+    ].prompt_token_ids
     beams = llm.beam_search("def f(", params)[0].sequences
     for beam in beams:
         assert set(beam.tokens[len(prompt) :]) <= set(allowed)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import trouper.config
+import trouper.model_config
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 SHOWS = {
@@ -23,7 +23,9 @@ SHOWS = {
 def no_hub(monkeypatch):
     """The hub's model is not to be had; the bundled one stands in for it."""
     monkeypatch.setattr(
-        trouper.config, "_download", lambda args, repo_id, revision: trouper.config.DEMO_MODEL
+        trouper.model_config,
+        "_download",
+        lambda args, repo_id, revision: trouper.model_config.DEMO_MODEL,
     )
 
 

@@ -136,7 +136,7 @@ def test_an_engine_dropped_in_its_own_thread_ends_all_the_same():
         assert not thread.is_alive()
 
 
-def test_an_engine_may_be_closed_by_its_own_device_thread():
+def test_an_engine_may_be_closed_in_its_own_thread():
     before = set(threads_called("trouper"))
     engine = LLMEngine.from_engine_args(EngineArgs(**SMALL))
     engine._portal.call(engine.close)

@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -290,3 +291,31 @@ def test_a_late_error_is_kept():
     total = output(text="ab")
     total.add(output(text="", finished=True, error=RequestError("aborted", "gone")), aggregate=True)
     assert total.error == RequestError("aborted", "gone")
+
+
+def test_numbers_of_numpy_become_pythons():
+    params = SamplingParams(
+        n=np.int64(2),
+        max_tokens=np.int32(3),
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.5),
+        min_p=1,
+        seed=np.uint8(7),
+        stop_token_ids=np.array([1, 2]),
+        allowed_token_ids=[np.int64(3)],
+        logit_bias={np.int64(4): np.float32(0.5)},
+    )
+    for name in ("n", "max_tokens", "seed", "min_p"):
+        assert type(getattr(params, name)) is int
+    for name in ("temperature", "top_p"):
+        assert type(getattr(params, name)) is float
+    assert (params.n, params.max_tokens, params.seed, params.temperature) == (2, 3, 7, 0.5)
+    assert params.stop_token_ids == [1, 2]
+    assert [type(token) for token in params.stop_token_ids] == [int, int]
+    assert params.allowed_token_ids == [3]
+    assert params.logit_bias == {4: 0.5}
+    for wrong in (np.bool_(True), np.float32("nan"), np.array([1, 2]), "1"):
+        with pytest.raises(TrouperValidationError, match="parameter=temperature"):
+            SamplingParams(temperature=wrong)
+    with pytest.raises(TrouperValidationError, match="parameter=max_tokens"):
+        SamplingParams(max_tokens=np.float32(2))

@@ -1,0 +1,140 @@
+"""What `EngineArgs` may hold: types, ranges and choices.  Pure; needs no model."""
+
+import dataclasses
+import logging
+import operator
+import os
+from typing import TYPE_CHECKING, Any, cast
+
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+if TYPE_CHECKING:
+    from trouper.config import EngineArgs
+
+logger = logging.getLogger("trouper")
+AT_LEAST = {
+    "max_num_seqs": 1, "max_num_batched_tokens": 1, "max_num_scheduled_tokens": 1,
+    "max_num_active_seqs": 1, "block_size": 1, "renderer_num_workers": 1, "stream_interval": 1,
+    "num_gpu_blocks_override": 1, "kv_cache_memory_bytes": 1, "max_num_queued_reqs": 0,
+    "max_num_queued_tokens": 0, "long_prefill_token_threshold": 0, "max_logprobs": -1,
+    "shutdown_timeout": 0, "seed": -(2**63),
+}  # fmt: skip
+AT_MOST = {"seed": 2**63 - 1}
+ONE_OF = {
+    "scheduling_policy": ("priority", "fcfs"),
+    "prefix_caching_hash_algo": ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
+}
+IDLE_ON_CPU = ("enforce_eager", "cudagraph_capture_sizes", "gpu_memory_utilization")
+
+
+def check_engine_args(args: "EngineArgs") -> None:
+    """Convert what means the same (paths, numpy's integers), and refuse what cannot be.
+
+    Raises:
+        TrouperValidationError: a value of the wrong type or out of range; the message names the option.
+        UnsupportedFeatureError: a value that would have no effect, although it should.
+    """
+    _check_types(args)
+    _check_numbers(args)
+    for name, choices in ONE_OF.items():
+        if getattr(args, name) not in choices:
+            raise _bad(args, name, f"{name} must be {' or '.join(choices)}")
+    if args.prefix_caching_hash_algo != "sha256":
+        raise UnsupportedFeatureError(
+            f"prefix_caching_hash_algo={args.prefix_caching_hash_algo!r} is not supported yet; "
+            "leave it at 'sha256'"
+        )
+    if args.trust_remote_code:
+        raise UnsupportedFeatureError("trust_remote_code: a model's own code is never run")
+
+
+def tell_what_is_idle(args: "EngineArgs") -> None:
+    """One line of log for options of a GPU that this engine does not use."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    idle = [name for name in IDLE_ON_CPU if getattr(args, name) != defaults[name]]
+    if idle:
+        logger.info("no effect on the CPU: %s", ", ".join(idle))
+
+
+def _check_types(args: "EngineArgs") -> None:
+    for field in dataclasses.fields(args):
+        name, value = field.name, getattr(args, field.name)
+        if isinstance(value, os.PathLike):
+            value = os.fspath(cast("os.PathLike[str]", value))
+            setattr(args, name, value)
+        if value is None and field.default is None:
+            continue
+        if field.type in (bool, bool | None) and not isinstance(value, bool):
+            raise _bad(args, name, "must be True or False")
+        is_text = (
+            field.type in (str, str | None) and name != "dtype"
+        )  # a torch dtype has a name, too
+        if is_text and not isinstance(value, str):
+            raise _bad(args, name, "must be a string")
+        if field.type == dict[str, Any] | None and not isinstance(value, dict):
+            raise _bad(args, name, "must be a dict")
+    if not isinstance(args.hf_token, str | bool | None):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
+        raise _bad(args, "hf_token", "must be a string or a bool")
+    _check_lists(args)
+
+
+def _check_lists(args: "EngineArgs") -> None:
+    names: Any = args.served_model_name
+    if names is not None and not isinstance(names, str) and not _is_list_of(names, str):
+        raise _bad(args, "served_model_name", "must be a string or a list of strings")
+    sizes: Any = args.cudagraph_capture_sizes
+    if sizes is not None and not _is_list_of(sizes, int):
+        raise _bad(args, "cudagraph_capture_sizes", "must be a list of integers")
+
+
+def _check_numbers(args: "EngineArgs") -> None:
+    for name in AT_LEAST:
+        value = _as_integer(getattr(args, name))
+        setattr(args, name, value)
+        if value is not None or not _is_optional(args, name):
+            _check_number(args, name, value)
+    for name in ("watermark", "gpu_memory_utilization"):
+        if not _is_number(getattr(args, name)):
+            raise _bad(args, name, "must be a number")
+    if not 0 <= args.watermark < 1:
+        raise _bad(args, "watermark", "watermark must be in [0, 1)")
+    if not 0 < args.gpu_memory_utilization <= 1:
+        raise _bad(args, "gpu_memory_utilization", "gpu_memory_utilization must be in (0, 1]")
+
+
+def _check_number(args: "EngineArgs", name: str, value: Any) -> None:
+    low, high = AT_LEAST[name], AT_MOST.get(name)
+    if not _is_number(value):
+        raise _bad(args, name, "must be a number")
+    if not value >= low:
+        raise _bad(args, name, f"must be at least {low}")
+    if high is not None and value > high:
+        raise _bad(args, name, f"must be at most {high}")
+    if name != "shutdown_timeout" and not isinstance(value, int):
+        raise _bad(args, name, "must be an integer")
+
+
+def _is_optional(args: "EngineArgs", name: str) -> bool:
+    return any(f.name == name and f.default is None for f in dataclasses.fields(args))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_list_of(values: Any, kind: type[Any]) -> bool:
+    return isinstance(values, list | tuple) and all(
+        isinstance(value, kind) and not isinstance(value, bool)
+        for value in cast("list[Any]", values)
+    )
+
+
+def _as_integer(value: Any) -> Any:
+    try:
+        return value if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return value
+
+
+def _bad(args: "EngineArgs", name: str, rule: str) -> TrouperValidationError:
+    return TrouperValidationError(rule, parameter=name, value=getattr(args, name))

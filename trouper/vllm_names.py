@@ -1,0 +1,117 @@
+"""vLLM's options that trouper does not implement, each with the one value at which it is accepted."""
+
+from typing import Any
+
+from trouper.errors import UnsupportedFeatureError
+
+_ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
+    (None, """
+        quantization hf_overrides logits_processors pooler_config allowed_media_domains
+        mm_processor_kwargs limit_mm_per_prompt distributed_executor_backend
+        max_cudagraph_capture_size compilation_config attention_backend max_cpu_loras
+        default_mm_loras structured_outputs_config speculative_config custom_histogram_buckets
+        kv_events_config code_revision sleep_preserve_parameter_names sleep_mode_backend
+        hf_config_path safetensors_load_strategy ir_op_priority distributed_timeout_seconds
+        cpu_distributed_timeout_seconds numa_bind_nodes numa_bind_cpus device_ids dcp_comm_backend
+        dcp_q_replicate cp_kv_cache_interleave_size data_parallel_rank data_parallel_start_rank
+        data_parallel_size_local data_parallel_address data_parallel_rpc_port
+        enable_batch_sharded_sampling elastic_ep_max_dp_size disable_nccl_for_dp_synchronization
+        eplb_config max_parallel_loading_workers disable_cascade_attn cpu_offload_params
+        offload_params model_class_overrides quantization_config media_io_kwargs
+        mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+        mm_encoder_fp8_scale_save_path io_processor_plugin video_pruning_rate lora_target_modules
+        max_lora_cls_labels model_loader_extra_config disable_hybrid_kv_cache_manager
+        aux_output_config reasoning_parser_plugin spec_method spec_model spec_tokens
+        watermark_config diffusion_config show_hidden_metrics_for_version collect_detailed_traces
+        scheduler_cls attention_config engram_config mamba_config kernel_config
+        enable_flashinfer_autotune logging_config log_level log_config_file kv_transfer_config
+        ec_transfer_config ec_manager_config reasoning_config kv_cache_dtype_skip_layers
+        mamba_block_size prefix_match_unit mamba_ssu_algorithm additional_config
+        fault_tolerance_config kv_offloading_size weight_transfer_config gdn_prefill_backend
+        kda_prefill_backend kda_decode_backend
+    """),
+    ("auto", """
+        runner convert kv_cache_dtype config_format tokenizer_mode moe_backend linear_backend
+        sparse_indexer_topk_backend offload_backend mm_processor_device lora_dtype worker_cls
+        model_impl mamba_cache_dtype mamba_ssm_cache_dtype
+    """),
+    ("", """
+        allowed_local_media_path model_weights reasoning_parser worker_extension_cls
+    """),
+    (4, "mm_processor_cache_gb"),
+    (1, """
+        prefill_schedule_interval tensor_parallel_size pipeline_parallel_size data_parallel_size
+        max_loras nnodes prefill_context_parallel_size decode_context_parallel_size
+        dcp_kv_cache_interleave_size _api_process_count offload_num_in_group offload_prefetch_step
+    """),
+    (0, """
+        cpu_offload_gb node_rank ubatch_size _api_process_rank prefix_cache_retention_interval
+        offload_group_size mm_ipc_gpu_memory_gb mamba_cache_philox_rounds
+    """),
+    (False, """
+        enable_lora kv_cache_metrics enable_prompt_embeds disable_chunked_mm_input
+        enable_return_routed_experts return_sampling_mask numa_bind data_parallel_hybrid_lb
+        data_parallel_external_lb data_parallel_multi_port_external_lb enable_hc_sp
+        enable_expert_parallel enable_ep_weight_filter enable_elastic_ep enable_dbo enable_eplb
+        disable_sliding_window use_fp64_gumbel enable_trace_replay aggregate_engine_logging
+        allow_deprecated_quantization disable_custom_all_reduce enable_shm_tensor_arena
+        language_model_only enable_mm_embeds interleave_mm_strings mm_encoder_only skip_mm_profiling
+        fully_sharded_loras enable_tower_connector_lora specialize_active_lora
+        enable_mixed_moe_lora_format enable_moe_shared_loras ray_workers_use_nsight
+        cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics
+        enable_logging_iteration_details jit_monitor_verbose enable_mm_processor_stats
+        sleep_mode_offload_cudagraph enable_cumem_allocator enable_nccl_comm_suspend
+        enable_mamba_shared_prefix_checkpoint use_replayssm enable_mamba_cache_stochastic_rounding
+        kv_sharing_fast_prefill enable_fault_tolerance tokens_only fail_on_environ_validation
+        enable_log_requests
+    """),
+    (16, """
+        max_lora_rank dp_sync_interval replayssm_buffer_len
+    """),
+    ("raw_logprobs", "logprobs_mode"),
+    (8, "safetensors_prefetch_num_threads"),
+    (2**24, "safetensors_prefetch_block_size"),
+    ("127.0.0.1", "master_addr"),
+    (29501, "master_port"),
+    ("mp", "data_parallel_backend"),
+    ("allgather_reducescatter", "all2all_backend"),
+    (32, "dbo_decode_token_threshold"),
+    (512, "dbo_prefill_token_threshold"),
+    ("linear", "expert_placement_strategy"),
+    ("lru", "mm_processor_cache_type"),
+    ("blake3", "mm_hasher_algorithm"),
+    (128, "mm_shm_cache_max_object_size_mb"),
+    ("weights", "mm_encoder_tp_mode"),
+    (1.5, "mm_encoder_fp8_scale_save_margin"),
+    ("evs", "video_pruning_method"),
+    ("direct_rpc", "mm_tensor_ipc"),
+    (True, """
+        mm_device_do_normalize use_tqdm_on_load swa_bounded_replay
+    """),
+    (["original/**/*"], "ignore_patterns"),
+    ("none", """
+        per_request_spec_decode_metrics mamba_cache_mode
+    """),
+    (0.01, "kv_cache_metrics_sample"),
+    ("warn", "jit_monitor_mode"),
+    ("triton", "mamba_backend"),
+    ("cpu", "pt_load_map_location"),
+    (2, "optimization_level"),
+    ("balanced", "performance_mode"),
+    ("native", "kv_offloading_backend"),
+)  # fmt: skip
+NOT_IMPLEMENTED: dict[str, Any] = {
+    name: value for value, names in _ACCEPTED_AT for name in names.split()
+}
+ALSO_ACCEPTED = {"runner": "generate", "convert": "none"}  # said aloud, what trouper does anyway
+
+
+def check_not_implemented(name: str, value: Any) -> None:
+    """Raises UnsupportedFeatureError for anything that asks for more than the default."""
+    default = NOT_IMPLEMENTED[name]
+    value = getattr(value, "value", value)  # a member of one of vLLM's enumerations
+    is_default = value is None or value == default or value in ({}, [], set())
+    if not is_default and value != ALSO_ACCEPTED.get(name):
+        raise UnsupportedFeatureError(
+            f"{name}={value!r} is not supported yet; leave it at {default!r}"
+        )
