@@ -65,8 +65,9 @@ def test_no_module_has_two_names():
 
 def test_every_import_is_a_declared_dependency():
     project = PYPROJECT["project"]
-    shipped = project["dependencies"] + project["optional-dependencies"]["cuda"]
-    tested = shipped + project["optional-dependencies"]["test"]
+    extras = project["optional-dependencies"]
+    shipped = project["dependencies"] + extras["cuda"] + extras["server"]
+    tested = shipped + extras["test"]
     for path in SOURCES:
         is_test = path.is_relative_to(ROOT / "tests") or path.is_relative_to(ROOT / "scripts")
         names = [re.split(r"[^\w-]", line)[0] for line in (tested if is_test else shipped)]
