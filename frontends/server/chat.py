@@ -1,14 +1,14 @@
 """`POST /v1/chat/completions`: whole or as a stream.  Source: spec sections 16.2 and 16.3."""
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.server.exchange import Exchange
 from trouper.frontends.server.logprobs import chat_logprobs, prompt_logprobs
-from trouper.frontends.server.outputs import Counted, each_output
+from trouper.frontends.server.outputs import Counted, each_output, final_outputs
 from trouper.frontends.server.replies import (
     ChatChoice,
     ChatChunk,
@@ -22,16 +22,24 @@ from trouper.frontends.server.service import Service
 from trouper.frontends.server.wire import ChatRequest
 from trouper.outputs import CompletionOutput, RequestOutput
 
+if TYPE_CHECKING:
+    from trouper.actors.generation import Generation
+
 MAX_MESSAGES = 4096
 MAX_PARTS = 256  # in one message
 
 
 async def create_chat(service: Service, exchange: Exchange, request: ChatRequest) -> None:
-    answer = _Answer(service, exchange, request)
-    if request.is_stream:
-        await answer.stream()
-    else:
-        await answer.whole()
+    try:
+        answer = _Answer(service, exchange, request)
+        if request.is_stream:
+            await answer.stream()
+        else:
+            await answer.whole()
+    except TrouperValidationError as error:
+        if error.parameter == "logprobs" and request.top_logprobs is not None:
+            error.parameter = "top_logprobs"  # what the client calls it
+        raise
 
 
 class _Answer:
@@ -67,14 +75,10 @@ class _Answer:
         self._shows_usage = forced or bool(options and options.continuous_usage_stats)
 
     async def whole(self) -> None:
-        outputs: list[RequestOutput] = []
-
-        async def collect(_: int, output: RequestOutput) -> None:  # noqa: ASYNC124  # a consumer
-            self._counted.add(0, output)
-            outputs.append(output)
-
-        await self._run(collect)
-        (output,) = outputs  # FINAL_ONLY
+        (output,) = await final_outputs(
+            self._service, self._exchange, self._generations(), ["messages"]
+        )
+        self._counted.add(0, output)
         wants_ids = self._request.return_token_ids
         reply = ChatReply(
             id=self._id,
@@ -97,7 +101,7 @@ class _Answer:
                 if _says_something(completion):
                     await self._send(self._delta(completion))
 
-        await self._run(pump)
+        await each_output(self._service, self._exchange, self._generations(), ["messages"], pump)
         if self._ends_with_usage:
             last = self._chunk([])
             last.usage = self._counted.usage
@@ -122,11 +126,10 @@ class _Answer:
             chunk.usage = self._counted.usage
         await self._exchange.send_event(chunk)
 
-    async def _run(self, consume: Any) -> None:
-        generations = self._service.generations(
+    def _generations(self) -> "list[Generation]":
+        return self._service.generations(
             self._exchange, [self._prompt], self._params, self._request
         )
-        await each_output(self._service, self._exchange, generations, ["messages"], consume)
 
     def _chunk(self, choices: list[ChatDelta]) -> ChatChunk:
         return ChatChunk(id=self._id, created=self._created, model=self._model, choices=choices)

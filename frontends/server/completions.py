@@ -2,19 +2,22 @@
 
 import time
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
 from trouper.errors import TrouperValidationError
 from trouper.frontends.server.exchange import Exchange
 from trouper.frontends.server.logprobs import completion_logprobs, prompt_logprobs
-from trouper.frontends.server.outputs import Counted, each_output
+from trouper.frontends.server.outputs import Counted, each_output, final_outputs
 from trouper.frontends.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply
 from trouper.frontends.server.sampling import check_sequences, completion_params
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.wire import CompletionRequest
 from trouper.outputs import CompletionOutput, LogprobsOnePosition, RequestOutput
+
+if TYPE_CHECKING:
+    from trouper.actors.generation import Generation
 
 MAX_PROMPTS = 1024
 
@@ -62,14 +65,13 @@ class _Answer:
         self._begun: set[int] = set()  # choices that have been heard of
 
     async def whole(self) -> None:
-        choices: dict[int, CompletionChoice] = {}
-
-        async def collect(i: int, output: RequestOutput) -> None:
-            for choice in await self._choices(i, output):
-                choices[choice.index] = choice
-
-        await self._run(collect)
-        reply = self._reply([choices[index] for index in sorted(choices)])
+        outputs = await final_outputs(
+            self._service, self._exchange, self._generations(), self._places
+        )
+        choices: list[CompletionChoice] = []
+        for i, output in enumerate(outputs):
+            choices += await self._choices(i, output)
+        reply = self._reply(sorted(choices, key=lambda choice: choice.index))
         reply.usage = self._counted.usage
         await self._exchange.send_json(reply)
 
@@ -85,18 +87,15 @@ class _Answer:
                         chunk.usage = self._counted.usage
                     await self._exchange.send_event(chunk)
 
-        await self._run(pump)
+        await each_output(self._service, self._exchange, self._generations(), self._places, pump)
         if self._ends_with_usage:
             last = self._reply([])
             last.usage = self._counted.usage
             await self._exchange.send_event(last)
         await self._exchange.end_events()
 
-    async def _run(self, consume: Any) -> None:
-        generations = self._service.generations(
-            self._exchange, self._prompts, self._params, self._request
-        )
-        await each_output(self._service, self._exchange, generations, self._places, consume)
+    def _generations(self) -> "list[Generation]":
+        return self._service.generations(self._exchange, self._prompts, self._params, self._request)
 
     def _reply(self, choices: list[CompletionChoice]) -> CompletionReply:
         return CompletionReply(

@@ -16,7 +16,9 @@ from trouper.frontends.server.errors import Refusal, clean
 
 T = TypeVar("T", bound=msgspec.Struct)
 THREAD_FROM = 2**16  # bytes; below it a thread hop costs more than the reading
-MAX_COMMAS = 2**21  # bounds what 32 MiB of JSON can become: 16 M integers take 0.5 GiB and a second
+MAX_COMMAS = (
+    2**20
+)  # 32 MiB could be 16 M integers, which take 0.5 GiB and a second of the interpreter
 MAX_FIELD = 16 * 2**10  # of a field that we only pass over
 MAX_ECHO = 200
 WHERE = re.compile(r" - at (?:`(?P<path>[^`]*)`|\S+)$")

@@ -140,8 +140,8 @@ def _told(status: int, code: str, error: Exception) -> Problem:
 
 
 def _client_code(error: TrouperClientError) -> str:
-    is_prompt = str(getattr(error, "parameter", "")).startswith(("prompt", "messages"))
-    if is_prompt and "(max_model_len)" in str(error):
+    is_length = str(getattr(error, "parameter", "")).startswith(("prompt", "messages", "max_"))
+    if is_length and "(max_model_len)" in str(error):
         return "context_length_exceeded"
     return "invalid_value"
 

@@ -42,6 +42,31 @@ async def each_output(
             await _interleaved(generations, places, consume)
 
 
+async def final_outputs(
+    service: "Service",
+    exchange: "Exchange",
+    generations: "Sequence[Generation]",
+    places: Sequence[str],
+) -> list[RequestOutput]:
+    """The last output of each generation, in order; under FINAL_ONLY that is all of it."""
+    found: dict[int, RequestOutput] = {}
+
+    async def keep(i: int, generation: "Generation") -> None:
+        with _named(places[i]):
+            async for output in generation:
+                found[i] = output
+
+    with _listed(service, exchange, generations):
+        if len(generations) == 1:  # its error comes as it is
+            await keep(0, generations[0])
+            return [found[0]]
+        async with anyio.create_task_group() as readers:
+            for i, generation in enumerate(generations):
+                generation.open()
+                readers.start_soon(keep, i, generation)
+    return [found[i] for i in range(len(generations))]
+
+
 async def _interleaved(
     generations: "Sequence[Generation]", places: Sequence[str], consume: Consume
 ) -> None:
@@ -78,10 +103,17 @@ async def _forward(
 
 
 async def _read(generation: "Generation", i: int, place: str, consume: Consume) -> None:
-    try:
+    with _named(place):
         async with generation as stream:
             async for output in stream:
                 await consume(i, output)
+
+
+@contextmanager
+def _named(place: str) -> "Iterator[None]":
+    """Errors name the prompt as the client does."""
+    try:
+        yield
     except TrouperValidationError as error:
         if error.parameter in ("prompt", "prompt_token_ids"):
             error.parameter = place

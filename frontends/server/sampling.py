@@ -107,7 +107,7 @@ def _make(request: Generating, values: dict[str, Any], max_model_len: int) -> Sa
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
             name = "max_completion_tokens"
         raise TrouperValidationError(
-            f"{name}: the model's length is {max_model_len} tokens", parameter=name
+            f"{name}: the limit is {max_model_len} tokens (max_model_len)", parameter=name
         )
     return params
 
