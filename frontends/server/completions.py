@@ -146,6 +146,7 @@ class _Answer:
             token_ids,
             positions,
             self._request.logprobs or 0,
+            text_of=self._service.token_text,
             offset=self._offsets[index],
             as_ids=self._as_ids,
         )

@@ -176,7 +176,11 @@ class Exchange:
         self.num_sends += 1
         self._is_sending = True
         try:
-            await self._send(message)
+            # HTTP servers keep their connection's state in here, and tell of the disconnect from within the
+            # last call: cancelled half-way, the connection would be lost, or the frame.  Bounded by the
+            # kernel, see listeners.UNREAD_MS.
+            with anyio.CancelScope(shield=True):
+                await self._send(message)
         except OSError:
             self.is_gone = True  # what a server may raise when nobody is there any more
         finally:

@@ -1,6 +1,6 @@
 """The engine's logprobs in the two shapes that OpenAI gives them.  Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trouper.frontends.server.replies import (
@@ -20,14 +20,16 @@ def completion_logprobs(
     positions: Sequence[LogprobsOnePosition | None],
     num_top: int,
     *,
+    text_of: Callable[[int], str],
     offset: int = 0,
     as_ids: bool = False,
 ) -> CompletionLogprobs:
-    """`offset` is the length of the text before these tokens."""
+    """`offset` is the length of the text before these tokens, `text_of` names what has no logprob."""
     made = CompletionLogprobs()
     for token_id, position in zip(token_ids, positions, strict=True):
         chosen = None if position is None else position.get(token_id)
-        token = _name(token_id, chosen, as_ids)
+        is_bare = chosen is None and not as_ids  # the first token of a prompt
+        token = text_of(token_id) if is_bare else _name(token_id, chosen, as_ids)
         made.text_offset.append(offset)
         made.tokens.append(token)
         made.token_logprobs.append(None if chosen is None else max(chosen.logprob, LEAST))

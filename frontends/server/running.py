@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trouper.actors.handle import Engine
     from trouper.frontends.async_engine import AsyncLLMEngine
 
-GRACE_S = 3.0  # for the final outputs to reach their readers
+GRACE_S = 1.5  # for the final outputs to reach their readers
 GUARD_S = 5.0  # beyond the shutdown's own time
 KEEP_ALIVE_S = 5.0  # an idle connection; also the time for a request's head to come
 LARGEST_HEAD = 256 * 2**10  # for the parser; the application refuses a quarter of it, and says so
@@ -62,6 +62,7 @@ class Server:
         self._is_stopping = False  # by a signal
         self._should_close = anyio.Event()
         self._are_closed = anyio.Event()
+        self._is_engine_closed = anyio.Event()
         self._loading = anyio.CancelScope()
         self._error: Exception | None = None
 
@@ -127,6 +128,7 @@ class Server:
             self._error = error  # carried to `run`, which raises it as it is
             if not is_open:
                 task_status.started(None)
+        self._is_engine_closed.set()
 
     async def _listen(self, app: App, listener: socket.socket, backend: str) -> None:
         from hypercorn.config import Config
@@ -141,7 +143,7 @@ class Server:
         config.include_server_header = False
         config.h11_max_incomplete_size = LARGEST_HEAD
         config.keep_alive_timeout = KEEP_ALIVE_S
-        config.graceful_timeout = self._shutdown_timeout_s + GRACE_S
+        config.graceful_timeout = self._shutdown_timeout_s + GRACE_S / 2
         await serve(
             app,  # pyright: ignore[reportArgumentType]  # its own names for ASGI's three
             config,
@@ -161,8 +163,17 @@ class Server:
         self._should_close.set()
 
     async def _abort_later(self, engine: "Engine") -> None:
+        """What is open at the deadline is aborted; what nobody reads even then is left behind.
+
+        Nothing can cancel the HTTP server's write to such a connection.
+        """
         await anyio.sleep(self._shutdown_timeout_s)
         engine.abort_all()
+        await anyio.sleep(GRACE_S)
+        self._are_closed.set()
+        await self._is_engine_closed.wait()
+        self._report("left connections behind that nobody reads")
+        os._exit(0 if self._error is None else 1)
 
     def _stop(self, number: int) -> None:
         if self._is_stopping:

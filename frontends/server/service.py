@@ -128,6 +128,10 @@ class Service:
             tokenizer.decode, output.prompt_token_ids, limiter=self.threads
         )
 
+    def token_text(self, token_id: int) -> str:
+        tokenizer = self.engine.engine.tokenizer
+        return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
+
     def note(self, generations: "Iterable[Generation]", exchange: Exchange) -> None:
         for generation in generations:
             self._open[generation.request_id] = exchange.request_id

@@ -32,10 +32,10 @@ async def tokenize(service: Service, exchange: Exchange, request: TokenizeReques
         )
     else:
         prompt = chat_prompt(request, trusts_template=service.settings.trust_request_chat_template)
-        prompts = Prompts.for_engine(service.config, tokenizer)
-        ids = await anyio.to_thread.run_sync(
-            _chat_ids, prompts, prompt, request.add_special_tokens, limiter=service.threads
-        )
+        render = Prompts.for_engine(service.config, tokenizer).render
+        message = _message(prompt, request.add_special_tokens)
+        rendered = await anyio.to_thread.run_sync(render, message, limiter=service.threads)
+        ids = list(rendered.track.prompt_token_ids)
     strings = [tokenizer.token_text(id) for id in ids] if request.return_token_strs else None
     await exchange.send_json(
         {
@@ -59,11 +59,12 @@ async def detokenize(service: Service, exchange: Exchange, request: DetokenizeRe
     await exchange.send_json({"prompt": text})
 
 
-def _chat_ids(prompts: Prompts, prompt: Any, add_special_tokens: bool | None) -> list[int]:
+def _message(prompt: Any, add_special_tokens: bool | None) -> Render:
+    """For the renderer alone: nothing is generated."""
     params = SamplingParams(max_tokens=1)
-    slot = ReplySlot("tokenize", params)  # a part of the message that rendering only passes on
+    slot = ReplySlot("tokenize", params)  # rendering only passes it on
     slot.close()
-    message = Render(
+    return Render(
         id=RequestId(0),
         prompt=prompt,
         params=params,
@@ -72,7 +73,6 @@ def _chat_ids(prompts: Prompts, prompt: Any, add_special_tokens: bool | None) ->
         arrival_time=0.0,
         add_special_tokens=add_special_tokens,
     )
-    return list(prompts.render(message).track.prompt_token_ids)
 
 
 def _tokenizer(service: Service) -> Tokenizer:

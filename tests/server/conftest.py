@@ -48,6 +48,18 @@ def make_client(engine):
 
 
 @pytest.fixture
+def wait_until():
+    """For what gives no sign when it happens."""
+
+    async def wait_until(holds):
+        with anyio.fail_after(30):
+            while not holds():  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+
+    return wait_until
+
+
+@pytest.fixture
 def wait_idle(engine):
     """Every table of the engine is empty, soon."""
 
