@@ -38,6 +38,8 @@ class ServerOptions:
     admin_port: Annotated[
         int | None, _server("The same as a port of the loopback.", min=0, max=65535)
     ] = None
+    ssl_certfile: Annotated[str | None, _server("Certificate, for https.")] = None
+    ssl_keyfile: Annotated[str | None, _server("Its private key.")] = None
     protect_metrics: Annotated[
         bool, _server("Ask for a key at /metrics too.", "--protect-metrics")
     ] = False
@@ -125,6 +127,7 @@ def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
                 service,
                 shutdown_timeout_s=float(engine_args.shutdown_timeout),
                 report=output.complain,
+                certificate=(options.ssl_certfile, options.ssl_keyfile),
             )
             await server.run(AsyncLLMEngine(engine_args), [public], admin, options.loop)
 

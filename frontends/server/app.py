@@ -71,7 +71,7 @@ class App:
         exchange.check_head(self._settings)
         route = self._gate.route(exchange)
         if route is None:
-            await exchange.send_body(b"", status=204)
+            await exchange.send_empty(204)
             return
         timeout_s = _timeout_s(exchange, self._settings)
         with ExitStack() as stack:

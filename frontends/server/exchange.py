@@ -130,6 +130,10 @@ class Exchange:
         await self._start(status, ((b"content-type", kind), length, *headers))
         await self._put({"type": "http.response.body", "body": body, "more_body": False})
 
+    async def send_empty(self, status: int = 200) -> None:
+        await self._start(status, () if status == 204 else ((b"content-length", b"0"),))
+        await self._put({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def start_events(self) -> None:
         self.is_stream = True
         await self._start(

@@ -4,7 +4,6 @@ import time
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 
 from trouper import __version__
 from trouper.frontends.server.errors import Refusal, unavailable
@@ -35,25 +34,25 @@ async def list_models(service: Service, exchange: Exchange, _: None) -> None:
 async def live(service: Service, exchange: Exchange, _: None) -> None:
     """Fails only when no progress is possible any more."""
     if not service.is_starting:
-        service.engine.engine.check_alive()
-    await exchange.send_body(b"")
+        service.check_alive()
+    await exchange.send_empty()
 
 
 async def ready(service: Service, exchange: Exchange, _: None) -> None:
     """Would a request be taken and scheduled now?"""
+    service.check_alive()
     service.check_open()
     lifecycle = service.engine.engine.lifecycle
     if lifecycle.is_sleeping or lifecycle.refuses is not None:
         raise unavailable("engine_paused", "the engine is paused or asleep")
-    await exchange.send_body(b"")
+    await exchange.send_empty()
 
 
 async def step_age(service: Service, exchange: Exchange, _: None) -> None:
     """Seconds since a step was seen to end, while there is work; 0 when there is none."""
-    service.engine.engine.check_alive()
+    service.check_alive()
     age_s = service.steps.age_s(service.engine.statistics().scheduler, anyio.current_time())
-    status = 200 if age_s <= service.settings.max_step_age_s else 503
-    if status == 503:
+    if age_s > service.settings.max_step_age_s:
         raise unavailable("no_progress", f"no step has ended for {age_s:.0f} s")
     await exchange.send_json({"age_s": round(age_s, 3)})
 

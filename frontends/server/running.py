@@ -23,6 +23,8 @@ from trouper.frontends.server.listeners import address
 from trouper.frontends.server.service import Service
 
 if TYPE_CHECKING:
+    from hypercorn.config import Config
+
     from trouper.actors.handle import Engine
     from trouper.frontends.async_engine import AsyncLLMEngine
 
@@ -55,10 +57,12 @@ class Server:
         *,
         shutdown_timeout_s: float,
         report: Callable[[str], None],
+        certificate: tuple[str | None, str | None] = (None, None),
     ) -> None:
         self._service = service
         self._shutdown_timeout_s = shutdown_timeout_s
         self._report = report
+        self._certificate = certificate  # file, and file of the key; for the public listeners
         self._is_stopping = False  # by a signal
         self._should_close = anyio.Event()
         self._are_closed = anyio.Event()
@@ -84,8 +88,9 @@ class Server:
                 async with anyio.create_task_group() as listeners:
                     for listener in (*public, *admin):
                         app = App(self._service, is_admin_listener=listener in admin)
+                        config = self._config(listener, is_public=listener in public)
                         self._report(f"listening at {address(listener)}, loading the model")
-                        listen = partial(self._listen, app, listener, backend)
+                        listen = partial(self._listen, app, config, listener, backend)
                         listeners.start_soon(listen, name="listener")
                     await self._serve(unopened, public, troupe, helpers)
                 self._are_closed.set()
@@ -130,13 +135,9 @@ class Server:
                 task_status.started(None)
         self._is_engine_closed.set()
 
-    async def _listen(self, app: App, listener: socket.socket, backend: str) -> None:
+    def _config(self, listener: socket.socket, *, is_public: bool) -> "Config":
         from hypercorn.config import Config
 
-        if backend == "trio":
-            from hypercorn.trio import serve
-        else:
-            from hypercorn.asyncio import serve
         config = Config()
         config.bind = f"fd://{os.dup(listener.fileno())}"  # hypercorn closes it
         config.accesslog = config.errorlog = None
@@ -144,6 +145,17 @@ class Server:
         config.h11_max_incomplete_size = LARGEST_HEAD
         config.keep_alive_timeout = KEEP_ALIVE_S
         config.graceful_timeout = self._shutdown_timeout_s + GRACE_S / 2
+        if is_public:
+            config.certfile, config.keyfile = self._certificate
+        return config
+
+    async def _listen(
+        self, app: App, config: "Config", listener: socket.socket, backend: str
+    ) -> None:
+        if backend == "trio":
+            from hypercorn.trio import serve
+        else:
+            from hypercorn.asyncio import serve
         await serve(
             app,  # pyright: ignore[reportArgumentType]  # its own names for ASGI's three
             config,

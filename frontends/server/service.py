@@ -78,6 +78,12 @@ class Service:
         self.check_open()
         return self.admission.enter()
 
+    def check_alive(self) -> None:
+        """Raises Refusal while starting, and when the engine has failed: health in a status."""
+        if self.engine.errored:
+            self.died.set()
+            raise unavailable("engine_failed", "the engine has failed")
+
     def check_open(self) -> None:
         """Raises Refusal unless requests are taken now, EngineDeadError when they never will be."""
         self.engine.engine.check_alive()

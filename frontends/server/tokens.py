@@ -36,7 +36,9 @@ async def tokenize(service: Service, exchange: Exchange, request: TokenizeReques
         message = _message(prompt, request.add_special_tokens)
         rendered = await anyio.to_thread.run_sync(render, message, limiter=service.threads)
         ids = list(rendered.track.prompt_token_ids)
-    strings = [tokenizer.token_text(id) for id in ids] if request.return_token_strs else None
+    strings: list[str] | None = None
+    if request.return_token_strs:
+        strings = await anyio.to_thread.run_sync(_texts, tokenizer, ids, limiter=service.threads)
     await exchange.send_json(
         {
             "count": len(ids),
@@ -73,6 +75,10 @@ def _message(prompt: Any, add_special_tokens: bool | None) -> Render:
         arrival_time=0.0,
         add_special_tokens=add_special_tokens,
     )
+
+
+def _texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.token_text(id) for id in ids]
 
 
 def _tokenizer(service: Service) -> Tokenizer:

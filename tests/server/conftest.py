@@ -3,10 +3,11 @@
 import anyio
 import pytest
 
-from tests.server.client import Client
 from trouper import AsyncLLMEngine, EngineArgs
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.settings import ServerSettings
+
+from .client import Client
 
 SMALL = {
     "max_model_len": 512,

@@ -3,10 +3,11 @@
 import anyio
 import pytest
 
-from tests.server.bad_input import CASES, JSON, check
-from tests.server.client import Client
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.settings import ServerSettings
+
+from .bad_input import CASES, JSON, check
+from .client import Client
 
 pytestmark = pytest.mark.anyio
 

@@ -5,11 +5,12 @@ import json
 import anyio
 import pytest
 
-from tests.server.client import JSON, Client
 from trouper.frontends.server.app import App, create_app
 from trouper.frontends.server.errors import Refusal
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
+
+from .client import JSON, Client
 
 pytestmark = pytest.mark.anyio
 

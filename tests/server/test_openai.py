@@ -4,8 +4,8 @@ import anyio
 import openai
 import pytest
 
-from tests.server.bad_input import CASES, check
-from tests.server.process import started, stop
+from .bad_input import CASES, check
+from .process import started, stop
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -3,12 +3,15 @@
 import anyio
 import pytest
 
-from tests.server.client import JSON, Client
-from trouper import __version__
+from trouper import AsyncLLMEngine, EngineArgs, __version__
+from trouper.errors import EngineDeadError
 from trouper.frontends.server.app import App, create_app
 from trouper.frontends.server.progress import StepClock
 from trouper.frontends.server.routes import ROUTES
 from trouper.frontends.server.settings import ServerSettings
+
+from .client import JSON, Client
+from .conftest import SMALL
 
 pytestmark = pytest.mark.anyio
 
@@ -61,6 +64,25 @@ async def test_models(client):
     (card,) = (await client.get("/v1/models")).json["data"]
     assert card["id"] == card["root"] == "trouper-demo"
     assert card["max_model_len"] == 512
+
+
+async def test_a_dead_engine(anyio_backend):
+    died = None
+    try:
+        async with AsyncLLMEngine.from_engine_args(EngineArgs(**SMALL)) as engine:
+            app = create_app(engine)
+            client = Client(app)
+            engine.engine.die(RuntimeError("in /secret/place"))
+            for path in ("/health", "/health/live", "/health/step", "/ping"):
+                answer = await client.get(path)
+                assert (answer.status, answer.error["code"]) == (503, "engine_failed")
+            answer = await client.post(PATH, FIELDS)
+            assert (answer.status, answer.error["code"]) == (500, "engine_failed")
+            assert "secret" not in answer.error["message"]
+            assert app.service.died.is_set()
+    except EngineDeadError as error:
+        died = error
+    assert died is not None
 
 
 # Keys

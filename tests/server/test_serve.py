@@ -11,8 +11,8 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from tests.server.client import parse_events
-from tests.server.process import Process, started, stop
+from .client import parse_events
+from .process import Process, started, stop
 
 LONG = {"prompt": "def f(", "max_tokens": 500, "ignore_eos": True, "stream": True}
 JSON = [("content-type", "application/json")]
