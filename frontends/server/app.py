@@ -15,7 +15,7 @@ import anyio
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.access import Gate
 from trouper.frontends.server.decoding import decode
-from trouper.frontends.server.errors import Refusal, describe, log
+from trouper.frontends.server.errors import Refusal, describe, log, logger
 from trouper.frontends.server.exchange import ClientGone, Exchange, Receive, Scope, Send
 from trouper.frontends.server.routes import Route
 from trouper.frontends.server.service import Service
@@ -91,7 +91,9 @@ class App:
         if not body and route.access == "admin":
             return route.body()  # an order without details
         decoded = await decode(body, route.body, self.service.threads)
-        self.service.num_unknown_fields += len(decoded.unknown)
+        if decoded.unknown:
+            self.service.num_unknown_fields += len(decoded.unknown)
+            logger.debug("request %s: %d unknown fields ignored", exchange.id, len(decoded.unknown))
         return decoded.request
 
     async def _attend(self, exchange: Exchange, act: Any, timeout_s: float) -> None:

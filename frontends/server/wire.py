@@ -27,7 +27,7 @@ class Generating(msgspec.Struct, kw_only=True):
     PASSED_OVER: ClassVar[tuple[str, ...]] = ("user", "metadata")
     # Known, and not built yet: refused unless it says nothing.
     NOT_YET: ClassVar[tuple[str, ...]] = (
-        "structured_outputs", "prompt_embeds", "thinking_token_budget", "repetition_detection",
+        "structured_outputs", "thinking_token_budget", "repetition_detection",
         "kv_transfer_params", "use_beam_search", "logits_processors",
     )  # fmt: skip
 

@@ -194,6 +194,7 @@ CASES = [
     c("stream_options", 400, "invalid_value", "stream_options", stream_options={"include_usage": True}),
     c("truncate", 400, "invalid_value", "truncate_prompt_tokens", truncate_prompt_tokens=513),
     c("truncate side", 400, "invalid_value", "truncation_side", truncation_side="middle"),
+    c("embeds", 400, "invalid_value", "prompt_embeds", prompt_embeds="AAAA"),
     c("suffix", 501, "not_supported", suffix="x"),
     c("beam search", 501, "not_supported", use_beam_search=True),
     c("json", 501, "not_supported", response_format={"type": "json_object"}),

@@ -41,6 +41,7 @@ def test_sigterm_gives_open_requests_their_final_output_and_exits_0(loop):
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_sigint_lets_requests_finish_within_the_timeout():
     with started("--shutdown-timeout", "30") as server:
         connection, answer, first = streaming(server, max_tokens=100)
@@ -53,6 +54,7 @@ def test_sigint_lets_requests_finish_within_the_timeout():
             server.request("GET", "/health")
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once():
     with started("--shutdown-timeout", "60") as server:
         connection, *_ = streaming(server, max_tokens=400, n=8)
@@ -63,6 +65,7 @@ def test_a_second_signal_ends_it_at_once():
         connection.close()
 
 
+@pytest.mark.slow
 def test_while_the_model_loads_the_port_answers():
     server = Process("--port", "0")
     try:
@@ -78,6 +81,7 @@ def test_while_the_model_loads_the_port_answers():
         server.close()
 
 
+@pytest.mark.slow
 def test_sigterm_while_the_model_loads():
     server = Process("--port", "0")
     try:
@@ -87,6 +91,7 @@ def test_sigterm_while_the_model_loads():
         server.close()
 
 
+@pytest.mark.slow
 def test_a_socket_file_and_the_admin_listener(tmp_path):
     public, admin = str(tmp_path / "public"), str(tmp_path / "admin")
     with started("--admin-uds", admin) as server:
@@ -132,6 +137,7 @@ GREETINGS = {
 }
 
 
+@pytest.mark.slow
 def test_what_is_no_http_is_answered_with_4xx_or_a_closed_connection():
     with started() as server, ExitStack() as stack:
         address = ("127.0.0.1", server.port)
@@ -182,6 +188,7 @@ def test_without_the_extra_it_says_so(capsys, monkeypatch):
     assert "pip install 'trouper[server]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reader_that_never_reads_does_not_hold_up_the_end():
     """Nothing can cancel the write to it, so the connection is left behind."""
     large = {"prompt": [5] * 500, "n": 32, "max_tokens": 1, "echo": True, "logprobs": 20}
