@@ -37,8 +37,12 @@ async def create_chat(service: Service, exchange: Exchange, request: ChatRequest
         else:
             await answer.whole()
     except TrouperValidationError as error:
-        if error.parameter == "logprobs" and request.top_logprobs is not None:
-            error.parameter = "top_logprobs"  # what the client calls it
+        for name, new_name in (
+            ("logprobs", "top_logprobs"),
+            ("max_tokens", "max_completion_tokens"),
+        ):
+            if error.parameter == name and getattr(request, new_name) is not None:
+                error.parameter = new_name  # what the client calls it
         raise
 
 

@@ -145,16 +145,17 @@ class Exchange:
             ),
         )
 
-    async def send_event(self, content: object) -> None:
-        await self._send_chunk(b"data: %b\n\n" % encode(content))
+    async def send_event(self, content: object, name: str | None = None) -> None:
+        head = b"" if name is None else b"event: %b\n" % name.encode()
+        await self._send_chunk(b"%bdata: %b\n\n" % (head, encode(content)))
 
     async def send_comment(self) -> None:
         """Keep the connection awake; dropped while something else is being sent."""
         if not self._is_sending:
             await self._send_chunk(b": keep-alive\n\n")
 
-    async def end_events(self) -> None:
-        await self._put({"type": "http.response.body", "body": DONE, "more_body": False})
+    async def end_events(self, mark: bytes = DONE) -> None:
+        await self._put({"type": "http.response.body", "body": mark, "more_body": False})
 
     async def fail(self, problem: Problem) -> None:
         """As the status, or as an event when the status has been sent already."""

@@ -9,12 +9,14 @@ from trouper.frontends.server import control, operations, tokens
 from trouper.frontends.server.chat import create_chat
 from trouper.frontends.server.completions import create_completion
 from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.responses import create_response
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.wire import (
     AbortRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponsesRequest,
     TokenizeRequest,
 )
 
@@ -46,6 +48,7 @@ ROUTES = (
     Route("GET", "/v1/models", "user", operations.list_models),
     Route("POST", "/v1/completions", "user", create_completion, CompletionRequest, True),
     Route("POST", "/v1/chat/completions", "user", create_chat, ChatRequest, True),
+    Route("POST", "/v1/responses", "user", create_response, ResponsesRequest, True),
     Route("POST", "/tokenize", "user", tokens.tokenize, TokenizeRequest),
     Route("POST", "/detokenize", "user", tokens.detokenize, DetokenizeRequest),
     Route("POST", "/sleep", "admin", control.sleep),

@@ -77,6 +77,16 @@ def check_common(request: Generating) -> None:
         raise _bad("stream_options", "needs stream")
     if request.prompt_logprobs is not None and request.stream:
         raise _bad("prompt_logprobs", "not with stream")
+    _check_lengths(request)
+
+
+def check_sequences(num_prompts: int, n: int) -> None:
+    """Fields that multiply are capped by their product."""
+    if num_prompts * n > MAX_SEQUENCES:
+        raise _bad("n", f"at most {MAX_SEQUENCES} completions (prompts × n) in one request")
+
+
+def _check_lengths(request: Generating) -> None:
     for name, limit in LONGEST.items():
         value = getattr(request, name)
         if isinstance(value, list | dict) and len(value) > limit:
@@ -84,12 +94,6 @@ def check_common(request: Generating) -> None:
     for text in (request.stop,) if isinstance(request.stop, str) else request.stop or ():
         if len(text) > MAX_STOP_CHARS:
             raise _bad("stop", f"a stop string may have {MAX_STOP_CHARS} characters")
-
-
-def check_sequences(num_prompts: int, n: int) -> None:
-    """Fields that multiply are capped by their product."""
-    if num_prompts * n > MAX_SEQUENCES:
-        raise _bad("n", f"at most {MAX_SEQUENCES} completions (prompts × n) in one request")
 
 
 def _given(request: Generating) -> dict[str, Any]:

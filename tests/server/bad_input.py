@@ -155,6 +155,7 @@ CASES = [
     *(c(f"logprobs {n}", 400, "invalid_value", "logprobs", logprobs=n) for n in (21, -2, 10**6, -1)),
     c("prompt_logprobs", 400, "invalid_value", "prompt_logprobs", prompt_logprobs=21),
     c("streamed prompt_logprobs", 400, "invalid_value", "prompt_logprobs", prompt_logprobs=1, stream=True),
+    h("no completion tokens", 400, "invalid_value", "max_completion_tokens", max_completion_tokens=0),
     h("top without logprobs", 400, "invalid_value", "top_logprobs", top_logprobs=1),
     h("top_logprobs", 400, "invalid_value", "top_logprobs", logprobs=True, top_logprobs=21),
     h("logprobs a number", 400, "invalid_schema", "logprobs", logprobs=2),

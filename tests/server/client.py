@@ -74,10 +74,9 @@ class Client:
         }  # fmt: skip
         call = Call([body] if chunks is None else chunks)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call.run, self._app, scope)
+            await tasks.start(call.run, self._app, scope)
             try:
-                with anyio.fail_after(30):
-                    yield call
+                yield call
             finally:
                 call.leave()
 
@@ -95,7 +94,8 @@ class Call:
         self._may_send = anyio.Event()
         self._may_send.set()
 
-    async def run(self, app, scope):
+    async def run(self, app, scope, *, task_status):
+        task_status.started()
         try:
             await app(scope, self._receive, self._send)
         finally:

@@ -68,6 +68,15 @@ def test_chats(client, model):
     assert len(several.choices) == 2
 
 
+def test_responses(client, model):
+    fields = {"model": model, "input": "hi", "temperature": 0, "max_output_tokens": 8}
+    whole = client.responses.create(**fields)
+    events = list(client.responses.create(**fields, stream=True))
+    assert "".join(e.delta for e in events if e.type.endswith("delta")) == whole.output_text
+    assert events[-1].response.output_text == whole.output_text
+    assert whole.usage.output_tokens == 8
+
+
 @pytest.mark.anyio
 async def test_the_async_client(server):
     url = f"http://127.0.0.1:{server.port}/v1"
