@@ -121,7 +121,7 @@ def describe(error: BaseException) -> Problem:  # noqa: C901  # a table, a line 
 
 def log(problem: Problem, error: BaseException, request_id: str) -> None:
     """Ours with the traceback, the client's in one line that only --log-level debug shows."""
-    if problem.status in (500, 501):
+    if problem.status == 500:
         logger.error("request %s failed", request_id, exc_info=error)
     else:
         logger.debug("request %s: %d %s", request_id, problem.status, problem.code)

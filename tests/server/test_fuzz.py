@@ -62,7 +62,7 @@ def requests(draw):
 
 
 @settings(
-    max_examples=300,
+    max_examples=200,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -76,4 +76,4 @@ async def test_no_body_is_our_fault(client, request):
     elif fields.get("stream") is not True:
         json.loads(answer.body)
     else:
-        assert b'"error"' not in answer.body
+        assert b'{"error"' not in answer.body, (fields, answer.body[-300:])
