@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import anyio
-from anyio.streams.memory import MemoryObjectSendStream
 
 from trouper.errors import TrouperValidationError
 from trouper.frontends.server.replies import CachedTokens, Usage
@@ -73,33 +72,26 @@ async def _interleaved(
     error: Exception | None = None
     # Nothing is buffered: what the consumer does not take merges in the reply slots.
     send, receive = anyio.create_memory_object_stream[tuple[int, RequestOutput]](0)
-    with receive:
+
+    async def put(i: int, output: RequestOutput) -> None:
+        await send.send((i, output))
+
+    with send, receive:
         async with anyio.create_task_group() as readers:
+            for i, generation in enumerate(generations):
+                generation.open()
+                readers.start_soon(_read, generation, i, places[i], put)
+            num_open = len(generations)
             try:
-                with send:
-                    for i, generation in enumerate(generations):
-                        generation.open()
-                        readers.start_soon(_forward, generation, i, places[i], send.clone())
-                async for i, output in receive:
+                while num_open:
+                    i, output = await receive.receive()
+                    num_open -= output.finished
                     await consume(i, output)
             except Exception as raised:
                 error = raised
                 readers.cancel_scope.cancel()
     if error is not None:
         raise error
-
-
-async def _forward(
-    generation: "Generation",
-    i: int,
-    place: str,
-    send: MemoryObjectSendStream[tuple[int, RequestOutput]],
-) -> None:
-    async def put(i: int, output: RequestOutput) -> None:
-        await send.send((i, output))
-
-    with send:
-        await _read(generation, i, place, put)
 
 
 async def _read(generation: "Generation", i: int, place: str, consume: Consume) -> None:
