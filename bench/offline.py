@@ -28,7 +28,11 @@ def main() -> None:
     options = parser.parse_args()
     results = run(options.model, options.dtype)
     if options.output:
-        about = {"trouper": __version__, "python": platform.python_version(), "dtype": options.dtype}
+        about = {
+            "trouper": __version__,
+            "python": platform.python_version(),
+            "dtype": options.dtype,
+        }
         options.output.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
 
 

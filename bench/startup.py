@@ -22,7 +22,16 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    generate = [sys.executable, "-m", "trouper", "generate", PROMPT, "--max-tokens", "32", "--no-echo"]
+    generate = [
+        sys.executable,
+        "-m",
+        "trouper",
+        "generate",
+        PROMPT,
+        "--max-tokens",
+        "32",
+        "--no-echo",
+    ]
     if options.model:
         generate += ["--model", options.model]
     commands = {

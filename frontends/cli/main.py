@@ -10,6 +10,7 @@ from trouper import __version__
 from trouper.frontends.cli import output
 from trouper.frontends.cli.chat import chat
 from trouper.frontends.cli.generate import generate
+from trouper.frontends.cli.serve import serve
 
 app = typer.Typer(
     name="trouper",
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 
 
 def _print_version(is_wanted: bool) -> None:

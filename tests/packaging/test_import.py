@@ -27,6 +27,7 @@ def test_help_loads_nothing_heavy():
     run = "from trouper.frontends.cli.main import run; assert run({!r}) == 0"
     assert loaded_after(run.format(["--help"])) == []
     assert loaded_after(run.format(["generate", "--help"])) == []
+    assert loaded_after(run.format(["serve", "--help"])) == []
 
 
 def test_all_is_sorted_and_resolves():

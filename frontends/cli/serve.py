@@ -1,0 +1,157 @@
+"""`trouper serve`: the OpenAI-compatible server."""
+
+import dataclasses
+import importlib.util
+import os
+from contextlib import ExitStack
+from typing import Annotated, Any, Literal
+
+import anyio
+import typer
+
+from trouper.config import EngineArgs
+from trouper.errors import UnsupportedFeatureError
+from trouper.frontends.cli import output
+from trouper.frontends.cli.options import expand_options
+
+LOOPBACK = "127.0.0.1"
+
+
+def _server(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Server", **more)
+
+
+@dataclasses.dataclass
+class ServerOptions:
+    """Where it listens, who may ask, and how much."""
+
+    host: Annotated[str, _server("Address to listen at.")] = LOOPBACK
+    port: Annotated[int, _server("Port; 0 takes a free one.", min=0, max=65535)] = 8000
+    uds: Annotated[str | None, _server("Socket file, instead of host and port.")] = None
+    api_key: Annotated[
+        list[str] | None, _server("Who has one of these may ask; repeatable.", envvar="TROUPER_API_KEY")
+    ] = None  # fmt: skip
+    admin_key: Annotated[
+        str | None, _server("Serve the control routes to who has this.", envvar="TROUPER_ADMIN_KEY")
+    ] = None
+    admin_uds: Annotated[str | None, _server("Socket file with the control routes.")] = None
+    admin_port: Annotated[
+        int | None, _server("The same as a port of the loopback.", min=0, max=65535)
+    ] = None
+    ssl_certfile: Annotated[str | None, _server("Certificate, for https.")] = None
+    ssl_keyfile: Annotated[str | None, _server("Its private key.")] = None
+    protect_metrics: Annotated[
+        bool, _server("Ask for a key at /metrics too.", "--protect-metrics")
+    ] = False
+    loop: Annotated[Literal["trio", "asyncio"], _server("Event loop.")] = "trio"
+    request_timeout: Annotated[
+        float, _server("Seconds that a request may take.", min=0.001)
+    ] = 600.0  # fmt: skip
+    max_requests: Annotated[
+        int | None, _server("Sequences open at once; 4 × max-num-seqs by default.", min=1)
+    ] = None
+    max_body: Annotated[int, _server("Bytes of a request's body.", min=1)] = 32 * 2**20
+    response_role: Annotated[str, _server("Role that answers in a chat.")] = "assistant"
+    trust_request_chat_template: Annotated[
+        bool, _server("Let requests bring their chat template.", "--trust-request-chat-template")
+    ] = False
+    enable_prompt_tokens_details: Annotated[
+        bool, _server("Tell cached tokens in usage.", "--enable-prompt-tokens-details")
+    ] = False
+    enable_force_include_usage: Annotated[
+        bool, _server("Usage in every stream.", "--enable-force-include-usage")
+    ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool, _server("Logprobs name tokens by id.", "--return-tokens-as-token-ids")
+    ] = False
+    priority_order: Annotated[
+        Literal["trouper", "vllm"], _server("Which priority runs first: larger, or smaller.")
+    ] = "trouper"
+    sse_keep_alive_interval: Annotated[
+        float, _server("Seconds of silence before a comment; 0 is off.", min=0.0)
+    ] = 0.0
+    seed: Annotated[int, _server("Seed of requests that bring none.")] = 0
+    dev_mode: Annotated[
+        bool, _server("Control routes for everybody.", envvar="TROUPER_SERVER_DEV_MODE", hidden=True)
+    ] = False  # fmt: skip
+
+
+@expand_options
+def serve(
+    ctx: typer.Context,
+    model_name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", show_default=False, help="Folder or hub id; the demo when left out."
+        ),
+    ] = None,
+    *,
+    options: ServerOptions,
+    engine_args: EngineArgs,
+) -> None:
+    """Serve a model over HTTP, in OpenAI's words."""
+    if importlib.util.find_spec("hypercorn") is None:
+        raise UnsupportedFeatureError("serve needs hypercorn: pip install 'trouper[server]'")
+    if model_name is not None:
+        if engine_args.model is not None:
+            raise typer.BadParameter("give it once", param_hint="MODEL and --model")
+        engine_args.model = model_name
+    engine_args.seed = options.seed
+    engine_args.resolve()  # here, because it finds mistakes before torch loads
+    # As in `run_engine`: read when torch is loaded, and threads that spin would starve the event loop.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    _run(options, engine_args)
+
+
+def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
+    from trouper.frontends.server.listeners import bind_tcp, bind_unix
+    from trouper.frontends.server.running import Server
+    from trouper.frontends.server.service import Service
+
+    with ExitStack() as stack:
+        if options.uds is not None:
+            public = stack.enter_context(bind_unix(options.uds))
+        else:
+            public = stack.enter_context(bind_tcp(options.host, options.port))
+        admin = []
+        if options.admin_uds is not None:
+            admin.append(stack.enter_context(bind_unix(options.admin_uds)))
+        if options.admin_port is not None:
+            admin.append(stack.enter_context(bind_tcp(LOOPBACK, options.admin_port)))
+
+        async def main() -> None:
+            from trouper.frontends.async_engine import AsyncLLMEngine
+
+            service = Service(_settings(options, engine_args))
+            server = Server(
+                service,
+                shutdown_timeout_s=float(engine_args.shutdown_timeout),
+                report=output.complain,
+                certificate=(options.ssl_certfile, options.ssl_keyfile),
+            )
+            await server.run(AsyncLLMEngine(engine_args), [public], admin, options.loop)
+
+        anyio.run(main, backend=options.loop)
+
+
+def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
+    from trouper.frontends.server.settings import ServerSettings
+
+    names = engine_args.served_model_name or ()
+    return ServerSettings(
+        served_model_names=(names,) if isinstance(names, str) else tuple(names),
+        api_keys=tuple(options.api_key or ()),
+        admin_key=options.admin_key,
+        is_dev_mode=options.dev_mode,
+        protect_metrics=options.protect_metrics,
+        max_requests=options.max_requests,
+        request_timeout_s=options.request_timeout,
+        max_body=options.max_body,
+        response_role=options.response_role,
+        trust_request_chat_template=options.trust_request_chat_template,
+        enable_prompt_tokens_details=options.enable_prompt_tokens_details,
+        force_include_usage=options.enable_force_include_usage,
+        return_tokens_as_token_ids=options.return_tokens_as_token_ids,
+        is_smaller_priority_first=options.priority_order == "vllm",
+        sse_keep_alive_interval_s=options.sse_keep_alive_interval,
+    )

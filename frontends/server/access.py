@@ -1,0 +1,70 @@
+"""Who may ask what.  Fails closed: what is not on the public list needs a key, if there are keys.
+
+The path is compared as it is, before anybody normalises it, and routing sees the same string.
+"""
+
+import hmac
+from hashlib import sha256
+
+from trouper.frontends.server.errors import Refusal
+from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.routes import TABLE, Route
+from trouper.frontends.server.settings import ServerSettings
+
+SCHEME = b"Bearer "
+
+
+class Gate:
+    """Finds the route of an exchange that may have it.
+
+    `is_admin_listener`: whoever can connect is trusted, unless there is an admin key.
+    """
+
+    def __init__(self, settings: ServerSettings, *, is_admin_listener: bool = False) -> None:
+        self._admin_keys = _digests((settings.admin_key,) if settings.admin_key else ())
+        self._user_keys = _digests(settings.api_keys) + (
+            self._admin_keys if settings.api_keys else ()
+        )
+        self._is_admin_listener = is_admin_listener
+        self._has_control = is_admin_listener or settings.is_dev_mode or bool(self._admin_keys)
+        self._is_dev_mode = settings.is_dev_mode
+        self._protects_metrics = settings.protect_metrics
+
+    def route(self, exchange: Exchange) -> Route | None:
+        """None for OPTIONS, which is free.  Raises Refusal: 401, 404 or 405."""
+        methods = TABLE.get(exchange.path, {})
+        access = next((route.access for route in methods.values()), "user")
+        if access == "admin" and not self._has_control:
+            methods, access = {}, "user"  # it is not there
+        if exchange.path == "/metrics" and self._protects_metrics:
+            access = "user"
+        if exchange.method == "OPTIONS":
+            return None
+        self._check_key(exchange, access)
+        if not methods:
+            raise Refusal(404, "not_found", "there is no such route")
+        if exchange.method not in methods:
+            allow = (b"allow", ", ".join(sorted(methods)).encode())
+            raise Refusal(405, "method_not_allowed", "not with this method", headers=(allow,))
+        return methods[exchange.method]
+
+    def _check_key(self, exchange: Exchange, access: str) -> None:
+        keys = self._user_keys
+        if access == "admin":
+            keys = () if self._is_dev_mode and not self._admin_keys else self._admin_keys
+        elif self._is_admin_listener:
+            keys = self._admin_keys
+        if access == "public" or not keys:
+            return
+        given = [value for name, value in exchange.headers if name == b"authorization"]
+        is_known = len(given) == 1 and given[0].startswith(SCHEME)
+        digest = sha256(given[0][len(SCHEME) :] if is_known else b"").digest()
+        found = [hmac.compare_digest(digest, key) for key in keys]  # all of them, always
+        if not (is_known and any(found)):
+            header = (b"www-authenticate", b"Bearer")
+            raise Refusal(401, "invalid_api_key", "a valid API key is needed", headers=(header,))
+
+
+def _digests(keys: tuple[str, ...]) -> tuple[bytes, ...]:
+    """Of one length, so that comparing takes one time."""
+    return tuple(sha256(key.encode()).digest() for key in keys)

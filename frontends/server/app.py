@@ -1,0 +1,154 @@
+"""The ASGI application: the one place where an exception becomes an answer.
+
+    head limits → key and route → place in the house → body → handler, with an eye on the client
+
+Leaving, because the client has left or its deadline has passed, is a cancelled scope: the handler's
+generations close, and that is the abort.
+"""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from trouper.errors import EngineDeadError
+from trouper.frontends.server.access import Gate
+from trouper.frontends.server.decoding import decode
+from trouper.frontends.server.errors import Refusal, describe, log, logger
+from trouper.frontends.server.exchange import ClientGone, Exchange, Receive, Scope, Send
+from trouper.frontends.server.routes import Route
+from trouper.frontends.server.service import Service
+from trouper.frontends.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from trouper.frontends.async_engine import AsyncLLMEngine
+
+MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
+POLICY_VIOLATION = 1008
+
+
+def create_app(engine: "AsyncLLMEngine", settings: ServerSettings | None = None) -> "App":
+    """An ASGI application over a running engine, to be served, or mounted in another application."""
+    service = Service(settings or ServerSettings())
+    service.open(engine)
+    return App(service)
+
+
+class App:
+    """`await app(scope, receive, send)`."""
+
+    def __init__(self, service: Service, *, is_admin_listener: bool = False) -> None:
+        self.service = service
+        self._settings = service.settings
+        self._gate = Gate(service.settings, is_admin_listener=is_admin_listener)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "http":
+                await self._answer(Exchange(scope, receive, send))
+            case "lifespan":
+                await _live(receive, send)
+            case "websocket":
+                await receive()
+                await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+            case other:
+                raise NotImplementedError(f"no {other} here")
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            await self._perform(exchange)
+        except ClientGone:
+            pass  # nobody is there to be told
+        except Exception as error:
+            problem = describe(error)
+            log(problem, error, exchange.id)
+            if isinstance(error, EngineDeadError):
+                self.service.died.set()
+            await exchange.fail(problem)
+
+    async def _perform(self, exchange: Exchange) -> None:
+        exchange.check_head(self._settings)
+        route = self._gate.route(exchange)
+        if route is None:
+            await exchange.send_empty(204)
+            return
+        timeout_s = _timeout_s(exchange, self._settings)
+        with ExitStack() as stack:
+            if route.generates:
+                exchange.ticket = stack.enter_context(self.service.enter())
+            request = await self._read(exchange, route)
+            act = partial(route.handler, self.service, exchange, request)
+            await self._attend(exchange, act, timeout_s)
+
+    async def _read(self, exchange: Exchange, route: Route) -> Any:
+        if route.body is None:
+            return None
+        kind = (exchange.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        body = await exchange.read_body(self._settings)
+        if kind != b"application/json" and (body or route.generates):
+            raise Refusal(400, "invalid_content_type", "the content type must be application/json")
+        if not body and route.access == "admin":
+            return route.body()  # an order without details
+        decoded = await decode(body, route.body, self.service.threads)
+        if decoded.unknown:
+            self.service.num_unknown_fields += len(decoded.unknown)
+            logger.debug("request %s: %d unknown fields ignored", exchange.id, len(decoded.unknown))
+        return decoded.request
+
+    async def _attend(self, exchange: Exchange, act: Any, timeout_s: float) -> None:
+        """Run the handler until it is done, the client has left, or the time is over."""
+        error: Exception | None = None
+        deadline = anyio.CancelScope(deadline=anyio.current_time() + timeout_s)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_watch, exchange, tasks.cancel_scope, name="disconnect")
+            if self._settings.sse_keep_alive_interval_s > 0:
+                tasks.start_soon(_keep_awake, exchange, self._settings.sse_keep_alive_interval_s)
+            with deadline:
+                try:
+                    await act()
+                except Exception as raised:
+                    error = raised  # carried out of the group, so that it is not wrapped in another
+            tasks.cancel_scope.cancel()
+        if error is not None:
+            raise error
+        if deadline.cancelled_caught and not exchange.is_gone:
+            raise Refusal(504, "deadline_exceeded", f"the deadline of {timeout_s:g} s has passed")
+
+
+async def _watch(exchange: Exchange, handler: anyio.CancelScope) -> None:
+    await exchange.wait_disconnect()
+    handler.cancel()
+
+
+async def _keep_awake(exchange: Exchange, interval_s: float) -> None:
+    """A comment whenever a stream has been silent for so long."""
+    while True:
+        num_sends = exchange.num_sends
+        await anyio.sleep(interval_s)
+        if exchange.is_stream and exchange.num_sends == num_sends:
+            await exchange.send_comment()
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    """The engine's life is not ours: it is handed in alive."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+def _timeout_s(exchange: Exchange, settings: ServerSettings) -> float:
+    """The client's own deadline, which may be earlier than the server's and not later."""
+    given = exchange.header(b"x-request-timeout-ms")
+    if given is None:
+        return settings.request_timeout_s
+    if not given.isdigit() or not 1 <= int(given[:20]) <= MAX_TIMEOUT_MS:
+        raise Refusal(
+            400,
+            "invalid_value",
+            f"must be an integer in [1, {MAX_TIMEOUT_MS}]",
+            param="X-Request-Timeout-Ms",
+        )
+    return min(int(given) / 1000, settings.request_timeout_s)

@@ -1,0 +1,86 @@
+"""Bodies -> wire types.  What parsers read differently is refused, so nobody behind us is fooled.
+
+msgspec refuses nearly everything that is no JSON.  A second reading finds keys that are there twice,
+and names the fields that nobody here knows: they are ignored, and counted.
+"""
+
+import json
+import re
+from typing import Any, NamedTuple, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from trouper.frontends.server.errors import Refusal, clean
+
+T = TypeVar("T", bound=msgspec.Struct)
+THREAD_FROM = 2**16  # bytes; below it a thread hop costs more than the reading
+MAX_COMMAS = (
+    2**20
+)  # 32 MiB could be 16 M integers, which take 0.5 GiB and a second of the interpreter
+MAX_FIELD = 16 * 2**10  # of a field that we only pass over
+MAX_ECHO = 200
+WHERE = re.compile(r" - at (?:`(?P<path>[^`]*)`|\S+)$")
+MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+class Decoded(NamedTuple):
+    """A request, and the names in it that are not ours."""
+
+    request: Any
+    unknown: tuple[str, ...]
+
+
+async def decode(body: bytes, kind: type[T], limiter: anyio.CapacityLimiter) -> Decoded:
+    """Raises Refusal: 400 `invalid_json` or `invalid_schema`."""
+    if len(body) < THREAD_FROM:
+        return decode_now(body, kind)
+    return await anyio.to_thread.run_sync(decode_now, body, kind, limiter=limiter)
+
+
+def decode_now(body: bytes, kind: type[T]) -> Decoded:
+    if body.count(b",") > MAX_COMMAS:
+        raise Refusal(400, "schema_too_complex", f"a body may hold {MAX_COMMAS} values")
+    try:
+        request = msgspec.json.decode(body, type=kind)
+        plain: dict[str, Any] = json.loads(
+            body, object_pairs_hook=_unique, parse_constant=_refuse_constant
+        )
+    except msgspec.ValidationError as error:
+        raise _bad_schema(error) from None
+    except (ValueError, RecursionError) as error:  # DecodeError is a ValueError
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        message = f"the body is not valid JSON: {clean(reason, MAX_ECHO)}"
+        raise Refusal(400, "invalid_json", message) from None
+    unknown = plain.keys() - set(kind.__struct_encode_fields__)
+    for name in (*unknown, *getattr(kind, "PASSED_OVER", ())):
+        if len(msgspec.json.encode(plain.get(name))) > MAX_FIELD:
+            raise Refusal(
+                400, "invalid_schema", f"may have {MAX_FIELD} bytes", param=clean(name, MAX_ECHO)
+            )
+    return Decoded(request, tuple(unknown))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _bad_schema(error: msgspec.ValidationError) -> Refusal:
+    text = str(error)
+    if "out of range" in text and "Number" in text:
+        return Refusal(400, "invalid_json", "the body is not valid JSON: a number is out of range")
+    where = WHERE.search(text)
+    path = (where.group("path") or "$") if where else "$"
+    if missing := MISSING.search(text):
+        path += f".{missing.group(1)}"
+    message = WHERE.sub("", text).replace("`", "")
+    param = path.removeprefix("$").removeprefix(".") or None
+    return Refusal(400, "invalid_schema", clean(message, MAX_ECHO), param=param)

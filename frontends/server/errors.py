@@ -1,0 +1,163 @@
+"""Every exception -> one answer, in one table.  Source: spec section 2.1, robustness chapter 3.
+
+Laws.  What the client is told is a rule that it broke, or nothing: messages of failures that are ours
+go to the log.  An answer never grows with the question.
+"""
+
+import logging
+import re
+from typing import Any
+
+import msgspec
+
+from trouper.errors import (
+    EngineDeadError,
+    EnginePausedError,
+    GracefulHTTPError,
+    QueueOverflowError,
+    RetryableRequestError,
+    TrouperClientError,
+    TrouperError,
+    TrouperNotFoundError,
+    TrouperUnprocessableEntityError,
+    UnsupportedFeatureError,
+)
+
+logger = logging.getLogger("trouper.server")
+
+MAX_MESSAGE = 1024
+MAX_RULE = (
+    400  # of an error whose text may quote the request: our rules are under 200, the quote too
+)
+MAX_PARAM = 200
+TYPES = {
+    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError",
+    404: "NotFoundError", 405: "MethodNotAllowedError", 408: "RequestTimeoutError",
+    409: "Conflict", 413: "RequestTooLargeError", 414: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError", 422: "UnprocessableEntityError", 429: "RateLimitError",
+    431: "HeadersTooLargeError", 500: "InternalServerError", 501: "NotImplementedError",
+    503: "ServiceUnavailableError", 504: "DeadlineExceededError",
+}  # fmt: skip
+CONTROLS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]+")
+
+
+class Refusal(TrouperError):
+    """An answer that a handler has decided on."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = headers
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One error as the client gets it."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": clean(self.message, MAX_MESSAGE),
+                "type": TYPES[self.status],
+                "param": None if self.param is None else clean(self.param, MAX_PARAM),
+                "code": self.code,
+            }
+        }
+
+
+def unavailable(code: str, message: str) -> Refusal:
+    return Refusal(503, code, message)
+
+
+def describe(error: BaseException) -> Problem:  # noqa: C901  # a table, a line a class
+    """The table.  Order matters: the first class that fits decides."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    match error:
+        case Refusal():
+            return _with_retry(
+                Problem(error.status, error.code, str(error), error.param, error.headers)
+            )
+        case TrouperUnprocessableEntityError():
+            return _told(422, "unprocessable_media", error)
+        case TrouperNotFoundError():
+            return _told(404, "model_not_found", error)
+        case TrouperClientError():
+            return _told(400, _client_code(error), error)
+        case UnsupportedFeatureError():
+            return _told(501, "not_supported", error)
+        case QueueOverflowError():
+            return _with_retry(Problem(503, "overloaded", "the server is full, try again later"))
+        case GracefulHTTPError():
+            code = "overloaded" if error.status == 503 else "conflict"
+            return _with_retry(Problem(error.status, code, clean(str(error), MAX_RULE)))
+        case RetryableRequestError() | EnginePausedError():
+            return _with_retry(_refused_by_engine(error))
+        case EngineDeadError():
+            return Problem(500, "engine_failed", "the engine has failed")
+        case TrouperError():  # GenerationError and whatever else is ours
+            return Problem(500, "internal_error", "the request failed inside the engine")
+        case ValueError() | TypeError() | OverflowError():
+            return _told(400, "invalid_value", error)
+        case _:
+            return Problem(500, "internal_error", "internal server error")
+
+
+def log(problem: Problem, error: BaseException, request_id: str) -> None:
+    """Ours with the traceback, the client's in one line that only --log-level debug shows."""
+    if problem.status == 500:
+        logger.error("request %s failed", request_id, exc_info=error)
+    else:
+        logger.debug("request %s: %d %s", request_id, problem.status, problem.code)
+
+
+def clean(text: str, limit: int) -> str:
+    """One line of at most `limit` characters that any encoder accepts."""
+    text = CONTROLS.sub(" ", text[: 2 * limit])
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _told(status: int, code: str, error: Exception) -> Problem:
+    message = str(getattr(error, "message", None) or error)
+    param = getattr(error, "parameter", None)
+    return Problem(status, code, clean(message, MAX_RULE), param)
+
+
+def _client_code(error: TrouperClientError) -> str:
+    is_length = str(getattr(error, "parameter", "")).startswith(("prompt", "messages", "max_"))
+    if is_length and "(max_model_len)" in str(error):
+        return "context_length_exceeded"
+    return "invalid_value"
+
+
+def _refused_by_engine(error: Exception) -> Problem:
+    """The engine's refusals begin with their code: `engine_paused: …`, `draining: …`."""
+    code, colon, _ = str(error).partition(":")
+    is_known = bool(colon) and code in ("engine_paused", "draining")
+    return Problem(
+        503, code if is_known else "engine_paused", "the engine takes no requests now, try again"
+    )
+
+
+def _with_retry(problem: Problem) -> Problem:
+    """Clients read either header; spec 10.2: whole seconds, default 1."""
+    if problem.status not in (429, 503):
+        return problem
+    wait = ((b"retry-after", b"1"), (b"retry-after-ms", b"1000"))
+    return msgspec.structs.replace(problem, headers=problem.headers + wait)

@@ -1,0 +1,202 @@
+"""One HTTP request and its answer, over the three callables of ASGI.
+
+Laws.  One answer per exchange; after the client has left, sending does nothing.  Nothing larger than
+its limit is ever held.
+"""
+
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import parse_qs
+from uuid import uuid4
+
+import anyio
+import msgspec
+
+from trouper.frontends.server.admission import AdmissionTicket
+from trouper.frontends.server.errors import Problem, Refusal
+from trouper.frontends.server.settings import ServerSettings
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = tuple[tuple[bytes, bytes], ...]
+
+JSON = b"application/json"
+EVENTS = b"text/event-stream; charset=utf-8"
+DONE = b"data: [DONE]\n\n"
+MAX_ID = 128
+MAX_QUERY_FIELDS = 64
+UNSAFE_IN_ID = re.compile(r"[^A-Za-z0-9._:@+=/-]")
+encode = msgspec.json.Encoder().encode
+
+
+class Exchange:
+    """What a handler gets: the request's head, its body on demand, and the answer's verbs."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        root: str = scope.get("root_path", "")
+        path: str = scope["path"]
+        self.path = path.removeprefix(root) if root and path.startswith(root) else path
+        self.method: str = scope["method"]
+        self.headers: list[tuple[bytes, bytes]] = [
+            (bytes(name).lower(), bytes(value)) for name, value in scope["headers"]
+        ]
+        self.id = uuid4().hex  # 128 bits of ours; what names the request inside
+        self.client_id = _sanitised(self.header(b"x-request-id"))
+        self.is_gone = False
+        self.has_started = False
+        self.is_stream = False
+        self.num_sends = 0
+        self.ticket: AdmissionTicket | None = None  # of a request that has to be let in
+        self._query: bytes = scope.get("query_string", b"")
+        self._raw_path: bytes = scope.get("raw_path") or path.encode(errors="replace")
+        self._receive = receive
+        self._send = send
+        self._is_sending = False
+
+    def __repr__(self) -> str:
+        return f"<Exchange {self.method} {self.path[:40]!r} {self.id}>"
+
+    @property
+    def request_id(self) -> str:
+        """What the client calls it, or else our own."""
+        return self.client_id or self.id
+
+    def name_by(self, request_id: str | None) -> None:
+        """The body's `request_id`; the header wins."""
+        self.client_id = self.client_id or _sanitised((request_id or "").encode(errors="replace"))
+
+    def header(self, name: bytes) -> bytes | None:
+        return next((value for key, value in self.headers if key == name), None)
+
+    def query(self) -> dict[str, list[str]]:
+        try:
+            text = self._query.decode("ascii")
+            return parse_qs(text, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS)
+        except ValueError:
+            raise Refusal(400, "invalid_value", "the query is malformed", param="query") from None
+
+    def check_head(self, settings: ServerSettings) -> None:
+        """Raises Refusal for a head beyond its limits."""
+        if len(self._raw_path) > settings.max_path:
+            raise Refusal(414, "path_too_long", f"the path has over {settings.max_path} bytes")
+        size = sum(len(name) + len(value) for name, value in self.headers)
+        if len(self.headers) > settings.max_headers or size > settings.max_header_bytes:
+            raise Refusal(
+                431,
+                "headers_too_large",
+                f"more than {settings.max_headers} headers or {settings.max_header_bytes} bytes",
+            )
+
+    async def read_body(self, settings: ServerSettings) -> bytes:
+        """The whole body.  Raises Refusal: too large, too slow, encoded; ClientGone."""
+        limit = settings.max_body
+        too_large = Refusal(413, "body_too_large", f"a body may have {limit} bytes")
+        if self.header(b"content-encoding") not in (None, b"", b"identity"):
+            raise Refusal(415, "encoded_body", "a body must not have a content encoding")
+        length = self.header(b"content-length")
+        if length is not None and length.isdigit() and int(length[:20]) > limit:
+            raise too_large
+        pieces: list[bytes] = []
+        size = 0
+        with anyio.move_on_after(settings.body_timeout_s):
+            while True:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                pieces.append(message.get("body", b""))
+                size += len(pieces[-1])
+                if size > limit:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return b"".join(pieces)
+        raise Refusal(
+            408, "body_timeout", "the body came too slowly", headers=((b"connection", b"close"),)
+        )
+
+    async def wait_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass  # the rest of a body that no handler wanted
+        self.is_gone = True
+
+    async def send_json(self, content: object, status: int = 200, headers: Headers = ()) -> None:
+        await self.send_body(encode(content), JSON, status, headers)
+
+    async def send_body(
+        self, body: bytes, kind: bytes = JSON, status: int = 200, headers: Headers = ()
+    ) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, ((b"content-type", kind), length, *headers))
+        await self._put({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def send_empty(self, status: int = 200) -> None:
+        await self._start(status, () if status == 204 else ((b"content-length", b"0"),))
+        await self._put({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def start_events(self) -> None:
+        self.is_stream = True
+        await self._start(
+            200,
+            (
+                (b"content-type", EVENTS),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),  # nginx would collect the chunks
+            ),
+        )
+
+    async def send_event(self, content: object, name: str | None = None) -> None:
+        head = b"" if name is None else b"event: %b\n" % name.encode()
+        await self._send_chunk(b"%bdata: %b\n\n" % (head, encode(content)))
+
+    async def send_comment(self) -> None:
+        """Keep the connection awake; dropped while something else is being sent."""
+        if not self._is_sending:
+            await self._send_chunk(b": keep-alive\n\n")
+
+    async def end_events(self, mark: bytes = DONE) -> None:
+        await self._put({"type": "http.response.body", "body": mark, "more_body": False})
+
+    async def fail(self, problem: Problem) -> None:
+        """As the status, or as an event when the status has been sent already."""
+        if not self.has_started:
+            await self.send_json(problem.body, problem.status, problem.headers)
+        elif self.is_stream:
+            await self.send_event(problem.body)
+            await self.end_events()
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.has_started = True
+        own = (b"x-request-id", self.request_id.encode())
+        await self._put(
+            {"type": "http.response.start", "status": status, "headers": [*headers, own]}
+        )
+
+    async def _send_chunk(self, chunk: bytes) -> None:
+        await self._put({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def _put(self, message: MutableMapping[str, Any]) -> None:
+        if self.is_gone:
+            return
+        self.num_sends += 1
+        self._is_sending = True
+        try:
+            # HTTP servers keep their connection's state in here, and tell of the disconnect from within the
+            # last call: cancelled half-way, the connection would be lost, or the frame.  Bounded by the
+            # kernel, see listeners.UNREAD_MS.
+            with anyio.CancelScope(shield=True):
+                await self._send(message)
+        except OSError:
+            self.is_gone = True  # what a server may raise when nobody is there any more
+        finally:
+            self._is_sending = False
+
+
+class ClientGone(Exception):
+    """The client has left before it had asked its whole question."""
+
+
+def _sanitised(value: bytes | None) -> str | None:
+    """Printable, short, and of no meaning to anybody."""
+    text = (value or b"")[:MAX_ID].decode("ascii", errors="replace")
+    return UNSAFE_IN_ID.sub("_", text) or None

@@ -1,0 +1,101 @@
+"""The engine's logprobs in the two shapes that OpenAI gives them.  Pure."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trouper.frontends.server.replies import (
+    ChatLogprobs,
+    ChatToken,
+    CompletionLogprobs,
+    PromptLogprobs,
+    TokenLogprob,
+)
+from trouper.outputs import Logprob, LogprobsOnePosition
+
+LEAST = -9999.0  # JSON has no -inf
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    positions: Sequence[LogprobsOnePosition | None],
+    num_top: int,
+    *,
+    text_of: Callable[[int], str],
+    offset: int = 0,
+    as_ids: bool = False,
+) -> CompletionLogprobs:
+    """`offset` is the length of the text before these tokens, `text_of` names what has no logprob."""
+    made = CompletionLogprobs()
+    for token_id, position in zip(token_ids, positions, strict=True):
+        chosen = None if position is None else position.get(token_id)
+        is_bare = chosen is None and not as_ids  # the first token of a prompt
+        token = text_of(token_id) if is_bare else _name(token_id, chosen, as_ids)
+        made.text_offset.append(offset)
+        made.tokens.append(token)
+        made.token_logprobs.append(None if chosen is None else max(chosen.logprob, LEAST))
+        made.top_logprobs.append(
+            None
+            if position is None
+            else {
+                _name(id, entry, as_ids): max(entry.logprob, LEAST)
+                for id, entry in _shown(position, token_id, num_top)
+            }
+        )
+        offset += len(token)
+    return made
+
+
+def chat_logprobs(
+    token_ids: Sequence[int],
+    positions: Sequence[LogprobsOnePosition],
+    num_top: int,
+    *,
+    as_ids: bool = False,
+) -> ChatLogprobs:
+    content: list[ChatToken] = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        chosen = _entry(token_id, position[token_id], as_ids)
+        top = sorted(position.items(), key=lambda item: -item[1].logprob)
+        shown = top if num_top == -1 else top[:num_top]
+        content.append(
+            ChatToken(
+                chosen.token,
+                chosen.logprob,
+                chosen.bytes,
+                [_entry(id, entry, as_ids) for id, entry in shown],
+            )
+        )
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(positions: Sequence[LogprobsOnePosition | None]) -> PromptLogprobs:
+    return [None if position is None else _plain(position) for position in positions]
+
+
+def _plain(position: LogprobsOnePosition) -> dict[int, dict[str, Any]]:
+    return {
+        id: {
+            "logprob": max(entry.logprob, LEAST),
+            "rank": entry.rank,
+            "decoded_token": entry.decoded_token,
+        }
+        for id, entry in position.items()
+    }
+
+
+def _shown(position: LogprobsOnePosition, chosen: int, num_top: int) -> list[tuple[int, Logprob]]:
+    """The likeliest, and the chosen one where it is not among them; none when none were asked for."""
+    if num_top == 0:
+        return []
+    top = sorted(position.items(), key=lambda item: -item[1].logprob)
+    return [item for i, item in enumerate(top) if num_top == -1 or i < num_top or item[0] == chosen]
+
+
+def _entry(token_id: int, entry: Logprob, as_ids: bool) -> TokenLogprob:
+    token = _name(token_id, entry, as_ids)
+    return TokenLogprob(token, max(entry.logprob, LEAST), list(token.encode(errors="replace")))
+
+
+def _name(token_id: int, entry: Logprob | None, as_ids: bool) -> str:
+    text = None if entry is None else entry.decoded_token
+    return f"token_id:{token_id}" if as_ids or text is None else text

@@ -1,0 +1,72 @@
+"""Routes for whoever looks after the server: models, health, metrics.  Source: spec section 16.1."""
+
+import time
+from typing import Any
+
+import anyio
+
+from trouper import __version__
+from trouper.frontends.server.errors import Refusal, unavailable
+from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.service import Service
+
+PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+async def list_models(service: Service, exchange: Exchange, _: None) -> None:
+    config = service.config
+    cards: list[dict[str, Any]] = [
+        {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "trouper",
+            "root": service.model_names[0],
+            "parent": None,
+            "max_model_len": config.max_model_len,
+            "permission": [],
+        }
+        for name in service.model_names
+    ]
+    await exchange.send_json({"object": "list", "data": cards})
+
+
+async def live(service: Service, exchange: Exchange, _: None) -> None:
+    """Fails only when no progress is possible any more."""
+    if not service.is_starting:
+        service.check_alive()
+    await exchange.send_empty()
+
+
+async def ready(service: Service, exchange: Exchange, _: None) -> None:
+    """Would a request be taken and scheduled now?"""
+    service.check_alive()
+    service.check_open()
+    lifecycle = service.engine.engine.lifecycle
+    if lifecycle.is_sleeping or lifecycle.refuses is not None:
+        raise unavailable("engine_paused", "the engine is paused or asleep")
+    await exchange.send_empty()
+
+
+async def step_age(service: Service, exchange: Exchange, _: None) -> None:
+    """Seconds since a step was seen to end, while there is work; 0 when there is none."""
+    service.check_alive()
+    age_s = service.steps.age_s(service.engine.statistics().scheduler, anyio.current_time())
+    if age_s > service.settings.max_step_age_s:
+        raise unavailable("no_progress", f"no step has ended for {age_s:.0f} s")
+    await exchange.send_json({"age_s": round(age_s, 3)})
+
+
+async def version(service: Service, exchange: Exchange, _: None) -> None:
+    await exchange.send_json({"version": __version__})
+
+
+async def metrics(service: Service, exchange: Exchange, _: None) -> None:
+    found = service.engine.engine.metrics
+    if found is None:
+        raise Refusal(404, "not_found", "statistics are switched off")
+    await exchange.send_body(found.expose(), PROMETHEUS)
+
+
+async def load(service: Service, exchange: Exchange, _: None) -> None:
+    await exchange.send_json({"server_load": service.admission.num_requests})

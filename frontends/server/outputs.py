@@ -1,0 +1,151 @@
+"""Outputs of one or several generations, handed to one consumer; and the count of their tokens."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import anyio
+
+from trouper.errors import TrouperValidationError
+from trouper.frontends.server.replies import CachedTokens, Usage
+from trouper.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trouper.actors.generation import Generation
+    from trouper.frontends.server.exchange import Exchange
+    from trouper.frontends.server.service import Service
+
+Consume = Callable[[int, RequestOutput], Awaitable[None]]
+
+
+async def each_output(
+    service: "Service",
+    exchange: "Exchange",
+    generations: "Sequence[Generation]",
+    places: Sequence[str],
+    consume: Consume,
+) -> None:
+    """`consume(i, output)` for all that generation i says; one call at a time.
+
+    Leaving, on whatever way, aborts what has not ended.  `places` are what clients call the prompts.
+
+    Raises:
+        Exception: the first failure among them, perhaps in groups; the others are aborted.
+    """
+    with _listed(service, exchange, generations):
+        if len(generations) == 1:
+            await _read(generations[0], 0, places[0], consume)
+        else:
+            await _interleaved(generations, places, consume)
+
+
+async def final_outputs(
+    service: "Service",
+    exchange: "Exchange",
+    generations: "Sequence[Generation]",
+    places: Sequence[str],
+) -> list[RequestOutput]:
+    """The last output of each generation, in order; under FINAL_ONLY that is all of it."""
+    found: dict[int, RequestOutput] = {}
+
+    async def keep(i: int, generation: "Generation") -> None:
+        with _named(places[i]):
+            async for output in generation:
+                found[i] = output
+
+    with _listed(service, exchange, generations):
+        if len(generations) == 1:  # its error comes as it is
+            await keep(0, generations[0])
+            return [found[0]]
+        async with anyio.create_task_group() as readers:
+            for i, generation in enumerate(generations):
+                generation.open()
+                readers.start_soon(keep, i, generation)
+    return [found[i] for i in range(len(generations))]
+
+
+async def _interleaved(
+    generations: "Sequence[Generation]", places: Sequence[str], consume: Consume
+) -> None:
+    error: Exception | None = None
+    # Nothing is buffered: what the consumer does not take merges in the reply slots.
+    send, receive = anyio.create_memory_object_stream[tuple[int, RequestOutput]](0)
+
+    async def put(i: int, output: RequestOutput) -> None:
+        await send.send((i, output))
+
+    with send, receive:
+        async with anyio.create_task_group() as readers:
+            for i, generation in enumerate(generations):
+                generation.open()
+                readers.start_soon(_read, generation, i, places[i], put)
+            num_open = len(generations)
+            try:
+                while num_open:
+                    i, output = await receive.receive()
+                    num_open -= output.finished
+                    await consume(i, output)
+            except Exception as raised:
+                error = raised
+                readers.cancel_scope.cancel()
+    if error is not None:
+        raise error
+
+
+async def _read(generation: "Generation", i: int, place: str, consume: Consume) -> None:
+    with _named(place):
+        async with generation as stream:
+            async for output in stream:
+                await consume(i, output)
+
+
+@contextmanager
+def _named(place: str) -> "Iterator[None]":
+    """Errors name the prompt as the client does."""
+    try:
+        yield
+    except TrouperValidationError as error:
+        if error.parameter in ("prompt", "prompt_token_ids"):
+            error.parameter = place
+        raise
+
+
+@contextmanager
+def _listed(
+    service: "Service", exchange: "Exchange", generations: "Sequence[Generation]"
+) -> "Iterator[None]":
+    """In the table while it runs, closed afterwards."""
+    service.note(generations, exchange)
+    try:
+        yield
+    finally:
+        service.forget(generations)
+        for generation in generations:
+            generation.close()
+
+
+class Counted:
+    """Tokens of one answer so far."""
+
+    def __init__(self, num_prompts: int, *, shows_cached: bool) -> None:
+        self._prompt = [0] * num_prompts
+        self._cached = [0] * num_prompts
+        self._shows_cached = shows_cached
+        self.num_completion_tokens = 0
+
+    def add(self, i: int, output: RequestOutput) -> None:
+        self._prompt[i] = len(output.prompt_token_ids)
+        self._cached[i] = output.num_cached_tokens or 0
+        self.num_completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+
+    @property
+    def usage(self) -> Usage:
+        num_prompt = sum(self._prompt)
+        usage = Usage(
+            num_prompt, self.num_completion_tokens, num_prompt + self.num_completion_tokens
+        )
+        if self._shows_cached:
+            usage.prompt_tokens_details = CachedTokens(sum(self._cached))
+        return usage

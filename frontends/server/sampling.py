@@ -1,0 +1,122 @@
+"""A request's fields -> `SamplingParams`.  Pure.
+
+Precedence: the request, then the model's generation_config.json, then OpenAI's default.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.frontends.server.wire import ChatRequest, CompletionRequest, Generating
+from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, RequestOutputKind, SamplingParams
+
+SAME_NAME = (
+    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "logprob_token_ids",
+    "stream_interval",
+)  # fmt: skip
+MAX_SEQUENCES = 16_384  # prompts × n of one request
+LONGEST = {"stop": 4, "stop_token_ids": 64, "logit_bias": 1024, "bad_words": 128}
+MAX_STOP_CHARS = 256
+OPENAI_MAX_TOKENS = 16  # of completions; a chat goes on to the model's length
+
+
+def completion_params(
+    request: CompletionRequest, defaults: Mapping[str, Any], max_model_len: int
+) -> SamplingParams:
+    """Raises TrouperValidationError or UnsupportedFeatureError, naming the field."""
+    check_common(request)
+    if request.logprob_token_ids is not None and request.logprobs is None:
+        raise _bad("logprob_token_ids", "needs logprobs")
+    given = _given(request)
+    max_tokens = request.max_tokens
+    if max_tokens == 0 and request.echo:
+        max_tokens = 1  # the engine must generate something; it is not shown
+    if request.echo and request.logprobs is not None:
+        given["prompt_logprobs"] = request.logprobs
+    if request.logprobs is not None and request.logprob_token_ids is None:
+        given["logprobs"] = request.logprobs
+    if max_tokens is None:
+        max_tokens = defaults.get("max_tokens", OPENAI_MAX_TOKENS)
+    return _make(request, {**defaults, **given, "max_tokens": max_tokens}, max_model_len)
+
+
+def chat_params(
+    request: ChatRequest, defaults: Mapping[str, Any], max_model_len: int
+) -> SamplingParams:
+    """Raises TrouperValidationError or UnsupportedFeatureError, naming the field."""
+    check_common(request)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise _bad("top_logprobs", "needs logprobs")
+    if request.logprob_token_ids is not None and not request.logprobs:
+        raise _bad("logprob_token_ids", "needs logprobs")
+    given = _given(request)
+    if request.logprobs and request.logprob_token_ids is None:
+        given["logprobs"] = request.top_logprobs or 0
+    max_tokens = request.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = request.max_tokens
+    if max_tokens is None:
+        max_tokens = defaults.get("max_tokens")
+    return _make(request, {**defaults, **given, "max_tokens": max_tokens}, max_model_len)
+
+
+def check_common(request: Generating) -> None:
+    """What both kinds of request must keep to."""
+    for name in request.NOT_YET:
+        if getattr(request, name) not in (None, False, [], {}, ""):
+            raise UnsupportedFeatureError(f"{name} is not supported yet")
+    if request.prompt_embeds is not None:
+        raise _bad("prompt_embeds", "not enabled on this server (enable_prompt_embeds)")
+    kind = request.response_format
+    if kind is not None and kind.type != "text":
+        raise UnsupportedFeatureError("response_format: only text is supported yet")
+    if request.stream_options is not None and not request.stream:
+        raise _bad("stream_options", "needs stream")
+    if request.prompt_logprobs is not None and request.stream:
+        raise _bad("prompt_logprobs", "not with stream")
+    _check_lengths(request)
+
+
+def check_sequences(num_prompts: int, n: int) -> None:
+    """Fields that multiply are capped by their product."""
+    if num_prompts * n > MAX_SEQUENCES:
+        raise _bad("n", f"at most {MAX_SEQUENCES} completions (prompts × n) in one request")
+
+
+def _check_lengths(request: Generating) -> None:
+    for name, limit in LONGEST.items():
+        value = getattr(request, name)
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise _bad(name, f"may have {limit} entries")
+    for text in (request.stop,) if isinstance(request.stop, str) else request.stop or ():
+        if len(text) > MAX_STOP_CHARS:
+            raise _bad("stop", f"a stop string may have {MAX_STOP_CHARS} characters")
+
+
+def _given(request: Generating) -> dict[str, Any]:
+    given = {name: getattr(request, name) for name in SAME_NAME}
+    given["extra_args"] = request.vllm_xargs
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _make(request: Generating, values: dict[str, Any], max_model_len: int) -> SamplingParams:
+    kind = RequestOutputKind.DELTA if request.is_stream else RequestOutputKind.FINAL_ONLY
+    temperature = values.get("temperature")
+    if temperature is not None and GREEDY_BELOW <= temperature < LOWEST_TEMPERATURE:
+        values["temperature"] = LOWEST_TEMPERATURE  # what SamplingParams does with a warning
+    params = SamplingParams(**values, output_kind=kind)
+    if params.max_tokens is not None and params.max_tokens > max_model_len:
+        name = "max_tokens"
+        if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+            name = "max_completion_tokens"
+        raise TrouperValidationError(
+            f"{name}: the limit is {max_model_len} tokens (max_model_len)", parameter=name
+        )
+    return params
+
+
+def _bad(name: str, rule: str) -> TrouperValidationError:
+    return TrouperValidationError(f"{name}: {rule}", parameter=name)

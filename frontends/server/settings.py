@@ -1,0 +1,30 @@
+"""What whoever starts the server decides; nothing in it changes afterwards."""
+
+import msgspec
+
+KIB, MIB = 2**10, 2**20
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits are those of docs/security.md; None means "derived from the engine" or "off"."""
+
+    served_model_names: tuple[str, ...] = ()  # empty: the model's own name
+    api_keys: tuple[str, ...] = ()  # empty: everybody may ask
+    admin_key: str | None = None  # mounts the control routes on the public listener
+    is_dev_mode: bool = False  # mounts them openly
+    protect_metrics: bool = False
+    max_requests: int | None = None  # sequences open at once; 4 × max_num_seqs
+    request_timeout_s: float = 600.0
+    max_step_age_s: float = 10.0  # without a step while there is work: /health/step fails
+    max_body: int = 32 * MIB
+    body_timeout_s: float = 30.0
+    max_header_bytes: int = 64 * KIB
+    max_headers: int = 256
+    max_path: int = 8 * KIB
+    response_role: str = "assistant"
+    trust_request_chat_template: bool = False
+    enable_prompt_tokens_details: bool = False
+    force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
+    is_smaller_priority_first: bool = False  # --priority-order vllm
+    sse_keep_alive_interval_s: float = 0.0  # 0: off

@@ -1,0 +1,92 @@
+"""`POST /tokenize` and `/detokenize`, in threads.  Source: spec section 16.1."""
+
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from trouper.actors.messages import Render, RequestId
+from trouper.actors.rendering.text import Prompts
+from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.reply import ReplySlot
+from trouper.errors import TrouperValidationError
+from trouper.frontends.server.chat import chat_prompt
+from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.service import Service
+from trouper.frontends.server.wire import DetokenizeRequest, TokenizeRequest
+from trouper.params import SamplingParams
+
+
+async def tokenize(service: Service, exchange: Exchange, request: TokenizeRequest) -> None:
+    service.check_model(request.model)
+    tokenizer = _tokenizer(service)
+    if (request.prompt is None) == (request.messages is None):
+        raise _bad("prompt", "give either prompt or messages")
+    if request.prompt is not None:
+        adds = request.add_special_tokens is not False
+        limit = service.config.max_model_len * tokenizer.longest_token_chars
+        if len(request.prompt) > limit:
+            raise _bad("prompt", f"at most {limit} characters (max_model_len)")
+        ids = await anyio.to_thread.run_sync(
+            tokenizer.encode, request.prompt, adds, limiter=service.threads
+        )
+    else:
+        prompt = chat_prompt(request, trusts_template=service.settings.trust_request_chat_template)
+        render = Prompts.for_engine(service.config, tokenizer).render
+        message = _message(prompt, request.add_special_tokens)
+        rendered = await anyio.to_thread.run_sync(render, message, limiter=service.threads)
+        ids = list(rendered.track.prompt_token_ids)
+    strings: list[str] | None = None
+    if request.return_token_strs:
+        strings = await anyio.to_thread.run_sync(_texts, tokenizer, ids, limiter=service.threads)
+    await exchange.send_json(
+        {
+            "count": len(ids),
+            "max_model_len": service.config.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+    )
+
+
+async def detokenize(service: Service, exchange: Exchange, request: DetokenizeRequest) -> None:
+    service.check_model(request.model)
+    tokenizer = _tokenizer(service)
+    for i, id in enumerate(request.tokens):
+        if not 0 <= id < service.config.model.vocab_size:
+            raise _bad(f"tokens[{i}]", f"must be in [0, {service.config.model.vocab_size})")
+    text = await anyio.to_thread.run_sync(
+        tokenizer.decode, request.tokens, False, limiter=service.threads
+    )
+    await exchange.send_json({"prompt": text})
+
+
+def _message(prompt: Any, add_special_tokens: bool | None) -> Render:
+    """For the renderer alone: nothing is generated."""
+    params = SamplingParams(max_tokens=1)
+    slot = ReplySlot("tokenize", params)  # rendering only passes it on
+    slot.close()
+    return Render(
+        id=RequestId(0),
+        prompt=prompt,
+        params=params,
+        slot=slot,
+        priority=0,
+        arrival_time=0.0,
+        add_special_tokens=add_special_tokens,
+    )
+
+
+def _texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.token_text(id) for id in ids]
+
+
+def _tokenizer(service: Service) -> Tokenizer:
+    tokenizer = service.engine.engine.tokenizer
+    if tokenizer is None:
+        raise _bad("prompt", "this engine has no tokenizer (skip_tokenizer_init)")
+    return tokenizer
+
+
+def _bad(name: str, rule: str) -> TrouperValidationError:
+    return TrouperValidationError(f"{name}: {rule}", parameter=name)

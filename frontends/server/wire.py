@@ -1,0 +1,176 @@
+"""What clients send.  Unknown fields are ignored; null means "not given".  Source: spec section 16.2.
+
+Ranges that the engine checks itself are not checked here a second time: one validator, one answer.
+"""
+
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Timestamp = Annotated[int, Meta(ge=0)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: str
+
+
+class Generating(msgspec.Struct, kw_only=True):
+    """What completions and chat have in common."""
+
+    PASSED_OVER: ClassVar[tuple[str, ...]] = ("user", "metadata")
+    # Known, and not built yet: refused unless it says nothing.
+    NOT_YET: ClassVar[tuple[str, ...]] = (
+        "structured_outputs", "thinking_token_budget", "repetition_detection",
+        "kv_transfer_params", "use_beam_search", "logits_processors",
+    )  # fmt: skip
+
+    model: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    echo: bool | None = None
+    priority: Int64 | None = None
+    request_id: str | None = None
+    session_id: str | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    structured_outputs: Any = None
+    prompt_embeds: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    kv_transfer_params: Any = None
+    use_beam_search: Any = None
+    logits_processors: Any = None
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.stream)
+
+
+class CompletionRequest(Generating, kw_only=True):
+    """`POST /v1/completions`."""
+
+    NOT_YET: ClassVar[tuple[str, ...]] = (*Generating.NOT_YET, "suffix")
+
+    prompt: str | list[Any] | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+
+class ChatRequest(Generating, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    NOT_YET: ClassVar[tuple[str, ...]] = (
+        *Generating.NOT_YET, "documents", "media_io_kwargs", "mm_processor_kwargs", "functions",
+        "audio",
+    )  # fmt: skip
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+    functions: Any = None
+    audio: Any = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """`POST /v1/responses`, as far as it is a conversation without memory."""
+
+    PASSED_OVER: ClassVar[tuple[str, ...]] = ("user", "metadata")
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    priority: Int64 | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    text: dict[str, Any] | None = None
+    store: bool | None = None  # nothing is stored, and the answer says so
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /tokenize`: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """`POST /abort_requests`; no ids: all."""
+
+    request_ids: list[str] | None = None

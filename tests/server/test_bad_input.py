@@ -1,0 +1,135 @@
+"""What is refused is refused in words of the contract, and nobody else notices."""
+
+import anyio
+import pytest
+
+from trouper.frontends.server.app import create_app
+from trouper.frontends.server.settings import ServerSettings
+
+from .bad_input import CASES, JSON, check
+from .client import Client
+
+pytestmark = pytest.mark.anyio
+
+CANARIES = ["def f(", "import os", "class A", "for x in"]
+
+
+async def send(client, case):
+    answer = await client.request(case.method, case.path, case.body, case.headers)
+    check(case, answer.status, answer.headers, answer.body)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+async def test_it_is_refused(client, case):
+    await send(client, case)
+
+
+async def text_of(client, prompt):
+    fields = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    answer = await client.post("/v1/completions", {**fields, "stream": True})
+    return "".join(event["choices"][0]["text"] for event in answer.events[:-1])
+
+
+async def test_streams_that_run_across_the_attack_say_what_they_always_say(client, wait_idle):
+    calm = [await text_of(client, prompt) for prompt in CANARIES]
+    across = {}
+
+    async def sing(prompt):
+        across[prompt] = await text_of(client, prompt)
+
+    async with anyio.create_task_group() as tasks:
+        for prompt in CANARIES:
+            tasks.start_soon(sing, prompt)
+        for case in CASES:
+            await send(client, case)
+    assert [across[prompt] for prompt in CANARIES] == calm
+    await wait_idle()
+
+
+async def test_a_body_that_does_not_end_in_time(make_client):
+    client = make_client(body_timeout_s=0.01)
+    chunks = Endless()
+    answer = await client.request("POST", "/v1/completions", headers=JSON, chunks=chunks)
+    assert (answer.status, answer.error["code"]) == (408, "body_timeout")
+    assert answer.headers["connection"] == "close"
+
+
+class Endless(list):
+    """A body of which only the first byte ever comes."""
+
+    def __init__(self):
+        super().__init__([b"{"])
+
+    def __bool__(self):
+        return True
+
+    def pop(self, _):
+        return b""
+
+
+async def test_a_body_too_large_is_refused_unread(make_client):
+    client = make_client(max_body=1000)
+    told = [*JSON, ("content-length", "1001")]
+    answer = await client.request("POST", "/v1/completions", headers=told, chunks=Unreadable())
+    assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+
+
+class Unreadable(list):
+    def __bool__(self):
+        raise AssertionError("the body was read")
+
+
+async def test_a_body_too_large_is_not_read_to_its_end(make_client):
+    client = make_client(max_body=1000)
+    chunks = [b"x" * 600] * 5
+    async with client.stream("POST", "/v1/completions", headers=JSON, chunks=chunks) as call:
+        await call.wait_complete()
+        assert len(call._chunks) == 3
+    assert call.answer.status == 413
+
+
+async def test_unknown_fields_are_ignored_and_counted(app, client):
+    fields = {"prompt": "x", "max_tokens": 1, "frobnicate": 1, "best_of": None}
+    answer = await client.post("/v1/completions", fields)
+    assert answer.status == 200
+    assert app.service.num_unknown_fields == 2
+
+
+async def test_null_is_not_given(client):
+    fields = {"prompt": "x", "max_tokens": None, "n": None, "stop": None, "temperature": None}
+    answer = await client.post("/v1/completions", {**fields, "seed": None, "logit_bias": None})
+    assert answer.status == 200
+    assert answer.json["usage"]["completion_tokens"] <= 16
+
+
+@pytest.mark.parametrize(
+    ("given", "echoed"),
+    [
+        ("my-id:1", "my-id:1"),
+        ("a\r\nset-cookie: x", "a__set-cookie:_x"),
+        ("ü" * 3, "___"),
+        ("x" * 10**6, None),
+        ("y" * 200, "y" * 128),
+    ],
+)
+async def test_the_clients_request_id_comes_back_sanitised(engine, given, echoed):
+    client = Client(create_app(engine, ServerSettings(max_header_bytes=64 * 1024)))
+    answer = await client.get("/version", [("x-request-id", given)])
+    if echoed is None:
+        assert answer.status == 431
+    else:
+        assert answer.headers["x-request-id"] == echoed
+
+
+async def test_one_request_id_for_two_requests_at_once(client):
+    answers = []
+
+    async def ask():
+        fields = {"prompt": "x", "max_tokens": 3}
+        answers.append(await client.post("/v1/completions", fields, [("x-request-id", "the-same")]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        tasks.start_soon(ask)
+    assert [answer.status for answer in answers] == [200, 200]
+    assert {answer.json["id"] for answer in answers} == {"cmpl-the-same"}

@@ -1,0 +1,56 @@
+"""The documents' command lines, run against a real server."""
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .process import started
+
+PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+ADDRESS = "127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with started() as server:
+        yield server
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.parametrize("line", blocks("sh")[0].splitlines())
+def test_curl(server, line):
+    assert line.startswith("curl ")
+    command = line.replace(ADDRESS, f"127.0.0.1:{server.port}")
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, check=True)
+    if '"stream": true' in line:
+        assert done.stdout.endswith("data: [DONE]\n\n")
+    else:
+        assert "error" not in json.loads(done.stdout)
+
+
+def test_the_openai_example(server):
+    code = blocks("python")[0].replace(ADDRESS, f"127.0.0.1:{server.port}")
+    out = io.StringIO()
+    space = {}
+    with contextlib.redirect_stdout(out):
+        exec(code, space)
+    space["client"].close()
+    assert out.getvalue()
+
+
+def test_the_page_shows_every_route():
+    from trouper.frontends.server.routes import ROUTES
+
+    for route in ROUTES:
+        assert f"`{route.method} {route.path}`" in PAGE or f"`{route.path}`" in PAGE, route.path

@@ -1,0 +1,281 @@
+"""Health, metrics, control routes, and who may ask."""
+
+import anyio
+import pytest
+
+from trouper import AsyncLLMEngine, EngineArgs, __version__
+from trouper.errors import EngineDeadError
+from trouper.frontends.server.app import App, create_app
+from trouper.frontends.server.progress import StepClock
+from trouper.frontends.server.routes import ROUTES
+from trouper.frontends.server.settings import ServerSettings
+
+from .client import JSON, Client
+from .conftest import SMALL
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/completions"
+FIELDS = {"prompt": "x", "max_tokens": 1}
+PUBLIC = {
+    "/health",
+    "/health/live",
+    "/health/ready",
+    "/health/step",
+    "/ping",
+    "/version",
+    "/metrics",
+}
+
+
+def bearer(key):
+    return ("authorization", f"Bearer {key}")
+
+
+async def test_health_of_an_idle_server(client):
+    for path in ("/health", "/health/live", "/health/ready", "/ping"):
+        answer = await client.get(path)
+        assert (answer.status, answer.body) == (200, b""), path
+    assert (await client.get("/health/step")).json["age_s"] == 0
+    assert (await client.get("/version")).json == {"version": __version__}
+    assert (await client.get("/load")).json == {"server_load": 0}
+
+
+async def test_metrics(client):
+    await client.post(PATH, FIELDS)
+    answer = await client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert b"trouper:request_success_total" in answer.body
+
+
+def test_the_age_of_a_step_grows_only_while_one_is_awaited(engine):
+    clock, stats = StepClock(), engine.statistics().scheduler
+    busy = type(stats)(**{**{n: getattr(stats, n) for n in stats.__struct_fields__}, "num_steps_in_flight": 1})  # fmt: skip
+    assert clock.age_s(stats, 5.0) == 0
+    assert clock.age_s(busy, 7.0) == 2
+    assert clock.age_s(busy, 9.0) == 4
+    assert clock.age_s(stats, 10.0) == 0
+
+
+test_the_age_of_a_step_grows_only_while_one_is_awaited.pytestmark = [pytest.mark.anyio]
+
+
+async def test_models(client):
+    (card,) = (await client.get("/v1/models")).json["data"]
+    assert card["id"] == card["root"] == "trouper-demo"
+    assert card["max_model_len"] == 512
+
+
+async def test_a_dead_engine(anyio_backend):
+    died = None
+    try:
+        async with AsyncLLMEngine.from_engine_args(EngineArgs(**SMALL)) as engine:
+            app = create_app(engine)
+            client = Client(app)
+            engine.engine.die(RuntimeError("in /secret/place"))
+            for path in ("/health", "/health/live", "/health/step", "/ping"):
+                answer = await client.get(path)
+                assert (answer.status, answer.error["code"]) == (503, "engine_failed")
+            answer = await client.post(PATH, FIELDS)
+            assert (answer.status, answer.error["code"]) == (500, "engine_failed")
+            assert "secret" not in answer.error["message"]
+            assert app.service.died.is_set()
+    except EngineDeadError as error:
+        died = error
+    assert died is not None
+
+
+# Keys
+
+
+async def test_every_route_but_the_public_ones_needs_a_key(make_client):
+    client = make_client(api_keys=("sesame", "open"), admin_key="root")
+    for route in ROUTES:
+        answer = await client.request(route.method, route.path, headers=[JSON])
+        if route.path in PUBLIC:
+            assert answer.status == 200, route.path
+        else:
+            assert answer.status == 401, route.path
+            assert answer.error["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+
+
+async def test_what_does_not_exist_needs_a_key_too(make_client):
+    client = make_client(api_keys=("sesame",))
+    for path in ("/", "//v1/models", "/v1/nothing", "/health/x", "/v1/../health", "/sleep"):
+        assert (await client.get(path)).status == 401, path
+        assert (await client.get(path, [bearer("sesame")])).status == 404, path
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [bearer("sesame2")], [bearer("sesam")], [bearer("sesamE")], [bearer("")],
+        [("authorization", "bearer sesame")], [("authorization", "sesame")],
+        [("authorization", "Basic sesame")], [bearer("ses\u00e4me")],
+        [bearer("sesame"), bearer("sesame")], [("x-api-key", "sesame")],
+    ],
+)  # fmt: skip
+async def test_wrong_keys(make_client, headers):
+    client = make_client(api_keys=("sesame",))
+    assert (await client.get("/v1/models", headers)).status == 401
+
+
+async def test_right_keys(make_client):
+    client = make_client(api_keys=("sesame", "open"), admin_key="root")
+    for key in ("sesame", "open", "root"):
+        assert (await client.get("/v1/models", [bearer(key)])).status == 200
+    assert (await client.get("/is_paused", [bearer("open")])).status == 401
+    assert (await client.get("/is_paused", [bearer("root")])).json == {"is_paused": False}
+
+
+async def test_options_are_free_and_metrics_may_be_protected(make_client):
+    client = make_client(api_keys=("sesame",), protect_metrics=True)
+    assert (await client.get("/v1/models", method="OPTIONS")).status == 204
+    assert (await client.get("/metrics")).status == 401
+    assert (await client.get("/metrics", [bearer("sesame")])).status == 200
+
+
+async def test_405_names_what_is_allowed(client):
+    answer = await client.get(PATH)
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
+
+
+# Control
+
+
+@pytest.fixture
+def admin(engine):
+    return Client(create_app(engine, ServerSettings(is_dev_mode=True)))
+
+
+async def test_the_admin_listener_has_the_control_routes(engine, app, client):
+    admin = Client(App(app.service, is_admin_listener=True))
+    assert (await admin.get("/is_sleeping")).json == {"is_sleeping": False}
+    assert (await client.get("/is_sleeping")).status == 404
+    keyed = create_app(engine, ServerSettings(admin_key="root"))
+    admin = Client(App(keyed.service, is_admin_listener=True))
+    for path in ("/is_sleeping", "/load"):
+        assert (await admin.get(path)).status == 401
+        assert (await admin.get(path, [bearer("root")])).status == 200
+
+
+async def test_pause_and_resume(admin):
+    for _ in range(2):
+        assert (await admin.post("/pause?mode=wait")).json == {"status": "paused"}
+    assert (await admin.get("/is_paused")).json == {"is_paused": True}
+    for answer in (await admin.post(PATH, FIELDS), await admin.get("/health/ready")):
+        assert (answer.status, answer.error["code"]) == (503, "engine_paused")
+        assert answer.headers["retry-after"] == "1"
+    for _ in range(2):
+        assert (await admin.post("/resume")).json == {"status": "resumed"}
+    assert (await admin.post(PATH, FIELDS)).status == 200
+
+
+async def test_sleep_and_wake(admin):
+    answer = await admin.post("/sleep?level=1&mode=abort")
+    assert answer.json == {"status": "sleeping", "level": 1}
+    assert (await admin.get("/is_sleeping")).json == {"is_sleeping": True}
+    assert (await admin.post("/resume")).status == 409
+    assert (await admin.post(PATH, FIELDS)).status == 503
+    answer = await admin.post("/wake_up?tags=weights")
+    assert answer.json == {"status": "sleeping", "tags": ["weights"]}
+    assert (await admin.post("/wake_up")).json == {"status": "awake", "tags": None}
+    assert (await admin.post(PATH, FIELDS)).status == 200
+
+
+async def test_level_0_queues(engine, admin, wait_idle, wait_until):
+    await admin.post("/sleep?level=0")
+    answers = []
+
+    async def ask():
+        answers.append(await admin.post(PATH, FIELDS))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await wait_until(lambda: engine.statistics().num_open_requests)
+        assert not answers
+        await admin.post("/wake_up?tags=scheduling")
+    assert answers[0].status == 200
+    await wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/sleep?level=3", "query.level"), ("/sleep?level=x", "query.level"),
+        ("/sleep?mode=nap", "query.mode"), ("/pause?mode=nap", "query.mode"),
+        ("/pause?clear_cache=maybe", "query.clear_cache"), ("/wake_up?tags=all", "query.tags"),
+        ("/sleep?" + "&".join("level=1" for _ in range(100)), "query"),
+    ],
+)  # fmt: skip
+async def test_bad_orders_change_nothing(admin, path, param):
+    answer = await admin.post(path)
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert (await admin.get("/is_sleeping")).json == {"is_sleeping": False}
+
+
+async def test_requests_are_aborted_by_the_clients_ids(engine, admin, wait_idle, wait_until):
+    answers = {}
+
+    async def ask(name):
+        fields = {"prompt": ["x", "y"], "max_tokens": 500, "ignore_eos": True}
+        answers[name] = await admin.post(PATH, fields, [("x-request-id", name)])
+
+    async with anyio.create_task_group() as tasks:
+        for name in "ab":
+            tasks.start_soon(ask, name)
+        await wait_until(lambda: engine.statistics().num_open_requests == 4)
+        answer = await admin.post("/abort_requests", {"request_ids": ["a", "nobody"]})
+        assert answer.json == {"status": "aborted", "aborted": 2}
+        answer = await admin.post("/abort_requests")
+        assert answer.json["aborted"] >= 2
+    for answer in answers.values():
+        assert {choice["finish_reason"] for choice in answer.json["choices"]} == {"abort"}
+    await wait_idle()
+
+
+async def test_the_prefix_cache_is_reset(admin):
+    assert (await admin.post("/reset_prefix_cache")).json == {"success": True}
+    answer = await admin.post("/reset_prefix_cache?reset_running_requests=true")
+    assert answer.json == {"success": True}
+
+
+# Other kinds of scope
+
+
+async def test_lifespan_and_websockets(app):
+    sent = []
+    messages = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+
+    async def receive():
+        await anyio.lowlevel.checkpoint()
+        return messages.pop(0)
+
+    async def send(message):
+        await anyio.lowlevel.checkpoint()
+        sent.append(message)
+
+    await app({"type": "lifespan"}, receive, send)
+    assert [m["type"] for m in sent] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+    messages.append({"type": "websocket.connect"})
+    await app({"type": "websocket"}, receive, send)
+    assert sent[-1] == {"type": "websocket.close", "code": 1008}
+
+
+async def test_mounted_under_a_prefix(app):
+    sent = []
+
+    async def receive():
+        await anyio.sleep_forever()
+
+    async def send(message):
+        await anyio.lowlevel.checkpoint()
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "GET", "path": "/llm/version", "root_path": "/llm",
+        "query_string": b"", "headers": [],
+    }  # fmt: skip
+    await app(scope, receive, send)
+    assert sent[0]["status"] == 200

@@ -1,0 +1,204 @@
+"""`trouper serve` as a process: loops, sockets, signals, mistakes."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from .client import parse_events
+from .process import Process, started, stop
+
+LONG = {"prompt": "def f(", "max_tokens": 500, "ignore_eos": True, "stream": True}
+JSON = [("content-type", "application/json")]
+
+
+def streaming(server, **fields):
+    """A connection on which a stream has begun."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request("POST", "/v1/completions", json.dumps({**LONG, **fields}), dict(JSON))
+    answer = connection.getresponse()
+    assert answer.status == 200
+    first = answer.read1(1)
+    return connection, answer, first
+
+
+@pytest.mark.parametrize("loop", ["trio", "asyncio"])
+def test_sigterm_gives_open_requests_their_final_output_and_exits_0(loop):
+    with started("--loop", loop) as server:
+        connection, answer, first = streaming(server)
+        server.signal(signal.SIGTERM)
+        server.wait_for("shutting down")
+        events = parse_events(first + answer.read())
+        connection.close()
+        assert events[-1] == "[DONE]"
+        assert events[-2]["choices"][0]["finish_reason"] == "abort"
+        assert server.wait() == 0
+
+
+@pytest.mark.slow
+def test_sigint_lets_requests_finish_within_the_timeout():
+    with started("--shutdown-timeout", "30") as server:
+        connection, answer, first = streaming(server, max_tokens=100)
+        server.signal(signal.SIGINT)
+        events = parse_events(first + answer.read())
+        connection.close()
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.wait() == 0
+        with pytest.raises(ConnectionRefusedError):
+            server.request("GET", "/health")
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once():
+    with started("--shutdown-timeout", "60") as server:
+        connection, *_ = streaming(server, max_tokens=400, n=8)
+        server.signal(signal.SIGTERM)
+        server.wait_for("shutting down")
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 128 + signal.SIGTERM
+        connection.close()
+
+
+@pytest.mark.slow
+def test_while_the_model_loads_the_port_answers():
+    server = Process("--port", "0")
+    try:
+        server.wait_for("listening")
+        status, headers, body = server.request("GET", "/health/ready")
+        if status == 503:  # it may have been quick
+            assert json.loads(body)["error"]["code"] == "starting"
+            assert headers["retry-after"] == "1"
+        server.wait_for("serving")
+        assert server.request("GET", "/health/ready")[0] == 200
+        assert stop(server) == 0
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
+def test_sigterm_while_the_model_loads():
+    server = Process("--port", "0")
+    try:
+        server.wait_for("listening")
+        assert stop(server) == 0
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
+def test_a_socket_file_and_the_admin_listener(tmp_path):
+    public, admin = str(tmp_path / "public"), str(tmp_path / "admin")
+    with started("--admin-uds", admin) as server:
+        assert server.request("GET", "/is_paused")[0] == 404
+        assert json.loads(over_unix(admin, "/is_paused")) == {"is_paused": False}
+        assert os.stat(admin).st_mode & 0o777 == 0o600
+        assert stop(server) == 0
+        assert not os.path.exists(admin)
+    server = Process("--uds", public)
+    try:
+        server.wait_for("serving")
+        assert json.loads(over_unix(public, "/v1/models"))["data"]
+        assert stop(server) == 0
+    finally:
+        server.close()
+
+
+def over_unix(path, target):
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+        client.sendall(f"GET {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        answer = b""
+        while piece := client.recv(2**16):
+            answer += piece
+    return answer.partition(b"\r\n\r\n")[2]
+
+
+GREETINGS = {
+    "binary": bytes(range(256)),
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+    "pickle": b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.",
+    "zmq": b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL" + bytes(48),
+    "both lengths": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n"
+    b"transfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /is_paused HTTP/1.1\r\nhost: x\r\n\r\n",
+    "path of 1 MiB": b"GET /" + b"v" * 2**20 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    "no host": b"GET /v1/models HTTP/1.1\r\n\r\n",
+    "absolute form": b"GET http://x/../pause HTTP/1.1\r\nhost: a/b?c\r\nconnection: close\r\n\r\n",
+    "websocket": b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
+    "body of 33 MiB": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"content-length: 34603008\r\n\r\n",
+    "half a head": b"GET /v1/models HTT",
+}
+
+
+@pytest.mark.slow
+def test_what_is_no_http_is_answered_with_4xx_or_a_closed_connection():
+    with started() as server, ExitStack() as stack:
+        address = ("127.0.0.1", server.port)
+        clients = {}
+        for name, greeting in GREETINGS.items():
+            clients[name] = stack.enter_context(socket.create_connection(address, timeout=20))
+            with suppress(ConnectionError):
+                clients[name].sendall(greeting)
+        for name, client in clients.items():
+            answer = b""
+            with suppress(ConnectionError):
+                while piece := client.recv(2**16):  # to the end: they are all closed
+                    answer += piece
+            assert answer[:10] in (b"", b"HTTP/1.1 4"), (name, answer)
+        assert server.request("GET", "/health")[0] == 200
+        assert stop(server) == 0
+
+
+def serve(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "trouper", "serve", *arguments],
+        capture_output=True, text=True, timeout=50,
+    )  # fmt: skip
+
+
+def test_mistakes_are_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, text in (
+            (["--port", port], "cannot listen on 127.0.0.1"),
+            (["nowhere/at/all"], "no such model folder"),
+            (["--loop", "uvloop"], "--loop"),
+            (["a", "--model", "b"], "give it once"),
+            (["--num-gpu-blocks-override", "1", "--port", "0"], "blocks"),
+        ):
+            done = serve(*arguments)
+            assert done.returncode in (1, 2), done.stderr
+            assert text in done.stderr.splitlines()[-1], done.stderr
+            assert "Traceback" not in done.stderr
+
+
+def test_without_the_extra_it_says_so(capsys, monkeypatch):
+    from trouper.frontends.cli import serve as command
+    from trouper.frontends.cli.main import run
+
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert run(["serve"]) == 2
+    assert "pip install 'trouper[server]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_reader_that_never_reads_does_not_hold_up_the_end():
+    """Nothing can cancel the write to it, so the connection is left behind."""
+    large = {"prompt": [5] * 500, "n": 32, "max_tokens": 1, "echo": True, "logprobs": 20}
+    body = json.dumps(large).encode()  # to an answer of 10 MB, more than a socket's buffers
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with started() as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        assert client.recv(12) == b"HTTP/1.1 200"
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert "left connections behind" in server.lines[-1]
