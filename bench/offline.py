@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trouper import LLM, SamplingParams, __version__
+from trouper.inputs import PromptType
 
 # (requests, prompt tokens, output tokens)
 WORKLOADS = ((1, 32, 8), (1, 32, 64), (1, 1024, 1), (16, 128, 64), (16, 1024, 32))
@@ -21,7 +22,7 @@ FIRST_ID, LAST_ID = 100, 30_000  # ordinary tokens of the 32k vocabulary
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Offline throughput on one model folder.")
     parser.add_argument("model")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--output", type=Path)
@@ -52,7 +53,7 @@ def run(model: str, dtype: str) -> list[dict[str, Any]]:
         print(json.dumps(results[0]), flush=True)
         rng = random.Random(0)
         for num_requests, num_in, num_out in WORKLOADS:
-            prompts = [
+            prompts: list[PromptType] = [
                 {"prompt_token_ids": [rng.randrange(FIRST_ID, LAST_ID) for _ in range(num_in)]}
                 for _ in range(num_requests)
             ]

@@ -17,7 +17,7 @@ PROMPT = "def quicksort(items):"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="How long a user waits for the first output.")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model")
     parser.add_argument("--output", type=Path)
