@@ -27,10 +27,10 @@ class Run(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries first … first + count - 1 of the flat batch, all of one sequence."""
+    """Queries first … first + num_queries - 1 of the flat batch, all of one sequence."""
 
     first: int
-    count: int
+    num_queries: int
     runs: tuple[Run, ...]
 
 

@@ -70,11 +70,11 @@ def paged_attention(
             continue
         q = q_THGD.narrow(0, first, count).permute(1, 2, 0, 3)
         parts = [_over_run(attend, q, k_1HSD, v_1HSD, run, masks) for run in runs]
-        own = (
+        k, v = (
             x.narrow(0, first, count).transpose(0, 1).unsqueeze(1).expand(q.shape)
             for x in (k_THD, v_THD)
         )
-        parts.append(attend(q, *own, True, None))
+        parts.append(attend(q, k, v, True, None))
         pieces.append(_merge(parts, q.dtype).out.permute(2, 0, 1, 3))
     out_THGD = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return out_THGD.reshape(num_tokens, num_q * width)
@@ -83,11 +83,11 @@ def paged_attention(
 def mask_tensors(tiles: Sequence[Tile], dtype: torch.dtype) -> dict[int, Tensor]:
     """The masks of a plan as numbers to add to the scores: 0 or -inf."""
     found = {}
-    for run in (run for tile in tiles for run in tile.runs if run.mask is not None):
-        hidden = torch.from_numpy(~run.mask)
-        found[id(run.mask)] = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(
-            hidden, -torch.inf
-        )
+    for mask in (run.mask for tile in tiles for run in tile.runs):
+        if mask is None:
+            continue
+        hidden = torch.from_numpy(~mask)
+        found[id(mask)] = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
     return found
 
 

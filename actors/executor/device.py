@@ -43,7 +43,7 @@ class Device(Protocol):
         ...
 
     async def call(self, method: str, *args: object) -> object:
-        """`sleep(level)`, `wake(tags)`, `start_profile(folder)`, `stop_profile()`; behind the plans
+        """`sleep(level)`, `wake(tags)`, `start_profile(folder, prefix)`, `stop_profile()`; behind the plans
         already submitted.
 
         Raises:

@@ -27,8 +27,9 @@ from trouper.config import EngineConfig
 from trouper.errors import ProfilerAlreadyActiveError, TrouperValidationError
 from trouper.kernels.paged_attention import MAX_TILE_CAPPED
 
-# Weights that a core streams from its cache within what it costs to wake a second one.
-TINY_BYTES = 2**20
+# Weights that one core streams from its cache in about a millisecond: a second one gains nothing alone,
+# and on a busy machine every barrier with it costs a time slice.
+TINY_BYTES = 32 * 2**20
 
 logger = logging.getLogger(__name__)
 

@@ -319,7 +319,7 @@ def simulated_tokens(
     return tokens[len(prompt_token_ids) :]
 
 
-def _entry(before: "hashlib._Hash", token: int, position: int) -> bytes:
+def _entry(before: hashlib.blake2b, token: int, position: int) -> bytes:
     state = before.copy()
     state.update(b"%d,%d" % (token, position))
     return state.digest()

@@ -165,7 +165,14 @@ def _layer(traits: DecoderTraits, index: int, source: Source, dtype: torch.dtype
         q_ND = norms.pop("q_norm").expand(traits.num_q_heads, -1)
         k_ND = norms.pop("k_norm").expand(traits.num_kv_heads, -1)
         norms["head_norm"] = torch.cat((q_ND, k_ND))
-    return Layer(traits.layers[index], **projections, **norms)
+    return Layer(
+        traits.layers[index],
+        qkv=projections["qkv"],
+        o=projections["o"],
+        gate_up=projections["gate_up"],
+        down=projections["down"],
+        **norms,
+    )
 
 
 def _assemble(parameter: Parameter, source: Source, dtype: torch.dtype) -> Tensor:

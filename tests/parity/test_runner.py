@@ -96,6 +96,8 @@ def test_sequences_share_the_blocks_of_a_common_prefix(runner, answers):
 
 def test_a_block_is_copied_before_anything_is_computed(runner, answers):
     """Copy-on-write: both sequences go on from the same half-full block, each in its own copy."""
+    with torch.inference_mode():
+        runner._kv.fill_(torch.nan)
     runner.step(plan_of((0, 0, 20, False), new_rows=(row_of(0, PROMPTS[1], (4, 2, 7)),)))
     other = [*PROMPTS[1], 17]
     plan = plan_of(

@@ -155,7 +155,8 @@ def rope_traits(
         UnsupportedFeatureError: a kind of scaling that is not known here.
     """
     if parameters is None:
-        parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        parameters = config.get("rope_parameters") or config.get("rope_scaling")
+    parameters = parameters or {}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     share = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     theta = parameters.get("rope_theta") or config.get("rope_theta") or default_theta
