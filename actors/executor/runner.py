@@ -25,7 +25,7 @@ from trouper.actors.executor.weights import load_decoder
 from trouper.actors.messages import StepDone, StepPlan, TokenLogprobs
 from trouper.config import EngineConfig
 from trouper.errors import ProfilerAlreadyActiveError, TrouperValidationError
-from trouper.kernels.paged_attention import MAX_TILE_CAPPED
+from trouper.kernels.decoder_ops import Shape, make_ops
 
 # Weights that one core streams from its cache in about a millisecond: a second one gains nothing alone,
 # and on a busy machine every barrier with it costs a time slice.
@@ -45,7 +45,6 @@ class Runner:
         self._config = config
         self._traits = decoder_traits(config.model.hf_config, config.model.architecture)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        self._max_tile = MAX_TILE_CAPPED if self._traits.attention_softcap else None
         self._rows = Rows(config.scheduler.max_num_seqs, config.max_model_len, config.block_size)
         self._sampler = Sampler(self._rows, self._traits.vocab_size)
         self._decoder: Decoder | None = None
@@ -86,6 +85,7 @@ class Runner:
                     max_model_len=self._config.max_model_len,
                     load_format=self._config.load_format,
                     seed=self._config.seed,
+                    ops=make_ops(self._shape()),
                 )
             if "kv_cache" in tags and self._kv is None:
                 traits = self._traits
@@ -94,6 +94,23 @@ class Runner:
                     (len(traits.layers), 2, traits.num_kv_heads, self._num_slots, traits.head_dim),
                     dtype=self._dtype,
                 )
+
+    def _shape(self) -> Shape:
+        traits = self._traits
+        return Shape(
+            dtype=self._dtype,
+            num_q_heads=traits.num_q_heads,
+            num_kv_heads=traits.num_kv_heads,
+            head_dim=traits.head_dim,
+            hidden_size=traits.hidden_size,
+            intermediate_size=traits.intermediate_size,
+            block_size=self._config.block_size,
+            norm_eps=traits.norm_eps,
+            residual_scale=traits.residual_scale,
+            activation=traits.activation,
+            scale=traits.attention_scale,
+            softcap=traits.attention_softcap,
+        )
 
     @property
     def is_tiny(self) -> bool:
@@ -133,7 +150,9 @@ class Runner:
             self._apply_changes(plan, self._kv)
             if not plan.rows:
                 return StepDone(plan.step, ())
-            batch = make_batch(plan, self._rows, self._traits.windows, max_tile=self._max_tile)
+            batch = make_batch(
+                plan, self._rows, self._traits.windows, self._decoder.ops.plan
+            )
             hidden_TE = self._decoder.forward(
                 batch.token_ids, batch.positions, batch.slots, batch.plans, self._kv.unbind(0)
             )

@@ -25,6 +25,7 @@ from trouper.actors.executor.models.registry import (
 )
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.errors import TrouperValidationError
+from trouper.kernels.decoder_ops import Ops
 from trouper.kernels.linear import Linear
 
 INDEX = "model.safetensors.index.json"
@@ -113,6 +114,7 @@ def load_decoder(
     max_model_len: int,
     load_format: str = "auto",
     seed: int = 0,
+    ops: Ops,
 ) -> Decoder:
     """Build the decoder of `folder`.
 
@@ -146,6 +148,7 @@ def load_decoder(
         norm=outer["norm"],
         head=head,
         max_model_len=max_model_len,
+        ops=ops,
     )
 
 
