@@ -8,7 +8,7 @@
     spans  [P, 5]        int64: token, row of the table, begin, end, partial result or -1
     out    [T, N · D]
 
-A piece of work is one KV head of one span of positions begin … end - 1.  Its keys are read once for
+A piece of work is some KV heads of one span of positions begin … end - 1.  Its keys are read once for
 all G heads: sixteen lanes along D, eight keys by two heads of accumulators; then an online softmax
 over the block, then eight lanes-wide rows of the output by two heads.  A context longer than `SPAN`
 is several spans, so that one long request keeps all cores busy; they are cut at multiples of
@@ -152,8 +152,13 @@ def _values_1x1(weights, v, stride, count, out):
 
 
 @inline
-def _span(q, k, v, table, begin, end, block_size, group, width, scale, cap, scores, states, sums):
-    """One KV head: states [G, 2] and sums [G, D] over the positions begin … end - 1."""
+def _span(
+    q, k, v, after, table, begin, end, block_size, group, width, scale, cap, scores, states, sums
+):
+    """One KV head: states [G, 2] and sums [G, D] over the positions begin … end - 1.
+
+    `after` is what will be read next; its first KEYS keys are asked for at the end.
+    """
     for g in range(group):
         states[2 * g] = HIDDEN
         states[2 * g + 1] = np.float32(0.0)
@@ -171,7 +176,7 @@ def _span(q, k, v, table, begin, end, block_size, group, width, scale, cap, scor
                 break
             count += min(min(block_size, KEYS - count), end - following)
         key, value = simd.at(k, slot * width), simd.at(v, slot * width)
-        next_key = key  # asked for while the values are summed, as these are during the scores
+        next_key = after  # asked for while the values are summed, as these are during the scores
         following = position + count
         if following < end:
             slot = table[following // block_size] * block_size + following % block_size
@@ -227,7 +232,7 @@ def scratch_bytes(group: int, width: int) -> int:
 @inline
 def _decode(args, dtype):
     """args: q, q_stride, cache, num_slots, tables, table_stride, spans, H, G, D, block_size,
-    scale, cap, out, partials, scratch, scratch_bytes."""
+    scale, cap, out, partials, scratch, scratch_bytes, heads a piece."""
     q_stride, num_slots, table_stride = args[4], args[6], args[8]
     num_kv, group, width, block_size = args[10], args[11], args[12], args[13]
     scale, cap = simd.float_of(args[14]), simd.float_of(args[15])
@@ -238,6 +243,8 @@ def _decode(args, dtype):
     )
     tables, spans = simd.pointer(args[7], types.int64), simd.pointer(args[9], types.int64)
     partials = simd.pointer(args[17], types.float32)
+    heads = args[20]
+    parts = num_kv // heads
     mine = simd.fetch_add(simd.at(args, 1))
     wide_q = simd.pointer(args[18] + mine * args[19], types.float32)
     sums = simd.at(wide_q, group * width)
@@ -248,31 +255,33 @@ def _decode(args, dtype):
         piece = simd.fetch_add(args)
         if piece >= args[2]:
             break
-        span = simd.at(spans, piece // num_kv * 5)
-        head = piece % num_kv
-        token = span[0]
-        for i in range(0, size, LANES):
-            simd.store(wide_q, i, simd.load(q, token * q_stride + head * size + i))
-        k = simd.at(cache, head * num_slots * width)
-        v = simd.at(cache, (num_kv + head) * num_slots * width)
-        _span(
-            wide_q, k, v, simd.at(tables, span[1] * table_stride), span[2], span[3], block_size,
-            group, width, scale, cap, scores, states, sums,
-        )  # fmt: skip
-        if span[4] < 0:
+        span = simd.at(spans, piece // parts * 5)
+        token, begin, end = span[0], span[2], span[3]
+        table = simd.at(tables, span[1] * table_stride)
+        first_slot = table[begin // block_size] * block_size + begin % block_size
+        for head in range(piece % parts * heads, (piece % parts + 1) * heads):
+            for i in range(0, size, LANES):
+                simd.store(wide_q, i, simd.load(q, token * q_stride + head * size + i))
+            k = simd.at(cache, head * num_slots * width)
+            v = simd.at(cache, (num_kv + head) * num_slots * width)
+            after = simd.at(cache, ((head + 1) % num_kv * num_slots + first_slot) * width)
+            _span(
+                wide_q, k, v, after, table, begin, end, block_size, group, width, scale, cap,
+                scores, states, sums,
+            )  # fmt: skip
+            target = simd.at(out, (token * num_kv + head) * size)
+            part = simd.at(partials, (span[4] * num_kv + head) * group * (width + 2))
             for g in range(group):
-                inverse = simd.fill(np.float32(1.0) / states[2 * g + 1])
-                for d in range(0, width, LANES):
-                    x = simd.mul(simd.load(sums, g * width + d), inverse)
-                    simd.store(out, (token * num_kv + head) * size + g * width + d, x)
-        else:
-            mine_ = simd.at(partials, (span[4] * num_kv + head) * group * (width + 2))
-            for g in range(group):
-                mine_[g * (width + 2)] = states[2 * g]
-                mine_[g * (width + 2) + 1] = states[2 * g + 1]
-                for d in range(0, width, LANES):
-                    x = simd.load(sums, g * width + d)
-                    simd.store(mine_, g * (width + 2) + 2 + d, x)
+                if span[4] < 0:
+                    inverse = simd.fill(np.float32(1.0) / states[2 * g + 1])
+                    for d in range(0, width, LANES):
+                        x = simd.mul(simd.load(sums, g * width + d), inverse)
+                        simd.store(target, g * width + d, x)
+                else:
+                    mine_ = simd.at(part, g * (width + 2))
+                    mine_[0], mine_[1] = states[2 * g], states[2 * g + 1]
+                    for d in range(0, width, LANES):
+                        simd.store(mine_, 2 + d, simd.load(sums, g * width + d))
 
 
 @inline

@@ -367,8 +367,9 @@ class NativeOps:
             partials = torch.empty(
                 plan.num_partials * shape.num_q_heads * (shape.head_dim + 2), dtype=torch.float32
             )
+            heads = self._heads_of_a_piece(len(plan.spans), num_threads)
             self._decode(
-                len(plan.spans) * shape.num_kv_heads,
+                len(plan.spans) * (shape.num_kv_heads // heads),
                 *common,
                 plan.spans.ctypes.data,
                 *model,
@@ -376,6 +377,7 @@ class NativeOps:
                 partials.data_ptr(),
                 scratch(num_threads * self._decode_scratch),
                 self._decode_scratch,
+                heads,
                 num_threads=num_threads,
             )
             if len(plan.merges):
@@ -388,6 +390,17 @@ class NativeOps:
                     partials.data_ptr(),
                 )
         return out_TN
+
+    def _heads_of_a_piece(self, num_spans: int, num_threads: int) -> int:
+        """As many as leave each thread four pieces: a thread that goes on to the next head knows
+        what it will read.  No result depends on it.
+        """
+        heads = self._shape.num_kv_heads
+        while heads % 2 == 0 and num_spans * self._shape.num_kv_heads < 4 * heads * num_threads:
+            if num_threads == 1:
+                break
+            heads //= 2
+        return heads
 
     def act_mul(self, gate_up_TM: Tensor) -> Tensor:
         num_tokens, width = len(gate_up_TM), gate_up_TM.shape[1] // 2

@@ -44,6 +44,10 @@ def _finish_qkv(args, dtype):
         tokens = simd.at(simd.pointer(args[3], dtype), token * (num_q + 2 * num_kv) * width)
         cos = simd.at(table, positions[token] * 2 * rotated)
         sin = simd.at(cos, rotated + half)
+        for head in range(2 * num_kv):  # each in a page of its own: ask for them early
+            target = simd.at(cache, (head * num_slots + slots[token]) * width)
+            for d in range(0, width, 16):
+                simd.prefetch(target, d)
         for head in range(num_q + num_kv):
             x = simd.at(tokens, head * width)
             target = x
