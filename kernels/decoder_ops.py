@@ -252,7 +252,10 @@ class NativeOps:
             else:
                 end = start + 1
                 begin = 0 if window is None else max(0, end - window)
-                cuts = [begin, *range(begin // self._span * self._span + self._span, end, self._span)]
+                cuts = [
+                    begin,
+                    *range(begin // self._span * self._span + self._span, end, self._span),
+                ]
                 if len(cuts) == 1:
                     spans.append((first, row, begin, end, -1))
                 else:

@@ -11,22 +11,22 @@
 Norm and rotation are computed in float32 and rounded once, where two torch calls round in between.
 
 Roofline: bytes = 2 e T (N + 2 H) D, FLOPs = 7 T (N + H) D.
+Measured, one EPYC core, N = 16, H = 8, D = 128, bf16: 25 µs for 16 tokens, 116 in torch; for 1024
+tokens 1.5 ms, 12.9 in torch.  What it costs are the 2 H pages of the cache that a token touches.
 """
 
 import functools
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from trouper.kernels import simd
 from trouper.kernels.launch import Kernel, compiled
-from trouper.kernels.simd import LANES
-
-inline = njit(error_model="numpy")
+from trouper.kernels.simd import LANES, inner
 
 
-@inline
-def _finish_qkv(args, dtype):
+@inner
+def _finish_qkv(args, dtype):  # noqa: C901 - one pass is its point
     """args: qkv, weight or 0, table, positions, cache, slots, S, N, H, D, R, ε, scratch,
     scratch_bytes.  A piece is a token."""
     weights, table = simd.pointer(args[4], types.float32), simd.pointer(args[5], types.float32)

@@ -17,12 +17,17 @@ import math
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import types
+from numba import extending, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
 
 LANES = 16
 HAS_BF16_DOT = bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+intrinsic: Any = extending.intrinsic  # what it makes is called without the typing context
+_njit: Any = njit
+# A function that kernels call: no way in from Python, which would be compiled as well.
+inner = _njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 _f32, _i32, _i16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 _v16f, _v16i = ir.VectorType(_f32, LANES), ir.VectorType(_i32, LANES)
@@ -95,7 +100,12 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 def _widened(builder: Any, pointer: Any, element: Any) -> Any:
     """Sixteen elements behind `pointer` as float32."""
     size = element.bitwidth // 8
-    kinds = {types.uint16: _i16, types.float16: ir.HalfType(), types.uint32: _f32, types.float32: _f32}
+    kinds = {
+        types.uint16: _i16,
+        types.float16: ir.HalfType(),
+        types.uint32: _f32,
+        types.float32: _f32,
+    }
     vector = ir.VectorType(kinds[element], LANES)
     raw = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=size)
     if element is types.uint16:
@@ -110,9 +120,7 @@ def _to_bf16_bits(builder: Any, x: Any) -> Any:
     """Rounded to nearest even, in the low half of each word; not-a-number stays one."""
     bits = builder.bitcast(x, _v16i)
     odd = builder.and_(builder.lshr(bits, _int_const(16)), _int_const(1))
-    rounded = builder.lshr(
-        builder.add(builder.add(bits, odd), _int_const(0x7FFF)), _int_const(16)
-    )
+    rounded = builder.lshr(builder.add(builder.add(bits, odd), _int_const(0x7FFF)), _int_const(16))
     is_nan = builder.fcmp_unordered("uno", x, x)
     return builder.select(is_nan, _int_const(0x7FC0), rounded)
 
@@ -439,9 +447,7 @@ def dot_broadcast(typingctx, base, index, stride, x, sums):
                 done.append(_fma(builder, both, x, total))
                 continue
             a, b = builder.bitcast(both, _v32bf), builder.bitcast(x, _v32bf)
-            done.append(
-                _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _v16f, total, a, b)
-            )
+            done.append(_call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _v16f, total, a, b))
         return context.make_tuple(builder, sums, done)
 
     return sums(base, types.int64, stride, lanes, sums), build
@@ -497,21 +503,6 @@ def pair_exact(typingctx, low, high):
         return builder.bitcast(builder.or_(low, high), _v16f)
 
     return lanes(lanes, lanes), build
-
-
-@intrinsic
-def round_to(typingctx, x, dtype):
-    """What storing as `dtype` and loading again gives."""
-
-    def build(context, builder, _, arguments):
-        if dtype.dtype is types.uint16:
-            bits = builder.shl(_to_bf16_bits(builder, arguments[0]), _int_const(16))
-            return builder.bitcast(bits, _v16f)
-        if dtype.dtype is types.float16:
-            return builder.fpext(_narrowed(builder, arguments[0], types.float16), _v16f)
-        return arguments[0]
-
-    return lanes(lanes, dtype), build
 
 
 @intrinsic

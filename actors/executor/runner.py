@@ -9,6 +9,7 @@ Laws:
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -78,15 +79,7 @@ class Runner:
         """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are not."""
         with torch.inference_mode():
             if "weights" in tags and self._decoder is None:
-                self._decoder = load_decoder(
-                    Path(self._config.model.path),
-                    self._traits,
-                    dtype=self._dtype,
-                    max_model_len=self._config.max_model_len,
-                    load_format=self._config.load_format,
-                    seed=self._config.seed,
-                    ops=make_ops(self._shape()),
-                )
+                self._decoder = self._load_decoder()
             if "kv_cache" in tags and self._kv is None:
                 traits = self._traits
                 # empty, not zeros: pages that no sequence has touched take no memory
@@ -94,6 +87,20 @@ class Runner:
                     (len(traits.layers), 2, traits.num_kv_heads, self._num_slots, traits.head_dim),
                     dtype=self._dtype,
                 )
+
+    def _load_decoder(self) -> Decoder:
+        config = self._config
+        with ThreadPoolExecutor(1, "trouper-compile") as pool:
+            ops = pool.submit(make_ops, self._shape())
+            return load_decoder(
+                Path(config.model.path),
+                self._traits,
+                dtype=self._dtype,
+                max_model_len=config.max_model_len,
+                load_format=config.load_format,
+                seed=config.seed,
+                ops=ops.result,
+            )
 
     def _shape(self) -> Shape:
         traits = self._traits
@@ -150,9 +157,7 @@ class Runner:
             self._apply_changes(plan, self._kv)
             if not plan.rows:
                 return StepDone(plan.step, ())
-            batch = make_batch(
-                plan, self._rows, self._traits.windows, self._decoder.ops.plan
-            )
+            batch = make_batch(plan, self._rows, self._traits.windows, self._decoder.ops.plan)
             hidden_TE = self._decoder.forward(
                 batch.token_ids, batch.positions, batch.slots, batch.plans, self._kv.unbind(0)
             )

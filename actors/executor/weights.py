@@ -8,7 +8,7 @@ Laws:
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,9 +114,12 @@ def load_decoder(
     max_model_len: int,
     load_format: str = "auto",
     seed: int = 0,
-    ops: Ops,
+    ops: Callable[[], Ops],
 ) -> Decoder:
     """Build the decoder of `folder`.
+
+    Args:
+        ops: asked for last; they may be compiled while the weights are read.
 
     Raises:
         TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
@@ -148,7 +151,7 @@ def load_decoder(
         norm=outer["norm"],
         head=head,
         max_model_len=max_model_len,
-        ops=ops,
+        ops=ops(),
     )
 
 
