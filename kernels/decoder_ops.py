@@ -212,11 +212,15 @@ class NativeOps:
         name = _name(shape.dtype)
         self._shape = shape
         self._group = shape.num_q_heads // shape.num_kv_heads
+        with launch.compiling_beside(
+            decode_attention.FUNCTIONS[name][0].__name__,
+            f"from {decode_attention.__name__} import *; decode_kernels({name!r})",
+        ):
+            self._prefill = prefill_attention.prefill_kernel(name)
+            self._add_norm = add_norm_kernel(name)
+            self._finish_qkv = finish_qkv_kernel(name)
+            self._gated = gated_kernel(name)
         self._decode, self._merge = decode_attention.decode_kernels(name)
-        self._prefill = prefill_attention.prefill_kernel(name)
-        self._add_norm = add_norm_kernel(name)
-        self._finish_qkv = finish_qkv_kernel(name)
-        self._gated = gated_kernel(name)
         self._span = decode_attention.SPAN
         self._tile = prefill_attention.ROWS // self._group
         self._decode_scratch = decode_attention.scratch_bytes(self._group, shape.head_dim)

@@ -14,6 +14,7 @@ Law: a piece's result does not depend on who computes it, nor on the number of t
 Measured on one EPYC core: 2.5 µs a launch with ten arguments, most of it ctypes.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -21,15 +22,15 @@ import importlib.util
 import logging
 import os
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-PARALLEL_BYTES = 2**16  # what a core moves in the 3 µs that a team needs to meet
+COMPILE_TIMEOUT_S = 60.0
 
 logger = logging.getLogger(__name__)
 _local = threading.local()
@@ -40,13 +41,12 @@ _kept: list[object] = []  # machine code lives as long as its function
 class Kernel:
     """A C function, and the way to call it."""
 
-    __slots__ = ("_call", "_fork", "name")
+    __slots__ = ("_address", "_call", "name")
 
     def __init__(self, name: str, address: int) -> None:
         self.name = name
+        self._address = address
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-        gomp_parallel = _gomp_parallel()
-        self._fork = None if gomp_parallel is None else functools.partial(gomp_parallel, address)
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name}>"
@@ -55,8 +55,8 @@ class Kernel:
         """Run all pieces.  `arguments` are addresses and numbers."""
         args = (ctypes.c_int64 * (3 + len(arguments)))(0, 0, num_pieces, *arguments)
         num_threads = min(num_threads, num_pieces)
-        if num_threads > 1 and self._fork is not None:
-            self._fork(args, num_threads, 0)
+        if num_threads > 1 and (fork := _gomp_parallel()) is not None:
+            fork(self._address, args, num_threads, 0)
         elif num_pieces:
             self._call(args)
 
@@ -108,6 +108,39 @@ def compiled(function: Callable[..., None]) -> Kernel:
     return Kernel(function.__name__, made.address)
 
 
+@contextlib.contextmanager
+def compiling_beside(function: str, code: str) -> Iterator[None]:
+    """Let a second process fill the cache with `function`, while the body compiles others.
+
+    Numba compiles under one lock, so that threads do not help.  Nothing happens where the function is
+    in the cache, there is one core only, or no interpreter to start; a failure costs time alone.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    is_cached = any(_cache_folder().rglob(f"*.{function}-*.nbi"))
+    if is_cached or (cores or 1) < 2 or not sys.executable:
+        yield
+        return
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError:
+        yield
+        return
+    try:
+        yield
+        child.wait(COMPILE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        pass  # then it is compiled here
+    finally:
+        child.kill()
+        child.wait()
+
+
 @functools.cache
 def _cache_folder() -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -124,6 +157,8 @@ def _cache_folder() -> Path:
 
 @functools.cache
 def _gomp_parallel() -> Callable[..., None] | None:
+    import torch  # not above: a process that only compiles does without
+
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(library)).GOMP_parallel
