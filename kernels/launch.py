@@ -54,8 +54,8 @@ class Kernel:
     def __call__(self, num_pieces: int, *arguments: int, num_threads: int = 1) -> None:
         """Run all pieces.  `arguments` are addresses and numbers."""
         args = (ctypes.c_int64 * (3 + len(arguments)))(0, 0, num_pieces, *arguments)
-        num_threads = min(num_threads, num_pieces)
-        if num_threads > 1 and (fork := _gomp_parallel()) is not None:
+        # always torch's own number: a team of another size would be ended and made anew
+        if num_threads > 1 and num_pieces > 1 and (fork := _gomp_parallel()) is not None:
             fork(self._address, args, num_threads, 0)
         elif num_pieces:
             self._call(args)
