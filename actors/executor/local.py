@@ -30,9 +30,10 @@ TORCH_ENVIRONMENT = {
     # A thread that spins at a barrier keeps its partner off a busy core: 64 tokens of the demo model took
     # 5-17 s beside other work, 0.6 s with this.
     "OMP_WAIT_POLICY": "passive",
-    # GEMM code kept, one for each matrix and batch size.  The default of 1024 grows with every new
-    # batch: by 620 MB over 500 mixed batches of the demo model, by 16 MB with this.
+    # GEMM code kept, by torch and by oneDNN below it: one piece for each matrix and batch size.  The
+    # defaults of 1024 grow with every new batch: by 620 MB over 500 mixed batches of the demo model.
     "LRU_CACHE_CAPACITY": "128",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
 }
 
 Result = TypeVar("Result")
