@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_REQUESTS = 1500
 WARM_UP = 500
-MAX_GROWTH_MIB = 16  # allocator noise; a leak of one prompt or KV block a request would be more
+MAX_GROWTH_MIB = (
+    64  # torch's caches of GEMM code fill up: 20-40 MiB; a block a request would be 73 MiB
+)
 
 
 @pytest.fixture
