@@ -106,6 +106,12 @@ class Tokenizer:
             raise UnsupportedFeatureError(
                 f"the tokenizer in {path} ({type(hf).__name__}) cannot be converted to tokenizer.json"
             )
+        # From a config alone transformers makes a tokenizer that knows its added tokens and no text.
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        if not backend.get_vocab().keys() - added:
+            raise TrouperValidationError(
+                "no tokenizer in the folder", parameter="tokenizer", value=str(path)
+            )
         templates = hf.chat_template or {}
         return cls(
             backend,

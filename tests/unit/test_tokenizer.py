@@ -250,3 +250,11 @@ def test_the_token_that_completes_a_character_has_its_text(byte_tokenizer):
 def test_special_tokens_have_a_text_and_unknown_ids_have_none(byte_tokenizer):
     assert byte_tokenizer.token_text(byte_tokenizer.eos_token_id) == "<|im_end|>"
     assert byte_tokenizer.token_text(10**9) == ""
+
+
+def test_a_folder_with_a_config_and_no_tokenizer_is_named(tmp_path):
+    """transformers makes an empty tokenizer of the config's kind for such a folder."""
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TrouperValidationError, match="no tokenizer"):
+        Tokenizer.load(tmp_path)
