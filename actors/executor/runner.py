@@ -7,6 +7,7 @@ Laws:
   * A column with logits that are not finite fails alone.
 """
 
+import ctypes
 import logging
 import time
 from pathlib import Path
@@ -74,6 +75,7 @@ class Runner:
             self._kv = None
         if level >= 2:
             self._decoder = None
+        _give_back_free_memory()
 
     def wake(self, tags: frozenset[str]) -> None:
         """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are not."""
@@ -202,6 +204,13 @@ class Runner:
             ]
             found.append((column, tuple(entries)))
         return tuple(found)
+
+
+def _give_back_free_memory() -> None:
+    """glibc keeps what is freed: 900 MB of a 950 MB model; other allocators need no telling."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def num_kv_blocks(config: EngineConfig, traits: DecoderTraits, item_bytes: int) -> int:

@@ -1,6 +1,7 @@
 """A thousand requests that are left, aborted and slept over, on the real CPU engine."""
 
 import gc
+import json
 import random
 import threading
 from pathlib import Path
@@ -27,6 +28,36 @@ def anyio_backend():
 def resident_mib():
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+async def test_sleep_gives_weights_and_kv_memory_back_and_outputs_stay(tmp_path):
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "vocab_size": 32000, "hidden_size": 512,
+        "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = EngineArgs(
+        str(tmp_path), skip_tokenizer_init=True, load_format="dummy", max_num_batched_tokens=512
+    )
+    params = SamplingParams(temperature=0, max_tokens=4)
+    prompt = [n % 1000 for n in range(1500)]  # 71 MiB of KV, and 291 MiB of weights
+    async with AsyncLLMEngine.from_engine_args(args) as engine:
+
+        async def answer(name):
+            return [output async for output in engine.generate(prompt, params, name)][-1].outputs
+
+        before = await answer("before")
+        awake = resident_mib()
+        await engine.sleep(1)
+        assert resident_mib() < awake - 50
+        await engine.wake_up()
+        assert await answer("after level 1") == before
+        await engine.sleep(2)
+        assert resident_mib() < awake - 250
+        await engine.wake_up()
+        assert await answer("after level 2") == before
 
 
 async def test_a_thousand_disconnects_aborts_and_sleeps_leave_nothing():
