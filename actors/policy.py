@@ -11,9 +11,10 @@ Laws:
 3. A result is matched with the incarnation of its sequence: one that ended since drops it, one that was
    preempted since still appends it, and does not start again before it has come.
 4. Exactly one terminal news for each sequence, but for those the Detokenizer itself stopped.
-5. *Progress.*  The best running sequence is never a victim while another runs, and alone it fits: `limit`
-   caps a sequence at what all blocks together hold.  So each plan advances the best running one, or it
-   waits for a sample in flight; sequences are finite, hence it ends, and the next best is the best.
+5. *Progress.*  The best running sequence is never a victim while another runs (the best is who has been
+   evicted most often allowed, else the first in order), and alone it fits: `limit` caps a sequence at
+   what all blocks together hold.  So each plan advances the best running one, or it waits for a sample
+   in flight; sequences are finite, hence it ends, and the next best is the best.
    Nobody who queues behind the head overtakes it, so it starts at the latest when all who run have ended.
 6. `plan()` is None only when paused, when enough steps are in flight, or when nothing is runnable; an
    answer from the device or a new event then asks again.

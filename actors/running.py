@@ -1,7 +1,10 @@
 """Who runs, and with what: device rows, KV blocks, shared prefixes.  The resources behind `Policy`.
 
-Law: a sequence holds blocks exactly while it holds a row.  Taking both is all or nothing (`start`), giving
+Laws.  A sequence holds blocks exactly while it holds a row.  Taking both is all or nothing (`start`), giving
 both back is immediate (`preempt`, `leave`), whatever is in flight: plans run in order.
+Nobody is evicted for another's growth more than MAX_EVICTIONS times.  The spare room that it must find to
+start again doubles each time, until it starts only where nobody runs; from then on it is no victim.  So
+at most one such sequence runs, and it runs to its end.
 """
 
 from trouper.actors.blocks import Blocks
@@ -10,6 +13,8 @@ from trouper.actors.messages import SequenceId
 from trouper.actors.sequences import Sequence, State
 from trouper.actors.waiting import Queue
 from trouper.config import SchedulerConfig
+
+MAX_EVICTIONS = 8
 
 
 class Running:
@@ -51,7 +56,7 @@ class Running:
         count = min(count, draft.budget)
         wanted = sequence.num_tokens if config.reserve_full_isl else start + count
         needed = blocks.num_for(wanted) - len(shared) + blocks.num_idle(shared)
-        if needed + (self._watermark if self._sequences else 0) > blocks.num_free:
+        if needed + (self._spare(sequence) if self._sequences else 0) > blocks.num_free:
             return False
         blocks.share(shared)
         fresh = blocks.allocate(blocks.num_for(start + count) - len(shared))
@@ -76,6 +81,7 @@ class Running:
         while (blocks := self._blocks.allocate(missing)) is None:
             victim = self._victim()
             draft.drop(victim)
+            victim.num_evictions += 1
             self.preempt(victim)
             if victim is sequence:
                 return False
@@ -117,11 +123,20 @@ class Running:
             blocks.register(sequence.blocks[i], hashes[i])
         sequence.num_registered = count
 
+    def _spare(self, sequence: Sequence) -> int:
+        """Blocks that must stay free when it starts beside others."""
+        if sequence.num_evictions == 0:
+            return self._watermark
+        return self._blocks.num_usable >> (MAX_EVICTIONS - sequence.num_evictions)
+
     def _victim(self) -> Sequence:
         """Priority: the worst, which among equals is the latest.  Fcfs: the last."""
         if self._is_fcfs:
             return self._sequences[next(reversed(self._sequences))]
-        return max(self._sequences.values(), key=lambda sequence: sequence.order)
+        return max(
+            self._sequences.values(),
+            key=lambda sequence: (sequence.num_evictions < MAX_EVICTIONS, sequence.order),
+        )
 
     def _prefix(self, sequence: Sequence) -> tuple[list[int], int, int | None]:
         """Blocks to share, the first position to compute, and the block to copy for a fork.

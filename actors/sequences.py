@@ -67,6 +67,7 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
     num_landed: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
+    num_evictions: int = 0  # preemptions for another's growth
     num_cached: int = 0  # prompt tokens found in the cache when it first started
     prompt_logprobs: list[TokenLogprobs]  # not told yet
     num_prompt_logprobs: int = 0  # seen so far

@@ -525,6 +525,34 @@ def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_in_the_cache():
     assert desk.plan().starts == (11, 0)
 
 
+def test_a_storm_of_better_requests_evicts_nobody_more_than_eight_times():
+    # Each better one starts beside the first, halves the room that it has left, and then evicts it.
+    desk = Desk(num_usable=256)
+    desk.admit(0, max_tokens=1000)
+    id = 1
+    while 0 not in desk.ends():
+        if desk.policy.num_unfinished < 2 and desk.policy.state(0) is State.RUNNING:
+            desk.admit(id, prompt=[id] * 100, max_tokens=900, priority=1)
+            id += 1
+        desk.step()
+    assert desk.ends()[0] == ("length", None)
+    assert max(entry.num_preemptions for entry in desk.news if entry.id == 0) == 8
+    assert id > 8
+
+
+@pytest.mark.parametrize("policy", ["priority", "fcfs"])
+def test_a_cache_far_too_small_for_the_crowd_serves_it_with_few_recomputations(policy):
+    desk = Desk(num_usable=24, max_num_seqs=16, policy=policy)
+    for id in range(16):
+        desk.admit(id, max_tokens=60)
+    while desk.policy.num_unfinished:
+        desk.step()
+    assert set(desk.ends().values()) == {("length", None)}
+    counts = [max(e.num_preemptions for e in desk.news if e.id == id) for id in range(16)]
+    assert max(counts) <= 8
+    desk.assert_idle()
+
+
 def test_after_a_failure_rows_are_told_again_from_what_has_landed():
     desk = Desk(max_steps_in_flight=2)
     desk.admit(max_tokens=4)
