@@ -5,7 +5,7 @@ import threading
 import anyio
 import pytest
 
-from trouper.actors.ports import WorkerThreads
+from trouper.actors.ports import WorkerThreads, _Call, _Interrupted
 
 pytestmark = pytest.mark.anyio
 
@@ -24,6 +24,62 @@ async def test_a_call_that_takes_too_long_is_given_up_and_the_next_one_runs():
         await threads.run(stuck.wait, 30)
     stuck.set()
     assert await WorkerThreads(30).run(abs, -1) == 1
+
+
+async def test_an_endless_loop_is_given_up_and_its_thread_comes_back():
+    has_ended = threading.Event()
+
+    def loop():
+        try:
+            while True:
+                pass
+        finally:
+            has_ended.set()
+
+    with pytest.raises(TimeoutError):
+        await WorkerThreads(0.01).run(loop)
+    assert await anyio.to_thread.run_sync(has_ended.wait, 30)
+
+
+@pytest.mark.parametrize("kind", ["returns", "raises", "handles", "never began"])
+def test_an_interruption_hits_its_own_call_or_nothing(kind):
+    interrupted_others = []
+
+    def body(call):
+        if kind == "handles":
+            try:
+                while True:
+                    pass
+            except BaseException:
+                return
+        if kind == "raises":
+            raise ValueError
+
+    def worker(call, go):
+        go.wait(30)
+        try:
+            call.run()
+        except BaseException as error:
+            outcome.append(error)
+        try:  # what the thread does next
+            for _ in range(2000):
+                pass
+        except BaseException as error:
+            interrupted_others.append(error)
+
+    for _ in range(50):
+        outcome, go = [], threading.Event()
+        call = _Call(lambda: body(call))  # noqa: B023  it runs in this turn
+        thread = threading.Thread(target=worker, args=(call, go))
+        thread.start()
+        if kind == "never began":
+            call.interrupt()
+        go.set()
+        call.interrupt()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert not interrupted_others
+        assert kind != "never began" or isinstance(outcome[0], _Interrupted)
 
 
 async def test_cancellation_waits_for_the_call():
