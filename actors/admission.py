@@ -1,16 +1,41 @@
 """How much may be open at once.  Source: spec section 13.4.
 
 `max_num_queued_reqs` counts every completion that is not over, waiting or running.  `max_num_queued_tokens`
-counts whole prompts from the moment they are rendered (their length is not known before) until they have a
-first token; a request is refused when the others have reached the limit, however long it is itself.
+counts whole prompts until they have a first token: by an estimate, until they are rendered, then exactly.
+A request is refused when the others have reached the limit, however long it is itself.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from trouper.errors import MaxQueuedTokensError, QueueOverflowError
 
 # Far above any real load: it turns a runaway caller into a QueueOverflowError.
 MAX_OPEN_REQUESTS = 2**20
+
+
+CHARACTERS_PER_TOKEN = 4  # of usual text; it counts only until the prompt is rendered
+
+
+def estimate_tokens(prompt: Any, depth: int = 6) -> int:
+    """About how many tokens a prompt has, its text unread; 0 for what is none.
+
+    `depth`: a prompt holds messages, a message parts, a part its text; what is nested deeper is no prompt.
+    """
+    if isinstance(prompt, str):
+        return len(prompt) // CHARACTERS_PER_TOKEN
+    if depth == 0:
+        return 0
+    items: list[Any] = []
+    if isinstance(prompt, dict):
+        given: dict[Any, Any] = prompt
+        keys = ("prompt_token_ids", "prompt", "messages", "content", "text")
+        items = [given[key] for key in keys if key in given]
+    elif isinstance(prompt, list | tuple):
+        items = list(prompt)  # pyright: ignore[reportUnknownArgumentType]
+        if items and isinstance(items[0], int):
+            return len(items)
+    return sum(estimate_tokens(item, depth - 1) for item in items)
 
 
 class Prefills:

@@ -16,7 +16,7 @@ import anyio.lowlevel
 import msgspec
 from anyio.streams.memory import MemoryObjectSendStream
 
-from trouper.actors.admission import Admission
+from trouper.actors.admission import Admission, estimate_tokens
 from trouper.actors.controls import Controls
 from trouper.actors.detokenizer import Detokenizer
 from trouper.actors.executor.device import DeviceInfo
@@ -177,7 +177,9 @@ class Engine(Controls):
         slot.stats.arrival_ts = anyio.current_time() - max(0.0, now - slot.stats.arrival_time)
         self._open[request_id] = id, slot
         self._admission.enter(params.n)
-        self._to_renderer.send_nowait(render(id, params, slot))
+        message = render(id, params, slot)
+        slot.expect(estimate_tokens(message.prompt))
+        self._to_renderer.send_nowait(message)
         return id, slot
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:

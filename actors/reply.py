@@ -104,6 +104,10 @@ class ReplySlot:
     def is_aborted(self) -> bool:
         return self.scope.cancel_called
 
+    def expect(self, num_prompt_tokens: int) -> None:
+        """About so many tokens are about to be rendered."""
+        self._count_prefill(num_prompt_tokens)
+
     def start(self, prompt: str | None, prompt_token_ids: tuple[int, ...]) -> None:
         """The prompt is rendered."""
         self._prompt = prompt

@@ -5,6 +5,7 @@ import pytest
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
+from trouper.actors.admission import estimate_tokens
 from trouper.actors.executor.simulated import Conditions
 from trouper.actors.metrics import FINISH_REASONS, FIRST_TOKEN_S, LATENCY_S, Metrics
 from trouper.errors import MaxQueuedTokensError, QueueOverflowError, TrouperValidationError
@@ -332,7 +333,9 @@ async def test_prompt_tokens_in_prefill_close_the_door(autojump_clock):
         async with engine.generate(
             PROMPT * 20, greedy(), "long"
         ) as stream:  # five steps of prefill
-            engine.check_admission()  # its length is not known yet
+            # A burst does not get in before it is rendered.
+            with pytest.raises(MaxQueuedTokensError):
+                await finish(engine, "refused at once")
             await trio.sleep(STEP_S / 2)
             with pytest.raises(MaxQueuedTokensError, match="140 prompt tokens"):
                 await finish(engine, "refused")
@@ -342,7 +345,18 @@ async def test_prompt_tokens_in_prefill_close_the_door(autojump_clock):
             await trio.sleep(STEP_S / 2)
         engine.check_admission()
         reading = await read(engine)
-    assert reading("admission_rejections", "max_num_queued_tokens") == 1
+    assert reading("admission_rejections", "max_num_queued_tokens") == 2
+
+
+def test_an_estimate_counts_ids_exactly_text_by_its_length_and_nothing_else():
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 40}]}] * 3}
+    nested = []
+    for _ in range(10_000):
+        nested = [nested]
+    assert estimate_tokens([5] * 7) == estimate_tokens({"prompt_token_ids": (5,) * 7}) == 7
+    assert estimate_tokens("x" * 40) == estimate_tokens({"prompt": "x" * 40}) == 10
+    assert estimate_tokens(chat) == 30
+    assert [estimate_tokens(odd) for odd in (None, {}, [], nested, {"prompt": 3}, 5)] == [0] * 6
 
 
 @in_virtual_time

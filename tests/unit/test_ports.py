@@ -41,45 +41,47 @@ async def test_an_endless_loop_is_given_up_and_its_thread_comes_back():
     assert await anyio.to_thread.run_sync(has_ended.wait, 30)
 
 
-@pytest.mark.parametrize("kind", ["returns", "raises", "handles", "never began"])
-def test_an_interruption_hits_its_own_call_or_nothing(kind):
-    interrupted_others = []
+def returns():
+    return None
 
-    def body(call):
-        if kind == "handles":
-            try:
-                while True:
-                    pass
-            except BaseException:
-                return
-        if kind == "raises":
-            raise ValueError
 
-    def worker(call, go):
-        go.wait(30)
-        try:
-            call.run()
-        except BaseException as error:
-            outcome.append(error)
-        try:  # what the thread does next
-            for _ in range(2000):
-                pass
-        except BaseException as error:
-            interrupted_others.append(error)
+def raises():
+    raise ValueError
 
+
+def handles():
+    try:
+        while True:
+            pass
+    except BaseException:
+        return
+
+
+def drive(call, is_released, outcomes):
+    is_released.wait(30)
+    try:
+        call.run()
+    except BaseException as error:
+        outcomes.append(error)
+    for _ in range(2000):  # what the thread does next
+        pass
+    outcomes.append("unharmed")
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("function", [returns, raises, handles])
+def test_an_interruption_hits_its_own_call_or_nothing(function, is_early):
     for _ in range(50):
-        outcome, go = [], threading.Event()
-        call = _Call(lambda: body(call))  # noqa: B023  it runs in this turn
-        thread = threading.Thread(target=worker, args=(call, go))
+        call, is_released, outcomes = _Call(function), threading.Event(), []
+        thread = threading.Thread(target=drive, args=(call, is_released, outcomes))
         thread.start()
-        if kind == "never began":
+        if is_early:
             call.interrupt()
-        go.set()
+        is_released.set()
         call.interrupt()
         thread.join(30)
-        assert not thread.is_alive()
-        assert not interrupted_others
-        assert kind != "never began" or isinstance(outcome[0], _Interrupted)
+        assert outcomes[-1] == "unharmed"
+        assert not is_early or isinstance(outcomes[0], _Interrupted)
 
 
 async def test_cancellation_waits_for_the_call():
