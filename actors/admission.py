@@ -6,7 +6,7 @@ A request is refused when the others have reached the limit, however long it is 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from trouper.errors import MaxQueuedTokensError, QueueOverflowError
 
@@ -28,11 +28,11 @@ def estimate_tokens(prompt: Any, depth: int = 6) -> int:
         return 0
     items: list[Any] = []
     if isinstance(prompt, dict):
-        given: dict[Any, Any] = prompt
+        given = cast("dict[Any, Any]", prompt)
         keys = ("prompt_token_ids", "prompt", "messages", "content", "text")
         items = [given[key] for key in keys if key in given]
     elif isinstance(prompt, list | tuple):
-        items = list(prompt)  # pyright: ignore[reportUnknownArgumentType]
+        items = list(cast("list[Any]", prompt))
         if items and isinstance(items[0], int):
             return len(items)
     return sum(estimate_tokens(item, depth - 1) for item in items)

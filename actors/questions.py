@@ -1,7 +1,7 @@
 """Questions to actors: each is answered, or failed by the end of the engine; nobody waits for ever."""
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import anyio
@@ -16,6 +16,9 @@ from trouper.actors.messages import (
     SchedulerInbox,
 )
 from trouper.errors import EngineDeadError
+
+# The end of the engine follows at once, and fails the open answers with its cause.
+ACTOR_IS_GONE = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 
 
 class Questions:
@@ -39,20 +42,23 @@ class Questions:
     async def ask_scheduler(self, question: Callable[..., SchedulerInbox], *args: object) -> Any:
         """`question` is the message's class; the answer becomes its last field."""
         with self._asking() as answer:
-            self._scheduler.send_nowait(question(*args, answer))
+            with suppress(*ACTOR_IS_GONE):
+                self._scheduler.send_nowait(question(*args, answer))
             return await answer.wait()
 
     async def call_device(
         self, method: Literal["sleep", "wake", "start_profile", "stop_profile"], *args: object
     ) -> object:
         with self._asking() as answer:
-            await self._executor.send(DeviceCall(method, args, answer))
+            with suppress(*ACTOR_IS_GONE):
+                await self._executor.send(DeviceCall(method, args, answer))
             return await answer.wait()
 
     async def flush_observer(self) -> None:
         """Wait until everything reported before has been counted."""
         with self._asking() as answer:
-            await self._observer.send(Flush(answer))
+            with suppress(*ACTOR_IS_GONE):
+                await self._observer.send(Flush(answer))
             await answer.wait()
 
     def check_alive(self) -> None:
@@ -72,8 +78,5 @@ class Questions:
         self._open.add(answer)
         try:
             yield answer
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            # The actor is gone already, and the engine is about to learn of it.
-            raise EngineDeadError("the engine is closed") from None
         finally:
             self._open.discard(answer)

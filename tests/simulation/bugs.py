@@ -18,6 +18,7 @@ from trouper.actors.blocks import FIRST_PARENT, Blocks
 from trouper.actors.detokenizer import Detokenizer
 from trouper.actors.draft import Draft
 from trouper.actors.executor.simulated import SimulatedDevice
+from trouper.actors.facts import Facts
 from trouper.actors.generation import Generation
 from trouper.actors.handle import Engine
 from trouper.actors.pause import Pause
@@ -496,5 +497,30 @@ def death_is_not_told(right):
     def faulty(self, error):
         if not isinstance(error, EngineDeadError):
             right(self, error)
+
+    return faulty
+
+
+@bug(sequences_module, "is_repeating")
+def repetition_is_seen_one_token_late(right):
+    return lambda tokens, rule: right(tokens[:-1], rule)
+
+
+@bug(Facts, "note_end")
+def aborted_request_is_not_counted(right):
+    def faulty(self, ended, now):
+        if ended.finish_reason != "abort":
+            right(self, ended, now)
+
+    return faulty
+
+
+@bug(Facts, "note_tokens")
+def first_token_is_not_counted(right):
+    def faulty(self, stats, times, num_tokens, now):
+        is_first = times.num_tokens == 0
+        right(self, stats, times, num_tokens, now)
+        if is_first:
+            stats.num_generation_tokens -= num_tokens
 
     return faulty

@@ -12,7 +12,7 @@ from trouper.actors.messages import RequestId
 from trouper.actors.reply import ReplySlot
 from trouper.errors import EngineDeadError
 from trouper.outputs import CompletionOutput, RequestOutput
-from trouper.params import RequestOutputKind, SamplingParams
+from trouper.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
 from .ports import InjectedError
 from .scenario import Client, Operation
@@ -118,6 +118,11 @@ def params_of(client: Client) -> SamplingParams:
         prompt_logprobs=wish.prompt_logprobs,
         output_kind=RequestOutputKind(wish.output_kind),
         stream_interval=wish.stream_interval,
+        repetition_detection=None
+        if wish.repetition is None
+        else RepetitionDetectionParams(
+            max_pattern_size=wish.repetition[0], min_count=wish.repetition[1]
+        ),
     )
 
 

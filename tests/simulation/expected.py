@@ -57,7 +57,7 @@ def expected(
     tokens = simulated_tokens(prompt, sampling, limit, VOCAB_SIZE)
     text, floor = "", 0
     for count, token in enumerate(tokens, 1):
-        end = _end(wish, token, count, limit)
+        end = _end(wish, tokens[:count], limit)
         is_silent = not has_text or token == EOS
         if end is not None and end[0] == "stop" and not wish.include_stop:
             is_silent = True
@@ -76,13 +76,21 @@ def text_of(token_ids: list[int]) -> str:
     return "".join(TEXTS[token] for token in token_ids if token != EOS)
 
 
-def _end(wish: Wish, token: int, count: int, limit: int) -> tuple[str, int | None] | None:
+def _end(wish: Wish, tokens: list[int], limit: int) -> tuple[str, int | str | None] | None:
+    token, count = tokens[-1], len(tokens)
     if count >= wish.min_tokens:
         if token == EOS and not wish.ignore_eos:
             return "stop", None
         if token in wish.stop_token_ids:
             return "stop", token
-    return ("length", None) if count >= limit else None
+    if count >= limit:
+        return "length", None
+    if wish.repetition is not None and count >= wish.min_tokens:
+        longest, times = wish.repetition
+        for size in range(1, longest + 1):
+            if count >= size * times and tokens[-size:] * times == tokens[-size * times :]:
+                return "repetition", "repetition_detected"
+    return None
 
 
 def _stop_string(wish: Wish, text: str, floor: int) -> tuple[str, int] | None:

@@ -227,6 +227,25 @@ def check_case(world: Any, case: Case) -> None:
         check_completion(world, case, got, want)
     if case.num_cached is not None:
         check_cached(world, case, case.num_cached)
+    if scenario.log_stats and case.is_finished:
+        check_times(case)
+
+
+def check_times(case: Case) -> None:
+    """What the statistics say of a request that its reader has seen to the end."""
+    stats = case.slot.stats
+    num_tokens = [len(completion.token_ids) for completion in case.completions]
+    require(stats.num_generation_tokens == sum(num_tokens), "tokens counted", case, stats)
+    require(stats.max_num_generation_tokens == max(num_tokens), "longest counted", case, stats)
+    moments = [
+        moment
+        for moment in (
+            stats.arrival_ts, stats.queued_ts, stats.scheduled_ts,
+            stats.first_token_ts, stats.last_token_ts,
+        )
+        if moment is not None
+    ]  # fmt: skip
+    require(moments == sorted(moments), "out of order", case, stats)
 
 
 def check_completion(world: Any, case: Case, got: Any, want: Expected) -> None:
@@ -234,7 +253,7 @@ def check_completion(world: Any, case: Case, got: Any, want: Expected) -> None:
     num_tokens = len(got.token_ids)
     require(got.token_ids == want.token_ids[:num_tokens], "wrong tokens", case, got.token_ids, want)
     match got.finish_reason:
-        case "stop" | "length":
+        case "stop" | "length" | "repetition":
             mine = (got.token_ids, got.text, got.finish_reason, got.stop_reason)
             require(mine == tuple(want), "wrong end", case, mine, want)
         case "abort":
@@ -367,6 +386,10 @@ def check_idle(world: Any) -> None:
             bool(owners) and all(policy._blocks._hashes[b] == name for b in owners),
             "the prefix cache contradicts itself", owners,
         )  # fmt: skip
+    if world.scenario.log_stats:
+        assert engine._observer is not None
+        counted = sum(engine._observer.metrics._ended.values())
+        require(counted == len(world.prompts), "ends counted", counted, len(world.prompts))
     require(world.threads.num_begun == world.threads.num_ended, "a thread is lost")
     for case in world.cases:
         require(case.slot is None or case.slot.is_closed, "a slot is open", case)

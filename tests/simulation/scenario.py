@@ -35,6 +35,7 @@ class Wish(msgspec.Struct, kw_only=True):
     stream_interval: int | None = None
     priority: int = 0
     salt: str | None = None
+    repetition: tuple[int, int] | None = None  # patterns of up to so many tokens, so many times
 
 
 class Client(msgspec.Struct, kw_only=True):
@@ -101,6 +102,7 @@ class Scenario(msgspec.Struct, kw_only=True):
     stream_interval: int = 1
     max_queued: int | None = None
     has_tokenizer: bool = False
+    log_stats: bool = False
 
 
 def draw(seed: int) -> Scenario:
@@ -155,6 +157,7 @@ def draw_with(dice: Dice, *, seed: int) -> Scenario:
         stream_interval=sizes.choice((1, 1, 1, 3)),
         max_queued=sizes.choice((2, 4)) if sizes.random() < 0.08 else None,
         has_tokenizer=has_tokenizer,
+        log_stats=sizes.random() < 0.5,
     )
 
 
@@ -248,6 +251,8 @@ def draw_extras(dice: random.Random, wish: Wish) -> None:
         wish.prompt_logprobs = 1
     if dice.random() < 0.08:
         wish.stream_interval = 2
+    if dice.random() < 0.1:
+        wish.repetition = (dice.randrange(1, 4), 2)
 
 
 def draw_operations(dice: random.Random) -> tuple[Operation, ...]:

@@ -302,6 +302,7 @@ def config_of(scenario: Scenario) -> EngineConfig:
         stream_interval=scenario.stream_interval,
         chat_template=None,
         shutdown_timeout_s=0.0,
+        log_stats=scenario.log_stats,
         max_num_queued_reqs=scenario.max_queued,
         max_num_queued_tokens=None,
         scheduler=SchedulerConfig(

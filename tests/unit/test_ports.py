@@ -53,7 +53,7 @@ def handles():
     try:
         while True:
             pass
-    except BaseException:
+    except _Interrupted:
         return
 
 
@@ -61,7 +61,7 @@ def drive(call, is_released, outcomes):
     is_released.wait(30)
     try:
         call.run()
-    except BaseException as error:
+    except (ValueError, _Interrupted) as error:
         outcomes.append(error)
     for _ in range(2000):  # what the thread does next
         pass
