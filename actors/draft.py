@@ -110,4 +110,5 @@ def _new_row(sequence: Sequence) -> NewRow:
         num_prompt=sequence.num_prompt,
         block_ids=tuple(sequence.blocks),
         sampling=sequence.sampling(),
+        embeds=sequence.request.admit.embeds,
     )

@@ -26,6 +26,18 @@ RequestId = NewType("RequestId", int)
 SequenceId = NewType("SequenceId", int)
 
 
+EmbedsDtype = Literal["float32", "float16", "bfloat16", "float64"]
+
+
+class Embeds(msgspec.Struct, frozen=True):
+    """A dense matrix [rows, columns] that stands for the embeddings of a prompt: row major, little endian."""
+
+    dtype: EmbedsDtype
+    num_rows: int
+    num_columns: int
+    data: memoryview  # its bytes
+
+
 class Render(msgspec.Struct, frozen=True):
     """Frontend -> Renderer: a prompt as the caller wrote it, and the slot that takes the answer.
 
@@ -68,6 +80,8 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     arrival_time: float = 0.0
     cache_salt: str | None = None
+    embeds: Embeds | None = None  # what stands for the tokens; their ids are zeros then
+    embeds_digests: tuple[bytes, ...] = ()  # by block
 
 
 class Abort(msgspec.Struct, frozen=True):
@@ -153,6 +167,7 @@ class NewRow(msgspec.Struct, frozen=True):
     num_prompt: int
     block_ids: tuple[int, ...]
     sampling: Sampling
+    embeds: Embeds | None = None  # in place of the prompt's ids
 
 
 class StepPlan(msgspec.Struct, frozen=True):

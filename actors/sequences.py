@@ -87,10 +87,14 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
         hashes, shared = self.hashes, self.request.prompt_hashes
         if len(hashes) < min(count, len(shared)):
             hashes.extend(shared[len(hashes) :])
-        salt = self.request.admit.cache_salt
+        salt, digests = self.request.admit.cache_salt, self.request.admit.embeds_digests
         for i in range(len(hashes), count):
             tokens = self.token_ids(i * block_size, (i + 1) * block_size)
             extra = salt.encode() if salt is not None and i == 0 else b""
+            if i < len(digests):
+                extra += (
+                    b"\0" + digests[i]
+                )  # a salt has no NUL, so no two extras are the same bytes
             hashes.append(block_hash(hashes[-1] if hashes else FIRST_PARENT, tokens, extra))
             if i == len(shared) and (i + 1) * block_size <= self.num_prompt:
                 shared.append(hashes[-1])

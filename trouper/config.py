@@ -134,6 +134,7 @@ class EngineArgs:
     otlp_traces_endpoint: str | None = None
     profiler_config: dict[str, Any] | None = None
     chat_template: str | None = None
+    enable_prompt_embeds: bool = False
 
     @classmethod
     def from_cli_args(cls, options: dict[str, Any] | argparse.Namespace) -> Self:
@@ -171,6 +172,7 @@ class EngineArgs:
             kv_cache_bytes=self._kv_cache_bytes,
             stream_interval=self.stream_interval,
             chat_template=self.chat_template,
+            enable_prompt_embeds=self.enable_prompt_embeds,
             shutdown_timeout_s=self.shutdown_timeout,
             render_timeout_s=_environ("TROUPER_CHAT_TEMPLATE_RENDER_TIMEOUT", 30.0),
             log_stats=not self.disable_log_stats,
@@ -294,6 +296,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int
     stream_interval: int
     chat_template: str | None
+    enable_prompt_embeds: bool = False
     shutdown_timeout_s: float
     render_timeout_s: float = 30.0  # for one prompt
     log_stats: bool = False

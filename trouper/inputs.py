@@ -27,4 +27,16 @@ class ChatPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | ChatPrompt
+class EmbedsPrompt(TypedDict):
+    """Rows of numbers in place of the embeddings of tokens; needs `enable_prompt_embeds`.
+
+    `prompt_embeds`: a floating torch tensor [tokens, hidden size], or the bytes (or their base64) of a
+    torch.save or safetensors file that holds one.
+    """
+
+    prompt_embeds: Any
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | bytes | Sequence[int] | TextPrompt | TokensPrompt | ChatPrompt | EmbedsPrompt

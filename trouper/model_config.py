@@ -43,6 +43,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # as stored: float32, bfloat16 or float16
     eos_token_ids: tuple[int, ...]  # the first is the primary one
     default_sampling: dict[str, Any]  # from generation_config.json
+    hidden_size: int = 0  # 0: the config does not say
 
     @classmethod
     def load(cls, args: "EngineArgs") -> Self:
@@ -65,6 +66,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 architecture=architectures[0],
                 hf_config=config,
                 vocab_size=int(config["vocab_size"]),
+                hidden_size=int(config.get("hidden_size", 0)),
                 max_position_embeddings=int(config["max_position_embeddings"]),
                 dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
                 eos_token_ids=tuple(

@@ -49,7 +49,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
         offload_group_size mm_ipc_gpu_memory_gb mamba_cache_philox_rounds
     """),
     (False, """
-        enable_lora kv_cache_metrics enable_prompt_embeds disable_chunked_mm_input
+        enable_lora kv_cache_metrics disable_chunked_mm_input
         enable_return_routed_experts return_sampling_mask numa_bind data_parallel_hybrid_lb
         data_parallel_external_lb data_parallel_multi_port_external_lb enable_hc_sp
         enable_expert_parallel enable_ep_weight_filter enable_elastic_ep enable_dbo enable_eplb

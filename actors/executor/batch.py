@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.messages import NewRow, Sampling, StepPlan
+from trouper.actors.messages import Embeds, NewRow, Sampling, StepPlan
 from trouper.kernels.attention_plan import Tile, plan_attention
 
 
@@ -28,6 +28,9 @@ class Rows:
         self.block_ids = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.sampling: list[Sampling] = [Sampling()] * max_num_seqs
+        self.embeds: list[Tensor | None] = [
+            None
+        ] * max_num_seqs  # [prompt, E], in place of token ids
 
     def place(self, new: NewRow) -> None:
         """Give a row to a sequence; whatever was in it is forgotten."""
@@ -36,6 +39,7 @@ class Rows:
         self.num_blocks[new.row] = 0
         self.add_blocks(new.row, new.block_ids)
         self.sampling[new.row] = new.sampling
+        self.embeds[new.row] = None if new.embeds is None else _matrix(new.embeds)
 
     def add_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         first = self.num_blocks[row]
@@ -61,6 +65,7 @@ class Batch(msgspec.Struct, frozen=True):
     positions: Tensor  # [T] int64
     slots: Tensor  # [T] int64
     plans: dict[int | None, tuple[Tile, ...]]  # attention, by window
+    embeds: tuple[tuple[int, Tensor], ...] = ()  # first token in the flat batch, rows from there on
 
 
 def make_batch(
@@ -89,4 +94,22 @@ def make_batch(
             )
             for window in windows
         },
+        embeds=_embeds_of(plan, rows, firsts),
     )
+
+
+def _embeds_of(plan: StepPlan, rows: Rows, firsts: np.ndarray) -> tuple[tuple[int, Tensor], ...]:
+    """The part of each prompt of embeddings that this step computes."""
+    found: list[tuple[int, Tensor]] = []
+    for row, start, count, first in zip(plan.rows, plan.starts, plan.counts, firsts, strict=True):
+        matrix = rows.embeds[row]
+        if matrix is not None and start < len(matrix):
+            found.append((int(first), matrix[start : start + count]))
+    return tuple(found)
+
+
+def _matrix(embeds: Embeds) -> Tensor:
+    dtype: torch.dtype = getattr(torch, embeds.dtype)
+    # Read-only bytes are copied: torch has no tensors that must not be written.
+    data = bytearray(embeds.data) if embeds.data.readonly else embeds.data
+    return torch.frombuffer(data, dtype=dtype).view(embeds.num_rows, embeds.num_columns)

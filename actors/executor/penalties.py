@@ -43,9 +43,9 @@ class Penalties:
         seen = counts = None
         if is_penalised:
             tokens = torch.from_numpy(self._rows.token_ids[row, :num_tokens])
-            seen = torch.zeros(self._vocab_size, dtype=torch.bool)
-            seen[tokens] = True
             outputs = tokens[self._rows.num_prompt[row] :]
+            seen = torch.zeros(self._vocab_size, dtype=torch.bool)
+            seen[tokens if self._rows.embeds[row] is None else outputs] = True
             counts = torch.bincount(outputs, minlength=self._vocab_size).float()
         self._in_use[row] = _Row(
             sampling=s,

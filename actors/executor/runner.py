@@ -137,7 +137,12 @@ class Runner:
                 return StepDone(plan.step, ())
             batch = make_batch(plan, self._rows, self._traits.windows, max_tile=self._max_tile)
             hidden_TE = self._decoder.forward(
-                batch.token_ids, batch.positions, batch.slots, batch.plans, self._kv.unbind(0)
+                batch.token_ids,
+                batch.positions,
+                batch.slots,
+                batch.plans,
+                self._kv.unbind(0),
+                batch.embeds,
             )
             prompt_logprobs = self._prompt_logprobs(hidden_TE, batch, self._decoder)
             return self._sample(plan, hidden_TE, batch, prompt_logprobs)

@@ -22,6 +22,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_logprobs: int = 20
     eos_token_ids: tuple[int, ...] = ()
+    hidden_size: int | None = None  # None: prompt_embeds are not enabled
+    block_size: int = 16  # by which embeddings are named in the prefix cache
 
 
 class ResolvedSampling(NamedTuple):

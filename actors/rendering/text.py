@@ -10,8 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from trouper.actors.messages import Admit, Render, Track
+from trouper.actors.messages import Admit, Embeds, Render, Track
 from trouper.actors.rendering.chat import ChatTemplate
+from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests, from_tensor
 from trouper.actors.rendering.sampling import ModelLimits, resolve_sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config import EngineConfig
@@ -27,6 +28,7 @@ SPARE_TOKENS = 64  # a text cut before tokenising is left this much longer than 
 # mm_processor_kwargs concerns multimodal items only; without any it has nothing to do.
 TEXT_KEYS = frozenset({"type", "prompt", "cache_salt", "mm_processor_kwargs"})
 TOKENS_KEYS = TEXT_KEYS | {"prompt_token_ids"}
+EMBEDS_KEYS = TEXT_KEYS | {"prompt_embeds"}
 CHAT_KEYS = frozenset(
     {
         "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools",
@@ -35,7 +37,7 @@ CHAT_KEYS = frozenset(
 )  # fmt: skip
 LATER_KEYS = frozenset(
     {
-        "prompt_embeds", "multi_modal_data", "multi_modal_uuids",
+        "multi_modal_data", "multi_modal_uuids",
         "media_io_kwargs", "encoder_prompt", "decoder_prompt", "token_type_ids",
     }
 )  # fmt: skip
@@ -56,6 +58,7 @@ class _Form(NamedTuple):
     text: str | None
     salt: str | None
     adds_special_tokens: bool
+    embeds: Embeds | None = None
 
 
 class Prompts:
@@ -80,12 +83,16 @@ class Prompts:
             max_model_len=config.max_model_len,
             max_logprobs=config.max_logprobs,
             eos_token_ids=config.model.eos_token_ids,
+            hidden_size=config.model.hidden_size if config.enable_prompt_embeds else None,
+            block_size=config.block_size,
         )
         return cls(tokenizer, limits, _template_text(config.chat_template))
 
     def render(self, message: Render) -> Rendered:
         """Raises what spec section 2.1 says about bad prompts, or anything on a defect."""
         form = self._form(message.prompt)
+        if form.embeds is not None:
+            _check_embeds_request(message)
         wanted = self._wanted_length(message.truncate_prompt_tokens)
         keeps_end = self._keeps_end(message.truncation_side)
         if form.ids is None:
@@ -118,6 +125,10 @@ class Prompts:
                 priority=message.priority,
                 arrival_time=message.arrival_time,
                 cache_salt=form.salt,
+                embeds=form.embeds,
+                embeds_digests=()
+                if form.embeds is None
+                else digests(form.embeds, self._limits.block_size),
             ),
         )
 
@@ -134,7 +145,9 @@ class Prompts:
             return _Form([prompt], None, prompt, None, True)
         if isinstance(prompt, Mapping):
             return self._dict_form(prompt)
-        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+        if isinstance(prompt, bytes | bytearray):
+            return self._embeds_form(prompt, None, None)
+        if isinstance(prompt, Sequence):
             return _Form(None, prompt, None, None, False)
         raise _bad("prompt", "must be text, token ids or a prompt dict", type(prompt).__name__)
 
@@ -144,23 +157,40 @@ class Prompts:
             raise UnsupportedFeatureError(f"not supported yet: {', '.join(sorted(later))}")
         salt = _checked_salt(given.get("cache_salt"))
         for key, known in (
-            ("messages", CHAT_KEYS), ("prompt_token_ids", TOKENS_KEYS), ("prompt", TEXT_KEYS)
+            ("messages", CHAT_KEYS), ("prompt_embeds", EMBEDS_KEYS),
+            ("prompt_token_ids", TOKENS_KEYS), ("prompt", TEXT_KEYS),
         ):  # fmt: skip
             if key in given:
                 if unknown := given.keys() - known:
                     raise _bad("prompt", f"unknown keys beside {key!r}", sorted(map(str, unknown)))
                 break
         else:
-            raise _bad("prompt", "a prompt dict needs prompt, prompt_token_ids or messages")
+            raise _bad(
+                "prompt", "a prompt dict needs prompt, prompt_token_ids, prompt_embeds or messages"
+            )
         text = given.get("prompt")
         if text is not None and not isinstance(text, str):
             raise _bad("prompt", "must be text", type(text).__name__)
         if "messages" in given:
             pieces = self._chat(given)
             return _Form(pieces, None, "".join(pieces), salt, False)
+        if "prompt_embeds" in given:
+            return self._embeds_form(given["prompt_embeds"], text, salt)
         if "prompt_token_ids" in given:
             return _Form(None, given["prompt_token_ids"], text, salt, False)
         return _Form([text or ""], None, text, salt, True)
+
+    def _embeds_form(self, given: Any, text: str | None, salt: str | None) -> _Form:
+        """The ids of such a prompt are zeros: nobody looks at them."""
+        width, max_rows = self._limits.hidden_size, self._limits.max_model_len
+        if width is None:
+            raise _bad("prompt_embeds", "not enabled (enable_prompt_embeds)")
+        payload = decode_base64(given, width, max_rows) if isinstance(given, str) else given
+        if isinstance(payload, bytes | bytearray):
+            embeds = decode_embeds(payload, width, max_rows)
+        else:
+            embeds = from_tensor(payload, width, max_rows)
+        return _Form(None, [0] * embeds.num_rows, text, salt, False, embeds)
 
     def _chat(self, prompt: Mapping[str, Any]) -> list[str]:
         tokenizer = self._needed_tokenizer("messages")
@@ -259,6 +289,14 @@ class Prompts:
                 f"the prompt has {length} tokens, but the limit is {limit} (max_model_len), "
                 "which must also hold at least one new token",
             )
+
+
+def _check_embeds_request(message: Render) -> None:
+    """What needs the prompt's tokens, which such a prompt does not have."""
+    if message.params.prompt_logprobs is not None:
+        raise _bad("prompt_logprobs", "not with prompt_embeds")
+    if message.truncate_prompt_tokens is not None:
+        raise _bad("truncate_prompt_tokens", "not with prompt_embeds")
 
 
 def _template_text(given: str | None) -> str | None:

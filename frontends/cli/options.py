@@ -38,6 +38,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_model_len": "Longest prompt plus output, e.g. 4096 or 8k; the model's own by default.",
         "generation_config": "auto, trouper (ignore the model's), or a folder.",
         "override_generation_config": "Sampling defaults that win over the model's.",
+        "enable_prompt_embeds": "Take prompts of embeddings.",
         "chat_template": "Template, or a file with one, instead of the model's.",
         "served_model_name": "Name to report; repeatable.",
     },

@@ -164,9 +164,15 @@ def _says_something(choice: CompletionChoice) -> bool:
 
 def _prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
     """The prompts in the engine's form, and what the client calls each."""
-    given = request.prompt
     if request.max_tokens == 0 and not request.echo:
         raise _bad("max_tokens", "must be at least 1 without echo")
+    if request.prompt_embeds is not None:
+        return _embeds_prompts(request)
+    return _text_prompts(request)
+
+
+def _text_prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
+    given = request.prompt
     if not given:
         raise _bad("prompt", "must not be empty")
     if isinstance(given, str):
@@ -187,6 +193,22 @@ def _prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
             raise _bad(place, "must hold integers")
         prompts.append(_salted("prompt" if kind is str else "prompt_token_ids", prompt, request))
     return prompts, [f"prompt[{i}]" for i in range(len(prompts))]
+
+
+def _embeds_prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
+    given = request.prompt_embeds
+    if request.prompt:
+        raise _bad("prompt_embeds", "instead of prompt, not beside it")
+    if request.echo:
+        raise _bad("echo", "not with prompt_embeds")
+    if isinstance(given, str):
+        return [_salted("prompt_embeds", given, request)], ["prompt_embeds"]
+    if not given:
+        raise _bad("prompt_embeds", "must not be empty")
+    if len(given) > MAX_PROMPTS:
+        raise _bad("prompt_embeds", f"at most {MAX_PROMPTS} prompts")
+    places = [f"prompt_embeds[{i}]" for i in range(len(given))]
+    return [_salted("prompt_embeds", text, request) for text in given], places
 
 
 def _salted(key: str, prompt: Any, request: CompletionRequest) -> dict[str, Any]:

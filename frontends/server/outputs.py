@@ -107,7 +107,7 @@ def _named(place: str) -> "Iterator[None]":
     try:
         yield
     except TrouperValidationError as error:
-        if error.parameter in ("prompt", "prompt_token_ids"):
+        if error.parameter in ("prompt", "prompt_token_ids", "prompt_embeds"):
             error.parameter = place
         raise
 

@@ -68,8 +68,6 @@ def check_common(request: Generating) -> None:
     for name in request.NOT_YET:
         if getattr(request, name) not in (None, False, [], {}, ""):
             raise UnsupportedFeatureError(f"{name} is not supported yet")
-    if request.prompt_embeds is not None:
-        raise _bad("prompt_embeds", "not enabled on this server (enable_prompt_embeds)")
     kind = request.response_format
     if kind is not None and kind.type != "text":
         raise UnsupportedFeatureError("response_format: only text is supported yet")

@@ -72,7 +72,6 @@ class Generating(msgspec.Struct, kw_only=True):
     response_format: ResponseFormat | None = None
     vllm_xargs: dict[str, Any] | None = None
     structured_outputs: Any = None
-    prompt_embeds: Any = None
     thinking_token_budget: Any = None
     repetition_detection: Any = None
     kv_transfer_params: Any = None
@@ -90,6 +89,7 @@ class CompletionRequest(Generating, kw_only=True):
     NOT_YET: ClassVar[tuple[str, ...]] = (*Generating.NOT_YET, "suffix")
 
     prompt: str | list[Any] | None = None
+    prompt_embeds: str | list[str] | None = None  # base64
     logprobs: int | None = None
     suffix: str | None = None
 

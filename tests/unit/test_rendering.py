@@ -161,7 +161,7 @@ def test_other_forms_are_refused(prompts, prompt):
 
 
 def test_later_stages_are_unsupported_not_ignored(prompts):
-    for key in ("prompt_embeds", "multi_modal_data"):
+    for key in ("encoder_prompt", "multi_modal_data"):
         with pytest.raises(UnsupportedFeatureError, match=key):
             prompts.render(message({"prompt": "x", key: object()}))
 

@@ -79,18 +79,25 @@ class Decoder:
         slots_T: Tensor,
         plans: Mapping[int | None, Sequence[Tile]],
         caches: Sequence[Tensor],
+        embeds: Sequence[tuple[int, Tensor]] = (),
     ) -> Tensor:
         """Hidden states [T, E] after the last norm; the caches gain this step's keys and values.
 
         Args:
             plans: the tiles of the attention, by window.
             caches: of each layer [2, H, S, D].
+            embeds: rows that stand for the embeddings of tokens: the first token, and the rows.
         """
         rotations = [rotation_of(table, positions_T) for table in self._rope_tables]
         masks = {window: mask_tensors(tiles, self.dtype) for window, tiles in plans.items()}
         x_TE = F.embedding(token_ids_T, self._embedding)
-        if self.traits.embedding_scale != 1:
-            x_TE *= self._embedding_scale
+        scale = None if self.traits.embedding_scale == 1 else self._embedding_scale
+        if scale is not None:
+            x_TE *= scale
+        for first, rows_PE in embeds:
+            part_PE = x_TE.narrow(0, first, len(rows_PE)).copy_(rows_PE)
+            if scale is not None and not self.traits.embeds_are_scaled:
+                part_PE *= scale
         for layer, cache in zip(self._layers, caches, strict=True):
             window, rope = layer.traits.window, layer.traits.rope
             y_TE = (

@@ -119,6 +119,7 @@ def _gemma(config: HfConfig, **own: Any) -> DecoderTraits:
         "o_bias": bias,
         "attention_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
         "embedding_scale": require(config, "hidden_size") ** 0.5,
+        "embeds_are_scaled": True,
         "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
         **own,
     }

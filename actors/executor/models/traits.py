@@ -63,6 +63,7 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     attention_softcap: float | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
+    embeds_are_scaled: bool = False  # embeddings from outside come with the scale (Gemma)
     residual_scale: float = 1.0  # of what attention and MLP add
     logits_scale: float = 1.0
     tied_embeddings: bool = False
