@@ -112,10 +112,9 @@ def from_tensor(tensor: Any, num_columns: int, max_rows: int) -> Embeds:
     if tensor.ndim != 2 or tensor.shape[1] != num_columns or not 1 <= tensor.shape[0] <= max_rows:
         shape = list(tensor.shape)
         raise _bad(f"the shape must be [1 to {max_rows}, {num_columns}], not {shape}")
-    import torch  # it is there already: the caller has made a tensor
-
     numbers = tensor.detach().cpu().contiguous()
-    data = memoryview(numbers.view(torch.uint8).numpy()).cast("B")  # numpy has no bfloat16
+    uint8 = numbers.new_empty(0).byte().dtype  # as bytes: numpy has no bfloat16
+    data = memoryview(numbers.view(uint8).numpy()).cast("B")
     return Embeds(cast("EmbedsDtype", dtype), tensor.shape[0], num_columns, data)
 
 
