@@ -78,6 +78,10 @@ class ProfilerAlreadyActiveError(GracefulHTTPError):
     status = 409
 
 
+class RemoteError(TrouperError):
+    """A server that was asked over HTTP cannot be reached, has failed, or speaks another language."""
+
+
 class TrouperServerError(TrouperError):
     """Our fault."""
 

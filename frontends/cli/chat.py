@@ -1,28 +1,29 @@
-"""`trouper chat`: a conversation in the terminal."""
+"""`trouper chat`: a conversation in the terminal, with an engine in this process or with a server."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-import anyio
-import anyio.to_thread
 import typer
 
 from trouper.config import EngineArgs
-from trouper.errors import TrouperClientError
+from trouper.errors import RemoteError, TrouperClientError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.options import SamplingOptions, expand_options
-from trouper.frontends.cli.running import Interrupts, run_engine
+from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer, Show
+from trouper.frontends.cli.running import Interrupts, run_engine, run_open
+from trouper.frontends.cli.terminal import read_line, show, terminal_kept
 from trouper.inputs import ChatPrompt
 from trouper.params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from trouper.frontends.async_engine import AsyncLLMEngine
 
-PROMPT = "> "
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
+
+Messages = list[dict[str, Any]]
+Ask = Callable[[Messages, Show], Awaitable[None]]
 
 
 @expand_options
@@ -34,76 +35,124 @@ def chat(
     ] = None,
     system_prompt: Annotated[str | None, typer.Option(help="What to tell the model first.")] = None,
     *,
+    remote: RemoteOptions,
     sampling: SamplingOptions,
     engine_args: EngineArgs,
 ) -> None:
-    """Talk to a model that has a chat template.
+    """Talk to a model that has a chat template, here or at a server.
+
+    For example: trouper chat --url http://127.0.0.1:8000 --system-prompt "Be brief."
 
     Ctrl-C stops an answer; at the prompt it ends the program, as Ctrl-D does.
     """
+    conversation = Conversation(system_prompt)
+    with terminal_kept():
+        if remote.url is not None:
+            _with_server(conversation, quick, remote, sampling, engine_args)
+        else:
+            _with_engine(conversation, quick, remote, sampling, engine_args)
+
+
+def _with_server(
+    conversation: "Conversation",
+    quick: str | None,
+    remote: RemoteOptions,
+    sampling: SamplingOptions,
+    engine_args: EngineArgs,
+) -> None:
+    if engine_args != EngineArgs():
+        message = "takes no options of an engine: the server has its own"
+        raise typer.BadParameter(message, param_hint="--url")
+    fields = sampling.given()
+
+    async def act(server: RemoteServer, interrupts: Interrupts) -> None:
+        await _converse(conversation, quick, partial(server.chat, fields), interrupts)
+
+    run_open(RemoteServer(remote), act, CONNECTING)
+
+
+def _with_engine(
+    conversation: "Conversation",
+    quick: str | None,
+    remote: RemoteOptions,
+    sampling: SamplingOptions,
+    engine_args: EngineArgs,
+) -> None:
+    if remote.model_name is not None:
+        raise typer.BadParameter("needs --url", param_hint="--model-name")
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
     model = engine_args.resolve(offline=True).model
     defaults = {"max_tokens": None, **model.default_sampling}  # None: up to the model's length
     params = sampling.params(defaults, output_kind=RequestOutputKind.DELTA)
-    conversation = Conversation(params, system_prompt)
-    with _terminal_kept():
-        run_engine(
-            engine_args, partial(_quick if quick is not None else _talk, conversation, quick)
-        )
+
+    async def act(engine: "AsyncLLMEngine", interrupts: Interrupts) -> None:
+        await _converse(conversation, quick, partial(_ask_engine, engine, params), interrupts)
+
+    run_engine(engine_args, act)
+
+
+async def _ask_engine(
+    engine: "AsyncLLMEngine", params: SamplingParams, messages: Messages, show: Show
+) -> None:
+    async with engine.generate(ChatPrompt(messages=messages), params) as stream:
+        async for result in stream:
+            show(result.outputs[0].text)
+            if result.error is not None:
+                raise result.error.to_exception()
 
 
 class Conversation:
     """The messages so far, and how they are answered."""
 
-    def __init__(self, params: SamplingParams, system_prompt: str | None) -> None:
-        self._params = params
-        self._system = (
+    def __init__(self, system_prompt: str | None) -> None:
+        self._system: Messages = (
             [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
         )
-        self.messages: list[dict[str, Any]] = [*self._system]
+        self.messages: Messages = [*self._system]
 
     def reset(self) -> None:
         self.messages = [*self._system]
 
-    async def answer(self, engine: "AsyncLLMEngine", message: str, interrupts: Interrupts) -> None:
+    async def answer(self, ask: Ask, message: str, interrupts: Interrupts) -> None:
         """Print the answer as it comes.  What Ctrl-C cut off stays in the history as far as it came.
 
         Raises:
             TrouperClientError: the conversation cannot be rendered; it is as it was before.
+            RemoteError: the server has failed; the same.
         """
         before = self.messages
         self.messages = [*before, {"role": "user", "content": message}]
-        prompt = ChatPrompt(messages=self.messages)
-        text = ""
+        pieces: list[str] = []
+
+        def hear(text: str) -> None:
+            show(text)
+            pieces.append(text)
+
         try:
             with interrupts.stoppable():
-                async with engine.generate(prompt, self._params) as stream:
-                    async for result in stream:
-                        print(result.outputs[0].text, end="", flush=True)
-                        text += result.outputs[0].text
-                        if result.error is not None:
-                            raise result.error.to_exception()
+                await ask(self.messages, hear)
         except BaseException:
             self.messages = before
             raise
         print()
-        answer = {"role": "assistant", "content": text}
-        self.messages = [*self.messages, answer] if text else before
+        answer = {"role": "assistant", "content": "".join(pieces)}
+        self.messages = [*self.messages, answer] if answer["content"] else before
 
 
-async def _quick(
-    conversation: Conversation, message: str, engine: "AsyncLLMEngine", interrupts: Interrupts
+async def _converse(
+    conversation: Conversation, quick: str | None, ask: Ask, interrupts: Interrupts
 ) -> None:
-    await conversation.answer(engine, message, interrupts)
+    if quick is not None:
+        await conversation.answer(ask, quick, interrupts)
+    else:
+        await _talk(conversation, ask, interrupts)
 
 
-async def _talk(
-    conversation: Conversation, _: None, engine: "AsyncLLMEngine", interrupts: Interrupts
-) -> None:
+async def _talk(conversation: Conversation, ask: Ask, interrupts: Interrupts) -> None:
     if output.is_terminal(sys.stdin):
         print(HELP, file=sys.stderr)
-    while (line := await _read_line()) is not None:
+    while (line := await read_line()) is not None:
         match line.strip():
             case "":
                 pass
@@ -115,40 +164,6 @@ async def _talk(
                 print(f"no such command: {command}; {HELP}", file=sys.stderr)
             case message:
                 try:
-                    await conversation.answer(engine, message, interrupts)
-                except TrouperClientError as error:
+                    await conversation.answer(ask, message, interrupts)
+                except (TrouperClientError, RemoteError) as error:
                     output.complain(output.explain(error)[1])
-
-
-async def _read_line() -> str | None:
-    """The next line, None at the end.  Abandoned when the command ends: a read cannot be taken back."""
-    return await anyio.to_thread.run_sync(
-        _input, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
-    )
-
-
-def _input() -> str | None:
-    if output.is_terminal(sys.stdin) and output.is_terminal(sys.stdout):
-        try:
-            return input(PROMPT)
-        except EOFError:
-            print()
-            return None
-    return sys.stdin.readline() or None
-
-
-@contextmanager
-def _terminal_kept() -> Iterator[None]:
-    """Line editing puts the terminal into another mode; put it back if the read is abandoned."""
-    if not output.is_terminal(sys.stdin):
-        yield
-        return
-    import readline  # noqa: F401  # input() has history and arrow keys with it
-    import termios
-
-    fd = sys.stdin.fileno()
-    mode = termios.tcgetattr(fd)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, mode)

@@ -9,7 +9,10 @@ import typer
 from trouper import __version__
 from trouper.frontends.cli import output
 from trouper.frontends.cli.chat import chat
+from trouper.frontends.cli.collect_env import collect_env
+from trouper.frontends.cli.complete import complete
 from trouper.frontends.cli.generate import generate
+from trouper.frontends.cli.run_batch import run_batch
 from trouper.frontends.cli.serve import serve
 
 app = typer.Typer(
@@ -20,7 +23,10 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(complete)
 app.command()(serve)
+app.command()(run_batch)
+app.command()(collect_env)
 
 
 def _print_version(is_wanted: bool) -> None:

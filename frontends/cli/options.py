@@ -103,16 +103,29 @@ class SamplingOptions:
     ] = None
     ignore_eos: Annotated[bool, _sampling("Go on after the end of text.", "--ignore-eos")] = False
 
+    def given(self) -> dict[str, Any]:
+        """What the command line says, and nothing that it leaves to others."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if value is not None and value is not False
+        }
+
     def params(self, model_defaults: dict[str, Any], **more: Any) -> SamplingParams:
         """What was given wins over the model's defaults, and those over the library's.
 
         Raises:
             TrouperValidationError: a value outside its range; the message names the parameter.
         """
-        given = {name: value for name, value in vars(self).items() if value is not None}
         return SamplingParams(
-            **{"max_tokens": DEFAULT_MAX_TOKENS, **model_defaults, **given, **more}
+            **{"max_tokens": DEFAULT_MAX_TOKENS, **model_defaults, **self.given(), **more}
         )
+
+
+def served_names(engine_args: EngineArgs) -> tuple[str, ...]:
+    """What clients may call the model; empty: what the engine calls it."""
+    names = engine_args.served_model_name or ()
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:

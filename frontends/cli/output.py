@@ -9,7 +9,7 @@ from io import TextIOWrapper
 from typing import Any, Protocol, runtime_checkable
 
 from trouper.config import NOT_IMPLEMENTED
-from trouper.errors import TrouperClientError, UnsupportedFeatureError
+from trouper.errors import RemoteError, TrouperClientError, UnsupportedFeatureError
 
 EXIT_CRASH = 1
 EXIT_USAGE = 2
@@ -20,7 +20,7 @@ HINT = " (--debug shows where)"
 
 
 class Interrupted(Exception):
-    """A signal ended the command, and the engine has been closed in order."""
+    """A signal ended the command, and what was open has been closed in order."""
 
     def __init__(self, number: int) -> None:
         super().__init__("interrupted" if number == EXIT_CTRL_C - EXIT_SIGNALLED else "terminated")
@@ -49,6 +49,8 @@ def explain(error: BaseException) -> tuple[int, str]:
             return error.exit_code, _usage(error)
         case TrouperClientError() | UnsupportedFeatureError():
             return EXIT_USAGE, str(error)
+        case RemoteError():
+            return EXIT_CRASH, str(error)
         case _:
             return EXIT_CRASH, f"{type(error).__name__}: {error}{_cause(error)}{HINT}"
 

@@ -1,4 +1,4 @@
-"""Running an engine under a command: one task group, one task that listens for signals.
+"""Running a command over something open: one task group, one task that listens for signals.
 
 The first Ctrl-C ends what it points at (the answer of a chat, or else the command) in order: requests
 are aborted, the step under way ends, memory goes back.  SIGTERM always ends the command.  A second
@@ -8,8 +8,8 @@ signal that comes before the first has done its work ends the process at once.
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 from anyio.abc import TaskStatus
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from trouper.frontends.async_engine import AsyncLLMEngine
 
 LOADING = "loading …"
-Act = Callable[["AsyncLLMEngine", "Interrupts"], Awaitable[None]]
+T = TypeVar("T")
+Act = Callable[[T, "Interrupts"], Awaitable[None]]
 
 
 class Interrupts:
@@ -63,29 +64,33 @@ class Interrupts:
             os._exit(output.EXIT_SIGNALLED + number)
 
 
-def run_engine(engine_args: EngineArgs, act: Act) -> None:
-    """Start an engine on trio, let `act` use it, and close it.
+def run_engine(engine_args: EngineArgs, act: "Act[AsyncLLMEngine]") -> None:
+    """Start an engine on trio, let `act` use it, and close it; raises as `run_open` does."""
+    with output.status(LOADING):
+        from trouper.frontends.async_engine import AsyncLLMEngine
+    run_open(AsyncLLMEngine(engine_args, offline=True), act, LOADING)
+
+
+def run_open(unopened: AbstractAsyncContextManager[T], act: Act[T], status: str) -> None:
+    """Open it on trio, showing `status` meanwhile, let `act` use it, and close it.
 
     Raises:
         Interrupted: a signal ended the command.
-        Exception: what `act` or the engine raised, as it is.
+        Exception: what `act` or the opened thing raised, as it is.
     """
-    with output.status(LOADING):
-        from trouper.frontends.async_engine import AsyncLLMEngine
-    engine = AsyncLLMEngine(engine_args, offline=True)
-    anyio.run(_run, engine, act, backend="trio")
+    anyio.run(_run, unopened, act, status, backend="trio")
 
 
-async def _run(unopened: "AsyncLLMEngine", act: Act) -> None:
+async def _run(unopened: AbstractAsyncContextManager[T], act: Act[T], status: str) -> None:
     error: Exception | None = None
     interrupts = Interrupts()
     async with anyio.create_task_group() as tg:
         await tg.start(interrupts.run, tg.cancel_scope, name="signals")
         try:
             async with AsyncExitStack() as stack:
-                with output.status(LOADING):
-                    engine = await stack.enter_async_context(unopened)
-                await act(engine, interrupts)
+                with output.status(status):
+                    opened = await stack.enter_async_context(unopened)
+                await act(opened, interrupts)
         except Exception as raised:
             # Carried out of the group, so that it is not wrapped in another.
             error = raised

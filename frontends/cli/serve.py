@@ -12,7 +12,7 @@ import typer
 from trouper.config import EngineArgs
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.cli import output
-from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.options import expand_options, served_names
 
 LOOPBACK = "127.0.0.1"
 
@@ -137,9 +137,8 @@ def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
 def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
     from trouper.frontends.server.settings import ServerSettings
 
-    names = engine_args.served_model_name or ()
     return ServerSettings(
-        served_model_names=(names,) if isinstance(names, str) else tuple(names),
+        served_model_names=served_names(engine_args),
         api_keys=tuple(options.api_key or ()),
         admin_key=options.admin_key,
         is_dev_mode=options.dev_mode,

@@ -105,6 +105,22 @@ MISTAKES = [
     ("chat -q hello -m /no/such/folder", 2, "no such model folder"),
     ("chat -q hello --max-tokens 0", 2, "max_tokens"),
     ("chat surplus", 2, "surplus"),
+    ("chat -q hello --url ftp://host", 2, "must be http://"),
+    ("chat -q hello --url http://host:port", 2, "parameter=url"),
+    ("chat -q hello --url nonsense", 2, "must be http://"),
+    ("chat -q hello --url http://host -m folder", 2, "takes no options of an engine"),
+    ("chat -q hello --model-name x", 2, "needs --url"),
+    ("complete -q hello --url http://host --api-key ключ", 2, "parameter=api_key"),
+    ("complete -q hello --max-tokens many", 2, "--max-tokens"),
+    ("complete -m folder", 2, "-m"),
+    ("run-batch", 2, "--input-file"),
+    ("run-batch -i /no/such/file -o -", 2, "cannot be read: No such file or directory"),
+    ("run-batch -i / -o -", 2, "cannot be read: Is a directory"),
+    ("run-batch -i /dev/null -o /no/such/folder/x", 2, "cannot be written"),
+    ("run-batch -i /dev/null -o /", 2, "cannot be written"),
+    ("run-batch -i /dev/null -o - --max-inflight 0", 2, "--max-inflight"),
+    ("run-batch -i /dev/null -o - -m /no/such/folder", 2, "no such model folder"),
+    ("collect-env surplus", 2, "surplus"),
 ]
 
 

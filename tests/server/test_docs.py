@@ -7,13 +7,16 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from .process import started
 
-PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "serving.md").read_text()
+COMMANDS = (ROOT / "docs" / "command-line.md").read_text()
 ADDRESS = "127.0.0.1:8000"
 
 
@@ -23,8 +26,8 @@ def server():
         yield server
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def blocks(language, page=PAGE):
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
@@ -54,3 +57,25 @@ def test_the_page_shows_every_route():
 
     for route in ROUTES:
         assert f"`{route.method} {route.path}`" in PAGE or f"`{route.path}`" in PAGE, route.path
+
+
+@pytest.mark.parametrize("line", [line for b in blocks("sh", COMMANDS) for line in b.splitlines()])
+def test_the_commands_of_the_command_line(server, line, tmp_path):
+    line = line.replace("complete --max", f"complete --url http://{ADDRESS} --max")
+    line = line.replace(ADDRESS, f"127.0.0.1:{server.port}").replace("-o a", f"-o {tmp_path}/a")
+    line = line.replace("trouper ", f"{sys.executable} -m trouper ")
+    done = subprocess.run(
+        ["bash", "-c", line],
+        capture_output=True,
+        text=True,
+        input="hi\n/exit\n",
+        cwd=ROOT,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trouper: " not in done.stderr
+    answers = tmp_path / "answers.jsonl"
+    text = answers.read_text() if answers.exists() else done.stdout
+    assert text.strip()
+    if "run-batch" in line:
+        assert all(json.loads(row)["response"]["status_code"] == 200 for row in text.splitlines())

@@ -1,0 +1,54 @@
+"""`trouper complete`: a server goes on from prompts."""
+
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from trouper.errors import RemoteError, TrouperClientError
+from trouper.frontends.cli import output
+from trouper.frontends.cli.options import DEFAULT_MAX_TOKENS, SamplingOptions, expand_options
+from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer
+from trouper.frontends.cli.running import Interrupts, run_open
+from trouper.frontends.cli.terminal import read_line, show, terminal_kept
+
+
+@expand_options
+def complete(
+    ctx: typer.Context,
+    quick: Annotated[
+        str | None,
+        typer.Option("--quick", "-q", metavar="PROMPT", help="Complete one prompt, and end."),
+    ] = None,
+    *,
+    remote: RemoteOptions,
+    sampling: SamplingOptions,
+) -> None:
+    """Let an OpenAI-compatible server go on from each line of stdin.
+
+    For example: trouper complete --url http://127.0.0.1:8000 -q "def f("
+
+    Ctrl-C stops a text; at the prompt it ends the program, as Ctrl-D does.
+    """
+    fields = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling.given()}
+    with terminal_kept():
+        run_open(RemoteServer(remote), partial(_complete, quick, fields), CONNECTING)
+
+
+async def _complete(
+    quick: str | None, fields: dict[str, Any], server: RemoteServer, interrupts: Interrupts
+) -> None:
+    async def go_on(prompt: str) -> None:
+        with interrupts.stoppable():
+            await server.complete(fields, prompt, show)
+        print()
+
+    if quick is not None:
+        await go_on(quick)
+        return
+    while (line := await read_line()) is not None:
+        if line.strip():
+            try:
+                await go_on(line.removesuffix("\n"))
+            except (TrouperClientError, RemoteError) as error:
+                output.complain(output.explain(error)[1])

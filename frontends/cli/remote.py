@@ -1,0 +1,234 @@
+"""A client of any server that speaks OpenAI's API, as far as a person at a terminal needs one.
+
+What the server refuses for what was asked (400, 401, 404 …) is a client error; everything else that goes
+wrong between here and the last word of an answer is a RemoteError.  Nothing is asked twice.
+"""
+
+import dataclasses
+import http
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import anyio
+import msgspec
+import typer
+from anyio import AsyncContextManagerMixin
+
+from trouper.errors import RemoteError, TrouperClientError, TrouperValidationError
+
+if TYPE_CHECKING:
+    from httpx2 import URL, AsyncClient, EventSource, Response
+
+CONNECTING = "connecting …"
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
+CONNECT_S = 10.0
+SILENCE_S = 600.0  # a long prompt on a slow machine is silent for minutes
+LAST_WORDS_S = 1.0  # for a stream to end after `[DONE]`, so that its connection can be used again
+MAX_BODY = 2**20  # of an answer that is no stream
+MAX_MESSAGE = 400
+TRY_AGAIN = (408, 429)
+
+Show = Callable[[str], None]
+
+
+def _option(text: str, **more: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Server", **more)
+
+
+@dataclasses.dataclass
+class RemoteOptions:
+    """Which server is asked, and as whom."""
+
+    url: Annotated[str | None, _option("Base address of an OpenAI-compatible server.")] = None
+    model_name: Annotated[
+        str | None, _option("Model to ask; the first of the server's when left out.")
+    ] = None
+    api_key: Annotated[str | None, _option("Key to send.", envvar="TROUPER_API_KEY")] = None
+
+
+class RemoteServer(AsyncContextManagerMixin):
+    """Entering finds out which model to ask."""
+
+    def __init__(self, options: RemoteOptions) -> None:
+        """Raises TrouperValidationError: the address or the key cannot be used."""
+        self._url = _base_url(options.url or DEFAULT_URL)
+        self._model = options.model_name
+        self._headers: dict[str, str] = {}
+        if options.api_key is not None:
+            if not (options.api_key.isascii() and options.api_key.isprintable()):
+                raise TrouperValidationError("must be printable ASCII", parameter="api_key")
+            self._headers["authorization"] = f"Bearer {options.api_key}"
+        self._client: AsyncClient
+
+    def __repr__(self) -> str:
+        return f"<RemoteServer {self._url}>"
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        import httpx2
+
+        timeout = httpx2.Timeout(SILENCE_S, connect=CONNECT_S)
+        async with httpx2.AsyncClient(
+            base_url=self._url, headers=self._headers, timeout=timeout
+        ) as self._client:
+            self._model = self._model or await self._first_model()
+            yield self
+
+    async def chat(
+        self, fields: dict[str, Any], messages: list[dict[str, Any]], show: Show
+    ) -> None:
+        """`show` each piece of the answer to a conversation; raises as `complete` does."""
+        await self._ask("chat/completions", {"messages": messages, **fields}, show)
+
+    async def complete(self, fields: dict[str, Any], prompt: str, show: Show) -> None:
+        """`show` each piece of the text that follows a prompt.  Leaving closes the connection.
+
+        Raises:
+            TrouperClientError: the server refuses the request.
+            RemoteError: anything else, also in the middle of the answer.
+        """
+        await self._ask("completions", {"prompt": prompt, **fields}, show)
+
+    async def _ask(self, path: str, fields: dict[str, Any], show: Show) -> None:
+        body = {"model": self._model, **fields, "stream": True}
+        with self._explained():
+            async with self._client.sse(path, method="POST", json=body) as source:
+                await _check_status(source.response)
+                await _read(source, show)
+
+    async def _first_model(self) -> str:
+        with self._explained():
+            async with self._client.stream("GET", "models") as response:
+                await _check_status(response)
+                body = await _bounded_body(response)
+        try:
+            return msgspec.json.decode(body, type=_Models).data[0].id
+        except (msgspec.MsgspecError, IndexError):
+            raise RemoteError(
+                f"{self._url}models lists no model: is this an OpenAI-compatible server? "
+                "(--model-name names one)"
+            ) from None
+
+    @contextmanager
+    def _explained(self) -> Generator[None]:
+        """The client library's errors in the words of this command line."""
+        import httpx2
+
+        try:
+            yield
+        except httpx2.ConnectError as error:
+            raise RemoteError(f"cannot connect to {self._url}: {_plain(str(error))}") from error
+        except httpx2.TimeoutException as error:
+            raise RemoteError(f"no answer from {self._url} in time") from error
+        except httpx2.TransportError as error:
+            reason = _plain(str(error)) or type(error).__name__
+            raise RemoteError(f"the answer from {self._url} broke off: {reason}") from error
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = msgspec.field(default_factory=list[_Choice])
+    error: Any = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def _read(source: "EventSource", show: Show) -> None:
+    """Until the stream ends."""
+    error: Exception | None = None
+    is_over = False
+    # The library's generators end in order at their end or when they are cancelled inside, not when dropped.
+    with anyio.CancelScope() as rest:
+        async for event in source:
+            if event.data == "[DONE]":
+                is_over = True
+                rest.deadline = anyio.current_time() + LAST_WORDS_S
+                continue
+            try:
+                is_over |= _show_chunk(event.data, show)
+            except Exception as raised:
+                error = raised
+                rest.cancel()
+    if error is not None:
+        raise error
+    if not is_over:
+        raise RemoteError("the answer broke off before its end")
+
+
+def _show_chunk(data: str, show: Show) -> bool:
+    """Whether a choice has ended with it."""
+    try:
+        chunk = msgspec.json.decode(data, type=_Chunk)
+    except msgspec.MsgspecError:
+        raise RemoteError("the server sends events that are no chunks of an answer") from None
+    if chunk.error is not None:
+        raise RemoteError(f"the server failed: {_message_of(chunk.error)}")
+    is_over = False
+    for choice in chunk.choices:
+        text = choice.text or (choice.delta and choice.delta.content)
+        if text:
+            show(text)
+        is_over |= choice.finish_reason is not None
+    return is_over
+
+
+async def _check_status(response: "Response") -> None:
+    status = response.status_code
+    if status == http.HTTPStatus.OK:
+        return
+    body = await _bounded_body(response)
+    try:
+        told = _message_of(msgspec.json.decode(body, type=dict[str, Any]).get("error"))
+    except msgspec.MsgspecError:
+        told = ""
+    text = f"the server answers {status}: {told or response.reason_phrase}"
+    if 400 <= status < 500 and status not in TRY_AGAIN:
+        raise TrouperClientError(text)
+    raise RemoteError(text)
+
+
+def _message_of(error: Any) -> str:
+    message = error.get("message") if isinstance(error, dict) else error
+    return _plain(message) if isinstance(message, str) else ""
+
+
+async def _bounded_body(response: "Response") -> bytes:
+    body = bytearray()
+    async for piece in response.aiter_bytes():
+        if len(body) < MAX_BODY:
+            body += piece
+    return bytes(body)
+
+
+def _plain(text: str) -> str:
+    """What others say, fit for a terminal: short, and without control characters."""
+    return "".join(c if c.isprintable() else " " for c in text[:MAX_MESSAGE])
+
+
+def _base_url(text: str) -> "URL":
+    """The address under which the routes are; `/v1` when only a host is given."""
+    import httpx2
+
+    try:
+        url = httpx2.URL(text)
+    except httpx2.InvalidURL as error:
+        raise TrouperValidationError(str(error), parameter="url") from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise TrouperValidationError("must be http://… or https://…", parameter="url", value=text)
+    return url.copy_with(path=f"{url.path.rstrip('/') or '/v1'}/")

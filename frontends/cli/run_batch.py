@@ -1,0 +1,129 @@
+"""`trouper run-batch`: a file of requests in, a file of answers out."""
+
+import math
+import os
+import stat
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, BinaryIO
+
+import typer
+
+from trouper.config import EngineArgs
+from trouper.errors import TrouperValidationError
+from trouper.frontends.cli import output
+from trouper.frontends.cli.options import expand_options, served_names
+from trouper.frontends.cli.running import Interrupts, run_engine
+
+if TYPE_CHECKING:
+    from trouper.frontends.async_engine import AsyncLLMEngine
+
+INFLIGHT = 1024
+PART = ".part"  # what the output is called until it is complete
+
+
+@expand_options
+def run_batch(
+    ctx: typer.Context,
+    input_file: Annotated[
+        str, typer.Option("--input-file", "-i", metavar="FILE", help="Requests; - is stdin.")
+    ],
+    output_file: Annotated[
+        str, typer.Option("--output-file", "-o", metavar="FILE", help="Answers; - is stdout.")
+    ],
+    max_inflight: Annotated[
+        int | None,
+        typer.Option(help="Lines held at once; 1024 or twice max-num-seqs by default.", min=1),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of requests that bring none.")] = 0,
+    *,
+    engine_args: EngineArgs,
+) -> None:
+    """Answer a file of requests, in OpenAI's batch format.
+
+    For example: trouper run-batch -i requests.jsonl -o answers.jsonl
+
+    A line: {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f("}}
+    """
+    engine_args.seed = seed
+    scheduler = engine_args.resolve(offline=True).scheduler
+    if engine_args.max_num_queued_reqs or engine_args.max_num_queued_tokens:
+        warnings.warn("a batch is not limited by max-num-queued-…", stacklevel=2)
+    limit = max_inflight or max(INFLIGHT, 2 * scheduler.max_num_seqs)
+    with _source(input_file) as source, _sink(output_file, input_file) as sink:
+        run_engine(engine_args, partial(_answer, source, sink, limit, served_names(engine_args)))
+
+
+async def _answer(
+    source: BinaryIO,
+    sink: BinaryIO,
+    max_inflight: int,
+    names: tuple[str, ...],
+    engine: "AsyncLLMEngine",
+    _: Interrupts,
+) -> None:
+    from trouper.frontends.server.app import create_app
+    from trouper.frontends.server.batch import Batch
+    from trouper.frontends.server.settings import ServerSettings
+
+    # Who waits in a batch waits for the whole of it: no places, no deadline.
+    settings = ServerSettings(
+        served_model_names=names, max_requests=sys.maxsize, request_timeout_s=math.inf
+    )
+    batch = Batch(create_app(engine, settings), max_inflight)
+    await batch.run(source, sink)
+    print(f"{batch.num_lines} requests, {batch.num_failed} of them failed", file=sys.stderr)
+
+
+@contextmanager
+def _source(name: str) -> Iterator[BinaryIO]:
+    if name == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        file = open(name, "rb")  # noqa: SIM115  # closed below, outside of this try
+    except OSError as error:
+        raise _cannot("be read", error, "input_file", name) from None
+    with file:
+        yield file
+
+
+@contextmanager
+def _sink(name: str, input_name: str) -> Iterator[BinaryIO]:
+    """A file that takes its name when it is complete; what is no plain file is written as it is."""
+    if name == "-":
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    path = os.path.realpath(name)
+    is_plain = not os.path.exists(path) or stat.S_ISREG(os.stat(path).st_mode)
+    if input_name != "-" and is_plain and path == os.path.realpath(input_name):
+        raise TrouperValidationError("is the input file", parameter="output_file", value=name)
+    part = path + PART if is_plain else path
+    try:
+        file = open(part, "wb")  # noqa: SIM115  # closed below, outside of this try
+    except OSError as error:
+        raise _cannot("be written", error, "output_file", name) from None
+    try:
+        with file:
+            yield file
+            if is_plain:
+                file.flush()
+                os.fsync(file.fileno())
+    except BaseException:
+        if is_plain and os.path.getsize(part):
+            output.complain(f"the answers so far are in {name}{PART}")
+        elif is_plain:
+            os.unlink(part)
+        raise
+    if is_plain:
+        os.replace(part, path)
+
+
+def _cannot(verb: str, error: OSError, parameter: str, name: str) -> TrouperValidationError:
+    return TrouperValidationError(
+        f"cannot {verb}: {error.strerror}", parameter=parameter, value=name
+    )

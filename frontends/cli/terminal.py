@@ -1,0 +1,51 @@
+"""Lines that a person types, or a pipe brings."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+import anyio.to_thread
+
+from trouper.frontends.cli import output
+
+PROMPT = "> "
+
+
+def show(text: str) -> None:
+    """A piece of an answer, at once."""
+    print(text, end="", flush=True)
+
+
+async def read_line() -> str | None:
+    """The next line, None at the end.  Abandoned when the command ends: a read cannot be taken back."""
+    return await anyio.to_thread.run_sync(
+        _input, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
+    )
+
+
+def _input() -> str | None:
+    if output.is_terminal(sys.stdin) and output.is_terminal(sys.stdout):
+        try:
+            return input(PROMPT)
+        except EOFError:
+            print()
+            return None
+    return sys.stdin.readline() or None
+
+
+@contextmanager
+def terminal_kept() -> Iterator[None]:
+    """Line editing puts the terminal into another mode; put it back if the read is abandoned."""
+    if not output.is_terminal(sys.stdin):
+        yield
+        return
+    import readline  # noqa: F401  # input() has history and arrow keys with it
+    import termios
+
+    fd = sys.stdin.fileno()
+    mode = termios.tcgetattr(fd)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, mode)

@@ -1,0 +1,109 @@
+"""What a report about a machine needs, and nothing that is a secret.  Nothing is sent anywhere."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from trouper import __version__
+from trouper.actors.executor.environment import torch_facts
+from trouper.actors.executor.local import num_physical_cores
+
+PACKAGES = (
+    "anyio", "httpx2", "huggingface_hub", "hypercorn", "jinja2", "msgspec", "numpy", "prometheus_client",
+    "safetensors", "tokenizers", "torch", "transformers", "trio", "triton", "typer",
+)  # fmt: skip
+# Of the instruction sets those that kernels choose by.
+FEATURES = re.compile(r"\b(?:avx\w*|amx_\w+|fma|f16c|vnni|asimd\w*|sve\w*|bf16|i8mm)\b")
+# Everything else may be a secret, or name somebody.
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "KMP_AFFINITY", "KMP_BLOCKTIME", "LRU_CACHE_CAPACITY",
+    "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "ONEDNN_MAX_CPU_ISA",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "PYTHONHASHSEED", "TROUPER_CHAT_TEMPLATE_RENDER_TIMEOUT",
+    "TROUPER_CPU_KVCACHE_SPACE", "TROUPER_LOG_STATS_INTERVAL",
+)  # fmt: skip
+UNLIMITED = 2**60  # what version 1 of cgroups says for "no limit" is beyond it
+
+
+def collect() -> dict[str, Any]:
+    """Sections of facts; None where something is not there or cannot be found out."""
+    return {
+        "trouper": __version__,
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "system": {
+            "platform": platform.platform(),
+            "virtual_environment": sys.prefix != sys.base_prefix,
+        },
+        "cpu": _cpu(),
+        "memory": _memory(),
+        "cgroup": cgroup_limits(),
+        "torch": torch_facts() or None,
+        "packages": {name: _version(name) for name in PACKAGES},
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def cgroup_limits(
+    memberships: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> dict[str, Any]:
+    """The narrowest limits on the way from this process's group to the root: CPUs, and bytes."""
+    cpus: list[float] = []
+    memory: list[int] = []
+    for line in _read(memberships).splitlines():
+        _, controllers, path = line.split(":", 2)
+        top = root / controllers if controllers else root
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(top):
+                break
+            quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+            quota = quota or _read(folder / "cpu.cfs_quota_us").strip()
+            period = period or _read(folder / "cpu.cfs_period_us").strip()
+            if quota.isdigit() and period.isdigit():
+                cpus.append(int(quota) / int(period))
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                limit = _read(folder / name).strip()
+                if limit.isdigit() and int(limit) < UNLIMITED:
+                    memory.append(int(limit))
+    return {"cpus": min(cpus, default=None), "memory_bytes": min(memory, default=None)}
+
+
+def _cpu() -> dict[str, Any]:
+    info = _read(Path("/proc/cpuinfo"))
+    model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return {
+        "model": model.group(1) if model else platform.processor() or platform.machine(),
+        "logical": os.cpu_count(),
+        "usable": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "usable_physical": num_physical_cores(),
+        "features": sorted(set(FEATURES.findall(flags.group(1)))) if flags else [],
+    }
+
+
+def _memory() -> dict[str, Any]:
+    info = _read(Path("/proc/meminfo"))
+    found = dict(re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB$", info, re.MULTILINE))
+    return {
+        "total_bytes": int(found["MemTotal"]) * 1024 if "MemTotal" in found else None,
+        "available_bytes": int(found["MemAvailable"]) * 1024 if "MemAvailable" in found else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _read(path: Path) -> str:
+    """Empty where there is no such file, or nobody may read it."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

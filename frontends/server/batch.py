@@ -1,0 +1,244 @@
+"""OpenAI's batch files: each line is a request, and goes the way of an HTTP request, without the network.
+
+Laws.  Answers stand in the order of the lines, one each, whatever has become of it: only the engine's
+death and files that fail end a batch.  At most `max_inflight` lines are held, read and not yet written;
+of the lines before them only a digest of each custom_id is kept.
+"""
+
+from functools import partial
+from hashlib import blake2b
+from typing import Any, BinaryIO, Literal
+from uuid import uuid4
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import msgspec
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from trouper.frontends.server.app import App
+from trouper.frontends.server.decoding import decode
+from trouper.frontends.server.errors import Problem, Refusal, describe
+from trouper.frontends.server.exchange import JSON
+from trouper.frontends.server.routes import ROUTES
+
+URLS = tuple(route.path for route in ROUTES if route.access == "user" and route.body is not None)
+DIGEST_BYTES = 16
+encode_line = msgspec.json.Encoder().encode
+
+
+class BatchLine(msgspec.Struct, kw_only=True):
+    """One line of the input."""
+
+    custom_id: str
+    method: Literal["POST"]
+    url: str
+    body: msgspec.Raw
+
+
+class BatchResponse(msgspec.Struct):
+    """What the route has answered, also where that is an error."""
+
+    status_code: int = 0
+    request_id: str = ""
+    body: msgspec.Raw = msgspec.Raw()
+
+
+class BatchError(msgspec.Struct):
+    """Why no route was asked."""
+
+    code: str
+    message: str
+
+
+class BatchReply(msgspec.Struct):
+    """One line of the output."""
+
+    id: str
+    custom_id: str | None = None
+    response: BatchResponse | None = None
+    error: BatchError | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.response is None or self.response.status_code >= 400
+
+
+class Batch:
+    """One run over one file."""
+
+    def __init__(self, app: App, max_inflight: int) -> None:
+        self._app = app
+        self._max_inflight = max_inflight
+        self._max_line = app.service.settings.max_body
+        self._seen: set[bytes] = set()  # digests of the custom_ids so far
+        self._files = anyio.CapacityLimiter(2)
+        self.num_lines = 0
+        self.num_failed = 0
+
+    def __repr__(self) -> str:
+        return f"<Batch {self.num_lines} lines written, {self.num_failed} of them failures>"
+
+    async def run(self, source: BinaryIO, sink: BinaryIO) -> None:
+        """Until the source ends.
+
+        Raises:
+            EngineDeadError, OSError: the engine or the sink has failed; also in a group for the source.
+        """
+        error: Exception | None = None
+        # The writer holds one, so that `max_inflight` have been read and not been written.
+        send, receive = anyio.create_memory_object_stream[_Slot](self._max_inflight - 1)
+        with receive:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._read, source, send, name="reader")
+                try:
+                    await self._write(receive, sink)
+                except Exception as raised:
+                    error = raised  # carried out of the group, so that it is not wrapped in another
+                    tasks.cancel_scope.cancel()
+        if error is not None:
+            raise error
+
+    async def _read(self, source: BinaryIO, send: "MemoryObjectSendStream[_Slot]") -> None:
+        number = 0
+        with send:
+            async with anyio.create_task_group() as requests:
+                while line := await self._next_line(source):
+                    number += 1
+                    if line.isspace():
+                        continue
+                    slot = _Slot()
+                    await send.send(slot)
+                    try:
+                        request = await self._request(line)
+                    except Refusal as refusal:
+                        slot.put(_not_asked(number, line, describe(refusal)))
+                    else:
+                        requests.start_soon(self._answer, request, slot)
+
+    async def _next_line(self, source: BinaryIO) -> bytes:
+        """With its end; of a line that is too long one byte too many, and the rest is skipped."""
+        limit = self._max_line + 1
+        line = await self._in_thread(source.readline, limit)
+        rest = line
+        while len(rest) == limit and not rest.endswith(b"\n"):
+            rest = await self._in_thread(source.readline, limit)
+        return line
+
+    async def _write(self, receive: "MemoryObjectReceiveStream[_Slot]", sink: BinaryIO) -> None:
+        service = self._app.service
+        async for slot in receive:
+            await slot.is_filled.wait()
+            if service.died.is_set():
+                service.engine.engine.check_alive()
+            assert slot.reply is not None
+            await self._in_thread(partial(_put, sink), encode_line(slot.reply) + b"\n")
+            self.num_lines += 1
+            self.num_failed += slot.reply.has_failed
+
+    async def _in_thread(self, function: Any, argument: Any) -> Any:
+        # Abandoned when the batch ends: nobody can take back a read from a pipe.
+        return await anyio.to_thread.run_sync(
+            function, argument, abandon_on_cancel=True, limiter=self._files
+        )
+
+    async def _request(self, line: bytes) -> BatchLine:
+        """Raises Refusal.  In the order of the lines: of two equal custom_ids the first is taken."""
+        if len(line) > self._max_line:
+            raise Refusal(400, "line_too_large", f"a line may have {self._max_line} bytes")
+        request: BatchLine = (await decode(line, BatchLine, self._app.service.threads)).request
+        digest = blake2b(request.custom_id.encode(), digest_size=DIGEST_BYTES).digest()
+        if digest in self._seen:
+            message = "an earlier line has the same"
+            raise Refusal(400, "duplicate_custom_id", message, param="custom_id")
+        self._seen.add(digest)
+        if request.url not in URLS:
+            raise Refusal(400, "invalid_url", f"must be one of {', '.join(URLS)}", param="url")
+        if _wants_stream(request.body):
+            raise Refusal(400, "invalid_value", "a batch has no streams", param="body.stream")
+        return request
+
+    async def _answer(self, request: BatchLine, slot: "_Slot") -> None:
+        call = _Call(bytes(request.body))
+        await self._app(call.scope(request.url), call.receive, call.send)
+        slot.put(BatchReply(_new_id(), request.custom_id, call.response))
+
+
+class _Named(msgspec.Struct):
+    custom_id: str | None = None
+
+
+class _Streaming(msgspec.Struct):
+    stream: bool | None = None
+
+
+class _Slot:
+    """The place of one line among the answers."""
+
+    def __init__(self) -> None:
+        self.is_filled = anyio.Event()
+        self.reply: BatchReply | None = None
+
+    def put(self, reply: BatchReply) -> None:
+        self.reply = reply
+        self.is_filled.set()
+
+
+class _Call:
+    """One request to the application, and what it answers."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self.response = BatchResponse()
+
+    def scope(self, url: str) -> dict[str, Any]:
+        return {
+            "type": "http", "method": "POST", "path": url, "raw_path": url.encode(),
+            "query_string": b"", "root_path": "", "http_version": "1.1",
+            "headers": [(b"content-type", JSON)],
+        }  # fmt: skip
+
+    async def receive(self) -> dict[str, Any]:
+        body, self._body = self._body, None
+        if body is None:
+            await anyio.sleep_forever()  # this client never leaves
+        await anyio.lowlevel.checkpoint()
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Any) -> None:
+        await anyio.lowlevel.checkpoint()
+        if message["type"] == "http.response.start":
+            self.response.status_code = message["status"]
+            self.response.request_id = dict(message["headers"])[b"x-request-id"].decode()
+        else:
+            self.response.body = msgspec.Raw(message["body"])
+
+
+def _put(sink: BinaryIO, line: bytes) -> None:
+    sink.write(line)
+    sink.flush()  # whoever looks on sees it
+
+
+def _not_asked(number: int, line: bytes, problem: Problem) -> BatchReply:
+    where = f"line {number}: " + (f"{problem.param}: " if problem.param else "")
+    error = BatchError(problem.code, where + problem.message)
+    return BatchReply(_new_id(), _custom_id(line), error=error)
+
+
+def _custom_id(line: bytes) -> str | None:
+    """Of a line that is wrong otherwise, if it can be found."""
+    try:
+        return msgspec.json.decode(line, type=_Named).custom_id
+    except msgspec.MsgspecError:
+        return None
+
+
+def _wants_stream(body: msgspec.Raw) -> bool:
+    try:
+        return bool(msgspec.json.decode(body, type=_Streaming).stream)
+    except msgspec.MsgspecError:
+        return False  # the route will say what is wrong
+
+
+def _new_id() -> str:
+    return f"batch_req_{uuid4().hex}"
