@@ -24,6 +24,7 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops a
 
 Messages = list[dict[str, Any]]
 Ask = Callable[[Messages, Show], Awaitable[None]]
+Converse = Callable[[Ask, Interrupts], Awaitable[None]]
 
 
 @expand_options
@@ -45,20 +46,16 @@ def chat(
 
     Ctrl-C stops an answer; at the prompt it ends the program, as Ctrl-D does.
     """
-    conversation = Conversation(system_prompt)
+    converse = partial(_converse, Conversation(system_prompt), quick)
     with terminal_kept():
         if remote.url is not None:
-            _with_server(conversation, quick, remote, sampling, engine_args)
+            _with_server(converse, remote, sampling, engine_args)
         else:
-            _with_engine(conversation, quick, remote, sampling, engine_args)
+            _with_engine(converse, remote, sampling, engine_args)
 
 
 def _with_server(
-    conversation: "Conversation",
-    quick: str | None,
-    remote: RemoteOptions,
-    sampling: SamplingOptions,
-    engine_args: EngineArgs,
+    converse: Converse, remote: RemoteOptions, sampling: SamplingOptions, engine_args: EngineArgs
 ) -> None:
     if engine_args != EngineArgs():
         message = "takes no options of an engine: the server has its own"
@@ -66,17 +63,13 @@ def _with_server(
     fields = sampling.given()
 
     async def act(server: RemoteServer, interrupts: Interrupts) -> None:
-        await _converse(conversation, quick, partial(server.chat, fields), interrupts)
+        await converse(partial(server.chat, fields), interrupts)
 
     run_open(RemoteServer(remote), act, CONNECTING)
 
 
 def _with_engine(
-    conversation: "Conversation",
-    quick: str | None,
-    remote: RemoteOptions,
-    sampling: SamplingOptions,
-    engine_args: EngineArgs,
+    converse: Converse, remote: RemoteOptions, sampling: SamplingOptions, engine_args: EngineArgs
 ) -> None:
     if remote.model_name is not None:
         raise typer.BadParameter("needs --url", param_hint="--model-name")
@@ -87,7 +80,7 @@ def _with_engine(
     params = sampling.params(defaults, output_kind=RequestOutputKind.DELTA)
 
     async def act(engine: "AsyncLLMEngine", interrupts: Interrupts) -> None:
-        await _converse(conversation, quick, partial(_ask_engine, engine, params), interrupts)
+        await converse(partial(_ask_engine, engine, params), interrupts)
 
     run_engine(engine_args, act)
 

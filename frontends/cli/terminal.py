@@ -1,5 +1,6 @@
 """Lines that a person types, or a pipe brings."""
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,13 @@ import anyio.to_thread
 from trouper.frontends.cli import output
 
 PROMPT = "> "
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 
 def show(text: str) -> None:
-    """A piece of an answer, at once."""
+    """A piece of an answer, at once; a terminal takes no orders from it."""
+    if output.is_terminal(sys.stdout):
+        text = CONTROLS.sub("", text)
     print(text, end="", flush=True)
 
 

@@ -217,6 +217,13 @@ def test_failures_do_not_end_a_conversation(capsys, monkeypatch):
     assert (out, err) == ("", "trouper: the server answers 500: not today\n" * 2)
 
 
+def test_an_answer_gives_no_orders_to_a_terminal(capsys, monkeypatch):
+    with serving(events(chunk("a\x1b[2Jb\n\tc\x9b"), chunk(None, "stop"), DONE)) as fake:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+        assert run(["complete", "--url", fake.url, "-q", "hi"]) == 0
+    assert capsys.readouterr().out == "a[2Jb\n\tc\n"
+
+
 def test_only_what_was_given_is_sent_and_the_connection_is_used_again(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nho\n"))
     with serving(events(chunk("a"), chunk(None, "stop"), DONE)) as fake:
