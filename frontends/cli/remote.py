@@ -5,7 +5,6 @@ wrong between here and the last word of an answer is a RemoteError.  Nothing is 
 """
 
 import dataclasses
-import http
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -190,7 +189,7 @@ def _show_chunk(data: str, show: Show) -> bool:
 
 async def _check_status(response: "Response") -> None:
     status = response.status_code
-    if status == http.HTTPStatus.OK:
+    if status == 200:
         return
     body = await _bounded_body(response)
     try:
