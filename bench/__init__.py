@@ -1,1 +1,1 @@
-"""Benchmarks: only the CLI imports them, inside its commands."""
+"""Benchmarks: what `trouper bench` measures; only its commands import it, when they run."""

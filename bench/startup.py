@@ -1,69 +1,98 @@
 """How long a user waits: import, `--help`, and `trouper generate` up to its first text.
 
-    python -m trouper.bench.startup [--repeats 5] [--model FOLDER] [--output FILE.json]
-
-Every repeat is a process of its own; medians are quoted.
+Every measurement is a process of its own.  Cold is the very first start: no bytecode and no compiled
+kernels on disk.  (The files of the model may be in the page cache either way.)
 """
 
-import argparse
-import json
-import statistics
+import os
 import subprocess
 import sys
-import time
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from trouper.bench.figures import repeats
+from trouper.errors import TrouperError
 
 PROMPT = "def quicksort(items):"
+# Where Python, Numba, Triton and everybody else keep what they can make again.
+CACHES = ("PYTHONPYCACHEPREFIX", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="How long a user waits for the first output.")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--model")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    generate = [
-        sys.executable,
-        "-m",
-        "trouper",
-        "generate",
-        PROMPT,
-        "--max-tokens",
-        "32",
-        "--no-echo",
-    ]
-    if options.model:
-        generate += ["--model", options.model]
-    commands = {
+class StartError(TrouperError):
+    """A command that was to be timed failed."""
+
+
+def commands(model: str | None, max_tokens: int) -> dict[str, list[str]]:
+    trouper = [sys.executable, "-m", "trouper"]
+    generate = [*trouper, "generate", PROMPT, "--max-tokens", str(max_tokens), "--no-echo"]
+    return {
         "python": [sys.executable, "-c", "pass"],
         "import trouper": [sys.executable, "-c", "import trouper"],
-        "trouper --help": [sys.executable, "-m", "trouper", "--help"],
-        "trouper generate, first text": generate,
+        "trouper --help": [*trouper, "--help"],
+        "trouper generate, first text": generate + (["--model", model] if model else []),
     }
-    results = {}
-    for name, command in commands.items():
-        seconds = [until_output(command) for _ in range(options.repeats)]
-        results[name] = {
-            "median_s": round(statistics.median(seconds), 3),
-            "all_s": [round(value, 3) for value in seconds],
-        }
-        print(f"{name:32} {results[name]['median_s']:.3f} s", flush=True)
-    if options.output:
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def until_output(command: list[str]) -> float:
-    """Seconds from the start of the process to its first byte, or to its end if it prints nothing."""
-    started = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+def measure(
+    model: str | None,
+    *,
+    num_iters_cold: int,
+    num_iters_warmup: int,
+    num_iters_warm: int,
+    max_tokens: int = 32,
+    tell: Callable[[str, dict[str, Any]], None] = lambda *_: None,
+) -> dict[str, dict[str, Any]]:
+    """{command: {"cold": repeats, "warm": repeats}}; `tell` hears of each command when it is done."""
+    results: dict[str, dict[str, Any]] = {}
+    for name, command in commands(model, max_tokens).items():
+        results[name] = {}
+        if num_iters_cold:
+            results[name]["cold"] = repeats([_cold(command) for _ in range(num_iters_cold)])
+        if num_iters_warm:
+            for _ in range(num_iters_warmup):
+                until_output(command)
+            results[name]["warm"] = repeats([until_output(command) for _ in range(num_iters_warm)])
+        tell(name, results[name])
+    return results
+
+
+def _cold(command: Sequence[str]) -> float:
+    with empty_caches() as environment:
+        return until_output(command, environment)
+
+
+@contextmanager
+def empty_caches() -> Iterator[dict[str, str]]:
+    """An environment in which every cache but the hub's downloads is empty."""
+    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    hub = os.environ.get("HF_HOME", str(Path(cache) / "huggingface"))
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {name: str(Path(folder) / name.lower()) for name in CACHES}
+        yield {**os.environ, "HF_HOME": hub, **caches}
+
+
+def until_output(command: Sequence[str], environment: Mapping[str, str] | None = None) -> float:
+    """Seconds from the start of the process to its first byte, or to its end if it prints nothing.
+
+    Raises:
+        StartError: it failed.
+    """
+    started = perf_counter()
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=environment
+        ) as process,
+    ):
         assert process.stdout is not None
         process.stdout.read(1)
-        seconds = time.perf_counter() - started
+        seconds = perf_counter() - started
         process.stdout.read()
-    if process.returncode:
-        raise SystemExit(f"{command} failed")
+        if process.wait():
+            log.seek(0)
+            raise StartError((log.read().strip().splitlines() or ["it said nothing"])[-1])
     return seconds
-
-
-if __name__ == "__main__":
-    main()

@@ -8,6 +8,7 @@ import typer
 
 from trouper import __version__
 from trouper.frontends.cli import output
+from trouper.frontends.cli.bench.app import bench
 from trouper.frontends.cli.chat import chat
 from trouper.frontends.cli.collect_env import collect_env
 from trouper.frontends.cli.complete import complete
@@ -27,6 +28,7 @@ app.command()(complete)
 app.command()(serve)
 app.command()(run_batch)
 app.command()(collect_env)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -52,7 +54,8 @@ def root(
 
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line; its exit code.  Everything that goes wrong is one line on stderr."""
-    state: dict[str, Any] = {}  # what a command tells this function
+    # What a command tells this function, and what it was told itself.
+    state: dict[str, Any] = {"arguments": sys.argv[1:] if arguments is None else arguments}
     output.prepare_streams()
     try:
         code = app(arguments, prog_name="trouper", standalone_mode=False, obj=state)

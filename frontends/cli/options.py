@@ -195,9 +195,9 @@ def _engine_option(name: str, wished: Any, panel: str, text: str) -> Any:
     elif list[str] in kinds:
         shown, settings["metavar"] = list[str], "TEXT"
     elif list[int] in kinds:
-        settings |= {"parser": _integers, "metavar": "N,N,…"}
+        settings |= {"parser": integers, "metavar": "N,N,…"}
     elif any(get_origin(kind) is dict for kind in kinds):
-        settings |= {"parser": _json_object, "metavar": "JSON"}
+        settings |= {"parser": json_object, "metavar": "JSON"}
     elif str not in kinds:
         (shown,) = kinds
     flags = [flag, "-m"] if name == "model" else [flag]
@@ -210,14 +210,14 @@ def _debug_option() -> inspect.Parameter:
     return _parameter("debug", False, Annotated[bool, option])
 
 
-def _integers(text: str) -> list[int]:
+def integers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.strip("[]").split(",")]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of integers such as 1,2,4") from None
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -25,7 +25,8 @@ def test_import_trouper_loads_nothing_heavy():
 
 def test_help_loads_nothing_heavy():
     commands = ("generate", "chat", "complete", "serve", "run-batch", "collect-env")
-    helps = [["--help"], *([command, "--help"] for command in commands)]
+    helps = [["--help"], ["bench", "throughput", "--help"]]
+    helps += [[command, "--help"] for command in commands]
     run = "from trouper.frontends.cli.main import run"
     assert loaded_after(f"{run}\nfor help in {helps!r}: assert run(help) == 0") == []
 

@@ -1,0 +1,302 @@
+"""Every operation of `kernels/` at a model's shapes, beside the measured roofs.
+
+A new kernel is a function that yields `Case`s, and a line in `OPS`.  A case whose result is not that of
+its reference is not timed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trouper.bench.roofs import SAMPLE_S, Roofs, seconds_of
+from trouper.errors import TrouperError
+from trouper.kernels.act_mul import silu_mul, silu_mul_reference
+from trouper.kernels.attention_plan import plan_attention
+from trouper.kernels.kv_write import kv_write_, kv_write_reference
+from trouper.kernels.linear import Linear, linear, linear_reference
+from trouper.kernels.noise import gumbel, gumbel_reference
+from trouper.kernels.paged_attention import paged_attention, paged_attention_reference
+from trouper.kernels.rms_norm import rms_norm, rms_norm_heads_, rms_norm_reference
+from trouper.kernels.rope import rope_, rope_reference, rope_table, rotation_of
+
+EPS = 1e-6
+TOLERANCE = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 3e-2,
+    torch.float16: 3e-3,
+}  # relative to the largest
+NUM_CHECKED_TOKENS = 8  # of the noise, whose reference is slow
+NUM_CHECKED_OUTPUTS = 1024  # of a product: a vocabulary in float64 is a gigabyte
+
+
+class WrongResultError(TrouperError):
+    """A kernel does not compute what its reference does."""
+
+
+class Shapes(NamedTuple):
+    """A model's, and a step's.  The defaults are those of Qwen3-0.6B."""
+
+    dtype: torch.dtype = torch.bfloat16
+    hidden: int = 1024
+    mlp: int = 3072
+    num_q: int = 16
+    num_kv: int = 8
+    width: int = 128
+    vocab: int = 151_936
+    block_size: int = 128
+    context: int = 1024  # tokens of each sequence that decodes
+    num_tokens: int = 1
+    cold_bytes: int = 2**28  # weights and caches are copied to so much, and read in turn
+
+    def copies(self, num_bytes: int) -> int:
+        """In a step every layer's weights come from memory; so they do here."""
+        return max(1, self.cold_bytes // num_bytes)
+
+    @property
+    def item(self) -> int:
+        return self.dtype.itemsize
+
+    @classmethod
+    def of(cls, config: dict[str, Any], **more: Any) -> "Shapes":
+        """From a config.json."""
+        num_q = int(config["num_attention_heads"])
+        return cls(
+            hidden=int(config["hidden_size"]),
+            mlp=int(config["intermediate_size"]),
+            num_q=num_q,
+            num_kv=int(config.get("num_key_value_heads") or num_q),
+            width=int(config.get("head_dim") or int(config["hidden_size"]) // num_q),
+            vocab=int(config["vocab_size"]),
+            **more,
+        )
+
+
+class Case(NamedTuple):
+    """One call.  `run` may write in place, and `reference` is called before it, once."""
+
+    shape: str
+    run: Callable[[], Tensor]
+    reference: Callable[[], Tensor]
+    num_bytes: float
+    num_flops: float
+
+
+def act_mul(s: Shapes) -> Iterator[Case]:
+    x = torch.randn(s.num_tokens, 2 * s.mlp).to(s.dtype)
+    yield Case(
+        f"[{s.num_tokens}, {2 * s.mlp}]",
+        lambda: silu_mul(x),
+        lambda: silu_mul_reference(x),
+        3 * s.item * s.num_tokens * s.mlp,
+        6 * s.num_tokens * s.mlp,
+    )
+
+
+def kv_write(s: Shapes) -> Iterator[Case]:
+    num_slots = s.num_tokens + s.block_size
+    cache = torch.zeros(2, s.num_kv, num_slots, s.width, dtype=s.dtype)
+    kv = torch.randn(s.num_tokens, 2, s.num_kv, s.width).to(s.dtype)
+    slots = torch.randperm(num_slots)[: s.num_tokens]
+
+    def run() -> Tensor:
+        kv_write_(cache, kv, slots)
+        return cache
+
+    num_bytes = 4 * s.item * s.num_tokens * s.num_kv * s.width
+    shape = f"[{s.num_tokens}, 2, {s.num_kv}, {s.width}]"
+    yield Case(shape, run, lambda: kv_write_reference(cache, kv, slots), num_bytes, 0)
+
+
+def gemm(s: Shapes) -> Iterator[Case]:
+    """The four products of a layer, and the logits of one token."""
+    heads = s.num_q * s.width
+    qkv = heads + 2 * s.num_kv * s.width
+    for num, inputs, outputs in (
+        (s.num_tokens, s.hidden, qkv),
+        (s.num_tokens, heads, s.hidden),
+        (s.num_tokens, s.hidden, 2 * s.mlp),
+        (s.num_tokens, s.mlp, s.hidden),
+        (1, s.hidden, s.vocab),
+    ):
+        yield _gemm(num, inputs, outputs, s)
+
+
+def _gemm(num: int, inputs: int, outputs: int, s: Shapes) -> Case:
+    weight = (torch.randn(outputs, inputs) / inputs**0.5).to(s.dtype)
+    x = torch.randn(num, inputs).to(s.dtype)
+    layers = cycle([Linear(weight) for _ in range(s.copies(weight.nbytes))])
+    return Case(
+        f"[{num}, {inputs}] x [{inputs}, {outputs}]",
+        lambda: linear(x, next(layers)),
+        lambda: linear_reference(x, weight[:NUM_CHECKED_OUTPUTS]),
+        s.item * (inputs * outputs + num * (inputs + outputs)),
+        2 * num * inputs * outputs,
+    )
+
+
+def noise(s: Shapes) -> Iterator[Case]:
+    seeds, positions = np.arange(s.num_tokens, dtype=np.uint64), np.arange(s.num_tokens)
+    ids = np.arange(s.vocab)
+
+    def reference() -> Tensor:
+        rows = [
+            [gumbel_reference(int(seed), int(position), token) for token in range(NUM_CHECKED_TOKENS)]
+            for seed, position in zip(seeds, positions, strict=True)
+        ]  # fmt: skip
+        return torch.tensor(rows)
+
+    num_bytes, num_flops = 4 * s.num_tokens * s.vocab, 12 * s.num_tokens * s.vocab
+    shape = f"[{s.num_tokens}, {s.vocab}]"
+    yield Case(shape, lambda: gumbel(seeds, positions, ids), reference, num_bytes, num_flops)
+
+
+def decode_attention(s: Shapes) -> Iterator[Case]:
+    """Every token is the newest of a sequence of its own."""
+    starts, counts = [s.context - 1] * s.num_tokens, [1] * s.num_tokens
+    num_bytes = 2 * s.item * s.num_kv * s.context * s.num_tokens * s.width
+    num_flops = 4 * s.num_q * s.context * s.num_tokens * s.width
+    shape = f"{s.num_tokens} of {s.context}"
+    yield Case(shape, *_attention(s, starts, counts), num_bytes, num_flops)
+
+
+def prefill_attention(s: Shapes) -> Iterator[Case]:
+    """All tokens are one prompt."""
+    num = s.num_tokens
+    num_bytes = 2 * s.item * num * s.width * (s.num_q + s.num_kv)
+    num_flops = 2 * s.num_q * num * (num + 1) * s.width
+    if num > 1:
+        yield Case(f"{num} of {num}", *_attention(s, [0], [num]), num_bytes, num_flops)
+
+
+def _attention(
+    s: Shapes, starts: list[int], counts: list[int]
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """The call and its reference, over shuffled blocks whose tokens are all written."""
+    sizes = [-(-(start + count) // s.block_size) for start, count in zip(starts, counts, strict=True)]  # fmt: skip
+    blocks = np.random.default_rng(0).permutation(sum(sizes))
+    tables = np.split(blocks, np.cumsum(sizes)[:-1])
+    cache = torch.randn(2, s.num_kv, len(blocks) * s.block_size, s.width).to(s.dtype)
+    caches = cycle([cache, *(cache.clone() for _ in range(s.copies(cache.nbytes) - 1))])
+    slots = [(t[:, None] * s.block_size + np.arange(s.block_size)).ravel() for t in tables]
+    fresh = np.concatenate([w[a : a + c] for w, a, c in zip(slots, starts, counts, strict=True)])
+    k, v = cache[:, :, torch.from_numpy(fresh)].transpose(1, 2)
+    q = torch.randn(sum(counts), s.num_q, s.width).to(s.dtype)
+    tiles = plan_attention(tables, starts, counts, block_size=s.block_size)
+    scale = s.width**-0.5
+    where = [slot.tolist() for slot in slots]
+    return (
+        lambda: paged_attention(q, k, v, next(caches), tiles, {}, scale=scale),
+        lambda: paged_attention_reference(q, cache, where, starts, counts, scale=scale),
+    )
+
+
+def norm(s: Shapes) -> Iterator[Case]:
+    x = torch.randn(s.num_tokens, s.hidden).to(s.dtype)
+    weight = torch.randn(s.hidden).to(s.dtype)
+    yield Case(
+        f"[{s.num_tokens}, {s.hidden}]",
+        lambda: rms_norm(x, weight, EPS),
+        lambda: rms_norm_reference(x, weight, EPS),
+        2 * s.item * s.num_tokens * s.hidden,
+        4 * s.num_tokens * s.hidden,
+    )
+
+
+def head_norm(s: Shapes) -> Iterator[Case]:
+    num_heads = s.num_q + s.num_kv
+    x = torch.randn(s.num_tokens, num_heads, s.width).to(s.dtype)
+    weight = torch.ones(num_heads, s.width).to(s.dtype)  # so that again and again stays in range
+
+    def run() -> Tensor:
+        rms_norm_heads_(x, weight, EPS)
+        return x
+
+    num_items = s.num_tokens * num_heads * s.width
+    yield Case(
+        f"[{s.num_tokens}, {num_heads}, {s.width}]",
+        run,
+        lambda: rms_norm_reference(x, weight[0], EPS),
+        2 * s.item * num_items,
+        4 * num_items,
+    )
+
+
+def rope(s: Shapes) -> Iterator[Case]:
+    num_heads = s.num_q + s.num_kv
+    x = torch.randn(s.num_tokens, num_heads, s.width).to(s.dtype)
+    frequencies = 10_000.0 ** -(torch.arange(0, s.width, 2) / s.width)
+    positions = torch.arange(s.num_tokens)
+    rotation = rotation_of(rope_table(frequencies, s.num_tokens, 1.0, s.dtype), positions)
+
+    def run() -> Tensor:
+        rope_(x, rotation)
+        return x
+
+    num_items = s.num_tokens * num_heads * s.width
+    yield Case(
+        f"[{s.num_tokens}, {num_heads}, {s.width}]",
+        run,
+        lambda: rope_reference(x, positions, frequencies),
+        2 * s.item * num_items,
+        3 * num_items,
+    )
+
+
+OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
+    "linear": gemm,
+    "paged_attention, decode": decode_attention,
+    "paged_attention, prefill": prefill_attention,
+    "kv_write": kv_write,
+    "rope": rope,
+    "rms_norm": norm,
+    "rms_norm, heads": head_norm,
+    "act_mul": act_mul,
+    "noise": noise,
+}
+
+
+def shapes(
+    config: dict[str, Any] | None, num_tokens: Sequence[int], *, dtype: str, **more: int
+) -> list[Shapes]:
+    """One for each number of tokens; without a config.json the defaults."""
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), **more}
+    make = Shapes if config is None else partial(Shapes.of, config)
+    return [make(num_tokens=num, **options) for num in num_tokens]
+
+
+def measure(
+    shapes: Sequence[Shapes], roofs: Roofs, ops: Sequence[str], *, sample_s: float = SAMPLE_S
+) -> Iterator[dict[str, Any]]:
+    """One record for each case, as it is done.
+
+    Raises:
+        WrongResultError: a result is not its reference's.
+    """
+    for name in ops:
+        for step in shapes:
+            torch.manual_seed(0)
+            for case in OPS[name](step):
+                _check(name, case, step.dtype)
+                seconds = seconds_of(case.run, sample_s)
+                yield {
+                    "op": name,
+                    "shape": case.shape,
+                    "us": round(1e6 * seconds, 2),
+                    "gb_s": round(case.num_bytes / seconds / 1e9, 2),
+                    "gflop_s": round(case.num_flops / seconds / 1e9, 2),
+                    "share_of_roof": round(roofs.share(case.num_bytes, case.num_flops, seconds), 3),
+                }
+
+
+def _check(name: str, case: Case, dtype: torch.dtype) -> None:
+    expected = case.reference().double()
+    found = case.run().double()[..., : expected.shape[-1]]
+    error = (found - expected).abs().max().item()
+    limit = TOLERANCE[dtype] * expected.abs().max().item()
+    if not error <= limit:
+        raise WrongResultError(f"{name} {case.shape}: off by {error:.3g}, of {limit:.3g} allowed")

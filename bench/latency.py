@@ -1,0 +1,90 @@
+"""How long one batch takes, again and again.  Source: spec section 17.3."""
+
+import random
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+from trouper import LLM, EngineArgs, SamplingParams
+from trouper.bench.datasets import random_requests
+from trouper.bench.figures import PERCENTILES, percentile
+from trouper.bench.plot import Point
+
+
+def measure(
+    engine_args: EngineArgs,
+    vocabulary: Sequence[int],
+    *,
+    batch_sizes: Sequence[int],
+    input_len: int,
+    output_len: int,
+    n: int = 1,
+    num_iters: int,
+    num_iters_warmup: int,
+    disable_detokenize: bool = False,
+    step: Callable[[], object] = lambda: None,
+) -> list[dict[str, Any]]:
+    """One record for each batch size; latencies are in seconds, and `step` is called after each batch."""
+    params = SamplingParams(
+        n=n,
+        temperature=1.0,
+        ignore_eos=True,
+        max_tokens=output_len,
+        detokenize=not disable_detokenize,
+    )
+    rng = random.Random(engine_args.seed)
+    records: list[dict[str, Any]] = []
+    with LLM.from_engine_args(engine_args) as llm:
+        for size in batch_sizes:
+            requests = random_requests(size, input_len, output_len, vocabulary, rng)
+            prompts = [list(request.prompt_token_ids) for request in requests]
+            latencies: list[float] = []
+            for _ in range(num_iters_warmup + num_iters):
+                started = perf_counter()
+                llm.generate(prompts, params, use_tqdm=False)
+                latencies.append(perf_counter() - started)
+                step()
+            records.append(_record(size, n * output_len, latencies[num_iters_warmup:]))
+    return records
+
+
+def profile(
+    engine_args: EngineArgs,
+    vocabulary: Sequence[int],
+    batch_size: int,
+    input_len: int,
+    output_len: int,
+) -> None:
+    """Trace one batch after another one that warms up."""
+    rng = random.Random(engine_args.seed)
+    requests = random_requests(batch_size, input_len, output_len, vocabulary, rng)
+    prompts = [list(request.prompt_token_ids) for request in requests]
+    params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=output_len)
+    with LLM.from_engine_args(engine_args) as llm:
+        llm.generate(prompts, params, use_tqdm=False)
+        llm.start_profile()
+        llm.generate(prompts, params, use_tqdm=False)
+        llm.stop_profile()
+
+
+def _record(batch_size: int, num_made: int, latencies: list[float]) -> dict[str, Any]:
+    average = sum(latencies) / len(latencies)
+    return {
+        "batch_size": batch_size,
+        "avg_latency": average,
+        "output_tok_s": batch_size * num_made / average,
+        "percentiles": {f"{q:g}": percentile(latencies, q) for q in PERCENTILES},
+        "latencies": latencies,
+    }
+
+
+def points(records: Sequence[dict[str, Any]]) -> list[Point]:
+    return [
+        Point(
+            record["batch_size"],
+            record["output_tok_s"],
+            1000 * record["percentiles"]["50"],
+            1000 * record["percentiles"]["99"],
+        )
+        for record in records
+    ]

@@ -1,0 +1,317 @@
+"""trouper beside its peers: the same prompts, each engine alone on the machine, in turn.
+
+Every engine lives in a process of its own for the whole benchmark.  Whoever is not being measured is
+stopped (SIGSTOP), so that it cannot take a core; then the next one runs the same workload.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from trouper.bench import runner
+from trouper.bench.figures import repeats
+from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
+
+NAMES = ("trouper", "vllm", "llama.cpp", "transformers")
+PACKAGES = {"vllm": "vllm", "llama.cpp": "llama_cpp", "transformers": "transformers"}
+ERROR = re.compile(r"\w+(Error|Exception): ")
+GRACE_S = 20.0  # until a process that was told to end is killed
+
+
+class PeerError(TrouperError):
+    """An engine ended, or said what is no answer."""
+
+
+class Workload(NamedTuple):
+    num: int
+    input_len: int
+    output_len: int
+
+    def __str__(self) -> str:
+        return f"{self.num} × ({self.input_len} in, {self.output_len} out)"
+
+
+WORKLOADS = ("1x32x64", "1x1024x1", "16x128x64", "16x1024x32", "64x128x128")
+WARM_UP = Workload(1, 32, 8)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Which engines, on which files.
+
+    `pythons` and `llama_batched_bench` are paths that the user gave; an engine without one runs in
+    this environment if it is installed here.
+    """
+
+    model: str
+    dtype: str
+    gguf: str | None = None
+    peers: tuple[str, ...] | None = None  # None: whoever is installed
+    pythons: dict[str, str] = {}
+    llama_batched_bench: str | None = None
+    threads: int = 1
+
+    def engines(self) -> list[str]:
+        """Raises TrouperValidationError or UnsupportedFeatureError for one that was asked for and cannot run."""
+        asked = NAMES if self.peers is None else ("trouper", *self.peers)
+        unknown = [name for name in asked if name not in NAMES]
+        if unknown:
+            raise TrouperValidationError(
+                f"must be of {', '.join(NAMES)}", parameter="peers", value=unknown[0]
+            )
+        missing = {name: self._what_is_missing(name) for name in dict.fromkeys(asked)}
+        named = {*self.pythons, *(self.peers or ())}
+        if self.llama_batched_bench or self.gguf:
+            named.add("llama.cpp")
+        for name, problem in missing.items():
+            if problem and name in named:
+                raise UnsupportedFeatureError(f"{name} cannot run: {problem}")
+        return [name for name, problem in missing.items() if not problem]
+
+    def _what_is_missing(self, name: str) -> str | None:
+        if name == "trouper":
+            return None
+        if name == "llama.cpp" and self.gguf is None:
+            return "--gguf names no file"
+        if name == "llama.cpp" and self.gguf and not Path(self.gguf).is_file():
+            return f"no file {self.gguf}"
+        program = self.pythons.get(name)
+        if name == "llama.cpp" and self.llama_batched_bench:
+            program = self.llama_batched_bench
+        if program is not None:
+            return None if os.access(program, os.X_OK) else f"no program {program}"
+        package = PACKAGES[name]
+        return None if find_spec(package) else f"{package} is not installed here"
+
+
+class Answer(NamedTuple):
+    seconds: float
+    num_output_tokens: int
+
+
+class Peer(Protocol):
+    """An engine that is ready."""
+
+    ready_s: float
+    version: str
+
+    def measure(self, prompts: list[list[int]], output_len: int) -> Answer: ...
+
+
+class ProcessPeer:
+    """`runner.py` in the engine's own environment; stopped while it has nothing to do."""
+
+    def __init__(self, name: str, process: "subprocess.Popen[str]", log: Any) -> None:
+        self._name, self._process, self._log = name, process, log
+        self.ready_s, self.version = 0.0, ""
+
+    def load(self, options: dict[str, Any]) -> None:
+        """`ready_s` counts from here, so the imports are in it."""
+        started = perf_counter()
+        self.version = self._ask(options)["version"]
+        self.ready_s = perf_counter() - started
+        self._signal(signal.SIGSTOP)
+
+    def measure(self, prompts: list[list[int]], output_len: int) -> Answer:
+        self._signal(signal.SIGCONT)
+        answer = self._ask({"prompts": prompts, "output_len": output_len})
+        self._signal(signal.SIGSTOP)
+        return Answer(answer["seconds"], int(answer["num_output_tokens"]))
+
+    def close(self) -> None:
+        """The end of its stdin ends it, with all its children; a kill, if that takes too long."""
+        self._signal(signal.SIGCONT)
+        try:
+            self._process.communicate(timeout=GRACE_S)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            pass
+        self._signal(signal.SIGKILL)
+        self._process.communicate()
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+        except (BrokenPipeError, ValueError):
+            code = self._process.wait()
+            self._log.seek(0)
+            raise PeerError(failed(self._name, code, self._log.read())) from None
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            pass  # it has ended, and so have its children
+
+
+class LlamaBinary:
+    """llama.cpp's own `llama-batched-bench`: prompts of its making, and of the same lengths."""
+
+    ready_s, version = 0.0, "llama-batched-bench"
+
+    def __init__(self, program: str, options: dict[str, Any]) -> None:
+        self._program, self._options = program, options
+
+    def measure(self, prompts: list[list[int]], output_len: int) -> Answer:
+        num, length = len(prompts), len(prompts[0])
+        num_steps = max(1, output_len - 1)  # the prompt's own logits give the first token
+        values = {
+            "-m": self._options["model"], "-c": num * (length + num_steps + 32), "-b": runner.LLAMA_BATCH,
+            "-ub": runner.LLAMA_MICRO_BATCH, "-npp": length, "-ntg": num_steps, "-npl": num,
+            "-t": self._options["threads"], "-tb": self._options["threads"], "--output-format": "jsonl",
+        }  # fmt: skip
+        command = [self._program, *(str(part) for pair in values.items() for part in pair)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode or not rows:
+            raise PeerError(failed("llama.cpp", done.returncode, done.stderr))
+        row = json.loads(rows[-1])
+        seconds = row["t_pp"] + (row["t_tg"] if output_len > 1 else 0.0)
+        return Answer(seconds, num * output_len)
+
+
+@contextmanager
+def started(name: str, settings: Settings, workloads: Sequence[Workload] = ()) -> Iterator[Peer]:
+    """A peer that has loaded its model; it and its children are gone when the block ends."""
+    works = [WARM_UP, *workloads]
+    options = {
+        "model": settings.gguf if name == "llama.cpp" else settings.model,
+        "dtype": settings.dtype,
+        "max_model_len": max(work.input_len + work.output_len for work in works),
+        "max_num_seqs": max(work.num for work in works),
+        "threads": settings.threads,
+    }
+    if name == "llama.cpp" and settings.llama_batched_bench:
+        yield LlamaBinary(settings.llama_batched_bench, options)
+        return
+    if name == "trouper":
+        command = [sys.executable, "-m", "trouper.bench.runner", name]
+    else:
+        # -I: or the folder of the script, with its `datasets.py`, would be on the path of imports.
+        python = settings.pythons.get(name, sys.executable)
+        command = [python, "-I", runner.__file__, name]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+        peer = ProcessPeer(name, process, log)
+        try:
+            peer.load(options)
+            yield peer
+        finally:
+            peer.close()
+
+
+def compare(
+    settings: Settings,
+    workloads: Sequence[Workload],
+    num_repeats: int,
+    vocabulary: Sequence[int],
+    *,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Run every workload on every engine, `num_repeats` times in turn.
+
+    Returns:
+        {"engines": {engine: version}, "ready_s": {engine: s}, "results": [{engine, requests,
+        input_len, output_len, median_s, spread, all_s, output_tok_s, total_tok_s, trouper_is}]}, where
+        `trouper_is` is how many times as fast trouper is as this engine.
+
+    Raises:
+        PeerError: an engine failed, or made fewer tokens than it was asked for.
+    """
+    rng = random.Random(seed)
+    asked = [[rng.choices(vocabulary, k=work.input_len) for _ in range(work.num)] for work in workloads]  # fmt: skip
+    warm_up = [rng.choices(vocabulary, k=WARM_UP.input_len)]
+    with ExitStack() as stack:
+        peers: dict[str, Peer] = {}
+        for name in settings.engines():
+            tell(f"{name}: loading")
+            peer = stack.enter_context(started(name, settings, workloads))
+            _seconds(name, peer, WARM_UP, warm_up)
+            peers[name] = peer
+        seconds: dict[tuple[str, Workload], list[float]] = {}
+        for repeat in range(num_repeats):
+            for work, prompts in zip(workloads, asked, strict=True):
+                for name, peer in peers.items():
+                    taken = _seconds(name, peer, work, prompts)
+                    seconds.setdefault((name, work), []).append(taken)
+                    tell(f"{repeat + 1}/{num_repeats}  {work}  {name}: {taken:.3f} s")
+        return {
+            "engines": {name: peer.version for name, peer in peers.items()},
+            "ready_s": {name: round(peer.ready_s, 3) for name, peer in peers.items()},
+            "results": list(_results(workloads, list(peers), seconds)),
+        }
+
+
+def _seconds(name: str, peer: Peer, work: Workload, prompts: list[list[int]]) -> float:
+    answer = peer.measure(prompts, work.output_len)
+    if answer.num_output_tokens != work.num * work.output_len:
+        raise PeerError(f"{name} made {answer.num_output_tokens} tokens of {work}")
+    return answer.seconds
+
+
+def _results(
+    workloads: Sequence[Workload],
+    engines: Sequence[str],
+    seconds: dict[tuple[str, Workload], list[float]],
+) -> Iterator[dict[str, Any]]:
+    for work in workloads:
+        ours = statistics.median(seconds["trouper", work])
+        for name in engines:
+            median = statistics.median(seconds[name, work])
+            num_in, num_out = work.num * work.input_len, work.num * work.output_len
+            yield {
+                "engine": name,
+                "requests": work.num,
+                "input_len": work.input_len,
+                "output_len": work.output_len,
+                **repeats(seconds[name, work]),
+                "output_tok_s": round(num_out / median, 1),
+                "total_tok_s": round((num_in + num_out) / median, 1),
+                "trouper_is": round(median / ours, 3),
+            }
+
+
+def failed(name: str, code: int, log: str) -> str:
+    """With the first error that its log names: what comes after it are consequences."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    named = (line[found.start() :] for line in lines if (found := ERROR.search(line)))
+    return (
+        f"{name} ended with code {code}: {next(named, lines[-1] if lines else 'it said nothing')}"
+    )
+
+
+def parse_workload(text: str) -> Workload:
+    """`16x128x64`: 16 requests of 128 tokens in and 64 out."""
+    try:
+        work = Workload(*(int(part) for part in text.split("x")))
+    except (TypeError, ValueError):
+        work = Workload(0, 0, 0)
+    if min(work) < 1:
+        raise TrouperValidationError(
+            "must be requests x input x output, such as 16x128x64", parameter="workload", value=text
+        )
+    return work

@@ -1,0 +1,220 @@
+"""Load on any OpenAI-compatible server, and what its clients saw.  Source: spec section 17.4."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from time import perf_counter, process_time
+from typing import Any, Literal
+
+import anyio
+import httpx2
+import msgspec
+
+from trouper.bench.arrivals import arrival_times
+from trouper.bench.client import Outcome, ask
+from trouper.bench.datasets import SampleRequest
+from trouper.bench.figures import num_good, summary
+from trouper.bench.plot import Point
+from trouper.errors import TrouperError, TrouperValidationError
+
+PATHS = {"completions": "completions", "chat": "chat/completions"}
+METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time")
+OBJECTIVES = ("ttft", "tpot", "e2el")
+
+
+class ServerError(TrouperError):
+    """There is no server that could be measured."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests are sent."""
+
+    url: str = "http://127.0.0.1:8000/v1"
+    endpoint: Literal["completions", "chat"] = "completions"
+    model: str = ""
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    seed: int = 0
+    api_key: str | None = None
+    timeout_s: float = 600.0  # without a byte
+    percentiles: tuple[float, ...] = (50.0, 90.0, 99.0)
+    goodput: dict[str, float] = {}
+    extra_body: dict[str, Any] = {}
+
+    def check(self) -> None:
+        """Raises TrouperValidationError."""
+        if not self.url.startswith(("http://", "https://")):
+            raise TrouperValidationError(
+                "must begin with http:// or https://", parameter="url", value=self.url
+            )
+        for name, value in (("request_rate", self.request_rate), ("burstiness", self.burstiness)):
+            if not value > 0:
+                raise TrouperValidationError("must be positive", parameter=name, value=value)
+        for q in self.percentiles:
+            if not 0 <= q <= 100:
+                raise TrouperValidationError(
+                    "must be in [0, 100]", parameter="metric_percentiles", value=q
+                )
+
+    def body(self, request: SampleRequest) -> bytes:
+        """Greedy only if `extra_body` says so: the server's own sampling otherwise."""
+        if self.endpoint == "chat":
+            prompt: dict[str, Any] = {"messages": [{"role": "user", "content": request.text}]}
+        else:
+            prompt = {"prompt": request.text or request.prompt_token_ids}
+        body = {
+            "model": self.model,
+            **prompt,
+            "max_tokens": request.output_len,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.extra_body,
+        }
+        return msgspec.json.encode(body)
+
+
+def open_client(load: Load) -> httpx2.AsyncClient:
+    headers = {"content-type": "application/json", "accept-encoding": "identity"}
+    if load.api_key is not None:
+        headers["authorization"] = f"Bearer {load.api_key}"
+    try:
+        return httpx2.AsyncClient(
+            base_url=load.url.rstrip("/") + "/",
+            headers=headers,
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=load.timeout_s,
+            trust_env=False,
+        )
+    except (httpx2.InvalidURL, UnicodeError) as error:
+        raise TrouperValidationError(str(error), parameter="url", value=load.url) from None
+
+
+async def first_model(client: httpx2.AsyncClient, wanted: str = "") -> str:
+    """`wanted`, or the first of `/v1/models`; asked in any case, so that there is a server.  Raises ServerError."""
+    try:
+        answer = await client.get("models")
+        answer.raise_for_status()
+        return wanted or answer.json()["data"][0]["id"]
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        problem = str(error).partition("\n")[0] or type(error).__name__
+        raise ServerError(f"no answer from {client.base_url}models: {problem}") from None
+    except (ValueError, LookupError, TypeError):
+        raise ServerError(f"{client.base_url}models names no model") from None
+
+
+async def send_all(
+    client: httpx2.AsyncClient,
+    load: Load,
+    requests: Sequence[SampleRequest],
+    step: Callable[[], object] = lambda: None,
+) -> list[Outcome]:
+    """Each request at its time, whatever became of the others; in the order of the requests."""
+    rng = random.Random(load.seed)
+    times = arrival_times(len(requests), load.request_rate, rng, burstiness=load.burstiness)
+    places = anyio.CapacityLimiter(load.max_concurrency or math.inf)
+    outcomes: list[Outcome] = []
+
+    async def send(body: bytes, outcome: Outcome) -> None:
+        async with places:
+            await ask(client, PATHS[load.endpoint], body, outcome)
+        step()
+
+    bodies = [load.body(request) for request in requests]
+    started = perf_counter()
+    async with anyio.create_task_group() as tasks:
+        for body, time in zip(bodies, times, strict=True):
+            outcome = Outcome(due=started + time)
+            outcomes.append(outcome)
+            await anyio.sleep(max(0.0, outcome.due - perf_counter()))
+            tasks.start_soon(send, body, outcome)
+    return outcomes
+
+
+async def measure(
+    client: httpx2.AsyncClient,
+    load: Load,
+    requests: Sequence[SampleRequest],
+    step: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Send all, and say what came of them."""
+    cpu, started = process_time(), perf_counter()
+    outcomes = await send_all(client, load, requests, step)
+    duration = perf_counter() - started
+    record = evaluate(outcomes, duration, load)
+    record["client_cpu_share"] = (process_time() - cpu) / duration  # of one core
+    return record
+
+
+def evaluate(outcomes: Sequence[Outcome], duration: float, load: Load) -> dict[str, Any]:
+    """vLLM's keys; latencies are in ms and of completed requests.  Failures are counted by their kind."""
+    done = [outcome for outcome in outcomes if outcome.error is None]
+    errors = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
+    figures = [outcome.figures() for outcome in done]
+    num_in = sum(outcome.num_prompt_tokens for outcome in done)
+    num_out = sum(outcome.num_output_tokens for outcome in done)
+    record: dict[str, Any] = {
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(outcomes) - len(done),
+        "errors": dict(errors.most_common()),
+        "total_input_tokens": num_in,
+        "total_output_tokens": num_out,
+        "request_throughput": len(done) / duration,
+        "output_throughput": num_out / duration,
+        "total_token_throughput": (num_in + num_out) / duration,
+        "max_concurrency": load.max_concurrency,
+        "max_concurrent_requests": most_at_once(outcomes),
+    }
+    if load.goodput:
+        record["request_goodput"] = num_good(figures, load.goodput) / duration
+    values = {name: [f[name] for f in figures if name in f] for name in METRICS if name != "itl"}
+    values["itl"] = [1000 * gap for outcome in done for gap in outcome.gaps]
+    for name in METRICS:
+        for statistic, value in summary(values[name], load.percentiles).items():
+            record[f"{statistic}_{name}_ms"] = value
+    return record
+
+
+def most_at_once(outcomes: Sequence[Outcome]) -> int:
+    """The most requests that were open at one moment."""
+    edges = [(o.sent, 1) for o in outcomes] + [(o.ended, -1) for o in outcomes]
+    highest = now = 0
+    for _, change in sorted(edges):
+        now += change
+        highest = max(highest, now)
+    return highest
+
+
+def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
+    """`ttft:200`: at most 200 ms.  Raises TrouperValidationError."""
+    objectives: dict[str, float] = {}
+    for text in texts:
+        name, _, limit = text.partition(":")
+        try:
+            objectives[name] = float(limit)
+        except ValueError:
+            objectives[name] = math.nan
+        if name not in OBJECTIVES or not objectives[name] >= 0:
+            raise TrouperValidationError(
+                f"must be one of {', '.join(OBJECTIVES)}, a colon and milliseconds",
+                parameter="goodput",
+                value=text,
+            )
+    return objectives
+
+
+def points(records: Sequence[dict[str, Any]]) -> list[Point]:
+    """Over the concurrency that was allowed, or else seen; records without a completed request have none."""
+    return [
+        Point(
+            record["max_concurrency"] or record["max_concurrent_requests"],
+            record["output_throughput"],
+            record["median_e2el_ms"],
+            record["p99_e2el_ms"],
+        )
+        for record in records
+        if "median_e2el_ms" in record
+    ]

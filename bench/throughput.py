@@ -1,0 +1,275 @@
+"""Offline throughput of trouper, vLLM or transformers on the same requests.  Source: spec section 17.2.
+
+vLLM and trouper have one API, so one class drives both.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import fields
+from importlib import import_module
+from importlib.util import find_spec
+from time import perf_counter
+from typing import Any, Literal, Protocol, Self
+
+import anyio
+import msgspec
+from anyio.from_thread import start_blocking_portal
+
+from trouper.actors.executor.local import num_physical_cores
+from trouper.bench.datasets import SampleRequest
+from trouper.bench.peers import Settings, started
+from trouper.config import DEMO_MODEL, EngineArgs
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+Backend = Literal["trouper", "trouper-chat", "vllm", "vllm-chat", "hf"]
+OURS = ("trouper", "trouper-chat")
+PACKAGES = {"vllm": "vllm", "vllm-chat": "vllm", "hf": "transformers"}
+
+
+class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+    """How the requests are run."""
+
+    backend: Backend = "trouper"
+    n: int = 1
+    prequeue_requests: bool = False
+    async_engine: bool = False
+    profile: bool = False
+    disable_detokenize: bool = False
+    hf_max_batch_size: int | None = None
+    use_tqdm: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        return self.backend.endswith("-chat")
+
+    def check(self, engine_args: EngineArgs) -> None:
+        """Before anything is loaded.
+
+        Raises:
+            TrouperValidationError: options that contradict each other; two texts are vLLM's own.
+            UnsupportedFeatureError: the backend lacks it, or is not installed.
+        """
+        if self.prequeue_requests and self.backend not in OURS:
+            raise TrouperValidationError(
+                "--prequeue-requests requires --backend trouper or trouper-chat"
+            )
+        if self.prequeue_requests and self.async_engine:
+            raise TrouperValidationError("--prequeue-requests is not supported with --async-engine")
+        if self.async_engine and self.backend not in OURS:
+            raise UnsupportedFeatureError("--async-engine needs --backend trouper or trouper-chat")
+        if (self.backend == "hf") != (self.hf_max_batch_size is not None):
+            raise TrouperValidationError("--hf-max-batch-size and --backend hf need each other")
+        if self.backend == "hf" and (self.profile or self.n != 1):
+            raise UnsupportedFeatureError("--backend hf takes neither --profile nor --n")
+        if self.profile and "torch_profiler_dir" not in (engine_args.profiler_config or {}):
+            raise TrouperValidationError(
+                "--profile needs --profiler-config with a folder in torch_profiler_dir"
+            )
+        package = PACKAGES.get(self.backend)
+        if package is not None and find_spec(package) is None:
+            raise UnsupportedFeatureError(
+                f"--backend {self.backend} needs {package}, which is not installed here"
+            )
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One run of all requests; tokens are counted from the outputs."""
+
+    seconds: float
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+
+class Engine(Protocol):
+    """A context manager that runs requests again and again."""
+
+    def run(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def open_engine(wishes: Wishes, engine_args: EngineArgs) -> Engine:
+    if wishes.backend == "hf":
+        return TransformersEngine(wishes, engine_args)
+    return (AsyncEngine if wishes.async_engine else OfflineEngine)(wishes, engine_args)
+
+
+class OfflineEngine:
+    """`LLM` of trouper or of vLLM."""
+
+    def __init__(self, wishes: Wishes, engine_args: EngineArgs) -> None:
+        self._wishes = wishes
+        self._api = import_module("trouper" if wishes.backend in OURS else "vllm")
+        options = given_options(engine_args) | {"model": model_path(engine_args)}
+        self._llm = self._api.LLM(**options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._wishes.backend in OURS:
+            self._llm.close()
+
+    def run(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
+        """No prefix is cached when it begins.
+
+        With `prequeue` all requests are queued while nothing is scheduled, so that the batches do not
+        depend on how fast they come in; queueing is part of the measured time.
+        """
+        wishes, llm = self._wishes, self._llm
+        prompts = prompts_of(requests, is_chat=wishes.is_chat)
+        params = [sampling(self._api, request, wishes) for request in requests]
+        generate = llm.chat if wishes.is_chat else llm.generate
+        llm.reset_prefix_cache()
+        if prequeue:
+            llm.sleep(level=0, mode="abort")
+        started = perf_counter()
+        if wishes.profile:
+            llm.start_profile()
+        if prequeue:
+            enqueue = llm.enqueue_chat if wishes.is_chat else llm.enqueue
+            try:
+                enqueue(prompts, params, use_tqdm=wishes.use_tqdm)
+            finally:
+                llm.wake_up(tags=["scheduling"])
+            outputs = llm.wait_for_completion(
+                output_type=self._api.RequestOutput, use_tqdm=wishes.use_tqdm
+            )
+        else:
+            outputs = generate(prompts, params, use_tqdm=wishes.use_tqdm)
+        if wishes.profile:
+            llm.stop_profile()
+        return counted(perf_counter() - started, outputs)
+
+
+class AsyncEngine:
+    """`AsyncLLMEngine`: every request is a task of its own."""
+
+    def __init__(self, wishes: Wishes, engine_args: EngineArgs) -> None:
+        import trouper
+
+        self._api, self._wishes = trouper, wishes
+        with ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal("trio"))
+            self._engine = stack.enter_context(
+                self._portal.wrap_async_context_manager(
+                    trouper.AsyncLLMEngine(engine_args, offline=True)
+                )
+            )
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def run(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
+        assert not prequeue
+        return self._portal.call(self._run, requests)
+
+    async def _run(self, requests: Sequence[SampleRequest]) -> Run:
+        engine, outputs = self._engine, []
+        prompts = prompts_of(requests, is_chat=self._wishes.is_chat)
+        if self._wishes.is_chat:
+            prompts = [{"messages": messages} for messages in prompts]
+        await engine.reset_prefix_cache()
+
+        async def finish(prompt: Any, request: SampleRequest) -> None:
+            params = sampling(self._api, request, self._wishes)
+            params.output_kind = self._api.RequestOutputKind.FINAL_ONLY
+            async with engine.generate(prompt, params) as stream:
+                outputs.extend([output async for output in stream])
+
+        started = perf_counter()
+        if self._wishes.profile:
+            await engine.start_profile()
+        async with anyio.create_task_group() as tasks:
+            for prompt, request in zip(prompts, requests, strict=True):
+                tasks.start_soon(finish, prompt, request)
+        if self._wishes.profile:
+            await engine.stop_profile()
+        return counted(perf_counter() - started, outputs)
+
+
+class TransformersEngine:
+    """`generate` of transformers in a process of its own, on batches padded to their longest prompt."""
+
+    def __init__(self, wishes: Wishes, engine_args: EngineArgs) -> None:
+        self._batch_size = wishes.hf_max_batch_size or 1
+        config = engine_args.resolve(offline=True)
+        settings = Settings(
+            model=config.model.path, dtype=config.dtype, threads=num_physical_cores()
+        )
+        self._stack = ExitStack()
+        self._peer = self._stack.enter_context(started("transformers", settings))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def run(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
+        """A batch runs to its longest output; only what a request asked for is counted."""
+        assert not prequeue
+        seconds = 0.0
+        for first in range(0, len(requests), self._batch_size):
+            batch = requests[first : first + self._batch_size]
+            longest = max(request.output_len for request in batch)
+            prompts = [list(request.prompt_token_ids) for request in batch]
+            seconds += self._peer.measure(prompts, longest).seconds
+        return Run(
+            seconds,
+            len(requests),
+            sum(len(request.prompt_token_ids) for request in requests),
+            sum(request.output_len for request in requests),
+        )
+
+
+def given_options(engine_args: EngineArgs) -> dict[str, Any]:
+    """What differs from the defaults, in vLLM's words."""
+    return {
+        field.name: getattr(engine_args, field.name)
+        for field in fields(engine_args)
+        if getattr(engine_args, field.name) != field.default
+    }
+
+
+def model_path(engine_args: EngineArgs) -> str:
+    return engine_args.model or str(DEMO_MODEL)
+
+
+def prompts_of(requests: Sequence[SampleRequest], *, is_chat: bool) -> list[Any]:
+    """Token ids, or one conversation of one message each."""
+    if is_chat:
+        return [[{"role": "user", "content": request.text}] for request in requests]
+    return [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
+
+
+def sampling(api: Any, request: SampleRequest, wishes: Wishes) -> Any:
+    """As vLLM's benchmark samples: temperature 1, exactly `output_len` tokens."""
+    return api.SamplingParams(
+        n=wishes.n,
+        temperature=1.0,
+        top_p=1.0,
+        ignore_eos=True,
+        max_tokens=request.output_len,
+        detokenize=not wishes.disable_detokenize,
+    )
+
+
+def counted(seconds: float, outputs: Sequence[Any]) -> Run:
+    return Run(
+        seconds,
+        len(outputs),
+        sum(len(output.prompt_token_ids or ()) for output in outputs),
+        sum(len(c.token_ids) for output in outputs for c in output.outputs),
+    )

@@ -1,0 +1,85 @@
+"""`trouper bench latency`: one batch, again and again."""
+
+from typing import Annotated, Any
+
+import typer
+
+from trouper.config import EngineArgs
+from trouper.errors import TrouperValidationError
+from trouper.frontends.cli.bench.options import ReportOptions, progress, reporting, tokenizer_of
+from trouper.frontends.cli.options import expand_options, integers
+
+
+@expand_options
+def latency(
+    ctx: typer.Context,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of an output.")] = 128,
+    batch_size: Annotated[
+        Any, typer.Option(parser=integers, metavar="N,N,…", help="Prompts in a batch.")
+    ] = "8",
+    n: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
+    num_iters_warmup: Annotated[int, typer.Option(min=0, help="Batches before, untimed.")] = 10,
+    num_iters: Annotated[int, typer.Option(min=1, help="Batches that are timed.")] = 30,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal prompts.")] = 0,
+    disable_detokenize: Annotated[
+        bool, typer.Option("--disable-detokenize", help="Token ids only.")
+    ] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Trace one batch, and end.")] = False,
+    plot: Annotated[str | None, reporting("PNG over the batch sizes.", metavar="FILE")] = None,
+    *,
+    report: ReportOptions,
+    engine_args: EngineArgs,
+) -> None:
+    """How long a batch takes; prefix caching is off unless asked for."""
+    from trouper.bench.datasets import SampleRequest, check_fit
+    from trouper.bench.plot import check_available
+    from trouper.bench.report import check_writable
+
+    if min(batch_size) < 1:
+        raise TrouperValidationError(
+            "must be at least 1", parameter="batch_size", value=min(batch_size)
+        )
+    report.check()
+    if plot is not None:
+        check_available()
+        check_writable("plot", plot)
+    if engine_args.enable_prefix_caching is None:
+        engine_args.enable_prefix_caching = False
+    engine_args.seed = seed
+    config = engine_args.resolve(offline=True)
+    _, vocabulary = tokenizer_of(config.tokenizer)
+    check_fit([SampleRequest((0,) * input_len, output_len)], config.max_model_len)
+
+    from trouper.bench import latency as core
+
+    if profile:
+        core.profile(engine_args, vocabulary, batch_size[0], input_len, output_len)
+        return
+    with progress(len(batch_size) * (num_iters_warmup + num_iters), "batches") as step:
+        records = core.measure(
+            engine_args,
+            vocabulary,
+            batch_sizes=batch_size,
+            input_len=input_len,
+            output_len=output_len,
+            n=n,
+            num_iters=num_iters,
+            num_iters_warmup=num_iters_warmup,
+            disable_detokenize=disable_detokenize,
+            step=step,
+        )
+    if plot is not None:
+        from trouper.bench.plot import plot as draw
+
+        draw(plot, core.points(records), latency="batch", concurrency="batch size")
+    report.finish(ctx, {"results": records}, (line for r in records for line in _lines(r)))
+
+
+def _lines(record: dict[str, Any]) -> list[str]:
+    percentiles = ", ".join(f"{q} % {s:.4f}" for q, s in record["percentiles"].items())
+    return [
+        f"Batch of {record['batch_size']}: avg latency {record['avg_latency']:.4f} s, "
+        f"{record['output_tok_s']:.1f} output tokens/s",
+        f"  percentiles, s: {percentiles}",
+    ]

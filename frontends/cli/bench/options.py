@@ -1,0 +1,184 @@
+"""Options that several benchmarks share, and how each of them reports."""
+
+import dataclasses
+import json
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import typer
+
+from trouper.errors import TrouperValidationError
+from trouper.frontends.cli import output
+
+if TYPE_CHECKING:
+    from trouper.actors.rendering.tokenizer import Tokenizer
+    from trouper.bench.datasets import SampleRequest
+
+Step = Callable[[], object]
+POSITIVE: dict[str, Any] = {"min": 1}
+
+
+def dataset(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Dataset", **more)
+
+
+def reporting(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Report", **more)
+
+
+@dataclasses.dataclass
+class DatasetOptions:
+    """Which requests are sent; vLLM's names."""
+
+    dataset_name: Annotated[
+        Literal["sharegpt", "random", "prefix_repetition"],
+        dataset("sharegpt is random without --dataset-path."),
+    ] = "sharegpt"
+    dataset_path: Annotated[str | None, dataset("A ShareGPT file.", metavar="FILE")] = None
+    num_prompts: Annotated[int, dataset("Requests.", **POSITIVE)] = 1000
+    input_len: Annotated[int | None, dataset("Tokens of a random prompt.", **POSITIVE)] = None
+    output_len: Annotated[int | None, dataset("Tokens of an output.", **POSITIVE)] = None
+    random_input_len: Annotated[int | None, dataset("1024, or --input-len.", **POSITIVE)] = None
+    random_output_len: Annotated[int | None, dataset("128, or --output-len.", **POSITIVE)] = None
+    random_range_ratio: Annotated[float, dataset("Lengths vary by this share.")] = 0.0
+    random_prefix_len: Annotated[int, dataset("Tokens that all share, before.", min=0)] = 0
+    prefix_repetition_prefix_len: Annotated[int, dataset("Tokens of a prefix.", min=0)] = 256
+    prefix_repetition_suffix_len: Annotated[int, dataset("Tokens after it.", **POSITIVE)] = 256
+    prefix_repetition_num_prefixes: Annotated[int, dataset("Prefixes.", **POSITIVE)] = 10
+    prefix_repetition_output_len: Annotated[int, dataset("Tokens out.", **POSITIVE)] = 128
+    oversample: Annotated[bool, dataset("Repeat requests of a file that has too few.")] = True
+
+    def requests(
+        self, tokenizer: "Tokenizer | None", vocabulary: Sequence[int], seed: int, *, texts: bool
+    ) -> "list[SampleRequest]":
+        """The same for the same seed.
+
+        Args:
+            tokenizer: needed for ShareGPT and for texts.
+            texts: give each request its text, as chats need it.
+        """
+        requests = self._sampled(tokenizer, vocabulary, random.Random(seed))
+        if not texts:
+            return requests
+        if tokenizer is None:
+            raise TrouperValidationError("a text of exact length needs one", parameter="tokenizer")
+        return [
+            msgspec.structs.replace(
+                r, text=r.text or tokenizer.decode(list(r.prompt_token_ids), False)
+            )
+            for r in requests
+        ]
+
+    def _sampled(
+        self, tokenizer: "Tokenizer | None", vocabulary: Sequence[int], rng: random.Random
+    ) -> "list[SampleRequest]":
+        from trouper.bench import datasets
+
+        if self.dataset_name == "prefix_repetition":
+            return datasets.prefix_repetition_requests(
+                self.num_prompts,
+                self.prefix_repetition_prefix_len,
+                self.prefix_repetition_suffix_len,
+                self.prefix_repetition_num_prefixes,
+                self.prefix_repetition_output_len,
+                vocabulary,
+                rng,
+            )
+        if self.dataset_name == "sharegpt" and self.dataset_path is not None:
+            if tokenizer is None:
+                raise TrouperValidationError("ShareGPT needs a tokenizer", parameter="tokenizer")
+            return datasets.sharegpt_requests(
+                self.dataset_path,
+                self.num_prompts,
+                tokenizer.encode,
+                rng,
+                output_len=self.output_len,
+                oversample=self.oversample,
+            )
+        return datasets.random_requests(
+            self.num_prompts,
+            self.random_input_len or self.input_len or 1024,
+            self.random_output_len or self.output_len or 128,
+            vocabulary,
+            rng,
+            range_ratio=self.random_range_ratio,
+            prefix_len=self.random_prefix_len,
+        )
+
+
+@dataclasses.dataclass
+class ReportOptions:
+    """Where the figures go."""
+
+    output_json: Annotated[str | None, reporting("Write a report.", metavar="FILE")] = None
+    as_json: Annotated[bool, reporting("Print the report instead of the table.", "--json")] = False
+
+    def check(self) -> None:
+        """Before anything is measured.  Raises TrouperValidationError."""
+        from trouper.bench.report import check_writable
+
+        check_writable("output_json", self.output_json)
+
+    def finish(self, ctx: typer.Context, record: dict[str, Any], lines: Iterable[str]) -> None:
+        """Print, and write if asked to; the report says with what and on what it was made."""
+        from trouper.bench import report
+
+        full = {"about": report.about(ctx.obj["arguments"]), **record}
+        if self.output_json is not None:
+            report.write(self.output_json, full)
+        if self.as_json:
+            print(json.dumps(full, indent=1))
+        else:
+            for line in lines:
+                print(line)
+
+
+def tokenizer_of(folder: str | None) -> "tuple[Tokenizer, list[int]]":
+    """The tokenizer of a folder, and the ids that a random prompt may hold.
+
+    Raises:
+        TrouperValidationError: there is none.
+    """
+    from trouper.actors.rendering.tokenizer import Tokenizer
+
+    if folder is None:
+        raise TrouperValidationError("a benchmark needs one", parameter="skip_tokenizer_init")
+    tokenizer = Tokenizer.load(folder)
+    added = tokenizer.added_tokens
+    return tokenizer, [i for i in range(tokenizer.vocab_size) if i not in added]
+
+
+@contextmanager
+def progress(total: int, what: str) -> Iterator[Step]:
+    """A bar on a terminal's stderr; the value is to be called for each thing that is done."""
+    from tqdm import tqdm
+
+    with tqdm(
+        total=total, desc=what, disable=not output.is_terminal(sys.stderr), leave=False
+    ) as bar:
+        yield lambda: bar.update(1)
+
+
+def note(text: str) -> None:
+    """A line of progress, for whoever watches."""
+    if output.is_terminal(sys.stderr):
+        print(text, file=sys.stderr)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM leaves the block as Ctrl-C does, so that no process that it started is left behind."""
+
+    def end(number: int, _: object) -> None:
+        raise output.Interrupted(number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

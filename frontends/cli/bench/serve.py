@@ -1,0 +1,177 @@
+"""`trouper bench serve`: load on any OpenAI-compatible server."""
+
+import importlib.util
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import anyio
+import msgspec
+import typer
+
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.frontends.cli.bench.options import (
+    DatasetOptions,
+    ReportOptions,
+    progress,
+    reporting,
+    tokenizer_of,
+)
+from trouper.frontends.cli.options import expand_options, integers, json_object
+
+if TYPE_CHECKING:
+    from trouper.bench.datasets import SampleRequest
+    from trouper.bench.serve import Load
+
+# Ids that nearly every vocabulary has as ordinary text; --tokenizer knows better.
+COMMON_IDS = range(300, 1000)
+
+
+@expand_options
+def serve(
+    ctx: typer.Context,
+    url: Annotated[
+        str, typer.Option("--url", "--base-url", help="Up to and with /v1.")
+    ] = "http://127.0.0.1:8000/v1",
+    endpoint: Annotated[
+        Literal["completions", "chat"], typer.Option(help="Which route.")
+    ] = "completions",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Name; the server's first when left out.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder; texts of exact lengths need it.", metavar="FOLDER")
+    ] = None,
+    request_rate: Annotated[
+        float, typer.Option(help="Requests per second; inf: all at once.")
+    ] = math.inf,
+    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursts; more: even.")] = 1.0,
+    max_concurrency: Annotated[
+        Any,
+        typer.Option(
+            parser=integers, metavar="N,N,…", help="Open requests; several: one run each."
+        ),
+    ] = None,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before, not counted.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds without a byte.")] = 600.0,
+    extra_body: Annotated[
+        Any, typer.Option(parser=json_object, metavar="JSON", help="Fields of each request.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Of the server.", envvar="OPENAI_API_KEY")
+    ] = None,
+    goodput: Annotated[
+        list[str] | None,
+        reporting("ttft, tpot or e2el and its limit; repeatable.", metavar="NAME:MS"),
+    ] = None,
+    metric_percentiles: Annotated[
+        Any, reporting("Which percentiles.", parser=integers, metavar="N,N,…")
+    ] = "50,90,99",
+    plot: Annotated[str | None, reporting("PNG over the concurrencies.", metavar="FILE")] = None,
+    *,
+    dataset: DatasetOptions,
+    report: ReportOptions,
+) -> None:
+    """Latencies, throughput and goodput that clients of a server see."""
+    if importlib.util.find_spec("httpx2") is None:
+        raise UnsupportedFeatureError("bench serve needs httpx2: pip install 'trouper[bench]'")
+    from trouper.bench import serve as core
+    from trouper.bench.plot import check_available
+    from trouper.bench.report import check_writable
+
+    load = core.Load(
+        url=url,
+        endpoint=endpoint,
+        request_rate=request_rate,
+        burstiness=burstiness,
+        seed=seed,
+        api_key=api_key,
+        timeout_s=timeout,
+        percentiles=tuple(dict.fromkeys((*metric_percentiles, *((99,) if plot else ())))),
+        goodput=core.parse_goodput(goodput or ()),
+        extra_body=extra_body or {},
+        model=model or "",
+    )
+    load.check()
+    limits: list[int | None] = max_concurrency or [None]
+    if min(max_concurrency or [1]) < 1:
+        raise TrouperValidationError("must be at least 1", parameter="max_concurrency")
+    report.check()
+    if plot is not None:
+        check_available()
+        check_writable("plot", plot)
+    # Other prompts in each run: the server may remember those that it has seen.
+    runs = [
+        (
+            msgspec.structs.replace(load, max_concurrency=limit),
+            _requests(dataset, tokenizer, endpoint, seed + i),
+        )
+        for i, limit in enumerate(limits)
+    ]
+    warm_ups = _requests(dataset, tokenizer, endpoint, seed - 1)[:num_warmups]
+    records = anyio.run(_measure, load, runs, warm_ups, backend="asyncio")
+    if plot is not None:
+        from trouper.bench.plot import plot as draw
+
+        draw(plot, core.points(records), latency="request", concurrency="open requests")
+    lines = [line for record in records for line in _lines(record, load)]
+    report.finish(ctx, {"results": records}, lines)
+    if not any(record["completed"] for record in records):
+        raise core.ServerError("no request was completed")
+
+
+def _requests(
+    dataset: DatasetOptions, folder: str | None, endpoint: str, seed: int
+) -> "list[SampleRequest]":
+    """Without a tokenizer ids for completions, and for chats a text of as many words."""
+    if folder is not None:
+        tokenizer, vocabulary = tokenizer_of(folder)
+        return dataset.requests(tokenizer, vocabulary, seed, texts=endpoint == "chat")
+    from trouper.bench.datasets import SampleRequest
+
+    requests = dataset.requests(None, COMMON_IDS, seed, texts=False)
+    if endpoint == "completions":
+        return requests
+    return [
+        SampleRequest(r.prompt_token_ids, r.output_len, " ".join(map(str, r.prompt_token_ids)))
+        for r in requests
+    ]
+
+
+async def _measure(
+    load: "Load",
+    runs: "list[tuple[Load, list[SampleRequest]]]",
+    warm_ups: "list[SampleRequest]",
+) -> list[dict[str, Any]]:
+    from trouper.bench import serve as core
+
+    records: list[dict[str, Any]] = []
+    async with core.open_client(load) as client:
+        model = await core.first_model(client, load.model)
+        await core.send_all(client, msgspec.structs.replace(load, model=model), warm_ups)
+        for limited, requests in runs:
+            named = msgspec.structs.replace(limited, model=model)
+            with progress(len(requests), "requests") as step:
+                records.append(await core.measure(client, named, requests, step))
+    return records
+
+
+def _lines(record: dict[str, Any], load: "Load") -> list[str]:
+    limit = record["max_concurrency"]
+    lines = [
+        f"{record['completed']} requests completed, {record['failed']} failed in {record['duration']:.2f} s"
+        + (f", at most {limit} open" if limit else ""),
+        *(f"  failed: {num} × {kind}" for kind, num in record["errors"].items()),
+        f"  {record['request_throughput']:.2f} requests/s, {record['output_throughput']:.1f} output tokens/s, "
+        f"{record['total_token_throughput']:.1f} total tokens/s",
+    ]
+    if "request_goodput" in record:
+        lines.append(f"  goodput: {record['request_goodput']:.2f} requests/s")
+    names = ("mean", *(f"p{q:g}" for q in load.percentiles))
+    lines.append(f"  {'ms':8}" + "".join(f"{name:>10}" for name in names))
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        values = [record.get(f"{name}_{metric}_ms") for name in names]
+        if None not in values:
+            lines.append(f"  {metric:8}" + "".join(f"{value:10.2f}" for value in values))
+    lines.append(f"  the client used {100 * record['client_cpu_share']:.0f} % of a core")
+    return lines

@@ -1,0 +1,33 @@
+"""Commands as a user types them."""
+
+import io
+import json
+
+import pytest
+
+from trouper.frontends.cli.main import run
+
+
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("warnings.showwarning", None)  # the command line has its own; undone after
+
+
+@pytest.fixture
+def bench(capsys):
+    """`bench("latency", …)`: what it printed; `code` is what it is to end with."""
+
+    def bench(*arguments, code=0):
+        found = run(["bench", *map(str, arguments)])
+        printed = capsys.readouterr()
+        assert found == code, printed.err
+        return printed
+
+    return bench
+
+
+@pytest.fixture
+def report(bench):
+    """The report of a command, as `--json` prints it."""
+    return lambda *arguments: json.loads(bench(*arguments, "--json").out)

@@ -1,0 +1,311 @@
+"""Every benchmark on the bundled model, as small as it can be; mistakes in one line."""
+
+import json
+import struct
+
+import pytest
+
+from trouper.bench import plot, roofs, startup
+from trouper.bench import throughput as core
+from trouper.bench.kernels import OPS, Case, Shapes, WrongResultError, measure
+from trouper.config import DEMO_MODEL, EngineArgs
+from trouper.errors import UnsupportedFeatureError
+
+SMALL = ["--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "128"]
+SMALL += ["--num-gpu-blocks-override", "8"]
+TINY = [*SMALL, "--num-prompts", "3", "--input-len", "5", "--output-len", "4"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--prequeue-requests", "--num-warmups", "1"],
+        ["--async-engine"],
+        ["--disable-detokenize", "--random-range-ratio", "0"],
+    ],
+    ids=" ".join,
+)
+def test_throughput_counts_what_was_asked_for(report, options):
+    found = report("throughput", *TINY, *options)
+    assert (found["model_id"], found["num_requests"]) == ("trouper-demo", 3)
+    assert (found["total_num_tokens"], found["total_output_tokens"]) == (27, 12)
+    seconds = found["elapsed_time"]
+    assert found["requests_per_second"] == pytest.approx(3 / seconds)
+    assert found["tokens_per_second"] == pytest.approx(27 / seconds)
+    assert found["about"]["arguments"][:2] == ["bench", "throughput"]
+
+
+@pytest.mark.parametrize("options", [[], ["--prequeue-requests"], ["--async-engine"]], ids=" ".join)
+def test_a_chats_prompts_go_through_the_template(report, options):
+    found = report("throughput", *TINY, "--backend", "trouper-chat", "--n", "2", *options)
+    assert found["total_output_tokens"] == 3 * 2 * 4
+    assert found["total_num_tokens"] > 3 * 2 * 4 + 3 * 5
+
+
+def test_both_ways_are_run_in_turn_and_their_spreads_told(bench, tmp_path):
+    path = tmp_path / "report.json"
+    options = ["--compare-prequeue", "--repeat", "3", "--output-json", path]
+    lines = bench("throughput", *TINY, *options).out.splitlines()
+    assert (lines[0], lines[5]) == ("as they come:", "prequeued:")
+    assert sum("3 runs: median" in line and "spread" in line for line in lines) == 2
+    ways = json.loads(path.read_text())["ways"]
+    assert [len(way["repeats"]["all_s"]) for way in ways.values()] == [3, 3]
+
+
+def test_transformers_runs_the_same_requests(report):
+    options = ["--backend", "hf", "--hf-max-batch-size", "2", "--random-range-ratio", "0.5"]
+    found = report("throughput", *TINY, *options)
+    ours = report("throughput", *TINY, "--random-range-ratio", "0.5")
+    assert found["total_num_tokens"] == ours["total_num_tokens"]
+
+
+def test_a_prefix_repetition_is_a_dataset(report):
+    names = {"prefix-len": 8, "suffix-len": 2, "num-prefixes": 2, "output-len": 3}
+    options = [part for n, v in names.items() for part in (f"--prefix-repetition-{n}", v)]
+    name = ["--dataset-name", "prefix_repetition", "--num-prompts", "4"]
+    found = report("throughput", *SMALL, *name, *options)
+    assert (found["total_num_tokens"], found["total_output_tokens"]) == (4 * 13, 4 * 3)
+
+
+def test_a_sharegpt_file_is_a_dataset(report, tmp_path):
+    path = tmp_path / "sharegpt.json"
+    turns = [{"value": "def quicksort(items): what does it do?"}, {"value": "It sorts the items."}]
+    path.write_text(json.dumps([{"conversations": turns}]))
+    options = ["--num-prompts", "3", "--dataset-path", path]
+    assert report("throughput", *SMALL, *options)["num_requests"] == 3
+    assert report("throughput", *SMALL, *options, "--no-oversample")["num_requests"] == 1
+    chat = ["--backend", "trouper-chat", "--output-len", "2"]
+    assert report("throughput", *SMALL, *options, *chat)["total_output_tokens"] == 6
+
+
+def test_a_profile_is_written(bench, tmp_path):
+    config = json.dumps({"torch_profiler_dir": str(tmp_path)})
+    bench("throughput", *TINY, "--profile", "--profiler-config", config)
+    assert list(tmp_path.iterdir())
+
+
+def test_prequeued_requests_wait_until_all_are_there():
+    """The calls that vLLM's benchmark makes, in its order; the engine wakes even if queueing fails."""
+    calls = []
+
+    class Fake:
+        def __getattr__(self, name):
+            def call(*arguments, **options):
+                calls.append((name, *options.get("tags", ()), options.get("mode")))
+                return []
+
+            return call
+
+    engine = object.__new__(core.OfflineEngine)
+    engine._wishes = core.Wishes(prequeue_requests=True, profile=True)
+    engine._api, engine._llm = Fake(), Fake()
+    engine.run([], prequeue=True)
+    assert calls == [
+        ("reset_prefix_cache", None), ("sleep", "abort"), ("start_profile", None), ("enqueue", None),
+        ("wake_up", "scheduling", None), ("wait_for_completion", None), ("stop_profile", None),
+    ]  # fmt: skip
+    calls.clear()
+    engine._llm.enqueue = lambda *_, **__: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.run([], prequeue=True)
+    assert calls[-1][:2] == ("wake_up", "scheduling")
+
+
+def is_png(path):
+    head = path.read_bytes()[:24]
+    return head[:8] == b"\x89PNG\r\n\x1a\n" and min(struct.unpack(">II", head[16:])) > 100
+
+
+def test_latency_of_several_batch_sizes(bench, tmp_path):
+    picture, path = tmp_path / "latency.png", tmp_path / "report.json"
+    sizes = ["--input-len", "4", "--output-len", "3", "--batch-size", "1,2"]
+    iterations = ["--num-iters", "3", "--num-iters-warmup", "1"]
+    out = bench(
+        "latency", *SMALL, *sizes, *iterations, "--plot", picture, "--output-json", path
+    ).out
+    assert out.count("avg latency") == 2
+    assert is_png(picture)
+    one, two = json.loads(path.read_text())["results"]
+    assert (one["batch_size"], two["batch_size"]) == (1, 2)
+    for record in (one, two):
+        assert len(record["latencies"]) == 3
+        assert min(record["latencies"]) <= record["percentiles"]["50"] <= max(record["latencies"])
+
+
+def test_one_batch_is_traced(bench, tmp_path):
+    config = json.dumps({"torch_profiler_dir": str(tmp_path)})
+    options = ["--input-len", "4", "--output-len", "2", "--batch-size", "1", "--profile"]
+    assert bench("latency", *SMALL, *options, "--profiler-config", config).out == ""
+    assert list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("loop", ["trio", "asyncio"])
+def test_the_gaps_of_the_loop(report, loop):
+    found = report("loop-gap", *TINY, "--loop", loop, "--idle", "0.01", "--interval-ms", "0.2")
+    assert found["num_tokens"] == 12
+    assert found["num_beats"] > 0
+    for state in ("idle_ms", "busy_ms"):
+        assert 0 <= found[state]["p50"] <= found[state]["p99.9"] <= found[state]["max"]
+
+
+QUICK = ["--roof-mib", "1", "--roof-gemm", "64", "--sample-ms", "0", "--context", "20"]
+QUICK += ["--block-size", "16", "--num-tokens", "1,3", "--cold-mib", "0"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_operation_is_right_and_has_its_figures(report, dtype):
+    found = report("kernels", "-m", DEMO_MODEL, "--dtype", dtype, *QUICK)
+    assert found["roofs"].keys() == {"read_gb_s", "gemm_gflop_s"}
+    assert {record["op"] for record in found["results"]} == set(OPS)
+    for record in found["results"]:
+        assert record["us"] > 0
+        assert record["share_of_roof"] >= 0
+
+
+def test_one_operation_may_be_named(bench):
+    lines = bench("kernels", "--op", "rope", *QUICK).out.splitlines()
+    assert len(lines) == 2 + 2
+    assert lines[0].startswith("roofs: read")
+
+
+def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
+    def wrong(shapes):
+        for case in OPS["rms_norm"](shapes):
+            yield case._replace(run=lambda case=case: case.run() * 1.5)
+
+    monkeypatch.setitem(OPS, "wrong", wrong)
+    step = Shapes(hidden=64, cold_bytes=0)
+    with pytest.raises(WrongResultError, match="wrong"):
+        next(measure([step], roofs.Roofs(1.0, 1.0), ["wrong"]))
+
+
+def test_the_share_of_the_roof_is_that_of_the_nearer_one():
+    machine = roofs.Roofs(read_bytes_s=10.0, flops_s=100.0)
+    assert machine.share(10, 50, 2.0) == 0.5
+    assert machine.share(1, 100, 2.0) == 0.5
+    assert Case._fields[-2:] == ("num_bytes", "num_flops")
+
+
+def test_startup_times_each_command_cold_and_warm(report, monkeypatch):
+    """With commands that take no time: what `trouper generate` takes is not a test."""
+    monkeypatch.setattr(startup, "commands", lambda *_: {"quick": ["echo", "hello"]})
+    options = ["--num-iters-cold", "2", "--num-iters-warm", "1", "--num-iters-warmup", "0"]
+    figures = report("startup", *options)["results"]["quick"]
+    assert [len(figures[how]["all_s"]) for how in ("cold", "warm")] == [2, 1]
+
+
+def test_startup_runs_the_programs_that_it_names(tmp_path):
+    commands = startup.commands("folder", 7)
+    assert commands["trouper generate, first text"][-2:] == ["--model", "folder"]
+    assert startup.until_output(commands["import trouper"]) > 0
+
+
+def test_a_cold_start_finds_no_cache_but_the_hubs(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/mine")
+    monkeypatch.delenv("HF_HOME", raising=False)
+    with startup.empty_caches() as environment:
+        assert environment["HF_HOME"] == "/mine/huggingface"
+        folders = {environment[name] for name in startup.CACHES}
+        assert len(folders) == len(startup.CACHES)
+        assert "/mine" not in folders
+
+
+def test_a_command_that_fails_is_told_by_its_last_line():
+    with pytest.raises(startup.StartError, match=r"^no such luck$"):
+        startup.until_output(["sh", "-c", "echo first >&2; echo no such luck >&2; exit 3"])
+
+
+MISTAKES = [
+    ("throughput --backend sglang", "'--backend'"),
+    (
+        "throughput --backend vllm --prequeue-requests",
+        "--prequeue-requests requires --backend trouper or trouper-chat",
+    ),
+    (
+        "throughput --backend hf --prequeue-requests --async-engine",
+        "--prequeue-requests requires --backend trouper or trouper-chat",
+    ),
+    (
+        "throughput --prequeue-requests --async-engine",
+        "--prequeue-requests is not supported with --async-engine",
+    ),
+    ("throughput --backend vllm", "--backend vllm needs vllm, which is not installed here"),
+    ("throughput --backend vllm-chat", "--backend vllm-chat needs vllm, which is not"),
+    ("throughput --backend vllm --async-engine", "--async-engine needs --backend trouper"),
+    ("throughput --backend hf", "--hf-max-batch-size and --backend hf need each other"),
+    ("throughput --hf-max-batch-size 2", "--hf-max-batch-size and --backend hf need each other"),
+    ("throughput --backend hf --hf-max-batch-size 2 --n 2", "takes neither"),
+    ("throughput --profile", "--profile needs --profiler-config"),
+    ("throughput --num-prompts 0", "'--num-prompts'"),
+    ("throughput --input-len 0", "'--input-len'"),
+    ("throughput --random-range-ratio 1", "random_range_ratio"),
+    ("throughput --dataset-name sonnet", "'--dataset-name'"),
+    ("throughput --dataset-path /no/such/file", "No such file or directory"),
+    ("throughput --input-len 4000", "exceed the model's 2048 tokens"),
+    ("throughput --output-json /no/such/folder/x", "cannot be written: No such file or directory"),
+    ("throughput -m /no/such/folder", "no such model folder"),
+    ("throughput --skip-tokenizer-init", "skip_tokenizer_init"),
+    ("latency --batch-size 0", "batch_size"),
+    ("latency --batch-size x", "not a list of integers"),
+    ("latency --input-len 4000", "exceed the model's"),
+    ("latency --num-iters 0", "'--num-iters'"),
+    ("latency --plot /no/such/folder/x.png", "parameter=plot"),
+    ("loop-gap --interval-ms 0", "'--interval-ms'"),
+    ("kernels --op sort", "must be one of: linear"),
+    ("kernels --num-tokens 0", "num_tokens"),
+    ("startup -m /no/such/folder", "no such model folder"),
+    ("peers --peer sglang", "must be of trouper, vllm"),
+    ("peers --peer vllm", "vllm cannot run: vllm is not installed here"),
+    ("peers --vllm-python /no/such/python", "vllm cannot run: no program /no/such/python"),
+    ("peers --peer llama.cpp", "llama.cpp cannot run: --gguf names no file"),
+    ("peers --gguf /no/such.gguf", "llama.cpp cannot run: no file /no/such.gguf"),
+    ("peers --workload 1x2", "requests x input x output"),
+    ("peers --workload 1x2x0", "requests x input x output"),
+    ("serve --num-prompts 0", "'--num-prompts'"),
+    ("serve --request-rate 0", "request_rate"),
+    ("serve --max-concurrency 0", "max_concurrency"),
+    ("serve --goodput itl:3", "goodput"),
+    ("serve --endpoint images", "'--endpoint'"),
+    ("serve --extra-body []", "not a JSON object"),
+    ("serve --url ftp://x/v1", "url"),
+    ("nonsense", "No such command 'nonsense'"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES, ids=[line for line, _ in MISTAKES])
+def test_a_mistake_is_one_line_before_anything_is_loaded(bench, line, message):
+    printed = bench(*line.split(), code=2)
+    assert printed.out == ""
+    assert printed.err.startswith("trouper: ")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"backend": "vllm", "prequeue_requests": True},
+        {"prequeue_requests": True, "async_engine": True},
+        {"backend": "hf"},
+    ],
+    ids=str,
+)
+def test_wishes_that_contradict_each_other_are_value_errors(wishes):
+    with pytest.raises(ValueError, match="--"):
+        core.Wishes(**wishes).check(EngineArgs())
+
+
+def test_options_of_the_engine_are_given_to_every_backend():
+    args = EngineArgs(max_num_seqs=3, seed=7)
+    assert core.given_options(args) == {"max_num_seqs": 3, "seed": 7}
+    assert core.model_path(args) == str(DEMO_MODEL)
+
+
+def test_a_plot_without_matplotlib_is_one_line(bench, monkeypatch):
+    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    line = "trouper: --plot needs matplotlib: pip install 'trouper[bench]'\n"
+    assert bench("latency", "--plot", "x.png", code=2).err == line
+    assert bench("serve", "--plot", "x.png", code=2).err == line
+    with pytest.raises(UnsupportedFeatureError):
+        plot.plot("x.png", [], latency="", concurrency="")
