@@ -147,11 +147,17 @@ class ProcessPeer:
         try:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
-        except (BrokenPipeError, ValueError):
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
             code = self._process.wait()
             self._log.seek(0)
-            raise PeerError(failed(self._name, code, self._log.read())) from None
+            raise PeerError(failed(self._name, code, self._log.read()))
+        try:
+            return json.loads(line)
+        except ValueError:
+            raise PeerError(f"{self._name} answered {line[:100]!r}") from None
 
     def _signal(self, number: int) -> None:
         try:
