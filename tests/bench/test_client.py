@@ -37,14 +37,19 @@ class Pieces(httpx2.AsyncByteStream):
     """A body in pieces; an exception among them is raised."""
 
     def __init__(self, pieces):
-        self._pieces = pieces
+        self._pieces = list(pieces)
 
-    async def __aiter__(self):
-        for piece in self._pieces:
-            await anyio.lowlevel.checkpoint()
-            if isinstance(piece, Exception):
-                raise piece
-            yield piece
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        await anyio.lowlevel.checkpoint()
+        if not self._pieces:
+            raise StopAsyncIteration
+        piece = self._pieces.pop(0)
+        if isinstance(piece, Exception):
+            raise piece
+        return piece
 
 
 def client_of(handler):
@@ -132,14 +137,14 @@ async def test_no_more_requests_are_open_than_allowed():
     num_open = most = 0
 
     class Slow(Pieces):
-        async def __aiter__(self):
+        async def __anext__(self):
             nonlocal num_open, most
-            num_open += 1
-            most = max(most, num_open)
-            await anyio.wait_all_tasks_blocked()
-            async for piece in super().__aiter__():
-                yield piece
-            num_open -= 1
+            if len(self._pieces) == len(WHOLE):
+                num_open += 1
+                most = max(most, num_open)
+                await anyio.wait_all_tasks_blocked()
+            num_open -= not self._pieces
+            return await super().__anext__()
 
     async with client_of(lambda _: httpx2.Response(200, stream=Slow(WHOLE))) as client:
         limited = serve.Load(url=LOAD.url, max_concurrency=3)
