@@ -1,6 +1,5 @@
 """`trouper bench serve`: load on any OpenAI-compatible server."""
 
-import importlib.util
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -8,7 +7,7 @@ import anyio
 import msgspec
 import typer
 
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.bench.options import (
     DatasetOptions,
     ReportOptions,
@@ -58,7 +57,7 @@ def serve(
         Any, typer.Option(parser=json_object, metavar="JSON", help="Fields of each request.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Of the server.", envvar="OPENAI_API_KEY")
+        str | None, typer.Option(help="Of the server.", envvar="TROUPER_API_KEY")
     ] = None,
     goodput: Annotated[
         list[str] | None,
@@ -73,8 +72,6 @@ def serve(
     report: ReportOptions,
 ) -> None:
     """Latencies, throughput and goodput that clients of a server see."""
-    if importlib.util.find_spec("httpx2") is None:
-        raise UnsupportedFeatureError("bench serve needs httpx2: pip install 'trouper[bench]'")
     from trouper.bench import serve as core
     from trouper.bench.plot import check_available
     from trouper.bench.report import check_writable
