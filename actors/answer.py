@@ -18,6 +18,10 @@ class Answer(Generic[T]):
         self._value: T | None = None
         self._error: BaseException | None = None
 
+    @property
+    def is_there(self) -> bool:
+        return self._is_there.is_set()
+
     def set(self, value: T) -> None:
         self._value = value
         self._is_there.set()

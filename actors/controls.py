@@ -137,6 +137,10 @@ class Controls:
         """Forget all prefixes; False, and nothing changes, while any block is held."""
         return await self._questions.ask_scheduler(ResetPrefixCache, preempt)
 
+    async def probe(self) -> None:
+        """Returns when the scheduler has heard of it and the device has come to it: both are alive."""
+        await self._questions.probe()
+
     async def start_profile(self, folder: str, prefix: str) -> None:
         """Trace the device; `stop_profile` writes the trace into `folder`."""
         async with self._transition:

@@ -57,6 +57,7 @@ class Generation:
         self._render = render
         self._arrival_time = arrival_time
         self._opened: tuple[RequestId, ReplySlot] | None = None
+        self._num_tokens = (0, 0)
         self._is_finished = False
         self._is_closed = False
 
@@ -105,6 +106,11 @@ class Generation:
     def num_unfinished(self) -> int:
         """Completions whose end has not been handed out."""
         return 0 if self._opened is None else self._opened[1].num_unread
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Of the prompt, once it is rendered; generated so far by all completions, read or not."""
+        return self._num_tokens if self._opened is None else self._opened[1].num_tokens
 
     @property
     def is_over(self) -> bool:
@@ -158,6 +164,7 @@ class Generation:
         self._is_closed = True
         if self._opened is not None:
             (id, slot), self._opened = self._opened, None
+            self._num_tokens = slot.num_tokens
             self._desk.close_request(id, slot, is_finished=self._is_finished)
 
     def _note(self, output: RequestOutput) -> None:

@@ -54,6 +54,7 @@ class EngineStatistics(msgspec.Struct, frozen=True):
     num_open_requests: int
     num_rendering: int  # queued for a renderer
     num_tracked: int  # sequences the Detokenizer knows
+    num_prefill_tokens: int  # of prompts that are rendered and have no first token
     scheduler: SchedulerStats
 
 
@@ -226,6 +227,7 @@ class Engine(Controls):
             num_open_requests=len(self._open),
             num_rendering=self._to_renderer.statistics().current_buffer_used,
             num_tracked=self._detokenizer.statistics().num_tracked,
+            num_prefill_tokens=self._admission.prefills.num_tokens,
             scheduler=self._scheduler.statistics(),
         )
 

@@ -3,8 +3,8 @@
     frontends -Render-> Renderer -Track-> Detokenizer
                         Renderer -Admit-> Scheduler -StepPlan-> Executor -StepDone | StepFailed-> Scheduler
                                           Scheduler -StepTokens-> Detokenizer -Stop-> Scheduler
-    frontends -Abort | SetPause | ResetPrefixCache | Step-> Scheduler
-    frontends -DeviceCall-> Executor
+    frontends -Abort | SetPause | ResetPrefixCache | Step | Probe-> Scheduler
+    frontends, Scheduler -DeviceCall-> Executor
 
 A *request* is what the user sent; a *sequence* is one list of tokens being grown for it.  A request
 with `n` completions has the `n` sequences `id, id + 1, … id + n - 1`, so one integer names both.
@@ -126,13 +126,19 @@ class Step(msgspec.Struct, frozen=True):
     answer: Answer[None]
 
 
+class Probe(msgspec.Struct, frozen=True):
+    """Frontend -> Scheduler: go to the device and back.  Passed on as a `DeviceCall`."""
+
+    answer: Answer[object]
+
+
 class DeviceCall(msgspec.Struct, frozen=True):
-    """Frontend -> Executor: anything but a step, after the plans already sent.
+    """Frontend, Scheduler -> Executor: anything but a step, after the plans already sent.
 
     An error goes to who asked; the engine lives.
     """
 
-    method: Literal["sleep", "wake", "start_profile", "stop_profile"]
+    method: Literal["sleep", "wake", "start_profile", "stop_profile", "probe"]
     args: tuple[object, ...]
     answer: Answer[object]
 
@@ -296,7 +302,9 @@ class Flush(msgspec.Struct, frozen=True):
 
 
 RendererInbox = Render
-SchedulerInbox = Admit | Abort | Stop | StepDone | StepFailed | SetPause | ResetPrefixCache | Step
+SchedulerInbox = (
+    Admit | Abort | Stop | StepDone | StepFailed | SetPause | ResetPrefixCache | Step | Probe
+)
 ExecutorInbox = StepPlan | DeviceCall
 DetokenizerInbox = Track | StepTokens
 ObserverInbox = Stepped | Told | Flush

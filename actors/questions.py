@@ -13,6 +13,7 @@ from trouper.actors.messages import (
     ExecutorInbox,
     Flush,
     ObserverInbox,
+    Probe,
     SchedulerInbox,
 )
 from trouper.errors import EngineDeadError
@@ -37,6 +38,9 @@ class Questions:
         self._executor = executor
         self._observer = observer
         self._open: set[Answer[Any]] = set()
+        self._probing = anyio.Lock()
+        self._probe = Answer[object]()  # sent, or to be sent next
+        self._is_probe_sent = False
         self.error: EngineDeadError | None = None
 
     async def ask_scheduler(self, question: Callable[..., SchedulerInbox], *args: object) -> Any:
@@ -53,6 +57,23 @@ class Questions:
             with suppress(*ACTOR_IS_GONE):
                 await self._executor.send(DeviceCall(method, args, answer))
             return await answer.wait()
+
+    async def probe(self) -> None:
+        """A round trip: to the scheduler, from it through the executor to the device, and back.
+
+        One is under way at a time, which is what the executor's inbox has room for: whoever asks after
+        somebody has stopped waiting takes over what that one sent.
+        """
+        async with self._probing:
+            with self._asking(self._probe) as answer:
+                try:
+                    if not self._is_probe_sent:
+                        self._scheduler.send_nowait(Probe(answer))
+                        self._is_probe_sent = True
+                    await answer.wait()
+                finally:
+                    if answer.is_there:
+                        self._probe, self._is_probe_sent = Answer[object](), False
 
     async def flush_observer(self) -> None:
         """Wait until everything reported before has been counted."""
@@ -72,9 +93,9 @@ class Questions:
             answer.fail(error)
 
     @contextmanager
-    def _asking(self) -> Generator[Answer[Any]]:
+    def _asking(self, answer: Answer[Any] | None = None) -> Generator[Answer[Any]]:
         self.check_alive()
-        answer = Answer[Any]()
+        answer = answer or Answer[Any]()
         self._open.add(answer)
         try:
             yield answer

@@ -101,6 +101,11 @@ class ReplySlot:
         )
 
     @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Of the prompt, once it is rendered; generated so far by all completions, read or not."""
+        return len(self._prompt_token_ids), sum(mine.num_tokens for mine in self._completions)
+
+    @property
     def is_aborted(self) -> bool:
         return self.scope.cancel_called
 

@@ -16,7 +16,9 @@ from trouper.actors.messages import (
     Abort,
     Admit,
     DetokenizerInbox,
+    DeviceCall,
     ExecutorInbox,
+    Probe,
     ResetPrefixCache,
     SchedulerInbox,
     SchedulerStats,
@@ -104,6 +106,8 @@ class Scheduler:
             case Step(answer):
                 self._num_plans_due += 1
                 self._steps.append(answer)
+            case Probe(answer):
+                self._executor.send_nowait(DeviceCall("probe", (), answer))  # room: one at a time
             case _:
                 assert_never(message)
 

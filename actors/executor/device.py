@@ -43,8 +43,8 @@ class Device(Protocol):
         ...
 
     async def call(self, method: str, *args: object) -> object:
-        """`sleep(level)`, `wake(tags)`, `start_profile(folder, prefix)`, `stop_profile()`; behind the plans
-        already submitted.
+        """`sleep(level)`, `wake(tags)`, `start_profile(folder, prefix)`, `stop_profile()`, and `probe()`,
+        which does nothing; behind the plans already submitted.
 
         Raises:
             Exception: it could not be done; the device is as it was.

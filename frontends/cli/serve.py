@@ -50,6 +50,9 @@ class ServerOptions:
     max_requests: Annotated[
         int | None, _server("Sequences open at once; 4 × max-num-seqs by default.", min=1)
     ] = None
+    max_waiting_tokens: Annotated[
+        int | None, _server("Tokens that may wait; by default what is done in 10 s.", min=1)
+    ] = None
     max_body: Annotated[int, _server("Bytes of a request's body.", min=1)] = 32 * 2**20
     response_role: Annotated[str, _server("Role that answers in a chat.")] = "assistant"
     trust_request_chat_template: Annotated[
@@ -144,6 +147,7 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         is_dev_mode=options.dev_mode,
         protect_metrics=options.protect_metrics,
         max_requests=options.max_requests,
+        max_waiting_tokens=options.max_waiting_tokens,
         request_timeout_s=options.request_timeout,
         max_body=options.max_body,
         response_role=options.response_role,

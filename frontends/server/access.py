@@ -60,7 +60,9 @@ class Gate:
         is_known = len(given) == 1 and given[0].startswith(SCHEME)
         digest = sha256(given[0][len(SCHEME) :] if is_known else b"").digest()
         found = [hmac.compare_digest(digest, key) for key in keys]  # all of them, always
-        if not (is_known and any(found)):
+        if is_known and any(found):
+            exchange.tenant = f"key {found.index(True)}"
+        else:
             header = (b"www-authenticate", b"Bearer")
             raise Refusal(401, "invalid_api_key", "a valid API key is needed", headers=(header,))
 

@@ -17,7 +17,9 @@ from trouper.frontends.server.access import Gate
 from trouper.frontends.server.decoding import decode
 from trouper.frontends.server.errors import Refusal, describe, log, logger
 from trouper.frontends.server.exchange import ClientGone, Exchange, Receive, Scope, Send
-from trouper.frontends.server.routes import Route
+from trouper.frontends.server.overload import Level
+from trouper.frontends.server.replies import Usage
+from trouper.frontends.server.routes import TABLE, Route
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
 
@@ -66,8 +68,12 @@ class App:
             if isinstance(error, EngineDeadError):
                 self.service.died.set()
             await exchange.fail(problem)
+        route = exchange.path if exchange.path in TABLE else "none"
+        self.service.metrics.note_answer(route, exchange.status)
 
     async def _perform(self, exchange: Exchange) -> None:
+        if self.service.door.level >= Level.TIDY:
+            exchange.own_headers = ((b"connection", b"close"),)
         exchange.check_head(self._settings)
         route = self._gate.route(exchange)
         if route is None:
@@ -76,7 +82,7 @@ class App:
         timeout_s = _timeout_s(exchange, self._settings)
         with ExitStack() as stack:
             if route.generates:
-                exchange.ticket = stack.enter_context(self.service.enter())
+                exchange.ticket = stack.enter_context(self.service.enter(exchange))
             request = await self._read(exchange, route)
             act = partial(route.handler, self.service, exchange, request)
             await self._attend(exchange, act, timeout_s)
@@ -113,7 +119,15 @@ class App:
         if error is not None:
             raise error
         if deadline.cancelled_caught and not exchange.is_gone:
-            raise Refusal(504, "deadline_exceeded", f"the deadline of {timeout_s:g} s has passed")
+            num_prompt, num_output = exchange.cost
+            phase = "decode" if num_output else "prefill" if num_prompt else "queue"
+            raise Refusal(
+                504,
+                "deadline_exceeded",
+                f"the deadline of {timeout_s:g} s has passed",
+                param=phase,
+                usage=Usage(num_prompt, num_output, num_prompt + num_output),
+            )
 
 
 async def _watch(exchange: Exchange, handler: anyio.CancelScope) -> None:

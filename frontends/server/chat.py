@@ -61,8 +61,6 @@ class _Answer:
         self._params = chat_params(
             request, service.config.model.default_sampling, service.config.max_model_len
         )
-        if exchange.ticket is not None:
-            exchange.ticket.resize(self._params.n)
         exchange.name_by(request.request_id)
         self._id = f"chatcmpl-{exchange.request_id}"
         self._created = int(time.time())

@@ -46,8 +46,6 @@ class _Answer:
             request, service.config.model.default_sampling, service.config.max_model_len
         )
         check_sequences(len(self._prompts), self._params.n)
-        if exchange.ticket is not None:
-            exchange.ticket.resize(len(self._prompts) * self._params.n)
         exchange.name_by(request.request_id)
         self._id = f"cmpl-{exchange.request_id}"
         self._created = int(time.time())

@@ -54,9 +54,8 @@ async def is_paused(service: Service, exchange: Exchange, _: None) -> None:
 
 
 async def abort_requests(service: Service, exchange: Exchange, request: AbortRequest) -> None:
-    ids = service.find(request.request_ids or None)
-    await service.engine.abort(ids)
-    await exchange.send_json({"status": "aborted", "aborted": len(ids)})
+    num_aborted = service.abort(request.request_ids or None)
+    await exchange.send_json({"status": "aborted", "aborted": num_aborted})
 
 
 async def reset_prefix_cache(service: Service, exchange: Exchange, _: None) -> None:

@@ -5,6 +5,7 @@ go to the log.  An answer never grows with the question.
 """
 
 import logging
+import math
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 from trouper.errors import (
     EngineDeadError,
     EnginePausedError,
+    ExecutionError,
     GracefulHTTPError,
     QueueOverflowError,
     RetryableRequestError,
@@ -22,6 +24,7 @@ from trouper.errors import (
     TrouperUnprocessableEntityError,
     UnsupportedFeatureError,
 )
+from trouper.frontends.server.replies import Usage
 
 logger = logging.getLogger("trouper.server")
 
@@ -38,6 +41,7 @@ TYPES = {
     431: "HeadersTooLargeError", 500: "InternalServerError", 501: "NotImplementedError",
     503: "ServiceUnavailableError", 504: "DeadlineExceededError",
 }  # fmt: skip
+NO_RETRY = ((b"x-should-retry", b"false"),)  # what the OpenAI clients look at first
 CONTROLS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]+")
 
 
@@ -52,12 +56,15 @@ class Refusal(TrouperError):
         *,
         param: str | None = None,
         headers: tuple[tuple[bytes, bytes], ...] = (),
+        usage: Usage | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
         self.headers = headers
+        self.usage = usage
+        self.retry_after_s = 1.0  # of a 429 or 503
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -68,17 +75,17 @@ class Problem(msgspec.Struct, frozen=True):
     message: str
     param: str | None = None
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    usage: Usage | None = None  # what a request had cost when its time was over
 
     @property
     def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": clean(self.message, MAX_MESSAGE),
-                "type": TYPES[self.status],
-                "param": None if self.param is None else clean(self.param, MAX_PARAM),
-                "code": self.code,
-            }
+        error = {
+            "message": clean(self.message, MAX_MESSAGE),
+            "type": TYPES[self.status],
+            "param": None if self.param is None else clean(self.param, MAX_PARAM),
+            "code": self.code,
         }
+        return {"error": error} if self.usage is None else {"error": error, "usage": self.usage}
 
 
 def unavailable(code: str, message: str) -> Refusal:
@@ -91,9 +98,10 @@ def describe(error: BaseException) -> Problem:  # noqa: C901  # a table, a line 
         error = error.exceptions[0]
     match error:
         case Refusal():
-            return _with_retry(
-                Problem(error.status, error.code, str(error), error.param, error.headers)
+            problem = Problem(
+                error.status, error.code, str(error), error.param, error.headers, error.usage
             )
+            return _with_retry(problem, error.retry_after_s)
         case TrouperUnprocessableEntityError():
             return _told(422, "unprocessable_media", error)
         case TrouperNotFoundError():
@@ -110,7 +118,10 @@ def describe(error: BaseException) -> Problem:  # noqa: C901  # a table, a line 
         case RetryableRequestError() | EnginePausedError():
             return _with_retry(_refused_by_engine(error))
         case EngineDeadError():
-            return Problem(500, "engine_failed", "the engine has failed")
+            return Problem(500, "engine_failed", "the engine has failed", headers=NO_RETRY)
+        case ExecutionError():  # it failed alone: the same request would fail again
+            text = "the model cannot be run on this request"
+            return Problem(500, "poisoned_request", text, headers=NO_RETRY)
         case TrouperError():  # GenerationError and whatever else is ours
             return Problem(500, "internal_error", "the request failed inside the engine")
         case ValueError() | TypeError() | OverflowError():
@@ -155,9 +166,12 @@ def _refused_by_engine(error: Exception) -> Problem:
     )
 
 
-def _with_retry(problem: Problem) -> Problem:
-    """Clients read either header; spec 10.2: whole seconds, default 1."""
+def _with_retry(problem: Problem, wait_s: float = 1.0) -> Problem:
+    """Clients read either header."""
     if problem.status not in (429, 503):
         return problem
-    wait = ((b"retry-after", b"1"), (b"retry-after-ms", b"1000"))
+    wait = (
+        (b"retry-after", b"%d" % math.ceil(wait_s)),
+        (b"retry-after-ms", b"%d" % (1000 * wait_s)),
+    )
     return msgspec.structs.replace(problem, headers=problem.headers + wait)

@@ -13,7 +13,7 @@ from uuid import uuid4
 import anyio
 import msgspec
 
-from trouper.frontends.server.admission import AdmissionTicket
+from trouper.frontends.server.door import Ticket
 from trouper.frontends.server.errors import Problem, Refusal
 from trouper.frontends.server.settings import ServerSettings
 
@@ -46,9 +46,17 @@ class Exchange:
         self.client_id = _sanitised(self.header(b"x-request-id"))
         self.is_gone = False
         self.has_started = False
+        self.status = 0  # of the answer
         self.is_stream = False
         self.num_sends = 0
-        self.ticket: AdmissionTicket | None = None  # of a request that has to be let in
+        self.tenant = ""  # which of the keys
+        self.ticket: Ticket | None = None  # of a request that has to be let in
+        self.num_body_bytes = 0
+        self.cost: tuple[int, int] = (
+            0,
+            0,
+        )  # tokens of the prompts, and generated, when its generations ended
+        self.own_headers: Headers = ()  # with every answer
         self._query: bytes = scope.get("query_string", b"")
         self._raw_path: bytes = scope.get("raw_path") or path.encode(errors="replace")
         self._receive = receive
@@ -69,6 +77,12 @@ class Exchange:
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)
+
+    @property
+    def content_length(self) -> int:
+        """What the head says; 0 when it says nothing."""
+        length = self.header(b"content-length") or b""
+        return int(length[:20]) if length.isdigit() else 0
 
     def query(self) -> dict[str, list[str]]:
         try:
@@ -95,8 +109,7 @@ class Exchange:
         too_large = Refusal(413, "body_too_large", f"a body may have {limit} bytes")
         if self.header(b"content-encoding") not in (None, b"", b"identity"):
             raise Refusal(415, "encoded_body", "a body must not have a content encoding")
-        length = self.header(b"content-length")
-        if length is not None and length.isdigit() and int(length[:20]) > limit:
+        if self.content_length > limit:
             raise too_large
         pieces: list[bytes] = []
         size = 0
@@ -107,6 +120,7 @@ class Exchange:
                     raise ClientGone
                 pieces.append(message.get("body", b""))
                 size += len(pieces[-1])
+                self.num_body_bytes = size
                 if size > limit:
                     raise too_large
                 if not message.get("more_body", False):
@@ -167,9 +181,14 @@ class Exchange:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.has_started = True
+        self.status = status
         own = (b"x-request-id", self.request_id.encode())
         await self._put(
-            {"type": "http.response.start", "status": status, "headers": [*headers, own]}
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*headers, *self.own_headers, own],
+            }
         )
 
     async def _send_chunk(self, chunk: bytes) -> None:

@@ -8,6 +8,7 @@ import anyio
 from trouper import __version__
 from trouper.frontends.server.errors import Refusal, unavailable
 from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.overload import Level
 from trouper.frontends.server.service import Service
 
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -42,9 +43,11 @@ async def ready(service: Service, exchange: Exchange, _: None) -> None:
     """Would a request be taken and scheduled now?"""
     service.check_alive()
     service.check_open()
-    lifecycle = service.engine.engine.lifecycle
-    if lifecycle.is_sleeping or lifecycle.refuses is not None:
+    if service.engine.engine.lifecycle.is_sleeping:
         raise unavailable("engine_paused", "the engine is paused or asleep")
+    if service.door.level >= Level.SHED_ALL:
+        raise unavailable("overloaded", "the server is overloaded")
+    await service.prove()
     await exchange.send_empty()
 
 
@@ -65,8 +68,9 @@ async def metrics(service: Service, exchange: Exchange, _: None) -> None:
     found = service.engine.engine.metrics
     if found is None:
         raise Refusal(404, "not_found", "statistics are switched off")
-    await exchange.send_body(found.expose(), PROMETHEUS)
+    own = service.metrics.expose(service.config.metrics_prefix)
+    await exchange.send_body(found.expose() + own, PROMETHEUS)
 
 
 async def load(service: Service, exchange: Exchange, _: None) -> None:
-    await exchange.send_json({"server_load": service.admission.num_requests})
+    await exchange.send_json({"server_load": service.door.admission.num_requests})

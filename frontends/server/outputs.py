@@ -35,10 +35,11 @@ async def each_output(
         Exception: the first failure among them, perhaps in groups; the others are aborted.
     """
     with _listed(service, exchange, generations):
+        await _submit(exchange, generations, places)
         if len(generations) == 1:
-            await _read(generations[0], 0, places[0], consume)
+            await _read(generations[0], 0, consume)
         else:
-            await _interleaved(generations, places, consume)
+            await _interleaved(generations, consume)
 
 
 async def final_outputs(
@@ -50,25 +51,31 @@ async def final_outputs(
     """The last output of each generation, in order; under FINAL_ONLY that is all of it."""
     found: dict[int, RequestOutput] = {}
 
-    async def keep(i: int, generation: "Generation") -> None:
-        with _named(places[i]):
+    with _listed(service, exchange, generations):
+        await _submit(exchange, generations, places)
+        for i, generation in enumerate(generations):
             async for output in generation:
                 found[i] = output
-
-    with _listed(service, exchange, generations):
-        if len(generations) == 1:  # its error comes as it is
-            await keep(0, generations[0])
-            return [found[0]]
-        async with anyio.create_task_group() as readers:
-            for i, generation in enumerate(generations):
-                generation.open()
-                readers.start_soon(keep, i, generation)
     return [found[i] for i in range(len(generations))]
 
 
-async def _interleaved(
-    generations: "Sequence[Generation]", places: Sequence[str], consume: Consume
+async def _submit(
+    exchange: "Exchange", generations: "Sequence[Generation]", places: Sequence[str]
 ) -> None:
+    """When it is our turn: all of them at once, and each prompt is good."""
+    ticket = exchange.ticket
+    if ticket is not None:
+        await ticket.wait_turn()
+    for generation in generations:
+        generation.open()
+    for generation, place in zip(generations, places, strict=True):
+        with _named(place):
+            await generation.submit()
+    if ticket is not None:
+        ticket.is_rendered = True
+
+
+async def _interleaved(generations: "Sequence[Generation]", consume: Consume) -> None:
     error: Exception | None = None
     # Nothing is buffered: what the consumer does not take merges in the reply slots.
     send, receive = anyio.create_memory_object_stream[tuple[int, RequestOutput]](0)
@@ -79,8 +86,7 @@ async def _interleaved(
     with send, receive:
         async with anyio.create_task_group() as readers:
             for i, generation in enumerate(generations):
-                generation.open()
-                readers.start_soon(_read, generation, i, places[i], put)
+                readers.start_soon(_read, generation, i, put)
             num_open = len(generations)
             try:
                 while num_open:
@@ -94,11 +100,9 @@ async def _interleaved(
         raise error
 
 
-async def _read(generation: "Generation", i: int, place: str, consume: Consume) -> None:
-    with _named(place):
-        async with generation as stream:
-            async for output in stream:
-                await consume(i, output)
+async def _read(generation: "Generation", i: int, consume: Consume) -> None:
+    async for output in generation:
+        await consume(i, output)
 
 
 @contextmanager
@@ -122,6 +126,10 @@ def _listed(
         yield
     finally:
         service.forget(generations)
+        counts = [generation.num_tokens for generation in generations]
+        exchange.cost = sum(prompt for prompt, _ in counts), sum(output for _, output in counts)
+        if exchange.ticket is not None:
+            exchange.ticket.num_prompt_tokens, exchange.ticket.num_output_tokens = exchange.cost
         for generation in generations:
             generation.close()
 

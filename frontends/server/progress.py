@@ -1,6 +1,11 @@
-"""Does the device still answer?  Pure."""
+"""Is the engine still moving, and how fast?  Pure."""
+
+import math
 
 from trouper.actors.messages import SchedulerStats
+
+MEMORY_S = 10.0  # what the throughput forgets
+MIN_S = 0.2  # of work, before it is believed
 
 
 class StepClock:
@@ -19,3 +24,33 @@ class StepClock:
         if self._moved_at is None or seen != self._seen or not stats.num_steps_in_flight:
             self._seen, self._moved_at = seen, now
         return now - self._moved_at
+
+
+class Throughput:
+    """Tokens per second while there is work, over the last seconds of it."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._seen: tuple[int, float] | None = (
+            None  # tokens so far and when; None: it was idle then
+        )
+
+    def note(self, num_tokens: int, now: float, *, is_busy: bool) -> None:
+        """A look at the counter, at any time; `is_busy` until the next one."""
+        if self._seen is not None:
+            seconds = now - self._seen[1]
+            kept = math.exp(-seconds / MEMORY_S)
+            self._tokens = self._tokens * kept + num_tokens - self._seen[0]
+            self._seconds = self._seconds * kept + seconds
+        self._seen = (num_tokens, now) if is_busy else None
+
+    @property
+    def per_s(self) -> float | None:
+        """None until that is known."""
+        return self._tokens / self._seconds if self._seconds >= MIN_S else None
+
+    def time_s(self, num_tokens: int) -> float:
+        """In which so much is done; 0 when that is not known."""
+        per_s = self.per_s
+        return 0.0 if per_s is None else num_tokens / max(per_s, 1e-9)

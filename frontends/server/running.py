@@ -21,6 +21,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from trouper.frontends.server.app import App
 from trouper.frontends.server.listeners import address
 from trouper.frontends.server.service import Service
+from trouper.frontends.server.watch import watch
 
 if TYPE_CHECKING:
     from hypercorn.config import Config
@@ -113,6 +114,7 @@ class Server:
             for listener in public:
                 self._report(f"serving {self._service.model_names[0]} at {address(listener)}")
             helpers.start_soon(self._watch_death, name="death")
+            helpers.start_soon(watch, self._service, name="watch")
             await self._should_close.wait()
             helpers.start_soon(self._abort_later, engine, name="deadline")
         self._service.drain()
@@ -180,6 +182,7 @@ class Server:
         Nothing can cancel the HTTP server's write to such a connection.
         """
         await anyio.sleep(self._shutdown_timeout_s)
+        self._service.close_door()
         engine.abort_all()
         await anyio.sleep(GRACE_S)
         self._are_closed.set()

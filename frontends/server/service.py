@@ -1,16 +1,20 @@
 """What all handlers share: the engine once it is there, the house rules, and the table of who is in."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 
+from trouper.actors.metrics import LIMITS
 from trouper.config import EngineConfig
-from trouper.errors import TrouperNotFoundError
-from trouper.frontends.server.admission import Admission, AdmissionTicket
-from trouper.frontends.server.errors import clean, unavailable
+from trouper.errors import RetryableRequestError, TrouperNotFoundError
+from trouper.frontends.server.door import Door, Ticket
+from trouper.frontends.server.errors import clean, logger, unavailable
 from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.metrics import ServerMetrics
+from trouper.frontends.server.overload import Ladder, Level, memory_used
 from trouper.frontends.server.progress import StepClock
 from trouper.frontends.server.settings import ServerSettings
 from trouper.frontends.server.wire import Generating
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
 
 PLACES = 4  # × max_num_seqs sequences may be open: one in the machine, three on the bench
 MAX_ECHO = 200
+MIN_SPARE_SEATS = 2  # in the engine's own queue, so that a seat that falls free is taken at once
+PROOF_S = 1.0  # so long a round trip proves that the next would succeed
+PROBE_S = 5.0  # and so long it may take
 
 
 class Service:
@@ -31,23 +38,37 @@ class Service:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        self.admission = Admission(0)
+        self.metrics = ServerMetrics()
+        self.door = Door(self._note_rejection)
         self.is_draining = False
         self.died = anyio.Event()  # somebody has met the engine's death
         self.num_unknown_fields = 0
         self.steps = StepClock()
         self.threads = anyio.CapacityLimiter(2)  # large bodies, tokenising
+        self._ladder = Ladder()
+        self._proved_at = -math.inf  # the last round trip
         self._engine: AsyncLLMEngine | None = None
-        self._open: dict[str, str] = {}  # the engine's id -> the client's
+        self._open: dict[str, Exchange] = {}  # by the engine's id, the oldest first
 
     def __repr__(self) -> str:
         state = "starting" if self._engine is None else "draining" if self.is_draining else "open"
-        return f"<Service {state} {self.admission!r}>"
+        return f"<Service {state} {self.door!r}>"
 
     def open(self, engine: "AsyncLLMEngine") -> None:
         """From now on requests are taken."""
-        limit = self.settings.max_requests or PLACES * engine.engine.config.scheduler.max_num_seqs
-        self.admission.limit = limit
+        config, info = engine.engine.config, engine.engine.info
+        num_seqs = config.scheduler.max_num_seqs
+        limits = (self.settings.max_requests or PLACES * num_seqs, config.max_num_queued_reqs)
+        admission = self.door.admission
+        admission.max_sequences = min(limit for limit in limits if limit is not None)
+        if admission.max_sequences == config.max_num_queued_reqs:
+            self.door.full_reason = "max_num_queued_reqs"
+        admission.max_started = num_seqs + max(MIN_SPARE_SEATS, num_seqs // 4)
+        kv_tokens = (info.num_blocks - 1) * info.block_size
+        self.door.min_waiting_tokens = self.settings.max_waiting_tokens or kv_tokens
+        self.door.is_adaptive = self.settings.max_waiting_tokens is None
+        self.door.max_prefill_tokens = config.max_num_queued_tokens
+        self.door.num_prefill_tokens = lambda: engine.statistics().num_prefill_tokens
         self._engine = engine
 
     def drain(self) -> None:
@@ -73,10 +94,41 @@ class Service:
     def model_names(self) -> tuple[str, ...]:
         return self.settings.served_model_names or (self.config.model.name,)
 
-    def enter(self) -> AdmissionTicket:
+    def close_door(self) -> None:
+        """Whoever waits now waits in vain."""
+        self.door.close(unavailable("draining", "the server is shutting down"))
+
+    def enter(self, exchange: Exchange) -> Ticket:
         """Raises Refusal while starting or draining, and when all places are taken."""
         self.check_open()
-        return self.admission.enter()
+        self._note_throughput()
+        return self.door.enter(exchange.tenant, exchange.content_length)
+
+    def look(self, lag_s: float) -> None:
+        """Called now and then: does the engine live, and is there too much to do?"""
+        if self._engine is None:
+            return
+        if self._engine.errored:
+            self.died.set()
+            return
+        self.steps.age_s(self._engine.statistics().scheduler, anyio.current_time())
+        self._note_throughput()
+        level = self._ladder.look(memory_used(), lag_s)
+        if level != self.door.level:
+            logger.warning("overload: %s after %s", level.name, self.door.level.name)
+        self.door.level = self.metrics.level = level
+        if level is Level.ABORT and self._open:
+            self._engine.engine.abort(next(reversed(self._open)))
+
+    async def prove(self) -> None:
+        """A round trip through scheduler and executor, now or just before.  Raises Refusal."""
+        if anyio.current_time() - self._proved_at < PROOF_S:
+            return
+        with anyio.move_on_after(PROBE_S):
+            await self.engine.engine.probe()
+            self._proved_at = anyio.current_time()
+            return
+        raise unavailable("no_progress", "the engine does not answer")
 
     def check_alive(self) -> None:
         """Raises Refusal while starting, and when the engine has failed: health in a status."""
@@ -89,6 +141,9 @@ class Service:
         self.engine.engine.check_alive()
         if self.is_draining:
             raise unavailable("draining", "the server is shutting down")
+        refuses = self.engine.engine.lifecycle.refuses
+        if refuses is not None:
+            raise RetryableRequestError(refuses)
 
     def check_model(self, name: str | None) -> str:
         """The name that the answer carries.  Raises TrouperNotFoundError."""
@@ -105,7 +160,11 @@ class Service:
         params: SamplingParams,
         request: Generating,
     ) -> "list[Generation]":
-        """One request of the engine for each prompt, under ids that no client can choose."""
+        """One request of the engine for each prompt, under ids that no client can choose.
+
+        Raises:
+            Refusal: there is no place for so much.
+        """
         priority = request.priority or 0
         if self.settings.is_smaller_priority_first:
             priority = ~priority  # turns the order round, and no int64 falls out
@@ -114,6 +173,10 @@ class Service:
             for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
             if (value := getattr(request, name)) is not None
         }
+        if exchange.ticket is not None:
+            exchange.ticket.size(
+                exchange.num_body_bytes, len(prompts), params.n, params.max_tokens, priority
+            )
         return [
             self.engine.generate(
                 prompt,
@@ -140,13 +203,33 @@ class Service:
 
     def note(self, generations: "Iterable[Generation]", exchange: Exchange) -> None:
         for generation in generations:
-            self._open[generation.request_id] = exchange.request_id
+            self._open[generation.request_id] = exchange
 
     def forget(self, generations: "Iterable[Generation]") -> None:
         for generation in generations:
             self._open.pop(generation.request_id, None)
 
-    def find(self, request_ids: Iterable[str] | None) -> list[str]:
-        """The engine's ids of what clients call so; None: of everything."""
+    def abort(self, request_ids: Iterable[str] | None) -> int:
+        """What clients call so, or everything; how many requests of the engine that were or would be."""
         wanted = None if request_ids is None else set(request_ids)
-        return [id for id, client in self._open.items() if wanted is None or client in wanted]
+        found = {
+            id: exchange
+            for id, exchange in self._open.items()
+            if wanted is None or exchange.request_id in wanted
+        }
+        tickets = {exchange.ticket for exchange in found.values() if exchange.ticket is not None}
+        self.door.close(unavailable("aborted", "aborted before it began"), tickets)
+        self.engine.engine.abort(found)
+        return len(found)
+
+    def _note_rejection(self, reason: str) -> None:
+        self.metrics.note_rejection(reason)
+        engine = self.engine.engine
+        if engine.metrics is not None and reason in LIMITS:
+            engine.metrics.note_rejection(reason)
+
+    def _note_throughput(self) -> None:
+        stats = self.engine.statistics().scheduler
+        num_tokens = stats.num_prompt_tokens + stats.num_generation_tokens
+        is_busy = self.door.admission.num_started > 0
+        self.door.throughput.note(num_tokens, anyio.current_time(), is_busy=is_busy)

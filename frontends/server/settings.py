@@ -14,6 +14,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     is_dev_mode: bool = False  # mounts them openly
     protect_metrics: bool = False
     max_requests: int | None = None  # sequences open at once; 4 × max_num_seqs
+    max_waiting_tokens: int | None = None  # what fits the KV cache, or 10 s of the throughput
     request_timeout_s: float = 600.0
     max_step_age_s: float = 10.0  # without a step while there is work: /health/step fails
     max_body: int = 32 * MIB

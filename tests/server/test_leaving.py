@@ -46,10 +46,10 @@ async def test_leaving_while_a_stream_is_read(client, wait_idle):
 
 async def test_leaving_before_the_body_is_complete(app, client, wait_until):
     async with client.stream("POST", PATH, headers=[JSON], chunks=Stalled()) as call:
-        await wait_until(lambda: app.service.admission.num_requests)
+        await wait_until(lambda: app.service.door.admission.num_requests)
     assert call.is_over.is_set()
     assert call.answer.status == 0
-    assert app.service.admission.num_requests == 0
+    assert app.service.door.admission.num_requests == 0
 
 
 class Stalled(list):
@@ -91,6 +91,30 @@ async def test_a_deadline_is_a_status(client, wait_idle, fields):
     assert answer.status == 504
     assert answer.error["code"] == "deadline_exceeded"
     assert answer.error["type"] == "DeadlineExceededError"
+    await wait_idle()
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 2}])
+async def test_the_end_of_a_deadline_says_how_far_it_came(client, wait_idle, fields):
+    timeout = [("x-request-timeout-ms", "150")]
+    answer = await client.post(PATH, {**LONG, **fields}, timeout)
+    content = answer.events[-2] if answer.status == 200 else answer.json
+    assert content["error"]["param"] == "decode"
+    usage = content["usage"]
+    assert usage["prompt_tokens"] == 3
+    assert usage["completion_tokens"] > 0
+    assert usage["total_tokens"] == 3 + usage["completion_tokens"]
+    await wait_idle()
+
+
+async def test_a_deadline_in_the_queue_says_so(engine, app, client, wait_idle):
+    async with engine.paused():
+        answer = await client.post(PATH, LONG, [("x-request-timeout-ms", "100")])
+        assert (answer.status, answer.error["param"]) == (504, "prefill")
+        app.service.door.admission.max_started = 0
+        answer = await client.post(PATH, LONG, [("x-request-timeout-ms", "100")])
+        assert (answer.status, answer.error["param"]) == (504, "queue")
+        assert answer.json["usage"]["total_tokens"] == 0
     await wait_idle()
 
 

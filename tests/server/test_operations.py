@@ -41,11 +41,25 @@ async def test_health_of_an_idle_server(client):
     assert (await client.get("/load")).json == {"server_load": 0}
 
 
+async def test_readiness_is_a_round_trip_through_the_device(engine, app, client, monkeypatch):
+    async def never():
+        await anyio.sleep_forever()
+
+    assert (await client.get("/health/ready")).status == 200
+    monkeypatch.setattr(engine.engine, "probe", never)
+    assert (await client.get("/health/ready")).status == 200  # proved a moment ago
+    monkeypatch.setattr("trouper.frontends.server.service.PROOF_S", 0.0)
+    monkeypatch.setattr("trouper.frontends.server.service.PROBE_S", 0.01)
+    answer = await client.get("/health/ready")
+    assert (answer.status, answer.error["code"]) == (503, "no_progress")
+
+
 async def test_metrics(client):
     await client.post(PATH, FIELDS)
     answer = await client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     assert b"trouper:request_success_total" in answer.body
+    assert b'trouper:http_requests_total{handler="/v1/completions",status="200"}' in answer.body
 
 
 def test_the_age_of_a_step_grows_only_while_one_is_awaited(engine):
@@ -78,8 +92,12 @@ async def test_a_dead_engine(anyio_backend):
                 assert (answer.status, answer.error["code"]) == (503, "engine_failed")
             answer = await client.post(PATH, FIELDS)
             assert (answer.status, answer.error["code"]) == (500, "engine_failed")
+            assert answer.headers["x-should-retry"] == "false"
             assert "secret" not in answer.error["message"]
             assert app.service.died.is_set()
+            app.service.died = anyio.Event()
+            app.service.look(0.0)
+            assert app.service.died.is_set()  # also when nobody asks
     except EngineDeadError as error:
         died = error
     assert died is not None

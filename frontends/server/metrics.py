@@ -1,0 +1,72 @@
+"""The server's own metrics, beside the engine's.  Label sets are fixed: what clients send is never one."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from trouper.actors.distribution import Distribution
+from trouper.frontends.server.overload import Level
+
+GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class ServerMetrics(Collector):
+    """Counters and one histogram; `expose` is what Prometheus scrapes."""
+
+    def __init__(self) -> None:
+        self.level = Level.CALM
+        self.gaps = Distribution(GAP_S)
+        self.max_gap_s = 0.0
+        self._rejections: Counter[str] = Counter()
+        self._answers: Counter[tuple[str, int]] = Counter()
+        self._prefix = ""
+
+    def note_rejection(self, reason: str) -> None:
+        self._rejections[reason] += 1
+
+    def note_answer(self, route: str, status: int) -> None:
+        """`status` 0: the client had left."""
+        self._answers[route, status] += 1
+
+    def note_gap(self, gap_s: float) -> None:
+        """How much later than it should the event loop came back to somebody."""
+        self.gaps.observe(gap_s)
+        self.max_gap_s = max(self.max_gap_s, gap_s)
+
+    def expose(self, prefix: str) -> bytes:
+        self._prefix = prefix
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterable[Family]:
+        rejected = CounterMetricFamily(
+            f"{self._prefix}:rejected", "Requests refused at the door.", labels=("reason",)
+        )
+        for reason, count in self._rejections.items():
+            rejected.add_metric((reason,), count)
+        yield rejected
+        answers = CounterMetricFamily(
+            f"{self._prefix}:http_requests", "Answers; 0: to nobody.", labels=("handler", "status")
+        )
+        for (route, status), count in self._answers.items():
+            answers.add_metric((route, str(status)), count)
+        yield answers
+        yield GaugeMetricFamily(
+            f"{self._prefix}:overload_level", "0 calm … 4 aborting.", value=self.level
+        )
+        yield GaugeMetricFamily(
+            f"{self._prefix}:event_loop_gap_max_seconds", "Since the start.", value=self.max_gap_s
+        )
+        yield HistogramMetricFamily(
+            f"{self._prefix}:event_loop_gap_seconds",
+            "How late the event loop came back to who wanted to go on.",
+            [(str(bound), count) for bound, count in self.gaps.cumulative()[:-1]]
+            + [("+Inf", self.gaps.count)],
+            self.gaps.sum,
+        )

@@ -1,0 +1,82 @@
+"""What a server gives up when it runs short of memory or of time, one thing after the other.
+
+    TIDY  idle connections are closed        SHED_ALL      nobody new comes in
+    SHED_LOWEST  negative priorities go      ABORT     the youngest request is aborted, every look
+
+`Ladder` decides; `memory_used` reads.
+"""
+
+from enum import IntEnum
+from pathlib import Path
+
+
+class Level(IntEnum):
+    CALM = 0
+    TIDY = 1
+    SHED_LOWEST = 2
+    SHED_ALL = 3
+    ABORT = 4
+
+
+# A level begins at its share of memory, or its seconds of a late event loop; a late loop is no reason to abort.
+MEMORY = {Level.TIDY: 0.92, Level.SHED_LOWEST: 0.94, Level.SHED_ALL: 0.95, Level.ABORT: 0.98}
+LAG_S = {Level.TIDY: 1.0, Level.SHED_LOWEST: 2.0, Level.SHED_ALL: 5.0}
+MARGIN = 0.98  # × the threshold: what counts as below it
+NUM_CALM = 8  # looks in a row below a level before it is left
+
+
+class Ladder:
+    """Up at once, down a level at a time."""
+
+    def __init__(self) -> None:
+        self.level = Level.CALM
+        self._num_below = 0
+
+    def look(self, memory: float, lag_s: float) -> Level:
+        """`memory` is the share in use, `lag_s` how late the event loop was since the last look."""
+        wanted = _level(memory, lag_s)
+        if wanted >= self.level:
+            self.level, self._num_below = wanted, 0
+        elif _level(memory / MARGIN, lag_s / MARGIN) < self.level:
+            self._num_below += 1
+            if self._num_below == NUM_CALM:
+                self.level, self._num_below = Level(self.level - 1), 0
+        else:
+            self._num_below = 0
+        return self.level
+
+
+def _level(memory: float, lag_s: float) -> Level:
+    held = [level for level, at in MEMORY.items() if memory >= at]
+    held += [level for level, at in LAG_S.items() if lag_s >= at]
+    return max(held, default=Level.CALM)
+
+
+def memory_used(root: Path = Path("/")) -> float:
+    """The share of memory that cannot be taken back, of the machine or of our control group: the larger.
+
+    0.0 where nobody tells (not Linux).
+    """
+    return max(_used_of_machine(root), _used_of_group(root / "sys/fs/cgroup"))
+
+
+def _used_of_machine(root: Path) -> float:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0.0
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return 1 - kib["MemAvailable"] / kib["MemTotal"]
+
+
+def _used_of_group(group: Path) -> float:
+    """Version 2; pages of files that nobody uses are given back when somebody needs them."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit == "max":
+            return 0.0
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return 0.0
+    return (used - int(stat["inactive_file"])) / int(limit)

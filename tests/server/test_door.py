@@ -1,0 +1,263 @@
+"""Waiting at the door: turns, shares, overload, and what is told to those who cannot come in."""
+
+import json
+
+import anyio
+import pytest
+
+from trouper.frontends.server.app import create_app
+from trouper.frontends.server.door import Door
+from trouper.frontends.server.errors import Refusal, describe
+from trouper.frontends.server.overload import LAG_S, NUM_CALM, Ladder, Level, memory_used
+from trouper.frontends.server.progress import Throughput
+from trouper.frontends.server.settings import ServerSettings
+
+from .client import JSON, Client
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/completions"
+LONG = {"prompt": "def f(", "max_tokens": 500, "ignore_eos": True}
+
+
+def bearer(key):
+    return ("authorization", f"Bearer {key}")
+
+
+def body(**fields):
+    return json.dumps({**LONG, **fields}).encode()
+
+
+@pytest.fixture
+def door():
+    rejections = []
+    door = Door(rejections.append)
+    door.admission.max_sequences, door.admission.max_started = 2, 1
+    door.min_waiting_tokens = 10_000
+    door.rejections = rejections
+    return door
+
+
+async def test_the_time_to_come_back_is_the_work_over_the_pace(door):
+    def told():
+        with pytest.raises(Refusal) as raised:
+            door.enter("", 0)
+        headers = dict(describe(raised.value).headers)
+        return int(headers[b"retry-after"]), int(headers[b"retry-after-ms"])
+
+    with door.enter("", 0) as first, door.enter("", 0):
+        first.size(80_000, 1, 1, 100, 0)  # 20 000 tokens and 100
+        assert told() == (1, 1000)  # nothing is known of the pace
+        door.throughput.note(0, 10.0, is_busy=True)
+        door.throughput.note(5000, 11.0, is_busy=True)
+        times = [told()[1] for _ in range(20)]
+        assert 4020 <= min(times) < max(times) <= 4020 * 1.25
+        assert len(set(times)) == 20  # not all at once
+        door.throughput.note(5000, 1000.0, is_busy=True)
+        assert told() == (60, 60_000)
+    assert door.rejections == ["overloaded"] * 22
+    assert door.admission.num_tokens == door.admission.num_requests == 0
+
+
+async def test_more_may_wait_where_more_is_done(door):
+    door.min_waiting_tokens = 100
+    with door.enter("", 200) as first:
+        first.size(200, 1, 1, 10, 0)
+        with pytest.raises(Refusal):
+            door.enter("", 400)
+        door.throughput.note(0, 0.0, is_busy=True)
+        door.throughput.note(100, 1.0, is_busy=True)
+        with door.enter("", 400):
+            pass
+
+
+async def test_prompts_that_are_not_rendered_yet_count_as_queued(door):
+    door.admission.max_sequences = 100
+    door.max_prefill_tokens = 100
+    with door.enter("", 200), door.enter("", 220) as second:
+        with pytest.raises(Refusal) as raised:
+            door.enter("", 0)
+        assert raised.value.status == 503
+        second.is_rendered = True  # now the engine counts it, exactly
+        with door.enter("", 0):
+            door.num_prefill_tokens = lambda: 50
+            with pytest.raises(Refusal):
+                door.enter("", 0)
+    assert door.rejections == ["max_num_queued_tokens"] * 2
+
+
+async def test_a_ticket_that_is_cancelled_while_it_waits_is_gone(door):
+    with door.enter("", 0) as first:
+        await first.wait_turn()
+        with anyio.move_on_after(0), door.enter("", 0) as second:
+            await second.wait_turn()
+        assert door.admission.num_requests == 1
+        assert not door.admission.waiting()
+
+
+# Throughput and overload
+
+
+def test_time_without_work_is_no_slow_work():
+    pace = Throughput()
+    pace.note(0, 0.0, is_busy=True)
+    pace.note(1000, 1.0, is_busy=False)
+    pace.note(1000, 100.0, is_busy=True)
+    pace.note(2000, 101.0, is_busy=True)
+    assert pace.per_s == pytest.approx(1000)
+    for second in range(102, 152):
+        pace.note(100 * (second - 101) + 2000, float(second), is_busy=True)
+    assert pace.per_s == pytest.approx(100, rel=0.1)
+
+
+def test_overload_rises_at_once_and_falls_a_level_at_a_time():
+    ladder = Ladder()
+    assert [ladder.look(m, 0.0) for m in (0.5, 0.92, 0.945, 0.95)] == [0, 1, 2, 3]
+    assert ladder.look(0.99, 0.0) is Level.ABORT
+    looks = [ladder.look(0.5, 0.0) for _ in range(4 * NUM_CALM)]
+    assert looks == [*[level for level in (4, 3, 2, 1) for _ in range(NUM_CALM)][1:], 0]
+
+
+def test_a_level_is_held_while_it_is_nearly_reached():
+    ladder = Ladder()
+    ladder.look(0.95, 0.0)
+    assert {ladder.look(0.94, 0.0) for _ in range(100)} == {Level.SHED_ALL}
+
+
+def test_a_late_event_loop_sheds_and_never_aborts():
+    ladder = Ladder()
+    assert ladder.look(0.0, LAG_S[Level.TIDY]) is Level.TIDY
+    assert ladder.look(0.0, 1000.0) is Level.SHED_ALL
+
+
+def test_memory_is_read_where_linux_says_it(tmp_path):
+    assert memory_used(tmp_path) == 0.0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 250 kB\n")
+    assert memory_used(tmp_path) == 0.75
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    assert memory_used(tmp_path) == 0.75
+    (group / "memory.max").write_text("1000\n")
+    (group / "memory.current").write_text("990\n")
+    (group / "memory.stat").write_text("anon 900\ninactive_file 40\n")
+    assert memory_used(tmp_path) == 0.95
+
+
+# The server
+
+
+async def test_a_key_over_its_share_hears_429_and_the_other_key_comes_in(engine, wait_idle):
+    app = create_app(engine, ServerSettings(api_keys=("greedy", "modest"), max_requests=8))
+    app.service.door.admission.max_started = 4
+    client, answers = Client(app), []
+
+    async def ask():
+        answers.append(await client.post(PATH, LONG, [bearer("greedy")]))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(9):
+            tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        assert [answer.status for answer in answers] == [503]  # full, of one key only
+        fields = {**LONG, "max_tokens": 1}
+        assert (await client.post(PATH, fields, [bearer("modest")])).status == 200
+        tasks.cancel_scope.cancel()
+    shown_out = answers[1]
+    assert (shown_out.status, shown_out.error["code"]) == (429, "rate_limited")
+    assert shown_out.error["type"] == "RateLimitError"
+    assert int(shown_out.headers["retry-after"]) >= 1
+    await wait_idle()
+
+
+async def test_priority_decides_who_starts_first(app, client, wait_idle):
+    app.service.door.admission.max_started = 1
+    order = []
+
+    async def ask(priority):
+        fields = {**LONG, "max_tokens": 2, "priority": priority}
+        assert (await client.post(PATH, fields)).status == 200
+        order.append(priority)
+
+    async with anyio.create_task_group() as tasks:
+        async with client.stream("POST", PATH, body(stream=True), [JSON]) as call:
+            await call.wait_for(lambda: call.num_chunks >= 1)
+            for priority in (0, -1, 5):
+                tasks.start_soon(ask, priority)
+                await anyio.wait_all_tasks_blocked()
+            assert not order
+    assert order == [5, 0, -1]
+    await wait_idle()
+
+
+async def test_a_burst_cannot_pass_max_num_queued_tokens(app, client, wait_idle):
+    app.service.door.max_prefill_tokens = 300
+    answers = []
+
+    async def ask():
+        answers.append((await client.post(PATH, {"prompt": "x" * 400, "max_tokens": 1})).status)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(10):
+            tasks.start_soon(ask)
+    assert answers.count(200) == 3  # 107, 214 and 321 tokens by their bytes
+    assert answers.count(503) == 7
+    await wait_idle()
+
+
+async def test_an_overloaded_server_sheds_by_level(app, client):
+    door = app.service.door
+    door.level = Level.TIDY
+    assert (await client.get("/version")).headers["connection"] == "close"
+    door.level = Level.SHED_LOWEST
+    fields = {**LONG, "max_tokens": 1}
+    assert (await client.post(PATH, {**fields, "priority": -1})).status == 503
+    assert (await client.post(PATH, fields)).status == 200
+    door.level = Level.SHED_ALL
+    for answer in (await client.post(PATH, fields), await client.get("/health/ready")):
+        assert (answer.status, answer.error["code"]) == (503, "overloaded")
+    metrics = (await client.get("/metrics")).body
+    assert b'trouper:rejected_total{reason="overloaded"} 2.0' in metrics
+
+
+async def test_the_worst_level_aborts_the_youngest(app, client, monkeypatch, wait_idle):
+    used = [0.5]
+    monkeypatch.setattr("trouper.frontends.server.service.memory_used", lambda: used[0])
+    async with client.stream("POST", PATH, body(stream=True), [JSON]) as old:
+        await old.wait_for(lambda: old.num_chunks >= 1)
+        async with client.stream("POST", PATH, body(stream=True), [JSON]) as young:
+            await young.wait_for(lambda: young.num_chunks >= 1)
+            app.service.look(0.0)
+            used[0] = 0.99
+            app.service.look(0.0)
+            await young.wait_complete()
+            assert young.answer.events[-2]["choices"][0]["finish_reason"] == "abort"
+            assert not old.answer.is_complete
+    await wait_idle()
+
+
+async def test_who_waits_at_the_door_hears_of_an_abort_and_of_the_end(engine, wait_idle):
+    app = create_app(engine, ServerSettings(is_dev_mode=True))
+    client = Client(app)
+    app.service.door.admission.max_started = 1
+    answers = {}
+
+    async def ask(name):
+        answers[name] = await client.post(PATH, LONG, [("x-request-id", name)])
+
+    async with client.stream("POST", PATH, body(stream=True), [JSON]) as call:
+        await call.wait_for(lambda: call.num_chunks >= 1)
+        async with anyio.create_task_group() as tasks:
+            for name in ("one", "two"):
+                tasks.start_soon(ask, name)
+                await anyio.wait_all_tasks_blocked()
+            answer = await client.post("/abort_requests", {"request_ids": ["one"]})
+            assert answer.json["aborted"] == 1
+            await anyio.wait_all_tasks_blocked()
+            assert set(answers) == {"one"}
+            app.service.drain()
+            app.service.close_door()
+    codes = {name: (answer.status, answer.error["code"]) for name, answer in answers.items()}
+    assert codes == {"one": (503, "aborted"), "two": (503, "draining")}
+    await wait_idle()
