@@ -74,6 +74,19 @@ class ServerOptions:
         float, _server("Seconds of silence before a comment; 0 is off.", min=0.0)
     ] = 0.0
     seed: Annotated[int, _server("Seed of requests that bring none.")] = 0
+    allowed_origins: Annotated[
+        list[str] | None, _server("Pages of this origin may ask; * is all, repeatable.")
+    ] = None
+    allowed_methods: Annotated[list[str] | None, _server("With these methods.")] = None
+    allowed_headers: Annotated[list[str] | None, _server("And these headers.")] = None
+    allow_credentials: Annotated[bool, _server("And cookies.", "--allow-credentials")] = False
+    access_log: Annotated[bool, _server("A line for each answer.", "--access-log")] = False
+    disable_access_log_for_endpoints: Annotated[
+        list[str] | None, _server("But not for this path; repeatable.")
+    ] = None
+    keep_alive_on_engine_death: Annotated[
+        bool, _server("Stay, and say so.", envvar="TROUPER_KEEP_ALIVE_ON_ENGINE_DEATH", hidden=True)
+    ] = False  # fmt: skip
     dev_mode: Annotated[
         bool, _server("Control routes for everybody.", envvar="TROUPER_SERVER_DEV_MODE", hidden=True)
     ] = False  # fmt: skip
@@ -107,11 +120,14 @@ def serve(
 
 
 def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
+    from trouper.frontends.server.lines import access_lines
     from trouper.frontends.server.listeners import bind_tcp, bind_unix
     from trouper.frontends.server.running import Server
     from trouper.frontends.server.service import Service
 
     with ExitStack() as stack:
+        if options.access_log:
+            stack.enter_context(access_lines())
         if options.uds is not None:
             public = stack.enter_context(bind_unix(options.uds))
         else:
@@ -131,6 +147,7 @@ def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
                 shutdown_timeout_s=float(engine_args.shutdown_timeout),
                 report=output.complain,
                 certificate=(options.ssl_certfile, options.ssl_keyfile),
+                stays_dead=options.keep_alive_on_engine_death,
             )
             await server.run(AsyncLLMEngine(engine_args), [public], admin, options.loop)
 
@@ -157,4 +174,10 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         return_tokens_as_token_ids=options.return_tokens_as_token_ids,
         is_smaller_priority_first=options.priority_order == "vllm",
         sse_keep_alive_interval_s=options.sse_keep_alive_interval,
+        allowed_origins=tuple(options.allowed_origins or ()),
+        allowed_methods=tuple(options.allowed_methods or ("*",)),
+        allowed_headers=tuple(options.allowed_headers or ("*",)),
+        allow_credentials=options.allow_credentials,
+        logs_access=options.access_log,
+        unlogged_paths=tuple(options.disable_access_log_for_endpoints or ()),
     )

@@ -6,6 +6,7 @@ Leaving, because the client has left or its deadline has passed, is a cancelled 
 generations close, and that is the abort.
 """
 
+import logging
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import anyio
 
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.access import Gate
+from trouper.frontends.server.cors import cors_headers
 from trouper.frontends.server.decoding import decode
 from trouper.frontends.server.errors import Refusal, describe, log, logger
 from trouper.frontends.server.exchange import ClientGone, Exchange, Receive, Scope, Send
@@ -26,6 +28,7 @@ from trouper.frontends.server.settings import ServerSettings
 if TYPE_CHECKING:
     from trouper.frontends.async_engine import AsyncLLMEngine
 
+access_log = logging.getLogger("trouper.access")
 MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
 POLICY_VIOLATION = 1008
 
@@ -70,10 +73,13 @@ class App:
             await exchange.fail(problem)
         route = exchange.path if exchange.path in TABLE else "none"
         self.service.metrics.note_answer(route, exchange.status)
+        if self._settings.logs_access and route not in self._settings.unlogged_paths:
+            access_log.info("%s %s %d %s", exchange.method[:8], route, exchange.status, exchange.id)
 
     async def _perform(self, exchange: Exchange) -> None:
+        exchange.own_headers = cors_headers(exchange, self._settings)
         if self.service.door.level >= Level.TIDY:
-            exchange.own_headers = ((b"connection", b"close"),)
+            exchange.own_headers += ((b"connection", b"close"),)
         exchange.check_head(self._settings)
         route = self._gate.route(exchange)
         if route is None:

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import anyio
+import msgspec
 
 from trouper import __version__
 from trouper.frontends.server.errors import Refusal, unavailable
@@ -62,6 +63,13 @@ async def step_age(service: Service, exchange: Exchange, _: None) -> None:
 
 async def version(service: Service, exchange: Exchange, _: None) -> None:
     await exchange.send_json({"version": __version__})
+
+
+async def server_info(service: Service, exchange: Exchange, _: None) -> None:
+    """The engine's plan as it was resolved; for whoever looks after the server only."""
+    config = msgspec.to_builtins(service.config)
+    device = msgspec.to_builtins(service.engine.engine.info)
+    await exchange.send_json({"version": __version__, "config": config, "device": device})
 
 
 async def metrics(service: Service, exchange: Exchange, _: None) -> None:

@@ -57,6 +57,7 @@ ROUTES = (
     Route("POST", "/pause", "admin", control.pause),
     Route("POST", "/resume", "admin", control.resume),
     Route("GET", "/is_paused", "admin", control.is_paused),
+    Route("GET", "/server_info", "admin", operations.server_info),
     Route("POST", "/abort_requests", "admin", control.abort_requests, AbortRequest),
     Route("POST", "/reset_prefix_cache", "admin", control.reset_prefix_cache),
 )

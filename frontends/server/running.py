@@ -59,11 +59,13 @@ class Server:
         shutdown_timeout_s: float,
         report: Callable[[str], None],
         certificate: tuple[str | None, str | None] = (None, None),
+        stays_dead: bool = False,
     ) -> None:
         self._service = service
         self._shutdown_timeout_s = shutdown_timeout_s
         self._report = report
         self._certificate = certificate  # file, and file of the key; for the public listeners
+        self._stays_dead = stays_dead  # answering 5xx until somebody ends it
         self._is_stopping = False  # by a signal
         self._should_close = anyio.Event()
         self._are_closed = anyio.Event()
@@ -174,7 +176,9 @@ class Server:
 
     async def _watch_death(self) -> None:
         await self._service.died.wait()
-        self._should_close.set()
+        self._report("the engine has failed")
+        if not self._stays_dead:
+            self._should_close.set()
 
     async def _abort_later(self, engine: "Engine") -> None:
         """What is open at the deadline is aborted; what nobody reads even then is left behind.

@@ -29,3 +29,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool = False
     is_smaller_priority_first: bool = False  # --priority-order vllm
     sse_keep_alive_interval_s: float = 0.0  # 0: off
+    allowed_origins: tuple[str, ...] = ()  # of browsers; empty: no CORS headers, "*": everybody
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    logs_access: bool = False
+    unlogged_paths: tuple[str, ...] = ()

@@ -80,7 +80,7 @@ CASES = [
         raw(path, b"", "not_found", 404, path=path)
         for path in (
             "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused",
-            "/abort_requests", "/reset_prefix_cache",
+            "/abort_requests", "/reset_prefix_cache", "/server_info",
         )
     ),
     # B09: models

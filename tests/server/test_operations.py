@@ -1,11 +1,14 @@
 """Health, metrics, control routes, and who may ask."""
 
+import logging
+
 import anyio
 import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs, __version__
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.app import App, create_app
+from trouper.frontends.server.lines import access_lines
 from trouper.frontends.server.progress import StepClock
 from trouper.frontends.server.routes import ROUTES
 from trouper.frontends.server.settings import ServerSettings
@@ -159,6 +162,66 @@ async def test_405_names_what_is_allowed(client):
     assert (answer.status, answer.headers["allow"]) == (405, "POST")
 
 
+# Browsers and logs
+
+
+ORIGIN = ("origin", "https://page.example")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, None),
+        ({"allowed_origins": ("https://other.example",)}, None),
+        ({"allowed_origins": ("https://page.example",)}, "https://page.example"),
+        ({"allowed_origins": ("*",)}, "*"),
+        ({"allowed_origins": ("*",), "allow_credentials": True}, "https://page.example"),
+    ],
+)
+async def test_pages_of_other_origins_are_let_in_by_name(make_client, settings, named):
+    client = make_client(**settings)
+    for path in ("/version", "/nowhere"):
+        answer = await client.get(path, [ORIGIN])
+        assert answer.headers.get("access-control-allow-origin") == named
+        credentials = answer.headers.get("access-control-allow-credentials")
+        assert credentials == ("true" if settings.get("allow_credentials") else None)
+    assert "access-control-allow-origin" not in (await client.get("/version")).headers
+
+
+async def test_a_browser_asks_before_it_posts(make_client):
+    wanted = [ORIGIN, ("access-control-request-method", "POST")]
+    wanted.append(("access-control-request-headers", "authorization,content-type"))
+    client = make_client(api_keys=("sesame",), allowed_origins=("*",))
+    answer = await client.get(PATH, wanted, method="OPTIONS")
+    assert answer.status == 204
+    assert answer.headers["access-control-allow-methods"] == "POST"
+    assert answer.headers["access-control-allow-headers"] == "authorization,content-type"
+    client = make_client(allowed_origins=("*",), allowed_methods=("GET", "POST"))
+    answer = await client.get(PATH, wanted, method="OPTIONS")
+    assert answer.headers["access-control-allow-methods"] == "GET, POST"
+
+
+async def test_the_access_log_has_a_line_for_each_answer_but_the_named(make_client, capsys):
+    client = make_client(logs_access=True, unlogged_paths=("/version",))
+    with access_lines():
+        await client.get("/load", [("x-request-id", "mine")])
+        await client.get("/version")
+        await client.get("/../etc/passwd")
+    first, second = capsys.readouterr().err.splitlines()
+    assert "GET /load 200" in first
+    assert "GET none 404" in second
+
+
+def test_lines_that_nobody_reads_are_dropped(capsys, monkeypatch):
+    monkeypatch.setattr("trouper.frontends.server.lines.MAX_LINES", 1)
+    monkeypatch.setattr("trouper.frontends.server.lines.QueueListener.start", lambda self: None)
+    monkeypatch.setattr("trouper.frontends.server.lines.QueueListener.stop", lambda self: None)
+    with access_lines():
+        for _ in range(3):
+            logging.getLogger("trouper.access").info("line")
+    assert not capsys.readouterr().err
+
+
 # Control
 
 
@@ -216,6 +279,13 @@ async def test_level_0_queues(engine, admin, wait_idle, wait_until):
         await admin.post("/wake_up?tags=scheduling")
     assert answers[0].status == 200
     await wait_idle()
+
+
+async def test_server_info(admin):
+    info = (await admin.get("/server_info")).json
+    assert info["version"] == __version__
+    assert info["config"]["max_model_len"] == 512
+    assert info["device"]["block_size"] > 0
 
 
 @pytest.mark.parametrize(

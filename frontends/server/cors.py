@@ -1,0 +1,42 @@
+"""Which pages of other origins may read the answers, told to their browsers.  Pure.
+
+Source: the Fetch standard, section 3.2.
+"""
+
+from trouper.frontends.server.exchange import Exchange, Headers
+from trouper.frontends.server.settings import ServerSettings
+
+MAX_AGE_S = b"600"
+
+
+def cors_headers(exchange: Exchange, settings: ServerSettings) -> Headers:
+    """Nothing for requests without an origin, or with one that is not allowed.
+
+    With credentials the origin is named, because browsers take no `*` then.
+    """
+    origin = exchange.header(b"origin")
+    if origin is None or not settings.allowed_origins:
+        return ()
+    is_open = "*" in settings.allowed_origins
+    if not is_open and origin.decode("latin-1") not in settings.allowed_origins:
+        return ((b"vary", b"origin"),)
+    is_named = not is_open or settings.allow_credentials
+    headers = [(b"access-control-allow-origin", origin if is_named else b"*")]
+    if is_named:
+        headers.append((b"vary", b"origin"))
+    if settings.allow_credentials:
+        headers.append((b"access-control-allow-credentials", b"true"))
+    if exchange.method == "OPTIONS":
+        wanted_method = exchange.header(b"access-control-request-method") or b"*"
+        wanted_headers = exchange.header(b"access-control-request-headers") or b"*"
+        headers += [
+            (b"access-control-allow-methods", _listed(settings.allowed_methods, wanted_method)),
+            (b"access-control-allow-headers", _listed(settings.allowed_headers, wanted_headers)),
+            (b"access-control-max-age", MAX_AGE_S),
+        ]
+    return tuple(headers)
+
+
+def _listed(allowed: tuple[str, ...], wanted: bytes) -> bytes:
+    """`*` allows what is wanted, by name: with credentials browsers take no other form."""
+    return wanted if "*" in allowed else ", ".join(allowed).encode()
