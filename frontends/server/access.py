@@ -8,7 +8,7 @@ from hashlib import sha256
 
 from trouper.frontends.server.errors import Refusal
 from trouper.frontends.server.exchange import Exchange
-from trouper.frontends.server.routes import TABLE, Route
+from trouper.frontends.server.routes import ROUTES, TABLE, Route
 from trouper.frontends.server.settings import ServerSettings
 
 SCHEME = b"Bearer "
@@ -29,9 +29,11 @@ class Gate:
         self._has_control = is_admin_listener or settings.is_dev_mode or bool(self._admin_keys)
         self._is_dev_mode = settings.is_dev_mode
         self._protects_metrics = settings.protect_metrics
+        self._served = [r for r in ROUTES if r.access != "admin" or self._has_control]
 
     def route(self, exchange: Exchange) -> Route | None:
         """None for OPTIONS, which is free.  Raises Refusal: 401, 404 or 405."""
+        exchange.served = self._served
         methods = TABLE.get(exchange.path, {})
         access = next((route.access for route in methods.values()), "user")
         if access == "admin" and not self._has_control:

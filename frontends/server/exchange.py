@@ -5,8 +5,8 @@ its limit is ever held.
 """
 
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 from uuid import uuid4
 
@@ -16,6 +16,9 @@ import msgspec
 from trouper.frontends.server.door import Ticket
 from trouper.frontends.server.errors import Problem, Refusal
 from trouper.frontends.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from trouper.frontends.server.routes import Route
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -50,6 +53,7 @@ class Exchange:
         self.is_stream = False
         self.num_sends = 0
         self.tenant = ""  # which of the keys
+        self.served: Sequence[Route] = ()  # by the listener it came to
         self.ticket: Ticket | None = None  # of a request that has to be let in
         self.num_body_bytes = 0
         self.cost: tuple[int, int] = (

@@ -9,6 +9,8 @@ from trouper.frontends.server import control, operations, tokens
 from trouper.frontends.server.chat import create_chat
 from trouper.frontends.server.completions import create_completion
 from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.openapi import describe
+from trouper.frontends.server.replies import ChatReply, CompletionReply
 from trouper.frontends.server.responses import create_response
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.wire import (
@@ -25,7 +27,10 @@ Access = Literal["public", "user", "admin"]
 
 
 class Route(msgspec.Struct, frozen=True):
-    """`body` is what the request's body is decoded to; `generates` needs a place in the house."""
+    """`body` is what the request's body is decoded to; `generates` needs a place in the house.
+
+    The rest describes it: `reply` (None: some object), what kind of body it is, the query's schemas.
+    """
 
     method: str
     path: str
@@ -33,34 +38,53 @@ class Route(msgspec.Struct, frozen=True):
     handler: Handler
     body: type[msgspec.Struct] | None = None
     generates: bool = False
+    reply: type[msgspec.Struct] | None = None
+    kind: Literal["json", "text", "empty"] = "json"
+    query: dict[str, dict[str, Any]] = {}
 
 
+MODE = {"enum": ["abort", "wait", "keep"]}
+TAGS = {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}}
+BOOL = {"type": "boolean"}
+GENERATING = (
+    ("/v1/completions", create_completion, CompletionRequest, CompletionReply),
+    ("/v1/chat/completions", create_chat, ChatRequest, ChatReply),
+    ("/v1/responses", create_response, ResponsesRequest, None),
+)
 ROUTES = (
-    Route("GET", "/health", "public", operations.ready),
-    Route("GET", "/health/live", "public", operations.live),
-    Route("GET", "/health/ready", "public", operations.ready),
+    Route("GET", "/health", "public", operations.ready, kind="empty"),
+    Route("GET", "/health/live", "public", operations.live, kind="empty"),
+    Route("GET", "/health/ready", "public", operations.ready, kind="empty"),
     Route("GET", "/health/step", "public", operations.step_age),
-    Route("GET", "/ping", "public", operations.ready),
-    Route("POST", "/ping", "public", operations.ready),
+    Route("GET", "/ping", "public", operations.ready, kind="empty"),
+    Route("POST", "/ping", "public", operations.ready, kind="empty"),
     Route("GET", "/version", "public", operations.version),
-    Route("GET", "/metrics", "public", operations.metrics),
+    Route("GET", "/metrics", "public", operations.metrics, kind="text"),
+    Route("GET", "/openapi.json", "user", describe),
     Route("GET", "/load", "user", operations.load),
     Route("GET", "/v1/models", "user", operations.list_models),
-    Route("POST", "/v1/completions", "user", create_completion, CompletionRequest, True),
-    Route("POST", "/v1/chat/completions", "user", create_chat, ChatRequest, True),
-    Route("POST", "/v1/responses", "user", create_response, ResponsesRequest, True),
+    *(
+        Route("POST", path, "user", handler, body, generates=True, reply=reply)
+        for path, handler, body, reply in GENERATING
+    ),
     Route("POST", "/tokenize", "user", tokens.tokenize, TokenizeRequest),
     Route("POST", "/detokenize", "user", tokens.detokenize, DetokenizeRequest),
-    Route("POST", "/sleep", "admin", control.sleep),
-    Route("POST", "/wake_up", "admin", control.wake_up),
+    Route(
+        "POST", "/sleep", "admin", control.sleep,
+        query={"level": {"enum": [0, 1, 2]}, "mode": MODE},
+    ),
+    Route("POST", "/wake_up", "admin", control.wake_up, query={"tags": TAGS}),
     Route("GET", "/is_sleeping", "admin", control.is_sleeping),
-    Route("POST", "/pause", "admin", control.pause),
+    Route("POST", "/pause", "admin", control.pause, query={"mode": MODE, "clear_cache": BOOL}),
     Route("POST", "/resume", "admin", control.resume),
     Route("GET", "/is_paused", "admin", control.is_paused),
     Route("GET", "/server_info", "admin", operations.server_info),
     Route("POST", "/abort_requests", "admin", control.abort_requests, AbortRequest),
-    Route("POST", "/reset_prefix_cache", "admin", control.reset_prefix_cache),
-)
+    Route(
+        "POST", "/reset_prefix_cache", "admin", control.reset_prefix_cache,
+        query={"reset_running_requests": BOOL},
+    ),
+)  # fmt: skip
 TABLE: dict[str, dict[str, Route]] = {}
 for _route in ROUTES:
     TABLE.setdefault(_route.path, {})[_route.method] = _route
