@@ -54,6 +54,7 @@ class ServerOptions:
         int | None, _server("Tokens that may wait; by default what is done in 10 s.", min=1)
     ] = None
     max_body: Annotated[int, _server("Bytes of a request's body.", min=1)] = 32 * 2**20
+    body_timeout: Annotated[float, _server("Seconds in which it has to come.", min=0.001)] = 30.0
     response_role: Annotated[str, _server("Role that answers in a chat.")] = "assistant"
     trust_request_chat_template: Annotated[
         bool, _server("Let requests bring their chat template.", "--trust-request-chat-template")
@@ -167,6 +168,7 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         max_waiting_tokens=options.max_waiting_tokens,
         request_timeout_s=options.request_timeout,
         max_body=options.max_body,
+        body_timeout_s=options.body_timeout,
         response_role=options.response_role,
         trust_request_chat_template=options.trust_request_chat_template,
         enable_prompt_tokens_details=options.enable_prompt_tokens_details,

@@ -106,7 +106,7 @@ class Service:
 
     def look(self, lag_s: float) -> None:
         """Called now and then: does the engine live, and is there too much to do?"""
-        if self._engine is None:
+        if self._engine is None or self.is_draining:  # it is not there yet, or being closed
             return
         if self._engine.errored:
             self.died.set()

@@ -18,6 +18,7 @@ class Case(NamedTuple):
     param: Any = ...  # … = not looked at
     method: str = "POST"
     headers: Any = JSON
+    row: str = ""  # of the specification's table
 
 
 def c(name, status=400, code="invalid_value", param=..., /, **fields):
@@ -34,176 +35,215 @@ def raw(name, body, code="invalid_json", status=400, path=C, **more):
     return Case(name, path, body, status, code, **more)
 
 
-CASES = [
-    # B01: no JSON
-    raw("empty body", b""),
-    raw("not json", b"prompt=x"),
-    raw("truncated", b'{"prompt": "x"'),
-    raw("trailing", b'{"prompt": "x"} {}'),
-    raw("deep", b'{"zz": ' + b"[" * 100_000),
-    raw("deep and closed", b'{"zz": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
-    raw("deep in a message", b'{"messages": [{"role": ' + b"[" * 100_000, path=H),
-    raw("key twice", b'{"prompt": "x", "prompt": "y"}'),
-    raw("key twice inside", b'{"prompt": "x", "logit_bias": {"1": 1, "1": 2}}'),
-    raw("too large a number", b'{"prompt": "x", "temperature": 1e400}'),
-    raw("lone surrogate", b'{"prompt": "\\ud800"}'),
-    raw("nan", b'{"prompt": "x", "temperature": NaN}'),
-    raw("nan in an unknown field", b'{"prompt": "x", "zz": NaN}'),
-    raw("infinity", b'{"prompt": "x", "zz": Infinity}'),
-    raw("not utf-8", b'{"prompt": "\xff"}'),
-    raw("not utf-8 in an unknown field", b'{"prompt": "x", "zz": "\xff"}'),
-    raw("long integer", b'{"prompt": "x", "zz": 1' + b"0" * 5000 + b"}"),
-    raw("a list", b"[]", "invalid_schema"),
-    raw("values without end", b'{"prompt": [' + b"1," * (2**20 + 1) + b"1]}", "schema_too_complex"),
-    raw("no messages", b"{}", "invalid_schema", path=H, param="messages"),
-    # B02: bodies of another kind
-    raw("gzip", b"\x1f\x8b", "encoded_body", 415, headers=[*JSON, ("content-encoding", "gzip")]),
-    raw("form", b"prompt=x", "invalid_content_type", headers=[("content-type", "text/plain")]),
-    raw("no content type", b'{"prompt": "x"}', "invalid_content_type", headers=[]),
-    # B04: heads
-    raw("257 headers", b"{}", "headers_too_large", 431, headers=[*JSON] + [("x", "y")] * 257),
-    raw("a header of 64 KiB", b"{}", "headers_too_large", 431, headers=[*JSON, ("x", "y" * 2**16)]),
-    raw("a path of 10 KiB", b"", "path_too_long", 414, path="/" + "v" * 10_000),
-    # B05: paths and methods
-    *(
-        raw(path, b"", "not_found", 404, path=path, method="GET", headers=[])
-        for path in (
-            "/", "//v1/models", "/v1/../pause", "/v1/%2e%2e/pause", "/v1/models;x", "/v1/models/",
-            "/V1/models", "/v1/models%00", "/health/", "/docs", "/openapi.yaml", "/v1",
-        )
-    ),
-    raw("verb", b"", "method_not_allowed", 405, path="/v1/models", method="DELETE", headers=[]),
-    raw("no such verb", b"", "method_not_allowed", 405, path=C, method="FOO", headers=[]),
-    raw("get", b"", "method_not_allowed", 405, path=C, method="GET", headers=[]),
-    # B08: not here
-    *(
-        raw(path, b"", "not_found", 404, path=path)
-        for path in (
-            "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused",
-            "/abort_requests", "/reset_prefix_cache", "/server_info",
-        )
-    ),
-    # B09: models
-    c("unknown model", 404, "model_not_found", model="gpt-4"),
-    c("a path as model", 404, "model_not_found", model="../../etc/passwd"),
-    h("a long model", 404, "model_not_found", model="m" * 100_000),
-    # B10: conversations
-    h("no message", 400, "invalid_value", "messages", messages=[]),
-    h("many messages", 400, "invalid_value", "messages", messages=USER * 4097),
-    h("many parts", 400, "invalid_value", "messages[0].content",
-      messages=[{"role": "user", "content": [{"type": "text", "text": "x"}] * 257}]),
-    h("role", 400, "invalid_value", "messages[0].role", messages=[{"role": 1, "content": "x"}]),
-    h("no role", 400, "invalid_value", "messages[0].role", messages=[{"content": "x"}]),
-    h("message", 400, "invalid_schema", "messages[0]", messages=["hi"]),
-    h("long", 400, "context_length_exceeded", "messages",
-      messages=[{"role": "user", "content": "x" * 200_000}]),
-    h("tools", 400, "invalid_value", "tools", tools=[]),
-    h("tool choice", 400, "invalid_value", "tool_choice", tool_choice="auto"),
-    h("real tools", 501, "not_supported", tools=[{"type": "function"}]),
-    h("own template", 400, "invalid_value", "chat_template", chat_template="{{ 1 }}"),
-    h("image", 501, "not_supported",
-      messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
-    # B11: prompts
-    c("no prompt", 400, "invalid_value", "prompt", prompt=None),
-    c("empty prompt", 400, "invalid_value", "prompt", prompt=""),
-    c("empty list", 400, "invalid_value", "prompt", prompt=[]),
-    c("empty in list", 400, "invalid_value", "prompt[0]", prompt=[""]),
-    c("empty ids", 400, "invalid_value", "prompt[0]", prompt=[[]]),
-    c("negative id", 400, "invalid_value", "prompt[0]", prompt=[[-1]]),
-    c("id of the second", 400, "invalid_value", "prompt[1]", prompt=[[1], [10**6]]),
-    c("large id", 400, "invalid_value", "prompt", prompt=[2**31]),
-    c("true", 400, "invalid_value", "prompt[0]", prompt=[[True]]),
-    c("float", 400, "invalid_value", "prompt[0]", prompt=[1.0]),
-    c("mixed", 400, "invalid_value", "prompt[1]", prompt=["x", [1]]),
-    c("null inside", 400, "invalid_value", "prompt[0]", prompt=[None]),
-    c("1025 prompts", 400, "invalid_value", "prompt", prompt=["x"] * 1025),
-    c("long", 400, "context_length_exceeded", "prompt", prompt="x" * 200_000),
-    c("long ids", 400, "context_length_exceeded", "prompt", prompt=[1] * 512),
-    c("prompt is an object", 400, "invalid_schema", "prompt", prompt={}),
-    # B12: n
-    *(c(f"n {n!r}", 400, "invalid_value", "n", n=n) for n in (0, -1, 10**9)),
-    *(c(f"n {n!r}", 400, "invalid_schema", "n", n=n) for n in (1.5, "3", True, [])),
-    c("n times prompts", 400, "invalid_value", "n", n=100, prompt=["x"] * 1000),
-    c("greedy n", 400, "invalid_value", "n", n=2, temperature=0),
-    # B13: numbers
-    *(
-        c(f"{name} {value!r}", 400, code, name, **{name: value})
-        for name in (
-            "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-            "repetition_penalty",
-        )
-        for value, code in (
-            (-1e308, "invalid_value"), ("1", "invalid_schema"), (True, "invalid_schema"),
-        )
-    ),
-    c("hot", 400, "invalid_value", "temperature", temperature=2.0000001),
-    c("top_p 0", 400, "invalid_value", "top_p", top_p=0),
-    # B14: integers
-    c("top_k -2", 400, "invalid_value", "top_k", top_k=-2),
-    c("top_k 2**63", 400, "invalid_value", "top_k", top_k=2**63),
-    c("seed 2**63", 400, "invalid_value", "seed", seed=2**63),
-    c("seed -2**63-1", 400, "invalid_value", "seed", seed=-(2**63) - 1),
-    *(c(f"max_tokens {n}", 400, "invalid_value", "max_tokens", max_tokens=n) for n in (0, -1)),
-    *(
-        c(f"max_tokens {n}", 400, "context_length_exceeded", "max_tokens", max_tokens=n)
-        for n in (513, 2**31, 2**63)
-    ),
-    h("max_completion_tokens", 400, "context_length_exceeded", "max_completion_tokens",
-      max_completion_tokens=513),
-    c("min over max", 400, "invalid_value", "min_tokens", min_tokens=2),
-    # B15: logprobs
-    *(c(f"logprobs {n}", 400, "invalid_value", "logprobs", logprobs=n) for n in (21, -2, 10**6, -1)),
-    c("prompt_logprobs", 400, "invalid_value", "prompt_logprobs", prompt_logprobs=21),
-    c("streamed prompt_logprobs", 400, "invalid_value", "prompt_logprobs", prompt_logprobs=1, stream=True),
-    h("no completion tokens", 400, "invalid_value", "max_completion_tokens", max_completion_tokens=0),
-    h("top without logprobs", 400, "invalid_value", "top_logprobs", top_logprobs=1),
-    h("top_logprobs", 400, "invalid_value", "top_logprobs", logprobs=True, top_logprobs=21),
-    h("logprobs a number", 400, "invalid_schema", "logprobs", logprobs=2),
-    # B16: stop
-    c("five stops", 400, "invalid_value", "stop", stop=list("abcde")),
-    c("empty stop", 400, "invalid_value", "stop", stop=""),
-    c("long stop", 400, "invalid_value", "stop", stop="x" * 257),
-    c("10**4 stops", 400, "invalid_value", "stop", stop=["x"] * 10_000),
-    *(
-        c(f"stop_token_ids {id}", 400, "invalid_value", "stop_token_ids", stop_token_ids=[id], min_tokens=1)
-        for id in (-1, 10**6, 2**40)
-    ),
-    c("65 stop_token_ids", 400, "invalid_value", "stop_token_ids", stop_token_ids=[1] * 65),
-    # B17: masks
-    c("allowed none", 400, "invalid_value", "allowed_token_ids", allowed_token_ids=[]),
-    c("allowed outside", 400, "invalid_value", "allowed_token_ids", allowed_token_ids=[10**6]),
-    c("bias key", 400, "invalid_value", "logit_bias", logit_bias={"abc": 1}),
-    c("bias outside", 400, "invalid_value", "logit_bias", logit_bias={"1000000": 1}),
-    c("bias text", 400, "invalid_schema", "logit_bias[...]", logit_bias={"1": "x"}),
-    c("many biases", 400, "invalid_value", "logit_bias", logit_bias={str(i): 1 for i in range(1025)}),
-    c("bad word", 400, "invalid_value", "bad_words", bad_words=[""]),
-    c("many bad words", 400, "invalid_value", "bad_words", bad_words=["x"] * 129),
-    # B31, B44, B45 and the rest
-    *(
-        c(f"salt {salt[:5]!r}", 400, "invalid_value", "cache_salt", cache_salt=salt)
-        for salt in ("", "x" * 129, "a@b", "a/b", "a\\b", "a\0b")
-    ),
-    c("long user", 400, "invalid_schema", "user", user="u" * 20_000),
-    c("long metadata", 400, "invalid_schema", "metadata", metadata={"x": "u" * 20_000}),
-    c("long unknown field", 400, "invalid_schema", "zz", zz="u" * 20_000),
-    c("priority", 400, "invalid_schema", "priority", priority=2**63),
-    *(
-        raw(f"deadline {ms}", b'{"prompt": "x"}', "invalid_value",
-            headers=[*JSON, ("x-request-timeout-ms", ms)], param="X-Request-Timeout-Ms")
-        for ms in ("abc", "-1", "0", "1000000000000", "1.5", "")
-    ),
-    c("stream_options", 400, "invalid_value", "stream_options", stream_options={"include_usage": True}),
-    c("truncate", 400, "invalid_value", "truncate_prompt_tokens", truncate_prompt_tokens=513),
-    c("truncate side", 400, "invalid_value", "truncation_side", truncation_side="middle"),
-    c("embeds", 400, "invalid_value", "prompt_embeds", prompt_embeds="AAAA"),
-    c("suffix", 501, "not_supported", suffix="x"),
-    c("beam search", 501, "not_supported", use_beam_search=True),
-    c("json", 501, "not_supported", response_format={"type": "json_object"}),
-    Case("tokenize nothing", "/tokenize", b"{}", 400, "invalid_value", "prompt"),
-    Case("tokenize both", "/tokenize", b'{"prompt": "x", "messages": []}', 400, "invalid_value", "prompt"),
-    Case("detokenize", "/detokenize", b'{"tokens": [-1]}', 400, "invalid_value", "tokens[0]"),
-    Case("detokenize text", "/detokenize", b'{"tokens": "x"}', 400, "invalid_schema", "tokens"),
-]  # fmt: skip
+SUITE = {
+    "B01": [
+        raw("empty body", b""),
+        raw("not json", b"prompt=x"),
+        raw("truncated", b'{"prompt": "x"'),
+        raw("trailing", b'{"prompt": "x"} {}'),
+        raw("deep", b'{"zz": ' + b"[" * 100_000),
+        raw("deep and closed", b'{"zz": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+        raw("deep in a message", b'{"messages": [{"role": ' + b"[" * 100_000, path=H),
+        raw("key twice", b'{"prompt": "x", "prompt": "y"}'),
+        raw("key twice inside", b'{"prompt": "x", "logit_bias": {"1": 1, "1": 2}}'),
+        raw("too large a number", b'{"prompt": "x", "temperature": 1e400}'),
+        raw("lone surrogate", b'{"prompt": "\\ud800"}'),
+        raw("nan", b'{"prompt": "x", "temperature": NaN}'),
+        raw("nan in an unknown field", b'{"prompt": "x", "zz": NaN}'),
+        raw("infinity", b'{"prompt": "x", "zz": Infinity}'),
+        raw("not utf-8", b'{"prompt": "\xff"}'),
+        raw("not utf-8 in an unknown field", b'{"prompt": "x", "zz": "\xff"}'),
+        raw("long integer", b'{"prompt": "x", "zz": 1' + b"0" * 5000 + b"}"),
+        raw("a list", b"[]", "invalid_schema"),
+        raw("values without end", b'{"prompt": [' + b"1," * (2**20 + 1) + b"1]}", "schema_too_complex"),
+        raw("no messages", b"{}", "invalid_schema", path=H, param="messages"),
+    ],
+    "B02": [
+        raw("gzip", b"\x1f\x8b", "encoded_body", 415, headers=[*JSON, ("content-encoding", "gzip")]),
+        raw("form", b"prompt=x", "invalid_content_type", headers=[("content-type", "text/plain")]),
+        raw("no content type", b'{"prompt": "x"}', "invalid_content_type", headers=[]),
+    ],
+    "B04": [
+        raw("257 headers", b"{}", "headers_too_large", 431, headers=[*JSON] + [("x", "y")] * 257),
+        raw("a header of 64 KiB", b"{}", "headers_too_large", 431, headers=[*JSON, ("x", "y" * 2**16)]),
+        raw("a path of 10 KiB", b"", "path_too_long", 414, path="/" + "v" * 10_000),
+    ],
+    "B05": [
+        *(
+            raw(path, b"", "not_found", 404, path=path, method="GET", headers=[])
+            for path in (
+                "/", "//v1/models", "/v1/../pause", "/v1/%2e%2e/pause", "/v1/models;x", "/v1/models/",
+                "/V1/models", "/v1/models%00", "/health/", "/docs", "/openapi.yaml", "/v1",
+            )
+        ),
+        raw("verb", b"", "method_not_allowed", 405, path="/v1/models", method="DELETE", headers=[]),
+        raw("no such verb", b"", "method_not_allowed", 405, path=C, method="FOO", headers=[]),
+        raw("get", b"", "method_not_allowed", 405, path=C, method="GET", headers=[]),
+    ],
+    "B08": [
+        *(
+            raw(path, b"", "not_found", 404, path=path)
+            for path in (
+                "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused",
+                "/abort_requests", "/reset_prefix_cache", "/server_info",
+            )
+        ),
+    ],
+    "B09": [
+        c("unknown model", 404, "model_not_found", model="gpt-4"),
+        c("a path as model", 404, "model_not_found", model="../../etc/passwd"),
+        h("a long model", 404, "model_not_found", model="m" * 100_000),
+    ],
+    "B10": [
+        h("no message", 400, "invalid_value", "messages", messages=[]),
+        h("many messages", 400, "invalid_value", "messages", messages=USER * 4097),
+        h("many parts", 400, "invalid_value", "messages[0].content",
+          messages=[{"role": "user", "content": [{"type": "text", "text": "x"}] * 257}]),
+        h("role", 400, "invalid_value", "messages[0].role", messages=[{"role": 1, "content": "x"}]),
+        h("no role", 400, "invalid_value", "messages[0].role", messages=[{"content": "x"}]),
+        h("message", 400, "invalid_schema", "messages[0]", messages=["hi"]),
+        h("long", 400, "context_length_exceeded", "messages",
+          messages=[{"role": "user", "content": "x" * 200_000}]),
+        h("tools", 400, "invalid_value", "tools", tools=[]),
+        h("tool choice", 400, "invalid_value", "tool_choice", tool_choice="auto"),
+        h("real tools", 501, "not_supported", tools=[{"type": "function"}]),
+    ],
+    "B11": [
+        c("no prompt", 400, "invalid_value", "prompt", prompt=None),
+        c("empty prompt", 400, "invalid_value", "prompt", prompt=""),
+        c("empty list", 400, "invalid_value", "prompt", prompt=[]),
+        c("empty in list", 400, "invalid_value", "prompt[0]", prompt=[""]),
+        c("empty ids", 400, "invalid_value", "prompt[0]", prompt=[[]]),
+        c("negative id", 400, "invalid_value", "prompt[0]", prompt=[[-1]]),
+        c("id of the second", 400, "invalid_value", "prompt[1]", prompt=[[1], [10**6]]),
+        c("large id", 400, "invalid_value", "prompt", prompt=[2**31]),
+        c("true", 400, "invalid_value", "prompt[0]", prompt=[[True]]),
+        c("float", 400, "invalid_value", "prompt[0]", prompt=[1.0]),
+        c("mixed", 400, "invalid_value", "prompt[1]", prompt=["x", [1]]),
+        c("null inside", 400, "invalid_value", "prompt[0]", prompt=[None]),
+        c("1025 prompts", 400, "invalid_value", "prompt", prompt=["x"] * 1025),
+        c("long", 400, "context_length_exceeded", "prompt", prompt="x" * 200_000),
+        c("long ids", 400, "context_length_exceeded", "prompt", prompt=[1] * 512),
+        c("prompt is an object", 400, "invalid_schema", "prompt", prompt={}),
+    ],
+    "B12": [
+        *(c(f"n {n!r}", 400, "invalid_value", "n", n=n) for n in (0, -1, 10**9)),
+        *(c(f"n {n!r}", 400, "invalid_schema", "n", n=n) for n in (1.5, "3", True, [])),
+        c("n times prompts", 400, "invalid_value", "n", n=100, prompt=["x"] * 1000),
+        c("greedy n", 400, "invalid_value", "n", n=2, temperature=0),
+    ],
+    "B13": [
+        *(
+            c(f"{name} {value!r}", 400, code, name, **{name: value})
+            for name in (
+                "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+                "repetition_penalty",
+            )
+            for value, code in (
+                (-1e308, "invalid_value"), ("1", "invalid_schema"), (True, "invalid_schema"),
+            )
+        ),
+        c("hot", 400, "invalid_value", "temperature", temperature=2.0000001),
+        c("top_p 0", 400, "invalid_value", "top_p", top_p=0),
+    ],
+    "B14": [
+        c("top_k -2", 400, "invalid_value", "top_k", top_k=-2),
+        c("top_k 2**63", 400, "invalid_value", "top_k", top_k=2**63),
+        c("seed 2**63", 400, "invalid_value", "seed", seed=2**63),
+        c("seed -2**63-1", 400, "invalid_value", "seed", seed=-(2**63) - 1),
+        *(c(f"max_tokens {n}", 400, "invalid_value", "max_tokens", max_tokens=n) for n in (0, -1)),
+        *(
+            c(f"max_tokens {n}", 400, "context_length_exceeded", "max_tokens", max_tokens=n)
+            for n in (513, 2**31, 2**63)
+        ),
+        h("max_completion_tokens", 400, "context_length_exceeded", "max_completion_tokens",
+          max_completion_tokens=513),
+        c("min over max", 400, "invalid_value", "min_tokens", min_tokens=2),
+    ],
+    "B15": [
+        *(c(f"logprobs {n}", 400, "invalid_value", "logprobs", logprobs=n) for n in (21, -2, 10**6, -1)),
+        c("prompt_logprobs", 400, "invalid_value", "prompt_logprobs", prompt_logprobs=21),
+        c("streamed prompt_logprobs", 400, "invalid_value", "prompt_logprobs", prompt_logprobs=1, stream=True),
+        h("no completion tokens", 400, "invalid_value", "max_completion_tokens", max_completion_tokens=0),
+        h("top without logprobs", 400, "invalid_value", "top_logprobs", top_logprobs=1),
+        h("top_logprobs", 400, "invalid_value", "top_logprobs", logprobs=True, top_logprobs=21),
+        h("logprobs a number", 400, "invalid_schema", "logprobs", logprobs=2),
+    ],
+    "B16": [
+        c("five stops", 400, "invalid_value", "stop", stop=list("abcde")),
+        c("empty stop", 400, "invalid_value", "stop", stop=""),
+        c("long stop", 400, "invalid_value", "stop", stop="x" * 257),
+        c("10**4 stops", 400, "invalid_value", "stop", stop=["x"] * 10_000),
+        *(
+            c(f"stop_token_ids {id}", 400, "invalid_value", "stop_token_ids", stop_token_ids=[id], min_tokens=1)
+            for id in (-1, 10**6, 2**40)
+        ),
+        c("65 stop_token_ids", 400, "invalid_value", "stop_token_ids", stop_token_ids=[1] * 65),
+    ],
+    "B17": [
+        c("allowed none", 400, "invalid_value", "allowed_token_ids", allowed_token_ids=[]),
+        c("allowed outside", 400, "invalid_value", "allowed_token_ids", allowed_token_ids=[10**6]),
+        c("bias key", 400, "invalid_value", "logit_bias", logit_bias={"abc": 1}),
+        c("bias outside", 400, "invalid_value", "logit_bias", logit_bias={"1000000": 1}),
+        c("bias text", 400, "invalid_schema", "logit_bias[...]", logit_bias={"1": "x"}),
+        c("many biases", 400, "invalid_value", "logit_bias", logit_bias={str(i): 1 for i in range(1025)}),
+        c("bad word", 400, "invalid_value", "bad_words", bad_words=[""]),
+        c("many bad words", 400, "invalid_value", "bad_words", bad_words=["x"] * 129),
+    ],
+    "B25": [
+        h("own template", 400, "invalid_value", "chat_template", chat_template="{{ 1 }}"),
+        Case("own template of a count", "/tokenize", b'{"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"}', 400, "invalid_value", "chat_template"),
+    ],
+    "B26": [
+        raw("deep variables", b'{"messages": [], "chat_template_kwargs": {"x": ' + b"[" * 10_000 + b"]" * 10_000 + b"}}", path=H),
+    ],
+    "B35": [
+        *(
+            h(url, 501, "not_supported",
+              messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+            for url in ("http://169.254.169.254/", "http://127.0.0.1:1/", "file:///etc/passwd", "data:,x")
+        ),
+    ],
+    "B31": [
+        *(
+            c(f"salt {salt[:5]!r}", 400, "invalid_value", "cache_salt", cache_salt=salt)
+            for salt in ("", "x" * 129, "a@b", "a/b", "a\\b", "a\0b")
+        ),
+    ],
+    "B44": [
+        c("long user", 400, "invalid_schema", "user", user="u" * 20_000),
+        c("long metadata", 400, "invalid_schema", "metadata", metadata={"x": "u" * 20_000}),
+        c("long unknown field", 400, "invalid_schema", "zz", zz="u" * 20_000),
+    ],
+    "B45": [
+        c("priority", 400, "invalid_schema", "priority", priority=2**63),
+        *(
+            raw(f"deadline {ms}", b'{"prompt": "x"}', "invalid_value",
+                headers=[*JSON, ("x-request-timeout-ms", ms)], param="X-Request-Timeout-Ms")
+            for ms in ("abc", "-1", "0", "1000000000000", "1.5", "")
+        ),
+    ],
+    "pairs": [
+        c("stream_options", 400, "invalid_value", "stream_options", stream_options={"include_usage": True}),
+        c("truncate", 400, "invalid_value", "truncate_prompt_tokens", truncate_prompt_tokens=513),
+        c("truncate side", 400, "invalid_value", "truncation_side", truncation_side="middle"),
+    ],
+    "B28": [
+        c("embeds", 400, "invalid_value", "prompt_embeds", prompt_embeds="AAAA"),
+    ],
+    "501": [
+        c("suffix", 501, "not_supported", suffix="x"),
+        c("beam search", 501, "not_supported", use_beam_search=True),
+        c("json", 501, "not_supported", response_format={"type": "json_object"}),
+    ],
+    "tokens": [
+        Case("tokenize nothing", "/tokenize", b"{}", 400, "invalid_value", "prompt"),
+        Case("tokenize both", "/tokenize", b'{"prompt": "x", "messages": []}', 400, "invalid_value", "prompt"),
+        Case("detokenize", "/detokenize", b'{"tokens": [-1]}', 400, "invalid_value", "tokens[0]"),
+        Case("detokenize text", "/detokenize", b'{"tokens": "x"}', 400, "invalid_schema", "tokens"),
+    ],
+}  # fmt: skip
+CASES = [case._replace(row=row) for row, cases in SUITE.items() for case in cases]
 
 
 def check(case, status, headers, body):

@@ -23,6 +23,7 @@ class Process:
         )
         self.lines = []
         self.port = None
+        self.headers = []  # with every request
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -54,12 +55,16 @@ class Process:
         self._reader.join()
         self._process.stderr.close()
 
-    def request(self, method, path, body=b"", headers=()):
+    @property
+    def pid(self):
+        return self._process.pid
+
+    def request(self, method, path, body=b"", headers=(), *, has_key=True):
         """(status, headers, body)"""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
             connection.putrequest(method, path)
-            for name, value in headers:
+            for name, value in [*headers, *(self.headers if has_key else ())]:
                 connection.putheader(name, value)
             if body:
                 connection.putheader("content-length", str(len(body)))

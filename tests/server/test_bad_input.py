@@ -1,17 +1,18 @@
 """What is refused is refused in words of the contract, and nobody else notices."""
 
+from pathlib import Path
+
 import anyio
 import pytest
 
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.settings import ServerSettings
 
+from .attack import CANARIES, attack, table
 from .bad_input import CASES, JSON, check
 from .client import Client
 
 pytestmark = pytest.mark.anyio
-
-CANARIES = ["def f(", "import os", "class A", "for x in"]
 
 
 async def send(client, case):
@@ -44,6 +45,21 @@ async def test_streams_that_run_across_the_attack_say_what_they_always_say(clien
             await send(client, case)
     assert [across[prompt] for prompt in CANARIES] == calm
     await wait_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("flags", [[], ["-O"]], ids=["default", "optimized"])
+def test_a_server_process_stands_it_all_and_the_canaries_sing_on(flags):
+    suite, heard, different, is_idle = attack(*flags)
+    assert not suite.failures
+    assert heard >= len(CANARIES)
+    assert not different
+    assert is_idle
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    rows = [line.split("|")[1:4] for line in table(suite, heard, different).splitlines()[2:-2]]
+    shown = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| ")]
+    assert [row for row in rows if row not in shown] == []
 
 
 async def test_a_body_that_does_not_end_in_time(make_client):

@@ -44,6 +44,16 @@ async def test_health_of_an_idle_server(client):
     assert (await client.get("/load")).json == {"server_load": 0}
 
 
+async def test_looking_at_an_engine_that_is_being_closed_finds_nothing_dead(anyio_backend):
+    engine = AsyncLLMEngine.from_engine_args(EngineArgs(**SMALL))
+    async with engine:
+        app = create_app(engine)
+        app.service.look(0.0)
+        app.service.drain()
+    app.service.look(0.0)
+    assert not app.service.died.is_set()
+
+
 async def test_readiness_is_a_round_trip_through_the_device(engine, app, client, monkeypatch):
     async def never():
         await anyio.sleep_forever()

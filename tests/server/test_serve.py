@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -117,43 +116,6 @@ def over_unix(path, target):
         while piece := client.recv(2**16):
             answer += piece
     return answer.partition(b"\r\n\r\n")[2]
-
-
-GREETINGS = {
-    "binary": bytes(range(256)),
-    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
-    "pickle": b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.",
-    "zmq": b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL" + bytes(48),
-    "both lengths": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n"
-    b"transfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /is_paused HTTP/1.1\r\nhost: x\r\n\r\n",
-    "path of 1 MiB": b"GET /" + b"v" * 2**20 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
-    "no host": b"GET /v1/models HTTP/1.1\r\n\r\n",
-    "absolute form": b"GET http://x/../pause HTTP/1.1\r\nhost: a/b?c\r\nconnection: close\r\n\r\n",
-    "websocket": b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
-    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
-    "body of 33 MiB": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    b"content-length: 34603008\r\n\r\n",
-    "half a head": b"GET /v1/models HTT",
-}
-
-
-@pytest.mark.slow
-def test_what_is_no_http_is_answered_with_4xx_or_a_closed_connection():
-    with started() as server, ExitStack() as stack:
-        address = ("127.0.0.1", server.port)
-        clients = {}
-        for name, greeting in GREETINGS.items():
-            clients[name] = stack.enter_context(socket.create_connection(address, timeout=20))
-            with suppress(ConnectionError):
-                clients[name].sendall(greeting)
-        for name, client in clients.items():
-            answer = b""
-            with suppress(ConnectionError):
-                while piece := client.recv(2**16):  # to the end: they are all closed
-                    answer += piece
-            assert answer[:10] in (b"", b"HTTP/1.1 4"), (name, answer)
-        assert server.request("GET", "/health")[0] == 200
-        assert stop(server) == 0
 
 
 def serve(*arguments):

@@ -1,0 +1,274 @@
+"""The bad-input suite against a real server process, across four streams that must not change by a byte.
+
+python -m tests.server.attack [--optimized]      # prints the table of docs/security.md
+"""
+
+import http.client
+import json
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack, suppress
+from functools import partial
+
+from trouper.frontends.server.routes import ROUTES
+
+from .bad_input import CASES, JSON, check
+from .greetings import GREETINGS
+from .process import started, stop
+
+WRONG_KEYS = [
+    ["Bearer sesamE"], ["Bearer sesam"], ["Bearer sesame2"], ["bearer sesame"], ["Bearer"], ["sesame"],
+    ["Bearer s\xe4same"], ["Bearer sesame", "Bearer sesame"],
+]  # fmt: skip
+CANARIES = ["def f(", "import os", "class A", "for x in"]
+KEY = "sesame"
+AUTHORIZATION = ("authorization", f"Bearer {KEY}")
+TITLES = {
+    "B01": "no JSON", "B02": "bodies too large or encoded", "B03": "bodies and heads that drip",
+    "B04": "heads too large", "B05": "paths and methods", "B06": "wrong keys",
+    "B07": "every route without a key", "B08": "control routes on the public listener",
+    "B09": "models", "B10": "conversations", "B11": "prompts", "B12": "n", "B13": "numbers",
+    "B14": "integers", "B15": "logprobs", "B16": "stop", "B17": "masks", "B18": "no token is allowed",
+    "B26": "template variables", "B27": "text that spells control tokens", "B28": "embeddings", "B25": "templates in requests",
+    "B31": "cache salts", "B34": "request ids", "B35": "media", "B43": "hard text",
+    "B44": "fields too long", "B45": "priorities and deadlines", "B46": "many mistakes at once",
+    "B48": "no HTTP", "B49": "upgrades and pipelines", "501": "known and not built yet", "pairs": "fields that do not go together",
+    "tokens": "tokenize and detokenize",
+}  # fmt: skip
+
+
+class Attack:
+    """`run()` tries everything; `rows` counts per id what was tried and what was as expected."""
+
+    def __init__(self, server):
+        self.server = server
+        self.tried, self.right = Counter(), Counter()
+        self.failures = []
+
+    def expect(self, row, name, act):
+        self.tried[row] += 1
+        try:
+            act()
+        except (AssertionError, OSError, http.client.HTTPException) as error:
+            self.failures.append(f"{row} {name}: {type(error).__name__} {error}")
+        else:
+            self.right[row] += 1
+
+    def run(self):
+        for case in CASES:
+            self.expect(case.row, case.name, lambda case=case: self._refused(case))
+        for name, (row, greeting) in GREETINGS.items():
+            self.expect(row, name, lambda greeting=greeting: self._closed(greeting))
+        for row, name, act in (
+            ("B02", "33 MiB in chunks", self._chunked),
+            *(("B06", repr(key), partial(self._wrong_key, key)) for key in WRONG_KEYS),
+            *(
+                ("B07", route.path, partial(self._no_key, route))
+                for route in ROUTES
+                if route.access != "admin"
+            ),
+            ("B26", "reserved variables", self._reserved),
+            ("B03", "a body of one byte", self._dripping),
+            ("B18", "every id biased away", self._no_token),
+            ("B27", "control tokens as text", self._control_text),
+            ("B34", "one id twice", self._same_id),
+            ("B43", "linear time", self._hard_text),
+            ("B46", "a thousand mistakes", self._thousand),
+            ("B49", "pipelined requests", self._pipelined),
+        ):
+            self.expect(row, name, act)
+
+    def post(self, path, fields, headers=()):
+        body = json.dumps(fields).encode()
+        status, headers, body = self.server.request("POST", path, body, [*JSON, *headers])
+        return status, headers, json.loads(body)
+
+    def _wrong_key(self, keys):
+        status, _, body = self.server.request(
+            "GET", "/v1/models", b"", [("authorization", key) for key in keys], has_key=False
+        )
+        error = json.loads(body)["error"]
+        assert (status, error["code"]) == (401, "invalid_api_key")
+
+    def _no_key(self, route):
+        body = b"" if route.body is None else b"{}"
+        status, *_ = self.server.request(route.method, route.path, body, JSON, has_key=False)
+        assert status == (200 if route.access == "public" else 401), status
+
+    def _reserved(self):
+        names = ("tokenize", "return_tensors", "chat_template", "messages", "tools", "conversation")
+        fields = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "temperature": 0}
+        plain = self.post("/v1/chat/completions", fields)[2]["choices"][0]["message"]
+        fields["chat_template_kwargs"] = dict.fromkeys(names, "{{ 1 }}")
+        status, _, answer = self.post("/v1/chat/completions", fields)
+        assert status == 400 or answer["choices"][0]["message"] == plain
+
+    def _refused(self, case):
+        status, headers, body = self.server.request(case.method, case.path, case.body, case.headers)
+        check(case, status, {name.lower(): value for name, value in headers.items()}, body)
+
+    def _closed(self, greeting):
+        with socket.create_connection(("127.0.0.1", self.server.port), timeout=30) as client:
+            with suppress(ConnectionError):
+                client.sendall(greeting)
+            answer = b""
+            with suppress(ConnectionError):
+                while piece := client.recv(2**16):
+                    answer += piece
+        assert answer[:10] in (b"", b"HTTP/1.1 4"), answer[:100]
+
+    def _chunked(self):
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=30)
+        piece = b" " * 2**20
+        with suppress(ConnectionError):
+            connection.request(
+                "POST",
+                "/v1/completions",
+                iter([piece] * 33),
+                dict([*JSON, AUTHORIZATION]),
+                encode_chunked=True,
+            )
+        status = connection.getresponse().status
+        connection.close()
+        assert status == 413, status
+
+    def _dripping(self):
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += b"authorization: Bearer %b\r\n" % KEY.encode()
+        with socket.create_connection(("127.0.0.1", self.server.port), timeout=30) as client:
+            client.sendall(head + b"content-length: 100\r\n\r\n{")
+            answer = client.recv(2**16)
+        assert answer.startswith(b"HTTP/1.1 408"), answer[:100]
+
+    def _no_token(self):
+        fields = {"prompt": "x", "max_tokens": 4, "allowed_token_ids": [5], "bad_words": []}
+        status, _, answer = self.post("/v1/completions", {**fields, "logit_bias": {"5": -100}})
+        assert status == 200 or answer["error"]["code"] in ("invalid_value", "no_valid_token")
+
+    def _control_text(self):
+        def ids(text):
+            content = {"messages": [{"role": "user", "content": text}]}
+            status, _, answer = self.post("/tokenize", content)
+            assert status == 200
+            return answer["tokens"]
+
+        plain, spelt = ids("x"), ids("<|im_end|><|endoftext|><|im_start|>")
+        assert len(spelt) >= len(plain) + 6
+        assert [spelt.count(id) for id in range(3)] == [plain.count(id) for id in range(3)]
+
+    def _same_id(self):
+        answers = []
+
+        def ask():
+            fields = {"prompt": "x", "max_tokens": 3}
+            answers.append(self.post("/v1/completions", fields, [("x-request-id", "same")])[0])
+
+        asking = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+        assert answers == [200, 200]
+
+    def _hard_text(self):
+        for letter in ("\u200b", "\U0001f469\u200d", "a", "\0"):
+            status, _, answer = self.post("/v1/completions", {"prompt": letter * 200_000})
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+    def _thousand(self):
+        fields = {"prompt": [{"x": i} for i in range(1000)]}
+        status, _, answer = self.post("/v1/completions", fields)
+        assert status == 400
+        assert len(json.dumps(answer)) <= 2048
+
+    def _pipelined(self):
+        with socket.create_connection(("127.0.0.1", self.server.port), timeout=30) as client:
+            one = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+            last = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+            sender = threading.Thread(target=client.sendall, args=(one * 199 + last,))
+            sender.start()
+            answer = b""
+            while piece := client.recv(2**16):
+                answer += piece
+            sender.join()
+        assert answer.count(b"HTTP/1.1 200") == 200
+
+
+class Choir(threading.Thread):
+    """One canary: the same greedy stream again and again while the attack lasts."""
+
+    def __init__(self, server, prompt):
+        super().__init__()
+        self.texts, self._server, self._prompt = [], server, prompt
+        self.is_over = threading.Event()
+
+    def run(self):
+        while not self.is_over.is_set():
+            self.texts.append(song(self._server, self._prompt))
+
+
+def song(server, prompt):
+    """The bytes of a greedy stream, without the id and the time."""
+    fields = {"prompt": prompt, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    body = json.dumps({**fields, "stream": True}).encode()
+    status, _, body = server.request("POST", "/v1/completions", body, JSON)
+    assert status == 200, body
+    return "".join(
+        json.loads(frame[6:])["choices"][0]["text"] for frame in body.decode().split("\n\n")[:-2]
+    )
+
+
+def attack(*flags):
+    """(the attack, canary streams heard, canary streams that differed, idle again)"""
+    with started("--api-key", KEY, "--body-timeout", "1", flags=flags) as server:
+        server.headers = [AUTHORIZATION]
+        pid = server.pid
+        calm = {prompt: song(server, prompt) for prompt in CANARIES}
+        with ExitStack() as stack:
+            choir = [Choir(server, prompt) for prompt in CANARIES]
+            for singer in choir:
+                stack.callback(singer.join)
+                stack.callback(singer.is_over.set)
+                singer.start()
+            suite = Attack(server)
+            suite.run()
+        heard = [(singer._prompt, text) for singer in choir for text in singer.texts]
+        different = sum(text != calm[prompt] for prompt, text in heard)
+        assert server.pid == pid
+        is_idle = _becomes_idle(server)
+        assert stop(server) == 0, server.lines
+    return suite, len(heard), different, is_idle
+
+
+def _becomes_idle(server):
+    """Tables empty and live within a second after quiet."""
+    for _ in range(100):
+        metrics = server.request("GET", "/metrics")[2].decode()
+        load = json.loads(server.request("GET", "/load")[2])["server_load"]
+        busy = [line for line in metrics.splitlines() if line.startswith("trouper:num_requests_")]
+        if not load and all(line.endswith(" 0.0") for line in busy):
+            return server.request("GET", "/health/live")[0] == 200
+        time.sleep(0.01)
+    return False
+
+
+def table(suite, heard, different):
+    lines = ["| row | what | tried | as expected |", "|---|---|---|---|"]
+    lines += [
+        f"| {row} | {TITLES[row]} | {suite.tried[row]} | {suite.right[row]} |"
+        for row in sorted(suite.tried)
+    ]
+    total, right = suite.tried.total(), suite.right.total()
+    lines.append(f"| | all | {total} | {right} |")
+    lines += ["", f"Canary streams across it: {heard}, different: {different}."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    suite, heard, different, is_idle = attack(*(["-O"] if "--optimized" in sys.argv else []))
+    print(table(suite, heard, different))
+    print("\n".join(suite.failures), file=sys.stderr)
+    sys.exit(bool(suite.failures or different or not is_idle))
