@@ -110,8 +110,11 @@ class Server:
         helpers: TaskGroup,
     ) -> None:
         engine: Engine | None = None
-        with self._loading:
-            engine = await troupe.start(self._perform, unopened, name="engine")
+        async with anyio.create_task_group() as loading:
+            loading.start_soon(self._leave_loading, name="stop while loading")
+            with self._loading:
+                engine = await troupe.start(self._perform, unopened, name="engine")
+            loading.cancel_scope.cancel()
         if engine is not None:
             for listener in public:
                 self._report(f"serving {self._service.model_names[0]} at {address(listener)}")
@@ -203,3 +206,9 @@ class Server:
         faulthandler.dump_traceback_later(self._shutdown_timeout_s + GUARD_S, exit=True)
         self._loading.cancel()
         self._should_close.set()
+
+    async def _leave_loading(self) -> None:
+        """Nothing can cancel what loads weights in a thread, and nothing would be lost with it."""
+        await self._should_close.wait()
+        await anyio.sleep(GRACE_S)
+        os._exit(0)

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -108,10 +110,12 @@ def test_a_socket_file_and_the_admin_listener(tmp_path):
         server.close()
 
 
-def over_unix(path, target):
+def over_unix(path, target, method="GET"):
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(path)
-        client.sendall(f"GET {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        client.sendall(
+            f"{method} {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
+        )
         answer = b""
         while piece := client.recv(2**16):
             answer += piece
@@ -164,3 +168,70 @@ def test_a_reader_that_never_reads_does_not_hold_up_the_end():
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
         assert "left connections behind" in server.lines[-1]
+
+
+LOADS_FOR_EVER = """
+import anyio, sys, threading
+from trouper.frontends.server.listeners import bind_tcp
+from trouper.frontends.server.running import Server
+from trouper.frontends.server.service import Service
+from trouper.frontends.server.settings import ServerSettings
+
+class Engine:
+    async def __aenter__(self):
+        with anyio.CancelScope(shield=True):  # a native call: nothing can cancel it
+            await anyio.to_thread.run_sync(threading.Event().wait)
+    async def __aexit__(self, *error):
+        pass
+
+async def main():
+    server = Server(Service(ServerSettings()), shutdown_timeout_s=0.0, report=lambda line: print(line, file=sys.stderr, flush=True))
+    await server.run(Engine(), [bind_tcp("127.0.0.1", 0)], [], "trio")
+
+anyio.run(main, backend="trio")
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_while_weights_load_that_never_come():
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOADS_FOR_EVER], stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        port = int(process.stderr.readline().split(":")[2].split(",")[0])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /health/ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            answer = client.recv(2**16)
+        assert answer.startswith(b"HTTP/1.1 503")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["idle", "queued", "prefilling", "streaming", "asleep"])
+@pytest.mark.parametrize("loop", ["trio", "asyncio"])
+def test_sigterm_in_every_phase_drains_and_leaves_nobody_behind(phase, loop, tmp_path):
+    admin = str(tmp_path / "admin")
+    with started("--loop", loop, "--admin-uds", admin, "--max-num-seqs", "1") as server:
+        with ExitStack() as stack:
+            if phase == "queued":
+                for _ in range(3):  # one runs, one waits in the engine, one at the door
+                    stack.callback(streaming_nothing(server).close)
+            elif phase == "prefilling":
+                stack.callback(streaming_nothing(server, prompt=[5] * 500).close)
+            elif phase == "streaming":
+                stack.callback(streaming(server)[0].close)
+            elif phase == "asleep":
+                over_unix(admin, "/sleep?level=2", "POST")
+            children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+            assert stop(server) == 0, server.lines
+            with pytest.raises(ConnectionRefusedError):
+                server.request("GET", "/health")
+            assert not [child for child in children if os.path.exists(f"/proc/{child}")]
+
+
+def streaming_nothing(server, **fields):
+    """A connection whose request has been sent, and whose answer nobody has seen."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request("POST", "/v1/completions", json.dumps({**LONG, **fields}), dict(JSON))
+    return connection
