@@ -125,7 +125,7 @@ class App:
         if error is not None:
             raise error
         if deadline.cancelled_caught and not exchange.is_gone:
-            num_prompt, num_output = exchange.cost
+            num_prompt, num_output = exchange.ticket.cost if exchange.ticket else (0, 0)
             phase = "decode" if num_output else "prefill" if num_prompt else "queue"
             raise Refusal(
                 504,

@@ -3,9 +3,9 @@
 `Admission` decides; here is who waits, and what those are told who cannot come in.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import anyio
 
@@ -13,6 +13,9 @@ from trouper.frontends.server.admission import Admission, Entry, Full
 from trouper.frontends.server.errors import Refusal
 from trouper.frontends.server.overload import Level
 from trouper.frontends.server.progress import Throughput
+
+if TYPE_CHECKING:
+    from trouper.actors.generation import Generation
 
 BYTES_PER_TOKEN = 4  # of a body that nobody has read yet; corrected when the prompt is rendered
 TTFT_TARGET_S = 10.0  # as much work may wait as is done in this time
@@ -76,6 +79,14 @@ class Door:
         refusal.retry_after_s = min(max(wait_s, RETRY_S[0]), RETRY_S[1])
         return refusal
 
+    def let_in(self) -> None:
+        """Whoever has room now.  What only waits for its reader takes none: the engine is done with it."""
+        if self.admission.waiting():
+            for entry in [entry for entry, ticket in self._tickets.items() if ticket.is_over]:
+                self._let_go(entry)
+        for entry in self.admission.next_starts():
+            self._tickets[entry].let_in()
+
     # For tickets
 
     def resize(self, entry: Entry, num_sequences: int, num_tokens: int, priority: int) -> None:
@@ -88,16 +99,16 @@ class Door:
 
     def wait(self, entry: Entry) -> None:
         self.admission.wait(entry)
-        self._let_in()
+        self.let_in()
 
-    def leave(self, entry: Entry, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        self.admission.leave(entry, num_prompt_tokens, num_output_tokens)
-        self._tickets.pop(entry, None)
-        self._let_in()
+    def leave(self, entry: Entry) -> None:
+        self._let_go(entry)
+        self.let_in()
 
-    def _let_in(self) -> None:
-        for entry in self.admission.next_starts():
-            self._tickets[entry].let_in()
+    def _let_go(self, entry: Entry) -> None:
+        ticket = self._tickets.pop(entry, None)
+        if ticket is not None:
+            self.admission.leave(entry, *ticket.cost)
 
     def _show_out(self, gone: list[Entry]) -> None:
         for entry in gone:
@@ -125,7 +136,7 @@ class Ticket:
         self.entry = entry
         self.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN
         self.is_rendered = False
-        self.num_output_tokens = 0
+        self.generations: Sequence[Generation] = ()  # open, or closed
         self._door = door
         self._turn = anyio.Event()
         self._refusal: Refusal | None = None
@@ -158,6 +169,17 @@ class Ticket:
         self._refusal = refusal
         self._turn.set()
 
+    @property
+    def is_over(self) -> bool:
+        """The engine is."""
+        return bool(self.generations) and all(stream.is_over for stream in self.generations)
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Tokens of the prompts, and generated so far."""
+        counts = [stream.num_tokens for stream in self.generations]
+        return sum(prompt for prompt, _ in counts), sum(output for _, output in counts)
+
     def __enter__(self) -> Self:
         return self
 
@@ -167,4 +189,4 @@ class Ticket:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._door.leave(self.entry, self.num_prompt_tokens, self.num_output_tokens)
+        self._door.leave(self.entry)

@@ -56,10 +56,6 @@ class Exchange:
         self.served: Sequence[Route] = ()  # by the listener it came to
         self.ticket: Ticket | None = None  # of a request that has to be let in
         self.num_body_bytes = 0
-        self.cost: tuple[int, int] = (
-            0,
-            0,
-        )  # tokens of the prompts, and generated, when its generations ended
         self.own_headers: Headers = ()  # with every answer
         self._query: bytes = scope.get("query_string", b"")
         self._raw_path: bytes = scope.get("raw_path") or path.encode(errors="replace")

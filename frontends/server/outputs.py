@@ -68,6 +68,8 @@ async def _submit(
         await ticket.wait_turn()
     for generation in generations:
         generation.open()
+    if ticket is not None:
+        ticket.generations = generations
     for generation, place in zip(generations, places, strict=True):
         with _named(place):
             await generation.submit()
@@ -126,10 +128,6 @@ def _listed(
         yield
     finally:
         service.forget(generations)
-        counts = [generation.num_tokens for generation in generations]
-        exchange.cost = sum(prompt for prompt, _ in counts), sum(output for _, output in counts)
-        if exchange.ticket is not None:
-            exchange.ticket.num_prompt_tokens, exchange.ticket.num_output_tokens = exchange.cost
         for generation in generations:
             generation.close()
 

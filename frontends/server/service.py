@@ -113,6 +113,7 @@ class Service:
             return
         self.steps.age_s(self._engine.statistics().scheduler, anyio.current_time())
         self._note_throughput()
+        self.door.let_in()
         level = self._ladder.look(memory_used(), lag_s)
         if level != self.door.level:
             logger.warning("overload: %s after %s", level.name, self.door.level.name)

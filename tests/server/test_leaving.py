@@ -38,6 +38,26 @@ async def test_a_client_that_leaves_aborts_its_request(
     await wait_idle()
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+@pytest.mark.parametrize("num_steps", [0, 10])
+async def test_what_is_left_costs_one_step_more(
+    engine, client, wait_idle, wait_until, fields, num_steps
+):
+    def num_tokens():
+        return engine.statistics().scheduler.num_generation_tokens
+
+    await wait_idle()
+    async with client.stream("POST", PATH, body(**fields), [JSON]) as call:
+        begin = num_tokens()
+        await wait_until(lambda: engine.statistics().scheduler.num_running)
+        await wait_until(lambda: num_tokens() >= begin + num_steps)
+        call.leave()
+        at_leaving = num_tokens()
+    await wait_idle()
+    in_flight = engine.engine.config.scheduler.max_steps_in_flight
+    assert num_tokens() - at_leaving <= in_flight + 1
+
+
 async def test_leaving_while_a_stream_is_read(client, wait_idle):
     async with client.stream("POST", PATH, body(stream=True), [JSON]) as call:
         await call.wait_for(lambda: call.num_chunks >= 3)
@@ -69,6 +89,23 @@ async def test_a_slow_reader_gets_the_same_text_and_delays_nobody(client, wait_i
     texts = ["".join(e["choices"][0]["text"] for e in events[:-1]) for events in (calm, call.answer.events)]  # fmt: skip
     assert texts[0] == texts[1]
     assert len(call.answer.events) < len(calm)  # what was not read has merged
+    await wait_idle()
+
+
+async def test_answers_that_nobody_reads_take_nobodys_turn(app, client, wait_idle):
+    app.service.door.admission.max_started = 1
+    async with client.stream("POST", PATH, body(stream=True, max_tokens=50), [JSON]) as call:
+        await call.wait_for(lambda: call.num_chunks >= 1)
+        call.stop_reading()
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as others:
+                others.start_soon(client.post, PATH, {**LONG, "max_tokens": 1})
+                while app.service.door.admission.num_requests:
+                    await anyio.sleep(0.01)
+                    app.service.look(0.0)
+        assert not call.answer.is_complete
+        call.read_on()
+        await call.wait_complete()
     await wait_idle()
 
 
