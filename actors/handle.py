@@ -54,7 +54,7 @@ class EngineStatistics(msgspec.Struct, frozen=True):
     num_open_requests: int
     num_rendering: int  # queued for a renderer
     num_tracked: int  # sequences the Detokenizer knows
-    num_prefill_tokens: int  # of prompts that are rendered and have no first token
+    num_prefill_tokens: int  # of prompts without a first token; an estimate until they are rendered
     scheduler: SchedulerStats
 
 

@@ -68,7 +68,8 @@ class Questions:
             with self._asking(self._probe) as answer:
                 try:
                     if not self._is_probe_sent:
-                        self._scheduler.send_nowait(Probe(answer))
+                        with suppress(*ACTOR_IS_GONE):
+                            self._scheduler.send_nowait(Probe(answer))
                         self._is_probe_sent = True
                     await answer.wait()
                 finally:

@@ -19,7 +19,7 @@ from typing import Any
 
 import anyio
 
-MAX_TOKENS = 64
+MAX_TOKENS = 32
 LONGEST = 2000  # of the demo's 2048 positions
 
 

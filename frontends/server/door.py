@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import anyio
 
+from trouper.actors.admission import CHARACTERS_PER_TOKEN
 from trouper.frontends.server.admission import Admission, Entry, Full
 from trouper.frontends.server.errors import Refusal
 from trouper.frontends.server.overload import Level
@@ -17,7 +18,7 @@ from trouper.frontends.server.progress import Throughput
 if TYPE_CHECKING:
     from trouper.actors.generation import Generation
 
-BYTES_PER_TOKEN = 4  # of a body that nobody has read yet; corrected when the prompt is rendered
+BYTES_PER_TOKEN = CHARACTERS_PER_TOKEN  # of a body that nobody has read yet
 TTFT_TARGET_S = 10.0  # as much work may wait as is done in this time
 MAX_OUTPUT_ESTIMATE = 256  # of a sequence; `max_tokens` is often far more than what comes
 RETRY_S = 1.0, 60.0  # the least and the most that anybody is asked to wait
@@ -25,7 +26,7 @@ GOLDEN = 0.618033988749895  # multiples of it, modulo 1, spread evenly: those re
 
 
 class Door:
-    """Owns the tickets.  `num_prefill_tokens` counts what the engine has rendered and not begun to answer."""
+    """Owns the tickets.  `num_prefill_tokens` counts what the engine has and has not begun to answer."""
 
     def __init__(self, note_rejection: Callable[[str], None]) -> None:
         self.admission = Admission()
@@ -124,8 +125,8 @@ class Door:
         limit = self.max_prefill_tokens
         if limit is None:
             return
-        unrendered = sum(t.num_prompt_tokens for t in self._tickets.values() if not t.is_rendered)
-        if unrendered + self.num_prefill_tokens() >= limit:
+        outside = sum(t.num_prompt_tokens for t in self._tickets.values() if not t.generations)
+        if outside + self.num_prefill_tokens() >= limit:
             raise self.refuse("max_num_queued_tokens", "too many prompt tokens wait")
 
 
@@ -135,8 +136,7 @@ class Ticket:
     def __init__(self, door: Door, entry: Entry, num_bytes: int) -> None:
         self.entry = entry
         self.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN
-        self.is_rendered = False
-        self.generations: Sequence[Generation] = ()  # open, or closed
+        self.generations: Sequence[Generation] = ()  # once the engine has them
         self._door = door
         self._turn = anyio.Event()
         self._refusal: Refusal | None = None

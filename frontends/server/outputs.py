@@ -73,8 +73,6 @@ async def _submit(
     for generation, place in zip(generations, places, strict=True):
         with _named(place):
             await generation.submit()
-    if ticket is not None:
-        ticket.is_rendered = True
 
 
 async def _interleaved(generations: "Sequence[Generation]", consume: Consume) -> None:

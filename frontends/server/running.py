@@ -179,7 +179,8 @@ class Server:
 
     async def _watch_death(self) -> None:
         await self._service.died.wait()
-        self._report("the engine has failed")
+        if not self._should_close.is_set():
+            self._report("the engine has failed")
         if not self._stays_dead:
             self._should_close.set()
 

@@ -102,7 +102,9 @@ class Service:
         """Raises Refusal while starting or draining, and when all places are taken."""
         self.check_open()
         self._note_throughput()
-        return self.door.enter(exchange.tenant, exchange.content_length)
+        return self.door.enter(
+            exchange.tenant, min(exchange.content_length, self.settings.max_body)
+        )
 
     def look(self, lag_s: float) -> None:
         """Called now and then: does the engine live, and is there too much to do?"""
@@ -118,8 +120,8 @@ class Service:
         if level != self.door.level:
             logger.warning("overload: %s after %s", level.name, self.door.level.name)
         self.door.level = self.metrics.level = level
-        if level is Level.ABORT and self._open:
-            self._engine.engine.abort(next(reversed(self._open)))
+        if level is Level.ABORT:
+            self._give_up_one()
 
     async def prove(self) -> None:
         """A round trip through scheduler and executor, now or just before.  Raises Refusal."""
@@ -222,6 +224,15 @@ class Service:
         self.door.close(unavailable("aborted", "aborted before it began"), tickets)
         self.engine.engine.abort(found)
         return len(found)
+
+    def _give_up_one(self) -> None:
+        """The youngest: those at the door are younger than those inside."""
+        if self.door.close(unavailable("overloaded", "the server is overloaded, try again later")):
+            return
+        engine = self.engine.engine
+        slots = [slot for slot in engine.open_slots if not (slot.is_aborted or slot.is_over)]
+        if slots:
+            engine.abort(slots[-1].request_id)
 
     def _note_rejection(self, reason: str) -> None:
         self.metrics.note_rejection(reason)

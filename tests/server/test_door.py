@@ -71,6 +71,10 @@ async def test_more_may_wait_where_more_is_done(door):
             pass
 
 
+class Opened:
+    is_over, num_tokens = False, (0, 0)
+
+
 async def test_prompts_that_are_not_rendered_yet_count_as_queued(door):
     door.admission.max_sequences = 100
     door.max_prefill_tokens = 100
@@ -78,7 +82,7 @@ async def test_prompts_that_are_not_rendered_yet_count_as_queued(door):
         with pytest.raises(Refusal) as raised:
             door.enter("", 0)
         assert raised.value.status == 503
-        second.is_rendered = True  # now the engine counts it, exactly
+        second.generations = [Opened()]  # now the engine counts it
         with door.enter("", 0):
             door.num_prefill_tokens = lambda: 50
             with pytest.raises(Refusal):
@@ -234,6 +238,9 @@ async def test_the_worst_level_aborts_the_youngest(app, client, monkeypatch, wai
             await young.wait_complete()
             assert young.answer.events[-2]["choices"][0]["finish_reason"] == "abort"
             assert not old.answer.is_complete
+            app.service.look(0.0)
+            await old.wait_complete()
+            assert old.answer.events[-2]["choices"][0]["finish_reason"] == "abort"
     await wait_idle()
 
 
