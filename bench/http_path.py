@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ async def measure(num_streams: int, num_tokens: int, is_profiled: bool) -> dict[
     return results
 
 
-async def together(num: int, act: Callable[[int], Awaitable[None]]) -> None:
+async def together(num: int, act: Callable[[int], Coroutine[Any, Any, None]]) -> None:
     async with anyio.create_task_group() as tasks:
         for i in range(num):
             tasks.start_soon(act, i)
