@@ -4,10 +4,15 @@ import inspect
 import os
 
 import pytest
+import torch
 
 # The models are tiny: a second thread has nothing to do, and on a busy machine each barrier with it
 # costs a time slice.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Before anything imports Triton, which reads it when a function is decorated.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(params=["asyncio", "trio"])

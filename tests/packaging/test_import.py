@@ -7,7 +7,7 @@ import pytest
 
 import trouper
 
-HEAVY = ("numpy", "torch", "transformers", "tokenizers", "trio")
+HEAVY = ("numpy", "torch", "transformers", "tokenizers", "trio", "triton")
 
 
 def loaded_after(code):
@@ -29,6 +29,10 @@ def test_help_loads_nothing_heavy():
     helps += [[command, "--help"] for command in commands]
     run = "from trouper.frontends.cli.main import run"
     assert loaded_after(f"{run}\nfor help in {helps!r}: assert run(help) == 0") == []
+
+
+def test_the_cpu_path_does_not_load_triton():
+    assert "triton" not in loaded_after("import trouper.actors.executor.local")
 
 
 def test_all_is_sorted_and_resolves():

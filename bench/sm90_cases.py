@@ -1,0 +1,202 @@
+"""The launches that `bench/sm90.py` compiles: each row of each table of launch configurations.
+
+Shapes are those of Qwen3-0.6B (16 query heads on 8, width 128), Llama-3.1-8B (32 on 8) and, where a bucket
+or a feature needs it, of Phi-3-mini (width 96), Gemma-2 (width 256, soft cap, window) or SmolLM2 (9 on 3,
+width 64).  The tensors are meta tensors: a launcher that looked at a value would raise.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trouper.kernels.cuda import (
+    act_mul,
+    add_rms_norm,
+    decode_attention,
+    logits,
+    logprobs,
+    prefill_attention,
+    prepare,
+    qkv_post,
+    sample,
+    sampling_rows,
+    top_k_top_p,
+)
+from trouper.kernels.cuda.attention import head_bytes
+from trouper.kernels.cuda.launch import Config
+
+VOCABULARY = 151_936
+bf16, fp32 = torch.bfloat16, torch.float32
+
+
+class Case(NamedTuple):
+    label: str
+    config: Config  # the row of the table
+    expected: str  # matrix instructions of the kernel that takes the config: wgmma, mma or none
+    launch: Callable[[], object]
+
+
+def _norms() -> Iterator[Case]:
+    for width, config in add_rms_norm.CONFIGS["sm_90"]:
+        x, weight = meta(256, width), meta(width)
+        for label, y, post in (("", None, None), (", sum", x, None), (", post norm", x, weight)):
+
+            def launch(
+                x: Tensor = x, y: Tensor | None = y, w: Tensor = weight, post: Tensor | None = post
+            ) -> object:
+                return add_rms_norm.add_rms_norm(x, y, w, 1e-6, post_weight_E=post)
+
+            yield Case(f"E {width}{label}", config, "none", launch)
+
+
+def _acts() -> Iterator[Case]:
+    for width, config in act_mul.CONFIGS["sm_90"]:
+        activations: tuple[act_mul.Activation, ...] = ("silu", "gelu_tanh")
+        for activation in activations:
+            gate_up = meta(256, 2 * min(width, 14_336))
+            yield Case(
+                f"M {gate_up.shape[1] // 2}, {activation}",
+                config,
+                "none",
+                partial(act_mul.act_mul, gate_up, activation),
+            )
+
+
+def _qkv_posts() -> Iterator[Case]:
+    for width, config in qkv_post.CONFIGS["sm_90"]:
+        for has_norm in (False, True):
+            yield Case(
+                f"32/8 × {width}" + ", norm" * has_norm,
+                config,
+                "none",
+                lambda d=width, has_norm=has_norm: qkv_post.qkv_post_(
+                    meta(256, 48, d),
+                    meta(2, 8, 4096, d),
+                    ids(256),
+                    ids(256),
+                    norm_ND=meta(40, d) if has_norm else None,
+                    table_P2R=meta(4096, 2, d),
+                    eps=1e-6,
+                ),
+            )
+
+
+# heads, KV heads, width, options
+GEOMETRIES: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
+    (9, 3, 64, {}),
+    (16, 8, 128, {}),
+    (32, 8, 128, {}),
+    (32, 32, 96, {}),
+    (16, 8, 256, {}),
+    (16, 8, 256, {"softcap": 50.0, "window": 4096}),
+    (8, 1, 512, {}),
+)
+
+
+def _attentions(table: Any, run: Callable[..., object], block_m: int | None) -> Iterator[Case]:
+    for heads, kv_heads, width, options in GEOMETRIES:
+        for dtype in (bf16, fp32) if heads in (9, 16) and width < 256 else (bf16,):
+            size = head_bytes(2 ** (width - 1).bit_length(), dtype)
+            config = next(config for largest, config in table["sm_90"] if size <= largest)
+            rows = block_m or config["BLOCK_M"]
+            expected = "wgmma" if rows >= 64 else "mma"
+            for block_size in (16,) if width != 128 else (16, 64):
+                yield Case(
+                    f"{heads}/{kv_heads} × {width} {str(dtype)[6:]}, blocks of {block_size}"
+                    + ", cap, window" * bool(options),
+                    config,
+                    expected,
+                    lambda h=heads, k=kv_heads, d=width, t=dtype, b=block_size, o=options: run(
+                        meta(256, h, d, dtype=t),
+                        meta(2, k, 1 << 16, d, dtype=t),
+                        ids(257),
+                        ids(256),
+                        ids(256),
+                        ids(256, 1024),
+                        block_size=b,
+                        scale=d**-0.5,
+                        **o,
+                    ),
+                )
+
+
+def _decodes() -> Iterator[Case]:
+    def run(*arguments: Tensor, **options: Any) -> object:
+        return decode_attention.decode_attention(*arguments, max_length=8192, **options)
+
+    return _attentions(decode_attention.CONFIGS, run, 16)
+
+
+def _prefills() -> Iterator[Case]:
+    return _attentions(prefill_attention.CONFIGS, prefill_attention.prefill_attention, None)
+
+
+def _prepares() -> Iterator[Case]:
+    for largest, config in prepare.CONFIGS["sm_90"]:
+        width = min(largest, 8192)
+        yield Case(
+            f"E {width}",
+            config,
+            "none",
+            lambda e=width: prepare.prepare(
+                ids(257), ids(256), ids(256), ids(256, 4097), ids(256, 256),
+                meta(VOCABULARY, e), num_tokens=2048, block_size=16,
+            ),
+        )  # fmt: skip
+
+
+def _samplings() -> Iterator[Case]:
+    rows = sampling_rows.make_sampling_rows(256, VOCABULARY, device="meta")
+    raw, edited = meta(256, VOCABULARY), meta(256, VOCABULARY, dtype=fp32)
+    tokens = ids(256, 4097)
+    (_, blocks), *_ = sampling_rows.BLOCKS["sm_90"]
+    (_, search), *_ = top_k_top_p.CONFIGS["sm_90"]
+    yield Case(
+        "256 × 152 k, edits",
+        blocks,
+        "none",
+        lambda: logits.edit_logits(raw, ids(256), ids(256), tokens, rows),
+    )
+    yield Case(
+        "256 × 152 k, top-k, top-p",
+        search,
+        "none",
+        lambda: top_k_top_p.top_k_top_p(raw, edited, ids(256), rows),
+    )
+    yield Case(
+        "256 × 152 k, draw",
+        blocks,
+        "none",
+        lambda: sample.sample(
+            raw, edited, ids(256), ids(256), edited[:, 0], ids(256), tokens, rows
+        ),
+    )
+    for num_top, config in logprobs.CONFIGS["sm_90"]:
+        yield Case(
+            f"256 × 152 k, {num_top} logprobs",
+            config,
+            "none",
+            lambda n=num_top: logprobs.top_logprobs(raw, ids(256), n),
+        )
+
+
+def meta(*shape: int, dtype: torch.dtype = bf16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ids(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "decode_attention": _decodes,
+    "prefill_attention": _prefills,
+    "qkv_post": _qkv_posts,
+    "add_rms_norm": _norms,
+    "act_mul": _acts,
+    "prepare": _prepares,
+    "sampling": _samplings,
+}

@@ -1,0 +1,1 @@
+"""The Triton kernels: one operation per file.  Imported by nothing that runs without a GPU."""

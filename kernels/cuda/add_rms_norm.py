@@ -1,0 +1,122 @@
+"""x += α · norm(y);  out = x / √(mean(x²) + ε) · w: the residual sum and the next layer's norm in one pass.
+
+    x, y, out [T, E]   tokens × hidden size; rows may be strided; x is updated in place
+    w [E]              in x's dtype or in float32; y's own norm (Gemma's post norm) is optional, as are y and the norm
+
+The sum is rounded to x's dtype before it is normalised, as the separate operations do.
+
+Roofline: bytes = 4 e T E (3 reads and writes of E less without y), FLOPs = 6 T E.  Target 80 %.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trouper.kernels.cuda.launch import Table, config_of
+from trouper.kernels.rms_norm import rms_norm_reference
+
+# By E.  One row a program, so that a row's arithmetic never depends on the batch.
+CONFIGS: Table = {
+    "sm_90": (
+        (1024, {"num_warps": 4}),
+        (8192, {"num_warps": 8}),
+        (16384, {"num_warps": 16}),
+    )
+}
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr,
+    y_ptr,
+    weight_ptr,
+    post_weight_ptr,
+    out_ptr,
+    x_stride_t,
+    y_stride_t,
+    out_stride_t,
+    eps,
+    alpha,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_Y: tl.constexpr,
+    HAS_POST: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < E
+    x = tl.load(x_ptr + token * x_stride_t + column, mask=mask, other=0.0).to(tl.float32)
+    if HAS_Y:
+        y = tl.load(y_ptr + token * y_stride_t + column, mask=mask, other=0.0).to(tl.float32)
+        if HAS_POST:
+            post = tl.load(post_weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+            y = y * tl.rsqrt(tl.sum(y * y, 0) / E + eps) * post
+            y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+        rounded = (x + alpha * y).to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + token * x_stride_t + column, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    if not HAS_NORM:
+        return
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    out = x * tl.rsqrt(tl.sum(x * x, 0) / E + eps) * weight
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * out_stride_t + column, out, mask=mask)
+
+
+def add_rms_norm(
+    x_TE: Tensor,
+    y_TE: Tensor | None,
+    weight_E: Tensor | None,
+    eps: float,
+    *,
+    alpha: float = 1.0,
+    post_weight_E: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The normalised rows [T, E], or x without a weight; `out` may be x itself when there is no y."""
+    num_tokens, width = x_TE.shape
+    if weight_E is None:
+        out = x_TE
+    elif out is None:
+        out = torch.empty_like(x_TE)
+    for name, rows in (("x", x_TE), ("y", y_TE), ("out", out)):
+        if rows is not None:
+            assert rows.shape == x_TE.shape, f"{name} is {tuple(rows.shape)}"
+            assert rows.stride(1) == 1, f"{name} must be contiguous along the hidden size"
+    _add_rms_norm_kernel[(num_tokens,)](
+        x_TE,
+        y_TE,
+        weight_E,
+        post_weight_E,
+        out,
+        x_TE.stride(0),
+        0 if y_TE is None else y_TE.stride(0),
+        out.stride(0),
+        eps,
+        alpha,
+        E=width,
+        BLOCK=triton.next_power_of_2(width),
+        HAS_Y=y_TE is not None,
+        HAS_POST=post_weight_E is not None,
+        HAS_NORM=weight_E is not None,
+        **config_of(CONFIGS, x_TE.device, width),
+    )
+    return out
+
+
+def add_rms_norm_reference(
+    x_TE: Tensor,
+    y_TE: Tensor | None,
+    weight_E: Tensor,
+    eps: float,
+    *,
+    alpha: float = 1.0,
+    post_weight_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(x after the sum, out), out of place."""
+    if y_TE is not None:
+        y_TE = y_TE if post_weight_E is None else rms_norm_reference(y_TE, post_weight_E, eps)
+        x_TE = (x_TE.double() + alpha * y_TE.double()).to(x_TE.dtype)
+    return x_TE, rms_norm_reference(x_TE, weight_E, eps)

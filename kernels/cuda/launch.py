@@ -1,0 +1,49 @@
+"""What every launcher shares: launch configurations from tables, and the type of the dot products.
+
+A table is keyed by device and by the largest size of a bucket; nothing is timed at run time, so a launch
+is the same in every run and may be captured.  A device without rows of its own takes Hopper's.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = (
+    triton.knobs.runtime.interpret
+)  # as `triton.jit` saw it when the kernels were decorated
+
+# Triton's default changes in 3.10, and numerics would move with it.
+OPTIONS = {"enable_fp_fusion": True}
+MERGE = {"num_warps": 1, **OPTIONS}  # for kernels that merge a few numbers a program
+
+Config = Mapping[str, int]  # constants of a kernel, `num_warps` and `num_stages`
+Table = Mapping[str, Sequence[tuple[int, Config]]]  # device -> (largest size, config), rising
+
+
+def config_of(table: Table, device: torch.device, size: int) -> Config:
+    """The first row of the device's table whose bucket holds `size`.
+
+    Raises:
+        ValueError: the size is larger than every bucket.
+    """
+    rows = table.get(_architecture(device), table["sm_90"])
+    for largest, config in rows:
+        if size <= largest:
+            return {**config, **OPTIONS}
+    raise ValueError(f"no launch configuration for size {size}: the largest is {rows[-1][0]}")
+
+
+def dot_type(dtype: torch.dtype) -> tl.dtype:
+    """What matrices are multiplied in; the interpreter cannot multiply bfloat16."""
+    if INTERPRETED or dtype == torch.float32:
+        return tl.float32
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+
+
+def _architecture(device: torch.device) -> str:
+    if device.type != "cuda":  # interpreted, or compiled only
+        return "sm_90"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -1,0 +1,91 @@
+"""The permanent sampling state of the device's rows, and how the sampling kernels read a row's logits.
+
+    M  rows of the device    V  vocabulary    K  edits a row    L  tokens of an edit's condition
+
+An *edit* adds a number to one token's logit while it applies: a logit bias always, -inf on a stop token
+until the row is long enough, -inf on the last token of a bad word while the output ends with its others.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trouper.kernels.cuda.launch import Table
+
+NEVER = 2**31 - 1  # the position until which an edit applies that always applies
+
+# Tokens of the vocabulary a program, by V.
+BLOCKS: Table = {"sm_90": ((1 << 30, {"BLOCK": 4096, "num_warps": 8}),)}
+
+
+class SamplingRows(NamedTuple):
+    """One entry a row; written when a row is placed, `history` and `mask` also by steps."""
+
+    temperature: Tensor  # [M] float32; 0 = greedy
+    top_k: Tensor  # [M] int32; 0 or V and more = off
+    top_p: Tensor  # [M] float32; 1 = off
+    log_min_p: Tensor  # [M] float32; -inf = off
+    seed: Tensor  # [M] int64: the 64 bits of the seed
+    repetition: Tensor  # [M] float32; 1 = off
+    frequency: Tensor  # [M] float32
+    presence: Tensor  # [M] float32
+    num_prompt: Tensor  # [M] int32
+    is_edited: Tensor  # [M] int32: logits change before they are drawn from; 0 = as they are
+    is_masked: Tensor  # [M] int32: `mask` counts
+    mask: Tensor  # [M, ⌈V / 32⌉] int32: bit v % 32 of word v // 32 allows token v
+    history: Tensor  # [M, V] int32: bit 0 = in the prompt; the rest counts outputs
+    num_edits: Tensor  # [M] int32
+    edit_ids: Tensor  # [M, K] int32
+    edit_values: Tensor  # [M, K] float32
+    edit_untils: Tensor  # [M, K] int32: applies to tokens drawn for earlier positions
+    edit_lengths: Tensor  # [M, K] int32: tokens of the condition; 0 = none
+    edit_conditions: Tensor  # [M, K, L] int32: the output must end with these
+
+
+def make_sampling_rows(
+    num_rows: int,
+    vocab_size: int,
+    *,
+    max_edits: int = 512,
+    max_condition: int = 8,
+    device: torch.device | str = "cpu",
+) -> SamplingRows:
+    """All rows greedy and unedited.  Bytes: M · (4 V + V / 8 + 4 K (4 + L)), nearly."""
+
+    def rows(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.full((num_rows, *shape), value, dtype=dtype, device=device)
+
+    float32, int32 = torch.float32, torch.int32
+    return SamplingRows(
+        temperature=rows(0, float32),
+        top_k=rows(0, int32),
+        top_p=rows(1, float32),
+        log_min_p=rows(-torch.inf, float32),
+        seed=rows(0, torch.int64),
+        repetition=rows(1, float32),
+        frequency=rows(0, float32),
+        presence=rows(0, float32),
+        num_prompt=rows(0, int32),
+        is_edited=rows(0, int32),
+        is_masked=rows(0, int32),
+        mask=rows(0, int32, -(-vocab_size // 32)),
+        history=rows(0, int32, vocab_size),
+        num_edits=rows(0, int32),
+        edit_ids=rows(0, int32, max_edits),
+        edit_values=rows(0, float32, max_edits),
+        edit_untils=rows(NEVER, int32, max_edits),
+        edit_lengths=rows(0, int32, max_edits),
+        edit_conditions=rows(0, int32, max_edits, max_condition),
+    )
+
+
+@triton.jit
+def load_scaled(logits_ptr, edited_ptr, at, mask, is_edited, temperature):
+    """logits / temperature, from the edited logits where there are any; -inf outside of the mask."""
+    raw = tl.load(logits_ptr + at, mask=mask & (is_edited == 0), other=float("-inf"))
+    edited = tl.load(edited_ptr + at, mask=mask & (is_edited != 0), other=float("-inf"))
+    x = tl.where(is_edited != 0, edited, raw.to(tl.float32))
+    return tl.div_rn(x, tl.where(temperature > 0, temperature, 1.0))

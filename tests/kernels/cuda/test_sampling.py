@@ -1,0 +1,329 @@
+"""Logits, thresholds, the draw and logprobs: each against its reference, all together against the CPU path."""
+
+import numpy as np
+import pytest
+import torch
+
+from trouper.actors.executor.batch import Rows
+from trouper.actors.executor.sampler import Sampler
+from trouper.actors.messages import NewRow, Sampling, SequenceId
+from trouper.kernels.cuda.logits import edit_logits, edit_logits_reference
+from trouper.kernels.cuda.logprobs import TopLogprobs, top_logprobs, top_logprobs_reference
+from trouper.kernels.cuda.sample import sample, sample_reference
+from trouper.kernels.cuda.sampling_rows import NEVER, SamplingRows, make_sampling_rows
+from trouper.kernels.cuda.top_k_top_p import top_k_top_p, top_k_top_p_reference
+from trouper.kernels.noise import gumbel
+
+V = 4500  # two blocks, the second ragged
+RAISED = ((5, 300.0), (9, 200.0), (4, 100.0))
+FEATURES = {
+    "greedy": Sampling(temperature=0),
+    "plain": Sampling(seed=1),
+    "hot": Sampling(temperature=3.0, seed=2**64 - 1),
+    "top-k": Sampling(temperature=0.7, top_k=40, seed=2),
+    "top-k of one": Sampling(top_k=1, seed=3),
+    "top-k of all but one": Sampling(temperature=2.0, top_k=V - 1, seed=4),
+    "top-p": Sampling(temperature=0.8, top_p=0.9, seed=5),
+    "top-p of almost nothing": Sampling(top_p=1e-6, seed=6),
+    "top-p of almost all": Sampling(temperature=4.0, top_p=0.999, seed=7),
+    "min-p": Sampling(temperature=1.5, min_p=0.02, seed=8),
+    "all three": Sampling(temperature=1.3, top_k=100, top_p=0.7, min_p=1e-3, seed=9),
+    "bias": Sampling(temperature=0, logit_bias=((7, 100.0), (4499, 99.0)), seed=10),
+    "penalties": Sampling(
+        repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=-0.2, top_k=5, seed=11
+    ),
+    "allowed": Sampling(allowed_token_ids=(3, 4400, 31, 32), top_p=0.8, seed=12),
+    "min tokens": Sampling(temperature=0, min_tokens=7, stop_ids=(9, 5), logit_bias=RAISED),
+    "enough tokens": Sampling(temperature=0, min_tokens=6, stop_ids=(9, 5), logit_bias=RAISED),
+    "bad words": Sampling(
+        temperature=0, bad_words_ids=((7, 8, 5), (9,), (8, 8, 4)), logit_bias=RAISED
+    ),
+    "bad words that do not match": Sampling(
+        temperature=0, bad_words_ids=((2, 1, 5, 9, 5, 7, 8, 5), (7, 5)), logit_bias=RAISED
+    ),
+}
+
+
+class Batch:
+    """Rows placed on the CPU path and on the device; row i of the batch is device row 2 i + 1."""
+
+    def __init__(self, samplings, *, device, vocab_size=V, dtype=torch.float32, scale=4.0):
+        torch.manual_seed(0)
+        num = len(samplings)
+        self.samplings, self.vocab_size = samplings, vocab_size
+        self.rows = [2 * i + 1 for i in range(num)]
+        self.ends = [10] * num
+        self.logits = (scale * torch.randn(num, vocab_size)).to(dtype)
+        prompt, outputs = (3, 1, 4, 2), (1, 5, 9, 5, 7, 8)
+        self.cpu_rows = Rows(2 * num, 20, 4)
+        self.cpu = Sampler(self.cpu_rows, vocab_size)
+        on_device = make_sampling_rows(2 * num, vocab_size, max_edits=8, max_condition=7)
+        tokens = torch.full((2 * num, 21), -5, dtype=torch.int32)
+        for row, s in zip(self.rows, samplings, strict=True):
+            new = NewRow(row, SequenceId(row), prompt + outputs, len(prompt), (), s)
+            self.cpu_rows.place(new)
+            self.cpu.place(row, 10)
+            tokens[row, :10] = torch.tensor(new.token_ids)
+            place(on_device, row, s, prompt, outputs)
+        self.host = on_device
+        self.sampling = SamplingRows(*(x.to(device, copy=True) for x in on_device))
+        self.tokens = tokens.to(device)
+        rows = [-1, *self.rows, -1]  # padding on both sides
+        self.device_rows = torch.tensor(rows, dtype=torch.int32, device=device)
+        self.device_ends = torch.tensor([0, *self.ends, 0], dtype=torch.int32, device=device)
+        padding = torch.full((1, vocab_size), torch.nan, dtype=dtype)
+        self.raw = torch.cat((padding, self.logits, padding)).to(device)
+        self.edited = torch.full_like(self.raw, torch.nan, dtype=torch.float32)
+
+    def edit(self):
+        edit_logits(
+            self.raw,
+            self.device_rows,
+            self.device_ends,
+            self.tokens,
+            self.sampling,
+            out=self.edited,
+        )
+
+    def truncate(self):
+        return top_k_top_p(self.raw, self.edited, self.device_rows, self.sampling)
+
+    def draw(self):
+        self.edit()
+        rows = self.device_rows, self.device_ends
+        kept = self.truncate()
+        return sample(self.raw, self.edited, *rows, *kept, self.tokens, self.sampling).cpu()
+
+
+def place(rows, row, s, prompt, outputs):
+    """What placing a row writes; the device's own tables are filled by the same rules."""
+    rows.temperature[row], rows.top_p[row] = s.temperature, s.top_p
+    rows.top_k[row] = max(s.top_k, 0)
+    rows.log_min_p[row] = torch.tensor(s.min_p).log()
+    rows.seed[row] = int(np.uint64(s.seed).astype(np.int64))
+    rows.repetition[row], rows.frequency[row] = s.repetition_penalty, s.frequency_penalty
+    rows.presence[row], rows.num_prompt[row] = s.presence_penalty, len(prompt)
+    for token in prompt:
+        rows.history[row, token] |= 1
+    for token in outputs:
+        rows.history[row, token] += 2
+    if s.allowed_token_ids:
+        rows.is_masked[row] = 1
+        bits = np.zeros(rows.mask.shape[1] * 32, dtype=np.uint8)
+        bits[list(s.allowed_token_ids)] = 1
+        words = np.packbits(bits, bitorder="little").view(np.int32)
+        rows.mask[row] = torch.from_numpy(words)
+    edits = [(token, value, NEVER, ()) for token, value in s.logit_bias]
+    if s.min_tokens:
+        edits += [(token, -torch.inf, len(prompt) + s.min_tokens, ()) for token in s.stop_ids]
+    edits += [(word[-1], -torch.inf, NEVER, word[:-1]) for word in s.bad_words_ids]
+    rows.num_edits[row] = len(edits)
+    for i, (token, value, until, condition) in enumerate(edits):
+        rows.edit_ids[row, i], rows.edit_values[row, i] = token, value
+        rows.edit_untils[row, i], rows.edit_lengths[row, i] = until, len(condition)
+        rows.edit_conditions[row, i, : len(condition)] = torch.tensor(condition)
+    is_penalised = s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
+    rows.is_edited[row] = bool(edits or s.allowed_token_ids or is_penalised)
+
+
+@pytest.mark.parametrize("vocab_size", [V, pytest.param(151_936, marks=pytest.mark.gpu)])
+def test_the_device_draws_the_tokens_of_the_cpu_path(device, vocab_size):
+    batch = Batch(list(FEATURES.values()), device=device, vocab_size=vocab_size)
+    found = batch.draw()
+    expected = batch.cpu.sample(batch.logits.clone(), batch.rows, batch.ends).token_ids
+    assert found.tolist() == [-1, *expected, -1]
+    drawn = dict(zip(FEATURES, expected, strict=True))
+    assert drawn["min tokens"] == 4
+    assert drawn["enough tokens"] == drawn["bad words that do not match"] == 5
+    assert drawn["bad words"] == 4
+    assert drawn["allowed"] in FEATURES["allowed"].allowed_token_ids
+    tokens = batch.tokens.cpu()
+    assert tokens[batch.rows, 10].tolist() == expected
+    assert (tokens[:, 11:] == -5).all()
+    assert (tokens[::2] == -5).all()
+    assert int((batch.sampling.history.cpu() - batch.host.history).sum()) == 2 * len(expected)
+
+
+def test_the_references_together_are_the_cpu_path():
+    batch = Batch(list(FEATURES.values()), device=torch.device("cpu"))
+    expected = batch.cpu.sample(batch.logits.clone(), batch.rows, batch.ends).token_ids
+    tokens = batch.host.history.new_tensor(batch.cpu_rows.token_ids)
+    for i, (row, s) in enumerate(zip(batch.rows, batch.samplings, strict=True)):
+        x = edit_logits_reference(batch.logits[i], row, 10, tokens, batch.host)
+        noise = None
+        if s.temperature:
+            x = x / s.temperature
+            seed = np.array([s.seed], dtype=np.uint64)
+            noise = gumbel(seed, np.array([10]), np.arange(V))[0]
+        kept = top_k_top_p_reference(x, s.top_k, s.top_p, float(batch.host.log_min_p[row]))
+        assert sample_reference(x, kept, noise) == expected[i], s
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_edited_logits_equal_the_reference_and_other_rows_are_left_alone(device, dtype):
+    batch = Batch(list(FEATURES.values()), device=device, dtype=dtype)
+    batch.edit()
+    edited = batch.edited.cpu()
+    assert edited[0].isnan().all()
+    assert edited[-1].isnan().all()
+    tokens = batch.tokens.cpu()
+    for i, row in enumerate(batch.rows):
+        found = edited[1 + i]
+        if not batch.host.is_edited[row]:
+            assert found.isnan().all()
+            continue
+        expected = edit_logits_reference(batch.logits[i], row, 10, tokens, batch.host)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size", "scale"),
+    [
+        (torch.float32, 10, 8.0),
+        (torch.bfloat16, 63, 0.0),
+        (torch.bfloat16, 4097, 0.5),
+        *(
+            pytest.param(dtype, vocab_size, scale, marks=pytest.mark.slow)
+            for dtype in (torch.float32, torch.bfloat16)
+            for vocab_size in (10, 63, 4097, 9001)  # none at which p · V is whole
+            for scale in (0.0, 0.5, 8.0)
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_kept_is_exactly_what_a_stable_sort_keeps(device, dtype, vocab_size, scale):
+    """In bfloat16, and with a scale of zero, most values are equal."""
+    samplings = [
+        Sampling(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
+        for top_k, top_p, min_p, temperature in [
+            (1, 1, 0, 1), (40, 1, 0, 0.7), (999, 1, 0, 0.1), (5000, 1, 0, 1), (0, 0.5, 0, 1),
+            (0, 0.97, 0, 0.3), (0, 1e-9, 0, 1), (30, 0.79, 0, 2), (500, 0.99, 0.01, 0.5),
+            (0, 1, 0.1, 1), (3, 0.9, 0.5, 1), (0, 1, 1, 1),
+        ]
+    ]  # fmt: skip
+    batch = Batch(samplings, device=device, vocab_size=vocab_size, dtype=dtype, scale=scale)
+    threshold, last_tie = (x.cpu() for x in batch.truncate())
+    assert threshold[[0, -1]].tolist() == [-torch.inf] * 2  # padding
+    for i, s in enumerate(samplings):
+        x = batch.logits[i].float() / s.temperature
+        is_tie = (x == threshold[1 + i]) & (torch.arange(vocab_size) <= last_tie[1 + i])
+        kept = (x > threshold[1 + i]) | is_tie
+        expected = top_k_top_p_reference(x, s.top_k, s.top_p, float(torch.tensor(s.min_p).log()))
+        can_be_drawn = x > x.max() - 19.46
+        assert torch.equal(kept & can_be_drawn, expected & can_be_drawn), s
+
+
+@pytest.mark.parametrize("top_k", [0, 3000])
+def test_what_can_never_be_drawn_still_counts_in_the_mass(device, top_k):
+    """The best has 0.99999 of the mass, because 4000 tokens beyond the noise's reach have the rest."""
+    batch = Batch([Sampling(top_k=top_k, top_p=0.999995)], device=device)
+    batch.raw[1] = -torch.inf
+    batch.raw[1, :4000] = -19.6
+    batch.raw[1, 7], batch.raw[1, 9] = 0, -19.0
+    threshold, _ = batch.truncate()
+    assert threshold[1] <= -19.0
+    batch.raw[1, :4000] = torch.where(batch.raw[1, :4000] == -19.6, -40.0, batch.raw[1, :4000])
+    threshold, _ = batch.truncate()
+    assert threshold[1] == 0
+
+
+def test_of_equal_logits_the_first_are_kept(device):
+    samplings = [Sampling(top_k=1), Sampling(top_k=3, seed=1), Sampling(top_p=0.001, seed=2)]
+    batch = Batch(samplings, device=device, scale=0.0, dtype=torch.bfloat16)
+    found = batch.draw()[1:-1].tolist()
+    assert found[0] == 0
+    for token, s, num_kept in zip(found, samplings, (1, 3, 5), strict=True):
+        seed = np.array([s.seed], dtype=np.uint64)
+        assert token == int(gumbel(seed, np.array([10]), np.arange(num_kept)).argmax())
+
+
+@pytest.mark.parametrize(("bad", "where"), [(torch.nan, 0), (torch.inf, V - 1), (-torch.inf, 9)])
+def test_a_row_that_is_not_finite_fails_alone(device, bad, where):
+    names = ["greedy", "hot", "min-p", "penalties", "bias", "greedy"]
+    clean = Batch([FEATURES[name] for name in names], device=device)
+    expected = clean.draw().tolist()
+    batch = Batch(clean.samplings, device=device)
+    batch.raw[1:-1:2, where] = bad
+    history = batch.sampling.history.clone()
+    assert batch.draw().tolist() == [-1, -1, expected[2], -1, expected[4], -1, expected[6], -1]
+    failed = batch.rows[::2]
+    assert torch.equal(batch.sampling.history[failed], history[failed])
+    assert (batch.tokens[failed, 10] == -5).all()
+
+
+def test_a_row_whose_mask_leaves_nothing_fails(device):
+    batch = Batch([FEATURES["allowed"]], device=device)
+    batch.sampling.mask.zero_()
+    assert batch.draw().tolist() == [-1, -1, -1]
+
+
+def test_a_token_does_not_depend_on_its_neighbours(device):
+    together = Batch(list(FEATURES.values()), device=device)
+    expected = together.draw()[1:-1].tolist()
+    for i in (1, 4, 14):
+        alone = Batch(together.samplings[i : i + 1], device=device)
+        alone.raw[1] = together.raw[1 + i]
+        assert alone.draw()[1] == expected[i]
+
+
+@pytest.mark.parametrize(
+    "num_draws",
+    [pytest.param(400, marks=pytest.mark.slow), pytest.param(1_000_000, marks=pytest.mark.gpu)],
+)
+def test_frequencies_are_those_of_the_softmax(device, num_draws):
+    """Chi-square over the tokens of one row, drawn at many positions."""
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5, 0.5, -0.5, 0.1])
+    sampling = make_sampling_rows(1, len(logits), device=device)
+    sampling.temperature.fill_(1.0)
+    sampling.seed.fill_(1234)
+    rows = torch.zeros(num_draws, dtype=torch.int32, device=device)
+    ends = torch.arange(num_draws, dtype=torch.int32, device=device)
+    tokens = torch.full((1, num_draws), -1, dtype=torch.int32, device=device)
+    raw = logits.to(device).expand(num_draws, -1).contiguous()
+    threshold, last_tie = torch.full((num_draws,), -torch.inf, device=device), rows + len(logits)
+    found = sample(raw, raw, rows, ends, threshold, last_tie, tokens, sampling)
+    assert torch.equal(found, tokens[0])
+    counts = torch.bincount(found.cpu(), minlength=len(logits))
+    assert torch.equal(sampling.history[0].cpu(), 2 * counts.int())
+    expected = num_draws * logits.softmax(0)
+    assert float(((counts - expected) ** 2 / expected).sum()) < 24.3  # 7 degrees of freedom, 0.1 %
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("vocab_size", "num_top"),
+    [
+        (1, 1),
+        pytest.param(2100, 0, marks=pytest.mark.slow),
+        pytest.param(5000, 20, marks=pytest.mark.slow),
+        pytest.param(151_936, 20, marks=pytest.mark.gpu),
+    ],
+)
+def test_logprobs_equal_the_reference_and_equal_ones_rise_by_id(device, dtype, vocab_size, num_top):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(4, vocab_size)).to(dtype)
+    sampled = torch.tensor([0, -1, vocab_size - 1, vocab_size // 2], dtype=torch.int32)
+    logits[3] = 0
+    out = TopLogprobs(
+        torch.full((4, 1 + num_top), -5, dtype=torch.int32, device=device),
+        torch.full((4, 1 + num_top), torch.nan, device=device),
+        torch.full((4,), -5, dtype=torch.int32, device=device),
+    )
+    found = top_logprobs(logits.to(device), sampled.to(device), num_top, out=out)
+    ids, logprobs, ranks = (x.cpu() for x in found)
+    assert logprobs[1].isnan().all()
+    for i in (0, 2, 3):
+        expected = top_logprobs_reference(logits[i], int(sampled[i]), num_top)
+        assert ids[i].tolist() == expected.ids.tolist()
+        assert int(ranks[i]) == int(expected.ranks)
+        torch.testing.assert_close(logprobs[i], expected.logprobs, atol=1e-5, rtol=1e-6)
+
+
+def test_logprobs_are_those_of_the_cpu_path(device):
+    batch = Batch([Sampling(temperature=0, logprobs=5)], device=device, vocab_size=2100)
+    sampled = batch.draw()
+    found = top_logprobs(batch.raw, sampled.to(device), 5)
+    (expected,) = batch.cpu.sample(batch.logits.clone(), batch.rows, batch.ends).logprobs
+    assert expected.token_ids == tuple(found.ids[1, 1:].tolist())  # the best is the token
+    assert expected.rank == int(found.ranks[1])
+    torch.testing.assert_close(torch.tensor(expected.logprobs), found.logprobs[1, 1:].cpu())

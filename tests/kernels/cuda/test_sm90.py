@@ -1,0 +1,69 @@
+"""Hopper's compiler on every launch configuration: no spills, and the matrix instructions that are meant."""
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import trouper.kernels.cuda
+from trouper.bench.sm90_cases import CASES
+from trouper.kernels.cuda.launch import config_of
+
+
+def compiled(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "trouper.bench.sm90", "--json", *arguments],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_good(kernels):
+    for kernel in kernels:
+        assert kernel["spills"] == kernel["stack"] == 0, kernel
+        assert kernel["instructions"] == kernel["expected"], kernel
+
+
+def test_attention_uses_the_matrix_units_and_does_not_spill():
+    found = compiled("--kernel", "attention", "--case", "32/8 × 128 bfloat16, blocks of 16")
+    assert_good(found)
+    assert [(kernel["kernel"], kernel["instructions"]) for kernel in found] == [
+        ("decode", "mma"),
+        ("combine", "none"),
+        ("prefill", "wgmma"),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kernel", CASES)
+def test_no_configuration_spills(kernel):
+    assert_good(compiled("--kernel", kernel))
+
+
+def test_every_row_of_every_table_has_a_case():
+    rows = set()
+    for module in pkgutil.iter_modules(trouper.kernels.cuda.__path__):
+        kernel = importlib.import_module(f"trouper.kernels.cuda.{module.name}")
+        for name in ("CONFIGS", "BLOCKS"):
+            for _, config in getattr(kernel, name, {}).get("sm_90", ()):
+                rows.add(id(config))
+    assert rows == {id(case.config) for cases in CASES.values() for case in cases()}
+    assert len(rows) > 15
+
+
+def test_a_size_beyond_the_table_is_named():
+    table = {"sm_90": ((64, {"num_warps": 1}), (128, {"num_warps": 2}))}
+    device = torch.device("cpu")
+    assert config_of(table, device, 65)["num_warps"] == 2
+    with pytest.raises(ValueError, match="size 129: the largest is 128"):
+        config_of(table, device, 129)

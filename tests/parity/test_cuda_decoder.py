@@ -1,0 +1,84 @@
+"""A step of the Triton kernels is a step of the CPU path, for every architecture, in float32."""
+
+import numpy as np
+import pytest
+import torch
+
+from trouper.actors.executor.batch import Rows, make_batch
+from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.weights import load_decoder
+from trouper.actors.messages import NewRow, Sampling, SequenceId, StepPlan
+
+from .driver import engine_config
+from .test_architectures import CASES, VOCAB, tiny_model
+
+pytest.importorskip("triton", reason="no Triton: pip install 'trouper[cuda]'")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the latter interpreted
+BLOCK_SIZE = 4
+# of rows 0, 1 and 2: (start, count) in each step; whole prompts, a mixed batch, then decode alone
+STEPS = [[(0, 24), (0, 13), (0, 1)], [(24, 1), (13, 12), (1, 1)], [(25, 1), (25, 1), (2, 1)]]
+DEFAULT = ("qwen3-tied", "gemma2")
+
+
+def make_rows():
+    rng = np.random.default_rng(0)
+    rows = Rows(3, 48, BLOCK_SIZE)
+    blocks = 1 + rng.permutation(36)
+    for row, mine in enumerate(blocks.reshape(3, 12).tolist()):
+        ids = tuple(rng.integers(VOCAB, size=48).tolist())
+        rows.place(NewRow(row, SequenceId(row), ids, 48, tuple(mine), Sampling()))
+    return rows
+
+
+def device_batch(rows, columns, *, padding):
+    from trouper.actors.executor.models.cuda_decoder import DeviceBatch
+
+    def ids(values):
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    starts, counts = zip(*columns, strict=True)
+    bounds = np.cumsum([0, *counts]).tolist()
+    return DeviceBatch(
+        bounds=ids(bounds + bounds[-1:] * padding),
+        rows=ids([*range(3), *[0] * padding]),
+        starts=ids([*starts, *[0] * padding]),
+        tokens=ids(rows.token_ids),
+        blocks=ids(rows.block_ids),
+        num_tokens=bounds[-1] + padding,
+        max_length=48,
+        is_decode=max(counts) == 1,
+        block_size=BLOCK_SIZE,
+    )
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+@torch.no_grad()
+def test_hidden_states_and_caches_equal_those_of_the_cpu_path(case, tmp_path):
+    from trouper.actors.executor.models.cuda_decoder import CudaDecoder
+
+    tiny_model(*CASES[case], tmp_path)
+    config = engine_config(tmp_path)
+    traits = decoder_traits(config.model.hf_config, config.model.architecture)
+    options = {"dtype": torch.float32, "max_model_len": 64}
+    on_cpu = load_decoder(tmp_path, traits, **options)
+    on_device = load_decoder(tmp_path, traits, **options, decoder_type=CudaDecoder)
+    shape = (len(traits.layers), 2, traits.num_kv_heads, 37 * BLOCK_SIZE, traits.head_dim)
+    expected_kv = torch.zeros(shape)
+    kv = torch.full(shape, torch.nan, device=DEVICE)
+    rows = make_rows()
+    for step, columns in enumerate(STEPS):
+        plan = StepPlan(step, 0, (0, 1, 2), *zip(*columns, strict=True), (True,) * 3)
+        batch = make_batch(plan, rows, [layer.window for layer in traits.layers])
+        tensors = batch.token_ids, batch.positions, batch.slots
+        expected = on_cpu.forward(*tensors, batch.plans, list(expected_kv))
+        with np.errstate(all="ignore"):  # the interpreter computes masked lanes too
+            found = on_device.forward_rows(device_batch(rows, columns, padding=step), list(kv))
+        torch.testing.assert_close(found[: len(expected)].cpu(), expected, atol=2e-4, rtol=2e-4)
+    is_written = ~kv.isnan()
+    assert torch.equal(is_written.cpu(), expected_kv != 0)
+    torch.testing.assert_close(
+        kv[is_written].cpu(), expected_kv[is_written.cpu()], atol=1e-4, rtol=0
+    )
