@@ -8,7 +8,7 @@ Laws:
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from trouper.actors.executor.models.registry import (
 )
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.errors import TrouperValidationError
+from trouper.kernels.decoder_ops import Ops
 from trouper.kernels.linear import Linear
 
 INDEX = "model.safetensors.index.json"
@@ -113,8 +114,12 @@ def load_decoder(
     max_model_len: int,
     load_format: str = "auto",
     seed: int = 0,
+    ops: Callable[[], Ops],
 ) -> Decoder:
     """Build the decoder of `folder`.
+
+    Args:
+        ops: asked for last; they may be compiled while the weights are read.
 
     Raises:
         TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
@@ -146,6 +151,7 @@ def load_decoder(
         norm=outer["norm"],
         head=head,
         max_model_len=max_model_len,
+        ops=ops(),
     )
 
 

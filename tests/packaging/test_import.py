@@ -7,7 +7,7 @@ import pytest
 
 import trouper
 
-HEAVY = ("numpy", "torch", "transformers", "tokenizers", "trio")
+HEAVY = ("llvmlite", "numpy", "torch", "transformers", "tokenizers", "trio")
 
 
 def loaded_after(code):
