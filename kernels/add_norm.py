@@ -1,6 +1,6 @@
 """x += α · y, in place, and then  z = x / √(mean(x²) + ε) · w : a residual sum and the next norm.
 
-    x, y, z [T, D]   rows contiguous, D a multiple of 16;  w [D] float32;  y may be absent
+    x, y, z [T, D]   D a multiple of 16, rows of x and y contiguous;  w [D] float32;  y may be absent
 
 The sum is rounded to x's dtype before it is squared, as two calls would do.
 
@@ -12,13 +12,13 @@ from trouper.kernels.simd import LANES, Code, Kind
 
 
 def add_norm(code: Code, kind: Kind) -> None:
-    """x, y or 0, w, z, D, α, ε.  A piece is a row."""
-    xs, ys, weights, zs, width, alpha, eps = code.arguments(7)
+    """x, y or 0, w, z, its stride, D, α, ε.  A piece is a row."""
+    xs, ys, weights, zs, stride, width, alpha, eps = code.arguments(8)
     alpha, eps = code.f32_argument(alpha), code.f32_argument(eps)
     weight = code.pointer(weights, "f32")
     for row in code.pieces():
         x = code.pointer(xs, kind) + row * width
-        z = code.pointer(zs, kind) + row * width
+        z = code.pointer(zs, kind) + row * stride
         with code.when(ys > 0):
             y = code.pointer(ys, kind) + row * width
             for d in code.loop(0, width, LANES):

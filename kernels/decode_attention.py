@@ -41,11 +41,11 @@ def scratch_bytes(group: int, width: int) -> int:
 
 def decode_attention(code: Code, kind: Kind) -> None:
     """q, its stride, cache, S, tables, their stride, spans, H, G, D, block size, scale, cap, out,
-    partials, scratch, its bytes, heads of a piece."""
+    its stride, partials, scratch, its bytes, heads of a piece."""
     (
         q, q_stride, cache, num_slots, tables, table_stride, spans, num_kv, group, width, block_size,
-        scale, cap, out, partials, scratch, scratch_bytes, heads,
-    ) = code.arguments(18)  # fmt: skip
+        scale, cap, out, out_stride, partials, scratch, scratch_bytes, heads,
+    ) = code.arguments(19)  # fmt: skip
     q, cache, out = (code.pointer(x, kind) for x in (q, cache, out))
     tables, spans = code.pointer(tables, "i64"), code.pointer(spans, "i64")
     size = group * width
@@ -70,7 +70,7 @@ def decode_attention(code: Code, kind: Kind) -> None:
             v = cache + (num_kv + head) * num_slots * width
             following = cache + ((head + 1) % num_kv * num_slots + first_slot) * width
             span.write(k, v, following, table, begin, end)
-            target = out + (token * num_kv + head) * size
+            target = out + (token * out_stride + head * size)
             part = code.pointer(partials, "f32") + (partial * num_kv + head) * group * (width + 2)
             for g in code.loop(0, group):
                 with code.when(partial < 0):
@@ -251,11 +251,11 @@ def capped(code: Code, x: Value, cap: Value) -> Value:
 
 
 def merge_partials(code: Code, kind: Kind) -> None:
-    """merges [M, 3] int64 (token, first partial, count), N, D, out, partials.
+    """merges [M, 3] int64 (token, first partial, count), N, D, out, its stride, partials.
 
     A piece is one head of one token.
     """
-    merges, num_q, width, out, partials = code.arguments(5)
+    merges, num_q, width, out, stride, partials = code.arguments(6)
     step = num_q * (width + 2)
     for piece in code.pieces():
         row = code.pointer(merges, "i64") + piece // num_q * 3
@@ -270,7 +270,7 @@ def merge_partials(code: Code, kind: Kind) -> None:
             weight = code.max_of(code.exp2(code.lanes(part[i * step] - largest)))
             total.set(total + part[i * step + 1] * weight)
             part[i * step] = weight
-        target = code.pointer(out, kind) + (token * num_q + head) * width
+        target = code.pointer(out, kind) + (token * stride + head * width)
         for d in code.loop(0, width, LANES):
             x = code.var(code.lanes(0.0))
             for i in code.loop(0, count):

@@ -19,12 +19,12 @@ GELU_B = 0.044715
 
 
 def gated_act(code: Code, kind: Kind, activation: Literal["silu", "gelu_tanh"]) -> None:
-    """gate_up, y, M.  A piece is a row."""
-    gate_up, y, width = code.arguments(3)
+    """gate_up, y, its stride, M.  A piece is a row."""
+    gate_up, y, stride, width = code.arguments(4)
     for row in code.pieces():
         gates = code.pointer(gate_up, kind) + row * 2 * width
         ups = gates + width
-        target = code.pointer(y, kind) + row * width
+        target = code.pointer(y, kind) + row * stride
         for d in code.loop(0, width, LANES):
             g = gates.load(d)
             power = g * -LOG2_E

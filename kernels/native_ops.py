@@ -113,13 +113,14 @@ class NativeOps:
 
     def _norm_of_sum(self, x_TE: Tensor, y: int, weight: Tensor) -> Tensor:
         num_tokens, width = x_TE.shape
-        z_TE = torch.empty_like(x_TE)
+        z_TE = padded(num_tokens, width, x_TE.dtype)
         self._add_norm(
             num_tokens,
             x_TE.data_ptr(),
             y,
             self._float32(weight).data_ptr(),
             z_TE.data_ptr(),
+            z_TE.stride(0),
             width,
             self._alpha,
             self._eps,
@@ -162,7 +163,7 @@ class NativeOps:
         shape = self._shape
         num_threads = torch.get_num_threads()
         width = shape.num_q_heads * shape.head_dim
-        out_TN = qkv_TND.new_empty((len(qkv_TND), width))
+        out_TN = padded(len(qkv_TND), width, qkv_TND.dtype)
         common = (
             qkv_TND.data_ptr(),
             qkv_TND.stride(0),
@@ -187,6 +188,7 @@ class NativeOps:
                 *model,
                 plan.window,
                 out_TN.data_ptr(),
+                out_TN.stride(0),
                 scratch(num_threads * self._prefill_scratch),
                 self._prefill_scratch,
                 num_threads=num_threads,
@@ -202,6 +204,7 @@ class NativeOps:
                 plan.spans.ctypes.data,
                 *model,
                 out_TN.data_ptr(),
+                out_TN.stride(0),
                 partials.data_ptr(),
                 scratch(num_threads * self._decode_scratch),
                 self._decode_scratch,
@@ -215,6 +218,7 @@ class NativeOps:
                     shape.num_q_heads,
                     shape.head_dim,
                     out_TN.data_ptr(),
+                    out_TN.stride(0),
                     partials.data_ptr(),
                 )
         return out_TN
@@ -232,11 +236,12 @@ class NativeOps:
 
     def act_mul(self, gate_up_TM: Tensor) -> Tensor:
         num_tokens, width = len(gate_up_TM), gate_up_TM.shape[1] // 2
-        y_TM = gate_up_TM.new_empty((num_tokens, width))
+        y_TM = padded(num_tokens, width, gate_up_TM.dtype)
         self._gated(
             num_tokens,
             gate_up_TM.data_ptr(),
             y_TM.data_ptr(),
+            y_TM.stride(0),
             width,
             num_threads=_threads(num_tokens),
         )
@@ -254,3 +259,12 @@ class NativeOps:
 
 def _threads(num_rows: int) -> int:
     return 1 if num_rows < 2 * ROWS_PER_THREAD else torch.get_num_threads()
+
+
+def padded(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Rows a cache line apart from each other, so that a column of them is not one set of the cache.
+
+    Of bfloat16; what multiplies float32 wants them without gaps.
+    """
+    pad = 32 if dtype == torch.bfloat16 else 0
+    return torch.empty((num_rows, width + pad), dtype=dtype).narrow(1, 0, width)

@@ -45,11 +45,11 @@ def scratch_bytes(width: int) -> int:
 
 def prefill_attention(code: Code, kind: Kind) -> None:
     """q, its stride, cache, S, tables, their stride, tiles, H, G, D, block size, scale, cap,
-    window, out, scratch, its bytes."""
+    window, out, its stride, scratch, its bytes."""
     (
         q, q_stride, cache, num_slots, tables, table_stride, tiles, num_kv, group, width, block_size,
-        scale, cap, window, out, scratch, scratch_bytes,
-    ) = code.arguments(17)  # fmt: skip
+        scale, cap, window, out, out_stride, scratch, scratch_bytes,
+    ) = code.arguments(18)  # fmt: skip
     q, cache, out = (code.pointer(x, kind) for x in (q, cache, out))
     tables, tiles = code.pointer(tables, "i64"), code.pointer(tiles, "i64")
     size = group * width
@@ -74,7 +74,7 @@ def prefill_attention(code: Code, kind: Kind) -> None:
             tile.soften(num_rows, first, num, window, scale, cap, is_masked)
             tile.stage_values(v, table, first, num)
             tile.add_values(num_rows, num)
-        tile.write_out(out + (token * num_kv + head) * size, num_kv * size, count)
+        tile.write_out(out + (token * out_stride + head * size), out_stride, count)
 
 
 class _Tile:

@@ -257,7 +257,7 @@ def test_any_number_of_threads_does_each_piece_once():
         seen = torch.full_like(x, torch.nan)
         weight = torch.ones(64)
         ops._add_norm(
-            len(x), x.data_ptr(), 0, weight.data_ptr(), seen.data_ptr(), 64, ops._alpha, ops._eps,
+            len(x), x.data_ptr(), 0, weight.data_ptr(), seen.data_ptr(), 64, 64, ops._alpha, ops._eps,
             num_threads=num_threads,
         )  # fmt: skip
         assert torch.equal(seen, ops.norm(x, weight))
