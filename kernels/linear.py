@@ -7,6 +7,8 @@
     native   bfloat16 where the machine multiplies it: kernels/matmul.py
     oneDNN   float32, and bfloat16 of other machines and shapes: no reorder in every call
     plain    what oneDNN does not pack here (float16), and builds without it
+    int8, int4   weights rounded at load: kernels/quantized_matmul.py where bfloat16 would be native;
+             elsewhere the rounded weights in their own dtype, with no gain but the same outputs
 
 Law: the choice depends on the weight and the machine alone, never on a batch.
 """
@@ -16,6 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.kernels import launch
+from trouper.kernels.quantization import (
+    Format,
+    dequantized,
+    pack_integers,
+    pack_panels,
+    quantize,
+)
 
 ONEDNN_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -26,15 +35,36 @@ class Linear:
     Owns the only copy: after packing nothing refers to the plain matrix.
     """
 
-    __slots__ = ("bias", "layout", "shape", "weight")
+    __slots__ = ("bias", "layout", "scales", "shape", "weight")
 
     def __init__(
-        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, layout: str | None = None
+        self,
+        weight_OI: Tensor,
+        bias_O: Tensor | None = None,
+        *,
+        layout: str | None = None,
+        quantization: Format | None = None,
     ) -> None:
         self.shape = tuple(weight_OI.shape)
         self.layout = layout or layout_of(weight_OI)
         self.bias = bias_O
+        self.scales: Tensor | None = None
+        if quantization is not None:
+            integers_OI, scales = quantize(weight_OI, quantization)
+            if self.layout == "native":
+                self.layout = quantization
+                self.weight = pack_integers(integers_OI, quantization)
+                self.scales = pack_panels(scales)
+                return
+            weight_OI = dequantized(integers_OI, scales).to(weight_OI.dtype)
         self.weight = _PACKERS[self.layout](weight_OI)
+
+    @property
+    def num_bytes(self) -> int:
+        """What a product reads of it."""
+        if self.layout == "onednn":  # knows no size of its own
+            return self.shape[0] * self.shape[1] * self.weight.element_size()
+        return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def __repr__(self) -> str:
         return f"Linear({self.shape[1]} -> {self.shape[0]}, {self.weight.dtype}, {self.layout})"
@@ -64,6 +94,8 @@ def _has_dot() -> bool:
 def linear(x_TI: Tensor, layer: Linear) -> Tensor:
     if layer.layout == "native":
         return _native(x_TI, layer)
+    if layer.layout in ("int4", "int8"):
+        return _quantized(x_TI, layer)
     if layer.layout == "onednn":
         return torch.ops.mkldnn._linear_pointwise(x_TI, layer.weight, layer.bias, "none", [], "")
     return F.linear(x_TI, layer.weight, layer.bias)
@@ -85,6 +117,43 @@ def _native(x_TI: Tensor, layer: Linear) -> Tensor:
         num_in // 2,
         num_out // 16,
         num_threads=torch.get_num_threads(),
+    )
+    return y_TO
+
+
+def _quantized(x_TI: Tensor, layer: Linear) -> Tensor:
+    from trouper.kernels.quantized_matmul import group_sums, num_pieces, quantized_matmul
+
+    assert layer.scales is not None
+    num_rows, (num_out, num_in) = len(x_TI), layer.shape
+    num_groups, num_threads = layer.scales.shape[1], torch.get_num_threads()
+    pairs = num_in // num_groups // 2  # of a group
+    y_TO = x_TI.new_empty((num_rows, num_out))
+    sums_TG = torch.empty((num_rows, num_groups))
+    if layer.layout == "int4":
+        launch.compiled(group_sums)(
+            num_rows,
+            x_TI.data_ptr(),
+            x_TI.stride(0) // 2,
+            sums_TG.data_ptr(),
+            pairs,
+            num_groups,
+            num_threads=num_threads if num_rows > 8 else 1,
+        )
+    launch.compiled(quantized_matmul, layer.layout)(
+        num_pieces(num_rows, num_out),
+        x_TI.data_ptr(),
+        x_TI.stride(0) // 2,
+        layer.weight.data_ptr(),
+        layer.scales.data_ptr(),
+        0 if layer.bias is None else layer.bias.data_ptr(),
+        sums_TG.data_ptr(),
+        y_TO.data_ptr(),
+        num_rows,
+        num_in // 2,
+        num_out // 16,
+        pairs,
+        num_threads=num_threads,
     )
     return y_TO
 

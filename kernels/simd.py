@@ -382,6 +382,15 @@ class Code:
             halves.append(Value(self, self.builder.zext(bits, _WORDS)))
         return halves[0] | (halves[1] << 16)
 
+    def bits(self, integers: Value) -> Value:
+        """The words whose bits are those integers as float32."""
+        return Value(self, self.builder.bitcast(self.builder.sitofp(integers.ir, _LANES), _WORDS))
+
+    def halves(self, low: Value, high: Value) -> Value:
+        """Words of the upper halves of two float32 whose lower halves are zeros."""
+        shifted = Value(self, self.builder.lshr(low.ir, self.words(16).ir))
+        return shifted | high
+
     def sqrt(self, x: Value) -> Value:
         return self._intrinsic("llvm.sqrt.f32", _F32, x.ir)
 

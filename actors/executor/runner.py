@@ -101,6 +101,7 @@ class Runner:
                 max_model_len=config.max_model_len,
                 load_format=config.load_format,
                 seed=config.seed,
+                quantization=config.quantization,
                 ops=ops.result,
             )
 

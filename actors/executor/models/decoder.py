@@ -113,7 +113,7 @@ class Decoder:
             self._head,
             *(x for la in self._layers for x in (la.qkv, la.o, la.gate_up, la.down)),
         ]
-        return sum(linear.shape[0] * linear.shape[1] for linear in linears) * self.dtype.itemsize
+        return sum(linear.num_bytes for linear in linears)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """[R, vocabulary] float32."""
