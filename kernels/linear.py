@@ -159,8 +159,9 @@ def _quantized(x_TI: Tensor, layer: Linear) -> Tensor:
 
 
 def _pack_native(weight_OI: Tensor) -> Tensor:
-    from trouper.kernels.matmul import pack
+    from trouper.kernels.matmul import matmul, pack
 
+    launch.compiled(matmul)  # now, and not in the first step
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     packed = weight_OI.new_empty((num_out // 16, num_in // 2, 16, 2))
