@@ -1,13 +1,10 @@
 """What rounded weights cost: the distance of every next-token distribution to that of the plain weights.
 
-    python -m trouper.bench.quantization [--model FOLDER] [--output FILE.json]
-
 Over the positions of some source files (this package's own): mean KL divergence in nats, share of
 positions with the same most probable token, and perplexity.
 """
 
-import argparse
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +14,30 @@ import trouper
 from trouper import LLM, SamplingParams
 
 FILES = ("errors.py", "params.py", "config.py", "outputs.py", "metrics.py", "inputs.py")
-NUM_CHARS = 600
+METHODS = ("int8", "int4")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What rounded weights cost.")
-    parser.add_argument("--model")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+def measure(model: str | None, *, num_chars: int, num_files: int) -> list[dict[str, Any]]:
+    """One record for the plain weights and each method; bfloat16."""
     folder = Path(trouper.__file__).parent
-    texts = [(folder / name).read_text()[:NUM_CHARS] for name in FILES]
-    plain, token_ids = distributions(options.model, None, texts)
+    texts = [(folder / name).read_text()[:num_chars] for name in FILES[:num_files]]
+    plain, token_ids = distributions(model, None, texts)
     results = [{"quantization": "none", **compared(plain, plain, token_ids)}]
-    for quantization in ("int8", "int4"):
-        found, _ = distributions(options.model, quantization, texts)
-        results.append({"quantization": quantization, **compared(plain, found, token_ids)})
-    for result in results:
-        print(json.dumps(result))
-    if options.output:
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
+    for method in METHODS:
+        found, _ = distributions(model, method, texts)
+        results.append({"quantization": method, **compared(plain, found, token_ids)})
+    return results
 
 
 def distributions(
-    model: str | None, quantization: str | None, texts: list[str]
+    model: str | None, quantization: str | None, texts: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities [positions, vocabulary] and the tokens that followed [positions]."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
     with LLM(
         model, dtype="bfloat16", quantization=quantization, max_logprobs=-1, max_model_len=1024
     ) as llm:
-        outputs = llm.generate(texts, params, use_tqdm=False)
+        outputs = llm.generate(list(texts), params, use_tqdm=False)
     rows, token_ids = [], []
     for output in outputs:
         for token_id, entries in zip(
@@ -70,7 +61,3 @@ def compared(plain: np.ndarray, found: np.ndarray, token_ids: np.ndarray) -> dic
         "same_top_token": round(float(same.mean()), 4),
         "perplexity": round(float(np.exp(-likely.mean())), 3),
     }
-
-
-if __name__ == "__main__":
-    main()
