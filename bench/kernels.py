@@ -15,12 +15,12 @@ from torch import Tensor
 
 from trouper.bench.roofs import SAMPLE_S, Roofs, seconds_of
 from trouper.errors import TrouperError
-from trouper.kernels.act_mul import silu_mul, silu_mul_reference
-from trouper.kernels.attention_plan import plan_attention
+from trouper.kernels.act_mul import silu_mul_reference
+from trouper.kernels.decoder_ops import Ops, Shape, make_ops
 from trouper.kernels.kv_write import kv_write_, kv_write_reference
 from trouper.kernels.linear import Linear, linear, linear_reference
 from trouper.kernels.noise import gumbel, gumbel_reference
-from trouper.kernels.paged_attention import paged_attention, paged_attention_reference
+from trouper.kernels.paged_attention import paged_attention_reference
 from trouper.kernels.rms_norm import rms_norm, rms_norm_heads_, rms_norm_reference
 from trouper.kernels.rope import rope_, rope_reference, rope_table, rotation_of
 
@@ -61,6 +61,25 @@ class Shapes(NamedTuple):
     def item(self) -> int:
         return self.dtype.itemsize
 
+    def ops(self) -> Ops:
+        """As a model of these shapes gets them."""
+        return make_ops(
+            Shape(
+                dtype=self.dtype,
+                num_q_heads=self.num_q,
+                num_kv_heads=self.num_kv,
+                head_dim=self.width,
+                hidden_size=self.hidden,
+                intermediate_size=self.mlp,
+                block_size=self.block_size,
+                norm_eps=EPS,
+                residual_scale=1.0,
+                activation="silu",
+                scale=self.width**-0.5,
+                softcap=None,
+            )
+        )
+
     @classmethod
     def of(cls, config: dict[str, Any], **more: Any) -> "Shapes":
         """From a config.json."""
@@ -90,7 +109,7 @@ def act_mul(s: Shapes) -> Iterator[Case]:
     x = torch.randn(s.num_tokens, 2 * s.mlp).to(s.dtype)
     yield Case(
         f"[{s.num_tokens}, {2 * s.mlp}]",
-        lambda: silu_mul(x),
+        partial(s.ops().act_mul, x),
         lambda: silu_mul_reference(x),
         3 * s.item * s.num_tokens * s.mlp,
         6 * s.num_tokens * s.mlp,
@@ -184,14 +203,55 @@ def _attention(
     caches = cycle([cache, *(cache.clone() for _ in range(s.copies(cache.nbytes) - 1))])
     slots = [(t[:, None] * s.block_size + np.arange(s.block_size)).ravel() for t in tables]
     fresh = np.concatenate([w[a : a + c] for w, a, c in zip(slots, starts, counts, strict=True)])
-    k, v = cache[:, :, torch.from_numpy(fresh)].transpose(1, 2)
-    q = torch.randn(sum(counts), s.num_q, s.width).to(s.dtype)
-    tiles = plan_attention(tables, starts, counts, block_size=s.block_size)
-    scale = s.width**-0.5
+    qkv = torch.randn(sum(counts), s.num_q + 2 * s.num_kv, s.width).to(s.dtype)
+    kv = cache[:, :, torch.from_numpy(fresh)].permute(2, 0, 1, 3)
+    qkv[:, s.num_q :].unflatten(1, (2, s.num_kv)).copy_(kv)
+    q, ops = qkv[:, : s.num_q], s.ops()
+    ids = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+    for row, table in enumerate(tables):
+        ids[row, : len(table)] = table
+    plan = ops.plan(ids, range(len(tables)), starts, counts, None)
     where = [slot.tolist() for slot in slots]
     return (
-        lambda: paged_attention(q, k, v, next(caches), tiles, {}, scale=scale),
-        lambda: paged_attention_reference(q, cache, where, starts, counts, scale=scale),
+        lambda: ops.attend(qkv, next(caches), plan),
+        lambda: paged_attention_reference(q, cache, where, starts, counts, scale=s.width**-0.5),
+    )
+
+
+def finish_qkv(s: Shapes) -> Iterator[Case]:
+    """Norm and rotation of q and k, and the write; checked by what is left of q."""
+    num_heads = s.num_q + 2 * s.num_kv
+    qkv = torch.randn(s.num_tokens, num_heads, s.width).to(s.dtype)
+    weight = torch.ones(s.num_q + s.num_kv, s.width, dtype=s.dtype)
+    frequencies = 10_000.0 ** -(torch.arange(0, s.width, 2) / s.width)
+    positions, slots = torch.arange(s.num_tokens), torch.randperm(s.num_tokens)
+    cache = torch.zeros(2, s.num_kv, s.num_tokens, s.width, dtype=s.dtype)
+    ops = s.ops()
+    step = ops.begin(positions, slots, [rope_table(frequencies, s.num_tokens, 1.0, s.dtype)])
+
+    def run() -> Tensor:
+        ops.finish_qkv(qkv, weight, step, 0, cache)
+        return qkv[:, : s.num_q]
+
+    def reference() -> Tensor:
+        normed = rms_norm_reference(qkv[:, : s.num_q].double(), weight[0], EPS)
+        return rope_reference(normed, positions, frequencies)
+
+    num_items = s.num_tokens * num_heads * s.width
+    shape = f"[{s.num_tokens}, {num_heads}, {s.width}]"
+    yield Case(shape, run, reference, 2 * s.item * num_items, 7 * num_items)
+
+
+def add_norm(s: Shapes) -> Iterator[Case]:
+    x, y = torch.randn(2, s.num_tokens, s.hidden).to(s.dtype)
+    weight, ops = torch.randn(s.hidden).to(s.dtype), s.ops()
+    total, num_items = x + y, s.num_tokens * s.hidden
+    yield Case(
+        f"[{s.num_tokens}, {s.hidden}]",
+        lambda: ops.add_norm(x, y, weight),
+        lambda: rms_norm_reference(total, weight, EPS),
+        4 * s.item * num_items,
+        6 * num_items,
     )
 
 
@@ -253,6 +313,8 @@ OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
     "paged_attention, prefill": prefill_attention,
     "kv_write": kv_write,
     "rope": rope,
+    "finish_qkv": finish_qkv,
+    "add_norm": add_norm,
     "rms_norm": norm,
     "rms_norm, heads": head_norm,
     "act_mul": act_mul,

@@ -1,23 +1,32 @@
-"""y = x Wᵀ + b, with W packed once into oneDNN's blocked layout.
+"""y = x Wᵀ + b, with W packed once into the layout that reads fastest, and the one place that chooses it.
 
-    x [T, I]   tokens × inputs, rows contiguous
-    W [O, I]   as checkpoints store it; packed, its bytes are the same and its layout is oneDNN's
+    x [T, I]   tokens × inputs
+    W [O, I]   as checkpoints store it; packed, its bytes are the same
     y [T, O]
 
-Packing lets oneDNN skip the reorder it would otherwise do in every call.  `linear` also takes an
-unpacked weight, for dtypes that oneDNN does not pack here (float16) and builds without mkldnn.
+    native   bfloat16 where the machine multiplies it: kernels/matmul.py
+    oneDNN   float32, and bfloat16 of other machines and shapes: no reorder in every call
+    plain    what oneDNN does not pack here (float16), and builds without it
+    int8, int4   weights rounded at load: kernels/quantized_matmul.py where bfloat16 would be native;
+             elsewhere the rounded weights in their own dtype, with no gain but the same outputs
 
-Roofline: bytes = e (O I + T I + T O), FLOPs = 2 T O I; bound by memory below about 8 tokens.
-Measured, one EPYC core, I = 1024, O = 4096, µs a call, unpacked -> packed:
-    bf16  T=1 308 -> 132 (64 GB/s, partly from cache)   T=16 816 -> 610   T=256 14.2k -> 13.8k
-    fp32  T=1 417 -> 300                                T=16 2537 -> 1382 T=256 equal within noise
+Law: the choice depends on the weight and the machine alone, never on a batch.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACKABLE = (torch.bfloat16, torch.float32)
+from trouper.kernels import launch
+from trouper.kernels.quantization import (
+    Format,
+    dequantized,
+    pack_integers,
+    pack_panels,
+    quantize,
+)
+
+ONEDNN_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Linear:
@@ -26,37 +35,151 @@ class Linear:
     Owns the only copy: after packing nothing refers to the plain matrix.
     """
 
-    __slots__ = ("bias", "is_packed", "shape", "weight")
+    __slots__ = ("bias", "layout", "scales", "shape", "weight")
 
     def __init__(
-        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, pack: bool = True
+        self,
+        weight_OI: Tensor,
+        bias_O: Tensor | None = None,
+        *,
+        layout: str | None = None,
+        quantization: Format | None = None,
     ) -> None:
         self.shape = tuple(weight_OI.shape)
+        self.layout = layout or layout_of(weight_OI)
         self.bias = bias_O
-        self.is_packed = pack and can_pack(weight_OI)
-        self.weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), None)
-            if self.is_packed
-            else weight_OI
-        )
+        self.scales: Tensor | None = None
+        if quantization is not None:
+            integers_OI, scales = quantize(weight_OI, quantization)
+            if self.layout == "native":
+                self.layout = quantization
+                self.weight = pack_integers(integers_OI, quantization)
+                self.scales = pack_panels(scales)
+                return
+            weight_OI = dequantized(integers_OI, scales).to(weight_OI.dtype)
+        self.weight = _PACKERS[self.layout](weight_OI)
+
+    @property
+    def num_bytes(self) -> int:
+        """What a product reads of it."""
+        if self.layout == "onednn":  # knows no size of its own
+            return self.shape[0] * self.shape[1] * self.weight.element_size()
+        return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def __repr__(self) -> str:
-        layout = "packed" if self.is_packed else "plain"
-        return f"Linear({self.shape[1]} -> {self.shape[0]}, {self.weight.dtype}, {layout})"
+        return f"Linear({self.shape[1]} -> {self.shape[0]}, {self.weight.dtype}, {self.layout})"
 
 
-def can_pack(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or weight.dtype not in PACKABLE or not weight.numel():
+def layout_of(weight: Tensor) -> str:
+    num_out, num_in = weight.shape
+    if weight.device.type != "cpu" or not weight.numel():
+        return "plain"
+    if weight.dtype == torch.bfloat16 and not num_out % 16 and not num_in % 32 and _has_dot():
+        return "native"
+    if weight.dtype not in ONEDNN_DTYPES or not torch.backends.mkldnn.is_available():
+        return "plain"
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "plain"
+    return "onednn"
+
+
+def _has_dot() -> bool:
+    if not launch.is_available():
         return False
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    from trouper.kernels.machine_code import has_bf16_dot
+
+    return has_bf16_dot()
 
 
 def linear(x_TI: Tensor, layer: Linear) -> Tensor:
-    if layer.is_packed:
+    if layer.layout == "native":
+        return _native(x_TI, layer)
+    if layer.layout in ("int4", "int8"):
+        return _quantized(x_TI, layer)
+    if layer.layout == "onednn":
         return torch.ops.mkldnn._linear_pointwise(x_TI, layer.weight, layer.bias, "none", [], "")
     return F.linear(x_TI, layer.weight, layer.bias)
+
+
+def _native(x_TI: Tensor, layer: Linear) -> Tensor:
+    from trouper.kernels.matmul import matmul, num_pieces
+
+    num_rows, (num_out, num_in) = len(x_TI), layer.shape
+    y_TO = x_TI.new_empty((num_rows, num_out))
+    launch.compiled(matmul)(
+        num_pieces(num_rows, num_out),
+        x_TI.data_ptr(),
+        x_TI.stride(0) // 2,
+        layer.weight.data_ptr(),
+        0 if layer.bias is None else layer.bias.data_ptr(),
+        y_TO.data_ptr(),
+        num_rows,
+        num_in // 2,
+        num_out // 16,
+        num_threads=torch.get_num_threads(),
+    )
+    return y_TO
+
+
+def _quantized(x_TI: Tensor, layer: Linear) -> Tensor:
+    from trouper.kernels.quantized_matmul import group_sums, num_pieces, quantized_matmul
+
+    assert layer.scales is not None
+    num_rows, (num_out, num_in) = len(x_TI), layer.shape
+    num_groups, num_threads = layer.scales.shape[1], torch.get_num_threads()
+    pairs = num_in // num_groups // 2  # of a group
+    y_TO = x_TI.new_empty((num_rows, num_out))
+    sums_TG = torch.empty((num_rows, num_groups))
+    if layer.layout == "int4":
+        launch.compiled(group_sums)(
+            num_rows,
+            x_TI.data_ptr(),
+            x_TI.stride(0) // 2,
+            sums_TG.data_ptr(),
+            pairs,
+            num_groups,
+            num_threads=num_threads if num_rows > 8 else 1,
+        )
+    launch.compiled(quantized_matmul, layer.layout)(
+        num_pieces(num_rows, num_out),
+        x_TI.data_ptr(),
+        x_TI.stride(0) // 2,
+        layer.weight.data_ptr(),
+        layer.scales.data_ptr(),
+        0 if layer.bias is None else layer.bias.data_ptr(),
+        sums_TG.data_ptr(),
+        y_TO.data_ptr(),
+        num_rows,
+        num_in // 2,
+        num_out // 16,
+        pairs,
+        num_threads=num_threads,
+    )
+    return y_TO
+
+
+def _pack_native(weight_OI: Tensor) -> Tensor:
+    from trouper.kernels.matmul import matmul, pack
+
+    launch.compiled(matmul)  # now, and not in the first step
+    weight_OI = weight_OI.contiguous()
+    num_out, num_in = weight_OI.shape
+    packed = weight_OI.new_empty((num_out // 16, num_in // 2, 16, 2))
+    launch.compiled(pack)(
+        num_out // 16,
+        weight_OI.data_ptr(),
+        packed.data_ptr(),
+        num_in // 2,
+        num_threads=torch.get_num_threads(),
+    )
+    return packed
+
+
+def _pack_onednn(weight_OI: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), None)
+
+
+_PACKERS = {"native": _pack_native, "onednn": _pack_onednn, "plain": lambda weight: weight}
 
 
 def linear_reference(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import operator
 import os
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import msgspec
 
@@ -38,6 +38,7 @@ __all__ = [
     "SchedulerConfig",
 ]
 
+Quantization = Literal["int8", "int4"] | None
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_BLOCK_SIZE_CPU = (
     128  # a decode kernel reads 2 x the bandwidth at 128 of what it reads at 16
@@ -100,6 +101,7 @@ class EngineArgs:
     download_dir: str | None = None
     load_format: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
     max_model_len: int | str | None = None
     seed: int = 0
     enforce_eager: bool = False
@@ -163,6 +165,7 @@ class EngineArgs:
             tokenizer=None if self.skip_tokenizer_init else tokenizer_path(self, model),
             dtype=dtype,
             load_format=self.load_format,
+            quantization=cast("Quantization", self.quantization),
             seed=self.seed,
             max_model_len=max_model_len,
             max_logprobs=self.max_logprobs,
@@ -298,6 +301,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None
     enable_prompt_embeds: bool = False
     shutdown_timeout_s: float
+    quantization: Quantization = None  # of the weights, at load
     render_timeout_s: float = 30.0  # for one prompt
     log_stats: bool = False
     log_stats_interval_s: float = 10.0

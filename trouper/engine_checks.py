@@ -22,6 +22,7 @@ AT_LEAST = {
 AT_MOST = {"seed": 2**63 - 1}
 ONE_OF = {
     "scheduling_policy": ("priority", "fcfs"),
+    "quantization": (None, "int8", "int4"),
     "prefix_caching_hash_algo": ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
 }
 IDLE_ON_CPU = ("enforce_eager", "cudagraph_capture_sizes", "gpu_memory_utilization")
@@ -38,7 +39,7 @@ def check_engine_args(args: "EngineArgs") -> None:
     _check_numbers(args)
     for name, choices in ONE_OF.items():
         if getattr(args, name) not in choices:
-            raise _bad(args, name, f"{name} must be {' or '.join(choices)}")
+            raise _bad(args, name, f"{name} must be {' or '.join(map(str, choices))}")
     if args.prefix_caching_hash_algo != "sha256":
         raise UnsupportedFeatureError(
             f"prefix_caching_hash_algo={args.prefix_caching_hash_algo!r} is not supported yet; "

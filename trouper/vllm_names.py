@@ -6,7 +6,7 @@ from trouper.errors import UnsupportedFeatureError
 
 _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     (None, """
-        quantization hf_overrides logits_processors pooler_config allowed_media_domains
+        hf_overrides logits_processors pooler_config allowed_media_domains
         mm_processor_kwargs limit_mm_per_prompt distributed_executor_backend
         max_cudagraph_capture_size compilation_config attention_backend max_cpu_loras
         default_mm_loras structured_outputs_config speculative_config custom_histogram_buckets

@@ -5,7 +5,8 @@ of its columns.  Law: the token at position p of a row is final once the step th
 later plans read it from here, so that they can be made before it is known to the scheduler.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from trouper.actors.messages import Embeds, NewRow, Sampling, StepPlan
-from trouper.kernels.attention_plan import Tile, plan_attention
 
 
 class Rows:
@@ -46,9 +46,6 @@ class Rows:
         self.block_ids[row, first : first + len(block_ids)] = block_ids
         self.num_blocks[row] = first + len(block_ids)
 
-    def blocks_of(self, row: int) -> np.ndarray:
-        return self.block_ids[row, : self.num_blocks[row]]
-
     def outputs_of(self, row: int, end: int) -> np.ndarray:
         """The generated tokens before position `end`."""
         return self.token_ids[row, self.num_prompt[row] : end]
@@ -64,12 +61,15 @@ class Batch(msgspec.Struct, frozen=True):
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     slots: Tensor  # [T] int64
-    plans: dict[int | None, tuple[Tile, ...]]  # attention, by window
+    plans: dict[int | None, Any]  # attention, by window, as the decoder's ops make them
     embeds: tuple[tuple[int, Tensor], ...] = ()  # first token in the flat batch, rows from there on
 
 
 def make_batch(
-    plan: StepPlan, rows: Rows, windows: Sequence[int | None], *, max_tile: int | None = None
+    plan: StepPlan,
+    rows: Rows,
+    windows: Sequence[int | None],
+    plan_attention: Callable[..., Any],
 ) -> Batch:
     columns = np.array(plan.rows, dtype=np.int64)
     starts = np.array(plan.starts, dtype=np.int64)
@@ -79,7 +79,6 @@ def make_batch(
     positions_T = np.arange(counts.sum()) - np.repeat(firsts - starts, counts)
     size = rows.block_size
     slots_T = rows.block_ids[rows_T, positions_T // size] * size + positions_T % size
-    tables = [rows.blocks_of(row) for row in plan.rows]
     return Batch(
         rows=columns,
         starts=starts,
@@ -89,9 +88,7 @@ def make_batch(
         positions=torch.from_numpy(positions_T),
         slots=torch.from_numpy(slots_T),
         plans={
-            window: plan_attention(
-                tables, plan.starts, plan.counts, block_size=size, window=window, max_tile=max_tile
-            )
+            window: plan_attention(rows.block_ids, plan.rows, plan.starts, plan.counts, window)
             for window in windows
         },
         embeds=_embeds_of(plan, rows, firsts),

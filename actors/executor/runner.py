@@ -10,6 +10,7 @@ Laws:
 import ctypes
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from trouper.actors.executor.batch import Batch, Rows, make_batch
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder
+from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_shape
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.sampler import Sampler, token_logprobs
@@ -26,7 +27,7 @@ from trouper.actors.executor.weights import load_decoder
 from trouper.actors.messages import StepDone, StepPlan, TokenLogprobs
 from trouper.config import EngineConfig
 from trouper.errors import ProfilerAlreadyActiveError, TrouperValidationError
-from trouper.kernels.paged_attention import MAX_TILE_CAPPED
+from trouper.kernels.decoder_ops import make_ops
 
 # Weights that one core streams from its cache in about a millisecond: a second one gains nothing alone,
 # and on a busy machine every barrier with it costs a time slice.
@@ -46,7 +47,6 @@ class Runner:
         self._config = config
         self._traits = decoder_traits(config.model.hf_config, config.model.architecture)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        self._max_tile = MAX_TILE_CAPPED if self._traits.attention_softcap else None
         self._rows = Rows(config.scheduler.max_num_seqs, config.max_model_len, config.block_size)
         self._sampler = Sampler(self._rows, self._traits.vocab_size)
         self._decoder: Decoder | None = None
@@ -81,14 +81,7 @@ class Runner:
         """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are not."""
         with torch.inference_mode():
             if "weights" in tags and self._decoder is None:
-                self._decoder = load_decoder(
-                    Path(self._config.model.path),
-                    self._traits,
-                    dtype=self._dtype,
-                    max_model_len=self._config.max_model_len,
-                    load_format=self._config.load_format,
-                    seed=self._config.seed,
-                )
+                self._decoder = self._load_decoder()
             if "kv_cache" in tags and self._kv is None:
                 traits = self._traits
                 # empty, not zeros: pages that no sequence has touched take no memory
@@ -96,6 +89,21 @@ class Runner:
                     (len(traits.layers), 2, traits.num_kv_heads, self._num_slots, traits.head_dim),
                     dtype=self._dtype,
                 )
+
+    def _load_decoder(self) -> Decoder:
+        config = self._config
+        with ThreadPoolExecutor(1, "trouper-compile") as pool:
+            ops = pool.submit(make_ops, ops_shape(self._traits, self._dtype, config.block_size))
+            return load_decoder(
+                Path(config.model.path),
+                self._traits,
+                dtype=self._dtype,
+                max_model_len=config.max_model_len,
+                load_format=config.load_format,
+                seed=config.seed,
+                quantization=config.quantization,
+                ops=ops.result,
+            )
 
     @property
     def is_tiny(self) -> bool:
@@ -135,7 +143,7 @@ class Runner:
             self._apply_changes(plan, self._kv)
             if not plan.rows:
                 return StepDone(plan.step, ())
-            batch = make_batch(plan, self._rows, self._traits.windows, max_tile=self._max_tile)
+            batch = make_batch(plan, self._rows, self._traits.windows, self._decoder.ops.plan)
             hidden_TE = self._decoder.forward(
                 batch.token_ids,
                 batch.positions,

@@ -8,7 +8,7 @@ Laws:
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -25,7 +25,9 @@ from trouper.actors.executor.models.registry import (
 )
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.errors import TrouperValidationError
+from trouper.kernels.decoder_ops import Ops
 from trouper.kernels.linear import Linear
+from trouper.kernels.quantization import GROUP, Format, can_quantize
 
 INDEX = "model.safetensors.index.json"
 DUMMY_STD = 0.02
@@ -116,9 +118,15 @@ def load_decoder(
     max_model_len: int,
     load_format: str = "auto",
     seed: int = 0,
+    quantization: Format | None = None,
     decoder_type: type[D] = Decoder,
+    ops: Callable[[], Ops],
 ) -> D:
     """Build the decoder of `folder`.
+
+    Args:
+        quantization: of the projections; with any the head is int8, and the embedding stays.
+        ops: asked for last; they may be compiled while the weights are read.
 
     Raises:
         TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
@@ -141,8 +149,10 @@ def load_decoder(
     # The head is packed even where it is tied, and then exists twice: the lookup needs the plain
     # rows, the GEMM of a decode step runs 1.5-1.7 x faster on the packed ones (32000 x 1024 bf16, one
     # core: 5.9 -> 3.4 ms), and the price is one embedding, 7 % of the memory of a 0.5 B model.
-    head = Linear(outer.get("head", outer["embedding"]))
-    layers = [_layer(traits, i, source, dtype) for i in range(num_layers)]
+    head = Linear(
+        outer.get("head", outer["embedding"]), quantization="int8" if quantization else None
+    )
+    layers = [_layer(traits, i, source, dtype, quantization) for i in range(num_layers)]
     return decoder_type(
         traits,
         embedding=outer["embedding"],
@@ -150,17 +160,30 @@ def load_decoder(
         norm=outer["norm"],
         head=head,
         max_model_len=max_model_len,
+        ops=ops(),
     )
 
 
-def _layer(traits: DecoderTraits, index: int, source: Source, dtype: torch.dtype) -> Layer:
+def _layer(
+    traits: DecoderTraits,
+    index: int,
+    source: Source,
+    dtype: torch.dtype,
+    quantization: Format | None,
+) -> Layer:
     norms: dict[str, Tensor] = {}
     projections: dict[str, Linear] = {}
     for parameter in layer_parameters(traits, index):
         tensor = _assemble(parameter, source, dtype)
         name, _, kind = parameter.name.partition(".")
         if kind == "weight":
-            projections[name] = Linear(tensor)
+            if quantization and not can_quantize(tensor.shape[1], quantization):
+                raise TrouperValidationError(
+                    f"groups of {GROUP} do not divide the {tensor.shape[1]} inputs of {parameter.name}",
+                    parameter="quantization",
+                    value=quantization,
+                )
+            projections[name] = Linear(tensor, quantization=quantization)
         elif kind == "bias":
             projections[name].bias = tensor
         else:

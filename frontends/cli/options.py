@@ -35,6 +35,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "download_dir": "Where downloads are kept.",
         "load_format": "auto, or dummy for random weights.",
         "dtype": "auto (as stored), float32, bfloat16 or float16.",
+        "quantization": "Round the weights at load: int8, or int4 in groups of 32.",
         "max_model_len": "Longest prompt plus output, e.g. 4096 or 8k; the model's own by default.",
         "generation_config": "auto, trouper (ignore the model's), or a folder.",
         "override_generation_config": "Sampling defaults that win over the model's.",

@@ -149,6 +149,15 @@ def test_the_gaps_of_the_loop(report, loop):
         assert 0 <= found[state]["p50"] <= found[state]["p99.9"] <= found[state]["max"]
 
 
+def test_quantization_tells_what_each_method_costs(report):
+    results = report("quantization", "--num-chars", "150", "--num-files", "2")["results"]
+    none, int8, int4 = results
+    assert none["mean_kl_nats"] == 0 <= int8["mean_kl_nats"] < int4["mean_kl_nats"] < 0.1
+    assert none["same_top_token"] == 1 >= int8["same_top_token"] > 0.9
+    assert int4["same_top_token"] > 0.7
+    assert abs(int4["perplexity"] / none["perplexity"] - 1) < 0.1
+
+
 QUICK = ["--roof-mib", "1", "--roof-gemm", "64", "--sample-ms", "0", "--context", "20"]
 QUICK += ["--block-size", "16", "--num-tokens", "1,3", "--cold-mib", "0"]
 

@@ -1,14 +1,19 @@
 import pytest
 import torch
 
-from trouper.kernels.linear import Linear, can_pack, linear, linear_reference
+from trouper.kernels.linear import Linear, layout_of, linear, linear_reference
 
+needs_native = pytest.mark.skipif(
+    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs AVX512-BF16"
+)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 63, 17), (16, 64, 128), (7, 1000, 33)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (3, 63, 17), (16, 64, 128), (7, 1000, 33), (5, 96, 48)]
+)
 def test_packed_weights_give_the_product_of_the_plain_ones(dtype, has_bias, shape):
     num_tokens, num_in, num_out = shape
     torch.manual_seed(0)
@@ -16,9 +21,29 @@ def test_packed_weights_give_the_product_of_the_plain_ones(dtype, has_bias, shap
     weight = (torch.randn(num_out, num_in) / num_in**0.5).to(dtype)
     bias = torch.randn(num_out).to(dtype) if has_bias else None
     expected = linear_reference(x, weight, bias)
-    for pack in (True, False):
-        found = linear(x, Linear(weight, bias, pack=pack))
+    for layout in {"plain", layout_of(weight)}:
+        found = linear(x, Linear(weight, bias, layout=layout))
         torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@needs_native
+@pytest.mark.parametrize("num_out", [16, 80, 208])
+def test_a_native_row_does_not_depend_on_the_number_of_rows_or_threads(num_out):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(num_out, 96).bfloat16(), torch.randn(num_out).bfloat16()
+    layer, before = Linear(weight, bias), torch.get_num_threads()
+    assert layer.layout == "native"
+    x = torch.randn(400, 128).bfloat16()[:, :96]  # strided
+    expected = linear(x, layer)
+    torch.testing.assert_close(expected, linear_reference(x, weight, bias), atol=2e-2, rtol=2e-2)
+    try:
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            for num_rows in (*range(1, 26), 191, 192, 193, 400):
+                found = linear(x[-num_rows:], layer)
+                assert torch.equal(found, expected[-num_rows:]), num_rows
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_batch_without_tokens_gives_no_rows():
@@ -27,8 +52,6 @@ def test_a_batch_without_tokens_gives_no_rows():
 
 def test_half_precision_is_not_packed_and_says_so():
     layer = Linear(torch.zeros(4, 8, dtype=torch.float16))
-    assert not layer.is_packed
-    assert not can_pack(layer.weight)
     assert repr(layer) == "Linear(8 -> 4, torch.float16, plain)"
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import trouper
 
-HEAVY = ("numpy", "torch", "transformers", "tokenizers", "trio", "triton")
+HEAVY = ("llvmlite", "numpy", "torch", "transformers", "tokenizers", "trio", "triton")
 
 
 def loaded_after(code):

@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from trouper.actors.executor.batch import Rows, make_batch
+from trouper.actors.executor.models.decoder import ops_shape
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.weights import load_decoder
 from trouper.actors.messages import NewRow, Sampling, SequenceId, StepPlan
+from trouper.kernels.decoder_ops import make_ops
 
 from .driver import engine_config
 from .test_architectures import CASES, VOCAB, tiny_model
@@ -62,16 +64,21 @@ def test_hidden_states_and_caches_equal_those_of_the_cpu_path(case, tmp_path):
     tiny_model(*CASES[case], tmp_path)
     config = engine_config(tmp_path)
     traits = decoder_traits(config.model.hf_config, config.model.architecture)
-    options = {"dtype": torch.float32, "max_model_len": 64}
+    shape = ops_shape(traits, torch.float32, BLOCK_SIZE)
+    options = {
+        "dtype": torch.float32,
+        "max_model_len": 64,
+        "ops": lambda: make_ops(shape, native=False),
+    }
     on_cpu = load_decoder(tmp_path, traits, **options)
     on_device = load_decoder(tmp_path, traits, **options, decoder_type=CudaDecoder)
-    shape = (len(traits.layers), 2, traits.num_kv_heads, 37 * BLOCK_SIZE, traits.head_dim)
-    expected_kv = torch.zeros(shape)
-    kv = torch.full(shape, torch.nan, device=DEVICE)
+    cache_shape = (len(traits.layers), 2, traits.num_kv_heads, 37 * BLOCK_SIZE, traits.head_dim)
+    expected_kv = torch.zeros(cache_shape)
+    kv = torch.full(cache_shape, torch.nan, device=DEVICE)
     rows = make_rows()
     for step, columns in enumerate(STEPS):
         plan = StepPlan(step, 0, (0, 1, 2), *zip(*columns, strict=True), (True,) * 3)
-        batch = make_batch(plan, rows, [layer.window for layer in traits.layers])
+        batch = make_batch(plan, rows, [layer.window for layer in traits.layers], on_cpu.ops.plan)
         tensors = batch.token_ids, batch.positions, batch.slots
         expected = on_cpu.forward(*tensors, batch.plans, list(expected_kv))
         with np.errstate(all="ignore"):  # the interpreter computes masked lanes too

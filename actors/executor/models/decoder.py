@@ -7,6 +7,7 @@ It knows nothing of sequences: the batch brings positions, slots and the plan of
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +15,9 @@ from torch import Tensor
 
 from trouper.actors.executor.models.rotary import make_rope_table
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
-from trouper.kernels.act_mul import gelu_tanh_mul, silu_mul
-from trouper.kernels.attention_plan import Tile
-from trouper.kernels.kv_write import kv_write_
+from trouper.kernels.decoder_ops import Ops, Shape
 from trouper.kernels.linear import Linear, linear
-from trouper.kernels.paged_attention import mask_tensors, paged_attention
-from trouper.kernels.rms_norm import rms_norm, rms_norm_heads_
-from trouper.kernels.rope import rope_, rotation_of
+from trouper.kernels.rms_norm import rms_norm
 
 LOGITS_AT_ONCE = 256  # rows; 256 x 152k vocabulary x 4 B = 150 MiB
 
@@ -61,13 +58,14 @@ class Decoder:
         norm: Tensor,
         head: Linear,
         max_model_len: int,
+        ops: Ops,
     ) -> None:
         self.traits = traits
         self.dtype = embedding.dtype
+        self.ops = ops
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         # transformers rounds the scale to the model's dtype before it multiplies
         self._embedding_scale = torch.tensor(traits.embedding_scale, dtype=self.dtype)
-        self._act_mul = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}[traits.activation]
         self._rope_tables = [
             make_rope_table(rope, max_model_len, self.dtype) for rope in traits.ropes
         ]
@@ -77,19 +75,19 @@ class Decoder:
         token_ids_T: Tensor,
         positions_T: Tensor,
         slots_T: Tensor,
-        plans: Mapping[int | None, Sequence[Tile]],
+        plans: Mapping[int | None, Any],
         caches: Sequence[Tensor],
         embeds: Sequence[tuple[int, Tensor]] = (),
     ) -> Tensor:
         """Hidden states [T, E] after the last norm; the caches gain this step's keys and values.
 
         Args:
-            plans: the tiles of the attention, by window.
+            plans: of the attention, by window, as `ops.plan` makes them.
             caches: of each layer [2, H, S, D].
             embeds: rows that stand for the embeddings of tokens: the first token, and the rows.
         """
-        rotations = [rotation_of(table, positions_T) for table in self._rope_tables]
-        masks = {window: mask_tensors(tiles, self.dtype) for window, tiles in plans.items()}
+        ops = self.ops
+        step = ops.begin(positions_T, slots_T, self._rope_tables)
         x_TE = F.embedding(token_ids_T, self._embedding)
         scale = None if self.traits.embedding_scale == 1 else self._embedding_scale
         if scale is not None:
@@ -98,25 +96,15 @@ class Decoder:
             part_PE = x_TE.narrow(0, first, len(rows_PE)).copy_(rows_PE)
             if scale is not None and not self.traits.embeds_are_scaled:
                 part_PE *= scale
-        for layer, cache in zip(self._layers, caches, strict=True):
-            window, rope = layer.traits.window, layer.traits.rope
-            y_TE = (
-                x_TE if layer.attention_norm is None else self._norm_of(x_TE, layer.attention_norm)
-            )
-            y_TE = self._attention(
-                layer,
-                y_TE,
-                None if rope is None else rotations[rope],
-                slots_T,
-                plans[window],
-                masks[window],
-                cache,
-            )
-            self._add(x_TE, y_TE, layer.attention_post_norm)
-            y_TE = x_TE if layer.mlp_norm is None else self._norm_of(x_TE, layer.mlp_norm)
-            y_TE = linear(self._act_mul(linear(y_TE, layer.gate_up)), layer.down)
-            self._add(x_TE, y_TE, layer.mlp_post_norm)
-        return self._norm_of(x_TE, self._norm)
+        first_norm = self._layers[0].attention_norm
+        y_TE = x_TE if first_norm is None else ops.norm(x_TE, first_norm)
+        following = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
+        for layer, cache, next_norm in zip(self._layers, caches, following, strict=True):
+            y_TE = self._attention(layer, y_TE, step, plans[layer.traits.window], cache)
+            y_TE = self._add(x_TE, y_TE, layer.attention_post_norm, layer.mlp_norm)
+            y_TE = linear(ops.act_mul(linear(y_TE, layer.gate_up)), layer.down)
+            y_TE = self._add(x_TE, y_TE, layer.mlp_post_norm, next_norm)
+        return y_TE
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +113,7 @@ class Decoder:
             self._head,
             *(x for la in self._layers for x in (la.qkv, la.o, la.gate_up, la.down)),
         ]
-        return sum(linear.shape[0] * linear.shape[1] for linear in linears) * self.dtype.itemsize
+        return sum(linear.num_bytes for linear in linears)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """[R, vocabulary] float32."""
@@ -135,57 +123,47 @@ class Decoder:
         cap = self.traits.final_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
-    def _norm_of(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self.traits.norm_eps)
-
-    def _add(self, x_TE: Tensor, y_TE: Tensor, post_norm: Tensor | None) -> None:
-        """x += scale · norm(y): the residual sum, in place."""
+    def _add(
+        self, x_TE: Tensor, y_TE: Tensor, post_norm: Tensor | None, next_norm: Tensor | None
+    ) -> Tensor:
+        """x += scale · norm(y), the residual sum, in place; the norm of it that is read next."""
         if post_norm is not None:
-            y_TE = self._norm_of(y_TE, post_norm)
-        x_TE.add_(y_TE, alpha=self.traits.residual_scale)
+            y_TE = self.ops.norm(y_TE, post_norm)
+        return self.ops.add_norm(x_TE, y_TE, next_norm)
 
     def _attention(
-        self,
-        layer: Layer,
-        x_TE: Tensor,
-        rotation: Tensor | None,
-        slots_T: Tensor,
-        tiles: Sequence[Tile],
-        masks: dict[int, Tensor],
-        cache_2HSD: Tensor,
+        self, layer: Layer, x_TE: Tensor, step: Any, plan: Any, cache_2HSD: Tensor
     ) -> Tensor:
         traits = self.traits
-        num_q, num_kv, width = traits.num_q_heads, traits.num_kv_heads, traits.head_dim
-        qkv_TND = linear(x_TE, layer.qkv).view(-1, num_q + 2 * num_kv, width)
-        self._norm_qk(qkv_TND, layer)
-        if rotation is not None:
-            rope_(qkv_TND.narrow(1, 0, num_q + num_kv), rotation)
-        kv_T2HD = qkv_TND.narrow(1, num_q, 2 * num_kv).unflatten(1, (2, num_kv))
-        kv_write_(cache_2HSD, kv_T2HD, slots_T)
-        q_TND = qkv_TND.narrow(1, 0, num_q)
-        k_THD, v_THD = kv_T2HD.unbind(1)
-        out_TN = paged_attention(
-            q_TND,
-            k_THD,
-            v_THD,
-            cache_2HSD,
-            tiles,
-            masks,
-            scale=traits.attention_scale,
-            softcap=traits.attention_softcap,
-        )
-        return linear(out_TN, layer.o)
+        num_heads = traits.num_q_heads + 2 * traits.num_kv_heads
+        qkv_TND = linear(x_TE, layer.qkv).view(-1, num_heads, traits.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            self._norm_projections(qkv_TND, layer.q_norm, layer.k_norm)
+        self.ops.finish_qkv(qkv_TND, layer.head_norm, step, layer.traits.rope, cache_2HSD)
+        return linear(self.ops.attend(qkv_TND, cache_2HSD, plan), layer.o)
 
-    def _norm_qk(self, qkv_TND: Tensor, layer: Layer) -> None:
-        """In place; over each head, or over all heads of q and of k (OLMo-2), or not at all."""
+    def _norm_projections(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        """In place, over all heads of q and of k (OLMo-2)."""
         num_q, num_kv = self.traits.num_q_heads, self.traits.num_kv_heads
-        if layer.head_norm is not None:
-            qk_TND = qkv_TND.narrow(1, 0, num_q + num_kv)
-            rms_norm_heads_(qk_TND, layer.head_norm, self.traits.norm_eps)
-        elif layer.q_norm is not None and layer.k_norm is not None:
-            for first, num_heads, weight in (
-                (0, num_q, layer.q_norm),
-                (num_q, num_kv, layer.k_norm),
-            ):
-                x_TND = qkv_TND.narrow(1, first, num_heads)
-                x_TND.copy_(self._norm_of(x_TND.flatten(1), weight).view(x_TND.shape))
+        for first, num_heads, weight in ((0, num_q, q_norm), (num_q, num_kv, k_norm)):
+            x_TND = qkv_TND.narrow(1, first, num_heads)
+            normed = rms_norm(x_TND.flatten(1), weight, self.traits.norm_eps)
+            x_TND.copy_(normed.view(x_TND.shape))
+
+
+def ops_shape(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> Shape:
+    """What `make_ops` asks about a model."""
+    return Shape(
+        dtype=dtype,
+        num_q_heads=traits.num_q_heads,
+        num_kv_heads=traits.num_kv_heads,
+        head_dim=traits.head_dim,
+        hidden_size=traits.hidden_size,
+        intermediate_size=traits.intermediate_size,
+        block_size=block_size,
+        norm_eps=traits.norm_eps,
+        residual_scale=traits.residual_scale,
+        activation=traits.activation,
+        scale=traits.attention_scale,
+        softcap=traits.attention_softcap,
+    )

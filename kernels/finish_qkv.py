@@ -1,0 +1,88 @@
+"""What lies between the QKV product and the attention, in one pass over each token.
+
+    q, k  <- rotate(norm(q), p), rotate(norm(k), p);   cache[:, h, slot] <- k, v
+
+    qkv       [T, N + 2 H, D]  q is finished in place, D a multiple of 16
+    weight    [N + H, D]       float32, of the norm of each head; or absent
+    table     [P, 2, R]        float32 (cos, signed sin), see `rope.py`; or R = 0
+    cache     [2, H, S, D]
+    positions, slots [T]       int64
+
+Norm and rotation are computed in float32 and rounded once, where two torch calls round in between.
+
+Roofline: bytes = 2 e T (N + 2 H) D, FLOPs = 7 T (N + H) D.
+Measured, one EPYC core, N = 16, H = 8, D = 128, bf16: 25 µs for 16 tokens, 116 in torch; for 1024
+tokens 1.5 ms, 12.9 in torch.  What it costs are the 2 H pages of the cache that a token touches.
+"""
+
+from trouper.kernels.simd import LANES, Code, Kind, Pointer, Value
+
+
+def finish_qkv(code: Code, kind: Kind) -> None:
+    """qkv, weight or 0, table, positions, cache, slots, S, N, H, D, R, ε, scratch, scratch bytes.
+
+    A piece is a token.
+    """
+    (
+        qkv, weight, table, positions, cache, slots, num_slots, num_q, num_kv, width, rotated, eps,
+        scratch, scratch_bytes,
+    ) = code.arguments(14)  # fmt: skip
+    eps = code.f32_argument(eps)
+    wide = code.pointer(scratch + code.thread() * scratch_bytes, "f32")
+    for token in code.pieces():
+        heads = code.pointer(qkv, kind) + token * (num_q + 2 * num_kv) * width
+        slot = code.pointer(slots, "i64")[token]
+        position = code.pointer(positions, "i64")[token]
+        angles = code.pointer(table, "f32") + position * 2 * rotated
+        own = code.pointer(cache, kind) + slot * width
+        for head in code.loop(0, 2 * num_kv):  # each in a page of its own: ask for them early
+            for d in code.loop(0, width, 2 * LANES):
+                (own + head * num_slots * width).prefetch(d, level=1)
+        for head in code.loop(0, num_q + num_kv):
+            _read(code, wide, heads + head * width, weight, head, width, eps)
+            _rotate(code, wide, angles, rotated)
+            with code.when(head < num_q):
+                _copy(code, heads + head * width, wide, width)
+            with code.when(head >= num_q):
+                _copy(code, own + (head - num_q) * num_slots * width, wide, width)
+        for head in code.loop(0, num_kv):
+            values = heads + (num_q + num_kv + head) * width
+            _copy(code, own + (num_kv + head) * num_slots * width, values, width)
+
+
+def _read(
+    code: Code, wide: Pointer, x: Pointer, weight: Value, head: Value, width: Value, eps: Value
+) -> None:
+    """wide = x, normed if there is a weight."""
+    with code.when(weight.equals(0)):
+        _copy(code, wide, x, width)
+    with code.when(weight > 0):
+        total = code.var(code.lanes(0.0))
+        for d in code.loop(0, width, LANES):
+            value = x.load(d)
+            total.set(code.fma(value, value, total))
+        inverse = 1.0 / code.sqrt(code.sum_of(total) / code.f32(width) + eps)
+        own = code.pointer(weight, "f32") + head * width
+        for d in code.loop(0, width, LANES):
+            wide.store(d, x.load(d) * (own.load(d) * inverse))
+
+
+def _rotate(code: Code, wide: Pointer, angles: Pointer, rotated: Value) -> None:
+    half = rotated // 2
+    sines = angles + (rotated + half)
+    whole = half // LANES * LANES
+    for d in code.loop(0, whole, LANES):
+        low, high = wide.load(d), wide.load(half + d)
+        cos, sin = angles.load(d), sines.load(d)
+        wide.store(d, code.fma(0.0 - high, sin, low * cos))
+        wide.store(half + d, code.fma(low, sin, high * cos))
+    for i in code.loop(whole, half):
+        low, high = wide[i], wide[half + i]
+        cos, sin = angles[i], sines[i]
+        wide[i] = low * cos - high * sin
+        wide[half + i] = high * cos + low * sin
+
+
+def _copy(code: Code, target: Pointer, source: Pointer, width: Value) -> None:
+    for d in code.loop(0, width, LANES):
+        target.store(d, source.load(d))

@@ -1,0 +1,114 @@
+"""From a kernel's function to machine code, kept on disk: the second start loads what the first compiled.
+
+Laws:
+  * The key of a file is what its content depends on: every source of this folder, the processor's name
+    and features, the version of LLVM.  A file under a key never changes.
+  * A file begins with the hash of the rest, and is renamed into place.  Whatever else is found there
+    (cut off, foreign, not ours) is compiled anew.  Nothing is unpickled.
+"""
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llvmlite import __version__ as llvmlite_version
+from llvmlite import binding
+
+from trouper.kernels.simd import Code
+
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+logger = logging.getLogger(__name__)
+_compiling = threading.Lock()
+
+
+def address_of(name: str, write: Callable[[Code], None]) -> tuple[int, object]:
+    """Of the function that `write` writes, and what must live as long as it is called."""
+    with _compiling:
+        folder = cache_folder()
+        file = None if folder is None else folder / f"{name}.o"
+        image = None if file is None else _read(file)
+        if image is None:
+            image = _compile(name, write)
+            if file is not None:
+                _write(file, image)
+        jit = binding.create_lljit_compiler(_target_machine(), use_jit_link=False)
+        builder: Any = binding.JITLibraryBuilder()
+        library = builder.add_object_img(image).export_symbol(name).link(jit, name)
+        return library[name], library
+
+
+def has_bf16_dot() -> bool:
+    return bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
+@functools.cache
+def cache_folder() -> Path | None:
+    """Of this user alone; None where there is nowhere to keep anything: compile each time."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    features = sorted(name for name, has in binding.get_host_cpu_features().items() if has)
+    for part in (binding.get_host_cpu_name(), *features, llvmlite_version):
+        digest.update(f"{part}\n".encode())
+    folder = home / "trouper" / f"kernels-{digest.hexdigest()[:16]}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+    except OSError:
+        return None
+    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & stat.S_IWOTH):
+        logger.warning("%s belongs to somebody else: kernels are compiled each time", folder)
+        return None
+    return folder
+
+
+def _read(file: Path) -> bytes | None:
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    digest, image = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+    return image if hashlib.sha256(image).digest() == digest else None
+
+
+def _write(file: Path, image: bytes) -> None:
+    with contextlib.suppress(OSError):  # full, or read-only: the next start compiles again
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:
+            made.write(hashlib.sha256(image).digest() + image)
+        os.replace(made.name, file)
+
+
+def _compile(name: str, write: Callable[[Code], None]) -> bytes:
+    code = Code(name)
+    write(code)
+    machine = _target_machine()
+    module = binding.parse_assembly(code.finish())
+    module.verify()
+    # vectors are explicit; loops are unrolled where that pays
+    options = binding.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    passes: Any = binding.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    return machine.emit_object(module)
+
+
+@functools.cache
+def _target_machine() -> Any:
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(),
+        features=binding.get_host_cpu_features().flatten(),
+        opt=2,
+        reloc="pic",
+    )

@@ -1,0 +1,270 @@
+"""The operations of a decoder by the kernels of this folder: one pass over memory, one launch each."""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from trouper.kernels import decode_attention, prefill_attention
+from trouper.kernels.add_norm import add_norm
+from trouper.kernels.decoder_ops import Shape
+from trouper.kernels.finish_qkv import finish_qkv
+from trouper.kernels.gated_act import gated_act
+from trouper.kernels.launch import compiled, float_bits, scratch
+
+KINDS = {torch.bfloat16: "bf16", torch.float32: "f32"}
+UNLIMITED = 2**62
+ROWS_PER_THREAD = 8  # a row of a norm costs 0.5 µs, to wake a second thread 3
+
+
+class NativePlan(msgspec.Struct, frozen=True):
+    """The arrays that the kernels read, and how many pieces they hold."""
+
+    block_ids: np.ndarray
+    spans: np.ndarray  # [., 5], see decode_attention.py
+    merges: np.ndarray  # [., 3]
+    num_partials: int
+    tiles: np.ndarray  # [., 4], see prefill_attention.py
+    window: int
+
+
+class NativeOps:
+    """Tensors that come in are contiguous in their last dimensions, as a decoder makes them."""
+
+    def __init__(self, shape: Shape) -> None:
+        kind = KINDS[shape.dtype]
+        self._shape = shape
+        self._group = shape.num_q_heads // shape.num_kv_heads
+        self._prefill = compiled(prefill_attention.prefill_attention, kind)
+        self._decode = compiled(decode_attention.decode_attention, kind)
+        self._merge = compiled(decode_attention.merge_partials, kind)
+        self._add_norm = compiled(add_norm, kind)
+        self._finish_qkv = compiled(finish_qkv, kind)
+        self._gated = compiled(gated_act, kind, shape.activation)
+        self._span = decode_attention.SPAN
+        self._tile = prefill_attention.ROWS // self._group
+        self._decode_scratch = decode_attention.scratch_bytes(self._group, shape.head_dim)
+        self._prefill_scratch = prefill_attention.scratch_bytes(shape.head_dim)
+        self._eps, self._alpha = float_bits(shape.norm_eps), float_bits(shape.residual_scale)
+        self._scale, self._cap = float_bits(shape.scale), float_bits(shape.softcap or 0.0)
+        # float32 copies of weights by the id of theirs, which is kept so that the id stays theirs
+        self._wide: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __repr__(self) -> str:
+        return "<NativeOps>"
+
+    def plan(
+        self,
+        block_ids: np.ndarray,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        window: int | None,
+    ) -> NativePlan:
+        spans: list[tuple[int, int, int, int, int]] = []
+        merges: list[tuple[int, int, int]] = []
+        tiles: list[tuple[int, int, int, int]] = []
+        num_partials = first = 0
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            if count > 1:
+                # the last tile sees the most keys: it begins first
+                tiles += [
+                    (first + offset, min(self._tile, count - offset), row, start + offset)
+                    for offset in reversed(range(0, count, self._tile))
+                ]
+            else:
+                end = start + 1
+                begin = 0 if window is None else max(0, end - window)
+                cuts = [
+                    begin,
+                    *range(begin // self._span * self._span + self._span, end, self._span),
+                ]
+                if len(cuts) == 1:
+                    spans.append((first, row, begin, end, -1))
+                else:
+                    merges.append((first, num_partials, len(cuts)))
+                    for cut, following in zip(cuts, [*cuts[1:], end], strict=True):
+                        spans.append((first, row, cut, following, num_partials))
+                        num_partials += 1
+            first += count
+        return NativePlan(
+            block_ids,
+            np.array(spans, dtype=np.int64).reshape(-1, 5),
+            np.array(merges, dtype=np.int64).reshape(-1, 3),
+            num_partials,
+            np.array(tiles, dtype=np.int64).reshape(-1, 4),
+            UNLIMITED if window is None else window,
+        )
+
+    def begin(
+        self, positions_T: Tensor, slots_T: Tensor, tables: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        return positions_T, slots_T, [self._float32(table) for table in tables]
+
+    def norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
+        return self._norm_of_sum(x_TE, 0, weight)
+
+    def add_norm(self, x_TE: Tensor, y_TE: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x_TE.add_(y_TE, alpha=self._shape.residual_scale)
+        return self._norm_of_sum(x_TE, y_TE.data_ptr(), weight)
+
+    def _norm_of_sum(self, x_TE: Tensor, y: int, weight: Tensor) -> Tensor:
+        num_tokens, width = x_TE.shape
+        z_TE = padded(num_tokens, width, x_TE.dtype)
+        self._add_norm(
+            num_tokens,
+            x_TE.data_ptr(),
+            y,
+            self._float32(weight).data_ptr(),
+            z_TE.data_ptr(),
+            z_TE.stride(0),
+            width,
+            self._alpha,
+            self._eps,
+            num_threads=_threads(num_tokens),
+        )
+        return z_TE
+
+    def finish_qkv(
+        self,
+        qkv_TND: Tensor,
+        head_norm: Tensor | None,
+        step: tuple[Tensor, Tensor, list[Tensor]],
+        rope: int | None,
+        cache_2HSD: Tensor,
+    ) -> None:
+        shape = self._shape
+        positions_T, slots_T, tables = step
+        num_tokens, num_bytes = len(qkv_TND), 4 * shape.head_dim + 64
+        num_threads = _threads(num_tokens)
+        self._finish_qkv(
+            num_tokens,
+            qkv_TND.data_ptr(),
+            0 if head_norm is None else self._float32(head_norm).data_ptr(),
+            0 if rope is None else tables[rope].data_ptr(),
+            positions_T.data_ptr(),
+            cache_2HSD.data_ptr(),
+            slots_T.data_ptr(),
+            cache_2HSD.shape[2],
+            shape.num_q_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            0 if rope is None else tables[rope].shape[-1],
+            self._eps,
+            scratch(num_threads * num_bytes),
+            num_bytes,
+            num_threads=num_threads,
+        )
+
+    def attend(self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: NativePlan) -> Tensor:
+        shape = self._shape
+        num_threads = torch.get_num_threads()
+        width = shape.num_q_heads * shape.head_dim
+        out_TN = padded(len(qkv_TND), width, qkv_TND.dtype)
+        common = (
+            qkv_TND.data_ptr(),
+            qkv_TND.stride(0),
+            cache_2HSD.data_ptr(),
+            cache_2HSD.shape[2],
+            plan.block_ids.ctypes.data,
+            plan.block_ids.shape[1],
+        )
+        model = (
+            shape.num_kv_heads,
+            self._group,
+            shape.head_dim,
+            shape.block_size,
+            self._scale,
+            self._cap,
+        )
+        if len(plan.tiles):
+            self._prefill(
+                len(plan.tiles) * shape.num_kv_heads,
+                *common,
+                plan.tiles.ctypes.data,
+                *model,
+                plan.window,
+                out_TN.data_ptr(),
+                out_TN.stride(0),
+                scratch(num_threads * self._prefill_scratch),
+                self._prefill_scratch,
+                num_threads=num_threads,
+            )
+        if len(plan.spans):
+            partials = torch.empty(
+                plan.num_partials * shape.num_q_heads * (shape.head_dim + 2), dtype=torch.float32
+            )
+            heads = self._heads_of_a_piece(len(plan.spans), num_threads)
+            self._decode(
+                len(plan.spans) * (shape.num_kv_heads // heads),
+                *common,
+                plan.spans.ctypes.data,
+                *model,
+                out_TN.data_ptr(),
+                out_TN.stride(0),
+                partials.data_ptr(),
+                scratch(num_threads * self._decode_scratch),
+                self._decode_scratch,
+                heads,
+                num_threads=num_threads,
+            )
+            if len(plan.merges):
+                self._merge(
+                    len(plan.merges) * shape.num_q_heads,
+                    plan.merges.ctypes.data,
+                    shape.num_q_heads,
+                    shape.head_dim,
+                    out_TN.data_ptr(),
+                    out_TN.stride(0),
+                    partials.data_ptr(),
+                )
+        return out_TN
+
+    def _heads_of_a_piece(self, num_spans: int, num_threads: int) -> int:
+        """As many as leave each thread four pieces: a thread that goes on to the next head knows
+        what it will read.  No result depends on it.
+        """
+        heads = self._shape.num_kv_heads
+        while heads % 2 == 0 and num_spans * self._shape.num_kv_heads < 4 * heads * num_threads:
+            if num_threads == 1:
+                break
+            heads //= 2
+        return heads
+
+    def act_mul(self, gate_up_TM: Tensor) -> Tensor:
+        num_tokens, width = len(gate_up_TM), gate_up_TM.shape[1] // 2
+        y_TM = padded(num_tokens, width, gate_up_TM.dtype)
+        self._gated(
+            num_tokens,
+            gate_up_TM.data_ptr(),
+            y_TM.data_ptr(),
+            y_TM.stride(0),
+            width,
+            num_threads=_threads(num_tokens),
+        )
+        return y_TM
+
+    def _float32(self, weight: Tensor) -> Tensor:
+        """A small weight as the kernels read it; kept, together with what it was made of."""
+        if weight.dtype == torch.float32 and weight.is_contiguous():
+            return weight
+        held = self._wide.get(id(weight))
+        if held is None:
+            held = self._wide[id(weight)] = weight.float().contiguous(), weight
+        return held[0]
+
+
+def _threads(num_rows: int) -> int:
+    return 1 if num_rows < 2 * ROWS_PER_THREAD else torch.get_num_threads()
+
+
+def padded(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Rows a cache line apart from each other, so that a column of them is not one set of the cache.
+
+    Of bfloat16; what multiplies float32 wants them without gaps.
+    """
+    pad = 32 if dtype == torch.bfloat16 else 0
+    return torch.empty((num_rows, width + pad), dtype=dtype).narrow(1, 0, width)

@@ -1,0 +1,465 @@
+"""A small language for kernels: Python that writes LLVM IR.  No Numba, no compiler, only llvmlite.
+
+A kernel is a function of a `Code`.  It runs once, when the kernel is compiled; what it does with
+values is what the machine will do in every call:
+
+    for i in code.loop(0, n, LANES):   a loop of the machine   (over a Python range: unrolled)
+    with code.when(a < b):             a branch of the machine (Python's if: chooses what is compiled)
+    x = code.var(0.0); x.set(x + y)    what changes in a loop lives in a variable
+
+    int 64 bits, float 32 bits, lanes <16 x float>: a zmm register, two ymm, four NEON registers
+    words  <16 x i32>: sixteen pairs of bfloat16 (even element low), or integers
+
+Laws:
+  * Nothing here depends on the number of threads or on what other rows hold.
+  * The order of every sum is fixed by the code: no fast-math flags.
+"""
+
+import contextlib
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from llvmlite import ir
+
+LANES = 16
+Kind = Literal["bf16", "f32", "i64", "i32"]
+
+
+class _BFloat16(ir.Type):
+    """llvmlite has no name for it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+_I64, _I32, _I1, _F32 = ir.IntType(64), ir.IntType(32), ir.IntType(1), ir.FloatType()
+_POINTER: Any = ir.PointerType()
+_LANES, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_ELEMENTS: dict[str, Any] = {
+    "bf16": _BFloat16(),
+    "f32": _F32,
+    "i64": _I64,
+    "i32": _I32,
+}
+_SIZES = {"bf16": 2, "f32": 4, "i64": 8, "i32": 4}
+
+# 2^f on [-½, ½], degree 7: relative error 5e-9 before rounding
+_EXP2 = [math.log(2) ** i / math.factorial(i) for i in range(8)]
+_LOWEST, _HIGHEST = -126.0, 127.0  # below it exp2 is 0, above it stays
+
+
+class Value:
+    """An int, a float, lanes, words or a condition; operators are those of its type."""
+
+    def __init__(self, code: "Code", value: Any) -> None:
+        self.code, self._value = code, value
+
+    @property
+    def ir(self) -> Any:
+        return self._value
+
+    def __add__(self, other: "Operand") -> "Value":
+        return self.code.binary("add", self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: "Operand") -> "Value":
+        return self.code.binary("sub", self, other)
+
+    def __rsub__(self, other: "Operand") -> "Value":
+        return self.code.binary("sub", self.code.like(self, other), self)
+
+    def __mul__(self, other: "Operand") -> "Value":
+        return self.code.binary("mul", self, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: "Operand") -> "Value":
+        return self.code.binary("div", self, other)
+
+    def __rtruediv__(self, other: "Operand") -> "Value":
+        return self.code.binary("div", self.code.like(self, other), self)
+
+    def __floordiv__(self, other: "Operand") -> "Value":
+        return self.code.binary("sdiv", self, other)
+
+    def __mod__(self, other: "Operand") -> "Value":
+        return self.code.binary("srem", self, other)
+
+    def __and__(self, other: "Operand") -> "Value":
+        return self.code.binary("and_", self, other)
+
+    def __or__(self, other: "Operand") -> "Value":
+        return self.code.binary("or_", self, other)
+
+    def __lshift__(self, other: "Operand") -> "Value":
+        return self.code.binary("shl", self, other)
+
+    def __rshift__(self, other: "Operand") -> "Value":
+        return self.code.binary("ashr", self, other)
+
+    def __lt__(self, other: "Operand") -> "Value":
+        return self.code.compare("<", self, other)
+
+    def __le__(self, other: "Operand") -> "Value":
+        return self.code.compare("<=", self, other)
+
+    def __gt__(self, other: "Operand") -> "Value":
+        return self.code.compare(">", self, other)
+
+    def __ge__(self, other: "Operand") -> "Value":
+        return self.code.compare(">=", self, other)
+
+    def equals(self, other: "Operand") -> "Value":
+        return self.code.compare("==", self, other)
+
+
+Operand = Value | int | float
+
+
+class Var(Value):
+    """A value that `set` replaces; reading it anywhere reads what is set there."""
+
+    @property
+    def ir(self) -> Any:
+        return self.code.builder.load(self._value, typ=self._value.allocated_type)
+
+    def set(self, value: Operand) -> None:
+        self.code.builder.store(self.code.like(self, value).ir, self._value)
+
+
+class Pointer:
+    """The address of elements of one kind; indices and sums count elements."""
+
+    def __init__(self, code: "Code", value: Any, kind: Kind) -> None:
+        self.code, self.ir = code, value
+        self.kind: Kind = kind
+
+    def __add__(self, count: Operand) -> "Pointer":
+        index = self.code.i64(count).ir
+        element = _ELEMENTS[self.kind]
+        moved = self.code.builder.gep(self.ir, [index], source_etype=element)
+        return Pointer(self.code, moved, self.kind)
+
+    def of(self, kind: Kind) -> "Pointer":
+        """The same address, of elements of another kind."""
+        return Pointer(self.code, self.ir, kind)
+
+    def __getitem__(self, index: Operand) -> Value:
+        return Value(self.code, self._load(index, _ELEMENTS[self.kind]))
+
+    def __setitem__(self, index: Operand, value: Operand) -> None:
+        element = Value(self.code, ir.Constant(_ELEMENTS[self.kind], 0))
+        self._store(index, self.code.like(element, value).ir)
+
+    def load(self, index: Operand = 0) -> Value:
+        """Sixteen elements from `index` on: numbers as lanes, integers as words."""
+        raw = self._load(index, ir.VectorType(_ELEMENTS[self.kind], LANES))
+        if self.kind == "bf16":
+            raw = self.code.builder.fpext(raw, _LANES)
+        return Value(self.code, raw)
+
+    def store(self, index: Operand, x: Value) -> None:
+        """Sixteen elements, rounded to the kind."""
+        raw = x.ir
+        if self.kind == "bf16":
+            raw = self.code.builder.fptrunc(raw, ir.VectorType(_BFloat16(), LANES))
+        self._store(index, raw)
+
+    def prefetch(self, index: Operand = 0, *, level: Literal[1, 2] = 2) -> None:
+        """Ask for the cache line; any address will do."""
+        locality = 4 - level
+        kind = ir.FunctionType(ir.VoidType(), [_POINTER, _I32, _I32, _I32])
+        arguments = [(self + index).ir, _I32(0), _I32(locality), _I32(1)]  # read, data
+        self.code.call("llvm.prefetch.p0", kind, arguments)
+
+    def _load(self, index: Operand, kind: Any) -> Any:
+        return self.code.builder.load((self + index).ir, typ=kind, align=_SIZES[self.kind])
+
+    def _store(self, index: Operand, value: Any) -> None:
+        self.code.builder.store(value, (self + index).ir, align=_SIZES[self.kind])
+
+
+class Code:
+    """A C function of one pointer to int64 arguments, while it is written; see `launch.py`."""
+
+    def __init__(self, name: str) -> None:
+        self.module: Any = ir.Module()
+        kind = ir.FunctionType(ir.VoidType(), [_POINTER])
+        self._function: Any = ir.Function(self.module, kind, name)
+        self._entry: Any = self._function.append_basic_block()
+        body = self._function.append_basic_block()
+        self.builder: Any = ir.IRBuilder(body)
+        self._variables: Any = ir.IRBuilder(self._entry)
+        self._body = body
+        self._arguments = Pointer(self, self._function.args[0], "i64")
+
+    def finish(self) -> str:
+        """The text of the module."""
+        self.builder.ret_void()
+        self._variables.branch(self._body)
+        return str(self.module)
+
+    # Arguments and work
+
+    def arguments(self, count: int) -> list[Value]:
+        """The kernel's own arguments, in the order of the call."""
+        return [self._arguments[3 + i] for i in range(count)]
+
+    def thread(self) -> Value:
+        """A number of its own for each thread of this call: 0, 1, …"""
+        return self._fetch_add(self._arguments + 1)
+
+    def pieces(self) -> Iterator[Value]:
+        """Take pieces of work until there are none left."""
+        with self._repeated() as leave_unless:
+            piece = self._fetch_add(self._arguments)
+            leave_unless(piece < self._arguments[2])
+            yield piece
+
+    def _fetch_add(self, where: Pointer) -> Value:
+        return Value(self, self.builder.atomic_rmw("add", where.ir, _I64(1), "monotonic"))
+
+    # Loops, branches, variables
+
+    def loop(self, start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
+        stop = self.i64(stop)
+        i = self.var(self.i64(start))
+        with self._repeated() as leave_unless:
+            here = Value(self, i.ir)
+            leave_unless(here < stop)
+            yield here
+            i.set(here + step)
+
+    def while_(self, variable: Var, limit: Operand) -> Iterator[None]:
+        """As long as variable < limit."""
+        with self._repeated() as leave_unless:
+            leave_unless(variable < limit)
+            yield
+
+    @contextlib.contextmanager
+    def _repeated(self) -> Iterator[Any]:
+        head, after = (self._function.append_basic_block() for _ in range(2))
+        self.builder.branch(head)
+        self.builder.position_at_end(head)
+
+        def leave_unless(condition: Value) -> None:
+            inside = self._function.append_basic_block()
+            self.builder.cbranch(condition.ir, inside, after)
+            self.builder.position_at_end(inside)
+
+        yield leave_unless
+        self.builder.branch(head)
+        self.builder.position_at_end(after)
+
+    @contextlib.contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        with self.builder.if_then(condition.ir):
+            yield
+
+    def var(self, value: Operand) -> Var:
+        """A variable of an int, float or lanes; a Python float is a float, an int an int."""
+        first = self._value(value)
+        variable = Var(self, self._variables.alloca(first.ir.type))
+        variable.set(first)
+        return variable
+
+    # Values
+
+    def _value(self, x: Operand) -> Value:
+        if isinstance(x, Value):
+            return x
+        return Value(self, _I64(x) if isinstance(x, int) else ir.Constant(_F32, _f32(x)))
+
+    def i64(self, x: Operand) -> Value:
+        return x if isinstance(x, Value) else Value(self, _I64(x))
+
+    def f32(self, x: Operand) -> Value:
+        """A float; of an int value the nearest."""
+        if not isinstance(x, Value):
+            return Value(self, ir.Constant(_F32, _f32(x)))
+        return Value(self, self.builder.sitofp(x.ir, _F32))
+
+    def f32_argument(self, bits: Value) -> Value:
+        """The float64 that an argument carries (`launch.float_bits`), as a float."""
+        wide = self.builder.bitcast(bits.ir, ir.DoubleType())
+        return Value(self, self.builder.fptrunc(wide, _F32))
+
+    def lanes(self, x: Operand) -> Value:
+        """One float in all lanes."""
+        return self.like(Value(self, ir.Constant(_LANES, ir.Undefined)), x)
+
+    def words(self, x: Operand) -> Value:
+        """One 32-bit integer in all words."""
+        return self.like(Value(self, ir.Constant(_WORDS, ir.Undefined)), x)
+
+    def pointer(self, address: Value, kind: Kind) -> Pointer:
+        return Pointer(self, self.builder.inttoptr(address.ir, _POINTER), kind)
+
+    def like(self, model: Value, x: Operand) -> Value:
+        """`x` in the type of `model`: a number, or the element of its lanes."""
+        kind = model._value.allocated_type if isinstance(model, Var) else model.ir.type
+        element = kind.element if isinstance(kind, ir.VectorType) else kind
+        if not isinstance(x, Value):
+            number = _f32(x) if element == _F32 else int(x)
+            if element != kind:
+                return Value(self, ir.Constant(kind, [number] * kind.count))
+            return Value(self, ir.Constant(kind, number))
+        value = x.ir
+        if isinstance(kind, ir.VectorType) and value.type == element:
+            empty = ir.Constant(kind, ir.Undefined)
+            one = self.builder.insert_element(empty, value, _I32(0))
+            zeros = ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count)
+            value = self.builder.shuffle_vector(one, empty, zeros)
+        return Value(self, value)
+
+    def _pair(self, a: Value, b: Operand) -> tuple[Any, Any, bool]:
+        if isinstance(b, Value) and isinstance(b.ir.type, ir.VectorType):
+            a = self.like(b, a)
+        b = self.like(a, b)
+        x = a.ir
+        element = x.type.element if isinstance(x.type, ir.VectorType) else x.type
+        return x, b.ir, element == _F32
+
+    def binary(self, name: str, a: Value, b: Operand) -> Value:
+        x, y, is_float = self._pair(a, b)
+        return Value(self, getattr(self.builder, "f" + name if is_float else name)(x, y))
+
+    def compare(self, operator: str, a: Value, b: Operand) -> Value:
+        """Of floats: false where one is not a number."""
+        x, y, is_float = self._pair(a, b)
+        compare = self.builder.fcmp_ordered if is_float else self.builder.icmp_signed
+        return Value(self, compare(operator, x, y))
+
+    def select(self, condition: Value, yes: Operand, no: Operand) -> Value:
+        model = yes if isinstance(yes, Value) else self._value(no)
+        chosen = self.like(model, yes).ir, self.like(model, no).ir
+        return Value(self, self.builder.select(condition.ir, *chosen))
+
+    def smaller(self, a: Operand, b: Operand) -> Value:
+        a = self._value(a)
+        return self.select(a < b, a, b)
+
+    def larger(self, a: Operand, b: Operand) -> Value:
+        """b where a is not a number."""
+        a = self._value(a)
+        return self.select(a > b, a, b)
+
+    def call(self, name: str, kind: Any, arguments: Sequence[Any]) -> Any:
+        function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
+        return self.builder.call(function, arguments)
+
+    def _intrinsic(self, name: str, result: Any, *arguments: Any) -> Value:
+        kind = ir.FunctionType(result, [a.type for a in arguments])
+        return Value(self, self.call(name, kind, arguments))
+
+    # Arithmetic on lanes
+
+    def fma(self, a: Operand, b: Value, c: Value) -> Value:
+        """a · b + c of lanes, rounded once."""
+        return self._intrinsic("llvm.fma.v16f32", _LANES, self.like(c, a).ir, b.ir, c.ir)
+
+    def dot(self, a: Value, b: Value, c: Value) -> Value:
+        """c + the two products of each pair of words, by the machine's bfloat16 instruction."""
+        pairs = ir.VectorType(_BFloat16(), 2 * LANES)
+        x, y = (self.builder.bitcast(v.ir, pairs) for v in (a, b))
+        return self._intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", _LANES, c.ir, x, y)
+
+    def pair(self, low: Value, high: Value) -> Value:
+        """Words of the two numbers of each lane, rounded to bfloat16."""
+        halves = []
+        for x in (low, high):
+            narrow = self.builder.fptrunc(x.ir, ir.VectorType(_BFloat16(), LANES))
+            bits = self.builder.bitcast(narrow, ir.VectorType(ir.IntType(16), LANES))
+            halves.append(Value(self, self.builder.zext(bits, _WORDS)))
+        return halves[0] | (halves[1] << 16)
+
+    def bits(self, integers: Value) -> Value:
+        """The words whose bits are those integers as float32."""
+        return Value(self, self.builder.bitcast(self.builder.sitofp(integers.ir, _LANES), _WORDS))
+
+    def halves(self, low: Value, high: Value) -> Value:
+        """Words of the upper halves of two float32 whose lower halves are zeros."""
+        shifted = Value(self, self.builder.lshr(low.ir, self.words(16).ir))
+        return shifted | high
+
+    def sqrt(self, x: Value) -> Value:
+        return self._intrinsic("llvm.sqrt.f32", _F32, x.ir)
+
+    def exp2(self, x: Value) -> Value:
+        """2^x to 2e-7; 0 below 2^-126, 2^127 above; not a number where x is not."""
+        bounded = self.select(x < _LOWEST, _LOWEST, x)
+        bounded = self.select(bounded > _HIGHEST, _HIGHEST, bounded)
+        whole = self._intrinsic("llvm.rint.v16f32", _LANES, bounded.ir)
+        f = bounded - whole
+        power = self.lanes(_EXP2[7])
+        for c in reversed(_EXP2[:7]):
+            power = self.fma(power, f, self.lanes(c))
+        exponent = Value(self, self.builder.fptosi(whole.ir, _WORDS))
+        scale = Value(self, self.builder.bitcast(((exponent + 127) << 23).ir, _LANES))
+        return self.select(x < _LOWEST, 0.0, power * scale)
+
+    def sum_of(self, x: Value) -> Value:
+        """Halves upon halves: the same order on every machine."""
+        return self._horizontal(x, lambda a, b: a + b)
+
+    def max_of(self, x: Value) -> Value:
+        return self._horizontal(x, self.larger)
+
+    def _horizontal(self, x: Value, fold: Any) -> Value:
+        width = LANES
+        while width > 1:
+            width //= 2
+            x = fold(self.shuffle(x, x, range(width)), self.shuffle(x, x, range(width, 2 * width)))
+        return Value(self, self.builder.extract_element(x.ir, _I32(0)))
+
+    def shuffle(self, a: Value, b: Value, indices: Sequence[int]) -> Value:
+        """Lanes `indices` of a followed by b."""
+        mask = ir.Constant(ir.VectorType(_I32, len(indices)), list(indices))
+        return Value(self, self.builder.shuffle_vector(a.ir, b.ir, mask))
+
+    def sums8(self, rows: Sequence[Value]) -> Value:
+        """The sums of eight rows as eight lanes: halves folded pairwise, 3 instructions a row."""
+        part = LANES
+        rows = [Value(self, row.ir) for row in rows]
+        while len(rows) > 1:  # each holds LANES / part rows of `part` partial sums
+            half = part // 2
+            firsts = [j for j in range(LANES) if j % part < half]
+            low = firsts + [LANES + j for j in firsts]
+            high = [j + half for j in low]
+            rows = [
+                self.shuffle(a, b, low) + self.shuffle(a, b, high)
+                for a, b in zip(rows[::2], rows[1::2], strict=True)
+            ]
+            part = half
+        (pairs,) = rows
+        evens, odds = range(0, LANES, 2), range(1, LANES, 2)
+        return self.shuffle(pairs, pairs, evens) + self.shuffle(pairs, pairs, odds)
+
+    def transposed(self, rows: Sequence[Value]) -> list[Value]:
+        """Sixteen rows to sixteen columns."""
+        vectors = [Value(self, row.ir) for row in rows]
+        for distance in (8, 4, 2, 1):
+            low = [j if not j & distance else LANES + j - distance for j in range(LANES)]
+            high = [j + distance if not j & distance else LANES + j for j in range(LANES)]
+            swapped = list(vectors)
+            for i in range(LANES):
+                if not i & distance:
+                    a, b = vectors[i], vectors[i + distance]
+                    swapped[i] = self.shuffle(a, b, low)
+                    swapped[i + distance] = self.shuffle(a, b, high)
+            vectors = swapped
+        return vectors
+
+
+def _f32(x: float) -> float:
+    """Rounded, as LLVM wants its constants."""
+    return struct.unpack("f", struct.pack("f", x))[0]

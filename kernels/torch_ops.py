@@ -1,0 +1,89 @@
+"""The operations of a decoder by torch: any dtype, shape and machine; several calls an operation."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from trouper.kernels.act_mul import gelu_tanh_mul, silu_mul
+from trouper.kernels.attention_plan import Tile, plan_attention
+from trouper.kernels.decoder_ops import Shape
+from trouper.kernels.kv_write import kv_write_
+from trouper.kernels.paged_attention import MAX_TILE_CAPPED, mask_tensors, paged_attention
+from trouper.kernels.rms_norm import rms_norm, rms_norm_heads_
+from trouper.kernels.rope import rope_, rotation_of
+
+
+class TorchOps:
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._max_tile = MAX_TILE_CAPPED if shape.softcap else None
+        self._act_mul = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}[shape.activation]
+
+    def __repr__(self) -> str:
+        return "<TorchOps>"
+
+    def plan(
+        self,
+        block_ids: np.ndarray,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        window: int | None,
+    ) -> tuple[tuple[Tile, ...], dict[int, Tensor]]:
+        size = self._shape.block_size
+        tables = [
+            block_ids[row, : -(-(start + count) // size)]
+            for row, start, count in zip(rows, starts, counts, strict=True)
+        ]
+        tiles = plan_attention(
+            tables, starts, counts, block_size=size, window=window, max_tile=self._max_tile
+        )
+        return tiles, mask_tensors(tiles, self._shape.dtype)
+
+    def begin(
+        self, positions_T: Tensor, slots_T: Tensor, tables: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        return slots_T, [rotation_of(table, positions_T) for table in tables]
+
+    def norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x_TE, weight, self._shape.norm_eps)
+
+    def add_norm(self, x_TE: Tensor, y_TE: Tensor, weight: Tensor | None) -> Tensor:
+        x_TE.add_(y_TE, alpha=self._shape.residual_scale)
+        return x_TE if weight is None else self.norm(x_TE, weight)
+
+    def finish_qkv(
+        self,
+        qkv_TND: Tensor,
+        head_norm: Tensor | None,
+        step: tuple[Tensor, list[Tensor]],
+        rope: int | None,
+        cache_2HSD: Tensor,
+    ) -> None:
+        num_q, num_kv = self._shape.num_q_heads, self._shape.num_kv_heads
+        slots_T, rotations = step
+        qk_TND = qkv_TND.narrow(1, 0, num_q + num_kv)
+        if head_norm is not None:
+            rms_norm_heads_(qk_TND, head_norm, self._shape.norm_eps)
+        if rope is not None:
+            rope_(qk_TND, rotations[rope])
+        kv_T2HD = qkv_TND.narrow(1, num_q, 2 * num_kv).unflatten(1, (2, num_kv))
+        kv_write_(cache_2HSD, kv_T2HD, slots_T)
+
+    def attend(
+        self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: tuple[tuple[Tile, ...], dict[int, Tensor]]
+    ) -> Tensor:
+        num_q, num_kv = self._shape.num_q_heads, self._shape.num_kv_heads
+        return paged_attention(
+            qkv_TND.narrow(1, 0, num_q),
+            qkv_TND.narrow(1, num_q, num_kv),
+            qkv_TND.narrow(1, num_q + num_kv, num_kv),
+            cache_2HSD,
+            *plan,
+            scale=self._shape.scale,
+            softcap=self._shape.softcap,
+        )
+
+    def act_mul(self, gate_up_TM: Tensor) -> Tensor:
+        return self._act_mul(gate_up_TM)

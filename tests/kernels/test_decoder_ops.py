@@ -1,0 +1,265 @@
+"""Both implementations of a decoder's operations against float64, and against each other."""
+
+import random
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from trouper import kernels
+from trouper.kernels import launch
+from trouper.kernels.decoder_ops import Shape, can_be_native, make_ops
+from trouper.kernels.native_ops import NativeOps
+from trouper.kernels.paged_attention import paged_attention_reference
+from trouper.kernels.rms_norm import rms_norm_reference
+from trouper.kernels.rope import rope_table
+from trouper.kernels.torch_ops import TorchOps
+
+COLUMNS = {  # (start, count) of each sequence
+    "one token": [(0, 1)],
+    "decode": [(0, 1), (63, 1), (64, 1), (17, 1), (127, 1), (128, 1)],
+    "prefill": [(0, 63), (0, 2), (0, 17), (0, 129)],
+    "mixed": [(0, 5), (40, 1), (33, 70), (1, 2), (15, 1)],
+    "long": [(1023, 1), (1024, 1), (2100, 1), (1000, 40)],
+}
+TOLERANCES = {torch.float32: (5e-6, 2e-6), torch.bfloat16: (2e-2, 2e-2)}
+TINY = Shape(
+    dtype=torch.float32,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    hidden_size=64,
+    intermediate_size=96,
+    block_size=16,
+    norm_eps=1e-6,
+    residual_scale=1.0,
+    activation="silu",
+    scale=0.3,
+    softcap=None,
+)
+
+
+def shape_of(**changes):
+    shape = msgspec.structs.replace(TINY, **changes)
+    assert can_be_native(shape)
+    return shape
+
+
+class Step:
+    """A cache of NaN but for the tokens of the sequences, and q, k, v of a step, k and v written."""
+
+    def __init__(self, shape, columns, seed=0):
+        torch.manual_seed(seed)
+        self.shape, self.columns = shape, columns
+        size, width = shape.block_size, shape.head_dim
+        per_row = max(-(-(s + c) // size) for s, c in columns)
+        ids = list(range(1, 1 + per_row * len(columns)))
+        random.Random(seed).shuffle(ids)
+        self.block_ids = np.zeros((len(columns) + 1, per_row + 1), dtype=np.int64)
+        self.rows = list(range(len(columns), 0, -1))
+        num_slots = (len(ids) + 1) * size
+        self.cache = torch.full((2, shape.num_kv_heads, num_slots, width), torch.nan).to(
+            shape.dtype
+        )
+        self.slots, self.starts, self.counts = [], *map(list, zip(*columns, strict=True))
+        num_heads = shape.num_q_heads + 2 * shape.num_kv_heads
+        self.qkv = torch.randn(sum(self.counts), num_heads, width).to(shape.dtype)
+        first = 0
+        for row, (start, count) in zip(self.rows, columns, strict=True):
+            table = [ids.pop() for _ in range(-(-(start + count) // size))]
+            self.block_ids[row, : len(table)] = table
+            slots = [table[p // size] * size + p % size for p in range(start + count)]
+            self.slots.append(slots)
+            past = torch.randn(2, shape.num_kv_heads, start, width).to(shape.dtype)
+            self.cache[:, :, slots[:start]] = past
+            kv = self.qkv[first : first + count, shape.num_q_heads :]
+            kv = kv.unflatten(1, (2, shape.num_kv_heads)).permute(1, 2, 0, 3)
+            self.cache[:, :, slots[start:]] = kv
+            first += count
+
+    def attend(self, ops, window=None, cache=None):
+        plan = ops.plan(self.block_ids, self.rows, self.starts, self.counts, window)
+        return ops.attend(self.qkv, self.cache if cache is None else cache, plan)
+
+    def reference(self, window=None):
+        return paged_attention_reference(
+            self.qkv[:, : self.shape.num_q_heads],
+            self.cache,
+            self.slots,
+            self.starts,
+            self.counts,
+            scale=self.shape.scale,
+            softcap=self.shape.softcap,
+            window=window,
+        )
+
+    def check(self, window=None, atol=None):
+        expected = self.reference(window)
+        usual, rtol = TOLERANCES[self.shape.dtype]
+        atol = atol or usual
+        for ops in (TorchOps(self.shape), NativeOps(self.shape)):
+            torch.testing.assert_close(self.attend(ops, window), expected, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 7, 64, 100, 5000])
+def test_attention_equals_the_reference(columns, softcap, window):
+    Step(shape_of(softcap=softcap), columns).check(window)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (8, 8), (10, 2), (64, 1)])
+@pytest.mark.parametrize("width", [16, 64, 80, 128, 208, 256])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_attention_of_any_heads_widths_and_dtypes(heads, width, dtype):
+    shape = shape_of(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=width, dtype=dtype)
+    step = Step(msgspec.structs.replace(shape, scale=width**-0.5), COLUMNS["mixed"])
+    step.check()
+    step.check(window=9)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 128])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_attention_over_blocks_of_any_size(block_size, dtype):
+    Step(shape_of(block_size=block_size, dtype=dtype), COLUMNS["mixed"]).check()
+    Step(shape_of(block_size=block_size, dtype=dtype), COLUMNS["decode"]).check(window=20)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_a_row_does_not_depend_on_its_neighbours_nor_on_the_threads(dtype):
+    step = Step(shape_of(dtype=dtype), [*COLUMNS["mixed"], *COLUMNS["long"]])
+    ops, before = NativeOps(step.shape), torch.get_num_threads()
+    together = step.attend(ops)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(step.attend(ops), together)
+    finally:
+        torch.set_num_threads(before)
+    qkv, first = step.qkv, 0
+    for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
+        plan = ops.plan(step.block_ids, [row], [start], [count], None)
+        alone = ops.attend(qkv[first : first + count], step.cache, plan)
+        assert torch.equal(alone, together[first : first + count])
+        first += count
+
+
+def test_scores_far_apart_and_not_a_number_stay_in_their_row():
+    step = Step(shape_of(scale=100.0), [(30, 1), (0, 40), (30, 1)])
+    step.check(atol=3e-4)  # scores of ± 1500, of which float32 keeps four decimals
+    clean = step.attend(NativeOps(step.shape))
+    step.qkv[0] = torch.nan
+    found = step.attend(NativeOps(step.shape))
+    assert found[0].isnan().all()
+    assert torch.equal(found[1:], clean[1:])
+
+
+def pairs(**changes):
+    shape = shape_of(**changes)
+    return TorchOps(shape), NativeOps(shape)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+@pytest.mark.parametrize(("width", "rotated"), [(16, 16), (128, 128), (80, 20), (48, None)])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_norm_rotation_and_write(dtype, num_tokens, width, rotated, has_norm):
+    torch.manual_seed(0)
+    ops_pair = pairs(head_dim=width, dtype=dtype)
+    qkv = torch.randn(num_tokens, 8, width).to(dtype)
+    head_norm = torch.randn(6, width).to(dtype) if has_norm else None
+    tables = []
+    if rotated:
+        inverse = 1e4 ** -(torch.arange(0, rotated, 2) / rotated)
+        tables.append(rope_table(inverse, 1000, 1.25, dtype))
+    positions, slots = torch.randint(0, 1000, (num_tokens,)), torch.randperm(64)[:num_tokens]
+    found = []
+    for ops in ops_pair:
+        mine, cache = qkv.clone(), torch.full((2, 2, 64, width), torch.nan, dtype=dtype)
+        step = ops.begin(positions, slots, tables)
+        ops.finish_qkv(mine, head_norm, step, 0 if rotated else None, cache)
+        found.append((mine[:, :4], cache))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 16), (1, 16), (3, 64), (40, 1024)])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, None])
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+def test_residual_sum_and_norm(dtype, shape, weight_dtype, scale):
+    torch.manual_seed(0)
+    x, y = torch.randn(2, *shape).to(dtype)
+    weight = torch.randn(shape[1]).to(weight_dtype or dtype)
+    total = (x.double() + scale * y.double()).to(dtype)
+    atol = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
+    for ops in pairs(dtype=dtype, residual_scale=scale):
+        mine = x.clone()
+        found = ops.add_norm(mine, y, weight)
+        torch.testing.assert_close(mine, total, atol=atol / 10, rtol=2**-7)
+        expected = rms_norm_reference(mine, weight, 1e-6)
+        torch.testing.assert_close(found, expected, atol=atol, rtol=2**-6)
+        torch.testing.assert_close(ops.norm(mine, weight), expected, atol=atol, rtol=2**-6)
+        mine = x.clone()
+        assert ops.add_norm(mine, y, None) is mine
+        torch.testing.assert_close(mine, total, atol=atol / 10, rtol=2**-7)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", [(0, 32), (1, 32), (40, 6016)])
+def test_gated_activation(dtype, activation, shape):
+    torch.manual_seed(0)
+    gate_up = (30 * torch.randn(shape)).to(dtype)
+    if len(gate_up):
+        gate_up[0, :4] = torch.tensor([-1e4, 1e4, 0.0, -90.0]).to(dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    rtol = {torch.float32: 2e-6, torch.bfloat16: 2**-6}[dtype]
+    for ops in pairs(dtype=dtype, activation=activation):
+        found = ops.act_mul(gate_up)
+        torch.testing.assert_close(found, (act * up).to(dtype), atol=3e-5, rtol=rtol)
+
+
+def test_the_choice_depends_on_the_model():
+    assert isinstance(make_ops(TINY), NativeOps)
+    assert isinstance(make_ops(TINY, native=False), TorchOps)
+    for change in (
+        {"dtype": torch.float16},
+        {"head_dim": 24},
+        {"hidden_size": 100},
+        {"intermediate_size": 1000},
+        {"head_dim": 272},
+        {"num_q_heads": 128, "num_kv_heads": 1},
+    ):
+        shape = msgspec.structs.replace(TINY, **change)
+        assert not can_be_native(shape)
+        assert isinstance(make_ops(shape), TorchOps)
+
+
+def test_without_llvmlite_everything_is_torch(monkeypatch):
+    launch.is_available.cache_clear()
+    monkeypatch.setitem(sys.modules, "trouper.kernels.machine_code", None)
+    monkeypatch.delattr(kernels, "machine_code", raising=False)
+    try:
+        assert isinstance(make_ops(TINY), TorchOps)
+    finally:
+        launch.is_available.cache_clear()
+
+
+def test_any_number_of_threads_does_each_piece_once():
+    ops = NativeOps(TINY)
+    x = torch.randn(1000, 64)
+    for num_threads in (1, 2, 5):
+        seen = torch.full_like(x, torch.nan)
+        weight = torch.ones(64)
+        ops._add_norm(
+            len(x), x.data_ptr(), 0, weight.data_ptr(), seen.data_ptr(), 64, 64, ops._alpha, ops._eps,
+            num_threads=num_threads,
+        )  # fmt: skip
+        assert torch.equal(seen, ops.norm(x, weight))
+    assert repr(ops._add_norm) == "<Kernel add_norm_f32>"
+    assert [repr(x) for x in (ops, TorchOps(TINY))] == ["<NativeOps>", "<TorchOps>"]

@@ -1,0 +1,102 @@
+"""Kernels on the disk: what is found there is used only if it is what was written."""
+
+import ctypes
+import threading
+
+import pytest
+
+from trouper.kernels import launch
+
+machine_code = pytest.importorskip("trouper.kernels.machine_code")
+
+
+def write_answer(code):
+    (target,) = code.arguments(1)
+    for piece in code.pieces():
+        code.pointer(target, "i64")[piece] = piece * piece + 1
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_code, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    names = []
+    compile_ = machine_code._compile
+    monkeypatch.setattr(
+        machine_code, "_compile", lambda name, write: (names.append(name), compile_(name, write))[1]
+    )
+    return names
+
+
+def answers():
+    """Of a kernel that is linked anew."""
+    kernel = launch.Kernel("answer", *machine_code.address_of("answer", write_answer))
+    target = (ctypes.c_int64 * 4)()
+    kernel(4, ctypes.addressof(target))
+    return list(target)
+
+
+def test_the_second_start_compiles_nothing(folder, compilations):
+    assert answers() == answers() == [1, 2, 5, 10]
+    assert compilations == ["answer"]
+    assert [file.name for file in folder.iterdir()] == ["answer.o"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:-1],
+        lambda content: content[:40] + bytes([content[40] ^ 1]) + content[41:],
+        lambda content: b"",
+        lambda content: b"\x7fELF foreign",
+    ],
+    ids=["cut off", "one bit", "empty", "foreign"],
+)
+def test_a_damaged_file_is_compiled_anew_and_replaced(folder, compilations, damage):
+    answers()
+    file = folder / "answer.o"
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert answers() == [1, 2, 5, 10]
+    assert compilations == ["answer"] * 2
+    assert file.read_bytes() == whole
+
+
+def test_a_folder_that_takes_no_file_costs_time_alone(folder, compilations, monkeypatch):
+    monkeypatch.setattr(machine_code, "cache_folder", lambda: folder / "missing")
+    assert answers() == [1, 2, 5, 10]
+    monkeypatch.setattr(machine_code, "cache_folder", lambda: None)
+    assert answers() == [1, 2, 5, 10]
+    assert compilations == ["answer"] * 2
+
+
+def test_the_folder_is_of_this_user_and_of_this_source(tmp_path, monkeypatch):
+    find = machine_code.cache_folder.__wrapped__
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = find()
+    assert folder == find()
+    assert folder.parent == tmp_path / "trouper"
+    monkeypatch.setattr(machine_code, "llvmlite_version", "another")
+    assert find() != folder
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder.chmod(0o777)
+    assert find() is None
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert find() is None
+
+
+def test_scratch_grows_is_aligned_and_is_each_threads_own():
+    small = launch.scratch(10)
+    assert small % 64 == 0
+    assert launch.scratch(5) == small
+    assert launch.scratch(100_000) % 64 == 0
+    own, others = launch.scratch(64), []
+    thread = threading.Thread(target=lambda: others.append(launch.scratch(64)))
+    thread.start()
+    thread.join()
+    assert others[0] != own

@@ -1,0 +1,105 @@
+"""The language of the kernels, piece by piece, against numpy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from trouper.kernels.launch import compiled
+
+machine_code = pytest.importorskip("trouper.kernels.machine_code")
+
+
+@pytest.fixture(autouse=True)
+def _no_cache(monkeypatch):
+    """Names of the kernels here say nothing about what they do."""
+    monkeypatch.setattr(machine_code, "cache_folder", lambda: None)
+
+
+def run(write, *arrays, num_pieces=1):
+    compiled.__wrapped__(write)(num_pieces, *(a.ctypes.data for a in arrays))
+
+
+def test_loops_branches_and_variables():
+    def collatz(code):
+        (out,) = code.arguments(1)
+        out = code.pointer(out, "i64")
+        for n in code.pieces():
+            x, steps, more = code.var(n), code.var(0), code.var(0)
+            more.set(code.select(x > 1, 1, 0))
+            for _ in code.while_(code.var(0), more):
+                is_odd = (x % 2).equals(1)
+                half = x // 2
+                with code.when(is_odd):
+                    x.set(3 * x + 1)
+                x.set(code.select(is_odd, x, half))
+                steps.set(steps + 1)
+                more.set(code.select(x > 1, 1, 0))
+            total = code.var(0)
+            for i in code.loop(0, steps, 2):
+                total.set(total + i)
+            out[2 * n], out[2 * n + 1] = steps, total
+
+    def expected(n):
+        steps = 0
+        while n > 1:
+            n, steps = 3 * n + 1 if n % 2 else n // 2, steps + 1
+        return [steps, sum(range(0, steps, 2))]
+
+    found = np.zeros(60, dtype=np.int64)
+    run(collatz, found, num_pieces=30)
+    assert found.tolist() == [x for n in range(30) for x in expected(n)]
+
+
+def test_exp2_over_all_of_its_range():
+    def kernel(code):
+        x, y = (code.pointer(a, "f32") for a in code.arguments(2))
+        for i in code.pieces():
+            y.store(i * 16, code.exp2(x.load(i * 16)))
+
+    x = np.linspace(-140, 130, 16 * 500, dtype=np.float32)
+    x[:4] = -np.inf, np.inf, np.nan, -126.0
+    y = np.empty_like(x)
+    run(kernel, x, y, num_pieces=500)
+    assert y[:4].tolist()[:2] == [0.0, 2.0**127]
+    assert math.isnan(y[2])
+    expected = np.exp2(np.minimum(x[3:].astype(np.float64), 127.0))
+    is_small = x[3:] < -126
+    np.testing.assert_allclose(y[3:][~is_small], expected[~is_small], rtol=3e-7)
+    assert not y[3:][is_small].any()
+
+
+def test_sums_transposition_and_pairs():
+    def kernel(code):
+        x, sums, columns, words = (code.pointer(a, "f32") for a in code.arguments(4))
+        for _ in code.pieces():
+            rows = [x.load(16 * i) for i in range(16)]
+            sums.store(0, code.sums8(rows[:8]))
+            sums[8], sums[9] = code.sum_of(rows[8]), code.max_of(rows[8])
+            for i, column in enumerate(code.transposed(rows)):
+                columns.store(16 * i, column)
+            words.of("i32").store(0, code.pair(rows[0], rows[1]))
+
+    x = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
+    sums, columns = np.zeros(16, np.float32), np.zeros((16, 16), np.float32)
+    words = np.zeros(16, np.uint32)
+    run(kernel, x, sums, columns, words)
+    np.testing.assert_allclose(sums[:9], x[:9].sum(-1), atol=1e-5)
+    assert sums[9] == x[8].max()
+    assert (columns == x.T).all()
+    bits = torch.from_numpy(x[:2]).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    assert (words == bits[0] | (bits[1].astype(np.uint32) << 16)).all()
+
+
+def test_bfloat16_is_rounded_to_nearest_even_and_keeps_what_is_no_number():
+    def kernel(code):
+        x, y = code.arguments(2)
+        for i in code.pieces():
+            code.pointer(y, "bf16").store(i * 16, code.pointer(x, "f32").load(i * 16))
+
+    x = torch.randn(16 * 64) * torch.logspace(-30, 30, 16 * 64)
+    x[:6] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, torch.inf, -torch.inf, torch.nan, -0.0])
+    y = torch.zeros(x.shape, dtype=torch.bfloat16)
+    run(kernel, x.numpy(), y.view(torch.int16).numpy(), num_pieces=64)
+    torch.testing.assert_close(y, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
