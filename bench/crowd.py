@@ -19,6 +19,8 @@ from typing import Any
 
 import anyio
 
+from trouper.bench.report import about, write
+
 MAX_TOKENS = 32
 LONGEST = 2000  # of the demo's 2048 positions
 
@@ -47,7 +49,8 @@ def main() -> None:
         results["exit_code"] = server.wait()
     print(json.dumps(results, indent=1))
     if options.output:
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
+        report = {"about": about(sys.argv[1:]), "results": results}
+        write(str(options.output), report)
 
 
 class Crowd:

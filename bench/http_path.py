@@ -24,6 +24,7 @@ import anyio
 from trouper.actors.engine import open_engine
 from trouper.actors.executor.simulated import Conditions, SimulatedDevice
 from trouper.actors.ports import WorkerThreads
+from trouper.bench.report import about, write
 from trouper.config import EngineArgs
 from trouper.frontends.async_engine import AsyncLLMEngine
 from trouper.frontends.server.app import create_app
@@ -57,7 +58,8 @@ def main() -> None:
     for name, microseconds in results.items():
         print(f"{name:40} {microseconds:7.1f} µs")
     if options.output:
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
+        report = {"about": about(sys.argv[1:]), "results": results}
+        write(str(options.output), report)
 
 
 async def measure(num_streams: int, num_tokens: int, is_profiled: bool) -> dict[str, float]:

@@ -11,7 +11,7 @@ from trouper import __version__
 from trouper.actors.executor.local import num_physical_cores
 from trouper.errors import TrouperValidationError
 
-PACKAGES = ("torch", "transformers", "tokenizers", "anyio", "trio", "numba", "triton", "httpx2", "vllm")  # fmt: skip
+PACKAGES = ("torch", "transformers", "tokenizers", "anyio", "trio", "llvmlite", "triton", "httpx2", "vllm")  # fmt: skip
 SECRETS = ("--api-key", "--hf-token")
 
 
