@@ -162,7 +162,7 @@ class LLMEngine:
         return self.model_config
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        return self.async_engine.engine.config.supported_tasks
 
     def get_tokenizer(self) -> Any:
         """The model's transformers tokenizer."""
