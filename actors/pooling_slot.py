@@ -41,7 +41,7 @@ class PoolingSlot(Slot[PoolingRequestOutput[PoolingOutput]]):
     def abort(self) -> None:
         self.write(np.empty(0, np.float32), RequestError("aborted", "the request was aborted"))
 
-    def _take(self) -> PoolingRequestOutput[PoolingOutput] | None:
+    def _take_output(self) -> PoolingRequestOutput[PoolingOutput] | None:
         if self._is_taken or self._output is None:
             return None
         self._is_taken = True

@@ -137,14 +137,14 @@ class ReplySlot(Slot[RequestOutput]):
         """Note why completions end with `error`; the reader of a step loop gets it in the output."""
         self._request_error = error
 
-    def _take(self) -> RequestOutput | None:
+    def _take_output(self) -> RequestOutput | None:
         if not self._is_ready:
             return None
         prompt_logprobs = self._prompt_logprobs
         if self._kind == RequestOutputKind.DELTA and self._has_sent:
             prompt_logprobs = None
         self._has_sent = True
-        outputs = [self._take_one(index) for index in sorted(self._due)]
+        outputs = [self._take(index) for index in sorted(self._due)]
         self._due.clear()
         return RequestOutput(
             request_id=self.request_id,
@@ -164,7 +164,7 @@ class ReplySlot(Slot[RequestOutput]):
             self._kind != RequestOutputKind.FINAL_ONLY or not self._num_open
         )
 
-    def _take_one(self, index: int) -> CompletionOutput:
+    def _take(self, index: int) -> CompletionOutput:
         mine = self._completions[index]
         output = CompletionOutput(
             index=index,

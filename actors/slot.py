@@ -73,7 +73,7 @@ class Slot(ABC, Generic[Output]):
         """End what has not ended with `abort`."""
 
     @abstractmethod
-    def _take(self) -> Output | None:
+    def _take_output(self) -> Output | None:
         """What is due now, or None."""
 
     @property
@@ -108,7 +108,7 @@ class Slot(ABC, Generic[Output]):
         """What `read` would return now, or None."""
         if self._error is not None:
             raise self._error
-        return self._take()
+        return self._take_output()
 
     async def wait_rendered(self) -> None:
         """Wait until the prompt is known to be good, or the request has ended.

@@ -28,16 +28,26 @@ T = TypeVar("T")
 OPENINGS_PER_TURN = 64  # of 5 µs each
 
 
-async def collect(encodings: Sequence[Encoding], bar: Any = None) -> list[Pooled]:
-    """Run all at once; the outputs in order.  The first failure ends the others and is raised as it is."""
+async def collect(
+    encodings: Sequence[Encoding], bar: Any = None, *, places: Sequence[str] = ()
+) -> list[Pooled]:
+    """Run all at once; the outputs in order.  The first failure ends the others and is raised as it is.
+
+    `places` are the caller's names of the prompts, for errors.
+    """
     outputs: list[Pooled] = []
     try:
         for i, encoding in enumerate(encodings):
             if i % OPENINGS_PER_TURN == 0:
                 await anyio.lowlevel.checkpoint()
             encoding.open()
-        for encoding in encodings:
-            outputs.extend([output async for output in encoding])
+        for i, encoding in enumerate(encodings):
+            try:
+                outputs.extend([output async for output in encoding])
+            except TrouperValidationError as error:
+                if places and error.parameter in ("prompt", "prompt_token_ids"):
+                    error.parameter = places[i]
+                raise
             if bar is not None:
                 bar.update(1)
     finally:
