@@ -106,7 +106,7 @@ class EngineArgs:
     enforce_eager: bool = False
     runner: str = "auto"
     convert: str = "auto"
-    pooler_config: Any = None
+    pooler_config: Any = None  # a PoolerConfig, or a dict or json text of its fields
     max_logprobs: int = 20
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
