@@ -42,9 +42,7 @@ def run_sentence_transformers(model: str, dtype: str, docs: list[str]) -> dict[s
     import torch
     from sentence_transformers import SentenceTransformer
 
-    engine = SentenceTransformer(
-        model, device="cpu", model_kwargs={"dtype": getattr(torch, dtype)}
-    )
+    engine = SentenceTransformer(model, device="cpu", model_kwargs={"dtype": getattr(torch, dtype)})
     engine.encode(docs[:64], batch_size=32)
     return _rate(lambda: engine.encode(docs, batch_size=32), len(docs))
 

@@ -92,7 +92,9 @@ async def _score(
     outputs = await scorer.score([query] * len(documents), documents)
     for document, output in zip(documents, outputs, strict=True):
         number = float(output.outputs.array.reshape(()))
-        _print({"query": query, "document": document, "score": number}, len(output.prompt_token_ids))
+        _print(
+            {"query": query, "document": document, "score": number}, len(output.prompt_token_ids)
+        )
 
 
 def _options(truncate: int | None) -> dict[str, Any]:

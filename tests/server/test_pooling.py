@@ -99,7 +99,9 @@ async def test_reranking_sorts_and_keeps_the_indices(pooling, path):
 
 
 async def test_cohere_embeds_texts(pooling):
-    answer = (await pooling.post("/v2/embed", {"texts": ["a", "b"], "embedding_types": ["float"]})).json
+    answer = (
+        await pooling.post("/v2/embed", {"texts": ["a", "b"], "embedding_types": ["float"]})
+    ).json
     assert len(answer["embeddings"]["float"]) == 2
     assert answer["meta"]["billed_units"]["input_tokens"] >= 2
 
@@ -115,7 +117,12 @@ async def test_cohere_embeds_texts(pooling):
         ("/v1/embeddings", {"input": "a", "dimensions": 8}, 400, "dimensions"),
         ("/v1/embeddings", {"input": "a", "normalize": True}, 400, "normalize"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, 400, "encoding_format"),
-        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
+        (
+            "/v1/embeddings",
+            {"input": "a", "truncate_prompt_tokens": 0},
+            400,
+            "truncate_prompt_tokens",
+        ),
         ("/v1/embeddings", {"input": "a", "model": "other"}, 404, None),
         ("/v1/embeddings", {"input": "a", "padding": True}, 501, None),
         ("/pooling", {"input": "a", "task": "score"}, 400, "task"),

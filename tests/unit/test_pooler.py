@@ -122,9 +122,9 @@ async def test_who_left_while_queued_costs_nothing(stage, request_of):
     await send(gone)
     assert threads.sizes == []
     assert result(gone).error.code == "aborted"
-    assert result(request_error := request_of(None, "execution_error: bad")) is None
-    await send(request_error)
-    assert result(request_error).error.code == "execution_error"
+    failed = request_of(None, "execution_error: bad")
+    await send(failed)
+    assert result(failed).error.code == "execution_error"
 
 
 async def test_late_interaction_ends_in_the_score_and_forgets_the_query(stage, request_of):
@@ -137,7 +137,9 @@ async def test_late_interaction_ends_in_the_score_and_forgets_the_query(stage, r
     scored = request_of(document, task="token_embed", late_interaction_params=meet)
     await send(scored)
     assert result(scored).outputs.array == 1.0  # one of the two query tokens has a match
-    failed = request_of(None, "execution_error: x", task="token_embed", late_interaction_params=meet)
+    failed = request_of(
+        None, "execution_error: x", task="token_embed", late_interaction_params=meet
+    )
     await send(failed)
     assert pooler.num_queries == 0  # a use, however it ended
     late = request_of(document, task="token_embed", late_interaction_params=meet)

@@ -87,7 +87,9 @@ async def test_the_loop_beats_while_a_generating_prompt_is_rendered(kind, monkey
 @pytest.mark.parametrize("task", ["embed", "token_embed"])
 async def test_the_loop_beats_while_a_result_is_finished(task, monkeypatch):
     async with beating_engine(runner="pooling") as (engine, heart):
-        monkeypatch.setattr(pooler_module, "LARGE", 1000)  # of token_embed's result, but not of embed's
+        monkeypatch.setattr(
+            pooler_module, "LARGE", 1000
+        )  # of token_embed's result, but not of embed's
         monkeypatch.setattr(pooler_module, "finish", heart.hold_up(pooler_module.finish))
         async for output in engine.encode(list(range(50)), PoolingParams(task=task)):
             assert np.isfinite(output.outputs.array).all()
@@ -107,7 +109,9 @@ async def test_a_short_prompt_passes_a_large_one_that_is_being_rendered(monkeypa
 
         monkeypatch.setattr(PoolingPrompts, "_encoded", held)
         options = {"truncate_prompt_tokens": 10}
-        large = engine.encode("x" * 100_000, PoolingParams(task="embed"), tokenization_kwargs=options)
+        large = engine.encode(
+            "x" * 100_000, PoolingParams(task="embed"), tokenization_kwargs=options
+        )
         async with large:
             async for output in engine.encode("short", PoolingParams(task="embed")):
                 assert output.error is None

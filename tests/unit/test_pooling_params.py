@@ -50,7 +50,8 @@ def test_a_value_that_cannot_be_is_refused_by_name(name, value):
 
 
 @pytest.mark.parametrize(
-    "given", [{"task": "plugin"}, {"late_chunking_params": {"chunk_size": 4}}, {"extra_kwargs": {"a": 1}}]
+    "given",
+    [{"task": "plugin"}, {"late_chunking_params": {"chunk_size": 4}}, {"extra_kwargs": {"a": 1}}],
 )
 def test_what_is_not_built_yet_says_so(given):
     with pytest.raises(UnsupportedFeatureError):
@@ -134,7 +135,9 @@ def test_an_explicit_wish_beats_the_files_which_beat_the_architecture(tmp_path):
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     modules = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
-    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 5, "do_lower_case": true}')
+    (tmp_path / "sentence_bert_config.json").write_text(
+        '{"max_seq_length": 5, "do_lower_case": true}'
+    )
     made = spec("BertModel", tmp_path)
     assert (made.seq_pooling_type, made.normalizes) == ("MEAN", False)
     assert (made.max_length, made.lowers_case) == (5, True)

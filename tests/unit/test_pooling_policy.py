@@ -124,6 +124,4 @@ def test_of_a_plan_that_raises_exactly_the_culprits_fail(culprits, num_flights):
         else:
             p.apply(done(plan))
         found |= told(p)
-    assert found == {
-        id: "execution_error: bad" if id in culprits else id for id in range(1, 10)
-    }
+    assert found == {id: "execution_error: bad" if id in culprits else id for id in range(1, 10)}
