@@ -29,7 +29,8 @@ class Heartbeat:
         self.count = 0
         self._changed = threading.Condition()
 
-    async def run(self):
+    async def run(self, *, task_status=anyio.TASK_STATUS_IGNORED):
+        task_status.started()
         while True:
             with self._changed:
                 self.count += 1
@@ -53,7 +54,7 @@ async def beating_engine(**args):
     heart = Heartbeat()
     async with anyio.create_task_group() as tasks:
         async with AsyncLLMEngine(EngineArgs(max_model_len=512, **args)) as engine:
-            tasks.start_soon(heart.run)
+            await tasks.start(heart.run)
             yield engine, heart
         tasks.cancel_scope.cancel()
 
