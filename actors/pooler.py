@@ -6,6 +6,7 @@ meanwhile is skipped.  A failure ends the request that caused it and no other.  
 interaction are this actor's alone, at most `MAX_QUERIES` of them: the oldest goes.
 """
 
+import logging
 from collections.abc import Sequence
 
 import anyio
@@ -24,6 +25,7 @@ from trouper.pooler_config import PoolerSpec
 from trouper.pooling import LateInteractionParams
 from trouper.pooling_outputs import Array
 
+logger = logging.getLogger("trouper")
 LARGE = 2**16  # numbers; normalising so many takes 0.1 ms
 MAX_QUERIES = 1024
 
@@ -63,6 +65,13 @@ class Pooler:
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         # One for each open request, so there is always room.
         to_lane, lane = anyio.create_memory_object_stream[_Work](MAX_OPEN_REQUESTS)
+        # The two defaults differ (spec 14.1), so they are said.
+        logger.info(
+            "pooling tasks: %s; by default %s, of encode %s",
+            ", ".join(self._spec.tasks),
+            self._spec.task,
+            self._spec.engine_task,
+        )
         with self._inbox, to_lane, lane:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._finish_large, lane, name="pooler, large")

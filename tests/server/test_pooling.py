@@ -1,6 +1,7 @@
 """The pooling routes over an engine that embeds, and what a generating one says to them."""
 
 import base64
+import io
 import json
 
 import numpy as np
@@ -8,11 +9,11 @@ import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs
 from trouper.frontends.server.app import create_app
+from trouper.frontends.server.batch import Batch
 
 from .client import Client
 
 pytestmark = pytest.mark.anyio
-SIZE = 64  # of what `dimensions` keeps
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +146,22 @@ async def test_what_cannot_be_is_refused_by_name(pooling, path, body, status, pa
 async def test_a_generating_model_does_not_pool(client, path):
     answer = await client.post(path, {"input": "a"})
     assert (answer.status, answer.error["param"]) == (400, "model")
+
+
+async def test_a_batch_file_may_embed_and_rerank(pooling_engine):
+    bodies = {
+        "/v1/embeddings": {"input": "a"},
+        "/v1/rerank": {"query": "a", "documents": ["a", "b"]},
+        "/pooling": {"input": "a", "task": "embed", "encoding_format": "bytes_only"},
+    }
+    lines = [
+        json.dumps({"custom_id": url, "method": "POST", "url": url, "body": body})
+        for url, body in bodies.items()
+    ]
+    sink = io.BytesIO()
+    await Batch(create_app(pooling_engine), 4).run(io.BytesIO("\n".join(lines).encode()), sink)
+    answers = [json.loads(line)["response"] for line in sink.getvalue().splitlines()]
+    assert [answer["status_code"] for answer in answers] == [200, 200, 200]
+    floats = answers[0]["body"]["data"][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(answers[2]["body"]), "<f4") == pytest.approx(floats)
+    assert len(answers[1]["body"]["results"]) == 2
