@@ -8,7 +8,7 @@ The answer, with all its floats, base64 or bytes, is built in a thread; the loop
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -17,9 +17,16 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.pooling import Encoding, Pooled, Scorer, as_pairs, collect
 from trouper.frontends.server.chat import chat_prompt
 from trouper.frontends.server.encodings import Encoding as HowEncoded
-from trouper.frontends.server.encodings import encode
-from trouper.frontends.server.exchange import JSON, Exchange
-from trouper.frontends.server.exchange import encode as as_json
+from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.pooling_replies import (
+    PoolingServeContext,
+    Reply,
+    build_classes,
+    build_cohere,
+    build_encoded,
+    build_ranking,
+    build_scores,
+)
 from trouper.frontends.server.pooling_wire import (
     ClassifyRequest,
     CohereEmbedRequest,
@@ -37,37 +44,15 @@ from trouper.inputs import PoolingPrompt
 from trouper.pooler_config import PoolerSpec
 from trouper.pooling import PoolingParams
 
-OCTETS = b"application/octet-stream"
 MAX_INPUTS = 2048
 SIDES = (("data_1", "data_2"), ("queries", "documents"), ("queries", "items"), ("text_1", "text_2"))
 COHERE_TYPES = ("float",)
 
 
-class PoolingServeContext(NamedTuple):
-    """One request on its way; `pooling_params` is never left open."""
-
-    prompts: list[Any]
-    places: list[str]  # what the client calls each prompt
-    pooling_params: PoolingParams
-    options: dict[str, Any]  # of tokenising
-    priority: int
-    id: str
-    model: str
-    created: int
-
-
-class Reply(NamedTuple):
-    """A built answer."""
-
-    body: bytes
-    kind: bytes = JSON
-    headers: tuple[tuple[bytes, bytes], ...] = ()
-
-
 async def create_embedding(service: Service, exchange: Exchange, request: EmbeddingRequest) -> None:
     context = _preprocess(service, exchange, request, "embd", "embed")
     outputs = await _encode(service, exchange, context)
-    build = partial(_build_encoded, context, outputs, _how(request), "embedding", "embedding")
+    build = partial(build_encoded, context, outputs, _how(request), "embedding", "embedding")
     await _send(service, exchange, build)
 
 
@@ -75,7 +60,7 @@ async def create_pooling(service: Service, exchange: Exchange, request: PoolingR
     spec = _spec(service)
     context = _preprocess(service, exchange, request, "pooling", request.task or spec.engine_task)
     outputs = await _encode(service, exchange, context)
-    build = partial(_build_encoded, context, outputs, _how(request), "pooling", "data")
+    build = partial(build_encoded, context, outputs, _how(request), "pooling", "data")
     await _send(service, exchange, build)
 
 
@@ -84,7 +69,7 @@ async def create_classification(
 ) -> None:
     context = _preprocess(service, exchange, request, "classify", "classify")
     outputs = await _encode(service, exchange, context)
-    build = partial(_build_classes, context, outputs, _spec(service).labels)
+    build = partial(build_classes, context, outputs, _spec(service).labels)
     await _send(service, exchange, build)
 
 
@@ -99,7 +84,7 @@ async def create_score(service: Service, exchange: Exchange, request: ScoreReque
         getattr(request, first), getattr(request, second), (first, second)
     )
     outputs, context = await _score(service, exchange, request, queries, documents)
-    await _send(service, exchange, partial(_build_scores, context, outputs))
+    await _send(service, exchange, partial(build_scores, context, outputs))
 
 
 async def create_rerank(service: Service, exchange: Exchange, request: RerankRequest) -> None:
@@ -111,7 +96,7 @@ async def create_rerank(service: Service, exchange: Exchange, request: RerankReq
     queries = [request.query] * len(texts)
     outputs, context = await _score(service, exchange, request, queries, texts)
     num = request.top_n or len(texts)
-    await _send(service, exchange, partial(_build_ranking, context, outputs, texts, num))
+    await _send(service, exchange, partial(build_ranking, context, outputs, texts, num))
 
 
 async def create_cohere_embedding(
@@ -133,7 +118,7 @@ async def create_cohere_embedding(
     )
     context = _preprocess(service, exchange, inner, "embd", "embed", field="texts")
     outputs = await _encode(service, exchange, context)
-    await _send(service, exchange, partial(_build_cohere, context, outputs))
+    await _send(service, exchange, partial(build_cohere, context, outputs))
 
 
 # Before the engine
@@ -290,113 +275,6 @@ def _whole(outputs: list[Pooled]) -> list[Pooled]:
 async def _send(service: Service, exchange: Exchange, build: Callable[[], Reply]) -> None:
     reply = await anyio.to_thread.run_sync(build, limiter=service.threads)
     await exchange.send_body(reply.body, reply.kind, 200, reply.headers)
-
-
-def _build_encoded(
-    context: PoolingServeContext,
-    outputs: list[Pooled],
-    how: HowEncoded,
-    object_name: str,
-    key: str,
-) -> Reply:
-    made = [encode(output.outputs.array, how) for output in outputs]
-    if how.is_binary:
-        return _build_bytes(context, outputs, made, how)
-    data = [{"index": i, "object": object_name, key: value} for i, value in enumerate(made)]
-    return _listed(context, outputs, data)
-
-
-def _build_bytes(
-    context: PoolingServeContext, outputs: list[Pooled], parts: list[bytes], how: HowEncoded
-) -> Reply:
-    """All values in one body; the header `metadata` says where each begins."""
-    items: list[dict[str, Any]] = []
-    start = 0
-    for i, (part, output) in enumerate(zip(parts, outputs, strict=True)):
-        items.append(
-            {
-                "index": i,
-                "embed_dtype": how.dtype,
-                "endianness": how.endianness,
-                "start": start,
-                "end": start + len(part),
-                "shape": list(output.outputs.array.shape),
-            }
-        )
-        start += len(part)
-    head = {"id": context.id, "created": context.created, "model": context.model}
-    table = as_json({**head, "data": items, "usage": _usage(outputs)})
-    headers = ((b"metadata", table),) if how.format == "bytes" else ()
-    return Reply(b"".join(parts), OCTETS, headers)
-
-
-def _build_classes(
-    context: PoolingServeContext, outputs: list[Pooled], labels: tuple[str, ...]
-) -> Reply:
-    data: list[dict[str, Any]] = []
-    for i, output in enumerate(outputs):
-        probs = output.outputs.array.tolist()
-        label = labels[probs.index(max(probs))]
-        data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
-    return _listed(context, outputs, data)
-
-
-def _build_scores(context: PoolingServeContext, outputs: list[Pooled]) -> Reply:
-    data = [
-        {"index": i, "object": "score", "score": _number(output)}
-        for i, output in enumerate(outputs)
-    ]
-    return _listed(context, outputs, data)
-
-
-def _build_ranking(
-    context: PoolingServeContext, outputs: list[Pooled], texts: list[str], num: int
-) -> Reply:
-    scores = [_number(output) for output in outputs]
-    best = sorted(range(len(scores)), key=lambda i: -scores[i])[:num]
-    results = [
-        {"index": i, "document": {"text": texts[i]}, "relevance_score": scores[i]} for i in best
-    ]
-    reply = {
-        "id": context.id, "model": context.model, "usage": _usage(outputs), "results": results
-    }  # fmt: skip
-    return Reply(as_json(reply))
-
-
-def _build_cohere(context: PoolingServeContext, outputs: list[Pooled]) -> Reply:
-    reply = {
-        "id": context.id,
-        "embeddings": {"float": [output.outputs.array.tolist() for output in outputs]},
-        "texts": context.prompts,
-        "meta": {
-            "api_version": {"version": "2"},
-            "billed_units": {"input_tokens": _usage(outputs)["prompt_tokens"]},
-        },
-    }
-    return Reply(as_json(reply))
-
-
-def _listed(
-    context: PoolingServeContext, outputs: list[Pooled], data: list[dict[str, Any]]
-) -> Reply:
-    reply = {
-        "id": context.id,
-        "object": "list",
-        "created": context.created,
-        "model": context.model,
-        "data": data,
-        "usage": _usage(outputs),
-    }
-    return Reply(as_json(reply))
-
-
-def _usage(outputs: list[Pooled]) -> dict[str, Any]:
-    num = sum(len(output.prompt_token_ids) for output in outputs)
-    return {"prompt_tokens": num, "total_tokens": num, "completion_tokens": 0}
-
-
-def _number(output: Pooled) -> float:
-    return float(output.outputs.array.reshape(()))
 
 
 def _how(request: EncodedRequest) -> HowEncoded:
