@@ -127,6 +127,7 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
         *,
+        arrival_time: float | None = None,
         lora_request: object | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -148,6 +149,7 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
             PoolingParams() if pooling_params is None else pooling_params,
             f"request-{next(self._numbers)}" if request_id is None else request_id,
             priority=priority,
+            arrival_time=arrival_time,
             **tokenization_options(tokenization_kwargs),
         )
 

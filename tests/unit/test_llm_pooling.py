@@ -11,7 +11,7 @@ from transformers import (
     BertModel,
 )
 
-from trouper import LLM, PoolingParams
+from trouper import LLM, EngineArgs, LLMEngine, PoolingParams
 from trouper.actors.postprocessing import max_sim, normalized
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import EnginePausedError, TrouperValidationError
@@ -142,3 +142,18 @@ def test_a_generating_model_does_not_pool():
             llm.embed("a", use_tqdm=False)
         with pytest.raises(TrouperValidationError, match="parameter=runner"):
             llm.score("a", "b", use_tqdm=False)
+
+
+def test_an_engine_that_is_stepped_by_hand_pools():
+    with LLM(runner="pooling") as llm:
+        (want,) = llm.embed("one", use_tqdm=False)
+    with LLMEngine(EngineArgs(runner="pooling")) as engine:
+        for id in ("a", "b"):
+            engine.add_request(id, "one", PoolingParams(task="embed"))
+        engine.abort_request("b")
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+    by_id = {output.request_id: output for output in outputs}
+    np.testing.assert_allclose(by_id["a"].outputs.array, want.outputs.embedding, atol=1e-6)
+    assert by_id["b"].error.code == "aborted"
