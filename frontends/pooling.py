@@ -3,7 +3,7 @@
 Source: spec sections 14.3 and 14.5.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.lowlevel
@@ -24,30 +24,21 @@ if TYPE_CHECKING:
 
 Encoding = Generation[PoolingRequestOutput[PoolingOutput]]
 Pooled = PoolingRequestOutput[PoolingOutput]
+Run = Callable[[Sequence[Encoding], Any], Awaitable[list[Pooled]]]
 T = TypeVar("T")
 OPENINGS_PER_TURN = 64  # of 5 µs each
 
 
-async def collect(
-    encodings: Sequence[Encoding], bar: Any = None, *, places: Sequence[str] = ()
-) -> list[Pooled]:
-    """Run all at once; the outputs in order.  The first failure ends the others and is raised as it is.
-
-    `places` are the caller's names of the prompts, for errors.
-    """
+async def collect(encodings: Sequence[Encoding], bar: Any = None) -> list[Pooled]:
+    """Run all at once; the outputs in order.  The first failure ends the others and is raised as it is."""
     outputs: list[Pooled] = []
     try:
         for i, encoding in enumerate(encodings):
             if i % OPENINGS_PER_TURN == 0:
                 await anyio.lowlevel.checkpoint()
             encoding.open()
-        for i, encoding in enumerate(encodings):
-            try:
-                outputs.extend([output async for output in encoding])
-            except TrouperValidationError as error:
-                if places and error.parameter in ("prompt", "prompt_token_ids"):
-                    error.parameter = places[i]
-                raise
+        for encoding in encodings:
+            outputs.extend([output async for output in encoding])
             if bar is not None:
                 bar.update(1)
     finally:
@@ -67,8 +58,10 @@ class Scorer:
         name: str | None = None,
         priority: int = 0,
         options: dict[str, Any] | None = None,
+        run: Run | None = None,
     ) -> None:
-        """`name` begins the request ids; None lets the engine mint them."""
+        """`name` begins the request ids; None lets the engine mint them.  `run` stands in for `collect`."""
+        self._collect = run or collect
         self._engine = engine
         self._params = params or PoolingParams()
         self._name = name
@@ -103,7 +96,7 @@ class Scorer:
         bar: Any = None,
     ) -> list[Pooled]:
         params = msgspec.structs.replace(self._params, task=task)
-        return await collect(
+        return await self._collect(
             [
                 self._engine.encode(
                     prompt,

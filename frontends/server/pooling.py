@@ -18,6 +18,7 @@ from trouper.frontends.pooling import Encoding, Pooled, Scorer, as_pairs, collec
 from trouper.frontends.server.chat import chat_prompt
 from trouper.frontends.server.encodings import Encoding as HowEncoded
 from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.outputs import final_outputs
 from trouper.frontends.server.pooling_replies import (
     PoolingServeContext,
     Reply,
@@ -163,17 +164,19 @@ def _context(
     params: PoolingParams,
 ) -> PoolingServeContext:
     model = service.check_model(request.model)
-    if exchange.ticket is not None:
-        exchange.ticket.resize(len(prompts))
     exchange.name_by(request.request_id)
     priority = request.priority or 0
+    if service.settings.is_smaller_priority_first:
+        priority = ~priority  # turns the order round, and no int64 falls out
+    if exchange.ticket is not None:
+        exchange.ticket.size(exchange.num_body_bytes, len(prompts), 1, 1, priority)
     names = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
     return PoolingServeContext(
         prompts=prompts,
         places=places,
         pooling_params=params,
         options={n: getattr(request, n) for n in names if getattr(request, n) is not None},
-        priority=~priority if service.settings.is_smaller_priority_first else priority,
+        priority=priority,
         id=f"{prefix}-{exchange.request_id}",
         model=model,
         created=int(time.time()),
@@ -228,11 +231,7 @@ async def _encode(
         )
         for i, prompt in enumerate(context.prompts)
     ]
-    service.note(encodings, exchange)
-    try:
-        return _whole(await collect(encodings, places=context.places))
-    finally:
-        service.forget(encodings)
+    return _whole(await final_outputs(service, exchange, encodings, context.places))
 
 
 async def _score(
@@ -257,8 +256,24 @@ async def _score(
         name=exchange.id,
         priority=context.priority,
         options=context.options,
+        run=partial(_run_listed, service, exchange),
     )
+    if exchange.ticket is not None:
+        await exchange.ticket.wait_turn()
     return _whole(await scorer.score(queries, documents)), context
+
+
+async def _run_listed(
+    service: Service, exchange: Exchange, encodings: Sequence[Encoding], bar: Any
+) -> list[Pooled]:
+    """Some of the requests that a score is made of."""
+    if exchange.ticket is not None:
+        exchange.ticket.generations = (*exchange.ticket.generations, *encodings)
+    service.note(encodings, exchange)
+    try:
+        return await collect(encodings, bar)
+    finally:
+        service.forget(encodings)
 
 
 def _whole(outputs: list[Pooled]) -> list[Pooled]:
