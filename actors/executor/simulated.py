@@ -22,6 +22,7 @@ import msgspec
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.messages import (
     NewRow,
+    PoolPlan,
     Sampling,
     SequenceId,
     StepDone,
