@@ -29,7 +29,7 @@ def estimate_tokens(prompt: Any, depth: int = 6) -> int:
     items: list[Any] = []
     if isinstance(prompt, dict):
         given = cast("dict[Any, Any]", prompt)
-        keys = ("prompt_token_ids", "prompt", "messages", "content", "text")
+        keys = ("prompt_token_ids", "prompt", "text_pair", "messages", "content", "text")
         items = [given[key] for key in keys if key in given]
     elif isinstance(prompt, list | tuple):
         items = list(cast("list[Any]", prompt))

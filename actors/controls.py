@@ -7,7 +7,7 @@ keeps calls to the device, for which the executor's inbox has one place, from me
 import warnings
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Any, cast
 
 import anyio
 
@@ -26,7 +26,7 @@ from trouper.actors.messages import ResetPrefixCache, SetPause, Step
 from trouper.actors.metrics import Metrics
 from trouper.actors.pause import Pause
 from trouper.actors.questions import Questions
-from trouper.actors.reply import ReplySlot
+from trouper.actors.slot import Slot
 from trouper.errors import EngineDeadError, ProfilerAlreadyActiveError
 
 RESTORE_GRACE_S = 60  # taking a pause back, while being cancelled
@@ -42,7 +42,7 @@ class Controls:
         self._transition = anyio.Lock()
         self._is_profiling = False
 
-    def abort_all(self) -> list[ReplySlot]:
+    def abort_all(self) -> list[Slot[Any]]:
         """Abort every open request; the slots in which their ends will appear."""
         raise NotImplementedError
 

@@ -24,6 +24,7 @@ from trouper.actors.messages import (
     DetokenizerInbox,
     ExecutorInbox,
     ObserverInbox,
+    PoolerInbox,
     RendererInbox,
     RequestEnded,
     SchedulerInbox,
@@ -31,8 +32,11 @@ from trouper.actors.messages import (
 from trouper.actors.metrics import Metrics
 from trouper.actors.observer import Observer
 from trouper.actors.policy import Policy
+from trouper.actors.pooler import Pooler
+from trouper.actors.pooling_policy import PoolingPolicy
 from trouper.actors.ports import Threads, WorkerThreads
 from trouper.actors.renderer import Renderer
+from trouper.actors.rendering.pooling import PoolingPrompts
 from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.reporter import Reporter
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "EngineStatistics", "open_engine"]
 
 MAX_FACTS = 2048
+MAX_POOLED_STEPS = 64
 CLOSE_GRACE_S = 10  # for the final outputs of aborted requests
 TRACES_GRACE_S = 30  # for the last spans, when their collector does not answer
 
@@ -117,6 +122,9 @@ async def _perform(
     to_renderer, renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
         MAX_OPEN_REQUESTS
     )
+    to_large_renderer, large_renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
+        MAX_OPEN_REQUESTS
+    )
     # One Admit and one Abort for each open request, and again for one that took its place before the
     # scheduler ran; that also leaves room for an answer and a Stop for each step in flight, and for
     # the few questions of the lifecycle, which are asked one at a time.
@@ -129,12 +137,15 @@ async def _perform(
     to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream[DetokenizerInbox](
         2 * MAX_OPEN_REQUESTS
     )
+    # The scheduler waits when it is so many steps ahead.
+    to_pooler, pooler_inbox = anyio.create_memory_object_stream[PoolerInbox](MAX_POOLED_STEPS)
     # Facts may be dropped: some seconds of steps, should the observer be held up.
     to_observer, observer_inbox = anyio.create_memory_object_stream[ObserverInbox](MAX_FACTS)
     engine: Engine | None = None
     with (
-        to_renderer, renderer_inbox, to_scheduler, scheduler_inbox, to_executor, executor_inbox,
-        to_detokenizer, detokenizer_inbox, to_observer, observer_inbox,
+        to_renderer, renderer_inbox, to_large_renderer, large_renderer_inbox,
+        to_scheduler, scheduler_inbox, to_executor, executor_inbox,
+        to_detokenizer, detokenizer_inbox, to_pooler, pooler_inbox, to_observer, observer_inbox,
     ):  # fmt: skip
         try:
             async with anyio.create_task_group() as troupe:
@@ -145,27 +156,35 @@ async def _perform(
                 def reporter() -> Reporter:
                     return Reporter(to_observer.clone() if observer is not None else None)
 
-                blocks = Blocks(
-                    info.num_blocks, info.block_size, config.scheduler.enable_prefix_caching
-                )
-                policy = Policy(config.scheduler, blocks)
+                detokenizer: Detokenizer | None = None
+                if config.pooler is None:
+                    prefix_caching = config.scheduler.enable_prefix_caching
+                    blocks = Blocks(info.num_blocks, info.block_size, prefix_caching)
+                    policy, reader = Policy(config.scheduler, blocks), to_detokenizer
+                    detokenizer = Detokenizer(
+                        detokenizer_inbox, to_scheduler.clone(), tokenizer, reporter()
+                    )
+                    await troupe.start(detokenizer.run, name="detokenizer")
+                    prompts = Prompts.for_engine(config, tokenizer)
+                else:
+                    policy, reader = PoolingPolicy(config.scheduler), to_pooler
+                    pooler = Pooler(pooler_inbox, config.pooler, threads)
+                    await troupe.start(pooler.run, name="pooler")
+                    prompts = PoolingPrompts.for_engine(config, tokenizer)
                 scheduler = Scheduler(
                     scheduler_inbox,
                     to_executor.clone(),
-                    to_detokenizer.clone(),
+                    reader.clone(),
                     policy,
                     reporter=reporter(),
                     is_stepped=is_stepped,
                 )
                 await troupe.start(scheduler.run, name="scheduler")
-                detokenizer = Detokenizer(
-                    detokenizer_inbox, to_scheduler.clone(), tokenizer, reporter()
-                )
-                await troupe.start(detokenizer.run, name="detokenizer")
-                prompts = Prompts.for_engine(config, tokenizer)
-                for number in range(config.renderer_num_workers):
+                # One more than the workers: large prompts wait for each other and for nobody else.
+                lanes = [large_renderer_inbox, *[renderer_inbox] * config.renderer_num_workers]
+                for number, lane in enumerate(lanes):
                     renderer = Renderer(
-                        renderer_inbox.clone(),
+                        lane.clone(),
                         to_scheduler.clone(),
                         to_detokenizer.clone(),
                         prompts.render,
@@ -173,8 +192,8 @@ async def _perform(
                     )
                     await troupe.start(renderer.run, name=f"renderer {number}")
                 engine = Engine(
-                    config, info, tokenizer, to_renderer, to_scheduler, to_executor, to_observer,
-                    scheduler, detokenizer, observer,
+                    config, info, tokenizer, to_renderer, to_large_renderer, to_scheduler,
+                    to_executor, to_observer, scheduler, detokenizer, observer,
                 )  # fmt: skip
                 task_status.started(engine)
         except BaseExceptionGroup as group:

@@ -9,17 +9,21 @@ end needs nothing else, and whoever may leave early writes `async with`.
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import anyio
 import anyio.lowlevel
 
 from trouper.actors.messages import Render, RequestId
-from trouper.actors.reply import ReplySlot
+from trouper.actors.slot import Slot
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
+from trouper.pooling import PoolingParams
+from trouper.pooling_outputs import PoolingRequestOutput
 
-MakeRender = Callable[[RequestId, SamplingParams, ReplySlot], Render]
+Params = SamplingParams | PoolingParams
+Output = TypeVar("Output", bound=RequestOutput | PoolingRequestOutput[Any])
+MakeRender = Callable[[RequestId, Any, Slot[Any]], Render]
 
 
 class RequestDesk(Protocol):
@@ -28,26 +32,29 @@ class RequestDesk(Protocol):
     def open_request(
         self,
         request_id: str,
-        params: SamplingParams,
+        params: Params,
         render: MakeRender,
         arrival_time: float | None,
-    ) -> tuple[RequestId, ReplySlot]: ...
+    ) -> tuple[RequestId, Slot[Any]]: ...
 
-    def close_request(self, id: RequestId, slot: ReplySlot, *, is_finished: bool) -> None: ...
+    def close_request(self, id: RequestId, slot: Slot[Any], *, is_finished: bool) -> None: ...
 
-    def drop_request(self, id: RequestId, slot: ReplySlot) -> None:
+    def drop_request(self, id: RequestId, slot: Slot[Any]) -> None:
         """Close it soon.  Legal in any thread: garbage is collected in whichever allocates."""
         ...
 
 
-class Generation:
-    """`async for output in generation`, alone or inside `async with generation as stream`."""
+class Generation(Generic[Output]):
+    """`async for output in generation`, alone or inside `async with generation as stream`.
+
+    A pooling request has one output.
+    """
 
     def __init__(
         self,
         desk: RequestDesk,
         request_id: str,
-        params: SamplingParams,
+        params: Params,
         render: MakeRender,
         arrival_time: float | None = None,
     ) -> None:
@@ -56,7 +63,7 @@ class Generation:
         self._params = params
         self._render = render
         self._arrival_time = arrival_time
-        self._opened: tuple[RequestId, ReplySlot] | None = None
+        self._opened: tuple[RequestId, Slot[Output]] | None = None
         self._num_tokens = (0, 0)
         self._is_finished = False
         self._is_closed = False
@@ -68,7 +75,7 @@ class Generation:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> RequestOutput:
+    async def __anext__(self) -> Output:
         if self._is_closed:
             await anyio.lowlevel.checkpoint()
             raise StopAsyncIteration
@@ -81,12 +88,12 @@ class Generation:
             self.close()
             raise
         self._note(output)
-        if output.error is not None:
+        if output.error is not None and output.error.code != "aborted":
             self.close()  # also when siblings of the completion that failed could go on
             raise output.error.to_exception(self.request_id)
         return output
 
-    def take_nowait(self) -> RequestOutput | None:
+    def take_nowait(self) -> Output | None:
         """What is due now, or None; for a loop that steps the engine by hand.
 
         A failure of this request comes as an output with `finish_reason="error"`.
@@ -146,7 +153,7 @@ class Generation:
     async def aclose(self) -> None:
         self.close()
 
-    def open(self) -> ReplySlot:
+    def open(self) -> Slot[Output]:
         """Submit the request now, if that has not happened yet.
 
         Raises:
@@ -167,7 +174,7 @@ class Generation:
             self._num_tokens = slot.num_tokens
             self._desk.close_request(id, slot, is_finished=self._is_finished)
 
-    def _note(self, output: RequestOutput) -> None:
+    def _note(self, output: Output) -> None:
         if output.finished:
             self._is_finished = True
             self.close()

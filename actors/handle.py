@@ -33,19 +33,26 @@ from trouper.actors.messages import (
     SchedulerStats,
 )
 from trouper.actors.observer import Observer
+from trouper.actors.pooling_slot import PoolingSlot
 from trouper.actors.questions import Questions
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.reply import ReplySlot
 from trouper.actors.scheduler import Scheduler
+from trouper.actors.slot import Slot
 from trouper.config import EngineConfig
 from trouper.errors import (
     EngineDeadError,
     RetryableRequestError,
     TrouperValidationError,
 )
-from trouper.inputs import PromptType
+from trouper.inputs import PoolingPrompt, PromptType
 from trouper.metrics import Metric
+from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
+from trouper.pooling import PoolingParams
+from trouper.pooling_outputs import PoolingOutput, PoolingRequestOutput
+
+LARGE_PROMPT = 8192  # tokens by estimate; rendering so many takes about 10 ms
 
 
 class EngineStatistics(msgspec.Struct, frozen=True):
@@ -67,11 +74,12 @@ class Engine(Controls):
         info: DeviceInfo,
         tokenizer: Tokenizer | None,
         to_renderer: MemoryObjectSendStream[RendererInbox],
+        to_large_renderer: MemoryObjectSendStream[RendererInbox],
         to_scheduler: MemoryObjectSendStream[SchedulerInbox],
         to_executor: MemoryObjectSendStream[ExecutorInbox],
         to_observer: MemoryObjectSendStream[ObserverInbox],
         scheduler: Scheduler,
-        detokenizer: Detokenizer,
+        detokenizer: Detokenizer | None,  # None in an engine that pools
         observer: Observer | None,
     ) -> None:
         super().__init__(
@@ -82,6 +90,7 @@ class Engine(Controls):
         self.info = info
         self.tokenizer = tokenizer
         self._to_renderer = to_renderer
+        self._to_large_renderer = to_large_renderer
         self._to_scheduler = to_scheduler
         self._scheduler = scheduler
         self._detokenizer = detokenizer
@@ -89,7 +98,7 @@ class Engine(Controls):
         self._admission = Admission(
             config.max_num_queued_reqs, config.max_num_queued_tokens, self._note_rejection
         )
-        self._open: dict[str, tuple[RequestId, ReplySlot]] = {}
+        self._open: dict[str, tuple[RequestId, Slot[Any]]] = {}
         self._next_id = 0
         self._has_warned_of_tracing = False
         token: Any = anyio.lowlevel.current_token().native_token
@@ -116,21 +125,20 @@ class Engine(Controls):
         add_special_tokens: bool | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
-    ) -> Generation:
+    ) -> Generation[RequestOutput]:
         """A request as an async iterator; nothing happens before it is entered or iterated.
 
         Raises:
             TypeError: `request_id` is not a string, or `params` not SamplingParams.
+            TrouperValidationError: the model does not generate.
         """
-        if not isinstance(request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
-            raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
-        if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]  # the same
-            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        _check_types(request_id, params, SamplingParams)
+        self._check_runner(pools=False)
         _check_order(priority, arrival_time)
         if trace_headers and self.config.otlp_traces_endpoint is None:
             self._warn_of_tracing()
 
-        def render(id: RequestId, params: SamplingParams, slot: ReplySlot) -> Render:
+        def render(id: RequestId, params: SamplingParams, slot: Slot[Any]) -> Render:
             return Render(
                 id=id,
                 prompt=prompt,
@@ -147,13 +155,50 @@ class Engine(Controls):
 
         return Generation(self, request_id, params.clone(), render, arrival_time)
 
+    def encode(
+        self,
+        prompt: PoolingPrompt,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: str | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
+        """A pooling request: an async iterator of one output.
+
+        Raises:
+            TypeError: `request_id` is not a string, or `params` not PoolingParams.
+            TrouperValidationError: the model does not pool.
+        """
+        _check_types(request_id, params, PoolingParams)
+        self._check_runner(pools=True)
+        _check_order(priority, arrival_time)
+
+        def render(id: RequestId, params: PoolingParams, slot: Slot[Any]) -> Render:
+            return Render(
+                id=id,
+                prompt=prompt,
+                params=params,
+                slot=slot,
+                priority=priority,
+                arrival_time=slot.stats.arrival_time,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+                truncation_side=truncation_side,
+                add_special_tokens=add_special_tokens,
+            )
+
+        return Generation(self, request_id, params.clone(), render, arrival_time)
+
     def open_request(
         self,
         request_id: str,
-        params: SamplingParams,
-        render: Callable[[RequestId, SamplingParams, ReplySlot], Render],
+        params: SamplingParams | PoolingParams,
+        render: Callable[[RequestId, Any, Slot[Any]], Render],
         arrival_time: float | None,
-    ) -> tuple[RequestId, ReplySlot]:
+    ) -> tuple[RequestId, Slot[Any]]:
         """Register and submit in one synchronous act, so no cancellation can fall in between.
 
         Raises:
@@ -166,22 +211,30 @@ class Engine(Controls):
         self.check_admission(params.n, request_id)
         id = RequestId(self._next_id)
         self._next_id += params.n
-        slot = ReplySlot(
-            request_id,
-            params,
-            self.config.stream_interval,
-            prefills=self._admission.prefills,
-            shows_stats=self.config.log_stats,
-        )
+        slot = self._slot(request_id, params)
         now = time.time()
         slot.stats.arrival_time = now if arrival_time is None else arrival_time
         slot.stats.arrival_ts = anyio.current_time() - max(0.0, now - slot.stats.arrival_time)
         self._open[request_id] = id, slot
         self._admission.enter(params.n)
         message = render(id, params, slot)
-        slot.expect(estimate_tokens(message.prompt))
-        self._to_renderer.send_nowait(message)
+        num_tokens = estimate_tokens(message.prompt)
+        slot.expect(num_tokens)
+        is_large = num_tokens > LARGE_PROMPT
+        (self._to_large_renderer if is_large else self._to_renderer).send_nowait(message)
         return id, slot
+
+    def _slot(self, request_id: str, params: SamplingParams | PoolingParams) -> Slot[Any]:
+        prefills, shows_stats = self._admission.prefills, self.config.log_stats
+        if isinstance(params, PoolingParams):
+            return PoolingSlot(request_id, prefills=prefills, shows_stats=shows_stats)
+        return ReplySlot(
+            request_id,
+            params,
+            self.config.stream_interval,
+            prefills=prefills,
+            shows_stats=shows_stats,
+        )
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Raises what opening a request of n completions would raise now."""
@@ -192,7 +245,7 @@ class Engine(Controls):
             raise ValueError(f"request_id {request_id!r} is already in flight")
         self._admission.check(n)
 
-    def close_request(self, id: RequestId, slot: ReplySlot, *, is_finished: bool) -> None:
+    def close_request(self, id: RequestId, slot: Slot[Any], *, is_finished: bool) -> None:
         """The reader is done.  Unfinished means: abort."""
         if not is_finished:
             self._post_abort(id, slot)
@@ -200,7 +253,7 @@ class Engine(Controls):
         if self._open.pop(slot.request_id, None) is not None:
             self._admission.leave(slot.n)
 
-    def drop_request(self, id: RequestId, slot: ReplySlot) -> None:
+    def drop_request(self, id: RequestId, slot: Slot[Any]) -> None:
         """Its reader was garbage, in whatever thread: close it on the loop."""
         try:
             self._soon(partial(self.close_request, id, slot, is_finished=False))
@@ -213,20 +266,23 @@ class Engine(Controls):
             if request_id in self._open:
                 self._post_abort(*self._open[request_id])
 
-    def abort_all(self) -> list[ReplySlot]:
+    def abort_all(self) -> list[Slot[Any]]:
         self.abort(list(self._open))
         return [slot for _, slot in self._open.values()]
 
     @property
-    def open_slots(self) -> tuple[ReplySlot, ...]:
+    def open_slots(self) -> tuple[Slot[Any], ...]:
         """The reply slots of all open requests, in the order of their opening."""
         return tuple(slot for _, slot in self._open.values())
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(
             num_open_requests=len(self._open),
-            num_rendering=self._to_renderer.statistics().current_buffer_used,
-            num_tracked=self._detokenizer.statistics().num_tracked,
+            num_rendering=sum(
+                lane.statistics().current_buffer_used
+                for lane in (self._to_renderer, self._to_large_renderer)
+            ),
+            num_tracked=self._detokenizer.statistics().num_tracked if self._detokenizer else 0,
             num_prefill_tokens=self._admission.prefills.num_tokens,
             scheduler=self._scheduler.statistics(),
         )
@@ -308,7 +364,7 @@ class Engine(Controls):
                 slot.fail(error)
         self._questions.end(error)
 
-    async def _wait_over(self, slots: Iterable[ReplySlot]) -> None:
+    async def _wait_over(self, slots: Iterable[Slot[Any]]) -> None:
         for slot in slots:
             await slot.wait_over()
 
@@ -321,7 +377,14 @@ class Engine(Controls):
             self._has_warned_of_tracing = True
             warnings.warn("trace_headers are ignored: no otlp_traces_endpoint", stacklevel=4)
 
-    def _post_abort(self, id: RequestId, slot: ReplySlot) -> None:
+    def _check_runner(self, *, pools: bool) -> None:
+        if pools != (self.config.pooler is not None):
+            runner = "pooling" if pools else "generate"
+            raise TrouperValidationError(
+                f"this needs an engine with runner={runner!r}", parameter="runner"
+            )
+
+    def _post_abort(self, id: RequestId, slot: Slot[Any]) -> None:
         if slot.is_aborted:
             return  # once is enough, and once is what the channel has room for
         slot.scope.cancel()
@@ -329,6 +392,13 @@ class Engine(Controls):
             self._to_scheduler.send_nowait(Abort(id))
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             pass  # the troupe is gone, and all its tables with it
+
+
+def _check_types(request_id: object, params: object, kind: type[Any]) -> None:
+    if not isinstance(request_id, str):
+        raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
+    if not isinstance(params, kind):
+        raise TypeError(f"params must be {kind.__name__}, not {type(params).__name__}")
 
 
 def _check_order(priority: object, arrival_time: object) -> None:

@@ -3,6 +3,9 @@
     frontends -Render-> Renderer -Track-> Detokenizer
                         Renderer -Admit-> Scheduler -StepPlan-> Executor -StepDone | StepFailed-> Scheduler
                                           Scheduler -StepTokens-> Detokenizer -Stop-> Scheduler
+    or, in an engine that pools:
+                        Renderer -AdmitPooling-> Scheduler -PoolPlan-> Executor -PoolDone | StepFailed-> Scheduler
+                                          Scheduler -Pooled-> Pooler
     frontends -Abort | SetPause | ResetPrefixCache | Step | Probe-> Scheduler
     frontends, Scheduler -DeviceCall-> Executor
 
@@ -14,13 +17,17 @@ from collections.abc import Mapping
 from typing import Any, Literal, NewType
 
 import msgspec
+import numpy as np
 
 from trouper.actors.answer import Answer
 from trouper.actors.pause import Pause
+from trouper.actors.pooling_slot import PoolingSlot
 from trouper.actors.reply import ReplySlot
-from trouper.inputs import PromptType
+from trouper.actors.slot import Slot
+from trouper.inputs import PoolingPrompt
 from trouper.outputs import FinishReason, RequestStateStats
 from trouper.params import SamplingParams
+from trouper.pooling import PoolingParams
 
 RequestId = NewType("RequestId", int)
 SequenceId = NewType("SequenceId", int)
@@ -45,9 +52,9 @@ class Render(msgspec.Struct, frozen=True):
     """
 
     id: RequestId
-    prompt: PromptType
-    params: SamplingParams  # the engine's own copy
-    slot: ReplySlot
+    prompt: PoolingPrompt
+    params: SamplingParams | PoolingParams  # the engine's own copy
+    slot: Slot[Any]  # of the kind that goes with the parameters
     priority: int
     arrival_time: float  # wall clock, seconds
     truncate_prompt_tokens: int | None = None
@@ -82,6 +89,18 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     embeds: Embeds | None = None  # what stands for the tokens; their ids are zeros then
     embeds_digests: tuple[bytes, ...] = ()  # by block
+
+
+class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):
+    """Renderer -> Scheduler: a rendered, validated pooling request.  It carries all that it will need."""
+
+    id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    params: PoolingParams  # resolved: every field is decided
+    slot: PoolingSlot
+    token_type_ids: tuple[int, ...] | None = None  # None: all are 0
+    priority: int = 0
+    arrival_time: float = 0.0
 
 
 class Abort(msgspec.Struct, frozen=True):
@@ -198,6 +217,32 @@ class StepPlan(msgspec.Struct, frozen=True):
     copies: tuple[tuple[int, int], ...] = ()  # (from block, to block), before anything is computed
 
 
+class PoolColumn(msgspec.Struct, frozen=True):
+    """One whole prompt of a `PoolPlan`."""
+
+    token_ids: tuple[int, ...]
+    token_type_ids: tuple[int, ...] | None
+    task: str
+
+
+class PoolPlan(msgspec.Struct, frozen=True):
+    """Scheduler -> Executor: whole prompts for one forward pass without a cache, the shortest first."""
+
+    step: int
+    epoch: int
+    columns: tuple[PoolColumn, ...]
+
+
+class PoolDone(msgspec.Struct, frozen=True):
+    """Executor -> Scheduler: the raw results, column by column, in float32.
+
+    An embedding is [size], logits are [labels]; token tasks have one row for each token.
+    """
+
+    step: int
+    arrays: tuple[np.ndarray, ...]
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Candidates of one position: the sampled (or prompt) token first, then by falling logprob."""
 
@@ -246,6 +291,21 @@ class StepTokens(msgspec.Struct, frozen=True):
 
     sequences: tuple[SequenceTokens, ...]
     started: tuple[SequenceId, ...] = ()  # sequences that took a device row, for their statistics
+    answers: tuple[Answer[None], ...] = ()  # whoever waits until these news are handed over
+
+
+class PooledRequest(msgspec.Struct, frozen=True):
+    """The end of one pooling request: its raw result, or why there is none."""
+
+    admit: AdmitPooling
+    array: np.ndarray | None = None
+    error: str | None = None  # `code: message`
+
+
+class Pooled(msgspec.Struct, frozen=True):
+    """Scheduler -> Pooler: all that one turn of the scheduler has to tell, in one message."""
+
+    requests: tuple[PooledRequest, ...]
     answers: tuple[Answer[None], ...] = ()  # whoever waits until these news are handed over
 
 
@@ -303,8 +363,10 @@ class Flush(msgspec.Struct, frozen=True):
 
 RendererInbox = Render
 SchedulerInbox = (
-    Admit | Abort | Stop | StepDone | StepFailed | SetPause | ResetPrefixCache | Step | Probe
-)
-ExecutorInbox = StepPlan | DeviceCall
+    Admit | AdmitPooling | Abort | Stop | StepDone | PoolDone | StepFailed
+    | SetPause | ResetPrefixCache | Step | Probe
+)  # fmt: skip
+ExecutorInbox = StepPlan | PoolPlan | DeviceCall
 DetokenizerInbox = Track | StepTokens
+PoolerInbox = Pooled
 ObserverInbox = Stepped | Told | Flush

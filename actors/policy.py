@@ -22,6 +22,7 @@ Laws:
 
 from collections import deque
 
+from trouper.actors.answer import Answer
 from trouper.actors.blocks import Blocks
 from trouper.actors.draft import Draft, Flight
 from trouper.actors.messages import (
@@ -226,9 +227,13 @@ class Policy:
                 self._running.preempt(sequence, drop_results=True)
         return self._blocks.reset_cache()
 
-    def take_news(self) -> StepTokens | None:
+    def take_news(self, answers: tuple[Answer[None], ...] = ()) -> StepTokens | None:
         """What there is to tell since the last call: at most one entry for each sequence."""
-        return self._news.take()
+        news = self._news.take()
+        if news is None and not answers:
+            return None
+        news = news or StepTokens(())
+        return StepTokens(news.sequences, news.started, answers)
 
     # One scheduling pass
 

@@ -13,7 +13,7 @@ import anyio.lowlevel
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from trouper.actors.messages import DetokenizerInbox, Render, SchedulerInbox
+from trouper.actors.messages import AdmitPooling, DetokenizerInbox, Render, SchedulerInbox
 from trouper.actors.ports import Threads
 from trouper.actors.rendering.text import Rendered
 from trouper.errors import GenerationError, TrouperError, TrouperValidationError
@@ -61,7 +61,10 @@ class Renderer:
     def _hand_over(self, rendered: Rendered) -> None:
         """Room is reserved in both inboxes by the wiring's arithmetic."""
         try:
-            self._detokenizer.send_nowait(rendered.track)
+            if rendered.track is not None:
+                self._detokenizer.send_nowait(rendered.track)
+            if isinstance(rendered.admit, AdmitPooling):
+                rendered.admit.slot.start(rendered.admit.prompt_token_ids)
             self._scheduler.send_nowait(rendered.admit)
         except anyio.BrokenResourceError:
             pass  # the engine is going down, and its end ends every request

@@ -1,22 +1,19 @@
-"""The reply slot of one request: a cell that the engine writes without waiting and one reader empties.
+"""The reply slot of a generation.
 
-Laws.  Writes never wait and never fail; a closed slot swallows them.  What has not been read yet merges:
-memory is bounded by the text itself, however slow the reader.  An exception overrides everything
-else.  The output with `finished=True` is handed out exactly once.  Source: spec sections 4.3 and 9.4.
+Law, beside those of `Slot`.  What has not been read yet merges: memory is bounded by the text itself,
+however slow the reader.  Source: spec sections 4.3 and 9.4.
 """
 
-import anyio
-import anyio.lowlevel
 import msgspec
 
 from trouper.actors.admission import Prefills
+from trouper.actors.slot import Slot
 from trouper.outputs import (
     CompletionOutput,
     FinishReason,
     LogprobsOnePosition,
     RequestError,
     RequestOutput,
-    RequestStateStats,
 )
 from trouper.params import RequestOutputKind, SamplingParams
 
@@ -38,12 +35,8 @@ class _Completion(msgspec.Struct):
     num_sent_tokens: int = 0
 
 
-class ReplySlot:
-    """Opened by the frontend, lent to the Renderer and the Detokenizer, closed by the frontend.
-
-    `scope` is the request's own: cancelling it ends the rendering stage, and says to everybody who still
-    holds the slot that the request is aborted.
-    """
+class ReplySlot(Slot[RequestOutput]):
+    """What a generation writes: text, tokens and logprobs of n completions."""
 
     def __init__(
         self,
@@ -54,13 +47,7 @@ class ReplySlot:
         prefills: Prefills | None = None,
         shows_stats: bool = True,
     ) -> None:
-        self.request_id = request_id  # the caller's name for it: echoed, never a key
-        self.scope = anyio.CancelScope()
-        self.stats = RequestStateStats()
-        self._shows_stats = shows_stats
-        self._prefills = prefills or Prefills()
-        self._num_prefill = 0  # prompt tokens, until there is a first token
-        self.n = params.n
+        super().__init__(request_id, params.n, prefills=prefills, shows_stats=shows_stats)
         self._kind = params.output_kind
         self._wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
         self._wants_prompt_logprobs = params.prompt_logprobs is not None
@@ -70,28 +57,9 @@ class ReplySlot:
         self._due: set[int] = set()  # completions with something that the reader should get now
         self._has_sent = False
         self._prompt: str | None = None
-        self._prompt_token_ids: list[int] = []
         self._prompt_logprobs: list[LogprobsOnePosition | None] | None = None
         self._num_cached_tokens: int | None = None
-        self._error: Exception | None = None
         self._request_error: RequestError | None = None
-        self._is_closed = False
-        # Capacity 1: a wake-up that nobody has taken yet stands for all the writes since.
-        self._wake, self._woken = anyio.create_memory_object_stream[None](1)
-        self._rendered = anyio.Event()
-        self._over = anyio.Event()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "aborted" if self.is_aborted else "open"
-        return f"<ReplySlot {self.request_id!r} {state}>"
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
-
-    @property
-    def is_over(self) -> bool:
-        return self._over.is_set()
 
     @property
     def num_unread(self) -> int:
@@ -102,25 +70,14 @@ class ReplySlot:
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Of the prompt, once it is rendered; generated so far by all completions, read or not."""
         return len(self._prompt_token_ids), sum(mine.num_tokens for mine in self._completions)
-
-    @property
-    def is_aborted(self) -> bool:
-        return self.scope.cancel_called
-
-    def expect(self, num_prompt_tokens: int) -> None:
-        """About so many tokens are about to be rendered."""
-        self._count_prefill(num_prompt_tokens)
 
     def start(self, prompt: str | None, prompt_token_ids: tuple[int, ...]) -> None:
         """The prompt is rendered."""
         self._prompt = prompt
-        self._prompt_token_ids = list(prompt_token_ids)
-        self._count_prefill(len(prompt_token_ids))
         if self._wants_prompt_logprobs:
             self._prompt_logprobs = [None]  # of a prompt of one token this is all
-        self._rendered.set()
+        self._start(prompt_token_ids)
 
     def note_cached_tokens(self, num_cached_tokens: int) -> None:
         self._num_cached_tokens = num_cached_tokens
@@ -176,51 +133,11 @@ class ReplySlot:
         for index in range(len(self._completions)):
             self.write(index, "", (), finish_reason="abort")
 
-    def fail(self, error: Exception) -> None:
-        """The reader gets `error` instead of whatever it has not read."""
-        if not self._is_closed and self._error is None:
-            self._error = error
-            self._end()
-            self._wake_reader()
-
     def note_error(self, error: RequestError) -> None:
         """Note why completions end with `error`; the reader of a step loop gets it in the output."""
         self._request_error = error
 
-    async def read(self) -> RequestOutput:
-        """Wait until there is something to hand out, and take it.
-
-        Raises:
-            Exception: what `fail` was given.
-        """
-        if self._is_ready:
-            await anyio.lowlevel.checkpoint()
-        else:
-            await self._woken.receive()
-        while (
-            output := self.read_nowait()
-        ) is None:  # a stale wake-up: that output is taken already
-            await self._woken.receive()
-        return output
-
-    async def wait_rendered(self) -> None:
-        """Wait until the prompt is known to be good, or the request has ended.
-
-        Raises:
-            Exception: what `fail` was given.
-        """
-        await self._rendered.wait()
-        if self._error is not None:
-            raise self._error
-
-    async def wait_over(self) -> None:
-        """Wait until nothing will be written any more, read or not."""
-        await self._over.wait()
-
-    def read_nowait(self) -> RequestOutput | None:
-        """What `read` would return now, or None."""
-        if self._error is not None:
-            raise self._error
+    def _take_output(self) -> RequestOutput | None:
         if not self._is_ready:
             return None
         prompt_logprobs = self._prompt_logprobs
@@ -241,30 +158,11 @@ class ReplySlot:
             error=self._request_error,
         )
 
-    def close(self) -> None:
-        """Nobody reads any more.  Idempotent; cancels the rendering stage."""
-        self._is_closed = True
-        self._end()
-        self.scope.cancel()
-        self._wake.close()
-        self._woken.close()
-
-    def _count_prefill(self, num_tokens: int) -> None:
-        if not self._over.is_set():
-            self._prefills.num_tokens += num_tokens - self._num_prefill
-            self._num_prefill = num_tokens
-
-    def _end(self) -> None:
-        self._count_prefill(0)
-        self._rendered.set()
-        self._over.set()
-
     @property
     def _is_ready(self) -> bool:
-        is_due = bool(self._due) and (
+        return bool(self._due) and (
             self._kind != RequestOutputKind.FINAL_ONLY or not self._num_open
         )
-        return is_due or self._error is not None
 
     def _take(self, index: int) -> CompletionOutput:
         mine = self._completions[index]
@@ -285,9 +183,3 @@ class ReplySlot:
             mine.token_ids = mine.token_ids.copy()
             mine.logprobs = mine.logprobs.copy()
         return output
-
-    def _wake_reader(self) -> None:
-        try:
-            self._wake.send_nowait(None)
-        except anyio.WouldBlock:
-            pass  # the wake-up already there is enough

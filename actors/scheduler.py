@@ -1,11 +1,11 @@
-"""The scheduler actor: a `Policy` on one side, channels on the other.
+"""The scheduler actor: a `Policy` or a `PoolingPolicy` on one side, channels on the other.
 
 It waits in one place only, its inbox.  Plans need no waiting because the policy never has more of them
-out than the executor's channel holds; news need none because the Detokenizer's channel has room for many
+out than the executor's channel holds; news need none because their reader's channel has room for many
 steps beside everything the Renderers may send.
 """
 
-from typing import assert_never
+from typing import Any, assert_never
 
 import anyio
 from anyio.abc import TaskStatus
@@ -15,9 +15,10 @@ from trouper.actors.answer import Answer
 from trouper.actors.messages import (
     Abort,
     Admit,
-    DetokenizerInbox,
+    AdmitPooling,
     DeviceCall,
     ExecutorInbox,
+    PoolDone,
     Probe,
     ResetPrefixCache,
     SchedulerInbox,
@@ -27,11 +28,11 @@ from trouper.actors.messages import (
     StepDone,
     StepFailed,
     Stepped,
-    StepTokens,
     Stop,
 )
 from trouper.actors.pause import Pause
 from trouper.actors.policy import Policy
+from trouper.actors.pooling_policy import PoolingPolicy
 from trouper.actors.reporter import Reporter
 
 
@@ -45,15 +46,15 @@ class Scheduler:
         self,
         inbox: MemoryObjectReceiveStream[SchedulerInbox],
         executor: MemoryObjectSendStream[ExecutorInbox],
-        detokenizer: MemoryObjectSendStream[DetokenizerInbox],
-        policy: Policy,
+        reader: MemoryObjectSendStream[Any],
+        policy: Policy | PoolingPolicy,
         *,
         reporter: Reporter | None = None,
         is_stepped: bool = False,
     ) -> None:
         self._inbox = inbox
         self._executor = executor
-        self._detokenizer = detokenizer
+        self._reader = reader  # of the news: the Detokenizer or the Pooler
         self._policy = policy
         self._reporter = reporter or Reporter(None)
         self._is_stepped = is_stepped
@@ -66,7 +67,7 @@ class Scheduler:
         return self._policy.statistics()
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        with self._inbox, self._executor, self._detokenizer, self._reporter:
+        with self._inbox, self._executor, self._reader, self._reporter:
             task_status.started()
             async for message in self._inbox:
                 self._handle(message)
@@ -80,11 +81,11 @@ class Scheduler:
                 await self._tell()
 
     def _handle(self, message: SchedulerInbox) -> None:  # noqa: C901  # a table, one line a message
-        policy = self._policy
+        policy: Any = self._policy  # of the kind that these messages are for
         match message:
-            case StepDone():
+            case StepDone() | PoolDone():
                 policy.apply(message)
-            case Admit():
+            case Admit() | AdmitPooling():
                 policy.admit(message)
             case Abort(id):
                 policy.abort(id)
@@ -120,11 +121,10 @@ class Scheduler:
             self._executor.send_nowait(plan)
 
     async def _tell(self) -> None:
-        news, answers = self._policy.take_news(), self._due_answers()
+        news = self._policy.take_news(self._due_answers())
         self._report()
-        if news is not None or answers:
-            news = news or StepTokens(())
-            await self._detokenizer.send(StepTokens(news.sequences, news.started, answers))
+        if news is not None:
+            await self._reader.send(news)
 
     def _report(self) -> None:
         """Whatever changed the numbers: a step, a request that came, a stop string, a pause."""

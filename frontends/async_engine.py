@@ -21,9 +21,12 @@ from trouper.frontends.options import (
     plain_prompt,
     tokenization_options,
 )
-from trouper.inputs import PromptType
+from trouper.inputs import PoolingPrompt, PromptType
 from trouper.metrics import Metric
+from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
+from trouper.pooling import PoolingParams
+from trouper.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
 
 class AsyncLLMEngine(AsyncContextManagerMixin):
@@ -81,7 +84,7 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         prompt_text: str | None = None,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
-    ) -> Generation:
+    ) -> Generation[RequestOutput]:
         """One request as an async iterator of `RequestOutput`; the last has `finished=True`.
 
         Use it as `async for output in engine.generate(…)`, or, when the loop may be left early, as
@@ -118,6 +121,38 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
             **tokenization_options(tokenization_kwargs),
         )
 
+    def encode(
+        self,
+        prompt: PoolingPrompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        arrival_time: float | None = None,
+        lora_request: object | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
+        """One pooling request: an async iterator of one output, to be used like `generate`'s.
+
+        Args:
+            pooling_params: None, or no task in it, takes the engine's default (spec section 14.1).
+
+        Raises:
+            TypeError: `request_id` is not a string, or `pooling_params` not PoolingParams.
+            TrouperValidationError: the model does not pool.
+            While iterating: as `generate`.
+        """
+        check_unused(lora_request=lora_request, trace_headers=trace_headers)
+        return self.engine.encode(
+            plain_prompt(prompt),
+            PoolingParams() if pooling_params is None else pooling_params,
+            f"request-{next(self._numbers)}" if request_id is None else request_id,
+            priority=priority,
+            arrival_time=arrival_time,
+            **tokenization_options(tokenization_kwargs),
+        )
+
     async def add_request(
         self,
         request_id: str,
@@ -128,7 +163,7 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
-    ) -> Generation:
+    ) -> Generation[RequestOutput]:
         """Like `generate`, and already queued when this returns; the caller reads or closes it.
 
         Raises:
@@ -264,7 +299,7 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         return self.engine.config.otlp_traces_endpoint is not None
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        return self.engine.config.supported_tasks
 
     async def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Raises what a request of n completions would raise now; spec sections 10.2 and 13.4."""

@@ -20,6 +20,7 @@ from trouper.frontends.batch import (
 )
 from trouper.frontends.beam_search import BeamSearchOutput, beam_search
 from trouper.frontends.llm_engine import LLMEngine
+from trouper.frontends.llm_pooling import PoolingMethods
 from trouper.frontends.options import default_sampling_params, one_each
 from trouper.inputs import ChatPrompt, PromptType
 from trouper.metrics import Metric
@@ -29,8 +30,8 @@ from trouper.params import BeamSearchParams, SamplingParams
 Conversation = Sequence[dict[str, Any]]
 
 
-class LLM:
-    """Prompts in, `RequestOutput`s out, in the order of the prompts.
+class LLM(PoolingMethods):
+    """Prompts in, `RequestOutput`s out, in the order of the prompts; or, with a pooling model, embeddings.
 
     ::
 

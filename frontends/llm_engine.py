@@ -20,10 +20,11 @@ from trouper.actors.handle import EngineStatistics
 from trouper.config import EngineArgs, ModelConfig
 from trouper.errors import EngineDeadError, ExecutionError, TrouperValidationError
 from trouper.frontends.async_engine import AsyncLLMEngine
-from trouper.inputs import PromptType
+from trouper.inputs import PoolingPrompt
 from trouper.metrics import Metric
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
+from trouper.pooling import PoolingParams
 
 THREADS = "trouper"  # how the names of an engine's own threads begin: the portal's and the device's
 
@@ -75,8 +76,8 @@ class LLMEngine:
     def add_request(
         self,
         request_id: str,
-        prompt: PromptType,
-        params: SamplingParams,
+        prompt: PoolingPrompt,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         lora_request: object | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -90,12 +91,13 @@ class LLMEngine:
             priority: larger runs first.
 
         Raises:
-            TypeError: `request_id` is not a string, or `params` not SamplingParams.
+            TypeError: `request_id` is not a string, or `params` neither Sampling- nor PoolingParams.
             ValueError: the id is in flight; or the prompt or a parameter is bad.
             NotImplementedError: the model lacks a feature that was asked for.
         """
+        engine = self.async_engine
         generation = self.call(
-            self.async_engine.generate,
+            engine.encode if isinstance(params, PoolingParams) else engine.generate,
             prompt,
             params,
             request_id,
@@ -162,7 +164,7 @@ class LLMEngine:
         return self.model_config
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        return self.async_engine.engine.config.supported_tasks
 
     def get_tokenizer(self) -> Any:
         """The model's transformers tokenizer."""

@@ -1,6 +1,6 @@
 """y = act(g) · u for the two halves g, u of a fused gate-and-up product.
 
-    gate_up [T, 2 M] -> y [T, M];   act = silu, or gelu in its tanh form (Gemma)
+    gate_up [T, 2 M] -> y [T, M];   act = silu, or gelu, or gelu in its tanh form (Gemma)
 
 Roofline: bytes = 3 e T M, FLOPs ≈ 6 T M.  Two torch calls.
 """
@@ -15,6 +15,11 @@ def silu_mul(gate_up_TM: Tensor) -> Tensor:
     return F.silu(gate_TM).mul_(up_TM)
 
 
+def gelu_mul(gate_up_TM: Tensor) -> Tensor:
+    gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
+    return F.gelu(gate_TM).mul_(up_TM)
+
+
 def gelu_tanh_mul(gate_up_TM: Tensor) -> Tensor:
     gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
     return F.gelu(gate_TM, approximate="tanh").mul_(up_TM)
@@ -23,6 +28,11 @@ def gelu_tanh_mul(gate_up_TM: Tensor) -> Tensor:
 def silu_mul_reference(gate_up_TM: Tensor) -> Tensor:
     gate_TM, up_TM = gate_up_TM.double().chunk(2, dim=-1)
     return (gate_TM / (1 + (-gate_TM).exp()) * up_TM).to(gate_up_TM.dtype)
+
+
+def gelu_mul_reference(gate_up_TM: Tensor) -> Tensor:
+    gate_TM, up_TM = gate_up_TM.double().chunk(2, dim=-1)
+    return (gate_TM * (1 + (gate_TM / 2**0.5).erf()) / 2 * up_TM).to(gate_up_TM.dtype)
 
 
 def gelu_tanh_mul_reference(gate_up_TM: Tensor) -> Tensor:

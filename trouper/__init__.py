@@ -19,10 +19,32 @@ if TYPE_CHECKING:
         RequestOutputKind,
         SamplingParams,
     )
+    from trouper.pooler_config import PoolerConfig
+    from trouper.pooling import PoolingParams
+    from trouper.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ClassificationOutput": "trouper.pooling_outputs",
+    "ClassificationRequestOutput": "trouper.pooling_outputs",
+    "EmbeddingOutput": "trouper.pooling_outputs",
+    "EmbeddingRequestOutput": "trouper.pooling_outputs",
+    "PoolingOutput": "trouper.pooling_outputs",
+    "PoolingRequestOutput": "trouper.pooling_outputs",
+    "ScoringOutput": "trouper.pooling_outputs",
+    "ScoringRequestOutput": "trouper.pooling_outputs",
+    "PoolerConfig": "trouper.pooler_config",
+    "PoolingParams": "trouper.pooling",
     "AsyncEngineArgs": "trouper.config",
     "BeamSearchParams": "trouper.params",
     "LLMEngine": "trouper.frontends.llm_engine",
@@ -45,13 +67,23 @@ __all__ = [
     "AsyncLLM",
     "AsyncLLMEngine",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "PoolerConfig",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "TextPrompt",
     "TokensPrompt",
 ]

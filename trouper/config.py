@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, cast
 import msgspec
 
 from trouper.engine_checks import check_engine_args, tell_what_is_idle
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.model_config import (
     DEMO_MODEL,
     DTYPES,
@@ -25,6 +25,7 @@ from trouper.model_config import (
     kv_bytes_per_token,
     tokenizer_path,
 )
+from trouper.pooler_config import PoolerSpec
 from trouper.vllm_names import NOT_IMPLEMENTED, check_not_implemented
 
 __all__ = [
@@ -105,6 +106,9 @@ class EngineArgs:
     max_model_len: int | str | None = None
     seed: int = 0
     enforce_eager: bool = False
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: Any = None  # a PoolerConfig, or a dict or json text of its fields
     max_logprobs: int = 20
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
@@ -156,12 +160,16 @@ class EngineArgs:
         check_engine_args(self)
         tell_what_is_idle(self)
         model = ModelConfig.load(self)
+        pooler = model.pooler(self.runner, self.convert, self.pooler_config)
+        if pooler is not None and self.quantization is not None:
+            raise UnsupportedFeatureError("quantization: not of a model that pools")
         dtype = concrete_dtype(self.dtype, model)
-        max_model_len = self._max_model_len(model, dtype)
+        max_model_len = self._max_model_len(model, dtype, pooler)
         max_num_seqs, max_num_batched_tokens = self._batch_limits(max_model_len, offline)
         chunked = self.enable_chunked_prefill is not False
         return EngineConfig(
             model=model,
+            pooler=pooler,
             tokenizer=None if self.skip_tokenizer_init else tokenizer_path(self, model),
             dtype=dtype,
             load_format=self.load_format,
@@ -209,12 +217,14 @@ class EngineArgs:
     def _kv_cache_bytes(self) -> int:
         return self.kv_cache_memory_bytes or _kv_cache_bytes()
 
-    def _max_model_len(self, model: ModelConfig, dtype: str) -> int:
+    def _max_model_len(self, model: ModelConfig, dtype: str, pooler: PoolerSpec | None) -> int:
         """None: the model's own; -1 or auto: as much of that as the KV memory holds."""
         wanted, longest = self.max_model_len, model.max_position_embeddings
         if wanted is None:
-            return longest
+            return min(longest, (pooler and pooler.max_length) or longest)
         if wanted in (-1, "-1", "auto"):
+            if pooler is not None:  # it keeps no KV
+                return longest
             num_blocks = self.num_gpu_blocks_override
             token_bytes = kv_bytes_per_token(model, dtype)
             if num_blocks is None and token_bytes:
@@ -287,6 +297,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved plan of one engine; nothing in it changes after start."""
 
     model: ModelConfig
+    pooler: PoolerSpec | None = None  # None: it generates
     tokenizer: str | None  # a folder; None = token ids only
     dtype: str
     load_format: str
@@ -310,6 +321,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
     scheduler: SchedulerConfig
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",) if self.pooler is None else self.pooler.tasks
 
 
 def _human_int(value: Any) -> int:

@@ -13,6 +13,14 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    token_type_ids: NotRequired[Sequence[int]]  # pooling models only
+
+
+class PairPrompt(TypedDict):
+    """Two texts that a cross-encoder reads together."""
+
+    prompt: str
+    text_pair: str
 
 
 class ChatPrompt(TypedDict):
@@ -40,3 +48,4 @@ class EmbedsPrompt(TypedDict):
 
 
 PromptType = str | bytes | Sequence[int] | TextPrompt | TokensPrompt | ChatPrompt | EmbedsPrompt
+PoolingPrompt = PromptType | PairPrompt

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import msgspec
 
 from trouper.errors import TrouperValidationError
+from trouper.pooler_config import PoolerConfig, PoolerSpec, is_pooling, pooler_spec
 
 if TYPE_CHECKING:
     from trouper.config import EngineArgs
@@ -21,6 +22,16 @@ DTYPES = {
     "float": "float32", "float32": "float32", "fp32": "float32",
 }  # fmt: skip
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Names of some encoder families for what nearly all others call so.
+_OTHER_NAMES = {
+    "hidden_size": ("dim", "n_embd"),
+    "num_attention_heads": ("n_heads", "n_head"),
+    "num_hidden_layers": ("n_layers", "n_layer"),
+    "intermediate_size": ("hidden_dim", "n_inner"),
+    "max_position_embeddings": ("n_positions",),
+}
+# Their position table begins behind the padding token's index.
+_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 _SAMPLING_DEFAULTS = (
     "repetition_penalty",
     "temperature",
@@ -57,6 +68,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         config: dict[str, Any] = {**raw, **(raw.get("text_config") or {})}
         architectures: list[str] = raw.get("architectures") or config.get("architectures") or []
         config["architectures"] = architectures
+        _use_common_names(config)
         generation = _generation_config(args, path)
         eos: int | list[int] | None = generation.get("eos_token_id", config.get("eos_token_id"))
         try:
@@ -67,7 +79,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 hf_config=config,
                 vocab_size=int(config["vocab_size"]),
                 hidden_size=int(config.get("hidden_size", 0)),
-                max_position_embeddings=int(config["max_position_embeddings"]),
+                max_position_embeddings=_num_positions(config),
                 dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
                 eos_token_ids=tuple(
                     eos if isinstance(eos, list) else [eos] if eos is not None else ()
@@ -84,6 +96,28 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise TrouperValidationError(
                 f"config.json has a wrong value: {error}", parameter="model", value=str(path)
             ) from None
+
+    def pooler(self, runner: str, convert: str, wishes: Any) -> PoolerSpec | None:
+        """How the model pools; None when it generates."""
+        folder = Path(self.path)
+        wishes = PoolerConfig.of(wishes)
+        if not is_pooling(runner, convert, folder, self.architecture):
+            return None
+        return pooler_spec(wishes, folder, self.architecture, self.hf_config)
+
+
+def _use_common_names(config: dict[str, Any]) -> None:
+    for name, others in _OTHER_NAMES.items():
+        for other in others:
+            if config.get(name) is None and config.get(other) is not None:
+                config[name] = config[other]
+
+
+def _num_positions(config: dict[str, Any]) -> int:
+    num_positions = int(config["max_position_embeddings"])
+    if config.get("model_type") in _OFFSET_POSITIONS:
+        num_positions -= int(config.get("pad_token_id") or 1) + 1
+    return num_positions
 
 
 def _model_path(args: "EngineArgs") -> Path:

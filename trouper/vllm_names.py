@@ -6,7 +6,7 @@ from trouper.errors import UnsupportedFeatureError
 
 _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     (None, """
-        hf_overrides logits_processors pooler_config allowed_media_domains
+        hf_overrides logits_processors allowed_media_domains
         mm_processor_kwargs limit_mm_per_prompt distributed_executor_backend
         max_cudagraph_capture_size compilation_config attention_backend max_cpu_loras
         default_mm_loras structured_outputs_config speculative_config custom_histogram_buckets
@@ -31,7 +31,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
         kda_prefill_backend kda_decode_backend
     """),
     ("auto", """
-        runner convert kv_cache_dtype config_format tokenizer_mode moe_backend linear_backend
+        kv_cache_dtype config_format tokenizer_mode moe_backend linear_backend
         sparse_indexer_topk_backend offload_backend mm_processor_device lora_dtype worker_cls
         model_impl mamba_cache_dtype mamba_ssm_cache_dtype
     """),
@@ -103,7 +103,6 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
 NOT_IMPLEMENTED: dict[str, Any] = {
     name: value for value, names in _ACCEPTED_AT for name in names.split()
 }
-ALSO_ACCEPTED = {"runner": "generate", "convert": "none"}  # said aloud, what trouper does anyway
 
 
 def check_not_implemented(name: str, value: Any) -> None:
@@ -111,7 +110,7 @@ def check_not_implemented(name: str, value: Any) -> None:
     default = NOT_IMPLEMENTED[name]
     value = getattr(value, "value", value)  # a member of one of vLLM's enumerations
     is_default = value is None or value == default or value in ({}, [], set())
-    if not is_default and value != ALSO_ACCEPTED.get(name):
+    if not is_default:
         raise UnsupportedFeatureError(
             f"{name}={value!r} is not supported yet; leave it at {default!r}"
         )

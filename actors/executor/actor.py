@@ -7,7 +7,7 @@ from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from trouper.actors.executor.device import Device, DeviceInfo
-from trouper.actors.messages import DeviceCall, ExecutorInbox, SchedulerInbox, StepPlan
+from trouper.actors.messages import DeviceCall, ExecutorInbox, PoolPlan, SchedulerInbox, StepPlan
 
 CLOSE_GRACE_S = 30  # one step under way, then the memory goes back
 
@@ -34,7 +34,7 @@ class Executor:
                     task_status.started(info)
                     async for message in self._inbox:
                         match message:
-                            case StepPlan():
+                            case StepPlan() | PoolPlan():
                                 self._device.submit(message)
                             case DeviceCall():
                                 await self._call(message)

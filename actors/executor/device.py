@@ -4,7 +4,7 @@ from typing import Protocol
 
 import msgspec
 
-from trouper.actors.messages import StepDone, StepFailed, StepPlan
+from trouper.actors.messages import PoolDone, PoolPlan, StepDone, StepFailed, StepPlan
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
@@ -27,11 +27,11 @@ class Device(Protocol):
         """Weights, KV memory, graphs: everything that can fail at start."""
         ...
 
-    def submit(self, plan: StepPlan) -> None:
-        """Queue a plan.  At most `max_steps_in_flight` are out, so there is always room."""
+    def submit(self, plan: StepPlan | PoolPlan) -> None:
+        """Queue a plan of the kind that the model is for.  At most `max_steps_in_flight` are out, so there is always room."""
         ...
 
-    async def collect(self) -> StepDone | StepFailed:
+    async def collect(self) -> StepDone | PoolDone | StepFailed:
         """Wait for the answer to the oldest plan that has none yet.
 
         `StepFailed` is an error that the device caught and survived.  After one, every plan of the same

@@ -11,18 +11,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 import anyio.lowlevel
 
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.messages import StepDone, StepFailed, StepPlan
+from trouper.actors.messages import PoolDone, PoolPlan, StepDone, StepFailed, StepPlan
 from trouper.config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
-
-if TYPE_CHECKING:
-    from trouper.actors.executor.runner import Runner
 
 logger = logging.getLogger(__name__)
 # What torch's libraries read when they are first used, so before torch is.
@@ -51,12 +48,14 @@ class LocalDevice:
         self._config = config
         # The executor's credits bound it: max_steps_in_flight steps, a call and the closing.
         self._posts: queue.SimpleQueue[_Post[Any] | None] = queue.SimpleQueue()
-        self._steps: deque[_Post[StepDone | StepFailed]] = deque()  # submitted, not collected
+        self._steps: deque[_Post[StepDone | PoolDone | StepFailed]] = (
+            deque()
+        )  # submitted, not collected
         self._submitted = anyio.Event()
         self._thread: threading.Thread | None = None
         self._closing: _Post[None] | None = None
         # Touched by the device thread alone:
-        self._runner: Runner | None = None
+        self._runner: Any = None  # a Runner or a PoolingRunner
         self._refused_epoch = -1
 
     def __repr__(self) -> str:
@@ -77,11 +76,11 @@ class LocalDevice:
         self._thread.start()
         return await self._post(self._load).wait()
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan | PoolPlan) -> None:
         self._steps.append(self._post(lambda: self._step(plan)))
         self._submitted.set()
 
-    async def collect(self) -> StepDone | StepFailed:
+    async def collect(self) -> StepDone | PoolDone | StepFailed:
         while not self._steps:
             self._submitted = anyio.Event()
             await self._submitted.wait()
@@ -125,7 +124,10 @@ class LocalDevice:
             os.environ.setdefault(name, value)
         import torch
 
-        from trouper.actors.executor.runner import Runner
+        if self._config.pooler is None:
+            from trouper.actors.executor.runner import Runner as Runner
+        else:
+            from trouper.actors.executor.pooling_runner import PoolingRunner as Runner
 
         torch.set_num_threads(min(torch.get_num_threads(), num_physical_cores()))
         self._runner = Runner(self._config)
@@ -134,7 +136,7 @@ class LocalDevice:
             torch.set_num_threads(1)  # on a busy machine a barrier costs a time slice, 4 ms
         return info
 
-    def _step(self, plan: StepPlan) -> StepDone | StepFailed:
+    def _step(self, plan: StepPlan | PoolPlan) -> StepDone | PoolDone | StepFailed:
         if plan.epoch <= self._refused_epoch:
             return StepFailed(plan.step, "an earlier step failed")
         if self._runner is None:
@@ -142,7 +144,8 @@ class LocalDevice:
         try:
             return self._runner.step(plan)
         except Exception as error:
-            logger.exception("step %d of %d columns failed", plan.step, len(plan.rows))
+            columns = plan.rows if isinstance(plan, StepPlan) else plan.columns
+            logger.exception("step %d of %d columns failed", plan.step, len(columns))
             self._refused_epoch = plan.epoch
             return StepFailed(plan.step, f"{type(error).__name__}: {error}")
 

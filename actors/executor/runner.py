@@ -7,9 +7,6 @@ Laws:
   * A column with logits that are not finite fails alone.
 """
 
-import ctypes
-import logging
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,21 +16,21 @@ from torch import Tensor
 
 from trouper.actors.executor.batch import Batch, Rows, make_batch
 from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.memory import give_back_free_memory
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_shape
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.sampler import Sampler, token_logprobs
 from trouper.actors.executor.weights import load_decoder
 from trouper.actors.messages import StepDone, StepPlan, TokenLogprobs
 from trouper.config import EngineConfig
-from trouper.errors import ProfilerAlreadyActiveError, TrouperValidationError
+from trouper.errors import TrouperValidationError
 from trouper.kernels.decoder_ops import make_ops
 
 # Weights that one core streams from its cache in about a millisecond: a second one gains nothing alone,
 # and on a busy machine every barrier with it costs a time slice.
 TINY_BYTES = 32 * 2**20
-
-logger = logging.getLogger(__name__)
 
 
 class Runner:
@@ -52,7 +49,8 @@ class Runner:
         self._decoder: Decoder | None = None
         self._kv: Tensor | None = None  # [layers, 2, H, S, D]
         self._num_slots = 0
-        self._profile: tuple[torch.profiler.profile, Path] | None = None
+        self._profiler = Profiler()
+        self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop
 
     def load(self) -> DeviceInfo:
         """Read the weights and set KV memory aside.
@@ -75,7 +73,7 @@ class Runner:
             self._kv = None
         if level >= 2:
             self._decoder = None
-        _give_back_free_memory()
+        give_back_free_memory()
 
     def wake(self, tags: frozenset[str]) -> None:
         """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are not."""
@@ -108,28 +106,6 @@ class Runner:
     @property
     def is_tiny(self) -> bool:
         return self._decoder is not None and self._decoder.num_bytes < TINY_BYTES
-
-    def start_profile(self, folder: str, prefix: str) -> None:
-        """Trace what follows, until `stop_profile` writes a Chrome trace into the folder.
-
-        Raises:
-            ProfilerAlreadyActiveError: it runs already.
-        """
-        if self._profile is not None:
-            raise ProfilerAlreadyActiveError("stop_profile first")
-        profile = torch.profiler.profile()
-        profile.start()
-        self._profile = profile, Path(folder) / f"{prefix}-{time.time_ns()}.json"
-
-    def stop_profile(self) -> None:
-        """Without a start: a warning and nothing else."""
-        if self._profile is None:
-            logger.warning("stop_profile without start_profile")
-            return
-        (profile, file), self._profile = self._profile, None
-        profile.stop()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(file))
 
     def close(self) -> None:
         """Give back the memory.  Idempotent."""
@@ -217,13 +193,6 @@ class Runner:
             ]
             found.append((column, tuple(entries)))
         return tuple(found)
-
-
-def _give_back_free_memory() -> None:
-    """glibc keeps what is freed: 900 MB of a 950 MB model; other allocators need no telling."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def num_kv_blocks(config: EngineConfig, traits: DecoderTraits, item_bytes: int) -> int:

@@ -22,6 +22,7 @@ import msgspec
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.messages import (
     NewRow,
+    PoolPlan,
     Sampling,
     SequenceId,
     StepDone,
@@ -113,7 +114,8 @@ class SimulatedDevice:
         await anyio.sleep(self._conditions.load_s)
         return self._info
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan | PoolPlan) -> None:
+        assert isinstance(plan, StepPlan)  # it has no model that pools
         if self._is_closed:
             raise RuntimeError("the device is closed")
         if self._absent:

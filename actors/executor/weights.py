@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trouper.actors.executor.models.decoder import Decoder, Layer
 from trouper.actors.executor.models.registry import (
+    EMBEDDING,
     HEAD,
     Parameter,
     layer_parameters,
@@ -29,6 +30,7 @@ from trouper.kernels.decoder_ops import Ops
 from trouper.kernels.linear import Linear
 from trouper.kernels.quantization import GROUP, Format, can_quantize
 
+BASE = "model."
 INDEX = "model.safetensors.index.json"
 DUMMY_STD = 0.02
 
@@ -43,10 +45,11 @@ class Source(Protocol):
 
 
 class Checkpoint:
-    """The safetensors files of a folder, opened lazily."""
+    """The safetensors files of a folder, opened lazily.  All names are given with `prefix` before them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: str = "") -> None:
         self._folder = folder
+        self._prefix = prefix
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
         for file in _file_names(folder):
@@ -57,7 +60,12 @@ class Checkpoint:
                     f"cannot be read: {error}", parameter="model", value=str(folder / file)
                 ) from error
             self._files[file] = opened
-            self._file_of.update(dict.fromkeys(opened.keys(), file))
+            self._file_of.update((prefix + name, file) for name in opened.keys())  # noqa: SIM118  # no dict
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor, by its name."""
+        return {name: tuple(self._shape(name)) for name in self._file_of}
 
     def check(self, parameters: Iterable[Parameter], *, ignored: frozenset[str]) -> None:
         """Compare all names and shapes.
@@ -77,9 +85,7 @@ class Checkpoint:
         misshapen = [
             f"{name} {found} instead of {list(shape)}"
             for name, shape in wanted.items()
-            if name in self._file_of
-            and (found := self._files[self._file_of[name]].get_slice(name).get_shape())
-            != list(shape)
+            if name in self._file_of and (found := self._shape(name)) != list(shape)
         ]
         for problem, names in (
             ("lacks", missing),
@@ -95,7 +101,11 @@ class Checkpoint:
                 )
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._files[self._file_of[name]].get_tensor(name)
+        return self._files[self._file_of[name]].get_tensor(name.removeprefix(self._prefix))
+
+    def _shape(self, name: str) -> list[int]:
+        file = self._files[self._file_of[name]]
+        return file.get_slice(name.removeprefix(self._prefix)).get_shape()
 
 
 class Dummy:
@@ -119,10 +129,11 @@ def load_decoder(
     load_format: str = "auto",
     seed: int = 0,
     quantization: Format | None = None,
+    has_head: bool = True,
     decoder_type: type[D] = Decoder,
     ops: Callable[[], Ops],
 ) -> D:
-    """Build the decoder of `folder`.
+    """Build the decoder of `folder`; without its head for a model that pools.
 
     Args:
         quantization: of the projections; with any the head is int8, and the embedding stays.
@@ -132,32 +143,39 @@ def load_decoder(
         TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
     """
     num_layers = len(traits.layers)
+    outer = [p for p in outer_parameters(traits) if has_head or p.name != "head"]
     source: Source
     if load_format == "dummy":
         source = Dummy(seed)
     elif load_format in ("auto", "safetensors"):
-        parameters = list(outer_parameters(traits))
+        parameters = list(outer)
         parameters += [p for i in range(num_layers) for p in layer_parameters(traits, i)]
-        source = checkpoint = Checkpoint(folder)
+        checkpoint = Checkpoint(folder)
+        if not has_head and EMBEDDING not in checkpoint.shapes:
+            checkpoint = Checkpoint(
+                folder, BASE
+            )  # what the generating sibling wraps is stored bare
+        source = checkpoint
         ignored = frozenset({HEAD} if traits.tied_embeddings else ())
-        checkpoint.check(parameters, ignored=ignored)
+        checkpoint.check(parameters, ignored=ignored if has_head else frozenset(checkpoint.shapes))
     else:
         raise TrouperValidationError(
             "must be auto, safetensors or dummy", parameter="load_format", value=load_format
         )
-    outer = {p.name: _assemble(p, source, dtype) for p in outer_parameters(traits)}
+    found = {p.name: _assemble(p, source, dtype) for p in outer}
     # The head is packed even where it is tied, and then exists twice: the lookup needs the plain
     # rows, the GEMM of a decode step runs 1.5-1.7 x faster on the packed ones (32000 x 1024 bf16, one
     # core: 5.9 -> 3.4 ms), and the price is one embedding, 7 % of the memory of a 0.5 B model.
-    head = Linear(
-        outer.get("head", outer["embedding"]), quantization="int8" if quantization else None
-    )
+    head = None
+    if has_head:
+        plain = found.get("head", found["embedding"])
+        head = Linear(plain, quantization="int8" if quantization else None)
     layers = [_layer(traits, i, source, dtype, quantization) for i in range(num_layers)]
     return decoder_type(
         traits,
-        embedding=outer["embedding"],
+        embedding=found["embedding"],
         layers=layers,
-        norm=outer["norm"],
+        norm=found["norm"],
         head=head,
         max_model_len=max_model_len,
         ops=ops(),

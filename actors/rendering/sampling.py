@@ -20,6 +20,7 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     vocab_size: int
     max_model_len: int
+    room: int = 1  # positions behind the prompt that must stay free
     max_logprobs: int = 20
     eos_token_ids: tuple[int, ...] = ()
     hidden_size: int | None = None  # None: prompt_embeds are not enabled

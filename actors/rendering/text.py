@@ -8,19 +8,21 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
-from trouper.actors.messages import Admit, Embeds, Render, Track
+from trouper.actors.messages import Admit, AdmitPooling, Embeds, Render, Track
 from trouper.actors.rendering.chat import ChatTemplate
 from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests, from_tensor
 from trouper.actors.rendering.sampling import ModelLimits, resolve_sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.reply import ReplySlot
 from trouper.config import EngineConfig
 from trouper.errors import (
     ChatTemplateResolutionError,
     TrouperValidationError,
     UnsupportedFeatureError,
 )
+from trouper.params import SamplingParams
 
 NUM_TEMPLATES = 16  # compiled templates kept: the model's own and what requests bring
 MAX_SALT_CHARS = 128
@@ -44,10 +46,10 @@ LATER_KEYS = frozenset(
 
 
 class Rendered(NamedTuple):
-    """The two messages that introduce a request: to the Detokenizer, then to the Scheduler."""
+    """The messages that introduce a request: to the Detokenizer (not when pooling), then to the Scheduler."""
 
-    track: Track
-    admit: Admit
+    track: Track | None
+    admit: Admit | AdmitPooling
 
 
 class _Form(NamedTuple):
@@ -86,10 +88,12 @@ class Prompts:
             hidden_size=config.model.hidden_size if config.enable_prompt_embeds else None,
             block_size=config.block_size,
         )
-        return cls(tokenizer, limits, _template_text(config.chat_template))
+        return cls(tokenizer, limits, template_text(config.chat_template))
 
     def render(self, message: Render) -> Rendered:
         """Raises what spec section 2.1 says about bad prompts, or anything on a defect."""
+        assert isinstance(message.params, SamplingParams)
+        slot = cast("ReplySlot", message.slot)  # goes with the parameters
         form = self._form(message.prompt)
         if form.embeds is not None:
             _check_embeds_request(message)
@@ -100,7 +104,7 @@ class Prompts:
             adds = form.adds_special_tokens if adds is None else adds
             ids = self._encode(form.pieces or [], wanted, adds, keeps_end)
         else:
-            ids = _checked_ids(form.ids, self._limits.vocab_size)
+            ids = checked_ids(form.ids, self._limits.vocab_size)
         if wanted is not None and len(ids) > wanted:
             ids = ids[-wanted:] if keeps_end else ids[:wanted]
         self._check_length(len(ids))
@@ -111,7 +115,7 @@ class Prompts:
                 message.id,
                 prompt_token_ids,
                 resolved.params,
-                message.slot,
+                slot,
                 form.text,
                 message.trace_headers,
             ),
@@ -135,7 +139,7 @@ class Prompts:
     def _keeps_end(self, side: str | None) -> bool:
         """A prompt is cut at its beginning unless the request, or else the tokenizer, says otherwise."""
         if side not in (None, "left", "right"):
-            raise _bad("truncation_side", "must be left or right", side)
+            raise bad("truncation_side", "must be left or right", side)
         if side is None and self._tokenizer is not None:
             side = self._tokenizer.truncation_side
         return side != "right"
@@ -149,7 +153,7 @@ class Prompts:
             return self._embeds_form(prompt, None, None)
         if isinstance(prompt, Sequence):
             return _Form(None, prompt, None, None, False)
-        raise _bad("prompt", "must be text, token ids or a prompt dict", type(prompt).__name__)
+        raise bad("prompt", "must be text, token ids or a prompt dict", type(prompt).__name__)
 
     def _dict_form(self, prompt: Mapping[str, Any]) -> _Form:
         given = {key: value for key, value in prompt.items() if value is not None}
@@ -162,15 +166,15 @@ class Prompts:
         ):  # fmt: skip
             if key in given:
                 if unknown := given.keys() - known:
-                    raise _bad("prompt", f"unknown keys beside {key!r}", sorted(map(str, unknown)))
+                    raise bad("prompt", f"unknown keys beside {key!r}", sorted(map(str, unknown)))
                 break
         else:
-            raise _bad(
+            raise bad(
                 "prompt", "a prompt dict needs prompt, prompt_token_ids, prompt_embeds or messages"
             )
         text = given.get("prompt")
         if text is not None and not isinstance(text, str):
-            raise _bad("prompt", "must be text", type(text).__name__)
+            raise bad("prompt", "must be text", type(text).__name__)
         if "messages" in given:
             pieces = self._chat(given)
             return _Form(pieces, None, "".join(pieces), salt, False)
@@ -184,7 +188,7 @@ class Prompts:
         """The ids of such a prompt are zeros: nobody looks at them."""
         width, max_rows = self._limits.hidden_size, self._limits.max_model_len
         if width is None:
-            raise _bad("prompt_embeds", "not enabled (enable_prompt_embeds)")
+            raise bad("prompt_embeds", "not enabled (enable_prompt_embeds)")
         payload = decode_base64(given, width, max_rows) if isinstance(given, str) else given
         if isinstance(payload, bytes | bytearray):
             embeds = decode_embeds(payload, width, max_rows)
@@ -197,13 +201,13 @@ class Prompts:
         messages, tools = prompt["messages"], prompt.get("tools")
         variables = prompt.get("chat_template_kwargs") or {}
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-            raise _bad("messages", "must be a list of messages", type(messages).__name__)
+            raise bad("messages", "must be a list of messages", type(messages).__name__)
         if tools is not None and not (
             isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)
         ):
-            raise _bad("tools", "must be a list of dicts")
+            raise bad("tools", "must be a list of dicts")
         if not isinstance(variables, Mapping):
-            raise _bad("chat_template_kwargs", "must be a dict", type(variables).__name__)
+            raise bad("chat_template_kwargs", "must be a dict", type(variables).__name__)
         source = self._template_source(tokenizer, prompt.get("chat_template"), bool(tools))
         return self._compile(source).render(
             messages,
@@ -225,7 +229,7 @@ class Prompts:
                 "the tokenizer has no chat template, and none was given (chat_template)"
             )
         if not isinstance(source, str):
-            raise _bad("chat_template", "must be text", type(source).__name__)
+            raise bad("chat_template", "must be text", type(source).__name__)
         return own.get(source, source)
 
     def _compiled(self, source: str) -> ChatTemplate:
@@ -239,7 +243,7 @@ class Prompts:
         tokenizer = self._needed_tokenizer("prompt")
         num_chars = sum(map(len, pieces))
         if num_chars == 0:
-            raise _bad("prompt", "the prompt must not be empty")
+            raise bad("prompt", "the prompt must not be empty")
         if wanted is None:
             self._refuse_hopeless(num_chars, tokenizer)
         else:
@@ -247,14 +251,14 @@ class Prompts:
             if num_chars > keep and len(pieces) == 1:
                 pieces = [pieces[0][-keep:] if keeps_end else pieces[0][:keep]]
         ids = tokenizer.encode_pieces(pieces, add_special_tokens)
-        return _checked_ids(ids, self._limits.vocab_size)
+        return checked_ids(ids, self._limits.vocab_size)
 
     def _refuse_hopeless(self, num_chars: int, tokenizer: Tokenizer) -> None:
         """Tokenising costs time in proportion to the text, so what cannot fit is not tokenised."""
         limit = self._limits.max_model_len
         if num_chars > limit * tokenizer.longest_token_chars:
             least = -(-num_chars // tokenizer.longest_token_chars)
-            raise _bad(
+            raise bad(
                 "prompt",
                 f"the prompt has {num_chars} characters, which are at least {least} tokens, "
                 f"but the limit is {limit} tokens (max_model_len)",
@@ -263,7 +267,7 @@ class Prompts:
     def _needed_tokenizer(self, parameter: str) -> Tokenizer:
         if self._tokenizer is None:
             rule = "this engine has no tokenizer (skip_tokenizer_init), so it takes token ids only"
-            raise _bad(parameter, rule)
+            raise bad(parameter, rule)
         return self._tokenizer
 
     def _wanted_length(self, truncate: Any) -> int | None:
@@ -271,53 +275,52 @@ class Prompts:
         if truncate is None:
             return None
         if isinstance(truncate, bool) or not isinstance(truncate, int):
-            raise _bad("truncate_prompt_tokens", "must be an integer", truncate)
+            raise bad("truncate_prompt_tokens", "must be an integer", truncate)
         if truncate == -1:
-            return limit - 1  # leaves room for one token
+            return limit - self._limits.room
         if not 1 <= truncate <= limit:
             rule = f"must be -1 or in [1, {limit}] (max_model_len)"
-            raise _bad("truncate_prompt_tokens", rule, truncate)
+            raise bad("truncate_prompt_tokens", rule, truncate)
         return truncate
 
     def _check_length(self, length: int) -> None:
         limit = self._limits.max_model_len
         if length == 0:
-            raise _bad("prompt", "the prompt must not be empty")
-        if length >= limit:
-            raise _bad(
-                "prompt",
-                f"the prompt has {length} tokens, but the limit is {limit} (max_model_len), "
-                "which must also hold at least one new token",
-            )
+            raise bad("prompt", "the prompt must not be empty")
+        if length > limit - self._limits.room:
+            also = ", which must also hold at least one new token" if self._limits.room else ""
+            rule = f"the prompt has {length} tokens, but the limit is {limit} (max_model_len){also}"
+            raise bad("prompt", rule)
 
 
 def _check_embeds_request(message: Render) -> None:
     """What needs the prompt's tokens, which such a prompt does not have."""
+    assert isinstance(message.params, SamplingParams)
     if message.params.prompt_logprobs is not None:
-        raise _bad("prompt_logprobs", "not with prompt_embeds")
+        raise bad("prompt_logprobs", "not with prompt_embeds")
     if message.truncate_prompt_tokens is not None:
-        raise _bad("truncate_prompt_tokens", "not with prompt_embeds")
+        raise bad("truncate_prompt_tokens", "not with prompt_embeds")
 
 
-def _template_text(given: str | None) -> str | None:
+def template_text(given: str | None) -> str | None:
     if given is None or any(character in given for character in "{}\n"):
         return given
     try:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise _bad(
+        raise bad(
             "chat_template", f"neither a template nor a readable file: {error}", given
         ) from error
 
 
-def _checked_ids(ids: Any, vocab_size: int) -> list[int]:
+def checked_ids(ids: Any, vocab_size: int) -> list[int]:
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        raise _bad("prompt_token_ids", "must be a list of token ids", type(ids).__name__)
+        raise bad("prompt_token_ids", "must be a list of token ids", type(ids).__name__)
     if not all(type(token_id) is int for token_id in ids):
         ids = [_as_int(token_id) for token_id in ids]
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-        raise _bad("prompt_token_ids", f"token ids must be in [0, {vocab_size})", wrong)
+        raise bad("prompt_token_ids", f"token ids must be in [0, {vocab_size})", wrong)
     return list(ids)
 
 
@@ -327,7 +330,7 @@ def _as_int(token_id: Any) -> int:
             return operator.index(token_id)  # numpy's integers too, floats not
     except TypeError:
         pass  # said below
-    raise _bad("prompt_token_ids", "token ids must be integers", token_id)
+    raise bad("prompt_token_ids", "token ids must be integers", token_id)
 
 
 def _checked_salt(salt: Any) -> str | None:
@@ -336,8 +339,8 @@ def _checked_salt(salt: Any) -> str | None:
     if isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT_CHARS and not set(salt) & set("@/\\\0"):
         return salt
     rule = f"must be 1 to {MAX_SALT_CHARS} characters without @, /, \\ and NUL"
-    raise _bad("cache_salt", rule, salt)
+    raise bad("cache_salt", rule, salt)
 
 
-def _bad(parameter: str, rule: str, value: object = None) -> TrouperValidationError:
+def bad(parameter: str, rule: str, value: object = None) -> TrouperValidationError:
     return TrouperValidationError(f"{parameter}: {rule}", parameter=parameter, value=value)

@@ -137,6 +137,44 @@ class Tokenizer:
                 "the text is not valid Unicode (a lone surrogate)", parameter="prompt"
             ) from None
 
+    def encode_within(
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        max_length: int | None = None,
+        keeps_end: bool = False,
+    ) -> tuple[list[int], list[int]]:
+        """Ids and type ids of a text or a pair; cut so that the special tokens stay.
+
+        Of a pair the longer text is cut first, as transformers' `longest_first`.
+
+        Raises:
+            TrouperValidationError: the text holds lone surrogates.
+        """
+        backend = self._backend
+        try:
+            with _Panics():
+                if max_length is None:
+                    whole = backend.encode(text, pair, add_special_tokens=add_special_tokens)
+                    return whole.ids, whole.type_ids
+                parts = [
+                    backend.encode(part, add_special_tokens=False)
+                    for part in (text, pair)
+                    if part is not None
+                ]
+                num_special = backend.num_special_tokens_to_add(pair is not None)
+                room = max_length - (num_special if add_special_tokens else 0)
+                for part, length in zip(parts, _shares([len(p) for p in parts], room), strict=True):
+                    part.truncate(length, direction="left" if keeps_end else "right")
+                whole = backend.post_process(*parts, add_special_tokens=add_special_tokens)
+                return whole.ids[:max_length], whole.type_ids[:max_length]
+        except TypeError:
+            raise TrouperValidationError(
+                "the text is not valid Unicode (a lone surrogate)", parameter="prompt"
+            ) from None
+
     def encode_pieces(self, pieces: Sequence[str], add_special_tokens: bool = False) -> list[int]:
         """Encode the pieces one by one: no token is found across the seam of two of them."""
         ids = self.encode(pieces[0], add_special_tokens)
@@ -211,6 +249,18 @@ class _Panics:
     def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
         if kind is not None and kind.__name__ == "PanicException":
             raise GenerationError(f"the tokenizer failed: {error}")
+
+
+def _shares(lengths: Sequence[int], room: int) -> list[int]:
+    """What is left of each part when the longest is cut first."""
+    if len(lengths) == 1:
+        return [min(lengths[0], max(0, room))]
+    first, second = lengths
+    excess = max(0, first + second - room)
+    gap = min(excess, abs(first - second))
+    first, second = (first - gap, second) if first > second else (first, second - gap)
+    rest = excess - gap
+    return [max(0, first - rest // 2), max(0, second - (rest + 1) // 2)]
 
 
 def _add_tokens(backend: Backend, config: dict[str, Any], named: dict[str, str]) -> None:

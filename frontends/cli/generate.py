@@ -52,7 +52,7 @@ def generate(
 
     Without PROMPT the whole of stdin is one prompt.
     """
-    texts = _read_prompts(prompts, prompt_file)
+    texts = read_prompts(prompts, prompt_file)
     if stream is None:
         stream = len(texts) == n == 1 and not as_json
     if stream and (n > 1 or as_json):
@@ -185,7 +185,7 @@ async def _show(
     printer.end()
 
 
-def _read_prompts(prompts: list[str] | None, prompt_file: str | None) -> list[str]:
+def read_prompts(prompts: list[str] | None, prompt_file: str | None) -> list[str]:
     """Prompts from the arguments, then from the file; the whole of stdin when there are neither."""
     texts = list(prompts or ())
     if prompt_file is not None:

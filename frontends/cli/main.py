@@ -12,6 +12,7 @@ from trouper.frontends.cli.bench.app import bench
 from trouper.frontends.cli.chat import chat
 from trouper.frontends.cli.collect_env import collect_env
 from trouper.frontends.cli.complete import complete
+from trouper.frontends.cli.embed import embed, score
 from trouper.frontends.cli.generate import generate
 from trouper.frontends.cli.run_batch import run_batch
 from trouper.frontends.cli.serve import serve
@@ -25,6 +26,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(complete)
+app.command()(embed)
+app.command()(score)
 app.command()(serve)
 app.command()(run_batch)
 app.command()(collect_env)

@@ -43,6 +43,11 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "chat_template": "Template, or a file with one, instead of the model's.",
         "served_model_name": "Name to report; repeatable.",
     },
+    "Pooling": {
+        "runner": "auto, generate or pooling.",
+        "convert": "auto, none or embed: make an embedding model of one that generates.",
+        "pooler_config": "Settings of the pooler.",
+    },
     "KV cache": {
         "block_size": "Tokens in a block.",
         "num_gpu_blocks_override": "Number of blocks, instead of what memory allows.",
@@ -197,7 +202,7 @@ def _engine_option(name: str, wished: Any, panel: str, text: str) -> Any:
         shown, settings["metavar"] = list[str], "TEXT"
     elif list[int] in kinds:
         settings |= {"parser": integers, "metavar": "N,N,…"}
-    elif any(get_origin(kind) is dict for kind in kinds):
+    elif Any in kinds or any(get_origin(kind) is dict for kind in kinds):
         settings |= {"parser": json_object, "metavar": "JSON"}
     elif str not in kinds:
         (shown,) = kinds

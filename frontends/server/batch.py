@@ -189,6 +189,7 @@ class _Call:
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
+        self._is_json = True  # what is not goes into the line as base64
         self.response = BatchResponse()
 
     def scope(self, url: str) -> dict[str, Any]:
@@ -209,9 +210,12 @@ class _Call:
         await anyio.lowlevel.checkpoint()
         if message["type"] == "http.response.start":
             self.response.status_code = message["status"]
-            self.response.request_id = dict(message["headers"])[b"x-request-id"].decode()
+            headers = dict(message["headers"])
+            self.response.request_id = headers[b"x-request-id"].decode()
+            self._is_json = headers.get(b"content-type") == JSON
         else:
-            self.response.body = msgspec.Raw(message["body"])
+            body = message["body"]
+            self.response.body = msgspec.Raw(body if self._is_json else encode_line(body))
 
 
 def _put(sink: BinaryIO, line: bytes) -> None:

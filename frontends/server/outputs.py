@@ -2,13 +2,14 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
 from trouper.errors import TrouperValidationError
 from trouper.frontends.server.replies import CachedTokens, Usage
 from trouper.outputs import RequestOutput
+from trouper.pooling_outputs import PoolingRequestOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from trouper.frontends.server.exchange import Exchange
     from trouper.frontends.server.service import Service
 
+T = TypeVar("T", bound=RequestOutput | PoolingRequestOutput[Any])
 Consume = Callable[[int, RequestOutput], Awaitable[None]]
 
 
@@ -45,11 +47,11 @@ async def each_output(
 async def final_outputs(
     service: "Service",
     exchange: "Exchange",
-    generations: "Sequence[Generation]",
+    generations: "Sequence[Generation[T]]",
     places: Sequence[str],
-) -> list[RequestOutput]:
+) -> list[T]:
     """The last output of each generation, in order; under FINAL_ONLY that is all of it."""
-    found: dict[int, RequestOutput] = {}
+    found: dict[int, T] = {}
 
     with _listed(service, exchange, generations):
         await _submit(exchange, generations, places)

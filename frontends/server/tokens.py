@@ -35,7 +35,7 @@ async def tokenize(service: Service, exchange: Exchange, request: TokenizeReques
         render = Prompts.for_engine(service.config, tokenizer).render
         message = _message(prompt, request.add_special_tokens)
         rendered = await anyio.to_thread.run_sync(render, message, limiter=service.threads)
-        ids = list(rendered.track.prompt_token_ids)
+        ids = list(rendered.admit.prompt_token_ids)
     strings: list[str] | None = None
     if request.return_token_strs:
         strings = await anyio.to_thread.run_sync(_texts, tokenizer, ids, limiter=service.threads)

@@ -3,13 +3,19 @@ import torch
 import torch.nn.functional as F
 
 from trouper.kernels.act_mul import (
+    gelu_mul,
+    gelu_mul_reference,
     gelu_tanh_mul,
     gelu_tanh_mul_reference,
     silu_mul,
     silu_mul_reference,
 )
 
-PAIRS = [(silu_mul, silu_mul_reference), (gelu_tanh_mul, gelu_tanh_mul_reference)]
+PAIRS = [
+    (silu_mul, silu_mul_reference),
+    (gelu_mul, gelu_mul_reference),
+    (gelu_tanh_mul, gelu_tanh_mul_reference),
+]
 
 
 @pytest.mark.parametrize(("op", "reference"), PAIRS)
@@ -29,4 +35,5 @@ def test_the_references_equal_torchs_own_formulas():
     gate, up = torch.randn(2, 5, 7).double()
     both = torch.cat((gate, up), -1)
     torch.testing.assert_close(silu_mul_reference(both), F.silu(gate) * up)
+    torch.testing.assert_close(gelu_mul_reference(both), F.gelu(gate) * up)
     torch.testing.assert_close(gelu_tanh_mul_reference(both), F.gelu(gate, approximate="tanh") * up)

@@ -44,7 +44,7 @@ def at_rest(world: Any) -> None:
     for name, channel in (
         ("scheduler", engine._to_scheduler),
         ("executor", engine._questions._executor),
-        ("detokenizer", engine._scheduler._detokenizer),
+        ("detokenizer", engine._scheduler._reader),
     ):
         num_left = channel.statistics().current_buffer_used
         require(num_left == 0, "a message is left lying", name, num_left)

@@ -93,9 +93,10 @@ def test_what_is_not_implemented_is_accepted_at_its_default_only(name):
 
 
 def test_the_runner_may_be_said_aloud():
-    EngineArgs(runner="generate", convert="none")
-    with pytest.raises(UnsupportedFeatureError, match="runner='pooling'"):
-        EngineArgs(runner="pooling")
+    assert EngineArgs(runner="generate", convert="none").resolve().pooler is None
+    assert EngineArgs(runner="pooling").resolve().pooler.tasks == ("embed", "token_embed")
+    with pytest.raises(TrouperValidationError, match="parameter=runner"):
+        EngineArgs(runner="draft?").resolve()
 
 
 @pytest.mark.parametrize(

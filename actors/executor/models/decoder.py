@@ -56,7 +56,7 @@ class Decoder:
         embedding: Tensor,  # [vocabulary, E]
         layers: Sequence[Layer],
         norm: Tensor,
-        head: Linear,
+        head: Linear | None,  # None: it never gives logits
         max_model_len: int,
         ops: Ops,
     ) -> None:
@@ -110,13 +110,14 @@ class Decoder:
     def num_bytes(self) -> int:
         """What a step reads: the weights without the embedding."""
         linears = [
-            self._head,
+            *([] if self._head is None else [self._head]),
             *(x for la in self._layers for x in (la.qkv, la.o, la.gate_up, la.down)),
         ]
         return sum(linear.num_bytes for linear in linears)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """[R, vocabulary] float32."""
+        assert self._head is not None
         logits = linear(hidden_RE, self._head).float()
         if self.traits.logits_scale != 1:
             logits *= self.traits.logits_scale

@@ -1,0 +1,144 @@
+"""From a folder of safetensors to the tensors of an encoder and its heads.
+
+Laws as in `weights.py`: shapes are checked against the traits, one matrix at a time is cast and packed,
+nothing is unpickled.  What a checkpoint holds beyond that (other heads, buffers) is left alone.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.models.encoder import Encoder, Layer, Norm
+from trouper.actors.executor.models.encoder_traits import EncoderTraits
+from trouper.actors.executor.weights import Checkpoint, Dummy
+from trouper.errors import TrouperValidationError
+from trouper.kernels.linear import Linear
+from trouper.kernels.linear_fused import fusing_layout
+
+OLD_NAMES = {"weight": "gamma", "bias": "beta"}  # of layer norms, in BERT's first checkpoints
+
+
+class Tensors:
+    """Typed access to a checkpoint whose encoder may stand below a prefix."""
+
+    def __init__(
+        self,
+        folder: Path,
+        prefixes: tuple[str, ...],
+        dtype: torch.dtype,
+        load_format: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._dummy = Dummy(seed) if load_format == "dummy" else None
+        self._checkpoint = None if self._dummy else Checkpoint(folder)
+        self._shapes = self._checkpoint.shapes if self._checkpoint else {}
+        self._prefixes = ("", *prefixes)
+
+    def has(self, name: str) -> bool:
+        return self._dummy is not None or self._find(name) is not None
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Raises TrouperValidationError: it is missing or of another shape."""
+        if self._dummy is not None:
+            return self._dummy.read(name, shape).to(self._dtype)
+        found = self._find(name)
+        if found is None or self._checkpoint is None:
+            raise _bad(self._folder, f"the checkpoint lacks {name}")
+        if self._shapes[found] != shape:
+            problem = f"{found} has the shape {self._shapes[found]} instead of {shape}"
+            raise _bad(self._folder, problem)
+        return self._checkpoint.read(found, shape).to(self._dtype, copy=True)
+
+    def linear(
+        self,
+        parts: tuple[str, ...],
+        num_outputs: int,
+        num_inputs: int,
+        *,
+        swaps_halves: bool = False,
+    ) -> Linear:
+        """The parts' rows one below the other, and their biases if they have any."""
+        share = num_outputs // len(parts)
+        rows = [self.read(f"{part}.weight", (share, num_inputs)) for part in parts]
+        biases: list[Tensor] = []
+        if self.has(f"{parts[0]}.bias"):
+            biases = [self.read(f"{part}.bias", (share,)) for part in parts]
+        if swaps_halves:
+            rows, biases = (
+                [half for x in xs for half in x.chunk(2)[::-1]] for xs in (rows, biases)
+            )
+        weight = torch.cat(rows)
+        bias = torch.cat(biases) if biases else None
+        return Linear(weight, bias, layout=fusing_layout(weight))
+
+    def norm(self, name: str, width: int, eps: float) -> Norm:
+        bias = self.read(f"{name}.bias", (width,)) if self.has(f"{name}.bias") else None
+        return Norm(self.read(f"{name}.weight", (width,)), bias, eps)
+
+    def _find(self, name: str) -> str | None:
+        stem, _, kind = name.rpartition(".")
+        for candidate in (name, f"{stem}.{OLD_NAMES.get(kind, kind)}"):
+            for prefix in self._prefixes:
+                if prefix + candidate in self._shapes:
+                    return prefix + candidate
+        return None
+
+
+def load_encoder(tensors: Tensors, traits: EncoderTraits, max_model_len: int) -> Encoder:
+    names, hidden = traits.names, traits.hidden_size
+
+    def table(name: str, num_rows: int) -> Tensor | None:
+        if not name or num_rows == 0:
+            return None
+        return tensors.read(f"{name}.weight", (num_rows, hidden))
+
+    words = table(names.words, traits.vocab_size)
+    positions = table(names.positions, traits.num_positions)
+    assert words is not None
+    return Encoder(
+        traits,
+        words=words,
+        positions=None if positions is None else positions[traits.position_offset :],
+        types=table(names.types, traits.num_types),
+        norm=tensors.norm(names.norm, hidden, traits.norm_eps),
+        layers=[_layer(tensors, traits, i) for i in range(traits.num_layers)],
+        final_norm=tensors.norm(names.final_norm, hidden, traits.norm_eps)
+        if names.final_norm
+        else None,
+        relative_bias=tensors.read(
+            f"{names.relative_bias}.weight", (traits.relative_buckets, traits.num_heads)
+        )
+        if names.relative_bias
+        else None,
+        max_model_len=max_model_len,
+    )
+
+
+def _layer(tensors: Tensors, traits: EncoderTraits, index: int) -> Layer:
+    names, hidden, wide = traits.names, traits.hidden_size, traits.intermediate_size
+    at = names.layer.format(index)
+
+    def norm(name: str) -> Norm:
+        return tensors.norm(at + name, hidden, traits.norm_eps)
+
+    has_norm = tensors.has(f"{at}{names.attention_norm}.weight")
+    return Layer(
+        qkv=tensors.linear(tuple(at + part for part in names.qkv), 3 * hidden, hidden),
+        o=tensors.linear((at + names.o,), hidden, hidden),
+        up=tensors.linear(
+            tuple(at + part for part in names.up),
+            wide * (1 + traits.is_gated),
+            hidden,
+            swaps_halves=traits.is_gate_second,
+        ),
+        down=tensors.linear((at + names.down,), hidden, wide),
+        attention_norm=norm(names.attention_norm) if has_norm or not traits.norm_first else None,
+        mlp_norm=norm(names.mlp_norm),
+    )
+
+
+def _bad(folder: Path, problem: str) -> TrouperValidationError:
+    return TrouperValidationError(problem, parameter="model", value=str(folder))

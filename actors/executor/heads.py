@@ -1,0 +1,92 @@
+"""From hidden states to raw results: pooling, projections, classifiers.  All in float32.
+
+hidden [C, E] or [L, E] -> embedding [.., size] or logits [.., labels]
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trouper.actors.executor.encoder_weights import Tensors
+from trouper.actors.executor.models.encoder import Norm
+from trouper.actors.executor.models.encoder_traits import Head
+from trouper.actors.executor.weights import Checkpoint, Dummy
+from trouper.kernels.linear_fused import activate
+from trouper.kernels.varlen_attention import Group
+from trouper.pooler_config import LATE_INTERACTION, Dense, PoolerSpec
+
+Project = Callable[[Tensor], Tensor]
+
+
+def pool(hidden_TE: Tensor, groups: Sequence[Group], kind: str) -> Tensor:
+    """One float32 row for each sequence, [C, E], in the order of the groups."""
+    rows: list[Tensor] = []
+    for first, num, length in groups:
+        hidden_nLE = hidden_TE.narrow(0, first, num * length).view(num, length, -1)
+        match kind:
+            case "CLS":
+                rows.append(hidden_nLE[:, 0].float())
+            case "LAST":
+                rows.append(hidden_nLE[:, -1].float())
+            case _:  # MEAN
+                rows.append(hidden_nLE.mean(1, dtype=torch.float32))
+    return torch.cat(rows)
+
+
+def load_dense(modules: Sequence[Dense], load_format: str) -> Project:
+    """The Dense modules of a sentence-transformers folder, one after the other."""
+    layers = [(*_dense_weights(dense, load_format), dense.activation) for dense in modules]
+
+    def project(x: Tensor) -> Tensor:
+        for weight, bias, act in layers:
+            x = activate(F.linear(x, weight, bias), act)
+        return x
+
+    return project
+
+
+def load_head(
+    tensors: Tensors, head: Head, hidden_size: int, num_labels: int, eps: float
+) -> Project:
+    """logits = out(norm(act(dense(x)))), as far as the checkpoint has them."""
+    dense = _linear(tensors, head.dense, hidden_size, hidden_size) if head.dense else None
+    norm: Norm | None = tensors.norm(head.norm, hidden_size, eps) if head.norm else None
+    out = _linear(tensors, head.out, num_labels, hidden_size)
+
+    def classify(x: Tensor) -> Tensor:
+        if dense is not None:
+            x = activate(F.linear(x, *dense), head.act)
+        if norm is not None:
+            x = norm(x)
+        return F.linear(x, *out)
+
+    return classify
+
+
+def load_projection(
+    tensors: Tensors, spec: PoolerSpec, architecture: str, hidden_size: int, load_format: str
+) -> Project:
+    """What stands between hidden states and an embedding; mostly nothing."""
+    if architecture in LATE_INTERACTION:
+        weight, bias = _linear(tensors, "linear", spec.embedding_size, hidden_size)
+        return lambda x: F.linear(x, weight, bias)
+    return load_dense(spec.dense, load_format)
+
+
+def _linear(
+    tensors: Tensors, name: str, num_outputs: int, num_inputs: int
+) -> tuple[Tensor, Tensor | None]:
+    weight = tensors.read(f"{name}.weight", (num_outputs, num_inputs))
+    has_bias = tensors.has(f"{name}.bias")
+    return weight, tensors.read(f"{name}.bias", (num_outputs,)) if has_bias else None
+
+
+def _dense_weights(dense: Dense, load_format: str) -> tuple[Tensor, Tensor | None]:
+    source = Dummy(0) if load_format == "dummy" else Checkpoint(Path(dense.folder))
+    weight = source.read("linear.weight", (dense.num_outputs, dense.num_inputs)).float().clone()
+    if not dense.has_bias:
+        return weight, None
+    return weight, source.read("linear.bias", (dense.num_outputs,)).float().clone()

@@ -1,0 +1,153 @@
+"""One bidirectional transformer for every encoder of `encoder_traits`.
+
+T  tokens of all sequences, one after the other      N  heads    D  head width    E  hidden size
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trouper.actors.executor.models.encoder_traits import EncoderTraits
+from trouper.actors.executor.models.rotary import make_rope_table
+from trouper.kernels.act_mul import gelu_mul, gelu_tanh_mul, silu_mul
+from trouper.kernels.linear import Linear, linear
+from trouper.kernels.linear_fused import linear_act, linear_add
+from trouper.kernels.rope import rope_, rotation_of
+from trouper.kernels.varlen_attention import Group, varlen_attention
+
+ACT_MUL = {"silu": silu_mul, "gelu": gelu_mul, "gelu_tanh": gelu_tanh_mul}
+MAX_DISTANCE = 128  # of MPNet's buckets
+
+
+class Norm:
+    """Layer norm; the bias may be missing."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        self._weight, self._bias, self._eps = weight, bias, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+
+
+class Layer:
+    """The weights of one layer; `attention_norm` is None where ModernBERT's first layer has none."""
+
+    def __init__(
+        self,
+        *,
+        qkv: Linear,
+        o: Linear,
+        up: Linear,
+        down: Linear,
+        attention_norm: Norm | None,
+        mlp_norm: Norm,
+    ) -> None:
+        self.qkv, self.o, self.up, self.down = qkv, o, up, down
+        self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
+
+
+class Encoder:
+    def __init__(
+        self,
+        traits: EncoderTraits,
+        *,
+        words: Tensor,  # [vocabulary, E]
+        positions: Tensor | None,  # [P, E], the first row that of the first token
+        types: Tensor | None,
+        norm: Norm,
+        layers: Sequence[Layer],
+        final_norm: Norm | None,
+        relative_bias: Tensor | None,  # [buckets, N]
+        max_model_len: int,
+    ) -> None:
+        self.traits = traits
+        self.dtype = words.dtype
+        self._words, self._positions, self._types = words, positions, types
+        self._norm, self._layers, self._final_norm = norm, layers, final_norm
+        self._bias = None if relative_bias is None else spread_bias(relative_bias, max_model_len)
+        self._rope_tables = [
+            make_rope_table(rope, max_model_len, self.dtype) for rope in traits.ropes
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """What a batch reads: the weights without the embeddings."""
+        linears = [x for la in self._layers for x in (la.qkv, la.o, la.up, la.down)]
+        return sum(x.shape[0] * x.shape[1] for x in linears) * self.dtype.itemsize
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        type_ids_T: Tensor | None,
+        groups: Sequence[Group],
+    ) -> Tensor:
+        """Hidden states [T, E] after the last norm.  `type_ids_T` None: all are 0."""
+        x_TE = self._embed(token_ids_T, positions_T, type_ids_T)
+        rotations = [rotation_of(table, positions_T) for table in self._rope_tables]
+        for i, layer in enumerate(self._layers):
+            rotation = rotations[self.traits.layer_ropes[i]] if rotations else None
+            window = self.traits.windows[i] if self.traits.windows else None
+            if self.traits.norm_first:
+                y_TE = x_TE if layer.attention_norm is None else layer.attention_norm(x_TE)
+                x_TE = self._attend(layer, y_TE, x_TE, rotation, window, groups)
+                x_TE = self._mlp(layer, layer.mlp_norm(x_TE), x_TE)
+            else:
+                assert layer.attention_norm is not None
+                x_TE = layer.attention_norm(
+                    self._attend(layer, x_TE, x_TE, rotation, window, groups)
+                )
+                x_TE = layer.mlp_norm(self._mlp(layer, x_TE, x_TE))
+        return x_TE if self._final_norm is None else self._final_norm(x_TE)
+
+    def _embed(self, token_ids_T: Tensor, positions_T: Tensor, type_ids_T: Tensor | None) -> Tensor:
+        x_TE = F.embedding(token_ids_T, self._words)
+        if self._types is not None:
+            x_TE += self._types[0] if type_ids_T is None else F.embedding(type_ids_T, self._types)
+        if self._positions is not None:
+            x_TE += F.embedding(positions_T, self._positions)
+        return self._norm(x_TE)
+
+    def _attend(
+        self,
+        layer: Layer,
+        x_TE: Tensor,
+        residual_TE: Tensor,
+        rotation: Tensor | None,
+        window: int | None,
+        groups: Sequence[Group],
+    ) -> Tensor:
+        """Attention and the residual sum."""
+        traits = self.traits
+        qkv_T3ND = linear(x_TE, layer.qkv).view(-1, 3, traits.num_heads, traits.head_dim)
+        if rotation is not None:
+            rope_(qkv_T3ND.flatten(1, 2).narrow(1, 0, 2 * traits.num_heads), rotation)
+        out_TE = varlen_attention(
+            qkv_T3ND, groups, scale=traits.head_dim**-0.5, window=window, bias=self._bias
+        )
+        return linear_add(out_TE, layer.o, residual_TE)
+
+    def _mlp(self, layer: Layer, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        traits = self.traits
+        if traits.is_gated:
+            y_TM = ACT_MUL[traits.act](linear(x_TE, layer.up))
+        else:
+            y_TM = linear_act(x_TE, layer.up, traits.act)
+        return linear_add(y_TM, layer.down, residual_TE)
+
+
+def spread_bias(bias_BN: Tensor, num_positions: int) -> Tensor:
+    """T5's buckets (Raffel et al. 2020) as a table [1, N, P, P]: half of them for keys on the right,
+    half of the rest for exact distances, the others logarithmic up to `MAX_DISTANCE`."""
+    positions = torch.arange(num_positions)
+    away = positions - positions[:, None]  # key - query
+    half = bias_BN.shape[0] // 2
+    exact = half // 2
+    distance = away.abs()
+    far = torch.log(distance.float() / exact) / math.log(MAX_DISTANCE / exact) * (half - exact)
+    logarithmic = (exact + far.clamp(min=0).long()).clamp(max=half - 1)
+    buckets = (away > 0) * half + torch.where(distance < exact, distance, logarithmic)
+    return bias_BN[buckets].permute(2, 0, 1).unsqueeze(0).contiguous()

@@ -1,0 +1,298 @@
+"""What distinguishes one encoder from another, as plain data, and how its checkpoint names things.
+
+An encoder is: embed -> norm -> layers of (bidirectional attention, MLP) with residual sums.  A new one
+is a reader here, if its differences are traits already.  Which biases and norms there are, the
+checkpoint itself says.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from trouper.actors.executor.models.traits import HfConfig, RopeTraits, require, rope_traits
+from trouper.errors import UnsupportedFeatureError
+
+Act = Literal["gelu", "gelu_tanh", "silu", "relu"]
+ACTS: dict[str, Act] = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu",
+    "swiglu": "silu", "swish": "silu", "relu": "relu", "geglu": "gelu",
+}  # fmt: skip
+
+
+class Names(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint's modules.  Several parts are stacked, one below the other; "" = there is none."""
+
+    words: str = "embeddings.word_embeddings"
+    positions: str = ""
+    types: str = ""
+    norm: str = "embeddings.LayerNorm"
+    final_norm: str = ""
+    relative_bias: str = ""
+    layer: str = "encoder.layer.{}."  # the rest is below it
+    qkv: tuple[str, ...]
+    o: str
+    attention_norm: str
+    up: tuple[str, ...]  # of a gated MLP the activated half first
+    down: str
+    mlp_norm: str
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a classifier: logits = out(norm(act(dense(x)))); "" = there is no such module."""
+
+    dense: str = ""
+    act: str = "identity"
+    norm: str = ""
+    out: str = "classifier"
+
+
+class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
+    names: Names
+    head: Head
+    token_head: Head = Head()
+    prefixes: tuple[str, ...]  # before all names but the head's; which one, the checkpoint says
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_layers: int
+    intermediate_size: int
+    num_positions: int  # rows of the position table
+    position_offset: int = 0  # the row of the first position
+    num_types: int = 0
+    norm_eps: float
+    norm_first: bool = False  # norms before attention and MLP, instead of after the sums
+    act: Act
+    is_gated: bool = False
+    is_gate_second: bool = False  # stored so
+    relative_buckets: int = 0
+    windows: tuple[int | None, ...] = ()  # by layer: how far a token sees; empty = all see all
+    ropes: tuple[RopeTraits, ...] = ()
+    layer_ropes: tuple[int, ...] = ()  # by layer: index into `ropes`
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+def encoder_traits(config: HfConfig, architecture: str) -> EncoderTraits | None:
+    """None when the architecture is no encoder that is known here.
+
+    Raises:
+        UnsupportedFeatureError: a trait of this model is not known.
+        TrouperValidationError: the config lacks a number.
+    """
+    for prefix, reader in READERS.items():
+        if architecture.startswith(prefix):
+            return reader(config)
+    return None
+
+
+def _common(config: HfConfig, **own: object) -> EncoderTraits:
+    name = config.get("hidden_act") or config.get("hidden_activation") or config.get("activation")
+    name = name or config.get("activation_function") or "gelu"
+    if name not in ACTS:
+        raise UnsupportedFeatureError(f"the activation {name!r} is not supported")
+    kind = config.get("position_embedding_type") or "absolute"
+    if kind not in ("absolute", "rope", "rotary"):
+        raise UnsupportedFeatureError(f"position_embedding_type={kind!r} is not supported")
+    fields: dict[str, object] = {
+        "vocab_size": require(config, "vocab_size"),
+        "hidden_size": require(config, "hidden_size"),
+        "num_heads": require(config, "num_attention_heads"),
+        "num_layers": require(config, "num_hidden_layers"),
+        "intermediate_size": require(config, "intermediate_size"),
+        "num_positions": require(config, "max_position_embeddings"),
+        "num_types": config.get("type_vocab_size") or 0,
+        "norm_eps": config.get("layer_norm_eps") or 1e-12,
+        "act": ACTS[name],
+        **own,
+    }
+    return EncoderTraits(**fields)  # type: ignore[arg-type]  # checked by `require` and the readers
+
+
+BERT_NAMES = Names(
+    positions="embeddings.position_embeddings",
+    types="embeddings.token_type_embeddings",
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+    o="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    up=("intermediate.dense",),
+    down="output.dense",
+    mlp_norm="output.LayerNorm",
+)
+
+
+def _bert(config: HfConfig) -> EncoderTraits:
+    head = Head(dense="pooler.dense", act="tanh")
+    return _common(config, names=BERT_NAMES, head=head, prefixes=("bert.",))
+
+
+def _roberta(config: HfConfig) -> EncoderTraits:
+    return _common(
+        config,
+        names=BERT_NAMES,
+        head=Head(dense="classifier.dense", act="tanh", out="classifier.out_proj"),
+        prefixes=("roberta.",),
+        position_offset=int(config.get("pad_token_id") or 1) + 1,
+    )
+
+
+def _distilbert(config: HfConfig) -> EncoderTraits:
+    return _common(
+        config,
+        names=Names(
+            positions="embeddings.position_embeddings",
+            layer="transformer.layer.{}.",
+            qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+            o="attention.out_lin",
+            attention_norm="sa_layer_norm",
+            up=("ffn.lin1",),
+            down="ffn.lin2",
+            mlp_norm="output_layer_norm",
+        ),
+        head=Head(dense="pre_classifier", act="relu"),
+        prefixes=("distilbert.",),
+    )
+
+
+def _mpnet(config: HfConfig) -> EncoderTraits:
+    return _common(
+        config,
+        names=Names(
+            positions="embeddings.position_embeddings",
+            relative_bias="encoder.relative_attention_bias",
+            qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+            o="attention.attn.o",
+            attention_norm="attention.LayerNorm",
+            up=("intermediate.dense",),
+            down="output.dense",
+            mlp_norm="output.LayerNorm",
+        ),
+        head=Head(dense="classifier.dense", act="tanh", out="classifier.out_proj"),
+        prefixes=("mpnet.",),
+        position_offset=2,  # whatever the padding token is
+        relative_buckets=config.get("relative_attention_num_buckets") or 32,
+    )
+
+
+def _modernbert(config: HfConfig) -> EncoderTraits:
+    num_layers = require(config, "num_hidden_layers")
+    every = config.get("global_attn_every_n_layers") or 3
+    kinds = config.get("layer_types") or [
+        "full_attention" if i % every == 0 else "sliding_attention" for i in range(num_layers)
+    ]
+    head_dim = require(config, "hidden_size") // require(config, "num_attention_heads")
+    thetas = config.get("rope_parameters") or {
+        "full_attention": {"rope_theta": config.get("global_rope_theta", 160_000.0)},
+        "sliding_attention": {
+            "rope_theta": config.get("local_rope_theta")
+            or config.get("global_rope_theta", 160_000.0)
+        },
+    }
+    is_local = [kind == "sliding_attention" for kind in kinds]
+    head = Head(
+        dense="head.dense",
+        act=ACTS[config.get("classifier_activation") or "gelu"],
+        norm="head.norm",
+    )
+    return _common(
+        config,
+        names=Names(
+            words="embeddings.tok_embeddings",
+            norm="embeddings.norm",
+            final_norm="final_norm",
+            layer="layers.{}.",
+            qkv=("attn.Wqkv",),
+            o="attn.Wo",
+            attention_norm="attn_norm",
+            up=("mlp.Wi",),
+            down="mlp.Wo",
+            mlp_norm="mlp_norm",
+        ),
+        head=head,
+        token_head=head,
+        prefixes=("model.",),
+        norm_eps=config.get("norm_eps") or 1e-5,
+        norm_first=True,
+        is_gated=True,
+        windows=tuple(
+            (config.get("local_attention") or 128) // 2 if far else None for far in is_local
+        ),
+        ropes=tuple(
+            rope_traits(config, head_dim, parameters=thetas[kind])
+            for kind in ("full_attention", "sliding_attention")
+        ),
+        layer_ropes=tuple(map(int, is_local)),
+    )
+
+
+def _nomic(config: HfConfig) -> EncoderTraits:
+    if config.get("num_experts") or config.get("moe_every_n_layers"):
+        raise UnsupportedFeatureError("experts in an encoder are not supported")
+    if config.get("prenorm") or config.get("rotary_emb_interleaved"):
+        raise UnsupportedFeatureError("prenorm and interleaved rotary are not supported")
+    is_gated = "glu" in str(config.get("activation_function") or "swiglu")
+    return _common(
+        config,
+        names=Names(
+            types="embeddings.token_type_embeddings",
+            norm="emb_ln",
+            layer="encoder.layers.{}.",
+            qkv=("attn.Wqkv",),
+            o="attn.out_proj",
+            attention_norm="norm1",
+            up=("mlp.fc12", "mlp.fc11") if is_gated else ("mlp.fc1",),
+            down="mlp.fc2",
+            mlp_norm="norm2",
+        ),
+        head=Head(dense="pooler.dense", act="tanh"),
+        prefixes=("bert.", "nomic_bert."),
+        norm_eps=config.get("layer_norm_epsilon") or config.get("layer_norm_eps") or 1e-12,
+        is_gated=is_gated,
+        **_one_rope(config, "rotary_emb_base", share=config.get("rotary_emb_fraction") or 1.0),
+    )
+
+
+def _gte(config: HfConfig) -> EncoderTraits:
+    return _common(
+        config,
+        names=Names(
+            types="embeddings.token_type_embeddings",
+            qkv=("attention.qkv_proj",),
+            o="attention.o_proj",
+            attention_norm="attn_ln",
+            up=("mlp.up_gate_proj",),
+            down="mlp.down_proj",
+            mlp_norm="mlp_ln",
+        ),
+        head=Head(dense="pooler.dense", act="tanh"),
+        prefixes=("new.", "gte."),
+        is_gated=True,
+        is_gate_second=True,
+        **_one_rope(config, "rope_theta"),
+    )
+
+
+def _one_rope(config: HfConfig, theta: str, share: float = 1.0) -> dict[str, object]:
+    head_dim = require(config, "hidden_size") // require(config, "num_attention_heads")
+    rope = rope_traits(
+        config, int(head_dim * share), default_theta=float(config.get(theta) or 10_000.0)
+    )
+    return {"ropes": (rope,), "layer_ropes": (0,) * require(config, "num_hidden_layers")}
+
+
+READERS: dict[str, Callable[[HfConfig], EncoderTraits]] = {
+    "Bert": _bert,
+    "Roberta": _roberta,
+    "XLMRoberta": _roberta,
+    "Camembert": _roberta,
+    "DistilBert": _distilbert,
+    "MPNet": _mpnet,
+    "ModernBert": _modernbert,
+    "NomicBert": _nomic,
+    "Gte": _gte,
+    "New": _gte,
+    "HF_ColBERT": _bert,
+    "ColBERT": _bert,
+}

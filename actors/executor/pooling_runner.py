@@ -1,0 +1,197 @@
+"""Runs pooling plans on one thread: whole prompts, one forward pass, no cache.  Synchronous.
+
+Laws:
+  * Columns come sorted by length; those of one length are one dense group of the attention.
+  * Nothing is padded, and nothing is kept from one plan to the next.
+  * Raw results leave as float32 arrays; whatever needs no model is the Pooler's.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.encoder_weights import Tensors, load_encoder
+from trouper.actors.executor.heads import Project, load_head, load_projection, pool
+from trouper.actors.executor.memory import give_back_free_memory
+from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, encoder_traits
+from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.profiler import Profiler
+from trouper.actors.executor.whole_decoder import WholeDecoder
+from trouper.actors.messages import PoolColumn, PoolDone, PoolPlan
+from trouper.config import EngineConfig
+from trouper.kernels.varlen_attention import Group
+
+TINY_BYTES = 4 * 2**20  # of weights; see runner.TINY_BYTES, and every batch here is many tokens
+SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "ForCausalLM", "Model")
+
+
+class Model(Protocol):
+    """What the runner needs of an encoder or a decoder."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        type_ids_T: Tensor | None,
+        groups: Sequence[Group],
+    ) -> Tensor: ...
+
+
+class PoolingRunner:
+    """The model and its heads.  Belongs to the thread that calls `load`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert config.pooler is not None
+        self._config = config
+        self._spec = config.pooler
+        model = config.model
+        self._traits: EncoderTraits | DecoderTraits = encoder_traits(
+            model.hf_config, model.architecture
+        ) or decoder_traits(model.hf_config, causal_name(model.architecture))
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._model: Model | None = None
+        self._embed: Project | None = None
+        self._classify: Project | None = None
+        self._profiler = Profiler()
+        self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop
+
+    def load(self) -> DeviceInfo:
+        """Read the weights.
+
+        Raises:
+            TrouperValidationError: the checkpoint does not fit the config.
+        """
+        self.wake(frozenset({"weights"}))
+        config = self._config
+        return DeviceInfo(
+            num_blocks=1, block_size=config.block_size, dtype=config.dtype, name="cpu"
+        )
+
+    def sleep(self, level: int) -> None:
+        """There is no KV memory; level 2 discards the weights."""
+        if level >= 2:
+            self._model = self._embed = self._classify = None
+        give_back_free_memory()
+
+    def wake(self, tags: frozenset[str]) -> None:
+        if "weights" in tags and self._model is None:
+            with torch.inference_mode():
+                self._load()
+
+    @property
+    def is_tiny(self) -> bool:
+        return self._model is not None and self._model.num_bytes < TINY_BYTES
+
+    def close(self) -> None:
+        """Give back the memory.  Idempotent."""
+        self.sleep(2)
+
+    def step(self, plan: PoolPlan) -> PoolDone:
+        """Run one plan."""
+        if self._model is None:
+            raise RuntimeError("a step while the weights are absent")
+        columns = plan.columns
+        lengths = [len(column.token_ids) for column in columns]
+        groups = _groups(lengths)
+        with torch.inference_mode():
+            token_ids_T = torch.from_numpy(
+                np.concatenate([np.array(column.token_ids, np.int64) for column in columns])
+            )
+            positions_T = torch.cat(
+                [torch.arange(g.length).repeat(g.num_sequences) for g in groups]
+            )
+            hidden_TE = self._model.forward(token_ids_T, positions_T, _type_ids(columns), groups)
+            arrays = self._finish(hidden_TE, columns, lengths, groups)
+        return PoolDone(plan.step, arrays)
+
+    def _finish(
+        self,
+        hidden_TE: Tensor,
+        columns: Sequence[PoolColumn],
+        lengths: Sequence[int],
+        groups: Sequence[Group],
+    ) -> tuple[np.ndarray, ...]:
+        tasks = {column.task for column in columns}
+        rows: dict[str, np.ndarray] = {}
+        if tasks & {"embed", "classify"}:
+            pooled_CE = pool(hidden_TE, groups, self._spec.seq_pooling_type)
+            rows = {
+                task: self._project(task)(pooled_CE).numpy()
+                for task in tasks & {"embed", "classify"}
+            }
+        arrays: list[np.ndarray] = []
+        first = 0
+        for i, (column, length) in enumerate(zip(columns, lengths, strict=True)):
+            if column.task in rows:
+                arrays.append(rows[column.task][i])
+            else:
+                hidden_LE = hidden_TE.narrow(0, first, length).float()
+                arrays.append(self._project(column.task)(hidden_LE).numpy())
+            first += length
+        return tuple(arrays)
+
+    def _project(self, task: str) -> Project:
+        found = self._embed if task.endswith("embed") else self._classify
+        assert found is not None  # the task was checked when the request was rendered
+        return found
+
+    def _load(self) -> None:
+        config, spec, traits = self._config, self._spec, self._traits
+        folder, architecture = Path(config.model.path), config.model.architecture
+        prefixes: tuple[str, ...] = ("model.",)
+        head, eps = Head(out="score"), 0.0
+        if isinstance(traits, EncoderTraits):
+            prefixes, eps = traits.prefixes, traits.norm_eps
+            head = traits.token_head if "token_classify" in spec.tasks else traits.head
+
+        def tensors(dtype: torch.dtype) -> Tensors:
+            return Tensors(folder, prefixes, dtype, config.load_format, config.seed)
+
+        # Heads are small, and compute in float32 whatever the model's dtype.
+        wide = tensors(torch.float32)
+        if isinstance(traits, EncoderTraits):
+            self._model = load_encoder(tensors(self._dtype), traits, config.max_model_len)
+        else:
+            self._model = WholeDecoder.load(config, traits)
+        if "embed" in spec.tasks or "token_embed" in spec.tasks:
+            self._embed = load_projection(
+                wide, spec, architecture, traits.hidden_size, config.load_format
+            )
+        else:
+            self._classify = load_head(wide, head, traits.hidden_size, len(spec.labels), eps)
+
+
+def causal_name(architecture: str) -> str:
+    """The generating sibling of a decoder: Qwen3Model -> Qwen3ForCausalLM."""
+    for suffix in SUFFIXES:
+        if architecture.endswith(suffix):
+            return architecture.removesuffix(suffix) + "ForCausalLM"
+    return architecture
+
+
+def _groups(lengths: Sequence[int]) -> list[Group]:
+    groups: list[Group] = []
+    first = 0
+    for length, same in groupby(lengths):
+        num = len(list(same))
+        groups.append(Group(first, num, length))
+        first += num * length
+    return groups
+
+
+def _type_ids(columns: Sequence[PoolColumn]) -> Tensor | None:
+    if all(column.token_type_ids is None for column in columns):
+        return None
+    return torch.tensor(
+        [id for c in columns for id in (c.token_type_ids or (0,) * len(c.token_ids))]
+    )

@@ -1,0 +1,73 @@
+"""A decoder that reads whole prompts and keeps nothing: causal attention over fresh keys alone.
+
+The keys of a step lie in scratch memory of one layer, which all layers share; each prompt has whole blocks
+of it, so that the decoder's attention finds them as it finds a cache.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.models.decoder import Decoder, ops_shape
+from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.weights import load_decoder
+from trouper.config import EngineConfig
+from trouper.kernels.decoder_ops import make_ops
+from trouper.kernels.varlen_attention import Group
+
+BLOCK_SIZE = 16
+
+
+class WholeDecoder:
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    @classmethod
+    def load(cls, config: EngineConfig, traits: DecoderTraits) -> Self:
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        decoder = load_decoder(
+            Path(config.model.path),
+            traits,
+            dtype=dtype,
+            max_model_len=config.max_model_len,
+            load_format=config.load_format,
+            seed=config.seed,
+            has_head=False,
+            ops=lambda: make_ops(ops_shape(traits, dtype, BLOCK_SIZE)),
+        )
+        return cls(decoder)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._decoder.num_bytes
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        type_ids_T: Tensor | None,
+        groups: Sequence[Group],
+    ) -> Tensor:
+        """Hidden states [T, E]; a decoder has no types."""
+        traits = self._decoder.traits
+        lengths = [group.length for group in groups for _ in range(group.num_sequences)]
+        num_blocks = -(-np.array(lengths) // BLOCK_SIZE)
+        firsts = np.cumsum(num_blocks) - num_blocks
+        block_ids = firsts[:, None] + np.arange(num_blocks.max())
+        slots_T = torch.from_numpy(np.repeat(firsts * BLOCK_SIZE, lengths)) + positions_T
+        rows, starts = range(len(lengths)), [0] * len(lengths)
+        plans = {
+            window: self._decoder.ops.plan(block_ids, rows, starts, lengths, window)
+            for window in traits.windows
+        }
+        num_slots = int(num_blocks.sum()) * BLOCK_SIZE
+        scratch = torch.empty(
+            (2, traits.num_kv_heads, num_slots, traits.head_dim), dtype=self._decoder.dtype
+        )
+        return self._decoder.forward(
+            token_ids_T, positions_T, slots_T, plans, [scratch] * len(traits.layers)
+        )

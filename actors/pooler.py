@@ -1,0 +1,166 @@
+"""The pooler actor: finishes raw results in threads and writes the reply slots.
+
+Laws.  Nothing is computed on the event loop.  All small results of one step share a thread hop; a large one
+has a lane of its own, in which they wait for each other and for nobody else.  A request that was aborted
+meanwhile is skipped.  A failure ends the request that caused it and no other.  Kept queries of late
+interaction are this actor's alone, at most `MAX_QUERIES` of them: the oldest goes.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import anyio
+import msgspec
+import numpy as np
+from anyio.abc import TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from trouper.actors.admission import MAX_OPEN_REQUESTS
+from trouper.actors.messages import PooledRequest, PoolerInbox
+from trouper.actors.ports import Threads
+from trouper.actors.postprocessing import finish
+from trouper.errors import GenerationError, TrouperError, TrouperValidationError
+from trouper.outputs import RequestError
+from trouper.pooler_config import PoolerSpec
+from trouper.pooling import LateInteractionParams
+from trouper.pooling_outputs import Array
+
+logger = logging.getLogger("trouper")
+LARGE = 2**16  # numbers; normalising so many takes 0.1 ms
+MAX_QUERIES = 1024
+
+
+class _Query(msgspec.Struct):
+    embeddings: Array
+    num_uses: int  # that are left
+
+
+class _Work(msgspec.Struct, frozen=True):
+    request: PooledRequest
+    array: Array
+    query: Array | None
+
+
+class Pooler:
+    """Owns its inbox and the kept queries."""
+
+    def __init__(
+        self,
+        inbox: MemoryObjectReceiveStream[PoolerInbox],
+        spec: PoolerSpec,
+        threads: Threads,
+    ) -> None:
+        self._inbox = inbox
+        self._spec = spec
+        self._threads = threads
+        self._queries: dict[str, _Query] = {}
+
+    def __repr__(self) -> str:
+        return f"<Pooler {len(self._queries)} queries kept>"
+
+    @property
+    def num_queries(self) -> int:
+        return len(self._queries)
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        # One for each open request, so there is always room.
+        to_lane, lane = anyio.create_memory_object_stream[_Work](MAX_OPEN_REQUESTS)
+        # The two defaults differ (spec 14.1), so they are said.
+        logger.info(
+            "pooling tasks: %s; by default %s, of encode %s",
+            ", ".join(self._spec.tasks),
+            self._spec.task,
+            self._spec.engine_task,
+        )
+        with self._inbox, to_lane, lane:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._finish_large, lane, name="pooler, large")
+                task_status.started()
+                async for message in self._inbox:
+                    small: list[_Work] = []
+                    for request in message.requests:
+                        work = self._prepare(request)
+                        if work is None:
+                            continue
+                        if work.array.size > LARGE:
+                            to_lane.send_nowait(work)
+                        else:
+                            small.append(work)
+                    if small:
+                        await self._finish(small)
+                    for answer in message.answers:
+                        answer.set(None)
+                to_lane.close()
+
+    async def _finish_large(self, lane: MemoryObjectReceiveStream[_Work]) -> None:
+        async for work in lane:
+            await self._finish([work])
+
+    def _prepare(self, request: PooledRequest) -> _Work | None:
+        """What is to be computed; None when the request has its end already."""
+        slot, late = request.admit.slot, request.admit.params.late_interaction_params
+        query: Array | None = None
+        if late is not None and late.mode == "score_doc":
+            query = self._use_query(late)
+        if request.error is not None:
+            code, _, message = request.error.partition(": ")
+            slot.write(np.empty(0, np.float32), RequestError(code, message))
+            return None
+        if slot.is_aborted:
+            slot.abort()
+            return None
+        if late is not None and late.mode == "score_doc" and query is None:
+            rule = "no query is kept under this key: send its cache_query first"
+            slot.fail(TrouperValidationError(rule, parameter="query_key", value=late.query_key))
+            return None
+        assert request.array is not None
+        return _Work(request, request.array, query)
+
+    async def _finish(self, batch: Sequence[_Work]) -> None:
+        results = await self._threads.run(_finish_all, batch, self._spec)
+        for work, result in zip(batch, results, strict=True):
+            admit = work.request.admit
+            late = admit.params.late_interaction_params
+            if result is None:
+                admit.slot.abort()
+            elif isinstance(result, Exception):
+                admit.slot.fail(result)
+            else:
+                if late is not None and late.mode == "cache_query":
+                    self._keep_query(late, result)
+                admit.slot.write(result)
+
+    def _keep_query(self, late: LateInteractionParams, embeddings: Array) -> None:
+        self._queries.pop(late.query_key, None)
+        while len(self._queries) >= MAX_QUERIES:
+            del self._queries[next(iter(self._queries))]
+        self._queries[late.query_key] = _Query(embeddings, late.query_uses or 1)
+
+    def _use_query(self, late: LateInteractionParams) -> Array | None:
+        """Counted however the document ends; after the last use the query is gone."""
+        query = self._queries.get(late.query_key)
+        if query is None:
+            return None
+        query.num_uses -= 1
+        if query.num_uses == 0:
+            del self._queries[late.query_key]
+        return query.embeddings
+
+
+def _finish_all(batch: Sequence[_Work], spec: PoolerSpec) -> list[Array | Exception | None]:
+    """In a thread.  None: aborted meanwhile."""
+    return [_finish_one(work, spec) for work in batch]
+
+
+def _finish_one(work: _Work, spec: PoolerSpec) -> Array | Exception | None:
+    admit = work.request.admit
+    if admit.slot.is_aborted:
+        return None
+    try:
+        return finish(work.array, admit.params, spec, admit.prompt_token_ids, work.query)
+    except TrouperError as error:
+        return error
+    except Exception as error:  # it is this request's, whatever it is
+        wrapped = GenerationError(f"post-processing failed: {type(error).__name__}: {error}")
+        wrapped.__cause__ = error
+        return wrapped

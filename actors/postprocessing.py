@@ -1,0 +1,74 @@
+"""From a raw result to what the request asked for.  Pure numpy; runs in a thread of the Pooler.
+
+embeddings  matryoshka slice -> L2 norm                     logits  (x - mean) / sigma -> activation
+STEP        the rows of the step tokens, the asked columns  MaxSim  Σ over query tokens of the best match
+"""
+
+import numpy as np
+
+from trouper.errors import GenerationError
+from trouper.pooler_config import PoolerSpec
+from trouper.pooling import PoolingParams
+from trouper.pooling_outputs import Array
+
+LEAST_NORM = 1e-12  # as torch's `normalize`
+
+
+def finish(
+    array: Array,
+    params: PoolingParams,
+    spec: PoolerSpec,
+    prompt_token_ids: tuple[int, ...] = (),
+    query: Array | None = None,
+) -> Array:
+    """A new array.  With `query`, [query tokens, size], the document's score against it.
+
+    Raises:
+        GenerationError: the model's result is not finite.
+    """
+    if not np.isfinite(array).all():
+        raise GenerationError("numerical_error: the result is not finite")
+    task = params.task or ""
+    if task == "token_classify" and spec.tok_pooling_type == "STEP":
+        array = _steps(array, params, prompt_token_ids)
+    if task.endswith("embed"):
+        array = array[..., : params.dimensions]
+        array = normalized(array) if params.use_activation else array.copy()
+    else:
+        array = (array - np.float32(spec.logit_mean)) / np.float32(spec.logit_sigma)
+        if params.use_activation:
+            array = _activated(array, spec.activation)
+    return array if query is None else np.array(max_sim(query, array), np.float32)
+
+
+def normalized(array: Array) -> Array:
+    norms = np.linalg.norm(array, axis=-1, keepdims=True)
+    return array / np.maximum(norms, np.float32(LEAST_NORM))
+
+
+def max_sim(query: Array, document: Array) -> float:
+    """Late interaction (Khattab and Zaharia 2020): each query token counts its most similar one."""
+    return float((query @ document.T).max(axis=1).sum())
+
+
+def cosine(first: Array, second: Array) -> float:
+    return float(normalized(first) @ normalized(second))
+
+
+def _steps(array: Array, params: PoolingParams, prompt_token_ids: tuple[int, ...]) -> Array:
+    if params.returned_token_ids:
+        array = array[:, params.returned_token_ids]
+    if params.step_tag_id is not None:
+        array = array[np.array(prompt_token_ids) == params.step_tag_id]
+    return array
+
+
+def _activated(array: Array, activation: str) -> Array:
+    match activation:
+        case "sigmoid":
+            return np.float32(1) / (np.float32(1) + np.exp(-array))
+        case "softmax":
+            array = np.exp(array - array.max(axis=-1, keepdims=True))
+            return array / array.sum(axis=-1, keepdims=True)
+        case _:
+            return array

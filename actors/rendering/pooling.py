@@ -1,0 +1,139 @@
+"""Prompts of a pooling model -> what the engine needs to know.  Pure; runs in a renderer's thread.
+
+Beside the forms of generation there is the pair: `{"prompt": …, "text_pair": …}`.  A text is cut inside its
+special tokens, as transformers does it, and at its end unless told otherwise; of a pair the longer text is
+cut.  Source: spec sections 2.4, 3.3 and 14.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+
+from trouper.actors.messages import AdmitPooling, Render
+from trouper.actors.pooling_slot import PoolingSlot
+from trouper.actors.rendering.sampling import ModelLimits
+from trouper.actors.rendering.text import (
+    SPARE_TOKENS,
+    Prompts,
+    Rendered,
+    bad,
+    checked_ids,
+    template_text,
+)
+from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.config import EngineConfig
+from trouper.pooler_config import PoolerSpec
+from trouper.pooling import PoolingParams
+
+PAIR_KEYS = frozenset({"prompt", "text_pair"})
+
+
+class _Encoded(NamedTuple):
+    ids: list[int]
+    type_ids: list[int] | None
+
+
+class PoolingPrompts(Prompts):
+    """Renders the prompts of one pooling model."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: ModelLimits,
+        spec: PoolerSpec,
+        chat_template: str | None = None,
+    ) -> None:
+        super().__init__(tokenizer, limits, chat_template)
+        self._spec = spec
+
+    @classmethod
+    def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
+        assert config.pooler is not None
+        limits = ModelLimits(
+            vocab_size=config.model.vocab_size, max_model_len=config.max_model_len, room=0
+        )
+        return cls(tokenizer, limits, config.pooler, template_text(config.chat_template))
+
+    def render(self, message: Render) -> Rendered:
+        assert isinstance(message.params, PoolingParams)
+        assert isinstance(message.slot, PoolingSlot)
+        params = message.params.resolve(self._spec)
+        ids, type_ids = self._encoded(message)
+        self._check_length(len(ids))
+        return Rendered(
+            None,
+            AdmitPooling(
+                id=message.id,
+                prompt_token_ids=tuple(ids),
+                token_type_ids=tuple(type_ids) if type_ids and any(type_ids) else None,
+                params=params,
+                slot=message.slot,
+                priority=message.priority,
+                arrival_time=message.arrival_time,
+            ),
+        )
+
+    def _encoded(self, message: Render) -> _Encoded:
+        prompt: Any = message.prompt
+        wanted = self._wanted_length(message.truncate_prompt_tokens)
+        keeps_end = self._keeps_end(message.truncation_side)
+        type_ids: Any = None
+        if isinstance(prompt, Mapping):
+            given: dict[str, Any] = dict(prompt)  # pyright: ignore[reportUnknownArgumentType]  # of whatever
+            if "text_pair" in given:
+                return self._encode_pair(given, wanted, keeps_end, message.add_special_tokens)
+            type_ids = given.pop("token_type_ids", None)
+            if "messages" in given:
+                given.setdefault("add_generation_prompt", False)
+            prompt = given
+        form = self._form(prompt)
+        if form.ids is None:
+            adds = message.add_special_tokens
+            adds = form.adds_special_tokens if adds is None else adds
+            text = "".join(form.pieces or ())
+            if not form.adds_special_tokens:  # a chat: pieces stay apart
+                return _Encoded(self._encode(form.pieces or [], wanted, adds, keeps_end), None)
+            return self._encode_text(text, None, wanted, keeps_end, adds)
+        ids = checked_ids(form.ids, self._limits.vocab_size)
+        if type_ids is not None:
+            type_ids = checked_ids(type_ids, 2)
+            if len(type_ids) != len(ids):
+                raise bad("token_type_ids", f"must be {len(ids)} in number", len(type_ids))
+        if wanted is not None and len(ids) > wanted:
+            kept = slice(-wanted, None) if keeps_end else slice(wanted)
+            ids, type_ids = ids[kept], type_ids and type_ids[kept]
+        return _Encoded(ids, type_ids)
+
+    def _encode_pair(
+        self, given: dict[str, Any], wanted: int | None, keeps_end: bool, adds: bool | None
+    ) -> _Encoded:
+        if unknown := given.keys() - PAIR_KEYS:
+            raise bad("prompt", "unknown keys beside 'text_pair'", sorted(map(str, unknown)))
+        text, pair = given.get("prompt"), given["text_pair"]
+        for part in (text, pair):
+            if not isinstance(part, str) or not part:
+                raise bad("prompt", "a pair needs two texts", type(part).__name__)
+        return self._encode_text(str(text), pair, wanted, keeps_end, adds is not False)
+
+    def _encode_text(
+        self, text: str, pair: str | None, wanted: int | None, keeps_end: bool, adds: bool
+    ) -> _Encoded:
+        tokenizer = self._needed_tokenizer("prompt")
+        if not text:
+            raise bad("prompt", "the prompt must not be empty")
+        if self._spec.lowers_case:
+            text, pair = text.lower(), pair and pair.lower()
+        if wanted is None:
+            self._refuse_hopeless(len(text) + len(pair or ""), tokenizer)
+        else:
+            keep = (wanted + SPARE_TOKENS) * tokenizer.longest_token_chars
+            part = slice(-keep, None) if keeps_end else slice(keep)
+            text, pair = text[part], pair and pair[part]
+        ids, type_ids = tokenizer.encode_within(
+            text, pair, add_special_tokens=adds, max_length=wanted, keeps_end=keeps_end
+        )
+        return _Encoded(checked_ids(ids, self._limits.vocab_size), type_ids)
+
+    def _keeps_end(self, side: str | None) -> bool:
+        """A text is cut at its end unless the request, or else the tokenizer, says otherwise."""
+        own = None if self._tokenizer is None else self._tokenizer.truncation_side
+        return super()._keeps_end(side or own or "right")

@@ -1,0 +1,159 @@
+"""The reply slot's life, whatever it carries: a cell that the engine writes without waiting and one reader
+empties.
+
+Laws.  Writes never wait and never fail; a closed slot swallows them.  An exception overrides everything
+else.  The output with `finished=True` is handed out exactly once.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+from trouper.actors.admission import Prefills
+from trouper.outputs import RequestStateStats
+
+Output = TypeVar("Output", covariant=True)
+
+
+class Slot(ABC, Generic[Output]):
+    """Opened by the frontend, lent to the actors, closed by the frontend.
+
+    `scope` is the request's own: cancelling it ends the rendering stage, and says to everybody who still
+    holds the slot that the request is aborted.
+    """
+
+    def __init__(
+        self, request_id: str, n: int, *, prefills: Prefills | None = None, shows_stats: bool = True
+    ) -> None:
+        self.request_id = request_id  # the caller's name for it: echoed, never a key
+        self.scope = anyio.CancelScope()
+        self.stats = RequestStateStats()
+        self.n = n
+        self._shows_stats = shows_stats
+        self._prefills = prefills or Prefills()
+        self._num_prefill = 0  # prompt tokens, until there is a first result
+        self._prompt_token_ids: list[int] = []
+        self._error: Exception | None = None
+        self._is_closed = False
+        # Capacity 1: a wake-up that nobody has taken yet stands for all the writes since.
+        self._wake, self._woken = anyio.create_memory_object_stream[None](1)
+        self._rendered = anyio.Event()
+        self._over = anyio.Event()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "aborted" if self.is_aborted else "open"
+        return f"<{type(self).__name__} {self.request_id!r} {state}>"
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    @property
+    def is_aborted(self) -> bool:
+        return self.scope.cancel_called
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Of the prompt, once it is rendered; generated so far by all completions, read or not."""
+        return len(self._prompt_token_ids), 0
+
+    @property
+    @abstractmethod
+    def num_unread(self) -> int:
+        """Completions whose end has not been handed out."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End what has not ended with `abort`."""
+
+    @abstractmethod
+    def _take_output(self) -> Output | None:
+        """What is due now, or None."""
+
+    @property
+    @abstractmethod
+    def _is_ready(self) -> bool:
+        """There is something to hand out."""
+
+    def fail(self, error: Exception) -> None:
+        """The reader gets `error` instead of whatever it has not read."""
+        if not self._is_closed and self._error is None:
+            self._error = error
+            self._end()
+            self._wake_reader()
+
+    async def read(self) -> Output:
+        """Wait until there is something to hand out, and take it.
+
+        Raises:
+            Exception: what `fail` was given.
+        """
+        if self._is_ready or self._error is not None:
+            await anyio.lowlevel.checkpoint()
+        else:
+            await self._woken.receive()
+        while (
+            output := self.read_nowait()
+        ) is None:  # a stale wake-up: that output is taken already
+            await self._woken.receive()
+        return output
+
+    def read_nowait(self) -> Output | None:
+        """What `read` would return now, or None."""
+        if self._error is not None:
+            raise self._error
+        return self._take_output()
+
+    async def wait_rendered(self) -> None:
+        """Wait until the prompt is known to be good, or the request has ended.
+
+        Raises:
+            Exception: what `fail` was given.
+        """
+        await self._rendered.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def wait_over(self) -> None:
+        """Wait until nothing will be written any more, read or not."""
+        await self._over.wait()
+
+    def close(self) -> None:
+        """Nobody reads any more.  Idempotent; cancels the rendering stage."""
+        self._is_closed = True
+        self._end()
+        self.scope.cancel()
+        self._wake.close()
+        self._woken.close()
+
+    def expect(self, num_prompt_tokens: int) -> None:
+        """About so many tokens are about to be rendered."""
+        self._count_prefill(num_prompt_tokens)
+
+    def _start(self, prompt_token_ids: tuple[int, ...]) -> None:
+        """The prompt is rendered."""
+        self._prompt_token_ids = list(prompt_token_ids)
+        self._count_prefill(len(prompt_token_ids))
+        self._rendered.set()
+
+    def _count_prefill(self, num_tokens: int) -> None:
+        if not self._over.is_set():
+            self._prefills.num_tokens += num_tokens - self._num_prefill
+            self._num_prefill = num_tokens
+
+    def _end(self) -> None:
+        self._count_prefill(0)
+        self._rendered.set()
+        self._over.set()
+
+    def _wake_reader(self) -> None:
+        try:
+            self._wake.send_nowait(None)
+        except anyio.WouldBlock:
+            pass  # the wake-up already there is enough

@@ -1,0 +1,159 @@
+"""The pooling methods of `LLM`.  Source: spec section 14.3."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from trouper.errors import EnginePausedError, TrouperValidationError
+from trouper.frontends.batch import ProgressBar, as_list, progress_bar
+from trouper.frontends.llm_engine import LLMEngine
+from trouper.frontends.options import check_unused, one_each
+from trouper.frontends.pooling import Pooled, Scorer, as_pairs, collect
+from trouper.inputs import PoolingPrompt
+from trouper.pooling import PoolingParams
+from trouper.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+
+Params = PoolingParams | Sequence[PoolingParams] | None
+Prompts = PoolingPrompt | Sequence[PoolingPrompt]
+
+
+class PoolingMethods:
+    """What `LLM` does with a pooling model; results are in the order of the prompts."""
+
+    llm_engine: LLMEngine
+
+    def encode(
+        self,
+        prompts: Prompts,
+        pooling_params: Params = None,
+        *,
+        use_tqdm: bool | ProgressBar = True,
+        lora_request: object | None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Run a pooling task that must be named: embed, classify, token_embed or token_classify.
+
+        Raises:
+            TrouperValidationError: no task, a task that the model cannot do, a bad prompt or parameter.
+        """
+        self._check_pools()
+        if pooling_task is None:
+            known = ", ".join(self.llm_engine.get_supported_tasks())
+            raise TrouperValidationError(
+                f"encode needs a task; this model can {known}", parameter="pooling_task"
+            )
+        check_unused(lora_request=lora_request)
+        given = as_list(prompts)  # type: ignore[arg-type]  # pairs are mappings, too
+        if not given:
+            raise TrouperValidationError("You must pass at least one prompt", parameter="prompt")
+        engine = self.llm_engine.async_engine
+        encodings = [
+            engine.encode(prompt, _with_task(params, pooling_task), tokenization_kwargs=tokenization_kwargs)
+            for prompt, params in zip(
+                given, one_each(pooling_params, len(given), "pooling_params"), strict=True
+            )
+        ]  # fmt: skip
+        with progress_bar(use_tqdm, len(given), "prompts") as bar:
+            return self.llm_engine.call(collect, encodings, bar)
+
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: bool | ProgressBar = True,
+        pooling_params: Params = None,
+        lora_request: object | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt, as a list of floats."""
+        outputs = self.encode(
+            prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
+            pooling_task="embed", tokenization_kwargs=tokenization_kwargs,
+        )  # fmt: skip
+        return [EmbeddingRequestOutput.from_base(output) for output in outputs]
+
+    def classify(
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: bool | ProgressBar = True,
+        pooling_params: Params = None,
+        lora_request: object | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probability of each class, for each prompt."""
+        outputs = self.encode(
+            prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
+            pooling_task="classify", tokenization_kwargs=tokenization_kwargs,
+        )  # fmt: skip
+        return [ClassificationRequestOutput.from_base(output) for output in outputs]
+
+    def reward(
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: bool | ProgressBar = True,
+        pooling_params: Params = None,
+        lora_request: object | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The rewards of each prompt's tokens: `encode` with the task token_classify."""
+        return self.encode(
+            prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
+            pooling_task="token_classify", tokenization_kwargs=tokenization_kwargs,
+        )  # fmt: skip
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_tqdm: bool | ProgressBar = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: object | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts fit together: 1 with 1, 1 with N, or N with N of them.
+
+        A classifier with one label reads both texts at once; an embedding model gives the cosine of their
+        embeddings; a late-interaction model the sum over the first text's tokens of the best match.
+        """
+        self._check_pools()
+        check_unused(lora_request=lora_request, chat_template=chat_template)
+        queries, documents = as_pairs(data_1, data_2, ("data_1", "data_2"))
+        scorer = Scorer(self.llm_engine.async_engine, pooling_params, options=tokenization_kwargs)
+        with progress_bar(use_tqdm, len(documents), "pairs") as bar:
+            outputs: list[Pooled] = self.llm_engine.call(scorer.score, queries, documents, bar)
+        return [ScoringRequestOutput.from_base(output) for output in outputs]
+
+    def _check_pools(self) -> None:
+        self.llm_engine.check_open()
+        if self.llm_engine.is_sleeping():
+            raise EnginePausedError("the engine is paused or asleep: wake_up() first")
+        if self.llm_engine.async_engine.engine.config.pooler is None:
+            raise TrouperValidationError(
+                "this model generates; pooling needs an engine with runner='pooling'",
+                parameter="runner",
+            )
+
+
+def _with_task(params: PoolingParams | None, task: str) -> PoolingParams:
+    if params is None:
+        return PoolingParams(task=task)
+    if not isinstance(params, PoolingParams):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
+        raise TypeError(f"pooling_params must be PoolingParams, not {type(params).__name__}")
+    if params.task not in (None, task):
+        raise TrouperValidationError(
+            f"the task of pooling_params is not {task!r}", parameter="task", value=params.task
+        )
+    return msgspec.structs.replace(params, task=task)

@@ -1,0 +1,202 @@
+"""What all faces of a pooling engine share: many requests at once, and scores of pairs.
+
+Source: spec sections 14.3 and 14.5.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio.lowlevel
+import anyio.to_thread
+import msgspec
+import numpy as np
+
+from trouper.actors.generation import Generation
+from trouper.actors.postprocessing import cosine
+from trouper.errors import TrouperValidationError
+from trouper.inputs import PairPrompt, PoolingPrompt
+from trouper.pooler_config import PoolerSpec
+from trouper.pooling import LateInteractionParams, PoolingParams
+from trouper.pooling_outputs import Array, PoolingOutput, PoolingRequestOutput
+
+if TYPE_CHECKING:
+    from trouper.frontends.async_engine import AsyncLLMEngine
+
+Encoding = Generation[PoolingRequestOutput[PoolingOutput]]
+Pooled = PoolingRequestOutput[PoolingOutput]
+Run = Callable[[Sequence[Encoding], Any], Awaitable[list[Pooled]]]
+T = TypeVar("T")
+OPENINGS_PER_TURN = 64  # of 5 µs each
+
+
+async def collect(encodings: Sequence[Encoding], bar: Any = None) -> list[Pooled]:
+    """Run all at once; the outputs in order.  The first failure ends the others and is raised as it is."""
+    outputs: list[Pooled] = []
+    try:
+        for i, encoding in enumerate(encodings):
+            if i % OPENINGS_PER_TURN == 0:
+                await anyio.lowlevel.checkpoint()
+            encoding.open()
+        for encoding in encodings:
+            outputs.extend([output async for output in encoding])
+            if bar is not None:
+                bar.update(1)
+    finally:
+        for encoding in encodings:
+            encoding.close()
+    return outputs
+
+
+class Scorer:
+    """Scores of pairs by whatever the model can: cross-encoder, bi-encoder or late interaction."""
+
+    def __init__(
+        self,
+        engine: "AsyncLLMEngine",
+        params: PoolingParams | None = None,
+        *,
+        name: str | None = None,
+        priority: int = 0,
+        options: dict[str, Any] | None = None,
+        run: Run | None = None,
+    ) -> None:
+        """`name` begins the request ids; None lets the engine mint them.  `run` stands in for `collect`."""
+        self._collect = run or collect
+        self._engine = engine
+        self._params = params or PoolingParams()
+        self._name = name
+        self._how: dict[str, Any] = {"priority": priority, "tokenization_kwargs": options}
+        self._num_requests = 0
+
+    async def score(
+        self, queries: Sequence[str], documents: Sequence[str], bar: Any = None
+    ) -> list[Pooled]:
+        """One score for each pair; `queries` and `documents` are equally many.
+
+        Raises:
+            TrouperValidationError: the model cannot score, or a text is bad.
+        """
+        match score_kind(self._engine.engine.config.pooler):
+            case "classify":
+                pairs = [
+                    PairPrompt(prompt=query, text_pair=document)
+                    for query, document in zip(queries, documents, strict=True)
+                ]
+                return await self._run(pairs, "classify", bar=bar)
+            case "embed":
+                return await self._bi_encode(queries, documents, bar)
+            case _:
+                return await self._interact(queries, documents, bar)
+
+    async def _run(
+        self,
+        prompts: Sequence[PoolingPrompt],
+        task: str,
+        late: Sequence[LateInteractionParams] | None = None,
+        bar: Any = None,
+    ) -> list[Pooled]:
+        params = msgspec.structs.replace(self._params, task=task)
+        return await self._collect(
+            [
+                self._engine.encode(
+                    prompt,
+                    msgspec.structs.replace(params, late_interaction_params=late[i])
+                    if late
+                    else params,
+                    self._next_id(),
+                    **self._how,
+                )
+                for i, prompt in enumerate(prompts)
+            ],
+            bar,
+        )
+
+    async def _bi_encode(
+        self, queries: Sequence[str], documents: Sequence[str], bar: Any
+    ) -> list[Pooled]:
+        texts = list(dict.fromkeys((*queries, *documents)))
+        found = dict(zip(texts, await self._run(texts, "embed", bar=bar), strict=True))
+        pairs = [(found[q], found[d]) for q, d in zip(queries, documents, strict=True)]
+        arrays = await anyio.to_thread.run_sync(_cosines, pairs, limiter=anyio.CapacityLimiter(1))
+        return [_joined(*pair, array) for pair, array in zip(pairs, arrays, strict=True)]
+
+    async def _interact(
+        self, queries: Sequence[str], documents: Sequence[str], bar: Any
+    ) -> list[Pooled]:
+        """The queries' token embeddings stay with the Pooler, until their documents have met them."""
+        uses = {query: queries.count(query) for query in queries}
+        keys = {query: f"{id(self)}-{i}" for i, query in enumerate(uses)}
+        kept = [
+            LateInteractionParams(mode="cache_query", query_key=keys[query], query_uses=num_uses)
+            for query, num_uses in uses.items()
+        ]
+        first = dict(zip(uses, await self._run(list(uses), "token_embed", kept), strict=True))
+        met = [LateInteractionParams(mode="score_doc", query_key=keys[query]) for query in queries]
+        second = await self._run(documents, "token_embed", met, bar)
+        return [
+            _joined(first[query], output, output.outputs.array)
+            for query, output in zip(queries, second, strict=True)
+        ]
+
+    def _next_id(self) -> str | None:
+        self._num_requests += 1
+        return None if self._name is None else f"{self._name}-{self._num_requests - 1}"
+
+
+def score_kind(spec: PoolerSpec | None) -> str:
+    """Raises TrouperValidationError: the model has no way to score."""
+    if spec is not None and (spec.task in ("embed", "token_embed") or len(spec.labels) == 1):
+        return spec.task
+    has = (
+        "it generates"
+        if spec is None
+        else f"its task is {spec.task} with {len(spec.labels)} labels"
+    )
+    raise TrouperValidationError(
+        f"score needs an embedding model or a classifier with one label; of this model {has}",
+        parameter="task",
+    )
+
+
+def as_pairs(
+    first: T | Sequence[T], second: T | Sequence[T], names: tuple[str, str]
+) -> tuple[list[T], list[T]]:
+    """Two equally long lists from 1 and 1, 1 and N, or N and N texts.
+
+    Raises:
+        TrouperValidationError: a side is empty, or the numbers do not fit.
+    """
+    one, two = (
+        list(side) if isinstance(side, Sequence) and not isinstance(side, str) else [side]
+        for side in (first, second)
+    )
+    for name, side in zip(names, (one, two), strict=True):
+        if not side:
+            raise TrouperValidationError("must not be empty", parameter=name)
+        for text in side:
+            if not isinstance(text, str):
+                raise TrouperValidationError("must be text", parameter=name, value=text)
+    if len(one) not in (1, len(two)):
+        raise TrouperValidationError(
+            f"{len(one)} and {len(two)} texts make no pairs: give 1 and N, or N and N",
+            parameter=names[1],
+        )
+    return one * len(two) if len(one) == 1 else one, two  # type: ignore[return-value]  # texts
+
+
+def _cosines(pairs: Sequence[tuple[Pooled, Pooled]]) -> list[Array]:
+    return [
+        np.array(cosine(first.outputs.array, second.outputs.array), np.float32)
+        for first, second in pairs
+    ]
+
+
+def _joined(query: Pooled, document: Pooled, array: Array) -> Pooled:
+    """A score stands for both texts."""
+    return PoolingRequestOutput(
+        request_id=document.request_id,
+        outputs=PoolingOutput(array),
+        prompt_token_ids=query.prompt_token_ids + document.prompt_token_ids,
+        error=query.error or document.error,
+        metrics=document.metrics,
+    )

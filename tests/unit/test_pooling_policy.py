@@ -1,0 +1,127 @@
+"""Which prompts a pooling engine runs together, and how their ends are told."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trouper.actors.messages import AdmitPooling, PoolDone, RequestId
+from trouper.actors.pause import Pause
+from trouper.actors.pooling_policy import PoolingPolicy
+from trouper.config import SchedulerConfig
+from trouper.pooling import PoolingParams
+
+
+def policy(**options):
+    return PoolingPolicy(SchedulerConfig(**{"max_num_scheduled_tokens": 10, **options}))
+
+
+def admit(id, length, priority=0):
+    return AdmitPooling(
+        id=RequestId(id),
+        prompt_token_ids=(id,) * length,
+        params=PoolingParams(task="embed"),
+        slot=None,  # only passed on
+        priority=priority,
+        arrival_time=float(id),
+    )
+
+
+def ids(plan):
+    return [column.token_ids[0] for column in plan.columns]
+
+
+def done(plan):
+    return PoolDone(plan.step, tuple(column.token_ids[0] for column in plan.columns))
+
+
+def told(policy):
+    news = policy.take_news()
+    return {} if news is None else {r.admit.id: r.error or r.array for r in news.requests}
+
+
+def test_a_plan_holds_whole_prompts_within_the_budget_the_shortest_first():
+    p = policy()
+    for id, length in ((1, 4), (2, 3), (3, 8), (4, 2)):
+        p.admit(admit(id, length))
+    assert ids(p.plan()) == [4, 2, 1]  # 1 is first in line, 2 and 4 are nearest to it in length
+
+
+def test_a_prompt_beyond_the_budget_runs_alone():
+    p = policy(max_steps_in_flight=2)
+    p.admit(admit(1, 30))
+    p.admit(admit(2, 2))
+    assert ids(p.plan()) == [1]
+    assert ids(p.plan()) == [2]
+
+
+def test_the_first_in_line_is_never_passed_over():
+    p = policy()
+    p.admit(admit(1, 9))
+    for id in range(2, 40):
+        p.admit(admit(id, 1))
+    assert 1 in ids(p.plan())
+
+
+def test_priority_goes_before_arrival_unless_the_policy_is_fcfs():
+    for name, first in (("priority", 2), ("fcfs", 1)):
+        p = policy(policy=name)
+        p.admit(admit(1, 9, priority=0))
+        p.admit(admit(2, 9, priority=5))
+        assert ids(p.plan()) == [first]
+
+
+def test_results_are_told_once_and_to_the_right_request():
+    p = policy()
+    p.admit(admit(1, 2))
+    p.admit(admit(2, 2))
+    p.apply(done(p.plan()))
+    assert told(p) == {1: 1, 2: 2}
+    assert told(p) == {}
+    assert p.statistics().num_waiting == p.statistics().num_running == 0
+
+
+def test_who_is_aborted_is_dropped_waiting_or_in_flight():
+    p = policy(max_num_active_seqs=1)
+    p.admit(admit(1, 2))
+    p.admit(admit(2, 2))
+    plan = p.plan()
+    p.abort(RequestId(1))
+    p.abort(RequestId(2))
+    p.abort(RequestId(2))
+    p.abort(RequestId(7))
+    assert told(p) == dict.fromkeys((1, 2), "aborted: the request was aborted")
+    p.apply(done(plan))
+    assert told(p) == {}
+    assert p.plan() is None
+
+
+def test_a_pause_stops_new_plans():
+    p = policy()
+    p.admit(admit(1, 2))
+    for pause in (Pause.NEW, Pause.ALL):
+        p.set_pause(pause)
+        assert p.plan() is None
+    p.set_pause(Pause.NONE)
+    assert ids(p.plan()) == [1]
+
+
+@given(st.sets(st.integers(1, 9)), st.integers(1, 2))
+def test_of_a_plan_that_raises_exactly_the_culprits_fail(culprits, num_flights):
+    p = policy(max_steps_in_flight=num_flights, max_num_active_seqs=4)
+    for id in range(1, 10):
+        p.admit(admit(id, 1))
+    flights, found, refused_epoch = [], {}, -1
+    for _ in range(200):
+        while (plan := p.plan()) is not None:
+            flights.append(plan)
+        if not flights:
+            break
+        plan = flights.pop(0)
+        if plan.epoch <= refused_epoch:
+            p.fail_step(plan.step, "refused")
+        elif culprits & set(ids(plan)):
+            refused_epoch = plan.epoch
+            p.fail_step(plan.step, "bad")
+        else:
+            p.apply(done(plan))
+        found |= told(p)
+    assert found == {id: "execution_error: bad" if id in culprits else id for id in range(1, 10)}

@@ -1,0 +1,346 @@
+"""How a model pools: `PoolerConfig` (the caller's wishes) and the model's own files -> `PoolerSpec`.
+
+An explicit setting beats the sentence-transformers files, which beat the architecture's default.  Only
+json files are read.  Source: spec section 14.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+SeqPooling = Literal["CLS", "LAST", "MEAN"]
+TokPooling = Literal["ALL", "STEP"]
+Activation = Literal["identity", "sigmoid", "softmax"]
+SEQ_POOLINGS, TOK_POOLINGS = ("CLS", "LAST", "MEAN"), ("ALL", "STEP")
+CLASSIFIERS = "ForSequenceClassification"
+TOKEN_CLASSIFIERS = "ForTokenClassification"
+LATE_INTERACTION = ("HF_ColBERT", "ColBERTModel")
+# In the order in which the model's default is looked for, and the engine's (spec 14.1).
+MODEL_ORDER = ("embed", "classify", "token_embed", "token_classify")
+ENGINE_ORDER = ("token_embed", "token_classify", "embed", "classify")
+# The modes of sentence-transformers' pooling module, in either spelling of its config.
+ST_MODES: dict[str, SeqPooling] = {
+    "pooling_mode_cls_token": "CLS", "pooling_mode_mean_tokens": "MEAN",
+    "pooling_mode_lasttoken": "LAST", "cls": "CLS", "mean": "MEAN", "lasttoken": "LAST",
+}  # fmt: skip
+DENSE_ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid")
+
+
+class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a pooling engine, vLLM's names; None takes what the model says.
+
+    Raises:
+        TrouperValidationError: a value that cannot be; the message names the option.
+    """
+
+    task: str | None = None
+    pooling_type: str | None = None  # sets one of the next two
+    seq_pooling_type: str | None = None
+    tok_pooling_type: str | None = None
+    use_activation: bool | None = None
+    enable_flash_late_interaction: bool = True
+    dimensions: int | None = None
+    enable_chunked_processing: bool = False
+    max_embed_len: int | None = None
+    logit_mean: float | None = None
+    logit_sigma: float | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        kind = self.pooling_type
+        if kind is not None and (self.seq_pooling_type or self.tok_pooling_type):
+            raise _bad("pooling_type", kind, "sets one of the other two; give only one of them")
+        for name, known in (
+            ("pooling_type", SEQ_POOLINGS + TOK_POOLINGS),
+            ("seq_pooling_type", SEQ_POOLINGS),
+            ("tok_pooling_type", TOK_POOLINGS),
+        ):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise _bad(name, value, f"must be one of {', '.join(known)}")
+        if self.logit_sigma == 0:
+            raise _bad("logit_sigma", 0, "must not be 0")
+        if self.enable_chunked_processing or self.max_embed_len is not None:
+            raise UnsupportedFeatureError("enable_chunked_processing is not supported yet")
+
+    @classmethod
+    def of(cls, given: Any) -> "PoolerConfig":
+        """From None, a dict, json text, a PoolerConfig, or any object with its attributes."""
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        try:
+            if isinstance(given, str):
+                return msgspec.json.decode(given, type=cls)
+            if not isinstance(given, dict):
+                names = cls.__struct_fields__
+                given = {n: getattr(given, n) for n in names if hasattr(given, n)}
+            fields = cast("dict[str, Any]", given)
+            if unknown := fields.keys() - set(cls.__struct_fields__):
+                raise _bad("pooler_config", sorted(unknown), "unknown options")
+            return msgspec.convert(fields, cls)
+        except msgspec.MsgspecError as error:
+            raise _bad("pooler_config", given, str(error)) from None
+
+    @property
+    def seq(self) -> str | None:
+        kind = self.pooling_type
+        return self.seq_pooling_type or (kind if kind in SEQ_POOLINGS else None)
+
+    @property
+    def tok(self) -> str | None:
+        kind = self.pooling_type
+        return self.tok_pooling_type or (kind if kind in TOK_POOLINGS else None)
+
+
+class Dense(msgspec.Struct, frozen=True):
+    """A sentence-transformers Dense module: y = act(x Wᵀ + b)."""
+
+    folder: str
+    num_inputs: int
+    num_outputs: int
+    has_bias: bool
+    activation: str
+
+
+class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about pooling that is decided when the engine is built."""
+
+    tasks: tuple[str, ...]
+    task: str  # the model's default
+    engine_task: str  # `encode` without a task
+    seq_pooling_type: SeqPooling
+    tok_pooling_type: TokPooling
+    embedding_size: int
+    normalizes: bool  # embeddings, unless a request says otherwise
+    use_activation: bool  # of logits, the same
+    activation: Activation
+    labels: tuple[str, ...] = ()
+    dense: tuple[Dense, ...] = ()
+    is_matryoshka: bool = False
+    matryoshka_dimensions: tuple[int, ...] = ()
+    dimensions: int | None = None
+    logit_mean: float = 0.0
+    logit_sigma: float = 1.0
+    step_tag_id: int | None = None
+    returned_token_ids: tuple[int, ...] = ()
+    lowers_case: bool = False
+    max_length: int | None = None  # sentence_bert_config's max_seq_length
+
+
+def is_pooling(runner: str, convert: str, folder: Path, architecture: str) -> bool:
+    """Whether the model runs as a pooling model.
+
+    Raises:
+        TrouperValidationError: an option that does not exist, or runner=generate for an encoder.
+        UnsupportedFeatureError: convert=classify.
+    """
+    if runner not in ("auto", "generate", "pooling", "draft"):
+        raise _bad("runner", runner, "must be auto, generate or pooling")
+    if convert not in ("auto", "none", "embed", "classify"):
+        raise _bad("convert", convert, "must be auto, none, embed or classify")
+    if convert == "classify":
+        raise UnsupportedFeatureError(
+            "convert='classify' is not supported: its head would have no weights"
+        )
+    is_decoder = architecture.endswith("ForCausalLM")
+    if runner == "generate":
+        if not is_decoder or convert == "embed":
+            raise _bad("runner", runner, f"{architecture} is a pooling model: runner='pooling'")
+        return False
+    if runner == "pooling" or convert == "embed":
+        return True
+    return not is_decoder or (folder / "modules.json").is_file()
+
+
+def pooler_spec(
+    wishes: PoolerConfig, folder: Path, architecture: str, config: dict[str, Any]
+) -> PoolerSpec:
+    """Read the model's files.
+
+    Raises:
+        TrouperValidationError: a wish that the model cannot fulfil, or a file that cannot be read.
+        UnsupportedFeatureError: a sentence-transformers module that is not known here.
+    """
+    is_decoder = _is_decoder(architecture)
+    found = _Modules(folder)
+    tasks = _tasks(architecture, found)
+    default = (
+        "token_classify"
+        if architecture.endswith(TOKEN_CLASSIFIERS)
+        else next(task for task in MODEL_ORDER if task in tasks)
+    )
+    task = wishes.task or default
+    if task not in tasks:
+        raise _bad("task", task, f"this model can {', '.join(tasks)}")
+    by_default: SeqPooling = "LAST" if is_decoder else "CLS"
+    if config.get("model_type") == "modernbert" and architecture.endswith(CLASSIFIERS):
+        by_default = "MEAN" if config.get("classifier_pooling") == "mean" else "CLS"
+    seq = wishes.seq or found.pooling or by_default
+    labels = _labels(config)
+    embedding_size = int(
+        found.dense[-1].num_outputs
+        if found.dense
+        else config.get("dim") or config["hidden_size"]
+        if architecture not in LATE_INTERACTION
+        else config.get("dim") or 128
+    )
+    known: list[int] = list(config.get("matryoshka_dimensions") or ())
+    if wishes.use_activation is not None:
+        normalizes = activates = wishes.use_activation
+    else:
+        normalizes, activates = found.normalizes, True
+    spec = PoolerSpec(
+        tasks=tasks,
+        task=task,
+        engine_task=wishes.task or next(task for task in ENGINE_ORDER if task in tasks),
+        seq_pooling_type=cast("SeqPooling", seq),
+        tok_pooling_type=cast("TokPooling", wishes.tok or "ALL"),
+        embedding_size=embedding_size,
+        normalizes=normalizes,
+        use_activation=activates,
+        activation=_activation(config, len(labels)),
+        labels=labels,
+        dense=found.dense,
+        is_matryoshka=bool(known or config.get("is_matryoshka")),
+        matryoshka_dimensions=tuple(known),
+        dimensions=wishes.dimensions,
+        logit_mean=wishes.logit_mean or 0.0,
+        logit_sigma=1.0 if wishes.logit_sigma is None else wishes.logit_sigma,
+        step_tag_id=wishes.step_tag_id,
+        returned_token_ids=tuple(wishes.returned_token_ids or ()),
+        lowers_case=found.lowers_case,
+        max_length=found.max_length,
+    )
+    if spec.dimensions is not None and spec.dimensions > embedding_size:
+        raise _bad("dimensions", spec.dimensions, f"must be in [1, {embedding_size}]")
+    return spec
+
+
+def _is_decoder(architecture: str) -> bool:
+    """Decoders share their prefix with `…ForCausalLM`; encoders are all named after BERT, but for two."""
+    return "bert" not in architecture.lower() and not architecture.startswith(
+        ("MPNet", "Gte", "New", "XLM")
+    )
+
+
+def _tasks(architecture: str, found: "_Modules") -> tuple[str, ...]:
+    if architecture.endswith(CLASSIFIERS):
+        return ("classify",)
+    if architecture.endswith(TOKEN_CLASSIFIERS):
+        return ("token_classify",)
+    if architecture in LATE_INTERACTION or found.is_late_interaction:
+        return ("token_embed",)
+    return ("embed", "token_embed")
+
+
+def _labels(config: dict[str, Any]) -> tuple[str, ...]:
+    names: dict[Any, Any] = config.get("id2label") or {}
+    if not names:
+        return tuple(f"LABEL_{i}" for i in range(int(config.get("num_labels") or 2)))
+    return tuple(str(names[key]) for key in sorted(names, key=int))
+
+
+def _activation(config: dict[str, Any], num_labels: int) -> Activation:
+    modules: dict[str, Any] = config.get("sentence_transformers") or {}
+    own = modules.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    if own:
+        name = str(own).rpartition(".")[2].lower()
+        if name not in ("identity", "sigmoid", "softmax"):
+            raise UnsupportedFeatureError(f"the activation {own} is not supported")
+        return name
+    match config.get("problem_type"):
+        case "regression":
+            return "identity"
+        case "multi_label_classification":
+            return "sigmoid"
+        case _:
+            return "sigmoid" if num_labels < 2 else "softmax"
+
+
+class _Modules:
+    """What modules.json and sentence_bert_config.json say; defaults where there are none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pooling: SeqPooling | None = None
+        self.normalizes = True
+        self.dense: tuple[Dense, ...] = ()
+        self.is_late_interaction = False
+        self.max_length: int | None = None
+        self.lowers_case = False
+        if not (folder / "modules.json").is_file():
+            return
+        modules: Any = _read(folder / "modules.json")
+        kinds: list[str] = []
+        for module in cast("list[dict[str, Any]]", modules):
+            kind = str(module.get("type", "")).rpartition(".")[2]
+            kinds.append(kind)
+            self._take(kind, folder / str(module.get("path", "")))
+        self.normalizes = "Normalize" in kinds
+        # PyLate's models: a projection of each token, and no pooling over them.
+        self.is_late_interaction = "Dense" in kinds and "Pooling" not in kinds
+        if self.is_late_interaction:
+            self.normalizes = True
+
+    def _take(self, kind: str, folder: Path) -> None:
+        match kind:
+            case "Transformer":
+                own: Any = _read(folder / "sentence_bert_config.json", {})
+                length = own.get("max_seq_length")
+                self.max_length = None if length is None else int(length)
+                self.lowers_case = bool(own.get("do_lower_case", False))
+            case "Pooling":
+                self.pooling = _pooling(_read(folder / "config.json"))
+            case "Dense":
+                self.dense = (*self.dense, _dense(folder))
+            case "Normalize" | "Dropout":
+                pass
+            case _:
+                raise UnsupportedFeatureError(
+                    f"the sentence-transformers module {kind!r} is not supported"
+                )
+
+
+def _pooling(config: dict[str, Any]) -> SeqPooling:
+    modes = [name for name, is_on in config.items() if name.startswith("pooling_mode_") and is_on]
+    own = config.get("pooling_mode")
+    if own is not None:
+        modes = [own] if isinstance(own, str) else list(own)
+    if len(modes) != 1 or modes[0] not in ST_MODES:
+        raise UnsupportedFeatureError(f"the pooling {modes} is not supported")
+    return ST_MODES[modes[0]]
+
+
+def _dense(folder: Path) -> Dense:
+    config: Any = _read(folder / "config.json")
+    name = str(config.get("activation_function") or "identity").rpartition(".")[2].lower()
+    if name not in DENSE_ACTIVATIONS:
+        raise UnsupportedFeatureError(f"the activation {name} of {folder.name} is not supported")
+    return Dense(
+        str(folder),
+        int(config["in_features"]),
+        int(config["out_features"]),
+        bool(config.get("bias", True)),
+        name,
+    )
+
+
+def _read(path: Path, default: Any = None) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if default is not None:
+            return default
+        raise _bad("model", str(path), "the model folder lacks this file") from None
+    except (OSError, ValueError) as error:
+        raise _bad("model", str(path), f"cannot be read: {error}") from None
+
+
+def _bad(name: str, value: Any, rule: str) -> TrouperValidationError:
+    return TrouperValidationError(f"{name}: {rule}", parameter=name, value=value)

@@ -1,0 +1,183 @@
+"""What a caller may ask of a pooling model: `PoolingParams`.  Source: spec section 2.3.
+
+What needs no model is checked at construction; what depends on the model by `resolve`, which also
+fills in what the caller left open.
+"""
+
+from copy import deepcopy
+from typing import Any, ClassVar, Literal, cast, get_args
+
+import msgspec
+
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.params import RequestOutputKind
+from trouper.pooler_config import PoolerSpec
+
+PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
+TASKS: tuple[str, ...] = get_args(PoolingTask)
+LATER_TASKS = ("plugin", "embed&token_classify")
+# What each task takes; anything else is an error.
+PARAMETERS_OF = {
+    "embed": ("dimensions", "use_activation"),
+    "classify": ("use_activation",),
+    "token_embed": ("dimensions", "use_activation", "late_chunking_params", "late_interaction_params"),
+    "token_classify": ("use_activation", "step_tag_id", "returned_token_ids"),
+}  # fmt: skip
+REMOVED = {
+    "score": "score is no task any more: use 'classify' (cross-encoders) or 'embed'",
+    "encode": "encode is no task any more: use 'token_embed' or 'token_classify'",
+}
+
+
+class LateInteractionParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Keep a query's token embeddings in the engine, or score a document against kept ones.
+
+    `cache_query` keeps them under `query_key` until `query_uses` documents have been scored.
+
+    Raises:
+        TrouperValidationError: a wrong mode or key, or uses that are missing or not positive.
+    """
+
+    mode: Literal["cache_query", "score_doc"]
+    query_key: str
+    query_uses: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("cache_query", "score_doc"):
+            raise _bad("mode", self.mode, "must be cache_query or score_doc")
+        if not isinstance(self.query_key, str) or not self.query_key:  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
+            raise _bad("query_key", self.query_key, "must be a string that is not empty")
+        uses = self.query_uses
+        if uses is None:
+            if self.mode == "cache_query":
+                raise _bad("query_uses", uses, "cache_query needs a number of uses")
+        elif isinstance(uses, bool) or not isinstance(uses, int) or uses < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # the same
+            raise _bad("query_uses", uses, "must be a positive integer")
+
+
+class PoolingParams(msgspec.Struct, kw_only=True):
+    """What to compute, and how its result is finished.  None: as the model says.
+
+    Args:
+        task: embed, classify, token_embed or token_classify.
+        use_activation: normalise embeddings, turn logits into probabilities.
+        dimensions: keep so many of the embedding's (matryoshka models only).
+        step_tag_id, returned_token_ids: with token pooling type STEP only.
+        late_interaction_params: see `LateInteractionParams`.
+
+    Raises:
+        TrouperValidationError: a value outside its range; the message names the parameter.
+        UnsupportedFeatureError: a task or feature that is not built yet.
+    """
+
+    n: ClassVar[int] = 1  # outputs of a request, as in SamplingParams
+
+    task: str | None = None
+    use_activation: bool | None = None
+    dimensions: int | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+    late_chunking_params: dict[str, Any] | None = None
+    late_interaction_params: LateInteractionParams | None = None
+    skip_reading_prefix_cache: bool | None = None
+    extra_kwargs: dict[str, Any] | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+
+    def __post_init__(self) -> None:
+        _check_task(self.task)
+        if not isinstance(self.use_activation, bool | None):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
+            raise _bad("use_activation", self.use_activation, "must be True or False")
+        for name, least in (("dimensions", 1), ("step_tag_id", 0)):
+            _check_integer(name, getattr(self, name), least)
+        if self.returned_token_ids is not None:
+            if not isinstance(self.returned_token_ids, list) or not self.returned_token_ids:  # pyright: ignore[reportUnnecessaryIsInstance]  # the same
+                raise _bad("returned_token_ids", self.returned_token_ids, "must be a list of ids")
+            for id in self.returned_token_ids:
+                _check_integer("returned_token_ids", id, 0)
+        if self.late_chunking_params is not None:
+            raise UnsupportedFeatureError("late_chunking_params are not supported yet")
+        if self.extra_kwargs:
+            raise UnsupportedFeatureError("extra_kwargs are for plugins, which are not supported")
+        late: Any = self.late_interaction_params
+        if late is not None and not isinstance(late, LateInteractionParams):
+            raise _bad("late_interaction_params", late, "must be LateInteractionParams")
+        if self.output_kind != RequestOutputKind.FINAL_ONLY:
+            raise _bad("output_kind", self.output_kind, "pooling has one output, at the end")
+
+    def clone(self) -> "PoolingParams":
+        return deepcopy(self)
+
+    def resolve(self, spec: PoolerSpec) -> "PoolingParams":
+        """A copy with everything decided for this model.
+
+        Raises:
+            TrouperValidationError: the model cannot do the task, or a parameter does not belong to it.
+        """
+        task = self.task or spec.engine_task
+        if task not in spec.tasks:
+            known = ", ".join(spec.tasks)
+            raise _bad("task", task, f"this model can {known}")
+        self._check_belongs(task, spec)
+        is_embedding = task.endswith("embed")
+        if is_embedding:
+            _check_dimensions(self.dimensions, spec)
+        dimensions = self.dimensions or (spec.dimensions if is_embedding else None)
+        default = spec.normalizes if is_embedding else spec.use_activation
+        is_step = task == "token_classify" and spec.tok_pooling_type == "STEP"
+        return msgspec.structs.replace(
+            self,
+            task=task,
+            use_activation=default if self.use_activation is None else self.use_activation,
+            dimensions=dimensions,
+            step_tag_id=(
+                spec.step_tag_id if is_step and self.step_tag_id is None else self.step_tag_id
+            ),
+            returned_token_ids=self.returned_token_ids
+            or (list(spec.returned_token_ids) if is_step and spec.returned_token_ids else None),
+            skip_reading_prefix_cache=task.startswith("token_")
+            if self.skip_reading_prefix_cache is None
+            else self.skip_reading_prefix_cache,
+        )
+
+    def _check_belongs(self, task: str, spec: PoolerSpec) -> None:
+        for name in dict.fromkeys(name for names in PARAMETERS_OF.values() for name in names):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if name not in PARAMETERS_OF[task]:
+                raise _bad(name, value, f"has no meaning for the task {task!r}")
+            is_of_step = name in ("step_tag_id", "returned_token_ids")
+            if is_of_step and spec.tok_pooling_type != "STEP":
+                raise _bad(name, value, "needs the token pooling type STEP")
+
+
+def _check_task(task: Any) -> None:
+    if task is None or task in TASKS:
+        return
+    if task in LATER_TASKS:
+        raise UnsupportedFeatureError(f"the pooling task {task!r} is not supported yet")
+    removed = REMOVED.get(task) if isinstance(task, str) else None
+    raise _bad("task", task, removed or f"must be one of {', '.join(TASKS)}")
+
+
+def _check_dimensions(dimensions: int | None, spec: PoolerSpec) -> None:
+    if dimensions is None:
+        return
+    if not spec.is_matryoshka:
+        raise _bad("dimensions", dimensions, "this model's embeddings cannot be shortened")
+    if dimensions > spec.embedding_size:
+        raise _bad("dimensions", dimensions, f"must be in [1, {spec.embedding_size}]")
+    known = spec.matryoshka_dimensions
+    if known and dimensions not in known:
+        raise _bad("dimensions", dimensions, f"must be one of {', '.join(map(str, known))}")
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int) or value < least
+    ):
+        raise _bad(name, cast("Any", value), f"must be an integer ≥ {least}")
+
+
+def _bad(name: str, value: Any, rule: str) -> TrouperValidationError:
+    return TrouperValidationError(f"{name}: {rule}", parameter=name, value=value)
