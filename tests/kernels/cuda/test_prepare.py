@@ -54,7 +54,8 @@ def test_the_reference_is_the_batch_of_the_cpu_path():
         rows.place(NewRow(row, SequenceId(row), tuple(ids), 16, tuple(blocks_of), Sampling()))
     counts = np.diff(bounds.numpy()).tolist()
     columns = row_ids.tolist(), starts.tolist(), counts
-    batch = make_batch(StepPlan(0, 0, *map(tuple, columns), (True,) * len(counts)), rows, [None])
+    plan = StepPlan(0, 0, *map(tuple, columns), (True,) * len(counts))
+    batch = make_batch(plan, rows, (), plan_attention=lambda *_: None)
     found = prepare_reference(
         bounds,
         row_ids,
