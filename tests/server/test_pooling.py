@@ -46,6 +46,13 @@ async def test_embeddings_have_openais_form(pooling):
     assert usage["prompt_tokens"] == usage["total_tokens"] > 2
 
 
+async def test_a_prompt_may_fill_the_whole_context(pooling):
+    whole = await pooling.post("/v1/embeddings", {"input": [5] * 128})
+    assert (whole.status, whole.json["usage"]["prompt_tokens"]) == (200, 128)
+    over = await pooling.post("/v1/embeddings", {"input": [5] * 129})
+    assert over.status == 400
+
+
 async def test_every_encoding_says_the_same_numbers(pooling):
     rows = np.float32([item["embedding"] for item in (await floats(pooling)).json["data"]])
     encoded = (await floats(pooling, encoding_format="base64")).json["data"]

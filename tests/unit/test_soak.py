@@ -15,9 +15,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_REQUESTS = 1500
 WARM_UP = 500
-MAX_GROWTH_MIB = (
-    64  # torch's caches of GEMM code fill up: 20-40 MiB; a block a request would be 73 MiB
-)
+MAX_GROWTH_MIB = 16  # a block a request would be 73 MiB
 
 
 @pytest.fixture
