@@ -76,9 +76,12 @@ def _edit_logits_kernel(
                 j = tl.arange(0, L_PAD)
                 wanted = tl.load(edit_conditions_ptr + at * L + j, mask=j < length, other=0)
                 begin = end - length
-                has_room = begin >= tl.load(num_prompt_ptr + row)
+                num_prompt = tl.load(num_prompt_ptr + row)
+                has_room = begin >= num_prompt
                 output_ptr = tokens_ptr + row * tokens_stride_r + begin + j
-                output = tl.load(output_ptr, mask=(j < length) & has_room, other=0)
+                output = tl.load(
+                    output_ptr, mask=(j < length) & (begin + j >= num_prompt + j), other=0
+                )
                 differ = tl.sum(((wanted != output) & (j < length)).to(tl.int32), 0)
                 applies = applies & has_room & (differ == 0)
             x = tl.where((token == token_id) & applies, x + tl.load(edit_values_ptr + at), x)

@@ -85,7 +85,10 @@ def make_sampling_rows(
 @triton.jit
 def load_scaled(logits_ptr, edited_ptr, at, mask, is_edited, temperature):
     """logits / temperature, from the edited logits where there are any; -inf outside of the mask."""
-    raw = tl.load(logits_ptr + at, mask=mask & (is_edited == 0), other=float("-inf"))
-    edited = tl.load(edited_ptr + at, mask=mask & (is_edited != 0), other=float("-inf"))
+    has_edits = (
+        is_edited + at * 0
+    ) != 0  # of the shape of the mask: not every interpreter mixes them
+    raw = tl.load(logits_ptr + at, mask=mask & ~has_edits, other=float("-inf"))
+    edited = tl.load(edited_ptr + at, mask=mask & has_edits, other=float("-inf"))
     x = tl.where(is_edited != 0, edited, raw.to(tl.float32))
     return tl.div_rn(x, tl.where(temperature > 0, temperature, 1.0))
