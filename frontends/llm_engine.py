@@ -167,7 +167,7 @@ class LLMEngine:
         return self.async_engine.engine.config.supported_tasks
 
     def get_tokenizer(self) -> Any:
-        """The model's transformers tokenizer."""
+        """The model's transformers tokenizer; needs the extra `transformers`."""
         self.check_open()
         tokenizer = self.async_engine.engine.tokenizer
         if tokenizer is None:

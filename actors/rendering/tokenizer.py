@@ -69,7 +69,8 @@ class Tokenizer:
 
         Raises:
             TrouperValidationError: it holds no tokenizer, or one that cannot be read.
-            UnsupportedFeatureError: its tokenizer has no form that the `tokenizers` library can run.
+            UnsupportedFeatureError: its tokenizer has no form that the `tokenizers` library can run, or
+                needs transformers, which is not installed.
         """
         path = Path(folder)
         if (path / "tokenizer.json").is_file():
@@ -100,7 +101,7 @@ class Tokenizer:
 
     @classmethod
     def _load_with_transformers(cls, path: Path) -> Self:
-        hf = _load_hf(path)
+        hf = _load_hf(path, f"no tokenizer.json in {path}: another tokenizer")
         backend = getattr(hf, "backend_tokenizer", None)
         if backend is None:
             raise UnsupportedFeatureError(
@@ -227,8 +228,8 @@ class Tokenizer:
         return text.rstrip(REPLACEMENT)
 
     def hf_tokenizer(self) -> Any:
-        """The transformers tokenizer of the same folder; imports transformers."""
-        return _load_hf(Path(self.folder))
+        """The transformers tokenizer of the same folder; imports transformers, an extra."""
+        return _load_hf(Path(self.folder), "get_tokenizer")
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
@@ -296,9 +297,13 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     return {"default": entry} if entry else {}
 
 
-def _load_hf(path: Path) -> Any:
-    from transformers import AutoTokenizer
-
+def _load_hf(path: Path, needed_by: str) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise UnsupportedFeatureError(
+            f"{needed_by} needs transformers ({error}): pip install 'trouper[transformers]'"
+        ) from error
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # transformers raises nearly anything for a folder it cannot use

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from trouper.actors.rendering import token_stream
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.errors import GenerationError, TrouperValidationError
+from trouper.errors import GenerationError, TrouperValidationError, UnsupportedFeatureError
 
 TEXTS = [
     "the cat sat on the mat", "", " ", "  two  spaces ", "日本語 🎉", "line\n\nline\t", "\u200b" * 9,
@@ -44,6 +44,18 @@ def test_it_knows_what_transformers_knows(pair):
     assert ours.special_tokens == theirs.special_tokens_map
     assert ours.special_ids >= set(theirs.all_special_ids)
     assert type(ours.hf_tokenizer()) is type(theirs)
+
+
+def test_without_transformers_tokenizer_json_is_enough_and_everything_else_names_the_extra(
+    make_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it raises ImportError
+    ours = Tokenizer.load(make_folder("bytes"))
+    assert ours.decode(ours.encode("the cat")) == "the cat"
+    with pytest.raises(UnsupportedFeatureError, match=r"trouper\[transformers\]"):
+        ours.hf_tokenizer()
+    with pytest.raises(UnsupportedFeatureError, match=r"no tokenizer\.json.*trouper\[transformers\]"):
+        Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("add_bos_token", [True, False])
