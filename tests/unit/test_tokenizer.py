@@ -54,7 +54,9 @@ def test_without_transformers_tokenizer_json_is_enough_and_everything_else_names
     assert ours.decode(ours.encode("the cat")) == "the cat"
     with pytest.raises(UnsupportedFeatureError, match=r"trouper\[transformers\]"):
         ours.hf_tokenizer()
-    with pytest.raises(UnsupportedFeatureError, match=r"no tokenizer\.json.*trouper\[transformers\]"):
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"no tokenizer\.json.*trouper\[transformers\]"
+    ):
         Tokenizer.load(tmp_path)
 
 
