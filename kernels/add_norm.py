@@ -1,6 +1,6 @@
 """x += α · y, in place, and then  z = x / √(mean(x²) + ε) · w : a residual sum and the next norm.
 
-    x, y, z [T, D]   D a multiple of 16, rows of x and y contiguous;  w [D] float32;  y may be absent
+    x, y, z [T, D]   D a multiple of 16, rows may be strided;  w [D] float32;  y may be absent, or w and z
 
 The sum is rounded to x's dtype before it is squared, as two calls would do.
 
@@ -12,21 +12,22 @@ from trouper.kernels.simd import LANES, Code, Kind
 
 
 def add_norm(code: Code, kind: Kind) -> None:
-    """x, y or 0, w, z, its stride, D, α, ε.  A piece is a row."""
-    xs, ys, weights, zs, stride, width, alpha, eps = code.arguments(8)
+    """x, its stride, y or 0, its stride, w or 0, z, its stride, D, α, ε.  A piece is a row."""
+    xs, x_stride, ys, y_stride, weights, zs, z_stride, width, alpha, eps = code.arguments(10)
     alpha, eps = code.f32_argument(alpha), code.f32_argument(eps)
     weight = code.pointer(weights, "f32")
     for row in code.pieces():
-        x = code.pointer(xs, kind) + row * width
-        z = code.pointer(zs, kind) + row * stride
+        x = code.pointer(xs, kind) + row * x_stride
+        z = code.pointer(zs, kind) + row * z_stride
         with code.when(ys > 0):
-            y = code.pointer(ys, kind) + row * width
+            y = code.pointer(ys, kind) + row * y_stride
             for d in code.loop(0, width, LANES):
                 x.store(d, code.fma(alpha, y.load(d), x.load(d)))
-        total = code.var(code.lanes(0.0))
-        for d in code.loop(0, width, LANES):
-            value = x.load(d)
-            total.set(code.fma(value, value, total))
-        inverse = 1.0 / code.sqrt(code.sum_of(total) / code.f32(width) + eps)
-        for d in code.loop(0, width, LANES):
-            z.store(d, x.load(d) * inverse * weight.load(d))
+        with code.when(weights > 0):
+            total = code.var(code.lanes(0.0))
+            for d in code.loop(0, width, LANES):
+                value = x.load(d)
+                total.set(code.fma(value, value, total))
+            inverse = 1.0 / code.sqrt(code.sum_of(total) / code.f32(width) + eps)
+            for d in code.loop(0, width, LANES):
+                z.store(d, x.load(d) * inverse * weight.load(d))

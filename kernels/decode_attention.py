@@ -6,13 +6,16 @@
     cache  [2, H, S, D]  slot = block id · block size + offset
     tables [C, B]        int64 block ids
     spans  [P, 5]        int64: token, row of the table, begin, end, partial result or -1
+    merges [M, 3]        int64: token, first partial result, number of them
+    plan                 int64: tables, their stride, spans, P, heads of a piece, partials, merges, M
     out    [T, N · D]
 
 A piece of work is some KV heads of one span of positions begin … end - 1.  Its keys are read once for
 all G heads: sixteen lanes along D, eight keys by two heads of accumulators; then an online softmax
 over the block, then eight lanes-wide rows of the output by two heads.  A context longer than `SPAN`
 is several spans, so that one long request keeps all cores busy; they are cut at multiples of
-SPAN whatever the batch and the number of threads, and `merge` adds them up in order.
+SPAN whatever the batch and the number of threads, and `merge` adds them up in order.  What differs
+between the steps of a batch lies in the plan, so that a recorded launch finds it there.
 
 Roofline: bytes = 2 e H L D, FLOPs = 4 N L D for L keys; bound by memory.
 Measured, one EPYC core with neighbours, H = 8, G = 2, D = 128, bf16, where a torch sum read 20-22 GB/s:
@@ -40,14 +43,15 @@ def scratch_bytes(group: int, width: int) -> int:
 
 
 def decode_attention(code: Code, kind: Kind) -> None:
-    """q, its stride, cache, S, tables, their stride, spans, H, G, D, block size, scale, cap, out,
-    its stride, partials, scratch, its bytes, heads of a piece."""
+    """q, its stride, cache, S, plan, H, G, D, block size, scale, cap, out, its stride, scratch, its bytes."""
     (
-        q, q_stride, cache, num_slots, tables, table_stride, spans, num_kv, group, width, block_size,
-        scale, cap, out, out_stride, partials, scratch, scratch_bytes, heads,
-    ) = code.arguments(19)  # fmt: skip
+        q, q_stride, cache, num_slots, plan, num_kv, group, width, block_size, scale, cap, out,
+        out_stride, scratch, scratch_bytes,
+    ) = code.arguments(15)  # fmt: skip
     q, cache, out = (code.pointer(x, kind) for x in (q, cache, out))
-    tables, spans = code.pointer(tables, "i64"), code.pointer(spans, "i64")
+    plan = code.pointer(plan, "i64")
+    tables, spans = code.pointer(plan[0], "i64"), code.pointer(plan[2], "i64")
+    table_stride, num_spans, heads, partials = plan[1], plan[3], plan[4], plan[5]
     size = group * width
     wide_q = code.pointer(scratch + code.thread() * scratch_bytes, "f32")
     sums = wide_q + size
@@ -56,7 +60,7 @@ def decode_attention(code: Code, kind: Kind) -> None:
         code.f32_argument(scale), code.f32_argument(cap),
     )  # fmt: skip
     parts = num_kv // heads
-    for piece in code.pieces():
+    for piece in code.pieces(num_spans * parts):
         row = spans + piece // parts * 5
         token, begin, end, partial = row[0], row[2], row[3], row[4]
         table = tables + row[1] * table_stride
@@ -251,13 +255,12 @@ def capped(code: Code, x: Value, cap: Value) -> Value:
 
 
 def merge_partials(code: Code, kind: Kind) -> None:
-    """merges [M, 3] int64 (token, first partial, count), N, D, out, its stride, partials.
-
-    A piece is one head of one token.
-    """
-    merges, num_q, width, out, stride, partials = code.arguments(6)
+    """plan, N, D, out, its stride.  A piece is one head of one token."""
+    plan, num_q, width, out, stride = code.arguments(5)
+    plan = code.pointer(plan, "i64")
+    partials, merges = plan[5], plan[6]
     step = num_q * (width + 2)
-    for piece in code.pieces():
+    for piece in code.pieces(plan[7] * num_q):
         row = code.pointer(merges, "i64") + piece // num_q * 3
         token, first, count = row[0], row[1], row[2]
         head = piece % num_q

@@ -59,6 +59,10 @@ class Ops(Protocol):
 
     def norm(self, x_TE: Tensor, weight: Tensor) -> Tensor: ...
 
+    def norm_(self, x_TX: Tensor, weight: Tensor) -> None:
+        """In place; rows may be strided."""
+        ...
+
     def add_norm(self, x_TE: Tensor, y_TE: Tensor, weight: Tensor | None) -> Tensor:
         """x += scale · y, in place; the norm of the sum, or the sum where there is no weight."""
         ...

@@ -1,5 +1,6 @@
 """The operations of a decoder by the kernels of this folder: one pass over memory, one launch each."""
 
+import functools
 from collections.abc import Sequence
 
 import msgspec
@@ -19,15 +20,26 @@ UNLIMITED = 2**62
 ROWS_PER_THREAD = 8  # a row of a norm costs 0.5 µs, to wake a second thread 3
 
 
-class NativePlan(msgspec.Struct, frozen=True):
+class NativePlan(msgspec.Struct, frozen=True, dict=True):
     """The arrays that the kernels read, and how many pieces they hold."""
 
     block_ids: np.ndarray
     spans: np.ndarray  # [., 5], see decode_attention.py
     merges: np.ndarray  # [., 3]
-    num_partials: int
+    partials: np.ndarray  # [., N, D + 2]
+    heads: int  # of a piece
     tiles: np.ndarray  # [., 4], see prefill_attention.py
     window: int
+
+    @functools.cached_property
+    def words(self) -> np.ndarray:
+        """Where that is, for kernels; those of another plan may be written over them."""
+        arrays = self.block_ids, self.spans, self.partials, self.merges
+        tables, spans, partials, merges = (x.ctypes.data for x in arrays)
+        numbers = (
+            tables, self.block_ids.shape[1], spans, len(self.spans), self.heads, partials, merges, len(self.merges),
+        )  # fmt: skip
+        return np.array(numbers)
 
 
 class NativeOps:
@@ -93,7 +105,8 @@ class NativeOps:
             block_ids,
             np.array(spans, dtype=np.int64).reshape(-1, 5),
             np.array(merges, dtype=np.int64).reshape(-1, 3),
-            num_partials,
+            np.empty((num_partials, self._shape.num_q_heads, self._shape.head_dim + 2), np.float32),
+            self._heads_of_a_piece(len(spans)),
             np.array(tiles, dtype=np.int64).reshape(-1, 4),
             UNLIMITED if window is None else window,
         )
@@ -104,21 +117,29 @@ class NativeOps:
         return positions_T, slots_T, [self._float32(table) for table in tables]
 
     def norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
-        return self._norm_of_sum(x_TE, 0, weight)
+        z_TE = padded(len(x_TE), x_TE.shape[1], x_TE.dtype)
+        self._norm_of_sum(x_TE, None, weight, z_TE)
+        return z_TE
+
+    def norm_(self, x_TX: Tensor, weight: Tensor) -> None:
+        self._norm_of_sum(x_TX, None, weight, x_TX)
 
     def add_norm(self, x_TE: Tensor, y_TE: Tensor, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            return x_TE.add_(y_TE, alpha=self._shape.residual_scale)
-        return self._norm_of_sum(x_TE, y_TE.data_ptr(), weight)
+        z_TE = x_TE if weight is None else padded(len(x_TE), x_TE.shape[1], x_TE.dtype)
+        self._norm_of_sum(x_TE, y_TE, weight, z_TE)
+        return z_TE
 
-    def _norm_of_sum(self, x_TE: Tensor, y: int, weight: Tensor) -> Tensor:
+    def _norm_of_sum(
+        self, x_TE: Tensor, y_TE: Tensor | None, weight: Tensor | None, z_TE: Tensor
+    ) -> None:
         num_tokens, width = x_TE.shape
-        z_TE = padded(num_tokens, width, x_TE.dtype)
         self._add_norm(
             num_tokens,
             x_TE.data_ptr(),
-            y,
-            self._float32(weight).data_ptr(),
+            x_TE.stride(0),
+            0 if y_TE is None else y_TE.data_ptr(),
+            0 if y_TE is None else y_TE.stride(0),
+            0 if weight is None else self._float32(weight).data_ptr(),
             z_TE.data_ptr(),
             z_TE.stride(0),
             width,
@@ -126,7 +147,6 @@ class NativeOps:
             self._eps,
             num_threads=_threads(num_tokens),
         )
-        return z_TE
 
     def finish_qkv(
         self,
@@ -164,13 +184,11 @@ class NativeOps:
         num_threads = torch.get_num_threads()
         width = shape.num_q_heads * shape.head_dim
         out_TN = padded(len(qkv_TND), width, qkv_TND.dtype)
-        common = (
+        fresh_and_cached = (
             qkv_TND.data_ptr(),
             qkv_TND.stride(0),
             cache_2HSD.data_ptr(),
             cache_2HSD.shape[2],
-            plan.block_ids.ctypes.data,
-            plan.block_ids.shape[1],
         )
         model = (
             shape.num_kv_heads,
@@ -183,7 +201,9 @@ class NativeOps:
         if len(plan.tiles):
             self._prefill(
                 len(plan.tiles) * shape.num_kv_heads,
-                *common,
+                *fresh_and_cached,
+                plan.block_ids.ctypes.data,
+                plan.block_ids.shape[1],
                 plan.tiles.ctypes.data,
                 *model,
                 plan.window,
@@ -194,40 +214,32 @@ class NativeOps:
                 num_threads=num_threads,
             )
         if len(plan.spans):
-            partials = torch.empty(
-                plan.num_partials * shape.num_q_heads * (shape.head_dim + 2), dtype=torch.float32
-            )
-            heads = self._heads_of_a_piece(len(plan.spans), num_threads)
             self._decode(
-                len(plan.spans) * (shape.num_kv_heads // heads),
-                *common,
-                plan.spans.ctypes.data,
+                len(plan.spans) * (shape.num_kv_heads // plan.heads),
+                *fresh_and_cached,
+                plan.words.ctypes.data,
                 *model,
                 out_TN.data_ptr(),
                 out_TN.stride(0),
-                partials.data_ptr(),
                 scratch(num_threads * self._decode_scratch),
                 self._decode_scratch,
-                heads,
                 num_threads=num_threads,
             )
-            if len(plan.merges):
-                self._merge(
-                    len(plan.merges) * shape.num_q_heads,
-                    plan.merges.ctypes.data,
-                    shape.num_q_heads,
-                    shape.head_dim,
-                    out_TN.data_ptr(),
-                    out_TN.stride(0),
-                    partials.data_ptr(),
-                )
+            self._merge(
+                len(plan.merges) * shape.num_q_heads,
+                plan.words.ctypes.data,
+                shape.num_q_heads,
+                shape.head_dim,
+                out_TN.data_ptr(),
+                out_TN.stride(0),
+            )
         return out_TN
 
-    def _heads_of_a_piece(self, num_spans: int, num_threads: int) -> int:
+    def _heads_of_a_piece(self, num_spans: int) -> int:
         """As many as leave each thread four pieces: a thread that goes on to the next head knows
         what it will read.  No result depends on it.
         """
-        heads = self._shape.num_kv_heads
+        heads, num_threads = self._shape.num_kv_heads, torch.get_num_threads()
         while heads % 2 == 0 and num_spans * self._shape.num_kv_heads < 4 * heads * num_threads:
             if num_threads == 1:
                 break

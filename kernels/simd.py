@@ -17,6 +17,7 @@ Laws:
 
 import contextlib
 import math
+import platform
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -216,17 +217,38 @@ class Code:
 
     def thread(self) -> Value:
         """A number of its own for each thread of this call: 0, 1, …"""
-        return self._fetch_add(self._arguments + 1)
+        return self.fetch_add(self._arguments + 1, 1, "monotonic")
 
-    def pieces(self) -> Iterator[Value]:
-        """Take pieces of work until there are none left."""
+    def pieces(self, count: Value | None = None) -> Iterator[Value]:
+        """Take pieces of work until there are none left; as many as the call says, or `count`."""
         with self._repeated() as leave_unless:
-            piece = self._fetch_add(self._arguments)
-            leave_unless(piece < self._arguments[2])
+            piece = self.fetch_add(self._arguments, 1, "monotonic")
+            leave_unless(piece < (self._arguments[2] if count is None else count))
             yield piece
 
-    def _fetch_add(self, where: Pointer) -> Value:
-        return Value(self, self.builder.atomic_rmw("add", where.ir, _I64(1), "monotonic"))
+    # Between threads
+
+    def fetch_add(self, where: Pointer, count: int, ordering: str = "seq_cst") -> Value:
+        """What was there before."""
+        return Value(self, self.builder.atomic_rmw("add", where.ir, _I64(count), ordering))
+
+    def fetch(self, where: Pointer) -> Value:
+        return Value(self, self.builder.load_atomic(where.ir, "seq_cst", align=8, typ=_I64))
+
+    def pause(self) -> None:
+        """The core does less for some ten nanoseconds, where it knows how."""
+        nothing = ir.VoidType()
+        if platform.machine() in ("x86_64", "AMD64"):
+            self.call("llvm.x86.sse2.pause", ir.FunctionType(nothing, []), [])
+        elif platform.machine() in ("aarch64", "arm64"):
+            self.call("llvm.aarch64.hint", ir.FunctionType(nothing, [_I32]), [_I32(1)])  # yield
+
+    def call_at(self, address: Value, *arguments: Operand) -> Value:
+        """Call a C function of integers and addresses that returns an integer."""
+        values = [self.i64(x).ir for x in arguments]
+        kind = ir.FunctionType(_I64, [_I64] * len(values))
+        function = self.builder.inttoptr(address.ir, kind.as_pointer())
+        return Value(self, self.builder.call(function, values))
 
     # Loops, branches, variables
 

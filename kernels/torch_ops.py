@@ -49,6 +49,9 @@ class TorchOps:
     def norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x_TE, weight, self._shape.norm_eps)
 
+    def norm_(self, x_TX: Tensor, weight: Tensor) -> None:
+        x_TX.copy_(self.norm(x_TX, weight))
+
     def add_norm(self, x_TE: Tensor, y_TE: Tensor, weight: Tensor | None) -> Tensor:
         x_TE.add_(y_TE, alpha=self._shape.residual_scale)
         return x_TE if weight is None else self.norm(x_TE, weight)

@@ -209,6 +209,21 @@ def test_residual_sum_and_norm(dtype, shape, weight_dtype, scale):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_norms_of_sandwiches_and_of_projections(dtype):
+    """The rows of a sum may be those of a norm, and those of a norm a part of wider ones."""
+    torch.manual_seed(0)
+    x, y, wide = torch.randn(5, 64).to(dtype), torch.randn(5, 64).to(dtype), torch.randn(5, 160)
+    weight, wide, found = torch.randn(64).to(dtype), wide.to(dtype), []
+    for ops in pairs(dtype=dtype):
+        mine = wide.clone()
+        ops.norm_(mine.narrow(1, 48, 64), weight)
+        found.append((ops.add_norm(x.clone(), ops.norm(y, weight), weight), mine))
+    atol = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=atol, rtol=2**-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(0, 32), (1, 32), (40, 6016)])
 def test_gated_activation(dtype, activation, shape):
@@ -257,7 +272,7 @@ def test_any_number_of_threads_does_each_piece_once():
         seen = torch.full_like(x, torch.nan)
         weight = torch.ones(64)
         ops._add_norm(
-            len(x), x.data_ptr(), 0, weight.data_ptr(), seen.data_ptr(), 64, 64, ops._alpha, ops._eps,
+            len(x), x.data_ptr(), 64, 0, 0, weight.data_ptr(), seen.data_ptr(), 64, 64, ops._alpha, ops._eps,
             num_threads=num_threads,
         )  # fmt: skip
         assert torch.equal(seen, ops.norm(x, weight))

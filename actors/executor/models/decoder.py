@@ -17,7 +17,6 @@ from trouper.actors.executor.models.rotary import make_rope_table
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
 from trouper.kernels.decoder_ops import Ops, Shape
 from trouper.kernels.linear import Linear, linear
-from trouper.kernels.rms_norm import rms_norm
 
 LOGITS_AT_ONCE = 256  # rows; 256 x 152k vocabulary x 4 B = 150 MiB
 
@@ -86,8 +85,10 @@ class Decoder:
             caches: of each layer [2, H, S, D].
             embeds: rows that stand for the embeddings of tokens: the first token, and the rows.
         """
-        ops = self.ops
-        step = ops.begin(positions_T, slots_T, self._rope_tables)
+        x_TE = self.embed(token_ids_T, embeds)
+        return self.forward_embedded(x_TE, positions_T, slots_T, plans, caches)
+
+    def embed(self, token_ids_T: Tensor, embeds: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
         x_TE = F.embedding(token_ids_T, self._embedding)
         scale = None if self.traits.embedding_scale == 1 else self._embedding_scale
         if scale is not None:
@@ -96,6 +97,19 @@ class Decoder:
             part_PE = x_TE.narrow(0, first, len(rows_PE)).copy_(rows_PE)
             if scale is not None and not self.traits.embeds_are_scaled:
                 part_PE *= scale
+        return x_TE
+
+    def forward_embedded(
+        self,
+        x_TE: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        plans: Mapping[int | None, Any],
+        caches: Sequence[Tensor],
+    ) -> Tensor:
+        """As `forward`, which begins with `embed`; x is overwritten."""
+        ops = self.ops
+        step = ops.begin(positions_T, slots_T, self._rope_tables)
         first_norm = self._layers[0].attention_norm
         y_TE = x_TE if first_norm is None else ops.norm(x_TE, first_norm)
         following = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
@@ -146,10 +160,9 @@ class Decoder:
     def _norm_projections(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         """In place, over all heads of q and of k (OLMo-2)."""
         num_q, num_kv = self.traits.num_q_heads, self.traits.num_kv_heads
-        for first, num_heads, weight in ((0, num_q, q_norm), (num_q, num_kv, k_norm)):
-            x_TND = qkv_TND.narrow(1, first, num_heads)
-            normed = rms_norm(x_TND.flatten(1), weight, self.traits.norm_eps)
-            x_TND.copy_(normed.view(x_TND.shape))
+        x_TX, width = qkv_TND.flatten(1), self.traits.head_dim
+        self.ops.norm_(x_TX.narrow(1, 0, num_q * width), q_norm)
+        self.ops.norm_(x_TX.narrow(1, num_q * width, num_kv * width), k_norm)
 
 
 def ops_shape(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> Shape:
