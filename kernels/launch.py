@@ -14,17 +14,19 @@ Law: a piece's result does not depend on who computes it, nor on the number of t
 Measured on one EPYC core: 2.5 µs a launch with ten arguments, most of it ctypes.
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
 import os
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trouper.kernels.recording import Recording
     from trouper.kernels.simd import Code
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,10 @@ class Kernel:
 
     def __call__(self, num_pieces: int, *arguments: int, num_threads: int = 1) -> None:
         """Run all pieces.  `arguments` are addresses and numbers."""
+        recording: Recording | None = getattr(_local, "recording", None)
+        if recording is not None:
+            recording.add(self._address, num_threads, (0, 0, num_pieces, *arguments))
+            return
         args = (ctypes.c_int64 * (3 + len(arguments)))(0, 0, num_pieces, *arguments)
         # always torch's own number: a team of another size would be ended and made anew
         if num_threads > 1 and num_pieces > 1 and (fork := _gomp_parallel()) is not None:
@@ -77,7 +83,32 @@ def scratch(num_bytes: int) -> int:
     held: ctypes.Array[Any] | None = getattr(_local, "scratch", None)
     if held is None or len(held) < num_bytes + 64:
         held = _local.scratch = (ctypes.c_char * (2 * num_bytes + 64))()
+    recording: Recording | None = getattr(_local, "recording", None)
+    if recording is not None:
+        recording.keep(held)
     return -(-ctypes.addressof(held) // 64) * 64
+
+
+@contextlib.contextmanager
+def recorded_by(recording: "Recording") -> Iterator[None]:
+    """Within the block this thread's kernels do not run: `recording` is told what they are asked."""
+    _local.recording = recording
+    try:
+        yield
+    finally:
+        _local.recording = None
+
+
+@functools.cache
+def address_in_torch(name: str) -> int:
+    """Of a C function of libtorch_cpu or what it is linked to; 0 where there is none."""
+    import torch
+
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.cast(ctypes.CDLL(str(library))[name], ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
 
 
 @functools.cache
@@ -95,13 +126,6 @@ def is_available() -> bool:
 
 @functools.cache
 def _gomp_parallel() -> Callable[..., None] | None:
-    import torch
-
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        function = ctypes.CDLL(str(library)).GOMP_parallel
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    function.restype = None
-    return function
+    address = address_in_torch("GOMP_parallel")
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    return kind(address) if address else None

@@ -174,6 +174,7 @@ class EngineArgs:
             dtype=dtype,
             load_format=self.load_format,
             quantization=cast("Quantization", self.quantization),
+            enforce_eager=self.enforce_eager,
             seed=self.seed,
             max_model_len=max_model_len,
             max_logprobs=self.max_logprobs,
@@ -313,6 +314,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prompt_embeds: bool = False
     shutdown_timeout_s: float
     quantization: Quantization = None  # of the weights, at load
+    enforce_eager: bool = False  # no recorded decode steps
     render_timeout_s: float = 30.0  # for one prompt
     log_stats: bool = False
     log_stats_interval_s: float = 10.0

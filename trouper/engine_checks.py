@@ -25,7 +25,7 @@ ONE_OF = {
     "quantization": (None, "int8", "int4"),
     "prefix_caching_hash_algo": ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
 }
-IDLE_ON_CPU = ("enforce_eager", "cudagraph_capture_sizes", "gpu_memory_utilization")
+IDLE_ON_CPU = ("cudagraph_capture_sizes", "gpu_memory_utilization")
 
 
 def check_engine_args(args: "EngineArgs") -> None:

@@ -7,6 +7,8 @@ Laws:
   * A column with logits that are not finite fails alone.
 """
 
+import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from trouper.actors.executor.batch import Batch, Rows, make_batch
 from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.graphs import DecodeGraphs
 from trouper.actors.executor.memory import give_back_free_memory
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_shape
 from trouper.actors.executor.models.registry import decoder_traits
@@ -27,6 +30,9 @@ from trouper.actors.messages import StepDone, StepPlan, TokenLogprobs
 from trouper.config import EngineConfig
 from trouper.errors import TrouperValidationError
 from trouper.kernels.decoder_ops import make_ops
+from trouper.kernels.recording import NotRecordableError
+
+logger = logging.getLogger(__name__)
 
 # Weights that one core streams from its cache in about a millisecond: a second one gains nothing alone,
 # and on a busy machine every barrier with it costs a time slice.
@@ -48,6 +54,7 @@ class Runner:
         self._sampler = Sampler(self._rows, self._traits.vocab_size)
         self._decoder: Decoder | None = None
         self._kv: Tensor | None = None  # [layers, 2, H, S, D]
+        self._graphs: DecodeGraphs | None = None
         self._num_slots = 0
         self._profiler = Profiler()
         self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop
@@ -70,7 +77,7 @@ class Runner:
     def sleep(self, level: int) -> None:
         """Level 1 discards KV memory (weights are in host memory already), level 2 weights too."""
         if level >= 1:
-            self._kv = None
+            self._kv = self._graphs = None
         if level >= 2:
             self._decoder = None
         give_back_free_memory()
@@ -87,6 +94,11 @@ class Runner:
                     (len(traits.layers), 2, traits.num_kv_heads, self._num_slots, traits.head_dim),
                     dtype=self._dtype,
                 )
+            if self._decoder is None or self._kv is None or self._config.enforce_eager:
+                return
+            if self._graphs is None:
+                max_rows = self._config.scheduler.max_num_seqs
+                self._graphs = DecodeGraphs(self._decoder, self._kv.unbind(0), max_rows)
 
     def _load_decoder(self) -> Decoder:
         config = self._config
@@ -120,14 +132,7 @@ class Runner:
             if not plan.rows:
                 return StepDone(plan.step, ())
             batch = make_batch(plan, self._rows, self._traits.windows, self._decoder.ops.plan)
-            hidden_TE = self._decoder.forward(
-                batch.token_ids,
-                batch.positions,
-                batch.slots,
-                batch.plans,
-                self._kv.unbind(0),
-                batch.embeds,
-            )
+            hidden_TE = self._forward(batch, self._decoder, self._kv.unbind(0))
             prompt_logprobs = self._prompt_logprobs(hidden_TE, batch, self._decoder)
             return self._sample(plan, hidden_TE, batch, prompt_logprobs)
 
@@ -140,6 +145,17 @@ class Runner:
         size = self._config.block_size
         for source, target in plan.copies:
             kv.narrow(3, target * size, size).copy_(kv.narrow(3, source * size, size))
+
+    def _forward(self, batch: Batch, decoder: Decoder, caches: Sequence[Tensor]) -> Tensor:
+        if self._graphs is not None and self._graphs.can_forward(batch):
+            try:
+                return self._graphs.forward(batch)
+            except NotRecordableError as error:
+                logger.info("steps are not recorded: %s", error)
+                self._graphs = None
+        return decoder.forward(
+            batch.token_ids, batch.positions, batch.slots, batch.plans, caches, batch.embeds
+        )
 
     def _sample(
         self,

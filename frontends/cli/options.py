@@ -75,7 +75,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     "Engine": {
         "renderer_num_workers": "Tasks that tokenise prompts.",
         "max_logprobs": "Most logprobs that a request may ask for; -1 is the vocabulary.",
-        "enforce_eager": "No device graphs.",
+        "enforce_eager": "No recorded decode steps.",
         "cudagraph_capture_sizes": "Batch sizes to capture, e.g. 1,2,4,8.",
         "enable_sleep_mode": "Accepted for compatibility.",
         "shutdown_timeout": "Seconds that open requests get at shutdown.",

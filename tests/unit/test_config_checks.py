@@ -141,5 +141,7 @@ def test_what_a_cpu_has_no_use_for_is_told(folder, caplog):
     path = folder()
     EngineArgs(path).resolve()
     assert caplog.messages == []
-    EngineArgs(path, enforce_eager=True, gpu_memory_utilization=0.5).resolve()
-    assert caplog.messages == ["no effect on the CPU: enforce_eager, gpu_memory_utilization"]
+    EngineArgs(path, cudagraph_capture_sizes=[1], gpu_memory_utilization=0.5).resolve()
+    assert caplog.messages == [
+        "no effect on the CPU: cudagraph_capture_sizes, gpu_memory_utilization"
+    ]

@@ -1,0 +1,142 @@
+"""What is recorded is what runs, again and again, by any number of threads; and nothing else is recorded."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from trouper.kernels import launch
+from trouper.kernels.recording import Arena, NotRecordableError, Recording
+
+machine_code = pytest.importorskip("trouper.kernels.machine_code")
+
+LENGTH = 64
+
+
+def mirror(code):
+    """x, y, turns: y[i] = x[LENGTH - 1 - i] + i, after as many turns of a loop.  A piece is an i."""
+    x, y, turns = code.arguments(3)
+    for i in code.pieces():
+        total = code.var(0)
+        for turn in code.loop(0, turns * i):
+            total.set(total + turn % 3)
+        with code.when(total >= 0):
+            code.pointer(y, "i64")[i] = code.pointer(x, "i64")[LENGTH - 1 - i] + i
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(machine_code, "cache_folder", lambda: None)
+    return launch.compiled.__wrapped__(mirror)
+
+
+@pytest.fixture
+def words():
+    return torch.arange(LENGTH)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_each_launch_sees_all_that_was_written_before_it(kernel, words, num_threads):
+    """Some are for one thread alone, some so slow that the others fall asleep."""
+
+    def function():
+        x = words
+        for i in range(200):
+            y = x.new_empty(LENGTH)
+            turns = 0 if i % 50 else 2000
+            is_alone = i % 7 == 0
+            kernel(
+                LENGTH,
+                x.data_ptr(),
+                y.data_ptr(),
+                turns,
+                num_threads=1 if is_alone else num_threads,
+            )
+            x = y
+        return x
+
+    recording = Recording(Arena(), (words,), function)
+    assert repr(recording) == "<Recording of 200 launches>"
+    for start in range(10):
+        words.copy_(torch.arange(start, start + LENGTH))
+        expected = words.numpy().copy()
+        for _ in range(200):
+            expected = expected[::-1] + np.arange(LENGTH)
+        recording.replay()
+        assert recording.result.tolist() == expected.tolist()
+
+
+def test_nothing_runs_while_recording_and_kernels_run_after_it(kernel, words):
+    y = torch.zeros_like(words)
+    kernel_call = (LENGTH, words.data_ptr(), y.data_ptr(), 0)
+    Recording(Arena(), (words,), lambda: kernel(*kernel_call) or words)
+    assert not y.any()
+    kernel(*kernel_call)
+    assert y.all()
+    y.zero_()
+    with pytest.raises(ZeroDivisionError):
+        Recording(Arena(), (words,), lambda: 1 / 0)
+    kernel(*kernel_call)
+    assert y.all()
+
+
+def test_memory_is_used_again_within_a_recording_and_by_the_next(words):
+    arena = Arena()
+
+    def function(num_bytes):
+        x = words
+        for _ in range(50):
+            x = x.new_empty(num_bytes, dtype=torch.uint8).view(-1, 2).narrow(0, 0, num_bytes // 4)
+            gc.collect(0)  # a view keeps its memory
+        return x
+
+    first = Recording(arena, (words,), lambda: function(1000))
+    assert len(arena.pieces) == 2
+    second = Recording(arena, (words,), lambda: function(600))
+    assert repr(arena) == "<Arena of 2048 bytes>"
+    assert first.result.data_ptr() in {piece.data_ptr() for piece in arena.pieces}
+    assert second.result.shape == (150, 2)
+    assert all(piece.data_ptr() % 64 == 0 for piece in arena.pieces)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + 1,
+        lambda x: x.new_empty(3).zero_(),
+        lambda x: torch.ones(LENGTH).add_(x),
+        lambda x: x.view(8, 8).t().reshape(-1),
+        lambda x: torch.cat((torch.ones(2), x)),
+        lambda x: x.new_empty(0).sum(),
+    ],
+)
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_torch_does_not_compute_from_inputs_nor_from_what_is_made_of_them(
+    words, function, is_inference
+):
+    with torch.inference_mode(is_inference), pytest.raises(NotRecordableError):
+        Recording(Arena(), (words,), lambda: function(words))
+
+
+def test_constants_are_computed_once_and_kept(kernel, words):
+    weight = torch.arange(LENGTH, dtype=torch.int32)
+    y = torch.empty_like(words)
+
+    def function():
+        kernel(LENGTH, weight.long().mul(2).data_ptr(), y.data_ptr(), 0)
+        return y
+
+    recording = Recording(Arena(), (words,), function)
+    others = [torch.full((LENGTH,), -1) for _ in range(100)]
+    recording.replay()
+    assert y.tolist() == [2 * (LENGTH - 1 - i) + i for i in range(LENGTH)]
+    assert len(others) == 100
+
+
+def test_scratch_memory_stays_where_a_recording_saw_it():
+    recording = Recording(Arena(), (), lambda: launch.scratch(64))
+    mine = launch._local.scratch
+    launch.scratch(len(mine) + 1)
+    assert launch._local.scratch is not mine
+    assert any(kept is mine for kept in recording._kept)

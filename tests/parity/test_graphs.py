@@ -1,0 +1,140 @@
+"""A decode step replayed is the step computed eagerly, bit by bit."""
+
+import pytest
+import torch
+
+from trouper.actors.executor import graphs
+from trouper.actors.executor.runner import Runner
+from trouper.actors.messages import Sampling
+from trouper.kernels import decode_attention, launch
+from trouper.kernels.linear import layout_of
+
+from .driver import Driver, engine_config, random_prompts
+from .test_architectures import CASES, VOCAB, tiny_model
+from .test_runner import plan_of, row_of
+
+pytestmark = pytest.mark.skipif(
+    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs AVX512-BF16"
+)
+ALL_LOGITS = Sampling(temperature=0.0, logprobs=-1)
+PROMPTS = random_prompts((9, 20, 3, 30, 1), VOCAB, seed=3)
+DEFAULT = ("llama-biased-llama3", "mistral-windowed", "qwen3-tied", "gemma2", "olmo2")
+QUANTIZED = {"int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    tiny_model("Llama", {"num_hidden_layers": 2}, path)
+    return path
+
+
+def runner_of(path, dtype="bfloat16", **changes):
+    return Runner(engine_config(path, dtype=dtype, max_num_seqs=5, **changes))
+
+
+def bits_of(path, **changes):
+    """All logits of a crowd that grows from one to five rows and shrinks again; and the graphs it took."""
+    driver = Driver(runner_of(path, **changes), shuffle=1, stagger=4)
+    found = driver.run(PROMPTS, 24, ALL_LOGITS)
+    return [(s.token_ids, s.logprobs) for s in found], driver.runner._graphs
+
+
+def check(path, **changes):
+    expected, nothing = bits_of(path, enforce_eager=True, **changes)
+    assert nothing is None
+    found, made = bits_of(path, **changes)
+    assert found == expected
+    assert sorted(made._graphs) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_every_architecture_is_replayed(case, tmp_path):
+    tiny_model(*CASES[case], tmp_path)
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("changes", QUANTIZED.values(), ids=QUANTIZED)
+def test_rounded_weights_are_replayed(folder, changes):
+    check(folder, **changes)
+
+
+def test_contexts_of_several_spans_by_several_threads(folder, monkeypatch):
+    monkeypatch.setattr(decode_attention, "SPAN", 16)
+    alone = bits_of(folder)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        check(folder)
+        assert bits_of(folder)[0] == alone[0]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_graph_ends_with_the_weights_and_the_memory_it_was_recorded_of(folder):
+    runner = runner_of(folder)
+    driver = Driver(runner)
+    expected = [s.token_ids for s in driver.run(PROMPTS[:2], 10)]
+    for level in (1, 2):
+        assert list(runner._graphs._graphs) == [2]
+        runner.sleep(level)
+        assert runner._graphs is None
+        garbage = [torch.full((2**20,), 1e30) for _ in range(4)]
+        runner.wake(frozenset({"kv_cache"}))
+        runner.wake(frozenset({"weights"}))
+        assert [s.token_ids for s in driver.run(PROMPTS[:2], 10)] == expected
+        del garbage
+
+
+def test_a_step_that_fails_before_its_replay_can_be_done_again(folder, monkeypatch):
+    runner = runner_of(folder)
+    (expected,) = Driver(runner).run([PROMPTS[0]], 4)
+    runner.step(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (3, 1)),)))
+    with monkeypatch.context() as patched:
+        patched.setattr(runner._decoder, "embed", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            runner.step(plan_of((0, 9, 1, True)))
+    again = [runner.step(plan_of((0, 9 + i, 1, True))).token_ids[0] for i in range(3)]
+    assert again == expected.token_ids[1:]
+
+
+def test_rows_that_are_preempted_share_blocks_and_take_copies(folder):
+    """The same plans, whose decode steps read foreign blocks and rows that came back elsewhere."""
+    answers = []
+    for is_eager in (True, False):
+        runner = runner_of(folder, enforce_eager=is_eager)
+        runner.load()
+        tokens = [*PROMPTS[1], 7, 8, 9]
+        plans = [
+            plan_of(
+                (0, 0, 20, True), new_rows=(row_of(0, PROMPTS[1], (4, 2, 7), sampling=ALL_LOGITS),)
+            ),
+            plan_of(
+                (0, 20, 1, True),
+                (1, 19, 1, True),
+                new_rows=(row_of(1, PROMPTS[1], (4, 2, 9), sampling=ALL_LOGITS),),
+                copies=((7, 9),),
+            ),
+            plan_of((0, 21, 1, True), (1, 20, 1, True)),
+            plan_of(
+                (2, 0, 23, True), new_rows=(row_of(2, tokens, (5, 6, 3), sampling=ALL_LOGITS),)
+            ),
+            plan_of((2, 23, 1, True), (1, 21, 1, True)),
+            plan_of((1, 22, 1, True), (2, 24, 1, True), new_blocks=((2, (8,)),)),
+        ]
+        answers.append([runner.step(plan) for plan in plans])
+    assert answers[0] == answers[1]
+    assert list(runner._graphs._graphs) == [2]
+
+
+def test_what_is_not_recorded(folder, monkeypatch):
+    """Prompts, more rows than the limit, models in whose steps torch computes."""
+    monkeypatch.setattr(graphs, "MAX_ROWS", 2)
+    made = bits_of(folder)[1]
+    assert sorted(made._graphs) == [1, 2]
+    assert repr(made).startswith("<DecodeGraphs of [1, 2] rows in <Arena of ")
+    assert bits_of(folder, dtype="float32")[1] is None
+    monkeypatch.setattr(launch, "is_available", lambda: False)
+    assert bits_of(folder)[1] is None
