@@ -3,6 +3,8 @@
 vLLM and trouper have one API, so one class drives both.
 """
 
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -15,7 +17,7 @@ import anyio
 import msgspec
 from anyio.from_thread import start_blocking_portal
 
-from trouper.actors.executor.local import num_physical_cores
+from trouper.actors.executor.local import DEVICE_THREAD, num_physical_cores
 from trouper.bench.datasets import SampleRequest
 from trouper.bench.peers import Settings, started
 from trouper.config import DEMO_MODEL, EngineArgs
@@ -79,6 +81,7 @@ class Run(msgspec.Struct, frozen=True):
     num_requests: int
     num_prompt_tokens: int
     num_output_tokens: int
+    front_s: float | None = None  # processor time of all Python threads but the device's
 
     @property
     def num_tokens(self) -> int:
@@ -232,6 +235,22 @@ class TransformersEngine:
             sum(len(request.prompt_token_ids) for request in requests),
             sum(request.output_len for request in requests),
         )
+
+
+def run_with_front(engine: Engine, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
+    """With the processor time of what is not the device: event loop, renderers, the caller."""
+    before = _thread_times()
+    run = engine.run(requests, prequeue=prequeue)
+    spent = [now - before.get(thread, 0.0) for thread, now in _thread_times().items()]
+    return msgspec.structs.replace(run, front_s=sum(spent) if spent else None)
+
+
+def _thread_times() -> dict[threading.Thread, float]:
+    """Empty where the system has no such clocks."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return {}
+    threads = [t for t in threading.enumerate() if t.name != DEVICE_THREAD]
+    return {t: time.clock_gettime(time.pthread_getcpuclockid(t.ident)) for t in threads if t.ident}
 
 
 def given_options(engine_args: EngineArgs) -> dict[str, Any]:

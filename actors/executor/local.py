@@ -34,6 +34,7 @@ TORCH_ENVIRONMENT = {
 }
 
 Result = TypeVar("Result")
+DEVICE_THREAD = "trouper-device"
 CALLS = ("sleep", "wake", "start_profile", "stop_profile")
 
 
@@ -72,7 +73,7 @@ class LocalDevice:
         """
         if self._thread is not None:
             raise RuntimeError("a device is loaded once")
-        self._thread = threading.Thread(target=self._serve, name="trouper-device", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=DEVICE_THREAD, daemon=True)
         self._thread.start()
         return await self._post(self._load).wait()
 

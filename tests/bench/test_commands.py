@@ -33,6 +33,7 @@ def test_throughput_counts_what_was_asked_for(report, options):
     seconds = found["elapsed_time"]
     assert found["requests_per_second"] == pytest.approx(3 / seconds)
     assert found["tokens_per_second"] == pytest.approx(27 / seconds)
+    assert found["front_cpu_share"] > 0
     assert found["about"]["arguments"][:2] == ["bench", "throughput"]
 
 
@@ -47,7 +48,7 @@ def test_both_ways_are_run_in_turn_and_their_spreads_told(bench, tmp_path):
     path = tmp_path / "report.json"
     options = ["--compare-prequeue", "--repeat", "3", "--output-json", path]
     lines = bench("throughput", *TINY, *options).out.splitlines()
-    assert (lines[0], lines[5]) == ("as they come:", "prequeued:")
+    assert (lines[0], lines[6]) == ("as they come:", "prequeued:")
     assert sum("3 runs: median" in line and "spread" in line for line in lines) == 2
     ways = json.loads(path.read_text())["ways"]
     assert [len(way["repeats"]["all_s"]) for way in ways.values()] == [3, 3]
@@ -58,6 +59,7 @@ def test_transformers_runs_the_same_requests(report):
     found = report("throughput", *TINY, *options)
     ours = report("throughput", *TINY, "--random-range-ratio", "0.5")
     assert found["total_num_tokens"] == ours["total_num_tokens"]
+    assert found["front_cpu_share"] is None
 
 
 def test_a_prefix_repetition_is_a_dataset(report):

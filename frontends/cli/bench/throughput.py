@@ -89,7 +89,8 @@ def throughput(
             engine.run(warm_ups, prequeue=ways[0] == PREQUEUED)
         for _ in range(repeat):
             for way in ways:
-                runs[way].append(engine.run(requests, prequeue=way == PREQUEUED))
+                run = core.run_with_front if backend in core.OURS else type(engine).run
+                runs[way].append(run(engine, requests, prequeue=way == PREQUEUED))
     records = {way: _record(runs[way]) for way in ways}
     lines = [line for way in ways for line in _lines(way if len(ways) > 1 else "", runs[way])]
     first, *_ = records.values()
@@ -110,6 +111,7 @@ def _record(runs: "Sequence[Run]") -> dict[str, Any]:
         "requests_per_second": runs[0].num_requests / seconds,
         "tokens_per_second": tokens / seconds,
         "output_tokens_per_second": runs[0].num_output_tokens / seconds,
+        "front_cpu_share": _front_share(runs),
         "repeats": repeats([run.seconds for run in runs]),
     }
 
@@ -124,7 +126,16 @@ def _lines(way: str, runs: "Sequence[Run]") -> list[str]:
         f"Total num prompt tokens: {run.num_prompt_tokens}",
         f"Total num output tokens: {run.num_output_tokens}",
     ]
+    front_share = _front_share(runs)
+    if front_share is not None:
+        lines.append(f"Processor time outside the device thread: {100 * front_share:.2f} %")
     if len(runs) > 1:
         share = 100 * spread([run.seconds for run in runs])
         lines.append(f"{len(runs)} runs: median {seconds:.3f} s, spread {share:.1f} %")
     return [f"{way}:", *(f"  {line}" for line in lines)] if way else lines
+
+
+def _front_share(runs: "Sequence[Run]") -> float | None:
+    """Of the elapsed time: what everything but the device costs."""
+    shares = [run.front_s / run.seconds for run in runs if run.front_s is not None]
+    return median(shares) if shares else None
