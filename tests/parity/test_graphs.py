@@ -1,9 +1,11 @@
 """A decode step replayed is the step computed eagerly, bit by bit."""
 
+import msgspec
 import pytest
 import torch
 
 from trouper.actors.executor import graphs
+from trouper.actors.executor.batch import Rows, make_batch
 from trouper.actors.executor.runner import Runner
 from trouper.actors.messages import Sampling
 from trouper.kernels import decode_attention, launch
@@ -135,6 +137,10 @@ def test_what_is_not_recorded(folder, monkeypatch):
     made = bits_of(folder)[1]
     assert sorted(made._graphs) == [1, 2]
     assert repr(made).startswith("<DecodeGraphs of [1, 2] rows in <Arena of ")
+    plan = plan_of((0, 3, 1, True), (1, 5, 1, True))
+    batch = make_batch(plan, Rows(2, 16, 8), (None,), made._decoder.ops.plan)
+    assert made.can_forward(batch)
+    assert not made.can_forward(msgspec.structs.replace(batch, embeds=((0, torch.ones(1, 64)),)))
     assert bits_of(folder, dtype="float32")[1] is None
     monkeypatch.setattr(launch, "is_available", lambda: False)
     assert bits_of(folder)[1] is None
