@@ -1,7 +1,8 @@
 """From a folder of safetensors to the decoder's tensors: checked, fused, cast and packed.
 
 Laws:
-  * Names and shapes are checked against the traits before a byte of a tensor is read.
+  * Names and shapes are checked against the traits before a byte of a tensor is read (but of biases
+    that nobody wants, which are ignored where they are zeros).
   * Files are memory-mapped; one parameter at a time is copied, cast and packed, so that the peak is
     the model plus its largest matrix.
   * Nothing is ever unpickled.
