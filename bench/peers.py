@@ -52,12 +52,14 @@ WARM_UP = Workload(1, 32, 8)
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Which engines, on which files.
 
+    `quantization` is trouper's alone: llama.cpp's is that of its file, the others stay plain.
     `pythons` and `llama_batched_bench` are paths that the user gave; an engine without one runs in
     this environment if it is installed here.
     """
 
     model: str
     dtype: str
+    quantization: str | None = None
     gguf: str | None = None
     peers: tuple[str, ...] | None = None  # None: whoever is installed
     pythons: dict[str, str] = {}
@@ -202,6 +204,7 @@ def started(name: str, settings: Settings, workloads: Sequence[Workload] = ()) -
         "max_model_len": max(work.input_len + work.output_len for work in works),
         "max_num_seqs": max(work.num for work in works),
         "threads": settings.threads,
+        "quantization": settings.quantization if name == "trouper" else None,
     }
     if name == "llama.cpp" and settings.llama_batched_bench:
         yield LlamaBinary(settings.llama_batched_bench, options)

@@ -33,6 +33,7 @@ class Offline:
             max_model_len=options["max_model_len"],
             max_num_seqs=options["max_num_seqs"],
             enable_prefix_caching=False,
+            quantization=options.get("quantization"),
         )
 
     def generate(self, prompts: list[list[int]], output_len: int) -> int:

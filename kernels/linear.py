@@ -7,8 +7,9 @@
     native   bfloat16 where the machine multiplies it: kernels/matmul.py
     oneDNN   float32, and bfloat16 of other machines and shapes: no reorder in every call
     plain    what oneDNN does not pack here (float16), and builds without it
-    int8, int4   weights rounded at load: kernels/quantized_matmul.py where bfloat16 would be native;
-             elsewhere the rounded weights in their own dtype, with no gain but the same outputs
+    int8, int4   integers with scales, rounded here or in the checkpoint: kernels/quantized_matmul.py
+             where bfloat16 would be native; elsewhere the rounded weights in their own dtype, with no
+             gain but the same outputs
 
 Law: the choice depends on the weight and the machine alone, never on a batch.
 """
@@ -18,13 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.kernels import launch
-from trouper.kernels.quantization import (
-    Format,
-    dequantized,
-    pack_integers,
-    pack_panels,
-    quantize,
-)
+from trouper.kernels.quantization import Format, Integers, dequantized, group_of, packed, quantize
 
 ONEDNN_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -35,36 +30,45 @@ class Linear:
     Owns the only copy: after packing nothing refers to the plain matrix.
     """
 
-    __slots__ = ("bias", "layout", "scales", "shape", "weight")
+    __slots__ = ("bias", "layout", "scales", "shape", "weight", "zeros")
 
     def __init__(
         self,
-        weight_OI: Tensor,
+        weight: Tensor | Integers,
         bias_O: Tensor | None = None,
         *,
         layout: str | None = None,
         quantization: Format | None = None,
     ) -> None:
-        self.shape = tuple(weight_OI.shape)
-        self.layout = layout or layout_of(weight_OI)
+        plain = weight.empty() if isinstance(weight, Integers) else weight
+        self.shape = tuple(plain.shape)
+        self.layout = layout or layout_of(plain)
         self.bias = bias_O
         self.scales: Tensor | None = None
-        if quantization is not None:
-            integers_OI, scales = quantize(weight_OI, quantization)
+        self.zeros: Tensor | None = None
+        if quantization is not None and isinstance(weight, Tensor):
             if self.layout == "native":
                 self.layout = quantization
-                self.weight = pack_integers(integers_OI, quantization)
-                self.scales = pack_panels(scales)
+                self.weight, self.scales = _round(weight, quantization)
+                _product_of(quantization, self.scales.dtype, has_zeros=False)
                 return
-            weight_OI = dequantized(integers_OI, scales).to(weight_OI.dtype)
-        self.weight = _PACKERS[self.layout](weight_OI)
+            weight = quantize(weight, quantization)
+        if isinstance(weight, Integers):
+            if self.layout == "native":
+                self.layout = weight.fmt
+                self.weight, self.scales, self.zeros = packed(weight)
+                _product_of(weight.fmt, self.scales.dtype, self.zeros is not None)
+                return
+            weight = dequantized(weight).to(weight.dtype)
+        self.weight = _PACKERS[self.layout](weight)
 
     @property
     def num_bytes(self) -> int:
         """What a product reads of it."""
         if self.layout == "onednn":  # knows no size of its own
             return self.shape[0] * self.shape[1] * self.weight.element_size()
-        return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        parts = (self.weight, self.scales, self.zeros)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def __repr__(self) -> str:
         return f"Linear({self.shape[1]} -> {self.shape[0]}, {self.weight.dtype}, {self.layout})"
@@ -122,40 +126,62 @@ def _native(x_TI: Tensor, layer: Linear) -> Tensor:
 
 
 def _quantized(x_TI: Tensor, layer: Linear) -> Tensor:
-    from trouper.kernels.quantized_matmul import group_sums, num_pieces, quantized_matmul
+    from trouper.kernels.quantized_matmul import num_pieces, scratch_bytes
 
     assert layer.scales is not None
+    fmt: Format = "int4" if layer.layout == "int4" else "int8"
     num_rows, (num_out, num_in) = len(x_TI), layer.shape
-    num_groups, num_threads = layer.scales.shape[1], torch.get_num_threads()
-    pairs = num_in // num_groups // 2  # of a group
+    num_threads = torch.get_num_threads()
+    bytes_each = scratch_bytes(num_in)
     y_TO = x_TI.new_empty((num_rows, num_out))
-    sums_TG = torch.empty((num_rows, num_groups))
-    if layer.layout == "int4":
-        launch.compiled(group_sums)(
-            num_rows,
-            x_TI.data_ptr(),
-            x_TI.stride(0) // 2,
-            sums_TG.data_ptr(),
-            pairs,
-            num_groups,
-            num_threads=num_threads if num_rows > 8 else 1,
-        )
-    launch.compiled(quantized_matmul, layer.layout)(
-        num_pieces(num_rows, num_out),
+    _product_of(fmt, layer.scales.dtype, layer.zeros is not None)(
+        num_pieces(num_rows, num_out, fmt),
         x_TI.data_ptr(),
         x_TI.stride(0) // 2,
         layer.weight.data_ptr(),
         layer.scales.data_ptr(),
+        0 if layer.zeros is None else layer.zeros.data_ptr(),
         0 if layer.bias is None else layer.bias.data_ptr(),
-        sums_TG.data_ptr(),
         y_TO.data_ptr(),
         num_rows,
         num_in // 2,
         num_out // 16,
-        pairs,
+        num_in // layer.scales.shape[1] // 2,
+        launch.scratch(num_threads * bytes_each),
+        bytes_each,
         num_threads=num_threads,
     )
     return y_TO
+
+
+def _product_of(fmt: Format, scales: torch.dtype, has_zeros: bool) -> launch.Kernel:
+    """Asked for on loading too, so that no step compiles it."""
+    from trouper.kernels.quantized_matmul import quantized_matmul
+
+    kind = "bf16" if scales == torch.bfloat16 else "f32"
+    return launch.compiled(quantized_matmul, fmt, kind, has_zeros)
+
+
+def _round(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Packed integers and scales, as `packed(quantize(...))`."""
+    from trouper.kernels.quantize import quantize_panels
+
+    weight_OI = weight_OI.contiguous()
+    num_out, num_in = weight_OI.shape
+    group = group_of(num_in, fmt)
+    panels, half_bytes = num_out // 16, 1 if fmt == "int4" else 2
+    numbers = torch.empty((panels, num_in, 8 * half_bytes), dtype=torch.int8)
+    scales = weight_OI.new_empty((panels, num_in // group, 16))
+    launch.compiled(quantize_panels, fmt)(
+        panels,
+        weight_OI.data_ptr(),
+        numbers.data_ptr(),
+        scales.data_ptr(),
+        num_in // 2,
+        group // 2,
+        num_threads=torch.get_num_threads(),
+    )
+    return numbers, scales
 
 
 def _pack_native(weight_OI: Tensor) -> Tensor:

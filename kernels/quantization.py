@@ -1,21 +1,37 @@
-"""Weights as integers of 4 or 8 bits with scales: w ≈ s · q, rounded when a model is loaded.
+"""Weights as integers of 4 or 8 bits with scales: w = s · (q - z).
+
+Rounded when a model is loaded, by `quantize`, z = 0:
 
     int4  -8 … 7, a scale for each GROUP inputs of an output; the value of largest magnitude becomes -8
           (llama.cpp's q4_0)
     int8  -127 … 127, a scale for each output
 
-Scales are bfloat16 and are rounded before the integers are.
+Scales are bfloat16 and are rounded before the integers are.  Checkpoints bring int4 in groups of any
+multiple of 32, float32 scales and zeros (`actors/executor/integer_checkpoints.py`).
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 Format = Literal["int4", "int8"]
-PER_WORD = {"int4": 8, "int8": 4}  # inputs in 32 bits
 GROUP = 32
 LANES = 16
+
+
+class Integers(NamedTuple):
+    """A matrix; what its weights are exactly."""
+
+    fmt: Format
+    dtype: torch.dtype  # of the weights that they stand for
+    q_OI: Tensor  # int8
+    scales_OG: Tensor  # bfloat16 or float32
+    zeros_OG: Tensor | None = None  # int8, -8 … 8
+
+    def empty(self) -> Tensor:
+        """Of the shape and dtype of the weights."""
+        return torch.empty(self.q_OI.shape, dtype=self.dtype)
 
 
 def can_quantize(num_in: int, fmt: Format) -> bool:
@@ -26,8 +42,8 @@ def group_of(num_in: int, fmt: Format) -> int:
     return GROUP if fmt == "int4" else num_in
 
 
-def quantize(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Integers [O, I] int8 and scales [O, I / G] bfloat16; I divides by G."""
+def quantize(weight_OI: Tensor, fmt: Format) -> Integers:
+    """I divides by the group.  `kernels/quantize.py` does the same faster."""
     groups = weight_OI.float().unflatten(1, (-1, group_of(weight_OI.shape[1], fmt)))
     if fmt == "int4":
         largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
@@ -37,31 +53,32 @@ def quantize(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     scales = scales.bfloat16()
     inverse = torch.where(scales == 0, 0.0, 1 / scales.float())
     integers = (groups * inverse).round_().clamp_(low, high).to(torch.int8)
-    return integers.flatten(1), scales.squeeze(2)
+    return Integers(fmt, weight_OI.dtype, integers.flatten(1), scales.squeeze(2))
 
 
-def dequantized(integers_OI: Tensor, scales: Tensor) -> Tensor:
+def dequantized(integers: Integers) -> Tensor:
     """float32; exactly what the kernels multiply with."""
-    groups = integers_OI.unflatten(1, (scales.shape[1], -1)).float()
-    return (groups * scales.float().unsqueeze(2)).flatten(1)
+    scales_OG = integers.scales_OG
+    groups = integers.q_OI.unflatten(1, (scales_OG.shape[1], -1)).float()
+    if integers.zeros_OG is not None:
+        groups -= integers.zeros_OG.unsqueeze(2)
+    return (groups * scales_OG.float().unsqueeze(2)).flatten(1)
 
 
-def pack_integers(integers_OI: Tensor, fmt: Format) -> Tensor:
-    """[O / 16, I / P, 16] int32."""
-    per_word = PER_WORD[fmt]
-    numbers = integers_OI.to(torch.int32).unflatten(1, (-1, per_word))
-    if fmt == "int4":
-        shifts = [4 * (e // 2) + 16 * (e % 2) for e in range(per_word)]
-        numbers = numbers + 8
-    else:
-        shifts = [8 * e for e in range(per_word)]
-        numbers = numbers & 0xFF
-    words = torch.zeros(numbers.shape[:2], dtype=torch.int32)
-    for e, shift in enumerate(shifts):
-        words |= numbers[..., e] << shift
-    return pack_panels(words)
+def packed(integers: Integers) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q, s and z as `quantized_matmul.py` reads them."""
+    q_OI, zeros_OG = integers.q_OI, integers.zeros_OG
+    if integers.fmt == "int8":
+        pairs = q_OI.unflatten(0, (-1, LANES)).unflatten(2, (-1, 2))
+        return pairs.transpose(1, 2).contiguous(), _panels(integers.scales_OG), None
+    eight = (q_OI + 8).unflatten(1, (-1, 8))
+    # the low half of a word has the even inputs, the high half the odd ones
+    words = (eight[..., [0, 4, 1, 5]] | eight[..., [2, 6, 3, 7]] << 4).view(torch.int32)
+    if zeros_OG is not None:
+        zeros_OG = _panels((32 - (zeros_OG + 8)).int() * 0x10001)
+    return _panels(words.squeeze(2)), _panels(integers.scales_OG), zeros_OG
 
 
-def pack_panels(rows: Tensor) -> Tensor:
+def _panels(rows: Tensor) -> Tensor:
     """[O, N] to [O / 16, N, 16]."""
     return rows.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()

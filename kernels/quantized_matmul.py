@@ -1,131 +1,214 @@
-"""y = x (s · q)ᵀ + b: bfloat16 times integers of 4 or 8 bits with a scale for each group of inputs.
+"""y = x (s · (q - z))ᵀ + b: bfloat16 times integers of 4 or 8 bits with a scale for each group of inputs.
 
     x [T, I]                  tokens × inputs, rows may be strided
-    q [O / 16, I / P, 16]     words of P = 8 (int4) or 4 (int8) inputs, panels as in `matmul.py`
-    s [O / 16, I / G, 16]     bfloat16; G = 32 inputs share a scale of int4, all of an output one of int8
+    q [O / 16, I / 8, 16]     int4: words of eight inputs, panels as in `matmul.py`
+      [O / 16, I / 2, 16, 2]  int8: bytes
+    s [O / 16, I / G, 16]     bfloat16 or float32; G, a multiple of 32, inputs of an output share a scale
+    z [O / 16, I / G, 16]     words of 32 - z twice, of int4; or absent
     b [O]                     or absent
     y [T, O]
 
-Integers become pairs of bfloat16 in registers, exactly, and go into the same dot instruction:
+Integers become pairs of bfloat16, exactly, and go into the same dot instruction:
 
-    int4  q + 8 in the mantissa of 128: 128 + (q + 8), by a shift, an and, an or; what that adds to a
-          group's sum, 136 · Σ x, is what the sum begins with, negative, made once (`group_sums`)
-    int8  converted to float32, whose upper half it fits
+    int4  by a lookup of the lowest five bits of each half word; without z the fifth is the next
+          integer's, and the table holds everything twice
+    int8  converted to float32, and those to bfloat16
 
-Law: as in `matmul.py`, a row's result does not depend on the number of rows.
+in registers; where there are more rows than a tile has, the first tile keeps the pairs for the others in
+memory of the thread, which stays in its second cache.
+
+Law: as in `matmul.py`, a row's result does not depend on the number of rows: the sum of a group begins
+at 0, follows its inputs, and goes into the total times the scale, whatever the tile.
 
 Roofline: bytes = O I (bits / 8 + 2 / G), FLOPs = 2 T O I.
 """
 
-from trouper.kernels.quantization import PER_WORD, Format
-from trouper.kernels.simd import LANES, Code, Pointer, Value, Var
+from collections.abc import Sequence
 
-MAGIC = 0x43004300  # two bfloat16 of 128, whose last seven bits count ones
-OFFSET = 136.0
-FEW = ((4, 1), (4, 2), (4, 4))  # panels, rows
-MANY = (2, 8)
-MOST_FEW = 4
+from trouper.kernels.quantization import Format
+from trouper.kernels.simd import LANES, Code, Kind, Pointer, Value, Var
+
+# panels, rows: accumulators and totals fill the registers of int4; int8 has one group, so no totals
+FEW = {"int4": ((4, 1), (4, 2), (3, 4), (2, 6)), "int8": ((4, 1), (4, 2), (4, 4))}
+MANY = (3, 4)  # panels, rows
 BLOCK = 192
-ONES = 0x3F803F80
+STEP = 4  # pairs of inputs: a word of int4
+NIBBLES = [float(i % 16 - 8) for i in range(32)]
+DIFFERENCES = [float((i + 16) % 32 - 16) for i in range(32)]
 
 
-def num_pieces(num_rows: int, num_out: int) -> int:
-    panels = next((panels for panels, rows in FEW if num_rows <= rows), MANY[0])
+def num_pieces(num_rows: int, num_out: int, fmt: Format) -> int:
+    fitting = (panels for panels, rows in FEW[fmt] if num_rows <= rows)
+    panels = next(fitting, MANY[0])
     return -(-num_out // (LANES * panels)) * -(-num_rows // BLOCK)
 
 
-def group_sums(code: Code) -> None:
-    """x, its stride in words, sums [T, I / G] float32 of -136 · x, words of a group, I / G.  A piece is a row."""
-    x, stride, sums, length, num_groups = code.arguments(5)
-    for row in code.pieces():
-        words = code.pointer(x, "i32") + row * stride
-        mine = code.pointer(sums, "f32") + row * num_groups
-        for g in code.loop(0, num_groups):
-            total = code.var(code.lanes(0.0))
-            for i in code.loop(0, length, LANES):
-                total.set(code.dot(words.load(g * length + i), code.words(ONES), total))
-            mine[g] = code.sum_of(total) * -OFFSET
+def scratch_bytes(num_in: int) -> int:
+    """Of a thread, for more rows than few."""
+    return MANY[0] * num_in * LANES * 2
 
 
-def quantized_matmul(code: Code, fmt: Format) -> None:
-    """x, its stride in words, q, s, b or 0, sums of x, y, T, I / 2, O / 16, pairs of a group.
+def quantized_matmul(code: Code, fmt: Format, scale_kind: Kind, has_zeros: bool) -> None:
+    """x, its stride in words, q, s, z or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, scratch, its
+    bytes a thread.
 
     A piece is panels of a block of rows.
     """
-    work = _Work(code, fmt)
+    work = _Work(code, fmt, scale_kind, has_zeros)
     num_rows, before = work.num_rows, 0
-    for panels, rows in FEW:
+    for panels, rows in FEW[fmt]:
         with code.when((num_rows > before) & (num_rows <= rows)):
             for piece in code.pieces():
-                work.tile(piece * panels, panels, code.i64(0), rows)
+                at_panel = work.panels(piece * panels, panels)
+                work.tile(at_panel, [work.packed(p) for p in at_panel], code.i64(0), rows)
         before = rows
-    with code.when(num_rows > MOST_FEW):
+    with code.when(num_rows > before):
         panels, rows = MANY
         blocks = (num_rows + (BLOCK - 1)) // BLOCK
+        mine = work.scratch_of(code.thread())
+        kept = [_Kept(mine + p * work.pairs * LANES) for p in range(panels)]
         for piece in code.pieces():
+            at_panel = work.panels(piece // blocks * panels, panels)
             first = piece % blocks * BLOCK
+            keeping = [_Keeping(work.packed(p), k) for p, k in zip(at_panel, kept, strict=True)]
+            work.tile(at_panel, keeping, first, rows)
             stop = code.smaller(first + BLOCK, num_rows)
-            for row in code.loop(first, stop, rows):
-                work.tile(piece // blocks * panels, panels, row, rows)
+            for row in code.loop(first + rows, stop, rows):
+                work.tile(at_panel, kept, row, rows)
 
 
 class _Work:
-    def __init__(self, code: Code, fmt: Format) -> None:
-        x, stride, q, s, bias, sums, y, num_rows, pairs, num_panels, length = code.arguments(11)
+    def __init__(self, code: Code, fmt: Format, scale_kind: Kind, has_zeros: bool) -> None:
+        x, stride, q, s, z, bias, y, *sizes, scratch, bytes_each = code.arguments(13)
+        self.num_rows, self.pairs, self.num_panels, self.length = sizes
+        self.num_groups = self.pairs // self.length
         self.code, self.fmt, self.bias, self.stride = code, fmt, bias, stride
-        self.x, self.q = code.pointer(x, "i32"), code.pointer(q, "i32")
-        self.scales, self.y = code.pointer(s, "bf16"), code.pointer(y, "bf16")
-        self.sums = code.pointer(sums, "f32")
-        self.num_rows, self.pairs, self.num_panels = num_rows, pairs, num_panels
-        self.length = length
+        self.x, self.y = code.pointer(x, "i32"), code.pointer(y, "bf16")
+        self.q, self.scales = code.pointer(q, "i8"), code.pointer(s, scale_kind)
+        self.zeros = code.pointer(z, "i32") if has_zeros else None
+        self._scratch, self._bytes_each = scratch, bytes_each
 
-    def tile(self, first_panel: Value, panels: int, first_row: Value, rows: int) -> None:
-        """Beyond the last row or panel, the last again."""
-        code, per_load = self.code, PER_WORD[self.fmt] // 2
-        num_words, num_groups = self.pairs // per_load, self.pairs // self.length
+    def scratch_of(self, thread: Value) -> Pointer:
+        return self.code.pointer(self._scratch + thread * self._bytes_each, "i32")
+
+    def panels(self, first: Value, num: int) -> list[Value]:
+        """Beyond the last, the last again."""
+        return [self.code.smaller(first + p, self.num_panels - 1) for p in range(num)]
+
+    def packed(self, panel: Value) -> "_Packed":
+        zeros = self.zeros and self.zeros + panel * self.num_groups * LANES
+        if self.fmt == "int4":
+            return _Nibbles(self.code, self.q + panel * self.pairs * LANES, zeros)
+        return _Bytes(self.code, self.q + panel * self.pairs * (2 * LANES))
+
+    def tile(
+        self,
+        at_panel: list[Value],
+        weights: "Sequence[_Packed | _Keeping | _Kept]",
+        first_row: Value,
+        rows: int,
+    ) -> None:
+        """Beyond the last row, the last again."""
+        code, panels, num_groups = self.code, len(at_panel), self.num_groups
         at_row = [code.smaller(first_row + r, self.num_rows - 1) for r in range(rows)]
-        at_panel = [code.smaller(first_panel + p, self.num_panels - 1) for p in range(panels)]
         xs = [self.x + r * self.stride for r in at_row]
-        numbers = [self.q + p * num_words * LANES for p in at_panel]
         scales = [self.scales + p * num_groups * LANES for p in at_panel]
         totals = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in range(panels)]
-        words_of_group = self.length // per_load
+        steps = self.length // STEP
         for g in code.loop(0, num_groups):
-            starts = [code.lanes(0.0)] * rows
-            if self.fmt == "int4":
-                starts = [code.lanes(self.sums[r * num_groups + g]) for r in at_row]
-            sums = [[code.var(start) for start in starts] for _ in range(panels)]
-            first = g * words_of_group
-            for i in code.loop(first, first + words_of_group):
-                self._add(sums, [p.load(i * LANES) for p in numbers], xs, i * per_load)
+            sums = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in range(panels)]
+            for weight in weights:
+                weight.enter(g)
+            for i in code.loop(g * steps, g * steps + steps):
+                pairs = [weight.pairs(i) for weight in weights]
+                for j in range(STEP):
+                    for r, row in enumerate(xs):
+                        both = code.words(row[i * STEP + j])
+                        for p in range(panels):
+                            sums[p][r].set(code.dot(pairs[p][j], both, sums[p][r]))
             for p in range(panels):
                 scale = scales[p].load(g * LANES)
                 for total, part in zip(totals[p], sums[p], strict=True):
                     total.set(code.fma(part, scale, total))
-        for p in range(panels):
-            with code.when(self.bias > 0):
-                own = code.pointer(self.bias, "bf16").load(at_panel[p] * LANES)
-                for total in totals[p]:
-                    total.set(total + own)
-            for r in range(rows):
-                self.y.store((at_row[r] * self.num_panels + at_panel[p]) * LANES, totals[p][r])
+        for panel, of_panel in zip(at_panel, totals, strict=True):
+            self._finish(of_panel, panel, at_row)
 
-    def _add(
-        self, sums: list[list[Var]], words: list[Value], xs: list[Pointer], first: Value
-    ) -> None:
-        """sums[panel][row] += the integers of a word · the row's inputs."""
-        code = self.code
-        for j in range(PER_WORD[self.fmt] // 2):
-            pairs = [self._pair(word, j) for word in words]
-            for r, row in enumerate(xs):
-                both = code.words(row[first + j])
-                for p, pair in enumerate(pairs):
-                    sums[p][r].set(code.dot(pair, both, sums[p][r]))
+    def _finish(self, totals: list[Var], panel: Value, at_row: list[Value]) -> None:
+        with self.code.when(self.bias > 0):
+            own = self.code.pointer(self.bias, "bf16").load(panel * LANES)
+            for total in totals:
+                total.set(total + own)
+        for row, total in zip(at_row, totals, strict=True):
+            self.y.store((row * self.num_panels + panel) * LANES, total)
 
-    def _pair(self, word: Value, j: int) -> Value:
-        """Inputs 2 j and 2 j + 1 of a word of integers, as bfloat16."""
-        code = self.code
-        if self.fmt == "int4":
-            return ((word >> 4 * j) & 0x000F000F) | MAGIC
-        low = code.bits(word << (24 - 16 * j) >> 24)
-        return code.halves(low, code.bits(word << (16 - 16 * j) >> 24))
+
+class _Nibbles:
+    """A panel of int4, read as pairs of bfloat16."""
+
+    def __init__(self, code: Code, q: Pointer, zeros: Pointer | None) -> None:
+        self._code, self._words, self._zeros = code, q.of("i32"), zeros
+        self._zero: Value | None = None
+
+    def enter(self, group: Value) -> None:
+        self._zero = self._zeros and self._zeros.load(group * LANES)
+
+    def pairs(self, i: Value) -> list[Value]:
+        """Of step i."""
+        word = self._words.load(i * LANES)
+        shifted = [word >> 4 * j for j in range(STEP)]
+        if self._zero is None:
+            return [self._code.lookup(NIBBLES, index) for index in shifted]
+        zero = self._zero
+        return [self._code.lookup(DIFFERENCES, (x & 0x000F000F) + zero) for x in shifted]
+
+
+class _Bytes:
+    """A panel of int8, likewise."""
+
+    def __init__(self, code: Code, q: Pointer) -> None:
+        self._code, self._q = code, q
+
+    def enter(self, group: Value) -> None:
+        """One group has no zeros."""
+
+    def pairs(self, i: Value) -> list[Value]:
+        code = self._code
+        numbers = [
+            code.numbers(self._q.load((i * 2 * STEP + half) * LANES)) for half in range(2 * STEP)
+        ]
+        return [code.packed(*numbers[j : j + 2]) for j in range(0, 2 * STEP, 2)]
+
+
+_Packed = _Nibbles | _Bytes
+
+
+class _Kept:
+    """A panel that is pairs of bfloat16 already."""
+
+    def __init__(self, words: Pointer) -> None:
+        self._words = words
+
+    def enter(self, group: Value) -> None:
+        """Zeros were taken off."""
+
+    def pairs(self, i: Value) -> list[Value]:
+        return [self._words.load((i * STEP + j) * LANES) for j in range(STEP)]
+
+    def keep(self, i: Value, pairs: list[Value]) -> None:
+        for j, pair in enumerate(pairs):
+            self._words.store((i * STEP + j) * LANES, pair)
+
+
+class _Keeping:
+    """A packed panel that is kept as it is read."""
+
+    def __init__(self, packed: _Packed, kept: _Kept) -> None:
+        self._packed, self._kept = packed, kept
+
+    def enter(self, group: Value) -> None:
+        self._packed.enter(group)
+
+    def pairs(self, i: Value) -> list[Value]:
+        pairs = self._packed.pairs(i)
+        self._kept.keep(i, pairs)
+        return pairs

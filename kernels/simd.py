@@ -25,7 +25,7 @@ from typing import Any, Literal
 from llvmlite import ir
 
 LANES = 16
-Kind = Literal["bf16", "f32", "i64", "i32"]
+Kind = Literal["bf16", "f32", "i64", "i32", "i16", "i8"]
 
 
 class _BFloat16(ir.Type):
@@ -44,13 +44,16 @@ class _BFloat16(ir.Type):
 _I64, _I32, _I1, _F32 = ir.IntType(64), ir.IntType(32), ir.IntType(1), ir.FloatType()
 _POINTER: Any = ir.PointerType()
 _LANES, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
 _ELEMENTS: dict[str, Any] = {
     "bf16": _BFloat16(),
     "f32": _F32,
     "i64": _I64,
     "i32": _I32,
+    "i16": ir.IntType(16),
+    "i8": ir.IntType(8),
 }
-_SIZES = {"bf16": 2, "f32": 4, "i64": 8, "i32": 4}
+_SIZES = {"bf16": 2, "f32": 4, "i64": 8, "i32": 4, "i16": 2, "i8": 1}
 
 # 2^f on [-½, ½], degree 7: relative error 5e-9 before rounding
 _EXP2 = [math.log(2) ** i / math.factorial(i) for i in range(8)]
@@ -166,11 +169,15 @@ class Pointer:
         raw = self._load(index, ir.VectorType(_ELEMENTS[self.kind], LANES))
         if self.kind == "bf16":
             raw = self.code.builder.fpext(raw, _LANES)
+        if self.kind in ("i16", "i8"):
+            raw = self.code.builder.sext(raw, _WORDS)
         return Value(self.code, raw)
 
     def store(self, index: Operand, x: Value) -> None:
-        """Sixteen elements, rounded to the kind."""
+        """Sixteen elements, rounded or cut to the kind."""
         raw = x.ir
+        if self.kind in ("i16", "i8"):
+            raw = self.code.builder.trunc(raw, ir.VectorType(_ELEMENTS[self.kind], LANES))
         if self.kind == "bf16":
             raw = self.code.builder.fptrunc(raw, ir.VectorType(_BFloat16(), LANES))
         self._store(index, raw)
@@ -391,8 +398,7 @@ class Code:
 
     def dot(self, a: Value, b: Value, c: Value) -> Value:
         """c + the two products of each pair of words, by the machine's bfloat16 instruction."""
-        pairs = ir.VectorType(_BFloat16(), 2 * LANES)
-        x, y = (self.builder.bitcast(v.ir, pairs) for v in (a, b))
+        x, y = (self.builder.bitcast(v.ir, _PAIRS) for v in (a, b))
         return self._intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", _LANES, c.ir, x, y)
 
     def pair(self, low: Value, high: Value) -> Value:
@@ -404,14 +410,36 @@ class Code:
             halves.append(Value(self, self.builder.zext(bits, _WORDS)))
         return halves[0] | (halves[1] << 16)
 
-    def bits(self, integers: Value) -> Value:
-        """The words whose bits are those integers as float32."""
-        return Value(self, self.builder.bitcast(self.builder.sitofp(integers.ir, _LANES), _WORDS))
+    def unpaired(self, words: Value) -> tuple[Value, Value]:
+        """The low and the high numbers of pairs of bfloat16, as lanes."""
+        low, high = (
+            Value(self, self.builder.bitcast(x.ir, _LANES)) for x in (words << 16, words & -0x10000)
+        )
+        return low, high
 
-    def halves(self, low: Value, high: Value) -> Value:
-        """Words of the upper halves of two float32 whose lower halves are zeros."""
-        shifted = Value(self, self.builder.lshr(low.ir, self.words(16).ir))
-        return shifted | high
+    def packed(self, first: Value, second: Value) -> Value:
+        """Words of sixteen numbers and sixteen more, in their order, rounded to bfloat16."""
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        pairs = self._intrinsic(name, _PAIRS, second.ir, first.ir)
+        return Value(self, self.builder.bitcast(pairs.ir, _WORDS))
+
+    def numbers(self, integers: Value) -> Value:
+        """Words as lanes."""
+        return Value(self, self.builder.sitofp(integers.ir, _LANES))
+
+    def rounded(self, x: Value) -> Value:
+        """Lanes as the nearest integers, halves to even."""
+        whole = self._intrinsic("llvm.rint.v16f32", _LANES, x.ir)
+        return Value(self, self.builder.fptosi(whole.ir, _WORDS))
+
+    def lookup(self, table: Sequence[float], index: Value) -> Value:
+        """Words of pairs of bfloat16: entry i of 32, where i is the lowest five bits of each half."""
+        halves = ir.VectorType(ir.IntType(16), 2 * LANES)
+        entries = [struct.unpack("i", struct.pack("f", x))[0] >> 16 for x in table]
+        at = self.builder.bitcast(index.ir, halves)
+        name = "llvm.x86.avx512.permvar.hi.512"
+        found = self._intrinsic(name, halves, ir.Constant(halves, entries), at)
+        return Value(self, self.builder.bitcast(found.ir, _WORDS))
 
     def sqrt(self, x: Value) -> Value:
         return self._intrinsic("llvm.sqrt.f32", _F32, x.ir)

@@ -163,6 +163,12 @@ class EngineArgs:
         pooler = model.pooler(self.runner, self.convert, self.pooler_config)
         if pooler is not None and self.quantization is not None:
             raise UnsupportedFeatureError("quantization: not of a model that pools")
+        if self.quantization is not None and model.hf_config.get("quantization_config"):
+            raise TrouperValidationError(
+                "the checkpoint is quantised already",
+                parameter="quantization",
+                value=self.quantization,
+            )
         dtype = concrete_dtype(self.dtype, model)
         max_model_len = self._max_model_len(model, dtype, pooler)
         max_num_seqs, max_num_batched_tokens = self._batch_limits(max_model_len, offline)

@@ -203,7 +203,9 @@ def _default_sampling(generation: dict[str, Any]) -> dict[str, Any]:
 
 
 def concrete_dtype(wanted: str, model: ModelConfig) -> str:
-    name = str(model.dtype if wanted == "auto" else wanted).removeprefix("torch.")
+    """Of `auto`, as stored; bfloat16 beside integers, which the kernels multiply with nothing else."""
+    stored = "bfloat16" if model.hf_config.get("quantization_config") else model.dtype
+    name = str(stored if wanted == "auto" else wanted).removeprefix("torch.")
     if name not in DTYPES:
         raise TrouperValidationError(
             f"dtype must be auto or one of {', '.join(DTYPES)}", parameter="dtype", value=name

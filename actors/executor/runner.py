@@ -19,6 +19,7 @@ from torch import Tensor
 from trouper.actors.executor.batch import Batch, Rows, make_batch
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.graphs import DecodeGraphs
+from trouper.actors.executor.integer_checkpoints import integer_scheme
 from trouper.actors.executor.memory import give_back_free_memory
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_shape
 from trouper.actors.executor.models.registry import decoder_traits
@@ -112,6 +113,7 @@ class Runner:
                 load_format=config.load_format,
                 seed=config.seed,
                 quantization=config.quantization,
+                scheme=integer_scheme(config.model.hf_config),
                 ops=ops.result,
             )
 

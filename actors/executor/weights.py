@@ -1,7 +1,8 @@
 """From a folder of safetensors to the decoder's tensors: checked, fused, cast and packed.
 
 Laws:
-  * Names and shapes are checked against the traits before a byte of a tensor is read.
+  * Names and shapes are checked against the traits before a byte of a tensor is read (but of biases
+    that nobody wants, which are ignored where they are zeros).
   * Files are memory-mapped; one parameter at a time is copied, cast and packed, so that the peak is
     the model plus its largest matrix.
   * Nothing is ever unpickled.
@@ -16,6 +17,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.integer_checkpoints import Scheme, Stored, joined, unsupported
 from trouper.actors.executor.models.decoder import Decoder, Layer
 from trouper.actors.executor.models.registry import (
     EMBEDDING,
@@ -28,7 +30,7 @@ from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.errors import TrouperValidationError
 from trouper.kernels.decoder_ops import Ops
 from trouper.kernels.linear import Linear
-from trouper.kernels.quantization import GROUP, Format, can_quantize
+from trouper.kernels.quantization import GROUP, Format, Integers, can_quantize
 
 BASE = "model."
 INDEX = "model.safetensors.index.json"
@@ -43,12 +45,17 @@ class Source(Protocol):
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
 
+    def integers(self, parameter: Parameter, dtype: torch.dtype) -> Integers | None:
+        """What stands for the matrix, if it is not stored plainly."""
+        ...
+
 
 class Checkpoint:
     """The safetensors files of a folder, opened lazily.  All names are given with `prefix` before them."""
 
-    def __init__(self, folder: Path, prefix: str = "") -> None:
+    def __init__(self, folder: Path, prefix: str = "", scheme: Scheme | None = None) -> None:
         self._folder = folder
+        self._scheme = scheme
         self._prefix = prefix
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
@@ -73,7 +80,8 @@ class Checkpoint:
         Raises:
             TrouperValidationError: tensors are missing, unexpected or of another shape; it names them.
         """
-        wanted = dict(source for parameter in parameters for source in parameter.sources)
+        sources = (source for parameter in parameters for source in parameter.sources)
+        wanted = dict(stored for source in sources for stored in self._stored(*source))
         missing = [name for name in wanted if name not in self._file_of]
         unexpected = [
             name
@@ -81,6 +89,7 @@ class Checkpoint:
             if name not in wanted
             and name not in ignored
             and not name.endswith("rotary_emb.inv_freq")
+            and not self._is_idle_bias(name)
         ]
         misshapen = [
             f"{name} {found} instead of {list(shape)}"
@@ -103,6 +112,25 @@ class Checkpoint:
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._files[self._file_of[name]].get_tensor(name.removeprefix(self._prefix))
 
+    def integers(self, parameter: Parameter, dtype: torch.dtype) -> Integers | None:
+        found: list[Integers] = []
+        for name, shape in parameter.sources:
+            stored = self._stored(name, shape)
+            if self._scheme is not None and len(stored) > 1:
+                parts = {part.rpartition(".")[2]: self.read(part, size) for part, size in stored}
+                found.append(self._scheme.integers(parts, dtype))
+        if found and len(found) < len(parameter.sources):
+            raise unsupported("modules", f"a part of {parameter.name} that is not quantised")
+        return joined(found) if found else None
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> list[Stored]:
+        return self._scheme.stored(name, shape, self._file_of) if self._scheme else [(name, shape)]
+
+    def _is_idle_bias(self, name: str) -> bool:
+        """GPTQ's writers give every projection a bias, of zeros where it had none."""
+        of = name.removesuffix("bias") + "qweight"
+        return name.endswith(".bias") and of in self._file_of and not self.read(name, ()).any()
+
     def _shape(self, name: str) -> list[int]:
         file = self._files[self._file_of[name]]
         return file.get_slice(name.removeprefix(self._prefix)).get_shape()
@@ -119,6 +147,9 @@ class Dummy:
             return torch.ones(shape)
         return torch.empty(shape).normal_(0.0, DUMMY_STD, generator=self._random)
 
+    def integers(self, parameter: Parameter, dtype: torch.dtype) -> None:
+        """All are plain."""
+
 
 def load_decoder(
     folder: Path,
@@ -129,6 +160,7 @@ def load_decoder(
     load_format: str = "auto",
     seed: int = 0,
     quantization: Format | None = None,
+    scheme: Scheme | None = None,
     has_head: bool = True,
     decoder_type: type[D] = Decoder,
     ops: Callable[[], Ops],
@@ -137,6 +169,7 @@ def load_decoder(
 
     Args:
         quantization: of the projections; with any the head is int8, and the embedding stays.
+        scheme: of a checkpoint whose projections are integers.
         ops: asked for last; they may be compiled while the weights are read.
 
     Raises:
@@ -150,11 +183,10 @@ def load_decoder(
     elif load_format in ("auto", "safetensors"):
         parameters = list(outer)
         parameters += [p for i in range(num_layers) for p in layer_parameters(traits, i)]
-        checkpoint = Checkpoint(folder)
+        checkpoint = Checkpoint(folder, scheme=scheme)
         if not has_head and EMBEDDING not in checkpoint.shapes:
-            checkpoint = Checkpoint(
-                folder, BASE
-            )  # what the generating sibling wraps is stored bare
+            # what the generating sibling wraps is stored bare
+            checkpoint = Checkpoint(folder, BASE, scheme)
         source = checkpoint
         ignored = frozenset({HEAD} if traits.tied_embeddings else ())
         checkpoint.check(parameters, ignored=ignored if has_head else frozenset(checkpoint.shapes))
@@ -192,8 +224,12 @@ def _layer(
     norms: dict[str, Tensor] = {}
     projections: dict[str, Linear] = {}
     for parameter in layer_parameters(traits, index):
-        tensor = _assemble(parameter, source, dtype)
         name, _, kind = parameter.name.partition(".")
+        integers = source.integers(parameter, dtype) if kind == "weight" else None
+        if integers is not None:
+            projections[name] = Linear(integers)
+            continue
+        tensor = _assemble(parameter, source, dtype)
         if kind == "weight":
             if quantization and not can_quantize(tensor.shape[1], quantization):
                 raise TrouperValidationError(

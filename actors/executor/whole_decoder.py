@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.integer_checkpoints import integer_scheme
 from trouper.actors.executor.models.decoder import Decoder, ops_shape
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.weights import load_decoder
@@ -36,6 +37,7 @@ class WholeDecoder:
             max_model_len=config.max_model_len,
             load_format=config.load_format,
             seed=config.seed,
+            scheme=integer_scheme(config.model.hf_config),
             has_head=False,
             ops=lambda: make_ops(ops_shape(traits, dtype, BLOCK_SIZE)),
         )

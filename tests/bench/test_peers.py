@@ -22,7 +22,8 @@ with open({log!r}, "a") as log:
         work = json.loads(line)
         print(os.getpid(), "prompts" in work and len(work["prompts"]), file=log, flush=True)
         if number == 0:
-            print(json.dumps({{"version": "1.2"}}), flush=True)
+            version = " ".join(filter(None, ("1.2", work["quantization"])))
+            print(json.dumps({{"version": version}}), flush=True)
             continue
         {misbehave}
         made = len(work["prompts"]) * work["output_len"]
@@ -81,6 +82,12 @@ def test_everybody_runs_every_workload_in_every_round(settings, fake, tmp_path):
         assert [num for _, num in lines] == ["False", "1", "2", "1", "2", "1"]
         with pytest.raises(ProcessLookupError):
             os.killpg(int(pid), 0)
+
+
+def test_nobody_but_trouper_rounds_its_weights(settings, fake):
+    options = {"peers": ("vllm",), "pythons": {"vllm": fake(name="vllm")}, "quantization": "int4"}
+    found = compared(settings(**options), repeats=1)
+    assert found["engines"] == {"trouper": "1.2 int4", "vllm": "1.2"}
 
 
 def test_who_is_not_measured_is_stopped(settings, fake):

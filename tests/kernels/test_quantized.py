@@ -6,10 +6,10 @@ import torch
 from trouper.kernels.linear import Linear, layout_of, linear
 from trouper.kernels.quantization import (
     GROUP,
-    PER_WORD,
+    Integers,
     can_quantize,
     dequantized,
-    pack_integers,
+    packed,
     quantize,
 )
 
@@ -19,36 +19,69 @@ needs_native = pytest.mark.skipif(
 )
 
 
+def check_product(layer, integers, bias=None):
+    """Against the weights that the integers are, and the same for any number of rows and threads."""
+    num_in, before = layer.shape[1], torch.get_num_threads()
+    x = torch.randn(250, num_in + 32).bfloat16()[:, :num_in]  # strided
+    expected = x.double() @ dequantized(integers).double().T
+    if bias is not None:
+        expected += bias
+    found = linear(x, layer)
+    torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=8e-3)
+    try:
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            for num_rows in (*range(1, 14), 192, 193):
+                assert torch.equal(linear(x[-num_rows:], layer), found[-num_rows:]), num_rows
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_rounding_is_as_fine_as_the_bits_allow(fmt):
     torch.manual_seed(0)
     weight = torch.randn(48, 256)
     weight[5] = 0.0
-    integers, scales = quantize(weight, fmt)
+    integers = quantize(weight, fmt)
     low, high = {"int4": (-8, 7), "int8": (-127, 127)}[fmt]
-    assert low <= integers.min() < 0 < integers.max() <= high
-    error = (dequantized(integers, scales) - weight).abs().unflatten(1, (scales.shape[1], -1))
+    assert low <= integers.q_OI.min() < 0 < integers.q_OI.max() <= high
+    num_groups = {"int4": 256 // GROUP, "int8": 1}[fmt]
+    assert integers.scales_OG.shape == (48, num_groups)
+    error = (dequantized(integers) - weight).abs().unflatten(1, (num_groups, -1))
     # half a step; a whole one where int4 would need + 8
-    step = scales.float().abs().unsqueeze(2)
+    step = integers.scales_OG.float().abs().unsqueeze(2)
     assert (error <= step * (1.05 if fmt == "int4" else 0.75)).all()
     assert error.mean() < 0.3 * step.mean()
-    assert not dequantized(integers, scales)[5].any()
-    assert scales.shape == (48, {"int4": 256 // GROUP, "int8": 1}[fmt])
+    assert not dequantized(integers)[5].any()
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_every_integer_has_its_place_in_a_word(fmt):
-    per_word = PER_WORD[fmt]
-    integers = torch.randint(-8, 8, (32, 64), dtype=torch.int8)
-    words = pack_integers(integers, fmt)
-    assert words.shape == (2, 64 // per_word, 16)
+def test_every_integer_has_its_place():
+    q = torch.randint(-8, 8, (32, 64), dtype=torch.int8)
+    scales, zeros = torch.rand(32, 2), torch.randint(-8, 9, (32, 2), dtype=torch.int8)
+    words, _, packed_zeros = packed(Integers("int4", torch.bfloat16, q, scales, zeros))
+    bytes_, packed_scales, _ = packed(Integers("int8", torch.bfloat16, q, scales))
+    assert words.shape == (2, 8, 16)
     for o, i in ((0, 0), (17, 5), (31, 63), (3, 34)):
-        word, e = int(words[o // 16, i // per_word, o % 16]), i % per_word
-        if fmt == "int4":
-            found = (word >> (4 * (e // 2) + 16 * (e % 2)) & 15) - 8
-        else:
-            found = ((word >> 8 * e & 0xFF) ^ 0x80) - 0x80
-        assert found == integers[o, i]
+        word, e = int(words[o // 16, i // 8, o % 16]), i % 8
+        assert (word >> (4 * (e // 2) + 16 * (e % 2)) & 15) - 8 == q[o, i]
+        assert bytes_[o // 16, i // 2, o % 16, i % 2] == q[o, i]
+        assert packed_scales[o // 16, i // 32, o % 16] == scales[o, i // 32]
+        low, high = divmod(int(packed_zeros[o // 16, i // 32, o % 16]), 1 << 16)
+        assert low == high == 24 - zeros[o, i // 32]
+
+
+@needs_native
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", [(16, 32), (80, 96), (208, 704)])
+def test_the_kernel_rounds_as_the_formulas_do(fmt, shape):
+    torch.manual_seed(0)
+    weight = torch.randn(shape).bfloat16()
+    weight[3] = 0.0
+    weight[4] = -weight[4, 0].abs()
+    weight[5] = weight[5].clamp(-0.5, 0.5)  # largest magnitude of both signs
+    layer, expected = Linear(weight, quantization=fmt), packed(quantize(weight, fmt))
+    assert torch.equal(layer.weight.view(-1), expected[0].view(torch.int8).view(-1))
+    assert torch.equal(layer.scales, expected[1])
 
 
 @needs_native
@@ -62,14 +95,26 @@ def test_the_product_is_that_of_the_rounded_weights_for_any_number_of_rows(fmt, 
     layer = Linear(weight, bias, quantization=fmt)
     assert layer.layout == fmt
     assert layer.num_bytes < 0.7 * weight.nbytes
-    x = torch.randn(250, shape[1] + 32).bfloat16()[:, : shape[1]]  # strided
-    expected = x.double() @ dequantized(*quantize(weight, fmt)).double().T
-    if bias is not None:
-        expected += bias
-    found = linear(x, layer)
-    torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=8e-3)
-    for num_rows in (1, 2, 3, 4, 5, 8, 9, 17, 192, 193):
-        assert torch.equal(linear(x[-num_rows:], layer), found[-num_rows:]), num_rows
+    check_product(layer, quantize(weight, fmt), bias)
+
+
+@needs_native
+@pytest.mark.parametrize("group", [32, 96, 384])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_groups_of_any_multiple_of_32_with_zeros_and_float32_scales(group, has_zeros, dtype):
+    torch.manual_seed(0)
+    shape, groups = (112, 384), (112, 384 // group)
+    integers = Integers(
+        "int4",
+        torch.bfloat16,
+        torch.randint(-8, 8, shape, dtype=torch.int8),
+        (torch.randn(groups) / 8).to(dtype),
+        torch.randint(-8, 9, groups, dtype=torch.int8) if has_zeros else None,
+    )
+    layer = Linear(integers)
+    assert layer.layout == "int4"
+    check_product(layer, integers)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -77,9 +122,10 @@ def test_the_product_is_that_of_the_rounded_weights_for_any_number_of_rows(fmt, 
 def test_other_dtypes_multiply_with_the_rounded_weights(fmt, dtype):
     torch.manual_seed(0)
     weight, x = torch.randn(24, 64).to(dtype), torch.randn(3, 64).to(dtype)
-    layer = Linear(weight, quantization=fmt)
-    expected = x.double() @ dequantized(*quantize(weight, fmt)).to(dtype).double().T
-    torch.testing.assert_close(linear(x, layer).double(), expected, atol=3e-2, rtol=2e-3)
+    integers = quantize(weight, fmt)
+    expected = x.double() @ dequantized(integers).to(dtype).double().T
+    for layer in (Linear(weight, quantization=fmt), Linear(integers)):
+        torch.testing.assert_close(linear(x, layer).double(), expected, atol=3e-2, rtol=2e-3)
 
 
 def test_groups_must_divide_the_inputs():

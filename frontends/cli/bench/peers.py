@@ -21,6 +21,9 @@ def peers(
         str | None, typer.Option(help="The same model for llama.cpp.", metavar="FILE")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of everybody but llama.cpp.")] = "bfloat16",
+    quantization: Annotated[
+        str | None, typer.Option(help="Of trouper: int8 or int4, beside a GGUF file of that kind.")
+    ] = None,
     workload: Annotated[
         list[str] | None,
         typer.Option(help="Requests x input x output; repeatable.", metavar="16x128x64"),
@@ -56,12 +59,16 @@ def peers(
     works = [core.parse_workload(text) for text in workload or core.WORKLOADS]
     pythons = {"vllm": vllm_python, "llama.cpp": llama_python, "transformers": hf_python}
     args = EngineArgs(
-        model=model, dtype=dtype, max_model_len=max(w.input_len + w.output_len for w in works)
+        model=model,
+        dtype=dtype,
+        quantization=quantization,
+        max_model_len=max(w.input_len + w.output_len for w in works),
     )
     config = args.resolve(offline=True)
     settings = core.Settings(
         model=config.model.path,
         dtype=config.dtype,
+        quantization=config.quantization,
         gguf=gguf,
         peers=() if alone else tuple(peer) if peer else None,
         pythons={name: python for name, python in pythons.items() if python is not None},

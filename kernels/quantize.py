@@ -1,0 +1,65 @@
+"""A plain bfloat16 matrix [O, I] rounded and packed: the formulas of `quantization.py`, the layouts of
+`quantized_matmul.py`.
+
+Sixteen outputs are the lanes, so that no sum or maximum crosses them; a group is read twice, the second
+time from the cache.
+
+Roofline: bytes = O I (2 + bits / 8).
+"""
+
+from collections.abc import Iterator
+
+from trouper.kernels.quantization import Format
+from trouper.kernels.simd import LANES, Code, Pointer, Value
+
+
+def quantize_panels(code: Code, fmt: Format) -> None:
+    """The plain matrix, q, s, I / 2, pairs of a group.  A piece is a panel."""
+    plain, q, s, pairs, length = code.arguments(5)
+    num_groups, at_once = pairs // length, 4 if fmt == "int4" else 1  # columns to a word
+    for panel in code.pieces():
+        rows = code.pointer(plain, "i32") + panel * LANES * pairs
+        words = code.pointer(q, "i32" if fmt == "int4" else "i16")
+        words += panel * (pairs // at_once) * LANES
+        scales = code.pointer(s, "bf16") + panel * num_groups * LANES
+        for g in code.loop(0, num_groups):
+            first = g * length
+            largest = code.var(code.lanes(0.0))
+            for _, columns in _columns(code, rows, pairs, first, length):
+                for x in (x for column in columns for x in code.unpaired(column)):
+                    largest.set(code.select(_magnitude(x) > _magnitude(largest), x, largest))
+            scale = largest * (-1 / 8) if fmt == "int4" else _magnitude(largest) / 127.0
+            scales.store(g * LANES, scale)
+            scale = scales.load(g * LANES)
+            inverse = code.select(scale.equals(0.0), 0.0, code.lanes(1.0) / scale)
+            for i, columns in _columns(code, rows, pairs, first, length):
+                for j in range(0, LANES, at_once):
+                    word = _word(code, fmt, columns[j : j + at_once], inverse)
+                    words.store((i + j) // at_once * LANES, word)
+
+
+def _columns(
+    code: Code, rows: Pointer, pairs: Value, first: Value, length: Value
+) -> Iterator[tuple[Value, list[Value]]]:
+    """Sixteen pairs of inputs at a time, each of sixteen outputs."""
+    for i in code.loop(first, first + length, LANES):
+        yield i, code.transposed([rows.load(pairs * r + i) for r in range(LANES)])
+
+
+def _magnitude(x: Value) -> Value:
+    return x.code.larger(x, 0.0 - x)
+
+
+def _word(code: Code, fmt: Format, columns: list[Value], inverse: Value) -> Value:
+    """int4: a nibble of each half for each column; int8: two bytes."""
+    lowest, highest = (-8.0, 7.0) if fmt == "int4" else (-127.0, 127.0)
+    word = code.words(0)
+    for k, column in enumerate(columns):
+        low, high = (
+            code.rounded(code.smaller(code.larger(x * inverse, lowest), highest))
+            for x in code.unpaired(column)
+        )
+        if fmt == "int8":
+            return (low & 0xFF) | (high << 8)
+        word = word | ((low + 8) << 4 * k) | ((high + 8) << 16 + 4 * k)
+    return word

@@ -1,0 +1,246 @@
+"""GPTQ, AWQ and compressed-tensors: packed here by hand, read, and compared with the plain weights that they are."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trouper.actors.executor.integer_checkpoints import integer_scheme
+from trouper.actors.executor.runner import Runner
+from trouper.actors.messages import Sampling
+from trouper.config import EngineArgs
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.kernels.linear import layout_of
+
+from .driver import Driver, engine_config, random_prompts
+from .test_architectures import VOCAB, tiny_model
+
+FILE = "model.safetensors"
+GROUP = 32
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+CONFIGS = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
+    "gptq_v2": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "checkpoint_format": "gptq_v2",
+    },
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": GROUP,
+        "version": "gemm",
+        "zero_point": True,
+    },
+    "compressed": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": GROUP,
+                },
+            }
+        },
+        "ignore": ["lm_head"],
+    },
+}
+needs_native = pytest.mark.skipif(
+    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs AVX512-BF16"
+)
+WEIGHTS = CONFIGS["compressed"]["config_groups"]["group_0"]["weights"]
+
+
+def compressed(weights, **others):
+    return {**CONFIGS["compressed"], "config_groups": {"group_0": {"weights": weights, **others}}}
+
+
+CONFIGS["compressed_zeros"] = compressed(WEIGHTS | {"symmetric": False})
+
+
+def eight_to_a_word(numbers, order=range(8)):
+    """Rows of integers 0 … 15 to rows of int32; the nibble k of a word is the number order[k] of eight."""
+    rows = []
+    for row in numbers.tolist():
+        words = []
+        for first in range(0, len(row), 8):
+            word = sum(row[first + at] << 4 * k for k, at in enumerate(order))
+            words.append(word - (1 << 32) if word >= 1 << 31 else word)
+        rows.append(words)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def parts_of(kind, q, zeros, scales):
+    """The tensors of one projection; q [O, I], zeros and scales [O, G], all 0 … 15."""
+    num_in = q.shape[1]
+    if kind.startswith("gptq"):
+        less = 0 if kind == "gptq_v2" else 1
+        return {
+            "qweight": eight_to_a_word(q).T.contiguous(),
+            "qzeros": eight_to_a_word((zeros.T - less) % 16),
+            "scales": scales.T.half().contiguous(),
+            "g_idx": torch.arange(num_in, dtype=torch.int32) // GROUP,
+            "bias": torch.zeros(len(q), dtype=torch.float16),
+        }
+    if kind == "awq":
+        return {
+            "qweight": eight_to_a_word(q.T, AWQ_ORDER),
+            "qzeros": eight_to_a_word(zeros.T, AWQ_ORDER),
+            "scales": scales.T.half().contiguous(),
+        }
+    parts = {
+        "weight_packed": eight_to_a_word(q),
+        "weight_scale": scales.bfloat16(),
+        "weight_shape": torch.tensor(q.shape),
+    }
+    if kind == "compressed_zeros":
+        parts["weight_zero_point"] = eight_to_a_word(zeros.T).T.contiguous()
+    return parts
+
+
+def write(tmp_path, kind, *, is_symmetric=False, changes=None):
+    """A plain folder and one of integers, of the same weights."""
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    tiny_model("Qwen3", {"num_hidden_layers": 2, "tie_word_embeddings": True}, plain)
+    torch.manual_seed(1)
+    tensors, stored = load_file(plain / FILE), {}
+    for name, weight in tensors.items():  # the projections among them become others
+        base = name.removesuffix("weight")
+        if not name.endswith("_proj.weight"):
+            stored[name] = weight
+            continue
+        groups = weight.shape[0], weight.shape[1] // GROUP
+        q = torch.randint(0, 16, weight.shape)
+        zeros = torch.full(groups, 8) if is_symmetric else torch.randint(0, 16, groups)
+        scales = (torch.rand(groups) + 0.5) * 0.3 / weight.shape[1] ** 0.5
+        scales = scales.bfloat16() if kind.startswith("compressed") else scales.half()
+        differences = q - zeros.repeat_interleave(GROUP, 1)
+        tensors[name] = differences * scales.float().repeat_interleave(GROUP, 1)
+        stored |= {base + part: x for part, x in parts_of(kind, q, zeros, scales).items()}
+    if changes is not None:
+        changes(stored)
+    packed.mkdir()
+    save_file(tensors, plain / FILE, metadata={"format": "pt"})
+    save_file(stored, packed / FILE, metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = CONFIGS[kind]
+    (packed / "config.json").write_text(json.dumps(config))
+    return plain, packed
+
+
+def run(folder, dtype="float32"):
+    """Greedy tokens, and log-probabilities of the prompts' tokens."""
+    runner = Runner(engine_config(folder, dtype=dtype))
+    sampling = Sampling(temperature=0.0, prompt_logprobs=0)
+    sequences = Driver(runner).run(random_prompts((3, 40), VOCAB), 4, sampling)
+    found = [position.logprobs[0] for s in sequences for position in s.prompt_logprobs]
+    assert len(found) == 41
+    return runner, [s.token_ids for s in sequences], torch.tensor(found)
+
+
+def load(folder, **changes):
+    Runner(engine_config(folder, **changes)).load()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_symmetric"),
+    [
+        ("gptq", False),
+        ("gptq", True),
+        ("gptq_v2", False),
+        ("awq", False),
+        ("compressed", True),
+        ("compressed_zeros", False),
+    ],
+)
+def test_the_answers_are_those_of_the_plain_weights(tmp_path, kind, is_symmetric):
+    plain, packed = write(tmp_path, kind, is_symmetric=is_symmetric)
+    (_, ids, logprobs), (_, found_ids, found) = run(plain), run(packed)
+    assert found_ids == ids
+    assert torch.equal(found, logprobs)
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["gptq", "awq", "compressed"])
+def test_beside_bfloat16_the_integers_stay_integers(tmp_path, kind):
+    plain, packed = write(tmp_path, kind, is_symmetric=kind == "compressed")
+    (rounded, _, logprobs), (runner, _, found) = run(plain, "bfloat16"), run(packed, "auto")
+    assert runner._decoder.num_bytes < 0.5 * rounded._decoder.num_bytes
+    torch.testing.assert_close(found, logprobs, atol=0.25, rtol=0)
+    assert (found - logprobs).abs().mean() < 0.03
+
+
+def test_groups_of_permuted_inputs_are_refused(tmp_path):
+    def permute(stored):
+        g_idx = stored["model.layers.1.mlp.down_proj.g_idx"]
+        g_idx.copy_(g_idx.flip(0))
+
+    _, packed = write(tmp_path, "gptq", changes=permute)
+    with pytest.raises(UnsupportedFeatureError, match=r"quantization_config: desc_act: .*g_idx"):
+        load(packed)
+
+
+def test_a_missing_part_is_named(tmp_path):
+    _, packed = write(tmp_path, "awq", changes=lambda t: t.pop("model.layers.0.mlp.up_proj.scales"))
+    with pytest.raises(TrouperValidationError, match=r"lacks 1 tensors: .*up_proj\.scales"):
+        load(packed)
+
+
+def test_a_bias_that_is_not_zero_is_unexpected(tmp_path):
+    _, packed = write(
+        tmp_path, "gptq", changes=lambda t: t["model.layers.0.mlp.up_proj.bias"].add_(1)
+    )
+    with pytest.raises(TrouperValidationError, match=r"unexpected 1 tensors: .*up_proj\.bias"):
+        load(packed)
+
+
+def test_half_of_a_fused_matrix_is_refused(tmp_path):
+    def plain_k(stored):
+        for name in [name for name in stored if "layers.0.self_attn.k_proj" in name]:
+            del stored[name]
+        stored["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(256, 64)
+
+    _, packed = write(tmp_path, "awq", changes=plain_k)
+    with pytest.raises(UnsupportedFeatureError, match=r"quantization_config: modules: .*qkv"):
+        load(packed)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"quant_method": "fp8"}, "quant_method"),
+        ({**CONFIGS["gptq"], "bits": 3}, "bits"),
+        ({**CONFIGS["gptq"], "group_size": 48}, "group_size"),
+        ({**CONFIGS["gptq"], "checkpoint_format": "marlin"}, "checkpoint_format"),
+        ({**CONFIGS["gptq"], "lm_head": True}, "lm_head"),
+        ({**CONFIGS["awq"], "version": "gemv"}, "version"),
+        ({**CONFIGS["compressed"], "format": "float-quantized"}, "format"),
+        ({**CONFIGS["compressed"], "config_groups": {}}, "config_groups"),
+        (compressed(WEIGHTS | {"num_bits": 8}), "num_bits"),
+        (compressed(WEIGHTS | {"strategy": "tensor"}), "strategy"),
+        (compressed(WEIGHTS, input_activations={"num_bits": 8}), "input_activations"),
+    ],
+)
+def test_what_is_not_read_is_named(config, field):
+    with pytest.raises(UnsupportedFeatureError, match=f"quantization_config: {field}: "):
+        integer_scheme({"quantization_config": config})
+
+
+@pytest.mark.parametrize("config", [CONFIGS["awq"], compressed(WEIGHTS | {"strategy": "channel"})])
+def test_one_group_for_all_inputs_where_the_config_says_so(config):
+    scheme = integer_scheme({"quantization_config": {**config, "group_size": -1}})
+    assert scheme is not None
+    assert scheme.group_size is None
+
+
+def test_integers_are_not_rounded_again(tmp_path):
+    _, packed = write(tmp_path, "awq")
+    with pytest.raises(TrouperValidationError, match="quantised already"):
+        EngineArgs(model=str(packed), quantization="int8", skip_tokenizer_init=True).resolve()
