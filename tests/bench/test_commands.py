@@ -10,6 +10,7 @@ from trouper.bench import throughput as core
 from trouper.bench.kernels import OPS, Case, Shapes, WrongResultError, measure
 from trouper.config import DEMO_MODEL, EngineArgs
 from trouper.errors import UnsupportedFeatureError
+from trouper.geometries import GEOMETRIES
 
 SMALL = ["--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "128"]
 SMALL += ["--num-gpu-blocks-override", "8"]
@@ -51,6 +52,13 @@ def test_both_ways_are_run_in_turn_and_their_spreads_told(bench, tmp_path):
     assert sum("3 runs: median" in line and "spread" in line for line in lines) == 2
     ways = json.loads(path.read_text())["ways"]
     assert [len(way["repeats"]["all_s"]) for way in ways.values()] == [3, 3]
+
+
+def test_a_config_alone_is_enough_for_dummy_weights(report, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEOMETRIES["tiny"]))
+    for model in (tmp_path, "tiny"):
+        found = report("throughput", *TINY, "-m", model, "--load-format", "dummy")
+        assert (found["model_id"], found["total_output_tokens"]) == (str(model), 12)
 
 
 def test_transformers_runs_the_same_requests(report):
