@@ -66,7 +66,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         path = _model_path(args)
         is_folder = path.is_dir()
-        raw = _read_json(path / "config.json", required=True) if is_folder else GEOMETRIES[str(path)]
+        raw = (
+            _read_json(path / "config.json", required=True) if is_folder else GEOMETRIES[str(path)]
+        )
         config: dict[str, Any] = {**raw, **(raw.get("text_config") or {})}
         architectures: list[str] = raw.get("architectures") or config.get("architectures") or []
         config["architectures"] = architectures

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.dummy import Dummy
 from trouper.actors.executor.models.encoder import Encoder, Layer, Norm
 from trouper.actors.executor.models.encoder_traits import EncoderTraits
-from trouper.actors.executor.dummy import Dummy
 from trouper.actors.executor.weights import Checkpoint
 from trouper.errors import TrouperValidationError
 from trouper.kernels.linear import Linear

@@ -3,7 +3,9 @@
 import json
 import struct
 
+import numpy as np
 import pytest
+import torch
 
 from trouper.bench import plot, roofs, startup
 from trouper.bench import throughput as core
@@ -180,6 +182,31 @@ def test_every_operation_is_right_and_has_its_figures(report, dtype):
         assert record["share_of_roof"] >= 0
 
 
+def test_every_triton_kernel_is_right_and_has_its_figures(report):
+    """On the device that there is; without one the interpreter takes its place."""
+    cuda_kernels = pytest.importorskip("trouper.bench.cuda_kernels", exc_type=ImportError)
+    device = "cuda" if torch.cuda.is_available() else "interpreter"
+    quick = [*QUICK, "--dtype", "float32", "--num-tokens", "2"]
+    with np.errstate(all="ignore"):
+        found = report("kernels", "-m", "tiny", "--device", device, *quick)
+    assert {record["op"] for record in found["results"]} == set(cuda_kernels.OPS)
+    assert (found["device"], min(record["us"] for record in found["results"]) > 0) == (device, True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_kernels_on_a_device_that_is_not_there_is_one_line(bench):
+    pytest.importorskip("triton")
+    assert "--device cuda: " in bench("kernels", "--device", "cuda", code=2).err
+
+
+def test_integers_must_be_those_of_the_reference():
+    def wrong(_):
+        yield Case("", lambda: torch.tensor([101]), lambda: torch.tensor([100]), 1, 1)
+
+    with pytest.raises(WrongResultError, match="off by 1, of 0"):
+        next(measure([Shapes()], roofs.Roofs(1.0, 1.0), ["wrong"], table={"wrong": wrong}))
+
+
 def test_one_operation_may_be_named(bench):
     lines = bench("kernels", "--op", "rope", *QUICK).out.splitlines()
     assert len(lines) == 2 + 2
@@ -198,7 +225,7 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
 
 
 def test_the_share_of_the_roof_is_that_of_the_nearer_one():
-    machine = roofs.Roofs(read_bytes_s=10.0, flops_s=100.0)
+    machine = roofs.Roofs(bytes_s=10.0, flops_s=100.0)
     assert machine.share(10, 50, 2.0) == 0.5
     assert machine.share(1, 100, 2.0) == 0.5
     assert Case._fields[-2:] == ("num_bytes", "num_flops")

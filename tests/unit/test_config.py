@@ -220,7 +220,7 @@ def test_a_geometry_is_a_model_of_dummy_weights_with_the_demos_tokenizer(name):
     "wish", [{"model": "qwen3-0.6b"}, {"model": "qwen3", "load_format": "dummy"}], ids=str
 )
 def test_a_geometry_needs_dummy_weights_and_a_known_name(wish):
-    with pytest.raises(TrouperValidationError, match="load_format='dummy' knows qwen3-0.6b, "):
+    with pytest.raises(TrouperValidationError, match=r"load_format=.dummy. knows qwen3-0\.6b, "):
         EngineArgs(**wish).resolve()
 
 
