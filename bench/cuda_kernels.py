@@ -5,7 +5,7 @@ On a CUDA device, or interpreted: then what is tried is the way to the figures, 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -177,7 +177,7 @@ def preparation(s: Shapes) -> Iterator[Case]:
     embedding, tokens = _normal(s, s.vocab, s.hidden), _ids(s, np.arange(num)[:, None] % s.vocab)
     bounds, rows = _ids(s, np.arange(num + 1)), _ids(s, np.arange(num))
     zeros = torch.zeros_like(rows)
-    options = {"num_tokens": num, "block_size": s.block_size}
+    options: dict[str, Any] = {"num_tokens": num, "block_size": s.block_size}
     yield Case(
         f"[{num}, {s.hidden}]",
         lambda: prepare(bounds, rows, zeros, tokens, zeros[:, None], embedding, **options).x,

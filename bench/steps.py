@@ -68,9 +68,9 @@ def watched() -> Iterator[Watch]:
     watch = Watch()
     plain_step, plain = LocalDevice._step, {name: getattr(Policy, name) for name in POLICY}
 
-    def step(device: LocalDevice, plan: Any) -> Any:
+    def step(self: LocalDevice, plan: Any) -> Any:
         begin = perf_counter()
-        done = plain_step(device, plan)
+        done = plain_step(self, plan)
         watch.steps.append(Step(_batch_size(plan), begin, perf_counter()))
         return done
 

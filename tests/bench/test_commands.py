@@ -70,6 +70,15 @@ def test_transformers_runs_the_same_requests(report):
     assert found["total_num_tokens"] == ours["total_num_tokens"]
 
 
+@pytest.mark.slow  # transformers itself takes ten seconds
+def test_continuous_batching_of_transformers_runs_the_same_requests(report):
+    options = ["-m", "tiny", "--load-format", "dummy", "--random-range-ratio", "0.5"]
+    found = report("throughput", *TINY, *options, "--backend", "hf-cb", "--repeat", "2")
+    ours = report("throughput", *TINY, *options)
+    assert found["total_num_tokens"] == ours["total_num_tokens"]
+    assert len(found["repeats"]["all_s"]) == 2
+
+
 def test_a_prefix_repetition_is_a_dataset(report):
     names = {"prefix-len": 8, "suffix-len": 2, "num-prefixes": 2, "output-len": 3}
     options = [part for n, v in names.items() for part in (f"--prefix-repetition-{n}", v)]
