@@ -43,9 +43,9 @@ class Piece(NamedTuple):
 
 def pieces(*, is_tiny: bool) -> list[Piece]:
     """What tells most comes first."""
-    folders = ("tests/kernels/cuda", "tests/cuda", "tests/parity")
-    tests = [folder for folder in folders if (ROOT / folder).is_dir()]
-    tests = ["tests/kernels/cuda/test_act_mul.py"] if is_tiny else tests
+    tests = ("tests/kernels/cuda", "tests/parity")
+    if is_tiny:
+        tests = ("tests/kernels/cuda/test_act_mul.py",)
     run_goals, tiny = ("-m", "trouper.bench.goals_run"), ("--tiny",) * is_tiny
     kinds: dict[str, tuple[float, Callable[[str], tuple[str, ...]]]] = {
         "kernels": (300, lambda model: _kernels(model, is_tiny=is_tiny)),

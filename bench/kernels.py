@@ -340,7 +340,7 @@ def measure(
     table: Mapping[str, Callable[[Shapes], Iterable[Case]]] = OPS,
     clock: Callable[[Callable[[], object]], float] = seconds_of,
 ) -> Iterator[dict[str, Any]]:
-    """One record for each case, as it is done; `clock` gives the seconds of a call.
+    """One record for each case, as it is done; `clock` gives the seconds of a call.  `error` is relative.
 
     Raises:
         WrongResultError: a result is not its reference's.
@@ -349,11 +349,12 @@ def measure(
         for step in shapes:
             torch.manual_seed(0)
             for case in table[name](step):
-                _check(name, case, step.dtype)
+                error = _error(name, case, step.dtype)
                 seconds = clock(case.run)
                 yield {
                     "op": name,
                     "shape": case.shape,
+                    "error": float(f"{error:.2g}"),
                     "us": round(1e6 * seconds, 2),
                     "gb_s": round(case.num_bytes / seconds / 1e9, 2),
                     "gflop_s": round(case.num_flops / seconds / 1e9, 2),
@@ -361,12 +362,16 @@ def measure(
                 }
 
 
-def _check(name: str, case: Case, dtype: torch.dtype) -> None:
-    """The reference may be of the first rows and columns only; integers must be equal."""
+def _error(name: str, case: Case, dtype: torch.dtype) -> float:
+    """The largest, as a share of the largest value; of integers, which must be equal, 0.
+
+    The reference may be of the first rows and columns only.
+    """
     expected = case.reference()
     found = case.run()[tuple(map(slice, expected.shape))]
-    error = (found.double() - expected.double()).abs().max().item()
-    is_exact = not expected.is_floating_point()
-    limit = 0 if is_exact else TOLERANCE[dtype] * expected.double().abs().max().item()
+    largest = max(expected.double().abs().max().item(), torch.finfo(dtype).tiny)
+    error = (found.double() - expected.double()).abs().max().item() / largest
+    limit = TOLERANCE[dtype] if expected.is_floating_point() else 0
     if not error <= limit:
-        raise WrongResultError(f"{name} {case.shape}: off by {error:.3g}, of {limit:.3g} allowed")
+        raise WrongResultError(f"{name} {case.shape}: off by {error:.2g}, of {limit:g} allowed")
+    return error

@@ -9,7 +9,7 @@ import torch
 
 from trouper.bench import plot, roofs, startup
 from trouper.bench import throughput as core
-from trouper.bench.kernels import OPS, Case, Shapes, WrongResultError, measure
+from trouper.bench.kernels import OPS, TOLERANCE, Case, Shapes, WrongResultError, measure
 from trouper.config import DEMO_MODEL, EngineArgs
 from trouper.errors import UnsupportedFeatureError
 from trouper.geometries import GEOMETRIES
@@ -189,6 +189,7 @@ def test_every_operation_is_right_and_has_its_figures(report, dtype):
     for record in found["results"]:
         assert record["us"] > 0
         assert record["share_of_roof"] >= 0
+        assert record["error"] <= TOLERANCE[getattr(torch, dtype)]
 
 
 def test_every_triton_kernel_is_right_and_has_its_figures(report):
@@ -212,7 +213,7 @@ def test_integers_must_be_those_of_the_reference():
     def wrong(_):
         yield Case("", lambda: torch.tensor([101]), lambda: torch.tensor([100]), 1, 1)
 
-    with pytest.raises(WrongResultError, match="off by 1, of 0"):
+    with pytest.raises(WrongResultError, match=r"off by 0\.01, of 0 allowed"):
         next(measure([Shapes()], roofs.Roofs(1.0, 1.0), ["wrong"], table={"wrong": wrong}))
 
 

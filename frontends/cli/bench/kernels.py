@@ -141,9 +141,9 @@ def _lines(full: dict[str, Any]) -> list[str]:
     name, rate = next(iter(roofs.items()))
     return [
         f"roofs: {name.split('_')[0]} {rate:.1f} GB/s, {roofs['gemm_gflop_s']:.0f} GFLOP/s",
-        f"{'operation':26}{'shape':32}{'µs':>11}{'GB/s':>9}{'GFLOP/s':>10}{'of roof':>9}",
+        f"{'operation':26}{'shape':32}{'error':>9}{'µs':>11}{'GB/s':>9}{'GFLOP/s':>10}{'of roof':>9}",
         *(
-            f"{r['op']:26}{r['shape']:32}{r['us']:11.1f}{r['gb_s']:9.1f}{r['gflop_s']:10.1f}"
+            f"{r['op']:26}{r['shape']:32}{r['error']:9.1e}{r['us']:11.1f}{r['gb_s']:9.1f}{r['gflop_s']:10.1f}"
             f"{100 * r['share_of_roof']:7.0f} %"
             for r in full["results"]
         ),
