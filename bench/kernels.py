@@ -1,10 +1,10 @@
-"""Every operation of `kernels/` at a model's shapes, beside the measured roofs.
+"""Every operation of the CPU in `kernels/` at a model's shapes, beside the measured roofs.
 
 A new kernel is a function that yields `Case`s, and a line in `OPS`.  A case whose result is not that of
 its reference is not timed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.bench.roofs import SAMPLE_S, Roofs, seconds_of
+from trouper.bench.roofs import Roofs, seconds_of
 from trouper.errors import TrouperError
 from trouper.kernels.act_mul import silu_mul_reference
 from trouper.kernels.decoder_ops import Ops, Shape, make_ops
@@ -52,6 +52,7 @@ class Shapes(NamedTuple):
     context: int = 1024  # tokens of each sequence that decodes
     num_tokens: int = 1
     cold_bytes: int = 2**28  # weights and caches are copied to so much, and read in turn
+    device: str = "cpu"
 
     def copies(self, num_bytes: int) -> int:
         """In a step every layer's weights come from memory; so they do here."""
@@ -323,7 +324,7 @@ OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
 
 
 def shapes(
-    config: dict[str, Any] | None, num_tokens: Sequence[int], *, dtype: str, **more: int
+    config: dict[str, Any] | None, num_tokens: Sequence[int], *, dtype: str, **more: Any
 ) -> list[Shapes]:
     """One for each number of tokens; without a config.json the defaults."""
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), **more}
@@ -332,9 +333,14 @@ def shapes(
 
 
 def measure(
-    shapes: Sequence[Shapes], roofs: Roofs, ops: Sequence[str], *, sample_s: float = SAMPLE_S
+    shapes: Sequence[Shapes],
+    roofs: Roofs,
+    ops: Sequence[str],
+    *,
+    table: Mapping[str, Callable[[Shapes], Iterable[Case]]] = OPS,
+    clock: Callable[[Callable[[], object]], float] = seconds_of,
 ) -> Iterator[dict[str, Any]]:
-    """One record for each case, as it is done.
+    """One record for each case, as it is done; `clock` gives the seconds of a call.  `error` is relative.
 
     Raises:
         WrongResultError: a result is not its reference's.
@@ -342,12 +348,13 @@ def measure(
     for name in ops:
         for step in shapes:
             torch.manual_seed(0)
-            for case in OPS[name](step):
-                _check(name, case, step.dtype)
-                seconds = seconds_of(case.run, sample_s)
+            for case in table[name](step):
+                error = _error(name, case, step.dtype)
+                seconds = clock(case.run)
                 yield {
                     "op": name,
                     "shape": case.shape,
+                    "error": float(f"{error:.2g}"),
                     "us": round(1e6 * seconds, 2),
                     "gb_s": round(case.num_bytes / seconds / 1e9, 2),
                     "gflop_s": round(case.num_flops / seconds / 1e9, 2),
@@ -355,10 +362,16 @@ def measure(
                 }
 
 
-def _check(name: str, case: Case, dtype: torch.dtype) -> None:
-    expected = case.reference().double()
-    found = case.run().double()[..., : expected.shape[-1]]
-    error = (found - expected).abs().max().item()
-    limit = TOLERANCE[dtype] * expected.abs().max().item()
+def _error(name: str, case: Case, dtype: torch.dtype) -> float:
+    """The largest, as a share of the largest value; of integers, which must be equal, 0.
+
+    The reference may be of the first rows and columns only.
+    """
+    expected = case.reference()
+    found = case.run()[tuple(map(slice, expected.shape))]
+    largest = max(expected.double().abs().max().item(), torch.finfo(dtype).tiny)
+    error = (found.double() - expected.double()).abs().max().item() / largest
+    limit = TOLERANCE[dtype] if expected.is_floating_point() else 0
     if not error <= limit:
-        raise WrongResultError(f"{name} {case.shape}: off by {error:.3g}, of {limit:.3g} allowed")
+        raise WrongResultError(f"{name} {case.shape}: off by {error:.2g}, of {limit:g} allowed")
+    return error

@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 from trouper import LLM, EngineArgs, SamplingParams
+from trouper.bench import steps
 from trouper.bench.datasets import random_requests
 from trouper.bench.figures import PERCENTILES, percentile
 from trouper.bench.plot import Point
@@ -22,9 +24,13 @@ def measure(
     num_iters: int,
     num_iters_warmup: int,
     disable_detokenize: bool = False,
+    breakdown: bool = False,
     step: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """One record for each batch size; latencies are in seconds, and `step` is called after each batch."""
+    """One record for each batch size; latencies are in seconds, and `step` is called after each batch.
+
+    With `breakdown` each has a `step`: see `bench/steps.py`.
+    """
     params = SamplingParams(
         n=n,
         temperature=1.0,
@@ -34,7 +40,7 @@ def measure(
     )
     rng = random.Random(engine_args.seed)
     records: list[dict[str, Any]] = []
-    with LLM.from_engine_args(engine_args) as llm:
+    with steps.profile_folder(engine_args) as folder, LLM.from_engine_args(engine_args) as llm:
         for size in batch_sizes:
             requests = random_requests(size, input_len, output_len, vocabulary, rng)
             prompts = [list(request.prompt_token_ids) for request in requests]
@@ -44,7 +50,11 @@ def measure(
                 llm.generate(prompts, params, use_tqdm=False)
                 latencies.append(perf_counter() - started)
                 step()
-            records.append(_record(size, n * output_len, latencies[num_iters_warmup:]))
+            record = _record(size, n * output_len, latencies[num_iters_warmup:])
+            if breakdown:
+                generate = partial(llm.generate, prompts, params, use_tqdm=False)
+                record["step"] = steps.breakdown(llm, generate, n * size, folder)
+            records.append(record)
     return records
 
 

@@ -27,7 +27,13 @@ from trouper.bench.figures import repeats
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 
 NAMES = ("trouper", "vllm", "llama.cpp", "transformers")
-PACKAGES = {"vllm": "vllm", "llama.cpp": "llama_cpp", "transformers": "transformers"}
+NAMES_IF_ASKED = (*NAMES, "transformers-cb")
+PACKAGES = {
+    "vllm": "vllm",
+    "llama.cpp": "llama_cpp",
+    "transformers": "transformers",
+    "transformers-cb": "transformers",
+}
 ERROR = re.compile(r"\w+(Error|Exception): ")
 GRACE_S = 20.0  # until a process that was told to end is killed
 
@@ -65,14 +71,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     pythons: dict[str, str] = {}
     llama_batched_bench: str | None = None
     threads: int = 1
+    load_format: str = "auto"
 
     def engines(self) -> list[str]:
         """Raises TrouperValidationError or UnsupportedFeatureError for one that was asked for and cannot run."""
         asked = NAMES if self.peers is None else ("trouper", *self.peers)
-        unknown = [name for name in asked if name not in NAMES]
+        unknown = [name for name in asked if name not in NAMES_IF_ASKED]
         if unknown:
             raise TrouperValidationError(
-                f"must be of {', '.join(NAMES)}", parameter="peers", value=unknown[0]
+                f"must be of {', '.join(NAMES_IF_ASKED)}", parameter="peers", value=unknown[0]
             )
         missing = {name: self._what_is_missing(name) for name in dict.fromkeys(asked)}
         named = {*self.pythons, *(self.peers or ())}
@@ -110,7 +117,9 @@ class Peer(Protocol):
     ready_s: float
     version: str
 
-    def measure(self, prompts: list[list[int]], output_len: int) -> Answer: ...
+    def measure(self, prompts: list[list[int]], output_len: int | list[int]) -> Answer:
+        """A list of lengths, one for each prompt, is understood by transformers-cb alone."""
+        ...
 
 
 class ProcessPeer:
@@ -127,7 +136,7 @@ class ProcessPeer:
         self.ready_s = perf_counter() - started
         self._signal(signal.SIGSTOP)
 
-    def measure(self, prompts: list[list[int]], output_len: int) -> Answer:
+    def measure(self, prompts: list[list[int]], output_len: int | list[int]) -> Answer:
         self._signal(signal.SIGCONT)
         answer = self._ask({"prompts": prompts, "output_len": output_len})
         self._signal(signal.SIGSTOP)
@@ -176,7 +185,8 @@ class LlamaBinary:
     def __init__(self, program: str, options: dict[str, Any]) -> None:
         self._program, self._options = program, options
 
-    def measure(self, prompts: list[list[int]], output_len: int) -> Answer:
+    def measure(self, prompts: list[list[int]], output_len: int | list[int]) -> Answer:
+        assert isinstance(output_len, int)
         num, length = len(prompts), len(prompts[0])
         num_steps = max(1, output_len - 1)  # the prompt's own logits give the first token
         values = {
@@ -205,6 +215,7 @@ def started(name: str, settings: Settings, workloads: Sequence[Workload] = ()) -
         "max_num_seqs": max(work.num for work in works),
         "threads": settings.threads,
         "quantization": settings.quantization if name == "trouper" else None,
+        "load_format": settings.load_format,
     }
     if name == "llama.cpp" and settings.llama_batched_bench:
         yield LlamaBinary(settings.llama_batched_bench, options)

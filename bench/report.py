@@ -2,6 +2,8 @@
 
 import json
 import platform
+import shutil
+import subprocess
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +29,7 @@ def about(arguments: Sequence[str]) -> dict[str, Any]:
         "versions": versions,
         "cpu": cpu_name(),
         "cores": num_physical_cores(),
+        "gpus": gpus(),
         "system": f"{platform.system()} {platform.machine()}",
         "arguments": without_secrets(arguments),
     }
@@ -39,6 +42,15 @@ def cpu_name() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or "unknown")
+
+
+def gpus() -> list[str]:
+    """Name, driver and memory of each, as the driver tells them."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    if shutil.which(query[0]) is None:
+        return []
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:

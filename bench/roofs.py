@@ -16,12 +16,12 @@ NUM_SAMPLES = 7
 class Roofs(NamedTuple):
     """In bytes and operations per second."""
 
-    read_bytes_s: float
+    bytes_s: float
     flops_s: float
 
     def share(self, num_bytes: float, num_flops: float, seconds: float) -> float:
         """The least time that either roof allows, as a share of the time taken."""
-        return max(num_bytes / self.read_bytes_s, num_flops / self.flops_s) / seconds
+        return max(num_bytes / self.bytes_s, num_flops / self.flops_s) / seconds
 
 
 def measure_roofs(dtype: torch.dtype, *, read_bytes: int = 2**29, gemm: int = 2048) -> Roofs:
@@ -42,6 +42,12 @@ def measure_roofs(dtype: torch.dtype, *, read_bytes: int = 2**29, gemm: int = 20
 def seconds_of(call: Callable[[], object], sample_s: float = SAMPLE_S) -> float:
     """Median time of one call."""
     return median(samples(call, sample_s))
+
+
+def once(call: Callable[[], object]) -> float:
+    started = perf_counter()
+    call()
+    return perf_counter() - started
 
 
 def samples(call: Callable[[], object], sample_s: float = SAMPLE_S) -> list[float]:

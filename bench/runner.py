@@ -1,11 +1,12 @@
 """One engine in a process of its own: workloads on stdin, figures on stdout, both in lines of JSON.
 
-    python runner.py trouper|vllm|llama.cpp|transformers    then, on stdin:
-    {"model": …, "dtype": …, "max_model_len": …, "max_num_seqs": …, "threads": …}     -> {"version": …}
+    python runner.py trouper|vllm|llama.cpp|transformers|transformers-cb    then, on stdin:
+    {"model": …, "dtype": …, "max_model_len": …, "max_num_seqs": …, "threads": …, "load_format": …} -> {"version": …}
     {"prompts": [[1, 2, …], …], "output_len": …}     any number of times  -> {"seconds": …, "num_output_tokens": …}
 
 Stands alone, on the standard library: peers run it by its path, in environments without trouper.
-Everybody decodes greedily, past the end token, and caches no prefix.
+Everybody decodes greedily, past the end token, and caches no prefix.  For transformers-cb, its continuous
+batching, `output_len` may be a list, one for each prompt.
 """
 
 import json
@@ -16,6 +17,7 @@ from time import perf_counter
 from typing import Any
 
 KV_CACHE_GIB = 4  # vLLM would take 92 % of the memory
+CB_PAGE_TOKENS = 256  # in a block of transformers
 LLAMA_BATCH, LLAMA_MICRO_BATCH = 2048, 512  # llama.cpp's defaults
 
 
@@ -34,6 +36,7 @@ class Offline:
             max_num_seqs=options["max_num_seqs"],
             enable_prefix_caching=False,
             quantization=options.get("quantization"),
+            load_format=options["load_format"],
         )
 
     def generate(self, prompts: list[list[int]], output_len: int) -> int:
@@ -48,26 +51,73 @@ class Transformers:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._torch = import_module("torch")
-        module = import_module("transformers")
-        self.version = module.__version__
-        self._model = module.AutoModelForCausalLM.from_pretrained(
-            options["model"], dtype=getattr(self._torch, options["dtype"]), use_safetensors=True
-        ).eval()
+        self.version, self._model = _transformers_model(options)
 
     def generate(self, prompts: list[list[int]], output_len: int) -> int:
         torch, longest = self._torch, max(map(len, prompts))
+        device = self._model.device
         padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
         with torch.inference_mode():
             found = self._model.generate(
-                padded,
-                attention_mask=mask,
+                padded.to(device),
+                attention_mask=mask.to(device),
                 do_sample=False,
                 min_new_tokens=output_len,
                 max_new_tokens=output_len,
                 pad_token_id=0,
             )
         return found[:, longest:].numel()
+
+
+class ContinuousBatching:
+    """transformers' own continuous batching; its manager runs from the first request to the end."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        module = import_module("transformers")
+        self.version, model = _transformers_model(options)
+        config = module.ContinuousBatchingConfig(allow_block_sharing=False)
+        if model.device.type == "cpu":  # or it takes nearly all memory
+            num_tokens = options["max_num_seqs"] * options["max_model_len"]
+            config.num_blocks = -(-num_tokens // CB_PAGE_TOKENS) + options["max_num_seqs"]
+        self._manager = model.init_continuous_batching(
+            generation_config=module.GenerationConfig(do_sample=False, eos_token_id=-1),
+            continuous_batching_config=config,
+        )
+        self._manager.start()
+
+    def generate(self, prompts: list[list[int]], output_len: int | list[int]) -> int:
+        lengths = output_len if isinstance(output_len, list) else [output_len] * len(prompts)
+        for prompt, length in zip(prompts, lengths, strict=True):
+            self._manager.add_request(prompt, max_new_tokens=length)
+        num_open, num_made = len(prompts), 0
+        while num_open:
+            result = self._manager.get_result(timeout=1)
+            if result is None and not self._manager.is_running():
+                raise RuntimeError("the generation loop of transformers has ended")
+            if result is not None and result.error:
+                raise RuntimeError(result.error)
+            if result is not None and result.is_finished():
+                num_open -= 1
+                num_made += len(result.generated_tokens)
+        return num_made
+
+    def close(self) -> None:
+        self._manager.stop(block=True)
+
+
+def _transformers_model(options: dict[str, Any]) -> tuple[str, Any]:
+    """Its version and the model, on the GPU if there is one."""
+    torch, module = import_module("torch"), import_module("transformers")
+    dtype = getattr(torch, options["dtype"])
+    loader = module.AutoModelForCausalLM
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
+        if options["load_format"] == "dummy":
+            config = module.AutoConfig.from_pretrained(options["model"])
+            model = loader.from_config(config, dtype=dtype)
+        else:
+            model = loader.from_pretrained(options["model"], dtype=dtype, use_safetensors=True)
+    return module.__version__, model.to(device).eval()
 
 
 class LlamaCpp:
@@ -138,6 +188,7 @@ ENGINES = {
     "vllm": lambda options: Offline(options, "vllm"),
     "llama.cpp": LlamaCpp,
     "transformers": Transformers,
+    "transformers-cb": ContinuousBatching,
 }
 
 
@@ -151,11 +202,15 @@ def main() -> None:
     lines = iter(sys.stdin.readline, "")
     engine: Any = ENGINES[sys.argv[1]](json.loads(next(lines)))
     answer(version=engine.version)
-    for line in lines:
-        work = json.loads(line)
-        started = perf_counter()
-        num_made = engine.generate(work["prompts"], work["output_len"])
-        answer(seconds=perf_counter() - started, num_output_tokens=num_made)
+    try:
+        for line in lines:
+            work = json.loads(line)
+            started = perf_counter()
+            num_made = engine.generate(work["prompts"], work["output_len"])
+            answer(seconds=perf_counter() - started, num_output_tokens=num_made)
+    finally:
+        if isinstance(engine, ContinuousBatching):
+            engine.close()
 
 
 if __name__ == "__main__":

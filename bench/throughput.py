@@ -3,13 +3,16 @@
 vLLM and trouper have one API, so one class drives both.
 """
 
+import json
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, Literal, Protocol, Self
 
@@ -19,13 +22,13 @@ from anyio.from_thread import start_blocking_portal
 
 from trouper.actors.executor.local import DEVICE_THREAD, num_physical_cores
 from trouper.bench.datasets import SampleRequest
-from trouper.bench.peers import Settings, started
-from trouper.config import DEMO_MODEL, EngineArgs
+from trouper.bench.peers import Settings, Workload, started
+from trouper.config import DEMO_MODEL, EngineArgs, EngineConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
-Backend = Literal["trouper", "trouper-chat", "vllm", "vllm-chat", "hf"]
+Backend = Literal["trouper", "trouper-chat", "vllm", "vllm-chat", "hf", "hf-cb"]
 OURS = ("trouper", "trouper-chat")
-PACKAGES = {"vllm": "vllm", "vllm-chat": "vllm", "hf": "transformers"}
+PACKAGES = {"vllm": "vllm", "vllm-chat": "vllm", "hf": "transformers", "hf-cb": "transformers"}
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +64,10 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
             raise UnsupportedFeatureError("--async-engine needs --backend trouper or trouper-chat")
         if (self.backend == "hf") != (self.hf_max_batch_size is not None):
             raise TrouperValidationError("--hf-max-batch-size and --backend hf need each other")
-        if self.backend == "hf" and (self.profile or self.n != 1):
-            raise UnsupportedFeatureError("--backend hf takes neither --profile nor --n")
+        if self.backend in ("hf", "hf-cb") and (self.profile or self.n != 1):
+            raise UnsupportedFeatureError(
+                f"--backend {self.backend} takes neither --profile nor --n"
+            )
         if self.profile and "torch_profiler_dir" not in (engine_args.profiler_config or {}):
             raise TrouperValidationError(
                 "--profile needs --profiler-config with a folder in torch_profiler_dir"
@@ -99,7 +104,7 @@ class Engine(Protocol):
 
 
 def open_engine(wishes: Wishes, engine_args: EngineArgs) -> Engine:
-    if wishes.backend == "hf":
+    if wishes.backend in ("hf", "hf-cb"):
         return TransformersEngine(wishes, engine_args)
     return (AsyncEngine if wishes.async_engine else OfflineEngine)(wishes, engine_args)
 
@@ -203,16 +208,22 @@ class AsyncEngine:
 
 
 class TransformersEngine:
-    """`generate` of transformers in a process of its own, on batches padded to their longest prompt."""
+    """transformers in a process of its own: its continuous batching, or `generate` on padded batches."""
 
     def __init__(self, wishes: Wishes, engine_args: EngineArgs) -> None:
-        self._batch_size = wishes.hf_max_batch_size or 1
+        self._batch_size = wishes.hf_max_batch_size
         config = engine_args.resolve(offline=True)
-        settings = Settings(
-            model=config.model.path, dtype=config.dtype, threads=num_physical_cores()
-        )
-        self._stack = ExitStack()
-        self._peer = self._stack.enter_context(started("transformers", settings))
+        largest = Workload(config.scheduler.max_num_seqs, config.max_model_len, 0)
+        name = "transformers" if wishes.backend == "hf" else "transformers-cb"
+        with ExitStack() as stack:
+            settings = Settings(
+                model=stack.enter_context(model_folder(config)),
+                dtype=config.dtype,
+                threads=num_physical_cores(),
+                load_format=config.load_format,
+            )
+            self._peer = stack.enter_context(started(name, settings, [largest]))
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -221,14 +232,16 @@ class TransformersEngine:
         self._stack.close()
 
     def run(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
-        """A batch runs to its longest output; only what a request asked for is counted."""
+        """A padded batch runs to its longest output; only what a request asked for is counted."""
         assert not prequeue
+        size = self._batch_size or len(requests)
         seconds = 0.0
-        for first in range(0, len(requests), self._batch_size):
-            batch = requests[first : first + self._batch_size]
-            longest = max(request.output_len for request in batch)
+        for first in range(0, len(requests), size):
+            batch = requests[first : first + size]
+            lengths = [request.output_len for request in batch]
             prompts = [list(request.prompt_token_ids) for request in batch]
-            seconds += self._peer.measure(prompts, longest).seconds
+            wanted = lengths if self._batch_size is None else max(lengths)
+            seconds += self._peer.measure(prompts, wanted).seconds
         return Run(
             seconds,
             len(requests),
@@ -251,6 +264,17 @@ def _thread_times() -> dict[threading.Thread, float]:
         return {}
     threads = [t for t in threading.enumerate() if t.name != DEVICE_THREAD]
     return {t: time.clock_gettime(time.pthread_getcpuclockid(t.ident)) for t in threads if t.ident}
+
+
+@contextmanager
+def model_folder(config: EngineConfig) -> Iterator[str]:
+    """Where others find the model's config.json; a geometry is written into a folder."""
+    if Path(config.model.path).is_dir():
+        yield config.model.path
+        return
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config.model.hf_config))
+        yield folder
 
 
 def given_options(engine_args: EngineArgs) -> dict[str, Any]:

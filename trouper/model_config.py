@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import msgspec
 
 from trouper.errors import TrouperValidationError
+from trouper.geometries import GEOMETRIES
 from trouper.pooler_config import PoolerConfig, PoolerSpec, is_pooling, pooler_spec
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ _SAMPLING_DEFAULTS = (
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A model folder as its json files describe it."""
 
-    path: str  # a folder on disk
+    path: str  # a folder on disk, or the name of a geometry
     name: str  # what the caller asked for
     architecture: str
     hf_config: dict[str, Any]  # config.json, with a nested text_config lifted to the top
@@ -58,13 +59,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load(cls, args: "EngineArgs") -> Self:
-        """Read the folder, the hub snapshot or the bundled demo that `args.model` names.
+        """Read the folder, the hub snapshot, the geometry or the bundled demo that `args.model` names.
 
         Raises:
             TrouperValidationError: no such folder or hub id, or no readable config.json in it.
         """
         path = _model_path(args)
-        raw = _read_json(path / "config.json", required=True)
+        is_folder = path.is_dir()
+        raw = (
+            _read_json(path / "config.json", required=True) if is_folder else GEOMETRIES[str(path)]
+        )
         config: dict[str, Any] = {**raw, **(raw.get("text_config") or {})}
         architectures: list[str] = raw.get("architectures") or config.get("architectures") or []
         config["architectures"] = architectures
@@ -126,8 +130,16 @@ def _model_path(args: "EngineArgs") -> Path:
     path = Path(args.model).expanduser()
     if args.model and path.is_dir():
         return path
+    is_dummy, is_geometry = args.load_format == "dummy", args.model in GEOMETRIES
+    if is_dummy and is_geometry:
+        return path
     if path.is_absolute() or args.model.startswith((".", "~")) or args.model.count("/") != 1:
-        raise TrouperValidationError("no such model folder", parameter="model", value=args.model)
+        hint = f"; load_format='dummy' knows {', '.join(GEOMETRIES)}"
+        raise TrouperValidationError(
+            "no such model folder" + hint * (is_dummy or is_geometry),
+            parameter="model",
+            value=args.model,
+        )
     return _download(args, args.model, args.revision)
 
 
@@ -156,8 +168,10 @@ def _download(args: "EngineArgs", repo_id: str, revision: str | None) -> Path:
 
 
 def tokenizer_path(args: "EngineArgs", model: ModelConfig) -> str:
+    """The model's own; the bundled demo's where dummy weights come without one."""
     if args.tokenizer is None:
-        return model.path
+        found = (any(Path(model.path).glob(name)) for name in ("tokenizer*", "vocab*"))
+        return str(DEMO_MODEL) if args.load_format == "dummy" and not any(found) else model.path
     path = Path(args.tokenizer).expanduser()
     if path.is_dir():
         return str(path)

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.dummy import Dummy
 from trouper.actors.executor.models.encoder import Encoder, Layer, Norm
 from trouper.actors.executor.models.encoder_traits import EncoderTraits
-from trouper.actors.executor.weights import Checkpoint, Dummy
+from trouper.actors.executor.weights import Checkpoint
 from trouper.errors import TrouperValidationError
 from trouper.kernels.linear import Linear
 from trouper.kernels.linear_fused import fusing_layout
@@ -32,7 +33,7 @@ class Tensors:
     ) -> None:
         self._folder = folder
         self._dtype = dtype
-        self._dummy = Dummy(seed) if load_format == "dummy" else None
+        self._dummy = Dummy(seed, dtype) if load_format == "dummy" else None
         self._checkpoint = None if self._dummy else Checkpoint(folder)
         self._shapes = self._checkpoint.shapes if self._checkpoint else {}
         self._prefixes = ("", *prefixes)
@@ -43,7 +44,7 @@ class Tensors:
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Raises TrouperValidationError: it is missing or of another shape."""
         if self._dummy is not None:
-            return self._dummy.read(name, shape).to(self._dtype)
+            return self._dummy.read(name, shape)
         found = self._find(name)
         if found is None or self._checkpoint is None:
             raise _bad(self._folder, f"the checkpoint lacks {name}")

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trouper.actors.executor.dummy import Dummy
 from trouper.actors.executor.encoder_weights import Tensors
 from trouper.actors.executor.models.encoder import Norm
 from trouper.actors.executor.models.encoder_traits import Head
-from trouper.actors.executor.weights import Checkpoint, Dummy
+from trouper.actors.executor.weights import Checkpoint
 from trouper.kernels.linear_fused import activate
 from trouper.kernels.varlen_attention import Group
 from trouper.pooler_config import LATE_INTERACTION, Dense, PoolerSpec

@@ -17,6 +17,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.dummy import Dummy
 from trouper.actors.executor.integer_checkpoints import Scheme, Stored, joined, unsupported
 from trouper.actors.executor.models.decoder import Decoder, Layer
 from trouper.actors.executor.models.registry import (
@@ -34,7 +35,6 @@ from trouper.kernels.quantization import GROUP, Format, Integers, can_quantize
 
 BASE = "model."
 INDEX = "model.safetensors.index.json"
-DUMMY_STD = 0.02
 
 
 D = TypeVar("D", bound=Decoder)
@@ -136,21 +136,6 @@ class Checkpoint:
         return file.get_slice(name.removeprefix(self._prefix)).get_shape()
 
 
-class Dummy:
-    """Random weights, for measuring without a checkpoint (`load_format="dummy"`)."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = torch.Generator().manual_seed(seed)
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith("norm.weight"):
-            return torch.ones(shape)
-        return torch.empty(shape).normal_(0.0, DUMMY_STD, generator=self._random)
-
-    def integers(self, parameter: Parameter, dtype: torch.dtype) -> None:
-        """All are plain."""
-
-
 def load_decoder(
     folder: Path,
     traits: DecoderTraits,
@@ -179,7 +164,7 @@ def load_decoder(
     outer = [p for p in outer_parameters(traits) if has_head or p.name != "head"]
     source: Source
     if load_format == "dummy":
-        source = Dummy(seed)
+        source = Dummy(seed, dtype)
     elif load_format in ("auto", "safetensors"):
         parameters = list(outer)
         parameters += [p for i in range(num_layers) for p in layer_parameters(traits, i)]

@@ -33,7 +33,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "tokenizer_revision": "Branch, tag or commit of the tokenizer on the hub.",
         "hf_token": "Access token of the hub.",
         "download_dir": "Where downloads are kept.",
-        "load_format": "auto, or dummy for random weights.",
+        "load_format": "auto, or dummy: random weights, of a folder or of a geometry such as qwen3-0.6b.",
         "dtype": "auto (as stored), float32, bfloat16 or float16.",
         "quantization": "Round the weights at load: int8, or int4 in groups of 32.",
         "max_model_len": "Longest prompt plus output, e.g. 4096 or 8k; the model's own by default.",

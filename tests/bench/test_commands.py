@@ -3,13 +3,16 @@
 import json
 import struct
 
+import numpy as np
 import pytest
+import torch
 
 from trouper.bench import plot, roofs, startup
 from trouper.bench import throughput as core
-from trouper.bench.kernels import OPS, Case, Shapes, WrongResultError, measure
+from trouper.bench.kernels import OPS, TOLERANCE, Case, Shapes, WrongResultError, measure
 from trouper.config import DEMO_MODEL, EngineArgs
 from trouper.errors import UnsupportedFeatureError
+from trouper.geometries import GEOMETRIES
 
 SMALL = ["--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "128"]
 SMALL += ["--num-gpu-blocks-override", "8"]
@@ -54,12 +57,28 @@ def test_both_ways_are_run_in_turn_and_their_spreads_told(bench, tmp_path):
     assert [len(way["repeats"]["all_s"]) for way in ways.values()] == [3, 3]
 
 
+def test_a_config_alone_is_enough_for_dummy_weights(report, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEOMETRIES["tiny"]))
+    for model in (tmp_path, "tiny"):
+        found = report("throughput", *TINY, "-m", model, "--load-format", "dummy")
+        assert (found["model_id"], found["total_output_tokens"]) == (str(model), 12)
+
+
 def test_transformers_runs_the_same_requests(report):
     options = ["--backend", "hf", "--hf-max-batch-size", "2", "--random-range-ratio", "0.5"]
     found = report("throughput", *TINY, *options)
     ours = report("throughput", *TINY, "--random-range-ratio", "0.5")
     assert found["total_num_tokens"] == ours["total_num_tokens"]
     assert found["front_cpu_share"] is None
+
+
+@pytest.mark.slow  # transformers itself takes ten seconds
+def test_continuous_batching_of_transformers_runs_the_same_requests(report):
+    options = ["-m", "tiny", "--load-format", "dummy", "--random-range-ratio", "0.5"]
+    found = report("throughput", *TINY, *options, "--backend", "hf-cb", "--repeat", "2")
+    ours = report("throughput", *TINY, *options)
+    assert found["total_num_tokens"] == ours["total_num_tokens"]
+    assert len(found["repeats"]["all_s"]) == 2
 
 
 def test_a_prefix_repetition_is_a_dataset(report):
@@ -172,6 +191,32 @@ def test_every_operation_is_right_and_has_its_figures(report, dtype):
     for record in found["results"]:
         assert record["us"] > 0
         assert record["share_of_roof"] >= 0
+        assert record["error"] <= TOLERANCE[getattr(torch, dtype)]
+
+
+def test_every_triton_kernel_is_right_and_has_its_figures(report):
+    """On the device that there is; without one the interpreter takes its place."""
+    cuda_kernels = pytest.importorskip("trouper.bench.cuda_kernels", exc_type=ImportError)
+    device = "cuda" if torch.cuda.is_available() else "interpreter"
+    quick = [*QUICK, "--dtype", "float32", "--num-tokens", "2"]
+    with np.errstate(all="ignore"):
+        found = report("kernels", "-m", "tiny", "--device", device, *quick)
+    assert {record["op"] for record in found["results"]} == set(cuda_kernels.OPS)
+    assert (found["device"], min(record["us"] for record in found["results"]) > 0) == (device, True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_kernels_on_a_device_that_is_not_there_is_one_line(bench):
+    pytest.importorskip("triton")
+    assert "--device cuda: " in bench("kernels", "--device", "cuda", code=2).err
+
+
+def test_integers_must_be_those_of_the_reference():
+    def wrong(_):
+        yield Case("", lambda: torch.tensor([101]), lambda: torch.tensor([100]), 1, 1)
+
+    with pytest.raises(WrongResultError, match=r"off by 0\.01, of 0 allowed"):
+        next(measure([Shapes()], roofs.Roofs(1.0, 1.0), ["wrong"], table={"wrong": wrong}))
 
 
 def test_one_operation_may_be_named(bench):
@@ -192,7 +237,7 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
 
 
 def test_the_share_of_the_roof_is_that_of_the_nearer_one():
-    machine = roofs.Roofs(read_bytes_s=10.0, flops_s=100.0)
+    machine = roofs.Roofs(bytes_s=10.0, flops_s=100.0)
     assert machine.share(10, 50, 2.0) == 0.5
     assert machine.share(1, 100, 2.0) == 0.5
     assert Case._fields[-2:] == ("num_bytes", "num_flops")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from trouper.actors.executor import dummy
 from trouper.actors.executor.runner import Runner
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
@@ -109,6 +110,20 @@ def test_dummy_weights_need_no_files_and_depend_on_the_seed(folder):
         return Driver(runner).run(prompts, 8)[0].token_ids
 
     assert answer(1) == answer(1) != answer(2)
+
+
+def test_dummy_numbers_depend_on_seed_name_and_place_alone(monkeypatch):
+    monkeypatch.setattr(dummy, "CHUNK", 64)
+    read = dummy.Dummy(3, torch.bfloat16).read
+    rows = read("a.weight", (50, 20))
+    assert rows.dtype == torch.bfloat16
+    assert rows.float().std() == pytest.approx(dummy.DUMMY_STD, rel=0.05)
+    assert len(rows.unique()) > 200
+    assert torch.equal(read("a.weight", (10, 20)), rows[:10])
+    monkeypatch.setattr(dummy, "num_physical_cores", lambda: 7)
+    assert torch.equal(read("a.weight", (50, 20)), rows)
+    assert not torch.equal(read("b.weight", (50, 20)), rows)
+    assert torch.equal(read("norm.weight", (5,)), torch.ones(5, dtype=torch.bfloat16))
 
 
 def test_an_unknown_load_format_is_refused(folder):

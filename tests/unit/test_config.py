@@ -9,6 +9,7 @@ import pytest
 
 from trouper.config import (
     DEFAULT_KV_CACHE_BYTES,
+    DEMO_MODEL,
     DTYPES,
     NOT_IMPLEMENTED,
     AsyncEngineArgs,
@@ -16,6 +17,7 @@ from trouper.config import (
     ModelConfig,
 )
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.geometries import GEOMETRIES
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -204,6 +206,29 @@ def test_an_unusable_config_says_what_is_wrong(tmp_path, text, message):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(TrouperValidationError, match=message):
         EngineArgs(str(tmp_path)).resolve()
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_a_geometry_is_a_model_of_dummy_weights_with_the_demos_tokenizer(name):
+    config = EngineArgs(name, load_format="dummy").resolve()
+    assert config.model.hf_config.items() >= GEOMETRIES[name].items()
+    assert (config.model.path, config.tokenizer) == (name, str(DEMO_MODEL))
+    assert config.max_model_len == GEOMETRIES[name]["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    "wish", [{"model": "qwen3-0.6b"}, {"model": "qwen3", "load_format": "dummy"}], ids=str
+)
+def test_a_geometry_needs_dummy_weights_and_a_known_name(wish):
+    with pytest.raises(TrouperValidationError, match=r"load_format=.dummy. knows qwen3-0\.6b, "):
+        EngineArgs(**wish).resolve()
+
+
+def test_a_folder_of_a_geometrys_name_wins(tmp_path, monkeypatch):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny/config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    assert EngineArgs("tiny", load_format="dummy").resolve().model.vocab_size == 100
 
 
 def test_a_nested_text_config_is_lifted(folder):

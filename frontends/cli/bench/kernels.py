@@ -1,10 +1,12 @@
 """`trouper bench kernels`: each operation beside the measured roofs."""
 
+import os
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
 
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli.bench.options import ReportOptions, note
 from trouper.frontends.cli.options import expand_options, integers
 
@@ -16,18 +18,34 @@ def kernels(
         list[str] | None, typer.Option(help="One operation; repeatable.", metavar="NAME")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Whose shapes; Qwen3-0.6B's when left out.")
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Whose shapes: a folder or a geometry; Qwen3-0.6B's when left out.",
+        ),
     ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda", "interpreter"],
+        typer.Option(help="interpreter tries what cuda does; its figures mean nothing."),
+    ] = "cpu",
     num_tokens: Annotated[
         Any, typer.Option(parser=integers, metavar="N,N,…", help="Tokens of a step.")
     ] = "1,16,256",
     context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence that decodes.")] = 1024,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 128,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a block; 128, on a GPU 16.")
+    ] = None,
     dtype: Annotated[
         Literal["bfloat16", "float32"], typer.Option(help="Of all numbers.")
     ] = "bfloat16",
-    roof_mib: Annotated[int, typer.Option(min=1, help="Array that is read for the roof.")] = 512,
-    roof_gemm: Annotated[int, typer.Option(min=1, help="Side of the roof's matrices.")] = 2048,
+    roof_mib: Annotated[
+        int | None,
+        typer.Option(min=1, help="Array of the roof: read, 512; or on a GPU copied, 4096."),
+    ] = None,
+    roof_gemm: Annotated[
+        int | None, typer.Option(min=1, help="Side of the roof's matrices: 2048, on a GPU 8192.")
+    ] = None,
     cold_mib: Annotated[
         int,
         typer.Option(min=0, help="Weights and caches are copied to so much: none is in a cache."),
@@ -42,46 +60,90 @@ def kernels(
         raise TrouperValidationError(
             "must be at least 1", parameter="num_tokens", value=min(num_tokens)
         )
+    if device == "interpreter":  # before anything imports Triton
+        os.environ["TRITON_INTERPRET"] = "1"
     config: dict[str, Any] | None = None
     if model is not None:
         from trouper.config import EngineArgs
 
-        config = EngineArgs(model=model).resolve().model.hf_config
+        config = EngineArgs(model=model, load_format="dummy").resolve().model.hf_config
 
     from trouper.bench import kernels as core
-    from trouper.bench.roofs import measure_roofs
 
-    unknown = [name for name in op or () if name not in core.OPS]
+    table = core.OPS if device == "cpu" else _cuda_ops(device)
+    unknown = [name for name in op or () if name not in table]
     if unknown:
-        names = "; ".join(core.OPS)
+        names = "; ".join(table)
         raise TrouperValidationError(f"must be one of: {names}", parameter="op", value=unknown[0])
     shapes = core.shapes(
         config,
         num_tokens,
         context=context,
-        block_size=block_size,
+        block_size=block_size or (128 if device == "cpu" else 16),
         cold_bytes=cold_mib * 2**20,
         dtype=dtype,
+        device="cuda" if device == "cuda" else "cpu",
     )
-    roofs = measure_roofs(shapes[0].dtype, read_bytes=roof_mib * 2**20, gemm=roof_gemm)
+    clock, roofs = _clock_and_roofs(device, dtype, roof_mib, roof_gemm, sample_ms)
     records: list[dict[str, Any]] = []
-    for record in core.measure(shapes, roofs, op or list(core.OPS), sample_s=sample_ms / 1000):
+    for record in core.measure(shapes, roofs, op or list(table), table=table, clock=clock):
         note(f"{record['op']} {record['shape']}: {record['us']} µs")
         records.append(record)
+    memory = "copy_gb_s" if device == "cuda" else "read_gb_s"
     full = {
-        "roofs": {"read_gb_s": roofs.read_bytes_s / 1e9, "gemm_gflop_s": roofs.flops_s / 1e9},
+        "device": device,
+        "roofs": {memory: roofs.bytes_s / 1e9, "gemm_gflop_s": roofs.flops_s / 1e9},
         "results": records,
     }
     report.finish(ctx, full, _lines(full))
 
 
+def _clock_and_roofs(
+    device: str, dtype: str, roof_mib: int | None, roof_gemm: int | None, sample_ms: float
+) -> tuple[Any, Any]:
+    import torch
+
+    from trouper.bench import cuda_roofs, roofs
+
+    number = getattr(torch, dtype)
+    if device == "cuda":
+        clock = cuda_roofs.DeviceClock()
+        size = (roof_mib or 4096) * 2**20
+        return clock, cuda_roofs.measure_roofs(
+            clock, number, copy_bytes=size, gemm=roof_gemm or 8192
+        )
+    found = roofs.measure_roofs(
+        number, read_bytes=(roof_mib or 512) * 2**20, gemm=roof_gemm or 2048
+    )
+    is_cpu = device == "cpu"
+    return partial(roofs.seconds_of, sample_s=sample_ms / 1000) if is_cpu else roofs.once, found
+
+
+def _cuda_ops(device: str) -> Any:
+    """Raises UnsupportedFeatureError: no Triton, or no such device."""
+    try:
+        from trouper.bench.cuda_kernels import OPS
+        from trouper.kernels.cuda.launch import INTERPRETED
+    except ModuleNotFoundError as error:
+        raise UnsupportedFeatureError(
+            f"--device {device} needs {error.name}: pip install 'trouper[cuda]'"
+        ) from None
+    import torch
+
+    if device == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
+        reason = "TRITON_INTERPRET is set" if INTERPRETED else "torch finds none"
+        raise UnsupportedFeatureError(f"--device cuda: {reason}")
+    return OPS
+
+
 def _lines(full: dict[str, Any]) -> list[str]:
     roofs = full["roofs"]
+    name, rate = next(iter(roofs.items()))
     return [
-        f"roofs: read {roofs['read_gb_s']:.1f} GB/s, {roofs['gemm_gflop_s']:.0f} GFLOP/s",
-        f"{'operation':26}{'shape':32}{'µs':>11}{'GB/s':>9}{'GFLOP/s':>10}{'of roof':>9}",
+        f"roofs: {name.split('_')[0]} {rate:.1f} GB/s, {roofs['gemm_gflop_s']:.0f} GFLOP/s",
+        f"{'operation':26}{'shape':32}{'error':>9}{'µs':>11}{'GB/s':>9}{'GFLOP/s':>10}{'of roof':>9}",
         *(
-            f"{r['op']:26}{r['shape']:32}{r['us']:11.1f}{r['gb_s']:9.1f}{r['gflop_s']:10.1f}"
+            f"{r['op']:26}{r['shape']:32}{r['error']:9.1e}{r['us']:11.1f}{r['gb_s']:9.1f}{r['gflop_s']:10.1f}"
             f"{100 * r['share_of_roof']:7.0f} %"
             for r in full["results"]
         ),

@@ -26,6 +26,9 @@ def latency(
         bool, typer.Option("--disable-detokenize", help="Token ids only.")
     ] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Trace one batch, and end.")] = False,
+    breakdown: Annotated[
+        bool, typer.Option("--breakdown", help="Where the time of a decode step goes.")
+    ] = False,
     plot: Annotated[str | None, reporting("PNG over the batch sizes.", metavar="FILE")] = None,
     *,
     report: ReportOptions,
@@ -67,6 +70,7 @@ def latency(
             num_iters=num_iters,
             num_iters_warmup=num_iters_warmup,
             disable_detokenize=disable_detokenize,
+            breakdown=breakdown,
             step=step,
         )
     if plot is not None:
@@ -78,8 +82,10 @@ def latency(
 
 def _lines(record: dict[str, Any]) -> list[str]:
     percentiles = ", ".join(f"{q} % {s:.4f}" for q, s in record["percentiles"].items())
+    step = ", ".join(f"{name} {value:g}" for name, value in record.get("step", {}).items())
     return [
         f"Batch of {record['batch_size']}: avg latency {record['avg_latency']:.4f} s, "
         f"{record['output_tok_s']:.1f} output tokens/s",
         f"  percentiles, s: {percentiles}",
+        *([f"  decode step: {step}"] if step else []),
     ]

@@ -33,7 +33,7 @@ def peers(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="vllm, llama.cpp or transformers; repeatable; all that are found when left out.",
+            help="vllm, llama.cpp, transformers or transformers-cb; repeatable; without it all that are found.",
             metavar="NAME",
             rich_help_panel="Peers",
         ),

@@ -28,7 +28,7 @@ PLAIN, PREQUEUED = "as they come", "prequeued"
 def throughput(
     ctx: typer.Context,
     backend: Annotated[
-        Literal["trouper", "trouper-chat", "vllm", "vllm-chat", "hf"],
+        Literal["trouper", "trouper-chat", "vllm", "vllm-chat", "hf", "hf-cb"],
         typer.Option(help="Who generates; the others must be installed here."),
     ] = "trouper",
     n: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,

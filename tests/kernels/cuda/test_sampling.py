@@ -160,8 +160,9 @@ def test_the_references_together_are_the_cpu_path():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_edited_logits_equal_the_reference_and_other_rows_are_left_alone(device, dtype):
-    batch = Batch(list(FEATURES.values()), device=device, dtype=dtype)
+@pytest.mark.parametrize("vocab_size", [V, pytest.param(151_936, marks=pytest.mark.gpu)])
+def test_edited_logits_equal_the_reference_and_other_rows_are_left_alone(device, dtype, vocab_size):
+    batch = Batch(list(FEATURES.values()), device=device, vocab_size=vocab_size, dtype=dtype)
     batch.edit()
     edited = batch.edited.cpu()
     assert edited[0].isnan().all()
@@ -182,6 +183,7 @@ def test_edited_logits_equal_the_reference_and_other_rows_are_left_alone(device,
         (torch.float32, 10, 8.0),
         (torch.bfloat16, 63, 0.0),
         (torch.bfloat16, 4097, 0.5),
+        pytest.param(torch.bfloat16, 151_936, 4.0, marks=pytest.mark.gpu),
         *(
             pytest.param(dtype, vocab_size, scale, marks=pytest.mark.slow)
             for dtype in (torch.float32, torch.bfloat16)

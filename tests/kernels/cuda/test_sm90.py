@@ -6,6 +6,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,19 @@ def test_every_row_of_every_table_has_a_case():
                 rows.add(id(config))
     assert rows == {id(case.config) for cases in CASES.values() for case in cases()}
     assert len(rows) > 15
+
+
+def test_the_table_of_the_docs_has_every_case_with_its_configuration():
+    text = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text()
+    _, table = text.split("| kernel | case | configuration |")
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    shown = {(row[1], row[2]) for row in rows if row[2].strip()}  # parts are merged without one
+    known = {
+        (case.label, ", ".join(f"{name} {value}" for name, value in case.config.items()))
+        for cases in CASES.values()
+        for case in cases()
+    }
+    assert shown == known
 
 
 def test_a_size_beyond_the_table_is_named():

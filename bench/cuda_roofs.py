@@ -1,0 +1,48 @@
+"""The roofs of a CUDA device, and its clock: events on the stream, with nothing left in the L2 cache."""
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from trouper.bench.roofs import Roofs
+
+NUM_SAMPLES = 30
+NUM_WARM_UPS = 3  # the first call may compile
+FLUSH_BYTES = (
+    2**29
+)  # several times the L2; and while it is written, the launches that follow are queued
+
+
+class DeviceClock:
+    """Callable: median seconds of one call, on the device."""
+
+    def __init__(self) -> None:
+        self._flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        return median(self.samples(call))
+
+    def samples(self, call: Callable[[], object]) -> list[float]:
+        for _ in range(NUM_WARM_UPS):
+            call()
+        events = [
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(NUM_SAMPLES)
+        ]
+        for begin, end in events:
+            self._flushed.zero_()
+            begin.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1000 for begin, end in events]
+
+
+def measure_roofs(clock: DeviceClock, dtype: torch.dtype, *, copy_bytes: int, gemm: int) -> Roofs:
+    """The best of several copies, of bytes read and written, and products of square random matrices."""
+    source = torch.empty(copy_bytes, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    copy_s = min(clock.samples(lambda: target.copy_(source)))
+    a, b = torch.randn(2, gemm, gemm, device="cuda", dtype=dtype)
+    gemm_s = min(clock.samples(lambda: a @ b))
+    return Roofs(2 * copy_bytes / copy_s, 2 * gemm**3 / gemm_s)

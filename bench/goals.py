@@ -1,0 +1,151 @@
+"""What an H200 should reach: cases, their floors from bytes and FLOPs, and the table.  Pure.
+
+    decode    one step of B sequences at a context:  (weights + KV) / bandwidth
+    prefill   one prompt alone:                      2 · weights · S + causal attention, at the matrix rate
+    workload  256 requests, lengths uniform in 100 … 1,024: every prompt, then every step's larger of both
+
+A goal is a share of its floor on the roofs that were measured in the same run.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from typing import Any, Literal, NamedTuple
+
+from trouper.geometries import GEOMETRIES
+
+BYTES_S, FLOPS_S = 4.3e12, 790e12  # of an H200, where a run has measured none
+MAX_IDLE = 0.05  # of a decode step
+DECODE_STEPS = 128
+TINY_BATCH, TINY_LENGTH = 2, 24
+
+Kind = Literal["decode", "prefill", "workload"]
+
+
+class Goal(NamedTuple):
+    model: str
+    kind: Kind
+    batch_size: int
+    length: int  # context in the middle of the decode steps; of the prompt; or the longest
+    accept: float  # shares of the floor
+    stretch: float
+
+    @property
+    def name(self) -> str:
+        if self.kind == "prefill":
+            return f"{self.model} prefill {self.length}"
+        suffix = "" if self.kind == "workload" else f" B={self.batch_size}"
+        return f"{self.model} {self.kind}{suffix}"
+
+    def shrunk(self) -> "Goal":
+        """To try the way to the figures in seconds."""
+        batch, length = min(self.batch_size, TINY_BATCH), min(self.length, TINY_LENGTH)
+        return self._replace(model="tiny", batch_size=batch, length=length)
+
+
+GOALS = (
+    Goal("llama-3.1-8b", "decode", 1, 1024, 0.70, 0.82),
+    Goal("llama-3.1-8b", "decode", 32, 1024, 0.72, 0.82),
+    Goal("llama-3.1-8b", "decode", 256, 1024, 0.68, 0.75),
+    Goal("llama-3.1-8b", "prefill", 1, 8192, 0.60, 0.72),
+    Goal("llama-3.1-8b", "prefill", 1, 1024, 0.50, 0.65),
+    Goal("llama-3.1-8b", "workload", 256, 1024, 0.62, 0.75),
+    Goal("qwen3-0.6b", "decode", 1, 1024, 0.27, 0.41),
+    Goal("qwen3-0.6b", "decode", 32, 1024, 0.50, 0.65),
+    Goal("qwen3-0.6b", "decode", 256, 1024, 0.65, 0.78),
+    Goal("qwen3-0.6b", "workload", 256, 1024, 0.55, 0.70),
+)
+
+
+class Costs(NamedTuple):
+    """Of one geometry in 16 bits: parameters that a token is multiplied with, bytes and FLOPs beside them."""
+
+    layers: int  # parameters
+    head: int
+    kv_bytes: int  # of a token
+    attention_flops: int  # of a query and a key
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Costs":
+        width, hidden = int(config["head_dim"]), int(config["hidden_size"])
+        num_q, num_kv = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
+        num_layers = int(config["num_hidden_layers"])
+        layer = hidden * (2 * num_q + 2 * num_kv) * width + 3 * hidden * int(config["intermediate_size"])  # fmt: skip
+        kv_bytes = num_layers * 2 * num_kv * width * 2
+        flops = num_layers * 4 * num_q * width
+        return cls(num_layers * layer, hidden * int(config["vocab_size"]), kv_bytes, flops)
+
+    def decode_s(self, num_keys: int, roofs: "Ceilings") -> float:
+        """`num_keys`: of all sequences."""
+        return (2 * (self.layers + self.head) + num_keys * self.kv_bytes) / roofs.bytes_s
+
+    def serial_decode_s(self, batch_size: int, num_keys: int, roofs: "Ceilings") -> float:
+        """Products and attention one after the other, each at the roof that is nearer."""
+        num_params = self.layers + self.head
+        products = max(2 * num_params / roofs.bytes_s, 2 * batch_size * num_params / roofs.flops_s)
+        return products + num_keys * self.kv_bytes / roofs.bytes_s
+
+    def prefill_s(self, num: int, roofs: "Ceilings") -> float:
+        return (2 * self.layers * num + self.attention_flops * num * num / 2) / roofs.flops_s
+
+
+class Ceilings(NamedTuple):
+    bytes_s: float = BYTES_S
+    flops_s: float = FLOPS_S
+
+
+def workload(num: int, longest: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts, and how many tokens each is to make; 256 of up to 1,024 are 142,827 in and 133,966 out."""
+    rng, least = Random(0), min(100, longest // 2)
+    prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(least, longest))] for _ in range(num)]  # fmt: skip
+    return prompts, [rng.randint(least, longest) for _ in range(num)]
+
+
+def floor_s(goal: Goal, roofs: Ceilings) -> float:
+    """The least seconds of a decode step, of a prefill, or of a whole workload."""
+    costs = Costs.of(GEOMETRIES[goal.model])
+    if goal.kind == "decode":
+        return costs.decode_s(goal.batch_size * goal.length, roofs)
+    if goal.kind == "prefill":
+        return costs.prefill_s(goal.length, roofs)
+    prompts, lengths = workload(goal.batch_size, goal.length)
+    total = sum(costs.prefill_s(len(p), roofs) + 2 * costs.head / roofs.flops_s for p in prompts)
+    for step in range(1, max(lengths)):
+        live = [len(p) + step for p, length in zip(prompts, lengths, strict=True) if length > step]
+        total += costs.serial_decode_s(len(live), sum(live), roofs)
+    return total
+
+
+def num_tokens(goal: Goal) -> int:
+    """Made in the time of `floor_s`; of a prefill: read."""
+    if goal.kind == "workload":
+        return sum(workload(goal.batch_size, goal.length)[1])
+    return goal.length if goal.kind == "prefill" else goal.batch_size
+
+
+def table(
+    records: Sequence[Mapping[str, Any]], peers: Sequence[Mapping[str, Any]], roofs: Ceilings
+) -> Iterator[str]:
+    """Markdown.  A record holds `goal`, `seconds` and perhaps `idle_share`; a peer's are of the same work."""
+    yield f"roofs: {roofs.bytes_s / 1e12:.3g} TB/s, {roofs.flops_s / 1e12:.4g} TFLOP/s"
+    yield ""
+    yield "| case | floor, ms | ms | tokens/s | share | accept | reached | idle | transformers-cb, ms | trouper is |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    theirs = {Goal(**peer["goal"]).name: peer["seconds"] for peer in peers}
+    for record in records:
+        goal, seconds = Goal(**record["goal"]), record["seconds"]
+        floor, peer = floor_s(goal, roofs), theirs.get(goal.name)
+        share, idle = floor / seconds, record.get("idle_share")
+        is_reached = share >= goal.accept and (idle is None or idle < MAX_IDLE)
+        cells = (
+            goal.name,
+            f"{1e3 * floor:.4g}",
+            f"{1e3 * seconds:.4g}",
+            f"{num_tokens(goal) / seconds:.0f}",
+            f"{share:.0%}",
+            f"{goal.accept:.0%}" + f", idle < {MAX_IDLE:.0%}" * (idle is not None),
+            "yes" if is_reached else "no",
+            "" if idle is None else f"{idle:.1%}",
+            "" if peer is None else f"{1e3 * peer:.4g}",
+            "" if peer is None else f"{peer / seconds:.2f} ×",
+        )
+        yield f"| {' | '.join(cells)} |"

@@ -1,0 +1,96 @@
+"""The command that needs a GPU, without one: its pieces, its floors, and a whole run on tiny shapes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from trouper.bench import h200
+from trouper.bench.goals import GOALS, Ceilings, Goal, floor_s, table, workload
+from trouper.bench.h200 import Piece
+
+WRITE = "import sys; open(sys.argv[1], 'w').write('{}')"
+
+
+def test_the_floors_are_those_of_bytes_and_flops():
+    """Milliseconds on 4.3 TB/s and 790 TFLOP/s, worked out by hand."""
+    floors = [round(1e3 * floor_s(goal, Ceilings()), 3) for goal in GOALS]
+    assert floors == [
+        3.522, 4.489, 11.481, 167.014, 18.441, 10078.906, 0.305, 1.151, 7.269, 3700.39,
+    ]  # fmt: skip
+    twice = Ceilings(2 * 4.3e12, 2 * 790e12)
+    assert floor_s(GOALS[0], twice) == pytest.approx(floor_s(GOALS[0], Ceilings()) / 2)
+
+
+def test_the_workload_is_the_one_that_others_publish():
+    prompts, lengths = workload(256, 1024)
+    assert (sum(map(len, prompts)), sum(lengths)) == (142_827, 133_966)
+
+
+def test_a_goal_is_reached_by_its_share_of_the_floor_and_by_a_busy_device():
+    goal = GOALS[0]
+    fast, slow = floor_s(goal, Ceilings()) / 0.75, floor_s(goal, Ceilings()) / 0.6
+    records = [
+        {"goal": goal._asdict(), "seconds": seconds, "idle_share": idle}
+        for seconds, idle in ((fast, 0.01), (fast, 0.2), (slow, 0.01))
+    ]
+    peers = [{"goal": goal._asdict(), "seconds": 2 * fast}]
+    rows = [line.split(" | ") for line in table(records, peers, Ceilings()) if "decode" in line]
+    assert [row[6] for row in rows] == ["yes", "no", "no"]
+    assert rows[0][4:6] == ["75%", "70%, idle < 5%"]
+    assert rows[0][9] == "2.00 × |"
+
+
+def test_pieces_run_once_and_what_fails_runs_again(tmp_path):
+    bad = Piece("bad", 20, ("-c", "print('this is why'); raise SystemExit(3)"))
+    good = Piece("good", 20, ("-c", WRITE, h200.REPORT))
+    silent = Piece("silent", 20, ("-c", "print('17 passed')"))
+    lines = list(h200.run([bad, good, silent], tmp_path, 60))
+    assert lines[0] == "bad: FAILED with 3: this is why"
+    assert json.loads((tmp_path / "silent.json").read_text())["said"] == "17 passed"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.log", "good.json", "silent.json"]  # fmt: skip
+    again = list(h200.run([bad, good], tmp_path, 60))
+    assert again == [lines[0], "good: done before"]
+
+
+def test_a_piece_that_takes_too_long_is_ended_and_one_that_cannot_fit_is_not_begun(tmp_path):
+    endless = Piece("endless", 0.5, ("-c", "import time; time.sleep(600)"))
+    assert list(h200.run([endless], tmp_path, 60)) == [
+        "endless: FAILED after 0.5 s; see endless.log"
+    ]
+    (line,) = h200.run([endless], tmp_path, -1)
+    assert "NOT RUN" in line
+
+
+@pytest.mark.parametrize("is_tiny", [False, True])
+def test_every_goals_model_has_its_pieces(is_tiny):
+    names = [piece.name for piece in h200.pieces(is_tiny=is_tiny)]
+    assert names[0] == "tests"
+    for model in {goal.model for goal in GOALS}:
+        assert {f"{kind}-{model}" for kind in ("kernels", "goals", h200.PEER)} < set(names)
+    assert len(names) == len(set(names)) == 11
+
+
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(h200.report, "gpus", list)
+    monkeypatch.setattr(sys, "argv", ["h200", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="no GPU here"):
+        h200.main()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shrunk_goal_is_small():
+    goal = Goal("llama-3.1-8b", "decode", 256, 1024, 0.68, 0.75).shrunk()
+    assert (goal.model, goal.batch_size, goal.accept) == ("tiny", 2, 0.68)
+
+
+@pytest.mark.slow  # it is a benchmark
+@pytest.mark.timeout(600)
+def test_all_of_it_can_be_tried_without_a_gpu(tmp_path):
+    command = [sys.executable, "-m", "trouper.bench.h200", "--tiny", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("*.json"))) == 11
+    assert done.stdout.count("| tiny ") == len(GOALS)
+    assert done.stdout.count(" × |") == len(GOALS)
