@@ -205,6 +205,7 @@ def num_kv_blocks(config: EngineConfig, traits: DecoderTraits, item_bytes: int) 
     block_bytes = len(traits.layers) * 2 * traits.kv_size * size * item_bytes
     usable = config.num_blocks
     if usable is None:
+        assert config.kv_cache_bytes is not None  # known on the CPU
         useful = config.scheduler.max_num_seqs * -(-longest // size)
         usable = min(config.kv_cache_bytes // block_bytes, useful)
     if usable * size < longest:
