@@ -205,9 +205,10 @@ def num_kv_blocks(config: EngineConfig, traits: DecoderTraits, item_bytes: int) 
     block_bytes = len(traits.layers) * 2 * traits.kv_size * size * item_bytes
     usable = config.num_blocks
     if usable is None:
-        assert config.kv_cache_bytes is not None  # known on the CPU
-        useful = config.scheduler.max_num_seqs * -(-longest // size)
-        usable = min(config.kv_cache_bytes // block_bytes, useful)
+        assert config.kv_cache_bytes is not None
+        usable = config.kv_cache_bytes // block_bytes
+        if config.device == "cpu":  # a GPU keeps more prefixes in what it was given to use
+            usable = min(usable, config.scheduler.max_num_seqs * -(-longest // size))
     if usable * size < longest:
         raise TrouperValidationError(
             f"the KV memory holds {usable} blocks of {size} tokens ({usable * block_bytes / 2**20:.0f} MiB): "
