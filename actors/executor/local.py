@@ -168,13 +168,25 @@ class LocalDevice:
         try:
             answer = work()
         except Exception as error:
-            columns = plan.rows if isinstance(plan, StepPlan) else plan.columns
-            logger.exception("step %d of %d columns failed", plan.step, len(columns))
-            self._refused_epoch = plan.epoch
-            return StepFailed(plan.step, f"{type(error).__name__}: {error}")
-        if isinstance(answer, Later):
-            return Later(answer.is_ready, lambda: self._guarded(plan, answer.finish))
-        return answer
+            failed = self._failed(plan, error)
+        else:
+            if isinstance(answer, Later):
+                return Later(answer.is_ready, lambda: self._guarded(plan, answer.finish))
+            return answer
+        if failed.is_out_of_memory:  # only now does nobody hold what the step had taken
+            self._runner.release()
+        return failed
+
+    def _failed(self, plan: StepPlan | PoolPlan, error: Exception) -> StepFailed:
+        import torch
+
+        if isinstance(error, torch.AcceleratorError):  # nothing runs on this GPU any more
+            raise error
+        columns = plan.rows if isinstance(plan, StepPlan) else plan.columns
+        logger.error("step %d of %d columns failed", plan.step, len(columns), exc_info=error)
+        self._refused_epoch = plan.epoch
+        is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        return StepFailed(plan.step, f"{type(error).__name__}: {error}", is_out_of_memory)
 
     def _close(self) -> None:
         self._finish_launched()

@@ -8,6 +8,7 @@
 """
 
 import gc
+import weakref
 
 import numpy as np
 import torch
@@ -15,37 +16,40 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trouper.actors.executor.device import Later
 
-GIB = 2**30
+MIB = 2**20
 POISON = -(2**30)
 DELAY = 3
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::item"}
 
 
 class EmulatedMachine:
-    """`Machine` of 4 GiB, of which `step_bytes` is what any run is said to take."""
+    """`Machine` of 64 MiB, of which 16 are taken; any run is said to take `step_bytes`."""
 
     def __init__(self):
         np.seterr(all="ignore")  # of this thread: lanes that are masked compute, too
         self.device = torch.device("cpu")
         self.name = "emulated"
-        self.step_bytes = GIB // 8
+        self.step_bytes = 2 * MIB
         self.num_launched = 0  # downloads begun
         self.num_finished = 0
         self.most_in_flight = 0
         self.num_replays = 0
-        self.num_eager = 0
         self.num_released = 0
         self.host_bytes = 0  # of weights that sleep
+        self._taken = []  # weak references to what lies on the device
         self.fail = None  # called before each upload; what it raises happens to the step
 
+    def num_alive(self):
+        """Tensors that were put on the device, large ones, and are still there."""
+        return sum(taken() is not None for taken in self._taken)
+
     def empty(self, shape, dtype):
-        return torch.full(tuple(shape), _poison(dtype), dtype=dtype)
+        return self._take(torch.full(tuple(shape), _poison(dtype), dtype=dtype))
 
     def upload(self, host, out=None):
         if self.fail is not None:
             self.fail(host)
         copied = torch.from_numpy(host.copy())
-        host[...] = _poison(copied.dtype)  # it may be used again at once
         return copied if out is None else out.copy_(copied)
 
     def download(self, tensors):
@@ -66,7 +70,11 @@ class EmulatedMachine:
         return copied
 
     def to_device(self, tensor):
-        return tensor.clone()
+        return self._take(tensor.clone())
+
+    def _take(self, tensor):
+        self._taken.append(weakref.ref(tensor))
+        return tensor
 
     def capture(self, runs):
         graphs = []
@@ -82,7 +90,7 @@ class EmulatedMachine:
         return self.step_bytes
 
     def memory(self):
-        return 3 * GIB, 4 * GIB
+        return 48 * MIB, 64 * MIB
 
     def release(self):
         self.num_released += 1

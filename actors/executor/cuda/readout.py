@@ -44,6 +44,7 @@ class Readout:
         }
         best = {c: s.logprobs or 0 for c, s in wanted.items() if not s.logprob_token_ids}
         best = {column: num_top for column, num_top in best.items() if 0 <= num_top <= MAX_TOP}
+        first = 0
         if best:
             first = self._add_best(logits_CV, self._sampled_C, max(best.values()))
         for column, s in wanted.items():
