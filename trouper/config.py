@@ -166,9 +166,10 @@ class EngineArgs:
         model = ModelConfig.load(self)
         pooler = model.pooler(self.runner, self.convert, self.pooler_config)
         device = choose_device(self.device, pools=pooler is not None)
+        batch_invariant = self.batch_invariant or bool(_environ("TROUPER_BATCH_INVARIANT", 0.0))
         if device == "cpu":
             tell_what_is_idle(self)
-            if self.batch_invariant:
+            if batch_invariant:
                 raise UnsupportedFeatureError(NOT_INVARIANT)
         if pooler is not None and self.quantization is not None:
             raise UnsupportedFeatureError("quantization: not of a model that pools")
@@ -187,7 +188,7 @@ class EngineArgs:
             dtype=dtype,
             load_format=self.load_format,
             device=device,
-            batch_invariant=self.batch_invariant,
+            batch_invariant=batch_invariant,
             graphs=None if self.enforce_eager else self._graph_sizes,
             gpu_memory_utilization=self.gpu_memory_utilization,
             quantization=cast("Quantization", self.quantization),

@@ -37,7 +37,7 @@ TORCH_ENVIRONMENT = {
 Result = TypeVar("Result")
 Answer = StepDone | PoolDone | StepFailed
 CALLS = ("sleep", "wake", "start_profile", "stop_profile")
-POLL_S = 1e-4  # between two looks at a launched step; a post wakes the thread at once
+POLL_S = 5e-5  # between two looks at a launched step; a post wakes the thread at once
 
 
 class LocalDevice:

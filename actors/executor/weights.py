@@ -109,15 +109,17 @@ class Checkpoint:
 
 
 class Dummy:
-    """Random weights, for measuring without a checkpoint (`load_format="dummy"`)."""
+    """Random weights, for measuring without a checkpoint (`load_format="dummy"`); drawn where they go."""
 
-    def __init__(self, seed: int) -> None:
-        self._random = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+        self._random = torch.Generator(self._device).manual_seed(seed)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
-        return torch.empty(shape).normal_(0.0, DUMMY_STD, generator=self._random)
+            return torch.ones(shape, device=self._device)
+        drawn = torch.empty(shape, device=self._device)
+        return drawn.normal_(0.0, DUMMY_STD, generator=self._random)
 
 
 def load_decoder(
@@ -150,7 +152,7 @@ def load_decoder(
     outer = [p for p in outer_parameters(traits) if has_head or p.name != "head"]
     source: Source
     if load_format == "dummy":
-        source = Dummy(seed)
+        source = Dummy(seed, device)
     elif load_format in ("auto", "safetensors"):
         parameters = list(outer)
         parameters += [p for i in range(num_layers) for p in layer_parameters(traits, i)]
@@ -234,14 +236,13 @@ def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:
     shapes = [shape for _, shape in parameter.sources]
     # 1 + w of Gemma's norms would lose w's last bits in bf16; see kernels/rms_norm.py
     kept = torch.float32 if parameter.offset else place.dtype
-    fused = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=kept)
+    size = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    fused = torch.empty(size, dtype=kept, device=place.device)
     first = 0
     for name, shape in parameter.sources:
         fused[first : first + shape[0]] = source.read(name, shape)
         first += shape[0]
-    if parameter.offset:
-        fused += parameter.offset
-    return fused if place.device is None else fused.to(place.device)
+    return fused.add_(parameter.offset) if parameter.offset else fused
 
 
 def _file_names(folder: Path) -> list[str]:

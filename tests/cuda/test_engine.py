@@ -25,6 +25,9 @@ MIXED = [
 GRAPHS = {"enforce_eager": False, "cudagraph_capture_sizes": [1, 2, 4, 16]}
 
 
+emulated = pytest.mark.skipif(torch.cuda.is_available(), reason="of the emulated GPU")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("qwen3"))
@@ -145,6 +148,7 @@ async def test_a_request_that_is_left_harms_nobody(folder, expected):
     assert found[1] == expected[0][1][0][: len(found[1])]
 
 
+@emulated
 def test_a_step_without_memory_is_tried_again_in_smaller_ones(folder, expected, machines, caplog):
     """Neither an upload nor a launch finds memory for more than eight tokens."""
 
@@ -161,6 +165,29 @@ def test_a_step_without_memory_is_tried_again_in_smaller_ones(folder, expected, 
     assert "failed" in caplog.text
 
 
+def test_prompts_of_embeddings_equal_those_of_the_cpu(folder):
+    torch.manual_seed(0)
+    prompts = [{"prompt_embeds": torch.randn(n, 64)} for n in (5, 37)]
+    found = []
+    for device in ("cpu", "cuda"):
+        with open_llm(folder, device, enable_prompt_embeds=True) as llm:
+            inputs = [prompts[0], TokensPrompt(prompt_token_ids=PROMPTS[2]), prompts[1]]
+            found.append(llm.generate(inputs, MIXED[:1] * 3, use_tqdm=False))
+    ours, theirs = ([o.outputs[0].token_ids for o in outputs] for outputs in found)
+    assert ours == theirs
+
+
+def test_a_row_that_is_not_finite_fails_alone(folder, expected, machines):
+    torch.manual_seed(0)
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS[:2]]
+    prompts.append({"prompt_embeds": torch.full((5, 64), 3e38)})  # finite, but not its square
+    with open_llm(folder, "cuda", enable_prompt_embeds=True) as llm:
+        outputs = [o.outputs[0] for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    assert [o.token_ids for o in outputs[:2]] == [e[0] for e in expected[0][:2]]
+    assert outputs[2].finish_reason == "error"
+
+
+@emulated
 def test_the_cache_takes_what_the_largest_step_leaves(folder, machines):
     sizes = {"num_gpu_blocks_override": None, "max_num_batched_tokens": 8, "max_num_seqs": 2}
     with open_llm(folder, "cuda", gpu_memory_utilization=0.75, **sizes) as llm:

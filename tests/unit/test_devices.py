@@ -104,3 +104,6 @@ def test_batch_invariance_is_of_the_gpu(monkeypatch):
         EngineArgs(device="cpu", batch_invariant=True).resolve()
     monkeypatch.setattr(devices, "cuda_problem", lambda: None)
     assert EngineArgs(device="cuda", batch_invariant=True).resolve().batch_invariant
+    assert not EngineArgs(device="cuda").resolve().batch_invariant
+    monkeypatch.setenv("TROUPER_BATCH_INVARIANT", "1")
+    assert EngineArgs(device="cuda").resolve().batch_invariant

@@ -84,6 +84,13 @@ class CudaDecoder(Decoder):
             post_norm = layer.mlp_post_norm
         return self._sum_and_norm(x_TE, y_TE, post_norm, self._norm)
 
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """[R, vocabulary]; as the product leaves them if nothing is done to them: the kernels read any float."""
+        traits = self.traits
+        if self._head is None or traits.logits_scale != 1 or traits.final_softcap:
+            return super().logits(hidden_RE)
+        return linear(hidden_RE, self._head)
+
     def _sum_and_norm(
         self, x_TE: Tensor, y_TE: Tensor | None, post_norm: Tensor | None, norm: Tensor | None
     ) -> Tensor:
