@@ -109,17 +109,15 @@ class Checkpoint:
 
 
 class Dummy:
-    """Random weights, for measuring without a checkpoint (`load_format="dummy"`); drawn where they go."""
+    """Random weights, for measuring without a checkpoint (`load_format="dummy"`)."""
 
-    def __init__(self, seed: int, device: torch.device | None = None) -> None:
-        self._device = device or torch.device("cpu")
-        self._random = torch.Generator(self._device).manual_seed(seed)
+    def __init__(self, seed: int) -> None:
+        self._random = torch.Generator().manual_seed(seed)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shape, device=self._device)
-        drawn = torch.empty(shape, device=self._device)
-        return drawn.normal_(0.0, DUMMY_STD, generator=self._random)
+            return torch.ones(shape)
+        return torch.empty(shape).normal_(0.0, DUMMY_STD, generator=self._random)
 
 
 def load_decoder(
@@ -152,7 +150,7 @@ def load_decoder(
     outer = [p for p in outer_parameters(traits) if has_head or p.name != "head"]
     source: Source
     if load_format == "dummy":
-        source = Dummy(seed, device)
+        source = Dummy(seed)
     elif load_format in ("auto", "safetensors"):
         parameters = list(outer)
         parameters += [p for i in range(num_layers) for p in layer_parameters(traits, i)]

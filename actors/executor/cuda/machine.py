@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.device import Later
+from trouper.errors import TrouperValidationError
 
 
 class Graph(Protocol):
@@ -75,7 +76,13 @@ class CudaMachine:
     """
 
     def __init__(self) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        """Raises TrouperValidationError with CUDA's own words, e.g. that the driver is too old for this torch."""
+        try:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        except RuntimeError as error:
+            raise TrouperValidationError(
+                f"CUDA cannot be used: {error}", parameter="device", value="cuda"
+            ) from error
         self.name = torch.cuda.get_device_name(self.device)
         self._stream = torch.cuda.Stream(self.device)
         self._copies = torch.cuda.Stream(self.device)

@@ -149,11 +149,14 @@ class CudaRunner:
         traits, layout, machine = self._traits, self._layout, self._machine
         arena = machine.empty((layout.num_words,), torch.int32)
         history = machine.empty((layout.num_rows, layout.vocab_size), torch.int32)
+        tables = views(layout, arena, history)
+        # The step behind one whose logits are not finite reads a token that nobody wrote: it must be one.
+        tables.tokens.zero_()
         kv_shape = (len(traits.layers), 2, traits.num_kv_heads, num_slots, traits.head_dim)
         return _Resident(
             kv=machine.empty(kv_shape, self._dtype),
             arena=arena,
-            views=views(layout, arena, history),
+            views=tables,
             inputs=machine.upload(pack(None, layout.num_rows + 1)),
         )
 

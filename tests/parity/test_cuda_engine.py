@@ -1,16 +1,20 @@
 """An engine on the GPU gives what an engine on the CPU gives, in float32, whatever it is asked for."""
 
+import shutil
+
 import anyio
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from trouper import SamplingParams
 from trouper.config import EngineArgs
+from trouper.errors import GenerationError
 from trouper.frontends.async_engine import AsyncLLMEngine
 from trouper.inputs import TokensPrompt
 
-from .emulated import MIB
-from .engines import BASE, PROMPTS, make_model, open_llm, run, tokens
+from .conftest import HAS_GPU
+from .engines import BASE, PROMPTS, VOCAB, make_model, open_llm, run, tokens
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 MIXED = [
@@ -25,7 +29,10 @@ MIXED = [
 GRAPHS = {"enforce_eager": False, "cudagraph_capture_sizes": [1, 2, 4, 16]}
 
 
-emulated = pytest.mark.skipif(torch.cuda.is_available(), reason="of the emulated GPU")
+pytest.importorskip("triton", reason="no Triton: pip install 'trouper[cuda]'")
+pytestmark = pytest.mark.usefixtures("machines")
+emulated = pytest.mark.skipif(HAS_GPU, reason="of the emulated GPU")
+MIB = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -177,14 +184,31 @@ def test_prompts_of_embeddings_equal_those_of_the_cpu(folder):
     assert ours == theirs
 
 
-def test_a_row_that_is_not_finite_fails_alone(folder, expected, machines):
-    torch.manual_seed(0)
-    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS[:2]]
-    prompts.append({"prompt_embeds": torch.full((5, 64), 3e38)})  # finite, but not its square
-    with open_llm(folder, "cuda", enable_prompt_embeds=True) as llm:
-        outputs = [o.outputs[0] for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
-    assert [o.token_ids for o in outputs[:2]] == [e[0] for e in expected[0][:2]]
-    assert outputs[2].finish_reason == "error"
+@pytest.mark.anyio
+async def test_a_row_that_is_not_finite_fails_alone(folder, expected, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    seen = {*PROMPTS[0], *PROMPTS[1], *expected[0][0][0], *expected[0][1][0]}
+    poisoned = next(token for token in range(VOCAB) if token not in seen)
+    weights["model.embed_tokens.weight"][poisoned] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    prompts = [PROMPTS[0], [2, poisoned, 3], PROMPTS[1]]
+    found = {}
+
+    async def ask(i):
+        async with engine.generate(TokensPrompt(prompt_token_ids=prompts[i]), GREEDY) as stream:
+            try:
+                async for output in stream:
+                    found[i] = output.outputs[0].token_ids
+            except GenerationError as error:
+                found[i] = str(error)
+
+    async with AsyncLLMEngine(EngineArgs(model=str(tmp_path), device="cuda", **BASE)) as engine:
+        async with anyio.create_task_group() as tg:
+            for i in range(3):
+                tg.start_soon(ask, i)
+    assert [found[0], found[2]] == [e[0] for e in expected[0][:2]]
+    assert "not finite" in found[1]
 
 
 @emulated

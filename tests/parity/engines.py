@@ -1,9 +1,10 @@
-"""A tiny random model on both devices."""
+"""Whole engines on a tiny random model, on both devices."""
 
-from tests.parity.driver import random_prompts
-from tests.parity.test_architectures import VOCAB, tiny_model
 from trouper import LLM
 from trouper.inputs import TokensPrompt
+
+from .driver import random_prompts
+from .test_architectures import VOCAB, tiny_model
 
 BASE = {
     "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 64, "block_size": 4,

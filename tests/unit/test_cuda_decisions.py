@@ -6,6 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("triton", reason="no Triton: pip install 'trouper[cuda]'")
+
 from trouper.actors.executor.cuda.inputs import Inputs, inputs_of, pack
 from trouper.actors.executor.cuda.memory import kv_budget
 from trouper.actors.executor.cuda.shapes import Shape, graph_shapes, padded, shape_of
