@@ -31,6 +31,9 @@ from trouper.kernels.decoder_ops import make_ops
 # Weights that one core streams from its cache in about a millisecond: a second one gains nothing alone,
 # and on a busy machine every barrier with it costs a time slice.
 TINY_BYTES = 32 * 2**20
+MAX_PREFIX_BLOCKS = (
+    2**17
+)  # the scheduler keeps some hundred bytes of each; an 8 B model has 50,000 in 110 GB
 
 
 class Runner:
@@ -206,9 +209,10 @@ def num_kv_blocks(config: EngineConfig, traits: DecoderTraits, item_bytes: int) 
     usable = config.num_blocks
     if usable is None:
         assert config.kv_cache_bytes is not None
-        usable = config.kv_cache_bytes // block_bytes
-        if config.device == "cpu":  # a GPU keeps more prefixes in what it was given to use
-            usable = min(usable, config.scheduler.max_num_seqs * -(-longest // size))
+        useful = config.scheduler.max_num_seqs * -(-longest // size)
+        if config.device == "cuda":  # what it was given to use keeps prefixes
+            useful = max(useful, MAX_PREFIX_BLOCKS)
+        usable = min(config.kv_cache_bytes // block_bytes, useful)
     if usable * size < longest:
         raise TrouperValidationError(
             f"the KV memory holds {usable} blocks of {size} tokens ({usable * block_bytes / 2**20:.0f} MiB): "

@@ -63,7 +63,7 @@ def test_captured_steps_give_the_same_tokens(folder, expected, machines):
 @pytest.mark.parametrize(
     "options",
     [
-        {"async_scheduling": False},
+        pytest.param({"async_scheduling": False}, marks=pytest.mark.slow),
         {"max_num_batched_tokens": 5},
         {"num_gpu_blocks_override": 11, "max_model_len": 44},  # preemptions
         pytest.param({"max_num_seqs": 1}, marks=pytest.mark.slow),
@@ -118,7 +118,7 @@ def _ranks(logprobs):
     return {key: entry.rank for key, entry in _entries(logprobs)}
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sleep_gives_the_memory_back_and_wakes_with_the_same_tokens(
     level, folder, expected, machines
 ):
