@@ -14,6 +14,8 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 DeviceKind = Literal["cpu", "cuda"]
 CHOICES = ("auto", "cpu", "cuda")
+COMPUTE_CAPABILITY_MAJOR = 75  # CUdevice_attribute
+LEAST_CAPABILITY = 8  # Ampere: bfloat16, and copies that run beside a kernel's arithmetic
 
 
 def choose_device(wanted: str, *, pools: bool = False) -> DeviceKind:
@@ -64,4 +66,8 @@ def _driver_problem() -> str | None:
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if status or not count.value:
         return f"the NVIDIA driver shows no device (CUDA_VISIBLE_DEVICES, or error {status})"
+    major = ctypes.c_int()
+    driver.cuDeviceGetAttribute(ctypes.byref(major), COMPUTE_CAPABILITY_MAJOR, 0)
+    if major.value < LEAST_CAPABILITY:
+        return f"its compute capability is {major.value}.x, and {LEAST_CAPABILITY}.0 is needed"
     return None

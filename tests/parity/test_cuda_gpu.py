@@ -66,7 +66,7 @@ def test_in_bfloat16_greedy_tokens_differ_only_where_two_are_as_good():
             logprobs = theirs.logprobs[different]
             a, b = (c.token_ids[different] for c in (ours, theirs))
             assert a in logprobs
-            assert logprobs[b].logprob - logprobs[a].logprob < 0.2
+            assert logprobs[b].logprob - logprobs[a].logprob < 0.3  # two steps of bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -91,7 +91,8 @@ def test_batch_invariant_bits_depend_on_nobody_else(dtype):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_gives_the_memory_back(level):
-    with LLM(device="cuda", kv_cache_memory_bytes=2**30, **BASE) as llm:
+    options = {"kv_cache_memory_bytes": 2**30, "batch_invariant": True}  # batches differ by timing
+    with LLM(device="cuda", **options, **BASE) as llm:
         before = texts(llm)
         taken = torch.cuda.memory_reserved()
         assert taken > 2**30

@@ -15,14 +15,19 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 class Driver:
     """libcuda with so many devices, or none at all."""
 
-    def __init__(self, count, status=0):
-        self.count, self.status = count, status
+    def __init__(self, count, status=0, capability=9):
+        self.count, self.status, self.capability = count, status, capability
 
     def cuInit(self, flags):
         return self.status
 
     def cuDeviceGetCount(self, count):
         count._obj.value = self.count
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        assert (attribute, device) == (75, 0)
+        value._obj.value = self.capability
         return 0
 
 
@@ -59,6 +64,8 @@ def test_each_cause_is_named(machine):
     refused("shows no device")
     machine.patch.setattr(ctypes, "CDLL", lambda name: Driver(1, status=100))
     refused("error 100")
+    machine.patch.setattr(ctypes, "CDLL", lambda name: Driver(1, capability=7))
+    refused("compute capability is 7")
 
     def no_library(name):
         raise OSError(name)

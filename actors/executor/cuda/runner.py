@@ -23,8 +23,9 @@ from trouper.actors.executor.cuda import memory
 from trouper.actors.executor.cuda.inputs import Inputs, inputs_of, pack
 from trouper.actors.executor.cuda.machine import CudaMachine, Graph, Machine
 from trouper.actors.executor.cuda.readout import Readout
+from trouper.actors.executor.cuda.resident import Resident
 from trouper.actors.executor.cuda.shapes import Shape, graph_shapes, padded, shape_of
-from trouper.actors.executor.cuda.tables import Changes, Layout, Views, is_penalised, views
+from trouper.actors.executor.cuda.tables import Changes, Layout, is_penalised
 from trouper.actors.executor.device import DeviceInfo, Later
 from trouper.actors.executor.models.cuda_decoder import CudaDecoder, DeviceBatch
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, ops_shape
@@ -32,7 +33,7 @@ from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.runner import num_kv_blocks
 from trouper.actors.executor.weights import load_decoder
-from trouper.actors.messages import NewRow, StepDone, StepPlan
+from trouper.actors.messages import StepDone, StepPlan
 from trouper.config import EngineConfig
 from trouper.kernels.cuda.logits import edit_logits
 from trouper.kernels.cuda.sample import sample
@@ -66,7 +67,7 @@ class CudaRunner:
         self._num_slots = 0
         self._decoder: CudaDecoder | None = None
         self._is_on_host = False  # the decoder's weights
-        self._resident: _Resident | None = None
+        self._resident: Resident | None = None
         self._graphs: dict[Shape, Graph] = {}
         self._profiler = Profiler()
         self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop
@@ -145,19 +146,9 @@ class CudaRunner:
             ops=lambda: make_ops(shape, native=False),
         )
 
-    def _allocate(self, num_slots: int) -> "_Resident":
-        traits, layout, machine = self._traits, self._layout, self._machine
-        arena = machine.empty((layout.num_words,), torch.int32)
-        history = machine.empty((layout.num_rows, layout.vocab_size), torch.int32)
-        tables = views(layout, arena, history)
-        # The step behind one whose logits are not finite reads a token that nobody wrote: it must be one.
-        tables.tokens.zero_()
-        kv_shape = (len(traits.layers), 2, traits.num_kv_heads, num_slots, traits.head_dim)
-        return _Resident(
-            kv=machine.empty(kv_shape, self._dtype),
-            arena=arena,
-            views=tables,
-            inputs=machine.upload(pack(None, layout.num_rows + 1)),
+    def _allocate(self, num_slots: int) -> Resident:
+        return Resident.allocate(
+            self._machine, self._layout, self._traits, num_slots=num_slots, dtype=self._dtype
         )
 
     def _num_blocks(self) -> int:
@@ -223,7 +214,7 @@ class CudaRunner:
             self._add_prompt_logprobs(plan, hidden, readout)
             return readout.download(self._machine)
 
-    def _apply_changes(self, plan: StepPlan, resident: "_Resident") -> None:
+    def _apply_changes(self, plan: StepPlan, resident: Resident) -> None:
         changes = Changes(self._layout)
         for new in plan.new_rows:
             self._rows.place(new)
@@ -237,7 +228,7 @@ class CudaRunner:
             resident.arena.index_copy_(0, addresses, words.to(torch.int32))
         for new in plan.new_rows:
             if is_penalised(new.sampling):
-                _write_history(resident.views, new)
+                resident.write_history(new)
         size = self._config.block_size
         for source, target in plan.copies:
             kv = resident.kv
@@ -299,22 +290,3 @@ class CudaRunner:
                 piece = slice(at, at + LOGITS_AT_ONCE)
                 logits = decoder.logits(hidden[piece])
                 readout.add_prompt(column, logits, following[piece], on_device[piece], num_top)
-
-
-class _Resident(msgspec.Struct, frozen=True):
-    """What is on the device while the engine is awake, beside the weights; all at fixed addresses."""
-
-    kv: Tensor  # [layers, 2, H, S, D]
-    arena: Tensor  # [words] int32
-    views: Views
-    inputs: Tensor  # [6, M + 1] int32, see inputs.py
-
-
-def _write_history(tables: Views, new: NewRow) -> None:
-    """Count the row's tokens, as `sampling_rows.py` says; the prompt of embeddings has none."""
-    history = tables.sampling.history[new.row].zero_()
-    tokens = tables.tokens[new.row].narrow(0, 0, len(new.token_ids))
-    prompt, outputs = tokens.narrow(0, 0, new.num_prompt), tokens[new.num_prompt :]
-    if new.embeds is None:
-        history.index_fill_(0, prompt.long(), 1)
-    history.index_add_(0, outputs.long(), torch.full_like(outputs, 2))
