@@ -26,6 +26,7 @@ class Draft:
 
     __slots__ = (
         "budget",
+        "capacity",
         "copies",
         "counts",
         "has_preempted",
@@ -34,9 +35,10 @@ class Draft:
         "sequences",
     )
 
-    def __init__(self, config: SchedulerConfig, num_competing: int) -> None:
-        """`num_competing` sequences run or queue."""
-        self.budget = config.max_num_scheduled_tokens  # tokens left
+    def __init__(self, config: SchedulerConfig, num_competing: int, capacity: int) -> None:
+        """`num_competing` sequences run or queue; the step has at most `capacity` tokens."""
+        self.capacity = capacity
+        self.budget = capacity  # tokens left
         self.max_count = _max_count(config, num_competing)  # for one sequence
         self.sequences: list[Sequence] = []
         self.counts: list[int] = []

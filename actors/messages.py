@@ -270,6 +270,7 @@ class StepFailed(msgspec.Struct, frozen=True):
 
     step: int
     message: str
+    is_out_of_memory: bool = False  # a smaller step may pass
 
 
 class SequenceTokens(msgspec.Struct, frozen=True):

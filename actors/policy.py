@@ -41,6 +41,7 @@ from trouper.actors.pause import Pause
 from trouper.actors.quarantine import Quarantine
 from trouper.actors.running import Running
 from trouper.actors.sequences import Request, Sequence, State, open_request
+from trouper.actors.throttle import Throttle
 from trouper.actors.waiting import Waiting
 from trouper.config import SchedulerConfig
 from trouper.outputs import FinishReason
@@ -61,6 +62,7 @@ class Policy:
         self._running = Running(config, blocks, self._waiting.returning)
         self._flights: deque[Flight] = deque()
         self._quarantine = Quarantine()
+        self._throttle = Throttle(config.max_num_scheduled_tokens)
         self._news = News()
         self._num_admitted = 0
         self._step = 0
@@ -164,6 +166,7 @@ class Policy:
     def apply(self, done: StepDone) -> None:
         """The results of the eldest plan in flight."""
         flight = self._land(done.step)
+        self._throttle.passed()
         if self._quarantine.is_testing:
             self._quarantine.passed()
         prompt_logprobs = dict(done.prompt_logprobs) if done.prompt_logprobs else {}
@@ -187,11 +190,13 @@ class Policy:
             if needs_sample:
                 self._append(sequence, token_ids[i], logprobs[i] if logprobs else None)
 
-    def fail_step(self, step: int, message: str) -> None:
+    def fail_step(self, step: int, message: str, *, is_out_of_memory: bool = False) -> None:
         """The device raised in this step, or refused it because an earlier one did.
 
         At the first such answer this step and all later ones are undone: their sequences go back to what
-        has landed.  Then the quarantine looks for the culprit; when found alone it ends with `message`.
+        has landed.  Out of memory, steps become smaller; nobody is preempted for it, as a KV block that is
+        free gives the device nothing back.  Otherwise, or if they cannot be smaller, the quarantine looks
+        for the culprit; when found alone it ends with `message`.
         """
         flight = self._land(step)
         if flight.is_void:
@@ -201,6 +206,9 @@ class Policy:
         for later in self._flights:
             self._undo(later)
             later.is_void = True
+        num_tokens = sum(end - start for _, _, start, end, _ in flight.columns)
+        if is_out_of_memory and self._throttle.shrink(num_tokens):
+            return
         if not self._quarantine.is_testing:
             self._quarantine.accuse(suspects)
             return
@@ -242,7 +250,8 @@ class Policy:
         config, flights = self._config, self._flights
         if self._pause is Pause.ALL or len(flights) >= config.max_steps_in_flight:
             return None
-        draft = Draft(config, num_competing=len(self._running) + len(self._waiting))
+        num_competing = len(self._running) + len(self._waiting)
+        draft = Draft(config, num_competing, self._throttle.budget)
         if self._quarantine and (group := self._quarantine.group()):
             if flights:
                 return None

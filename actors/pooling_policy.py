@@ -119,8 +119,11 @@ class PoolingPolicy:
                 self._num_prompt_tokens += len(admit.prompt_token_ids)
                 self._news.append(PooledRequest(admit, array))
 
-    def fail_step(self, step: int, message: str) -> None:
-        """The device raised in this plan, or refused it because an earlier one of its epoch did."""
+    def fail_step(self, step: int, message: str, *, is_out_of_memory: bool = False) -> None:
+        """The device raised in this plan, or refused it because an earlier one of its epoch did.
+
+        Out of memory is no other case: halves are smaller steps.
+        """
         flight = self._land(step)
         group = [admit for admit in flight.group if admit.id in self._open]
         if flight.plan.epoch < self._epoch:

@@ -49,9 +49,7 @@ class Running:
         shared, start, source = self._prefix(sequence)
         count = min(sequence.num_tokens - start, draft.max_count)
         # Chunked prefill off: nobody is split to fit.  (What exceeds a whole step is; it would never run.)
-        if not config.enable_chunked_prefill and (
-            draft.budget < count <= config.max_num_scheduled_tokens
-        ):
+        if not config.enable_chunked_prefill and draft.budget < count <= draft.capacity:
             return False
         count = min(count, draft.budget)
         wanted = sequence.num_tokens if config.reserve_full_isl else start + count

@@ -91,8 +91,8 @@ class Scheduler:
                 policy.abort(id)
             case Stop(ids):
                 policy.stop(ids)
-            case StepFailed(step, error):
-                policy.fail_step(step, error)
+            case StepFailed(step, error, is_out_of_memory):
+                policy.fail_step(step, error, is_out_of_memory=is_out_of_memory)
             case SetPause(pause, answer):
                 policy.set_pause(pause)
                 if pause is Pause.NONE:  # whoever still waits for an earlier pause waits in vain

@@ -18,6 +18,7 @@ from trouper.kernels.cuda import (
     decode_attention,
     logits,
     logprobs,
+    matmul,
     prefill_attention,
     prepare,
     qkv_post,
@@ -183,6 +184,24 @@ def _samplings() -> Iterator[Case]:
         )
 
 
+def _matmuls() -> Iterator[Case]:
+    for size, config in matmul.CONFIGS["sm_90"]:
+        dtype = {2: bf16, 4: fp32}[size]
+        for num_in, num_out in ((1024, 6144), (4096, 6144), (3072, 1024)):
+            for bias in (None, meta(num_out, dtype=dtype)):
+                yield Case(
+                    f"{num_in} -> {num_out} {str(dtype)[6:]}" + ", bias" * (bias is not None),
+                    config,
+                    "wgmma",
+                    partial(
+                        matmul.matmul,
+                        meta(256, num_in, dtype=dtype),
+                        meta(num_out, num_in, dtype=dtype),
+                        bias,
+                    ),
+                )
+
+
 def meta(*shape: int, dtype: torch.dtype = bf16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -199,4 +218,5 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "act_mul": _acts,
     "prepare": _prepares,
     "sampling": _samplings,
+    "matmul": _matmuls,
 }

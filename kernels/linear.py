@@ -7,6 +7,7 @@
     native   bfloat16 where the machine multiplies it: kernels/matmul.py
     oneDNN   float32, and bfloat16 of other machines and shapes: no reorder in every call
     plain    what oneDNN does not pack here (float16), and builds without it
+    invariant   on a GPU, where asked for: kernels/cuda/matmul.py; cuBLAS is "plain"
     int8, int4   integers with scales, rounded here or in the checkpoint: kernels/quantized_matmul.py
              where bfloat16 would be native; elsewhere the rounded weights in their own dtype, with no
              gain but the same outputs
@@ -98,6 +99,10 @@ def _has_dot() -> bool:
 def linear(x_TI: Tensor, layer: Linear) -> Tensor:
     if layer.layout == "native":
         return _native(x_TI, layer)
+    if layer.layout == "invariant":
+        from trouper.kernels.cuda.matmul import matmul
+
+        return matmul(x_TI, layer.weight, layer.bias)
     if layer.layout in ("int4", "int8"):
         return _quantized(x_TI, layer)
     if layer.layout == "onednn":
@@ -205,7 +210,12 @@ def _pack_onednn(weight_OI: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), None)
 
 
-_PACKERS = {"native": _pack_native, "onednn": _pack_onednn, "plain": lambda weight: weight}
+_PACKERS = {
+    "native": _pack_native,
+    "onednn": _pack_onednn,
+    "plain": lambda weight: weight,
+    "invariant": lambda weight: weight,
+}
 
 
 def linear_reference(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

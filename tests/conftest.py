@@ -10,6 +10,9 @@ import torch
 # costs a time slice.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# `auto` is the CPU in tests, also where there is a GPU: what is meant for it says so.
+os.environ.setdefault("TROUPER_DEVICE", "cpu")
+
 # Before anything imports Triton, which reads it when a function is decorated.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, cast
 
 import msgspec
 
+from trouper.devices import DeviceKind, choose_device
 from trouper.engine_checks import check_engine_args, tell_what_is_idle
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.model_config import (
@@ -40,13 +41,15 @@ __all__ = [
 ]
 
 Quantization = Literal["int8", "int4"] | None
-DEFAULT_BLOCK_SIZE = 16
-DEFAULT_BLOCK_SIZE_CPU = (
-    128  # a decode kernel reads 2 x the bandwidth at 128 of what it reads at 16
-)
+# a decode kernel of the CPU reads 2 x the bandwidth at 128 of what it reads at 16
+DEFAULT_BLOCK_SIZES: dict[DeviceKind, int] = {"cpu": 128, "cuda": 16}
 DEFAULT_KV_CACHE_BYTES = (
     2 * 2**30
 )  # CPU, when nothing else says; capped by what max_num_seqs can use
+NOT_INVARIANT = (
+    "batch_invariant: not on the CPU, whose attention adds up a prompt in another order when it is split "
+    "(its bfloat16 products and norms do not); device='cuda' has it"
+)
 ALIASES = {
     "chunked_prefill_enabled": "enable_chunked_prefill",
     "cuda_graph_sizes": "cudagraph_capture_sizes",
@@ -101,11 +104,13 @@ class EngineArgs:
     hf_token: str | bool | None = None
     download_dir: str | None = None
     load_format: str = "auto"
+    device: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
     max_model_len: int | str | None = None
     seed: int = 0
     enforce_eager: bool = False
+    batch_invariant: bool = False
     runner: str = "auto"
     convert: str = "auto"
     pooler_config: Any = None  # a PoolerConfig, or a dict or json text of its fields
@@ -158,9 +163,14 @@ class EngineArgs:
         so it is called from a thread.
         """
         check_engine_args(self)
-        tell_what_is_idle(self)
         model = ModelConfig.load(self)
         pooler = model.pooler(self.runner, self.convert, self.pooler_config)
+        device = choose_device(self.device, pools=pooler is not None)
+        batch_invariant = self.batch_invariant or bool(_environ("TROUPER_BATCH_INVARIANT", 0.0))
+        if device == "cpu":
+            tell_what_is_idle(self)
+            if batch_invariant:
+                raise UnsupportedFeatureError(NOT_INVARIANT)
         if pooler is not None and self.quantization is not None:
             raise UnsupportedFeatureError("quantization: not of a model that pools")
         if self.quantization is not None and model.hf_config.get("quantization_config"):
@@ -170,7 +180,11 @@ class EngineArgs:
                 value=self.quantization,
             )
         dtype = concrete_dtype(self.dtype, model)
-        max_model_len = self._max_model_len(model, dtype, pooler)
+        block_size = self.block_size or DEFAULT_BLOCK_SIZES[device]
+        kv_cache_bytes = self.kv_cache_memory_bytes
+        if kv_cache_bytes is None and device == "cpu":
+            kv_cache_bytes = _kv_cache_bytes()
+        max_model_len = self._max_model_len(model, dtype, pooler, block_size, kv_cache_bytes)
         max_num_seqs, max_num_batched_tokens = self._batch_limits(max_model_len, offline)
         chunked = self.enable_chunked_prefill is not False
         return EngineConfig(
@@ -179,15 +193,19 @@ class EngineArgs:
             tokenizer=None if self.skip_tokenizer_init else tokenizer_path(self, model),
             dtype=dtype,
             load_format=self.load_format,
+            device=device,
+            batch_invariant=batch_invariant,
+            graphs=None if self.enforce_eager else self._graph_sizes,
+            gpu_memory_utilization=self.gpu_memory_utilization,
             quantization=cast("Quantization", self.quantization),
             enforce_eager=self.enforce_eager,
             seed=self.seed,
             max_model_len=max_model_len,
             max_logprobs=self.max_logprobs,
             renderer_num_workers=self.renderer_num_workers,
-            block_size=self._block_size,
+            block_size=block_size,
             num_blocks=self.num_gpu_blocks_override,
-            kv_cache_bytes=self._kv_cache_bytes,
+            kv_cache_bytes=kv_cache_bytes,
             stream_interval=self.stream_interval,
             chat_template=self.chat_template,
             enable_prompt_embeds=self.enable_prompt_embeds,
@@ -217,15 +235,21 @@ class EngineArgs:
         )
 
     @property
-    def _block_size(self) -> int:
-        return self.block_size or DEFAULT_BLOCK_SIZE_CPU
+    def _graph_sizes(self) -> tuple[int, ...] | None:
+        sizes = self.cudagraph_capture_sizes
+        if sizes is None:
+            return ()
+        return tuple(sorted(set(sizes))) or None
 
-    @property
-    def _kv_cache_bytes(self) -> int:
-        return self.kv_cache_memory_bytes or _kv_cache_bytes()
-
-    def _max_model_len(self, model: ModelConfig, dtype: str, pooler: PoolerSpec | None) -> int:
-        """None: the model's own; -1 or auto: as much of that as the KV memory holds."""
+    def _max_model_len(
+        self,
+        model: ModelConfig,
+        dtype: str,
+        pooler: PoolerSpec | None,
+        block_size: int,
+        kv_cache_bytes: int | None,
+    ) -> int:
+        """None: the model's own; -1 or auto: as much of that as the KV memory holds, if its size is known."""
         wanted, longest = self.max_model_len, model.max_position_embeddings
         if wanted is None:
             return min(longest, (pooler and pooler.max_length) or longest)
@@ -234,11 +258,11 @@ class EngineArgs:
                 return longest
             num_blocks = self.num_gpu_blocks_override
             token_bytes = kv_bytes_per_token(model, dtype)
-            if num_blocks is None and token_bytes:
-                num_blocks = self._kv_cache_bytes // (token_bytes * self._block_size)
+            if num_blocks is None and token_bytes and kv_cache_bytes:
+                num_blocks = kv_cache_bytes // (token_bytes * block_size)
             if num_blocks is None:
                 return longest
-            return max(1, min(longest, num_blocks * self._block_size))
+            return max(1, min(longest, num_blocks * block_size))
         length = _human_int(wanted)
         if not 1 <= length <= longest:
             raise TrouperValidationError(
@@ -308,13 +332,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None  # a folder; None = token ids only
     dtype: str
     load_format: str
+    device: DeviceKind = "cpu"
+    batch_invariant: bool = False  # a request's bits do not depend on its neighbours
+    graphs: tuple[int, ...] | None = None  # sizes to capture, () = the device's own; None = none
+    gpu_memory_utilization: float = 0.92  # of the GPU's memory
     seed: int
     max_model_len: int
     max_logprobs: int
     renderer_num_workers: int
     block_size: int
     num_blocks: int | None  # usable blocks; None = as many as kv_cache_bytes hold
-    kv_cache_bytes: int
+    kv_cache_bytes: int | None  # None = what gpu_memory_utilization leaves
     stream_interval: int
     chat_template: str | None
     enable_prompt_embeds: bool = False

@@ -86,6 +86,8 @@ def _check_lists(args: "EngineArgs") -> None:
     sizes: Any = args.cudagraph_capture_sizes
     if sizes is not None and not _is_list_of(sizes, int):
         raise _bad(args, "cudagraph_capture_sizes", "must be a list of integers")
+    if sizes is not None and min(sizes, default=1) < 1:
+        raise _bad(args, "cudagraph_capture_sizes", "must be at least 1 each")
 
 
 def _check_numbers(args: "EngineArgs") -> None:

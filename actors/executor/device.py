@@ -1,10 +1,23 @@
 """The seam between the executor actor and whatever computes: a thread, processes, or a simulation."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from trouper.actors.messages import PoolDone, PoolPlan, StepDone, StepFailed, StepPlan
+
+Result = TypeVar("Result")
+# What a row of a GPU has room for; a request that needs more is refused when it is rendered.
+MAX_EDITS = 1024  # biased, banned and, until min_tokens, stop tokens
+MAX_BAD_WORD = 16  # tokens of a bad word, without its last
+
+
+class Later(NamedTuple, Generic[Result]):
+    """A result on its way from the device: whoever launched the work goes on with the next."""
+
+    is_ready: Callable[[], bool]
+    finish: Callable[[], Result]  # waits if it is not ready
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):

@@ -1,7 +1,8 @@
 """A device in this process: one thread owns the runner, and torch, for its whole life.
 
-Torch's intra-op settings and inference mode are thread-local, and a thread pool may serve each call
-from another thread, hence a thread of our own.  torch is imported in it and nowhere before.
+Torch's intra-op settings, inference mode and current stream are thread-local, and a thread pool may serve
+each call from another thread, hence a thread of our own.  torch is imported in it and nowhere before.
+On a GPU a step is launched and its answer comes later: meanwhile the thread launches what else is posted.
 """
 
 import logging
@@ -16,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 import anyio.lowlevel
 
-from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.device import DeviceInfo, Later
 from trouper.actors.messages import PoolDone, PoolPlan, StepDone, StepFailed, StepPlan
 from trouper.config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
@@ -35,11 +36,13 @@ TORCH_ENVIRONMENT = {
 
 Result = TypeVar("Result")
 DEVICE_THREAD = "trouper-device"
+Answer = StepDone | PoolDone | StepFailed
 CALLS = ("sleep", "wake", "start_profile", "stop_profile")
+POLL_S = 5e-5  # between two looks at a launched step; a post wakes the thread at once
 
 
 class LocalDevice:
-    """`Device` on the CPU of this process.
+    """`Device` on the CPU or the GPU of this process.
 
     Everything that is posted runs in order, and runs to its end even if nobody waits any more.  An
     exception in a step fails the steps of its epoch; the rows must be given again.
@@ -49,14 +52,13 @@ class LocalDevice:
         self._config = config
         # The executor's credits bound it: max_steps_in_flight steps, a call and the closing.
         self._posts: queue.SimpleQueue[_Post[Any] | None] = queue.SimpleQueue()
-        self._steps: deque[_Post[StepDone | PoolDone | StepFailed]] = (
-            deque()
-        )  # submitted, not collected
+        self._steps: deque[_Post[Answer]] = deque()  # submitted, not collected
         self._submitted = anyio.Event()
         self._thread: threading.Thread | None = None
         self._closing: _Post[None] | None = None
         # Touched by the device thread alone:
-        self._runner: Any = None  # a Runner or a PoolingRunner
+        self._runner: Any = None  # a Runner, a CudaRunner or a PoolingRunner
+        self._launched: deque[_Post[Any]] = deque()  # whose results come later
         self._refused_epoch = -1
 
     def __repr__(self) -> str:
@@ -81,7 +83,7 @@ class LocalDevice:
         self._steps.append(self._post(lambda: self._step(plan)))
         self._submitted.set()
 
-    async def collect(self) -> StepDone | PoolDone | StepFailed:
+    async def collect(self) -> Answer:
         while not self._steps:
             self._submitted = anyio.Event()
             await self._submitted.wait()
@@ -90,11 +92,9 @@ class LocalDevice:
         return answer
 
     async def call(self, method: str, *args: object) -> object:
-        if method == "probe":
-            return await self._post(lambda: None).wait()
-        if method not in CALLS:
+        if method != "probe" and method not in CALLS:
             raise UnsupportedFeatureError(f"this device cannot {method}")
-        return await self._post(lambda: getattr(self._runner, method)(*args)).wait()
+        return await self._post(lambda: self._call(method, args)).wait()
 
     async def aclose(self) -> None:
         """End what is under way, give back the memory, end the thread.  Idempotent."""
@@ -107,7 +107,7 @@ class LocalDevice:
             await self._closing.wait()
         self._thread.join()  # it has nothing left to do
 
-    def _post(self, work: Callable[[], Result]) -> "_Post[Result]":
+    def _post(self, work: Callable[[], Result | Later[Result]]) -> "_Post[Result]":
         if self._thread is None or self._closing is not None:
             raise RuntimeError("the device is closed, or was never loaded")
         post = _Post(work)
@@ -117,18 +117,34 @@ class LocalDevice:
     # From here on: the device thread.
 
     def _serve(self) -> None:
-        while (post := self._posts.get()) is not None:
+        while True:
+            while self._launched and self._launched[0].is_ready():
+                self._launched.popleft().finish()
+            try:
+                post = self._posts.get(timeout=POLL_S if self._launched else None)
+            except queue.Empty:
+                continue
+            if post is None:
+                return
             post.run()
+            if post.is_launched:
+                self._launched.append(post)
+
+    def _finish_launched(self) -> None:
+        while self._launched:
+            self._launched.popleft().finish()
 
     def _load(self) -> DeviceInfo:
         for name, value in TORCH_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import torch
 
-        if self._config.pooler is None:
-            from trouper.actors.executor.runner import Runner as Runner
-        else:
+        if self._config.pooler is not None:
             from trouper.actors.executor.pooling_runner import PoolingRunner as Runner
+        elif self._config.device == "cuda":
+            from trouper.actors.executor.cuda.runner import CudaRunner as Runner
+        else:
+            from trouper.actors.executor.runner import Runner as Runner
 
         torch.set_num_threads(min(torch.get_num_threads(), num_physical_cores()))
         self._runner = Runner(self._config)
@@ -137,20 +153,44 @@ class LocalDevice:
             torch.set_num_threads(1)  # on a busy machine a barrier costs a time slice, 4 ms
         return info
 
-    def _step(self, plan: StepPlan | PoolPlan) -> StepDone | PoolDone | StepFailed:
-        if plan.epoch <= self._refused_epoch:
-            return StepFailed(plan.step, "an earlier step failed")
+    def _call(self, method: str, args: tuple[object, ...]) -> object:
+        self._finish_launched()
+        return None if method == "probe" else getattr(self._runner, method)(*args)
+
+    def _step(self, plan: StepPlan | PoolPlan) -> Answer | Later[Answer]:
         if self._runner is None:
             raise RuntimeError("a step before load")
+        return self._guarded(plan, lambda: self._runner.step(plan))
+
+    def _guarded(self, plan: StepPlan | PoolPlan, work: Callable[[], Any]) -> Any:
+        """An error of the step fails its epoch, whose later steps may have been launched already."""
+        if plan.epoch <= self._refused_epoch:
+            return StepFailed(plan.step, "an earlier step failed")
         try:
-            return self._runner.step(plan)
+            answer = work()
         except Exception as error:
-            columns = plan.rows if isinstance(plan, StepPlan) else plan.columns
-            logger.exception("step %d of %d columns failed", plan.step, len(columns))
-            self._refused_epoch = plan.epoch
-            return StepFailed(plan.step, f"{type(error).__name__}: {error}")
+            failed = self._failed(plan, error)
+        else:
+            if isinstance(answer, Later):
+                return Later(answer.is_ready, lambda: self._guarded(plan, answer.finish))
+            return answer
+        if failed.is_out_of_memory:  # only now does nobody hold what the step had taken
+            self._runner.release()
+        return failed
+
+    def _failed(self, plan: StepPlan | PoolPlan, error: Exception) -> StepFailed:
+        import torch
+
+        if isinstance(error, torch.AcceleratorError):  # nothing runs on this GPU any more
+            raise error
+        columns = plan.rows if isinstance(plan, StepPlan) else plan.columns
+        logger.error("step %d of %d columns failed", plan.step, len(columns), exc_info=error)
+        self._refused_epoch = plan.epoch
+        is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        return StepFailed(plan.step, f"{type(error).__name__}: {error}", is_out_of_memory)
 
     def _close(self) -> None:
+        self._finish_launched()
         if self._runner is not None:
             self._runner.close()
 
@@ -158,20 +198,47 @@ class LocalDevice:
 class _Post(Generic[Result]):
     """A piece of work for the device thread, and the way back to the event loop that posted it."""
 
-    def __init__(self, work: Callable[[], Result]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[[], Result | Later[Result]]) -> None:
+        self._work: Callable[[], Result | Later[Result]] = work
         native: Any = anyio.lowlevel.current_token().native_token
         # Both return at once: the thread goes on with the next step while the loop wakes up.
         self._soon = getattr(native, "run_sync_soon", None) or native.call_soon_threadsafe
         self._done = anyio.Event()
+        self._later: Later[Result] | None = None
         self._result: Result | None = None
         self._error: BaseException | None = None
 
-    def run(self) -> None:
+    @property
+    def is_launched(self) -> bool:
+        return self._later is not None
+
+    def is_ready(self) -> bool:
+        """Of a launched one: `finish` would not wait."""
+        assert self._later is not None
         try:
-            self._result = self._work()
+            return self._later.is_ready()
+        except Exception:
+            return True  # `finish` meets it, too, and tells who waits
+
+    def run(self) -> None:
+        """Do the work, or launch it."""
+        self._settle(self._work)
+
+    def finish(self) -> None:
+        assert self._later is not None
+        later, self._later = self._later, None
+        self._settle(later.finish)
+
+    def _settle(self, work: Callable[[], Result | Later[Result]]) -> None:
+        try:
+            result = work()
         except BaseException as error:  # noqa: ASYNC103  # a thread: it belongs to the caller
             self._error = error
+        else:
+            if isinstance(result, Later):
+                self._later = result
+                return
+            self._result = result
         try:
             self._soon(self._done.set)
         except RuntimeError:  # the loop has ended: nobody waits any more

@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 # Weights that one core streams from its cache in about a millisecond: a second one gains nothing alone,
 # and on a busy machine every barrier with it costs a time slice.
 TINY_BYTES = 32 * 2**20
+MAX_PREFIX_BLOCKS = (
+    2**17
+)  # the scheduler keeps some hundred bytes of each; an 8 B model has 50,000 in 110 GB
 
 
 class Runner:
@@ -223,7 +226,10 @@ def num_kv_blocks(config: EngineConfig, traits: DecoderTraits, item_bytes: int) 
     block_bytes = len(traits.layers) * 2 * traits.kv_size * size * item_bytes
     usable = config.num_blocks
     if usable is None:
+        assert config.kv_cache_bytes is not None
         useful = config.scheduler.max_num_seqs * -(-longest // size)
+        if config.device == "cuda":  # what it was given to use keeps prefixes
+            useful = max(useful, MAX_PREFIX_BLOCKS)
         usable = min(config.kv_cache_bytes // block_bytes, useful)
     if usable * size < longest:
         raise TrouperValidationError(

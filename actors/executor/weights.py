@@ -11,7 +11,7 @@ Laws:
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import safetensors
 import torch
@@ -31,7 +31,7 @@ from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.errors import TrouperValidationError
 from trouper.kernels.decoder_ops import Ops
 from trouper.kernels.linear import Linear
-from trouper.kernels.quantization import GROUP, Format, Integers, can_quantize
+from trouper.kernels.quantization import GROUP, Format, Integers, can_quantize, dequantized
 
 BASE = "model."
 INDEX = "model.safetensors.index.json"
@@ -148,6 +148,8 @@ def load_decoder(
     scheme: Scheme | None = None,
     has_head: bool = True,
     decoder_type: type[D] = Decoder,
+    device: torch.device | None = None,
+    layout: str | None = None,
     ops: Callable[[], Ops],
 ) -> D:
     """Build the decoder of `folder`; without its head for a model that pools.
@@ -155,6 +157,8 @@ def load_decoder(
     Args:
         quantization: of the projections; with any the head is int8, and the embedding stays.
         scheme: of a checkpoint whose projections are integers.
+        device: where the weights go, one after another; None = they stay in host memory.
+        layout: of the weights of products; None = what is best for each.
         ops: asked for last; they may be compiled while the weights are read.
 
     Raises:
@@ -179,15 +183,16 @@ def load_decoder(
         raise TrouperValidationError(
             "must be auto, safetensors or dummy", parameter="load_format", value=load_format
         )
-    found = {p.name: _assemble(p, source, dtype) for p in outer}
+    place = Placement(dtype, device, layout, quantization)
+    found = {p.name: _assemble(p, source, place) for p in outer}
     # The head is packed even where it is tied, and then exists twice: the lookup needs the plain
     # rows, the GEMM of a decode step runs 1.5-1.7 x faster on the packed ones (32000 x 1024 bf16, one
     # core: 5.9 -> 3.4 ms), and the price is one embedding, 7 % of the memory of a 0.5 B model.
     head = None
     if has_head:
         plain = found.get("head", found["embedding"])
-        head = Linear(plain, quantization="int8" if quantization else None)
-    layers = [_layer(traits, i, source, dtype, quantization) for i in range(num_layers)]
+        head = Linear(plain, layout=layout, quantization="int8" if quantization else None)
+    layers = [_layer(traits, i, source, place) for i in range(num_layers)]
     return decoder_type(
         traits,
         embedding=found["embedding"],
@@ -199,22 +204,29 @@ def load_decoder(
     )
 
 
-def _layer(
-    traits: DecoderTraits,
-    index: int,
-    source: Source,
-    dtype: torch.dtype,
-    quantization: Format | None,
-) -> Layer:
+class Placement(NamedTuple):
+    """How weights are kept; see `load_decoder`."""
+
+    dtype: torch.dtype
+    device: torch.device | None
+    layout: str | None
+    quantization: Format | None
+
+
+def _layer(traits: DecoderTraits, index: int, source: Source, place: Placement) -> Layer:
+    quantization = place.quantization
     norms: dict[str, Tensor] = {}
     projections: dict[str, Linear] = {}
     for parameter in layer_parameters(traits, index):
         name, _, kind = parameter.name.partition(".")
-        integers = source.integers(parameter, dtype) if kind == "weight" else None
-        if integers is not None:
-            projections[name] = Linear(integers)
+        integers = source.integers(parameter, place.dtype) if kind == "weight" else None
+        if integers is not None and place.device is None:
+            projections[name] = Linear(integers, layout=place.layout)
             continue
-        tensor = _assemble(parameter, source, dtype)
+        if integers is not None:
+            tensor = dequantized(integers).to(place.device, place.dtype)
+        else:
+            tensor = _assemble(parameter, source, place)
         if kind == "weight":
             if quantization and not can_quantize(tensor.shape[1], quantization):
                 raise TrouperValidationError(
@@ -222,7 +234,7 @@ def _layer(
                     parameter="quantization",
                     value=quantization,
                 )
-            projections[name] = Linear(tensor, quantization=quantization)
+            projections[name] = Linear(tensor, layout=place.layout, quantization=quantization)
         elif kind == "bias":
             projections[name].bias = tensor
         else:
@@ -241,12 +253,13 @@ def _layer(
     )
 
 
-def _assemble(parameter: Parameter, source: Source, dtype: torch.dtype) -> Tensor:
+def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:
     """The fused tensor, in memory of its own: the file may go away."""
     shapes = [shape for _, shape in parameter.sources]
     # 1 + w of Gemma's norms would lose w's last bits in bf16; see kernels/rms_norm.py
-    kept = torch.float32 if parameter.offset else dtype
-    fused = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=kept)
+    kept = torch.float32 if parameter.offset else place.dtype
+    size = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    fused = torch.empty(size, dtype=kept, device=place.device)
     first = 0
     for name, shape in parameter.sources:
         fused[first : first + shape[0]] = source.read(name, shape)

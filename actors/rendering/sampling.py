@@ -25,6 +25,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     hidden_size: int | None = None  # None: prompt_embeds are not enabled
     block_size: int = 16  # by which embeddings are named in the prefix cache
+    max_edits: int | None = None  # tokens that are biased or banned; None: as many as you like
+    max_bad_word: int | None = None  # tokens of a bad word
 
 
 class ResolvedSampling(NamedTuple):
@@ -52,12 +54,31 @@ def resolve_sampling(
     stops = dict.fromkeys(params.stop_token_ids or ())
     if not params.ignore_eos:
         stops |= dict.fromkeys(eos[1:])
-    return ResolvedSampling(
+    resolved = ResolvedSampling(
         params,
         eos[0] if eos and not params.ignore_eos else None,
         tuple(stops),
         _bad_words(params, limits, tokenizer) if tokenizer is not None else (),
     )
+    _check_room(resolved, limits)
+    return resolved
+
+
+def _check_room(resolved: ResolvedSampling, limits: ModelLimits) -> None:
+    """The device's rows have room for so much."""
+    params, words = resolved.params, resolved.bad_words_ids
+    if limits.max_bad_word is not None and max(map(len, words), default=0) > limits.max_bad_word:
+        raise TrouperValidationError(
+            f"bad_words: at most {limits.max_bad_word} tokens each on this device",
+            parameter="bad_words",
+        )
+    num_stops = 1 + len(resolved.stop_token_ids) if params.min_tokens else 0
+    num_edits = len(params.logit_bias or ()) + len(words) + num_stops
+    if limits.max_edits is not None and num_edits > limits.max_edits:
+        raise TrouperValidationError(
+            f"{num_edits} biased, banned and stop tokens; this device takes {limits.max_edits}",
+            parameter="logit_bias",
+        )
 
 
 def _eos(limits: ModelLimits, tokenizer: Tokenizer | None) -> list[int]:

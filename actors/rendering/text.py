@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
+from trouper.actors.executor.device import MAX_BAD_WORD, MAX_EDITS
 from trouper.actors.messages import Admit, AdmitPooling, Embeds, Render, Track
 from trouper.actors.rendering.chat import ChatTemplate
 from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests, from_tensor
@@ -87,6 +88,8 @@ class Prompts:
             eos_token_ids=config.model.eos_token_ids,
             hidden_size=config.model.hidden_size if config.enable_prompt_embeds else None,
             block_size=config.block_size,
+            max_edits=MAX_EDITS if config.device == "cuda" else None,
+            max_bad_word=MAX_BAD_WORD + 1 if config.device == "cuda" else None,
         )
         return cls(tokenizer, limits, template_text(config.chat_template))
 

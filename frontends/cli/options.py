@@ -34,6 +34,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "hf_token": "Access token of the hub.",
         "download_dir": "Where downloads are kept.",
         "load_format": "auto, or dummy: random weights, of a folder or of a geometry such as qwen3-0.6b.",
+        "device": "auto (a GPU that can be used), cpu or cuda.",
         "dtype": "auto (as stored), float32, bfloat16 or float16.",
         "quantization": "Round the weights at load: int8, or int4 in groups of 32.",
         "max_model_len": "Longest prompt plus output, e.g. 4096 or 8k; the model's own by default.",
@@ -75,8 +76,9 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     "Engine": {
         "renderer_num_workers": "Tasks that tokenise prompts.",
         "max_logprobs": "Most logprobs that a request may ask for; -1 is the vocabulary.",
-        "enforce_eager": "No recorded decode steps.",
+        "enforce_eager": "No CUDA graphs; on the CPU no recorded decode steps.",
         "cudagraph_capture_sizes": "Batch sizes to capture, e.g. 1,2,4,8.",
+        "batch_invariant": "The same tokens alone and in any crowd, bit for bit; on a GPU, slower.",
         "enable_sleep_mode": "Accepted for compatibility.",
         "shutdown_timeout": "Seconds that open requests get at shutdown.",
         "disable_log_stats": "No statistics.",

@@ -26,6 +26,9 @@ from trouper.kernels.cuda.attention import attend, head_bytes
 from trouper.kernels.cuda.launch import MERGE, Table, config_of, dot_type
 
 MAX_SPLITS = 64  # parts a sequence: 8 KV heads fill 132 processors with one sequence of 16 k keys
+# Programs beyond this take several parts each: they fill every processor ten times over, and a captured step,
+# whose grid is for the longest sequence there may be, launches few that find nothing to do.
+MAX_PROGRAMS = 4096
 SPLIT = 512  # keys a part; fixed, as a change of it changes bits
 
 # By `head_bytes`.
@@ -82,54 +85,51 @@ def _decode_kernel(
 ):
     column = tl.program_id(0)
     head = tl.program_id(1)
-    part = tl.program_id(2)
     token = tl.load(bounds_ptr + column).to(tl.int64)
     if tl.load(bounds_ptr + column + 1) - token != 1:
         return
     length = tl.load(starts_ptr + column) + 1
     begin, size, num_parts = _part_of(length, WINDOW, SPLIT, MAX_SPLITS)
-    if part >= num_parts:
-        return
-    first = begin + part * size
     member = tl.arange(0, M)
     width = tl.arange(0, W)
     mask = (member < G)[:, None] & (width < D)[None, :]
     q_head = head * G + member
-    q = tl.load(
-        q_ptr + token * q_stride_t + q_head[:, None] * D + width[None, :], mask=mask, other=0.0
-    )
-    acc, row_max, row_sum = attend(
-        tl.zeros([M, W], tl.float32),
-        tl.full([M], float("-inf"), tl.float32),
-        tl.zeros([M], tl.float32),
-        q.to(DOT),
-        tl.full([M], length, tl.int32),  # the range of the keys is the only mask
-        first,
-        tl.minimum(first + size, length),
-        k_ptr + head.to(tl.int64) * cache_stride_h,
-        v_ptr + head.to(tl.int64) * cache_stride_h,
-        blocks_ptr + tl.load(rows_ptr + column).to(tl.int64) * blocks_stride_r,
-        cache_stride_s,
-        scale,
-        softcap,
-        D,
-        W,
-        BLOCK_SIZE,
-        TILE,
-        0,
-        True,
-        HAS_CAP,
-        DOT,
-        STAGES,
-    )
-    acc = acc / row_sum[:, None]
-    if num_parts == 1:
-        out_at = out_ptr + (token * N + q_head)[:, None] * D + width[None, :]
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        at = (column.to(tl.int64) * N + q_head) * max_parts + part
-        tl.store(part_ptr + at[:, None] * D + width[None, :], acc, mask=mask)
-        tl.store(lse_ptr + at, row_max + tl.log2(row_sum), mask=member < G)
+    q_at = q_ptr + token * q_stride_t + q_head[:, None] * D + width[None, :]
+    row = tl.load(rows_ptr + column).to(tl.int64)
+    for part in range(tl.program_id(2), num_parts, tl.num_programs(2)):
+        first = begin + part * size
+        acc, row_max, row_sum = attend(
+            tl.zeros([M, W], tl.float32),
+            tl.full([M], float("-inf"), tl.float32),
+            tl.zeros([M], tl.float32),
+            tl.load(q_at, mask=mask, other=0.0).to(DOT),
+            tl.full([M], length, tl.int32),  # the range of the keys is the only mask
+            first,
+            tl.minimum(first + size, length),
+            k_ptr + head.to(tl.int64) * cache_stride_h,
+            v_ptr + head.to(tl.int64) * cache_stride_h,
+            blocks_ptr + row * blocks_stride_r,
+            cache_stride_s,
+            scale,
+            softcap,
+            D,
+            W,
+            BLOCK_SIZE,
+            TILE,
+            0,
+            True,
+            HAS_CAP,
+            DOT,
+            STAGES,
+        )
+        acc = acc / row_sum[:, None]
+        if num_parts == 1:
+            out_at = out_ptr + (token * N + q_head)[:, None] * D + width[None, :]
+            tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            at = (column.to(tl.int64) * N + q_head) * max_parts + part
+            tl.store(part_ptr + at[:, None] * D + width[None, :], acc, mask=mask)
+            tl.store(lse_ptr + at, row_max + tl.log2(row_sum), mask=member < G)
 
 
 @triton.jit(do_not_specialize=["max_parts"])
@@ -215,7 +215,8 @@ def decode_attention(
         "SPLIT": split,
         "MAX_SPLITS": MAX_SPLITS,
     }
-    _decode_kernel[(num_columns, num_kv, max_parts)](
+    num_programs = max(1, MAX_PROGRAMS // (num_columns * num_kv))
+    _decode_kernel[(num_columns, num_kv, min(max_parts, num_programs))](
         q_TND,
         cache_2HSD[0],
         cache_2HSD[1],

@@ -71,7 +71,9 @@ def test_hidden_states_and_caches_equal_those_of_the_cpu_path(case, tmp_path):
         "ops": lambda: make_ops(shape, native=False),
     }
     on_cpu = load_decoder(tmp_path, traits, **options)
-    on_device = load_decoder(tmp_path, traits, **options, decoder_type=CudaDecoder)
+    on_device = load_decoder(
+        tmp_path, traits, **options, decoder_type=CudaDecoder, device=DEVICE, layout="plain"
+    )
     cache_shape = (len(traits.layers), 2, traits.num_kv_heads, 37 * BLOCK_SIZE, traits.head_dim)
     expected_kv = torch.zeros(cache_shape)
     kv = torch.full(cache_shape, torch.nan, device=DEVICE)
@@ -89,3 +91,5 @@ def test_hidden_states_and_caches_equal_those_of_the_cpu_path(case, tmp_path):
     torch.testing.assert_close(
         kv[is_written].cpu(), expected_kv[is_written.cpu()], atol=1e-4, rtol=0
     )
+    on_device.move(torch.clone)  # what was one tensor still is
+    assert (on_device._head.weight is on_device._embedding) == traits.tied_embeddings

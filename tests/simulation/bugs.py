@@ -290,8 +290,8 @@ def failed_step_forgets_a_column(right):
 
 @bug(Policy, "fail_step")
 def epoch_stands_still(right):
-    def faulty(self, step, message):
-        right(self, step, message)
+    def faulty(self, step, message, **more):
+        right(self, step, message, **more)
         self._epoch = 0
 
     return faulty

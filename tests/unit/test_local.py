@@ -6,8 +6,11 @@ import sys
 import threading
 
 import anyio
+import anyio.lowlevel
 import pytest
+import torch
 
+from trouper.actors.executor.device import DeviceInfo, Later
 from trouper.actors.executor.local import LocalDevice, num_physical_cores
 from trouper.actors.messages import NewRow, Sampling, SequenceId, StepDone, StepFailed, StepPlan
 from trouper.config import EngineArgs
@@ -164,6 +167,123 @@ async def test_sleeping_devices_fail_steps_and_wake_with_the_same_answers(config
     assert (await device.collect()).token_ids == before.token_ids
     with pytest.raises(UnsupportedFeatureError, match="fly"):
         await device.call("fly")
+    await device.aclose()
+
+
+class SlowRunner:
+    """Launches steps whose results are ready when a test says so."""
+
+    is_tiny = True
+
+    def __init__(self, config):
+        self.log = []
+        self.launches = threading.Semaphore(0)
+        self.ready = set()
+        self.broken = {}  # step -> what its end raises
+        SlowRunner.last = self
+
+    def load(self):
+        return DeviceInfo(9, 8, "float32", "slow")
+
+    def step(self, plan):
+        self.log.append(("launch", plan.step))
+        self.launches.release()
+        return Later(lambda: self._is_ready(plan.step), lambda: self._finish(plan.step))
+
+    def _is_ready(self, step):
+        if isinstance(self.broken.get(step), torch.AcceleratorError):
+            raise self.broken[step]
+        return step in self.ready
+
+    def _finish(self, step):
+        self.log.append(("finish", step))
+        if step in self.broken:
+            raise self.broken[step]
+        return StepDone(step, (step,))
+
+    def sleep(self, level):
+        self.log.append(("sleep", level))
+
+    def release(self):
+        self.log.append(("release", None))
+
+    def close(self):
+        self.log.append(("close", None))
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    monkeypatch.setattr("trouper.actors.executor.runner.Runner", SlowRunner)
+
+
+async def launched(runner, num):
+    """Until the device thread has launched so many more."""
+    for _ in range(num):
+        await anyio.to_thread.run_sync(runner.launches.acquire, limiter=anyio.CapacityLimiter(1))
+
+
+@pytest.mark.anyio
+async def test_a_step_is_launched_before_the_one_ahead_of_it_has_its_results(slow, config):
+    device = LocalDevice(config)
+    await device.load()
+    runner = SlowRunner.last
+    for step in (1, 2):
+        device.submit(next_plan(step))
+    await launched(runner, 2)
+    assert runner.log == [("launch", 1), ("launch", 2)]
+    runner.ready = {2}  # results come in the order of the steps all the same
+    device.submit(next_plan(3))
+    await launched(runner, 1)
+    runner.ready = {1, 2, 3}
+    with anyio.fail_after(10):
+        assert [(await device.collect()).token_ids for _ in range(3)] == [(1,), (2,), (3,)]
+    assert runner.log[3:] == [("finish", 1), ("finish", 2), ("finish", 3)]
+    await device.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_call_and_the_end_wait_for_the_steps_ahead_of_them(slow, config):
+    device = LocalDevice(config)
+    await device.load()
+    runner = SlowRunner.last
+    device.submit(next_plan(1))
+    with anyio.fail_after(10):
+        await device.call("sleep", 1)
+    device.submit(next_plan(2))
+    await device.aclose()
+    assert runner.log == [
+        ("launch", 1), ("finish", 1), ("sleep", 1), ("launch", 2), ("finish", 2), ("close", None)
+    ]  # fmt: skip
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [ValueError("late"), torch.OutOfMemoryError("no memory")])
+async def test_an_error_that_comes_late_fails_what_was_launched_after_it(slow, config, error):
+    device = LocalDevice(config)
+    await device.load()
+    runner = SlowRunner.last
+    runner.broken, runner.ready = {1: error}, {1, 2, 3}
+    for step, epoch in ((1, 0), (2, 0), (3, 1)):
+        device.submit(next_plan(step, epoch=epoch))
+    with anyio.fail_after(10):
+        first, second, third = [await device.collect() for _ in range(3)]
+    is_memory = isinstance(error, torch.OutOfMemoryError)
+    assert first == StepFailed(1, f"{type(error).__name__}: {error}", is_memory)
+    assert second == StepFailed(2, "an earlier step failed")
+    assert third == StepDone(3, (3,))
+    assert (("release", None) in runner.log) == is_memory
+    await device.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_gpu_that_is_lost_ends_the_engine(slow, config):
+    device = LocalDevice(config)
+    await device.load()
+    SlowRunner.last.broken = {1: torch.AcceleratorError("an illegal memory access")}
+    device.submit(next_plan(1))
+    with anyio.fail_after(10):
+        with pytest.raises(torch.AcceleratorError):
+            await device.collect()
     await device.aclose()
 
 

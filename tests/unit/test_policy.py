@@ -58,8 +58,8 @@ class Desk:
         self.policy.apply(StepDone(plan.step, tokens, **done))
         return self.take()
 
-    def fail(self, message="boom"):
-        self.policy.fail_step(self.flights.pop(0).step, message)
+    def fail(self, message="boom", **how):
+        self.policy.fail_step(self.flights.pop(0).step, message, **how)
         return self.take()
 
     def take(self):

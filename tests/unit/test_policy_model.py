@@ -232,11 +232,16 @@ class PolicyMachine(RuleBasedStateMachine):
         self.flights.append(plan)
 
     @precondition(lambda self: self.flights)
-    @rule(fault=st.sampled_from([None, None, "passing", "not finite"]))
+    @rule(fault=st.sampled_from([None, None, "passing", "not finite", "out of memory"]))
     def land(self, fault=None):
         plan = self.flights.popleft()
         if plan.epoch < self.doomed_below:
             self.policy.fail_step(plan.step, "refused")
+            return
+        if fault == "out of memory":
+            self.device.crash(plan)
+            self.doomed_below = plan.epoch + 1
+            self.policy.fail_step(plan.step, "out of memory", is_out_of_memory=True)
             return
         if fault == "passing" or self.poison & set(self.owners[plan.step]):
             self.device.crash(plan)

@@ -282,6 +282,21 @@ def test_too_many_bad_words_are_refused(tokenizer):
         resolved(tokenizer, bad_words=[f"w{i}" for i in range(65)])
 
 
+def test_what_the_rows_of_a_device_have_no_room_for_is_refused(tokenizer):
+    limits = ModelLimits(
+        vocab_size=400, max_model_len=9, eos_token_ids=(2,), max_edits=4, max_bad_word=3
+    )
+    fitting = {"logit_bias": {1: 1.0}, "min_tokens": 1, "stop_token_ids": [3, 4]}
+    resolved(limits=limits, **fitting)
+    resolved(limits=limits, logit_bias=dict.fromkeys(range(4), 1.0), stop_token_ids=[3])
+    with pytest.raises(TrouperValidationError, match="5 biased, banned and stop tokens") as caught:
+        resolved(limits=limits, **{**fitting, "logit_bias": {1: 1.0, 2: 1.0}})
+    assert caught.value.parameter == "logit_bias"
+    with pytest.raises(TrouperValidationError, match="at most 3 tokens") as caught:
+        resolved(tokenizer, limits=limits, bad_words=["the cat and the dog and the bird"])
+    assert caught.value.parameter == "bad_words"
+
+
 @pytest.mark.parametrize(
     "params", [{"stop": "x"}, {"bad_words": ["x"]}, {"stop_token_ids": [VOCAB]}, {"logprobs": 21}]
 )

@@ -5,7 +5,7 @@ themselves, so a step of padded size can be captured in a CUDA graph.  What is n
 bounds grids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from trouper.kernels.cuda.decode_attention import decode_attention
 from trouper.kernels.cuda.prefill_attention import prefill_attention
 from trouper.kernels.cuda.prepare import prepare
 from trouper.kernels.cuda.qkv_post import qkv_post_
-from trouper.kernels.linear import linear
+from trouper.kernels.linear import Linear, linear
 
 
 class DeviceBatch(NamedTuple):
@@ -32,9 +32,24 @@ class DeviceBatch(NamedTuple):
     max_length: int  # no column that decodes is longer
     is_decode: bool  # no column has more than one token
     block_size: int
+    is_invariant: bool = False  # a column of one token is computed as a chunk of many would be
 
 
 class CudaDecoder(Decoder):
+    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Put each weight where `place` puts it; what shares memory (a tied head) goes on sharing it."""
+        moved: dict[int, Tensor] = {}
+        before: list[Tensor] = []  # alive until the end, or another tensor could get its id
+        for owner in (self, *self._layers, *self._linears):
+            for name in owner.__slots__ if isinstance(owner, Linear) else vars(owner):
+                tensor = getattr(owner, name)
+                if isinstance(tensor, Tensor):
+                    if id(tensor) not in moved:
+                        before.append(tensor)
+                        moved[id(tensor)] = place(tensor)
+                    setattr(owner, name, moved[id(tensor)])
+        self._rope_tables = [place(table) for table in self._rope_tables]
+
     def forward_rows(
         self,
         batch: DeviceBatch,
@@ -43,7 +58,7 @@ class CudaDecoder(Decoder):
     ) -> Tensor:
         """Hidden states [T, E] after the last norm, as `forward`; those of padding tokens are arbitrary."""
         traits = self.traits
-        scale = float(self._embedding_scale)
+        scale = self._embedding_scale
         x_TE, positions_T, slots_T = prepare(
             batch.bounds,
             batch.rows,
@@ -68,6 +83,13 @@ class CudaDecoder(Decoder):
             y_TE = linear(act_mul(gate_up_TM, traits.activation), layer.down)
             post_norm = layer.mlp_post_norm
         return self._sum_and_norm(x_TE, y_TE, post_norm, self._norm)
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """[R, vocabulary]; as the product leaves them if nothing is done to them: the kernels read any float."""
+        traits = self.traits
+        if self._head is None or traits.logits_scale != 1 or traits.final_softcap:
+            return super().logits(hidden_RE)
+        return linear(hidden_RE, self._head)
 
     def _sum_and_norm(
         self, x_TE: Tensor, y_TE: Tensor | None, post_norm: Tensor | None, norm: Tensor | None
@@ -123,7 +145,11 @@ class CudaDecoder(Decoder):
             "window": layer.traits.window,
         }
         size = batch.block_size
-        decode_attention(*plan, max_length=batch.max_length, block_size=size, out=out_TX, **scoring)
-        if not batch.is_decode:
-            prefill_attention(*plan, min_count=2, block_size=size, out=out_TX, **scoring)
+        if not batch.is_invariant:
+            decode_attention(
+                *plan, max_length=batch.max_length, block_size=size, out=out_TX, **scoring
+            )
+        if batch.is_invariant or not batch.is_decode:
+            least = 1 if batch.is_invariant else 2
+            prefill_attention(*plan, min_count=least, block_size=size, out=out_TX, **scoring)
         return linear(out_TX, layer.o)

@@ -64,9 +64,10 @@ class Decoder:
         self.ops = ops
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         # transformers rounds the scale to the model's dtype before it multiplies
-        self._embedding_scale = torch.tensor(traits.embedding_scale, dtype=self.dtype)
+        self._embedding_scale = float(torch.tensor(traits.embedding_scale, dtype=self.dtype))
         self._rope_tables = [
-            make_rope_table(rope, max_model_len, self.dtype) for rope in traits.ropes
+            make_rope_table(rope, max_model_len, self.dtype).to(embedding.device)
+            for rope in traits.ropes
         ]
 
     def forward(
@@ -123,11 +124,14 @@ class Decoder:
     @property
     def num_bytes(self) -> int:
         """What a step reads: the weights without the embedding."""
-        linears = [
+        return sum(linear.num_bytes for linear in self._linears)
+
+    @property
+    def _linears(self) -> list[Linear]:
+        return [
             *([] if self._head is None else [self._head]),
             *(x for la in self._layers for x in (la.qkv, la.o, la.gate_up, la.down)),
         ]
-        return sum(linear.num_bytes for linear in linears)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """[R, vocabulary] float32."""

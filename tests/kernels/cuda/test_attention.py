@@ -159,6 +159,16 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_crowd(device, columns):
     assert torch.equal(found.cpu(), together.run()[first : first + count])
 
 
+def test_one_program_may_take_all_parts(device, monkeypatch):
+    columns = [(150, 1), (3, 1), (63, 1)]
+    expected = Case(columns, (4, 2, 64), device=device)
+    expected.run()
+    monkeypatch.setattr("trouper.kernels.cuda.decode_attention.MAX_PROGRAMS", 1)
+    found = Case(columns, (4, 2, 64), device=device)
+    found.run()
+    assert torch.equal(found.out[:3], expected.out[:3])
+
+
 def test_what_is_longer_than_all_parts_is_split_into_longer_ones(device, monkeypatch):
     monkeypatch.setattr("trouper.kernels.cuda.decode_attention.MAX_SPLITS", 3)
     Case([(130, 1), (47, 1), (48, 1)], (4, 2, 16), device=device).check()

@@ -1,0 +1,1 @@
+"""The device world of a GPU."""

@@ -1,0 +1,135 @@
+"""What a step tells the host: its tokens, and the logprobs that were asked for.
+
+Logprobs are made on the device where somebody wants the best n ≤ 128, and on the host, from the whole
+row of logits, where somebody wants all of them or those of certain tokens.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.cuda.machine import Machine
+from trouper.actors.executor.device import Later
+from trouper.actors.executor.sampler import token_logprobs
+from trouper.actors.messages import Sampling, StepDone, StepPlan, TokenLogprobs
+from trouper.kernels.cuda.logprobs import top_logprobs
+
+MAX_TOP = 128  # of the kernel
+
+Arrays = list[np.ndarray]  # all that the step brought to the host, its tokens first
+Reader = Callable[[Arrays], TokenLogprobs]
+
+
+class Readout:
+    """Collects what one step has to tell; `download` starts its way to the host.
+
+    A captured step's tensors are overwritten by the next one, so what the host reads is copied first.
+    """
+
+    def __init__(self, plan: StepPlan, sampled_C: Tensor) -> None:
+        self._plan = plan
+        self._sampled_C = sampled_C
+        self._tensors: list[Tensor] = [sampled_C.clone()]
+        self._samples: dict[int, Reader] = {}  # by column
+        self._prompts: dict[int, list[Reader]] = {}
+
+    def add_samples(self, logits_CV: Tensor, wishes: Sequence[Sampling]) -> None:
+        """The logprobs of the columns that sample and want some; `wishes` are those of the columns."""
+        wanted = {
+            column: s
+            for column, (s, samples) in enumerate(zip(wishes, self._plan.needs_sample, strict=True))
+            if samples and (s.logprobs is not None or s.logprob_token_ids)
+        }
+        best = {c: s.logprobs or 0 for c, s in wanted.items() if not s.logprob_token_ids}
+        best = {column: num_top for column, num_top in best.items() if 0 <= num_top <= MAX_TOP}
+        first = 0
+        if best:
+            first = self._add_best(logits_CV, self._sampled_C, max(best.values()))
+        for column, s in wanted.items():
+            if column in best:
+                self._samples[column] = _best_reader(first, column, best[column])
+            else:
+                at = self._add(logits_CV[column].to(torch.float32, copy=True))
+                self._samples[column] = _sample_reader(at, column, s)
+
+    def add_prompt(
+        self,
+        column: int,
+        logits_RV: Tensor,
+        following: np.ndarray,
+        following_R: Tensor,
+        num_top: int,
+    ) -> None:
+        """Those of R prompt tokens, on the host and on the device; called again for the next ones."""
+        readers = self._prompts.setdefault(column, [])
+        if 0 <= num_top <= MAX_TOP:
+            first = self._add_best(logits_RV, following_R, num_top)
+            readers += [_best_reader(first, row, num_top) for row in range(len(following))]
+        else:
+            first = self._add(logits_RV.float())
+            readers += [
+                _prompt_reader(first, row, int(token), num_top)
+                for row, token in enumerate(following)
+            ]
+
+    def download(self, machine: Machine) -> Later[StepDone]:
+        copies = machine.download(self._tensors)
+        return Later(copies.is_ready, lambda: self._done(copies.finish()))
+
+    def _add(self, *tensors: Tensor) -> int:
+        self._tensors += tensors
+        return len(self._tensors) - len(tensors)
+
+    def _add_best(self, logits_RV: Tensor, ids_R: Tensor, num_top: int) -> int:
+        return self._add(*top_logprobs(logits_RV, ids_R, min(num_top, logits_RV.shape[1])))
+
+    def _done(self, arrays: Arrays) -> StepDone:
+        plan = self._plan
+        token_ids = arrays[0][: len(plan.rows)]
+        samples = np.array(plan.needs_sample)
+        logprobs: list[TokenLogprobs | None] = []
+        if self._samples:
+            logprobs = [None] * len(plan.rows)
+        for column, read in self._samples.items():
+            if token_ids[column] >= 0:
+                logprobs[column] = read(arrays)
+        return StepDone(
+            step=plan.step,
+            token_ids=tuple(token_ids.tolist()),
+            logprobs=tuple(logprobs),
+            prompt_logprobs=tuple(
+                (column, tuple(read(arrays) for read in readers))
+                for column, readers in self._prompts.items()
+            ),
+            failed=tuple(np.flatnonzero(samples & (token_ids < 0)).tolist()),
+        )
+
+
+def _best_reader(first: int, row: int, num_top: int) -> Reader:
+    """The token itself, then the best without it; from the three arrays of `top_logprobs`."""
+
+    def read(arrays: Arrays) -> TokenLogprobs:
+        ids, logprobs = (a[row][: 1 + num_top].tolist() for a in arrays[first : first + 2])
+        kept = [0, *(i for i in range(1, len(ids)) if ids[i] != ids[0])]
+        rank = int(arrays[first + 2][row])
+        return TokenLogprobs(tuple(ids[i] for i in kept), tuple(logprobs[i] for i in kept), rank)
+
+    return read
+
+
+def _sample_reader(at: int, column: int, s: Sampling) -> Reader:
+    def read(arrays: Arrays) -> TokenLogprobs:
+        logprobs_V = torch.from_numpy(arrays[at]).log_softmax(-1)
+        token = int(arrays[0][column])
+        return token_logprobs(logprobs_V, token, s.logprobs or 0, s.logprob_token_ids)
+
+    return read
+
+
+def _prompt_reader(at: int, row: int, token: int, num_top: int) -> Reader:
+    def read(arrays: Arrays) -> TokenLogprobs:
+        return token_logprobs(torch.from_numpy(arrays[at][row]).log_softmax(-1), token, num_top)
+
+    return read

@@ -1,0 +1,54 @@
+"""What lies on the device while the engine is awake, beside the weights: KV memory, rows, inputs."""
+
+from typing import Self
+
+import msgspec
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.cuda.inputs import pack
+from trouper.actors.executor.cuda.machine import Machine
+from trouper.actors.executor.cuda.tables import Layout, Views, views
+from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.messages import NewRow
+
+
+class Resident(msgspec.Struct, frozen=True):
+    """All of it at fixed addresses."""
+
+    kv: Tensor  # [layers, 2, H, S, D]
+    arena: Tensor  # [words] int32
+    views: Views
+    inputs: Tensor  # [6, M + 1] int32, see inputs.py
+
+    @classmethod
+    def allocate(
+        cls,
+        machine: Machine,
+        layout: Layout,
+        traits: DecoderTraits,
+        *,
+        num_slots: int,
+        dtype: torch.dtype,
+    ) -> Self:
+        arena = machine.empty((layout.num_words,), torch.int32)
+        history = machine.empty((layout.num_rows, layout.vocab_size), torch.int32)
+        tables = views(layout, arena, history)
+        # The step behind one whose logits are not finite reads a token that nobody wrote: it must be one.
+        tables.tokens.zero_()
+        kv_shape = (len(traits.layers), 2, traits.num_kv_heads, num_slots, traits.head_dim)
+        return cls(
+            kv=machine.empty(kv_shape, dtype),
+            arena=arena,
+            views=tables,
+            inputs=machine.upload(pack(None, layout.num_rows + 1)),
+        )
+
+    def write_history(self, new: NewRow) -> None:
+        """Count the row's tokens, as `sampling_rows.py` says; the prompt of embeddings has none."""
+        history = self.views.sampling.history[new.row].zero_()
+        tokens = self.views.tokens[new.row].narrow(0, 0, len(new.token_ids))
+        prompt, outputs = tokens[: new.num_prompt], tokens[new.num_prompt :]
+        if new.embeds is None:
+            history.index_fill_(0, prompt.long(), 1)
+        history.index_add_(0, outputs.long(), torch.full_like(outputs, 2))

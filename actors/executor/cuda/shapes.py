@@ -1,0 +1,61 @@
+"""The sizes that batches are padded to, so that their launches can be captured.  Pure.
+
+    decode   every column has one token: 1, 2, 4, 8, then in steps of 8 to 256 and of 16 to 512
+    mixed    prompts and chunks among them: powers of two from 16 to 2048 tokens
+
+A larger batch runs as it is, uncaptured: a layer of it takes longer on the GPU than its launches on the CPU.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from trouper.actors.messages import StepPlan
+
+DECODE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+MIXED = tuple(2**i for i in range(4, 12))
+
+
+class Shape(NamedTuple):
+    """Of a batch, padding included."""
+
+    num_tokens: int
+    num_columns: int
+    is_decode: bool
+
+
+def graph_shapes(
+    sizes: Sequence[int] | None, max_num_seqs: int, max_num_tokens: int
+) -> tuple[Shape, ...]:
+    """What to capture, the largest first, so that the smaller ones find room in its memory.
+
+    Args:
+        sizes: of both kinds, as the user wishes; empty = the defaults; None = none at all.
+    """
+    if sizes is None:
+        return ()
+    decode = _up_to(max_num_seqs, sizes or (*DECODE, max_num_seqs))
+    mixed = _up_to(max_num_tokens, sizes or MIXED)
+    shapes = [Shape(size, size, True) for size in decode]
+    shapes += [Shape(size, min(size, max_num_seqs), False) for size in mixed]
+    return tuple(sorted(shapes, reverse=True))
+
+
+def _up_to(largest: int, sizes: Iterable[int]) -> set[int]:
+    return {size for size in sizes if size <= largest}
+
+
+def shape_of(plan: StepPlan) -> Shape:
+    """As it is."""
+    return Shape(sum(plan.counts), len(plan.rows), max(plan.counts) == 1)
+
+
+def padded(shape: Shape, captured: Iterable[Shape]) -> Shape:
+    """The least captured shape that holds it, and itself where none does."""
+    fitting = [
+        other
+        for other in captured
+        if other.is_decode == shape.is_decode
+        and other.num_tokens >= shape.num_tokens
+        and other.num_columns >= shape.num_columns
+    ]
+    return min(fitting, default=shape)

@@ -1,0 +1,162 @@
+"""The permanent rows on the device, and what a plan changes of them.
+
+All numbers of all rows lie in one array of int32 words, the *arena*; each table is a view of it.  So
+whatever a plan changes (a row's tokens, blocks, sampling state) is a list of words with their addresses:
+packed here without looking at the device, copied at once and written by one launch.
+
+    M  rows    L  longest sequence    V  vocabulary
+
+What only the device writes stands beside the arena: `history`, and in `tokens` what has been sampled.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.device import MAX_BAD_WORD, MAX_EDITS
+from trouper.actors.messages import NewRow, Sampling
+from trouper.kernels.cuda.sampling_rows import NEVER, SamplingRows, make_sampling_rows
+
+
+class Field(NamedTuple):
+    """A table's place in the arena."""
+
+    first: int  # word
+    shape: tuple[int, ...]  # [M, …]
+    dtype: torch.dtype
+    row_words: int
+
+    def view(self, arena: Tensor) -> Tensor:
+        words = arena.narrow(0, self.first, self.shape[0] * self.row_words)
+        return words.view(self.dtype).view(self.shape)
+
+
+class Layout:
+    """Where each table lies.
+
+    Args:
+        max_num_blocks: of one sequence.
+    """
+
+    def __init__(
+        self, num_rows: int, max_model_len: int, max_num_blocks: int, vocab_size: int
+    ) -> None:
+        self.num_rows, self.vocab_size = num_rows, vocab_size
+        rows = make_sampling_rows(
+            num_rows, vocab_size, max_edits=MAX_EDITS, max_condition=MAX_BAD_WORD, device="meta"
+        )
+        # one more token: a step in flight may sample one that exceeds the length, and is dropped
+        tokens = torch.empty(num_rows, max_model_len + 1, dtype=torch.int32, device="meta")
+        blocks = torch.empty(num_rows, max_num_blocks, dtype=torch.int32, device="meta")
+        tables = {**rows._asdict(), "tokens": tokens, "blocks": blocks}
+        del tables["history"]
+        self.fields: dict[str, Field] = {}
+        self.num_words = 0
+        for name, table in sorted(tables.items(), key=lambda item: -item[1].itemsize):
+            words = table[0].nbytes // 4
+            self.fields[name] = Field(self.num_words, tuple(table.shape), table.dtype, words)
+            self.num_words += num_rows * words
+
+
+class Views(NamedTuple):
+    tokens: Tensor  # [M, L + 1] int32
+    blocks: Tensor  # [M, …] int32
+    sampling: SamplingRows
+
+
+def views(layout: Layout, arena: Tensor, history: Tensor) -> Views:
+    found = {name: field.view(arena) for name, field in layout.fields.items()}
+    tokens, blocks = found.pop("tokens"), found.pop("blocks")
+    return Views(tokens, blocks, SamplingRows(**found, history=history))
+
+
+class Changes:
+    """What one plan writes into the arena."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._addresses: list[np.ndarray] = []
+        self._words: list[np.ndarray] = []
+
+    def packed(self) -> np.ndarray | None:
+        """[2, words] int64: addresses, which are distinct, and what goes there; None without changes."""
+        if not self._words:
+            return None
+        return np.stack((np.concatenate(self._addresses), np.concatenate(self._words)))
+
+    def place(self, new: NewRow) -> None:
+        """A sequence takes a row; its history is not in the arena."""
+        row, s = new.row, new.sampling
+        self.put("tokens", row, new.token_ids)
+        self.put("blocks", row, new.block_ids)
+        edits = _edits(s, new.num_prompt)
+        is_edited = bool(edits or s.allowed_token_ids or is_penalised(s))
+        scalars = {
+            "temperature": s.temperature,
+            "top_k": max(s.top_k, 0),
+            "top_p": s.top_p,
+            "log_min_p": float(torch.tensor(s.min_p).log()),
+            "seed": (s.seed + 2**63) % 2**64 - 2**63,
+            "repetition": s.repetition_penalty,
+            "frequency": s.frequency_penalty,
+            "presence": s.presence_penalty,
+            "num_prompt": new.num_prompt,
+            "is_edited": is_edited,
+            "is_masked": bool(s.allowed_token_ids),
+            "num_edits": len(edits),
+        }
+        for name, value in scalars.items():
+            self.put(name, row, (value,))
+        if s.allowed_token_ids:
+            self.put("mask", row, _bits(s.allowed_token_ids, self._layout.vocab_size))
+        if edits:
+            self._put_edits(row, edits)
+
+    def put(self, name: str, row: int, values: Sequence[float] | np.ndarray, at: int = 0) -> None:
+        """Write values of a table's row from its `at`-th word on."""
+        field = self._layout.fields[name]
+        words = np.asarray(values, dtype=str(field.dtype)[6:]).view(np.int32)
+        first = field.first + row * field.row_words + at
+        self._addresses.append(np.arange(first, first + len(words)))
+        self._words.append(words.astype(np.int64))
+
+    def _put_edits(self, row: int, edits: "Sequence[Edit]") -> None:
+        if len(edits) > MAX_EDITS or max(len(edit.condition) for edit in edits) > MAX_BAD_WORD:
+            raise ValueError(f"{len(edits)} edits of a row's logits, or a longer bad word")
+        self.put("edit_ids", row, [edit.token for edit in edits])
+        self.put("edit_values", row, [edit.value for edit in edits])
+        self.put("edit_untils", row, [edit.until for edit in edits])
+        self.put("edit_lengths", row, [len(edit.condition) for edit in edits])
+        for i, edit in enumerate(edits):
+            self.put("edit_conditions", row, edit.condition, i * MAX_BAD_WORD)
+
+
+class Edit(NamedTuple):
+    """See `sampling_rows.py`."""
+
+    token: int
+    value: float
+    until: int = NEVER
+    condition: tuple[int, ...] = ()
+
+
+def is_penalised(s: Sampling) -> bool:
+    return s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
+
+
+def _edits(s: Sampling, num_prompt: int) -> list[Edit]:
+    edits = [Edit(token, value) for token, value in s.logit_bias]
+    if s.min_tokens:
+        edits += [Edit(token, -np.inf, num_prompt + s.min_tokens) for token in s.stop_ids]
+    edits += [Edit(word[-1], -np.inf, condition=word[:-1]) for word in s.bad_words_ids]
+    return edits
+
+
+def _bits(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """Bit v % 32 of word v // 32, for each v."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

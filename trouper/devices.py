@@ -1,0 +1,73 @@
+"""Which device an engine can use, found out without torch: its import takes a second, and commands that need none have none.
+
+`auto` takes a GPU that can be used, and `TROUPER_DEVICE` says what it means instead.
+"""
+
+import ctypes
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+DeviceKind = Literal["cpu", "cuda"]
+CHOICES = ("auto", "cpu", "cuda")
+COMPUTE_CAPABILITY_MAJOR = 75  # CUdevice_attribute
+LEAST_CAPABILITY = 8  # Ampere: bfloat16, and copies that run beside a kernel's arithmetic
+
+
+def choose_device(wanted: str, *, pools: bool = False) -> DeviceKind:
+    """`pools`: the model does not generate; its kernels are the CPU's.
+
+    Raises:
+        TrouperValidationError: no such device, or "cuda" where there is none; it names the cause.
+        UnsupportedFeatureError: "cuda" for a model that pools.
+    """
+    if wanted == "auto":
+        wanted = os.environ.get("TROUPER_DEVICE", "auto")
+    if wanted not in CHOICES:
+        raise TrouperValidationError(
+            f"device must be {', '.join(CHOICES)}", parameter="device", value=wanted
+        )
+    if wanted == "auto":
+        return "cpu" if pools or cuda_problem() else "cuda"
+    if wanted == "cpu":
+        return "cpu"
+    if pools:
+        raise UnsupportedFeatureError("device='cuda': models that pool run on the CPU")
+    if problem := cuda_problem():
+        raise TrouperValidationError(
+            f"there is no usable CUDA device: {problem}", parameter="device", value=wanted
+        )
+    return "cuda"
+
+
+def cuda_problem() -> str | None:
+    """Why a GPU cannot be used; None if one can."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return "torch is not installed"
+    library = "torch_cuda.dll" if sys.platform == "win32" else "libtorch_cuda.so"
+    if not (Path(torch.origin).parent / "lib" / library).exists():
+        return "this build of torch has no CUDA: pip install torch from an index with CUDA wheels"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'trouper[cuda]'"
+    return _driver_problem()
+
+
+def _driver_problem() -> str | None:
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return "the NVIDIA driver is not installed"
+    count = ctypes.c_int()
+    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if status or not count.value:
+        return f"the NVIDIA driver shows no device (CUDA_VISIBLE_DEVICES, or error {status})"
+    major = ctypes.c_int()
+    driver.cuDeviceGetAttribute(ctypes.byref(major), COMPUTE_CAPABILITY_MAJOR, 0)
+    if major.value < LEAST_CAPABILITY:
+        return f"its compute capability is {major.value}.x, and {LEAST_CAPABILITY}.0 is needed"
+    return None
