@@ -6,15 +6,15 @@ it.  The result is a view of the payload, and no global state is touched, so any
 at once.  Source: spec robustness 5 and semantics 3.4.
 """
 
-import binascii
 import hashlib
 import pickletools
 import struct
-import time
 from collections.abc import Iterator
 from typing import Any, cast
 
 import msgspec
+import numpy as np
+import pybase64
 
 from trouper.actors.messages import Embeds, EmbedsDtype
 from trouper.errors import TrouperValidationError
@@ -31,7 +31,7 @@ MAX_ITEM_BYTES = 8
 MAX_OVERHEAD_BYTES = 64 * 2**10
 MAX_PICKLE_BYTES = 4096
 MAX_MEMBERS = 16
-BASE64_STEP = 2**18  # characters decoded at once, in 0.1 ms: other threads get a turn in between
+BASE64_STEP = 2**20  # characters decoded at once, in 0.1 ms without the interpreter
 
 
 def digests(embeds: Embeds, block_size: int) -> tuple[bytes, ...]:
@@ -41,8 +41,8 @@ def digests(embeds: Embeds, block_size: int) -> tuple[bytes, ...]:
     return tuple(hashlib.sha256(data[i : i + step]).digest() for i in range(0, len(data), step))
 
 
-def decode_base64(text: str | bytes, num_columns: int, max_rows: int) -> bytearray:
-    """The payload that a request carries as text.
+def decode_base64(text: str | memoryview, num_columns: int, max_rows: int) -> memoryview:
+    """The payload that a request carries as text; a view of text is released, its memory with it.
 
     Raises:
         TrouperValidationError: not base64, or longer than any admissible payload (checked first).
@@ -50,27 +50,28 @@ def decode_base64(text: str | bytes, num_columns: int, max_rows: int) -> bytearr
     limit = max_payload_bytes(num_columns, max_rows)
     if len(text) > 4 * (limit // 3 + 1):
         raise _bad(f"longer than any tensor of [{max_rows}, {num_columns}]")
-    payload = bytearray(3 * (len(text) // 4))
+    # Large arrays have large pages: 64 MB are freed in 0.4 ms, which may be on the event loop, not in 4.
+    payload = memoryview(np.empty(3 * (len(text) // 4), np.uint8))
     filled = 0
-    for begin in range(0, len(text), BASE64_STEP):
-        try:
-            piece = binascii.a2b_base64(text[begin : begin + BASE64_STEP], strict_mode=True)
-        except ValueError:
-            raise _bad("not base64") from None
-        if filled % 3:
-            raise _bad("not base64: padding inside")
-        payload[filled : filled + len(piece)] = piece
-        filled += len(piece)
-        time.sleep(0)  # gives the interpreter lock away
-    del payload[filled:]
-    return payload
+    try:
+        for begin in range(0, len(text), BASE64_STEP):
+            if filled % 3:
+                raise ValueError("padding inside")
+            piece = pybase64.b64decode(text[begin : begin + BASE64_STEP], validate=True)
+            payload[filled : filled + len(piece)] = piece
+            filled += len(piece)
+    except ValueError:
+        raise _bad("not base64") from None
+    if isinstance(text, memoryview):
+        text.release()
+    return payload[:filled]
 
 
 def max_payload_bytes(num_columns: int, max_rows: int) -> int:
     return max_rows * num_columns * MAX_ITEM_BYTES + MAX_OVERHEAD_BYTES
 
 
-def decode_embeds(payload: bytes | bytearray, num_columns: int, max_rows: int) -> Embeds:
+def decode_embeds(payload: bytes | bytearray | memoryview, num_columns: int, max_rows: int) -> Embeds:
     """A torch.save file or a raw safetensors file that holds one floating matrix.
 
     Args:

@@ -13,6 +13,7 @@ from uuid import uuid4
 import anyio
 import msgspec
 
+from trouper.frontends.server.body import Body
 from trouper.frontends.server.door import Ticket
 from trouper.frontends.server.errors import Problem, Refusal
 from trouper.frontends.server.settings import ServerSettings
@@ -103,7 +104,7 @@ class Exchange:
                 f"more than {settings.max_headers} headers or {settings.max_header_bytes} bytes",
             )
 
-    async def read_body(self, settings: ServerSettings) -> bytes:
+    async def read_body(self, settings: ServerSettings) -> bytes | memoryview:
         """The whole body.  Raises Refusal: too large, too slow, encoded; ClientGone."""
         limit = settings.max_body
         too_large = Refusal(413, "body_too_large", f"a body may have {limit} bytes")
@@ -111,20 +112,19 @@ class Exchange:
             raise Refusal(415, "encoded_body", "a body must not have a content encoding")
         if self.content_length > limit:
             raise too_large
-        pieces: list[bytes] = []
-        size = 0
+        body = Body(limit)
         with anyio.move_on_after(settings.body_timeout_s):
             while True:
                 message = await self._receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
-                pieces.append(message.get("body", b""))
-                size += len(pieces[-1])
-                self.num_body_bytes = size
-                if size > limit:
+                piece: bytes = message.get("body", b"")
+                self.num_body_bytes = body.size + len(piece)
+                if self.num_body_bytes > limit:
                     raise too_large
+                body.add(piece)
                 if not message.get("more_body", False):
-                    return b"".join(pieces)
+                    return body.whole()
         raise Refusal(
             408, "body_timeout", "the body came too slowly", headers=((b"connection", b"close"),)
         )

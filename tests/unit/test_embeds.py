@@ -238,7 +238,12 @@ def test_base64_is_read_whatever_its_length(data):
 def test_base64_of_several_pieces(monkeypatch):
     monkeypatch.setattr("trouper.actors.rendering.embeds.BASE64_STEP", 8)
     data = bytes(range(100))
-    assert decode_base64(base64.b64encode(data), WIDTH, MAX_ROWS) == data
+    text = base64.b64encode(data)
+    assert decode_base64(text.decode(), WIDTH, MAX_ROWS) == data
+    view = memoryview(text)
+    assert decode_base64(view, WIDTH, MAX_ROWS) == data
+    with pytest.raises(ValueError, match="released"):
+        view.tobytes()
     for text in (
         "AAAAAA==AAAAAA==",
         "AAAAAA==AAAA",
