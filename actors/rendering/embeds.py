@@ -51,20 +51,20 @@ def decode_base64(text: str | memoryview, num_columns: int, max_rows: int) -> me
     if len(text) > 4 * (limit // 3 + 1):
         raise _bad(f"longer than any tensor of [{max_rows}, {num_columns}]")
     # Large arrays have large pages: 64 MB are freed in 0.4 ms, which may be on the event loop, not in 4.
-    payload = memoryview(np.empty(3 * (len(text) // 4), np.uint8))
+    payload = np.empty(3 * (len(text) // 4), np.uint8)
     filled = 0
     try:
         for begin in range(0, len(text), BASE64_STEP):
             if filled % 3:
                 raise ValueError("padding inside")
             piece = pybase64.b64decode(text[begin : begin + BASE64_STEP], validate=True)
-            payload[filled : filled + len(piece)] = piece
+            payload[filled : filled + len(piece)] = np.frombuffer(piece, np.uint8)
             filled += len(piece)
     except ValueError:
         raise _bad("not base64") from None
     if isinstance(text, memoryview):
         text.release()
-    return payload[:filled]
+    return memoryview(payload)[:filled]
 
 
 def max_payload_bytes(num_columns: int, max_rows: int) -> int:

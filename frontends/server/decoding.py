@@ -48,7 +48,15 @@ def decode_now(body: bytes | memoryview, kind: type[T]) -> Decoded:
         decoded = _decode_whole(short.rest, kind)
         if short.put_back(decoded.request, field):
             return decoded
-    return _decode_whole(bytes(body), kind)
+    return _decode_whole(_copied(body), kind)
+
+
+def _copied(body: bytes | memoryview) -> bytes:
+    if isinstance(body, bytes):
+        return body
+    whole = bytes(body)
+    body.release()  # here, in a thread: its memory takes a while to go
+    return whole
 
 
 def _decode_whole(body: bytes, kind: type[T]) -> Decoded:

@@ -31,6 +31,7 @@ EVENTS = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 MAX_ID = 128
 MAX_QUERY_FIELDS = 64
+MAX_FRAME = 2**20  # bytes of a body sent at once; whoever writes them copies them, in 0.1 ms
 UNSAFE_IN_ID = re.compile(r"[^A-Za-z0-9._:@+=/-]")
 encode = msgspec.json.Encoder().encode
 
@@ -142,7 +143,10 @@ class Exchange:
     ) -> None:
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, ((b"content-type", kind), length, *headers))
-        await self._put({"type": "http.response.body", "body": body, "more_body": False})
+        for begin in range(0, len(body) - MAX_FRAME, MAX_FRAME):
+            await self._send_chunk(body[begin : begin + MAX_FRAME])
+        rest = body[(len(body) - 1) // MAX_FRAME * MAX_FRAME :]
+        await self._put({"type": "http.response.body", "body": rest, "more_body": False})
 
     async def send_empty(self, status: int = 200) -> None:
         await self._start(status, () if status == 204 else ((b"content-length", b"0"),))
