@@ -73,8 +73,10 @@ def main() -> None:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         act = (Path(folder), options.streams, options.requests, options.pause)
         results = anyio.run(measure, *act, backend="trio")
+    head = "gap p50", "gap p99", "gap max", "itl mean", "itl p50", "itl p99"
+    print(" " * 26 + "".join(f"{name:>9}" for name in head))
     for name, record in results.items():
-        for state in ("before", "beside"):
+        for state in ("before", "beside", "both"):
             gap, itl = record[f"{state}_gap_ms"], record[f"{state}_itl_ms"]
             figures = [gap["p50"], gap["p99"], gap["max"], itl["mean"], itl["p50"], itl["p99"]]
             print(f"{name:18} {state:7}" + "".join(f"{value:9.3f}" for value in figures))
@@ -114,9 +116,10 @@ class Record:
     def take(self) -> dict[str, Any]:
         """All since the last call."""
         found: dict[str, Any] = {}
-        for state in ("before", "beside"):
-            found[f"{state}_gap_ms"] = summary(self.gap_ms.pop(state), PERCENTILES)
-            found[f"{state}_itl_ms"] = summary(self.itl_ms.pop(state), PERCENTILES)
+        for kind, values in (("gap", self.gap_ms), ("itl", self.itl_ms)):
+            before, beside = values.pop("before"), values.pop("beside")
+            for state, some in (("before", before), ("beside", beside), ("both", before + beside)):
+                found[f"{state}_{kind}_ms"] = summary(some, PERCENTILES)
         return found
 
 

@@ -9,6 +9,7 @@ have found the same ends.  A reference stands for its string wherever the caller
 left over, the whole body is to be parsed as it came.
 """
 
+import time
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -16,7 +17,8 @@ import msgspec
 import numpy as np
 
 LONG = 2**16  # bytes; a shorter string is parsed in 50 µs
-STEP = 2**20  # bytes looked at in one turn: 0.1 ms
+STEP = 2**22  # bytes looked at in one turn: 0.4 ms; then others have the processor
+PAUSE_S = 1e-4
 MAX_MARKS = 2**16  # quotes and backslashes, gone through one by one in 5 ms
 QUOTE, BACKSLASH = b'"\\'
 
@@ -68,6 +70,8 @@ def _marks(body: bytes | memoryview) -> list[int] | None:
         num += len(found[-1])
         if num > MAX_MARKS:
             return None
+        if begin:
+            time.sleep(PAUSE_S)
     return np.concatenate(found).tolist() if found else []
 
 
