@@ -63,7 +63,9 @@ Ask = Callable[[], Awaitable[None]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What large prompts of embeddings cost the others.")
+    parser = argparse.ArgumentParser(
+        description="What large prompts of embeddings cost the others."
+    )
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--requests", type=int, default=10, help="Of each size and way.")
     parser.add_argument("--pause", type=float, default=1.0, help="Seconds between two of them.")
@@ -196,7 +198,8 @@ async def _clients(
     config = Config()
     config.bind = f"fd://{listener.detach()}"
     config.accesslog = config.errorlog = None
-    app, over = create_app(engine, ServerSettings(max_body=MAX_BODY)), anyio.Event()
+    app: Any = create_app(engine, ServerSettings(max_body=MAX_BODY))
+    over = anyio.Event()
     command = [sys.executable, "-c", CLIENT, str(port), str(request)]
     async with (
         anyio.create_task_group() as tasks,

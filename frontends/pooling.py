@@ -185,7 +185,9 @@ def as_pairs(
 
 
 def _cosines(pairs: Sequence[tuple[Pooled, Pooled]]) -> list[Array]:
-    sides = [np.stack([output.outputs.array for output in side]) for side in zip(*pairs, strict=True)]
+    sides = [
+        np.stack([output.outputs.array for output in side]) for side in zip(*pairs, strict=True)
+    ]
     return [np.array(value) for value in cosines(*sides)]
 
 

@@ -83,14 +83,16 @@ def _decoded(text: str | memoryview, num_columns: int, max_rows: int) -> memoryv
         piece = pybase64.b64decode(text[begin : begin + BASE64_STEP], validate=True)
         payload[filled : filled + len(piece)] = np.frombuffer(piece, np.uint8)
         filled += len(piece)
-    return memoryview(payload)[:filled]
+    return payload.data[:filled]
 
 
 def max_payload_bytes(num_columns: int, max_rows: int) -> int:
     return max_rows * num_columns * MAX_ITEM_BYTES + MAX_OVERHEAD_BYTES
 
 
-def decode_embeds(payload: bytes | bytearray | memoryview, num_columns: int, max_rows: int) -> Embeds:
+def decode_embeds(
+    payload: bytes | bytearray | memoryview, num_columns: int, max_rows: int
+) -> Embeds:
     """A torch.save file or a raw safetensors file that holds one floating matrix.
 
     Args:

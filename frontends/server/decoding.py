@@ -33,7 +33,9 @@ class Decoded(NamedTuple):
     unknown: tuple[str, ...]
 
 
-async def decode(body: bytes | memoryview, kind: type[T], limiter: anyio.CapacityLimiter) -> Decoded:
+async def decode(
+    body: bytes | memoryview, kind: type[T], limiter: anyio.CapacityLimiter
+) -> Decoded:
     """Raises Refusal: 400 `invalid_json` or `invalid_schema`."""
     if len(body) < THREAD_FROM:
         return decode_now(body, kind)

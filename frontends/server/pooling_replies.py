@@ -113,7 +113,9 @@ def build_cohere(context: PoolingServeContext, outputs: list[Pooled]) -> Reply:
         "billed_units": {"input_tokens": _usage(outputs)["prompt_tokens"]},
     }
     rows = listed([numbers(output.outputs.array) for output in outputs])
-    return Reply(b"".join((head[:-1], b',"embeddings":{"float":', rows, b'},"meta":', as_json(tail), b"}")))
+    return Reply(
+        b"".join((head[:-1], b',"embeddings":{"float":', rows, b'},"meta":', as_json(tail), b"}"))
+    )
 
 
 def _listed(context: PoolingServeContext, outputs: list[Pooled], data: list[bytes]) -> Reply:
@@ -122,7 +124,9 @@ def _listed(context: PoolingServeContext, outputs: list[Pooled], data: list[byte
         "id": context.id, "object": "list", "created": context.created, "model": context.model
     }  # fmt: skip
     usage = as_json(_usage(outputs))
-    return Reply(b"".join((as_json(head)[:-1], b',"data":', listed(data), b',"usage":', usage, b"}")))
+    return Reply(
+        b"".join((as_json(head)[:-1], b',"data":', listed(data), b',"usage":', usage, b"}"))
+    )
 
 
 def _usage(outputs: list[Pooled]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from ..unit.embeds_payloads import BAD, DTYPES, GOOD, MAX_ROWS, WIDTH
+from tests.unit.embeds_payloads import BAD, DTYPES, GOOD, MAX_ROWS, WIDTH
+
 from .process import started, stop
 
 MODEL = {
@@ -71,7 +72,10 @@ class Attack:
             times.append(fastest)
             statuses.add(status)
             error = json.loads(answer).get("error", {})
-            self.num_wrong += status != expected or error.get("param") not in (None, "prompt_embeds")
+            self.num_wrong += status != expected or error.get("param") not in (
+                None,
+                "prompt_embeds",
+            )
             reason = error.get("message", "").rpartition("prompt_embeds: ")[2]
         growth = max(0, self._memory("VmHWM") - before)
         size = max(map(len, texts)) // 1024 + 1

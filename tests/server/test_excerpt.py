@@ -18,7 +18,9 @@ TEXT = "QUJD" * (LONG // 4 + 1)
 
 
 def read(body):
-    return decode_now(body if isinstance(body, bytes) else json.dumps(body).encode(), CompletionRequest)
+    return decode_now(
+        body if isinstance(body, bytes) else json.dumps(body).encode(), CompletionRequest
+    )
 
 
 def test_a_long_text_of_the_field_becomes_a_view_of_the_body():

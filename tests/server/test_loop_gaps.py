@@ -9,6 +9,7 @@ import numpy as np
 import pybase64
 import pytest
 
+from tests.heartbeat import BEATS, Heartbeat
 from trouper import AsyncLLMEngine, EngineArgs
 from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests
 from trouper.frontends.server import decoding, pooling
@@ -17,7 +18,6 @@ from trouper.frontends.server.decoding import decode_now
 from trouper.frontends.server.encodings import numbers
 from trouper.frontends.server.wire import CompletionRequest
 
-from ..heartbeat import BEATS, Heartbeat
 from .client import Client
 
 LONG = "word " * 20_000

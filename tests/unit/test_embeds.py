@@ -20,6 +20,7 @@ from trouper.errors import TrouperValidationError
 
 from .embeds_payloads import BAD, DTYPES, GOOD, MAX_ROWS, WIDTH, rows, saved
 
+
 def decode(payload):
     return decode_embeds(payload, WIDTH, MAX_ROWS)
 

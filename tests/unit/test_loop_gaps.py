@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from tests.heartbeat import BEATS, WAIT_S, Heartbeat
 from trouper.actors import handle as handle_module
 from trouper.actors import pooler as pooler_module
 from trouper.actors.rendering.pooling import PoolingPrompts
@@ -24,8 +25,6 @@ from trouper.frontends.async_engine import AsyncLLMEngine
 from trouper.frontends.pooling import Scorer
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
-
-from ..heartbeat import BEATS, WAIT_S, Heartbeat
 
 pytestmark = pytest.mark.trio
 
