@@ -15,6 +15,7 @@ MAX_OPEN_REQUESTS = 2**20
 
 
 CHARACTERS_PER_TOKEN = 4  # of usual text; it counts only until the prompt is rendered
+BYTES_PER_EMBEDDING = 2**13  # 4096 numbers of two bytes
 
 
 def estimate_tokens(prompt: Any, depth: int = 6) -> int:
@@ -35,7 +36,17 @@ def estimate_tokens(prompt: Any, depth: int = 6) -> int:
         items = list(cast("list[Any]", prompt))
         if items and isinstance(items[0], int):
             return len(items)
-    return sum(estimate_tokens(item, depth - 1) for item in items)
+    num_rows = embeds_bytes(prompt) // BYTES_PER_EMBEDDING
+    return num_rows + sum(estimate_tokens(item, depth - 1) for item in items)
+
+
+def embeds_bytes(prompt: Any) -> int:
+    """How large a prompt of embeddings is, in the caller's form; 0 for any other."""
+    if isinstance(prompt, dict):
+        prompt = cast("dict[Any, Any]", prompt).get("prompt_embeds")
+        if isinstance(prompt, str):
+            return len(prompt)
+    return len(prompt) if isinstance(prompt, bytes | bytearray) else getattr(prompt, "nbytes", 0)
 
 
 class Prefills:

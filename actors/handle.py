@@ -16,7 +16,7 @@ import anyio.lowlevel
 import msgspec
 from anyio.streams.memory import MemoryObjectSendStream
 
-from trouper.actors.admission import Admission, estimate_tokens
+from trouper.actors.admission import Admission, embeds_bytes, estimate_tokens
 from trouper.actors.controls import Controls
 from trouper.actors.detokenizer import Detokenizer
 from trouper.actors.executor.device import DeviceInfo
@@ -52,7 +52,9 @@ from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
 from trouper.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
-LARGE_PROMPT = 8192  # tokens by estimate; rendering so many takes about 10 ms
+# Rendering either takes about 10 ms.
+LARGE_PROMPT = 8192  # tokens by estimate
+LARGE_EMBEDS = 2**22  # bytes
 
 
 class EngineStatistics(msgspec.Struct, frozen=True):
@@ -220,7 +222,7 @@ class Engine(Controls):
         message = render(id, params, slot)
         num_tokens = estimate_tokens(message.prompt)
         slot.expect(num_tokens)
-        is_large = num_tokens > LARGE_PROMPT
+        is_large = num_tokens > LARGE_PROMPT or embeds_bytes(message.prompt) > LARGE_EMBEDS
         (self._to_large_renderer if is_large else self._to_renderer).send_nowait(message)
         return id, slot
 

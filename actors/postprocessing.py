@@ -51,8 +51,9 @@ def max_sim(query: Array, document: Array) -> float:
     return float((query @ document.T).max(axis=1).sum())
 
 
-def cosine(first: Array, second: Array) -> float:
-    return float(normalized(first) @ normalized(second))
+def cosines(first: Array, second: Array) -> Array:
+    """[n] of [n, size] and [n, size]."""
+    return np.einsum("ns,ns->n", normalized(first), normalized(second))
 
 
 def _steps(array: Array, params: PoolingParams, prompt_token_ids: tuple[int, ...]) -> Array:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from trouper.actors.generation import Generation
-from trouper.actors.postprocessing import cosine
+from trouper.actors.postprocessing import cosines
 from trouper.errors import TrouperValidationError
 from trouper.inputs import PairPrompt, PoolingPrompt
 from trouper.pooler_config import PoolerSpec
@@ -185,10 +185,10 @@ def as_pairs(
 
 
 def _cosines(pairs: Sequence[tuple[Pooled, Pooled]]) -> list[Array]:
-    return [
-        np.array(cosine(first.outputs.array, second.outputs.array), np.float32)
-        for first, second in pairs
+    sides = [
+        np.stack([output.outputs.array for output in side]) for side in zip(*pairs, strict=True)
     ]
+    return [np.array(value) for value in cosines(*sides)]
 
 
 def _joined(query: Pooled, document: Pooled, array: Array) -> Pooled:

@@ -38,8 +38,8 @@ class ChatPrompt(TypedDict):
 class EmbedsPrompt(TypedDict):
     """Rows of numbers in place of the embeddings of tokens; needs `enable_prompt_embeds`.
 
-    `prompt_embeds`: a floating torch tensor [tokens, hidden size], or the bytes (or their base64) of a
-    torch.save or safetensors file that holds one.
+    `prompt_embeds`: a floating torch tensor [tokens, hidden size], or the bytes of a torch.save or
+    safetensors file that holds one, or their base64: a string, or a memoryview, which is released then.
     """
 
     prompt_embeds: Any

@@ -96,12 +96,14 @@ def make_batch(
 
 
 def _embeds_of(plan: StepPlan, rows: Rows, firsts: np.ndarray) -> tuple[tuple[int, Tensor], ...]:
-    """The part of each prompt of embeddings that this step computes."""
+    """The part of each prompt of embeddings that this step computes; after the last one it is forgotten."""
     found: list[tuple[int, Tensor]] = []
     for row, start, count, first in zip(plan.rows, plan.starts, plan.counts, firsts, strict=True):
         matrix = rows.embeds[row]
         if matrix is not None and start < len(matrix):
             found.append((int(first), matrix[start : start + count]))
+            if start + count >= len(matrix):
+                rows.embeds[row] = None
     return tuple(found)
 
 

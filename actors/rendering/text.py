@@ -192,8 +192,9 @@ class Prompts:
         width, max_rows = self._limits.hidden_size, self._limits.max_model_len
         if width is None:
             raise bad("prompt_embeds", "not enabled (enable_prompt_embeds)")
-        payload = decode_base64(given, width, max_rows) if isinstance(given, str) else given
-        if isinstance(payload, bytes | bytearray):
+        is_text = isinstance(given, str | memoryview)
+        payload = decode_base64(given, width, max_rows) if is_text else given
+        if isinstance(payload, bytes | bytearray | memoryview):
             embeds = decode_embeds(payload, width, max_rows)
         else:
             embeds = from_tensor(payload, width, max_rows)

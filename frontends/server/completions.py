@@ -164,9 +164,13 @@ def _prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
     """The prompts in the engine's form, and what the client calls each."""
     if request.max_tokens == 0 and not request.echo:
         raise _bad("max_tokens", "must be at least 1 without echo")
-    if request.prompt_embeds is not None:
-        return _embeds_prompts(request)
-    return _text_prompts(request)
+    if request.prompt_embeds is None:
+        return _text_prompts(request)
+    prompts, places = _embeds_prompts(request)
+    if request.prompt:
+        more, names = _text_prompts(request)
+        prompts, places = prompts + more, places + names
+    return prompts, places
 
 
 def _text_prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
@@ -195,11 +199,9 @@ def _text_prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
 
 def _embeds_prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
     given = request.prompt_embeds
-    if request.prompt:
-        raise _bad("prompt_embeds", "instead of prompt, not beside it")
     if request.echo:
         raise _bad("echo", "not with prompt_embeds")
-    if isinstance(given, str):
+    if isinstance(given, str | memoryview):
         return [_salted("prompt_embeds", given, request)], ["prompt_embeds"]
     if not given:
         raise _bad("prompt_embeds", "must not be empty")

@@ -13,6 +13,7 @@ import anyio.to_thread
 import msgspec
 
 from trouper.frontends.server.errors import Refusal, clean
+from trouper.frontends.server.excerpt import excerpt
 
 T = TypeVar("T", bound=msgspec.Struct)
 THREAD_FROM = 2**16  # bytes; below it a thread hop costs more than the reading
@@ -32,14 +33,35 @@ class Decoded(NamedTuple):
     unknown: tuple[str, ...]
 
 
-async def decode(body: bytes, kind: type[T], limiter: anyio.CapacityLimiter) -> Decoded:
+async def decode(
+    body: bytes | memoryview, kind: type[T], limiter: anyio.CapacityLimiter
+) -> Decoded:
     """Raises Refusal: 400 `invalid_json` or `invalid_schema`."""
     if len(body) < THREAD_FROM:
         return decode_now(body, kind)
     return await anyio.to_thread.run_sync(decode_now, body, kind, limiter=limiter)
 
 
-def decode_now(body: bytes, kind: type[T]) -> Decoded:
+def decode_now(body: bytes | memoryview, kind: type[T]) -> Decoded:
+    """`kind.LONG_TEXT` names a field whose long texts become bytes, which nobody has decoded."""
+    field: str | None = getattr(kind, "LONG_TEXT", None)
+    short = excerpt(body) if field is not None and len(body) >= THREAD_FROM else None
+    if field is not None and short is not None:
+        decoded = _decode_whole(short.rest, kind)
+        if short.put_back(decoded.request, field):
+            return decoded
+    return _decode_whole(_copied(body), kind)
+
+
+def _copied(body: bytes | memoryview) -> bytes:
+    if isinstance(body, bytes):
+        return body
+    whole = bytes(body)
+    body.release()  # here, in a thread: its memory takes a while to go
+    return whole
+
+
+def _decode_whole(body: bytes, kind: type[T]) -> Decoded:
     if body.count(b",") > MAX_COMMAS:
         raise Refusal(400, "schema_too_complex", f"a body may hold {MAX_COMMAS} values")
     try:

@@ -4,15 +4,20 @@ bfloat16 and the 8-bit floats have no dtype in numpy, so they are made here: rou
 and beyond the largest value that value (e4m3, which has no infinity) or infinity, as torch converts.
 """
 
-import base64
 import sys
+import time
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
+import pybase64
 
 from trouper.pooling_outputs import Array
+
+STEP = 2**12  # numbers written at once, in 0.3 ms
+as_json = msgspec.json.Encoder().encode
 
 
 class Encoding(msgspec.Struct, frozen=True):
@@ -27,12 +32,28 @@ class Encoding(msgspec.Struct, frozen=True):
         return self.format in ("bytes", "bytes_only")
 
 
-def encode(array: Array, how: Encoding) -> Any:
-    """A list of numbers, a base64 string or bytes."""
+def encode(array: Array, how: Encoding) -> bytes:
+    """The json of numbers in lists, or of a base64 string, or the bytes themselves."""
     if how.format == "float":
-        return array.tolist()
+        return numbers(array)
     raw = to_bytes(array, how.dtype, how.endianness)
-    return base64.b64encode(raw).decode() if how.format == "base64" else raw
+    return b'"%b"' % pybase64.b64encode(raw) if how.format == "base64" else raw
+
+
+def numbers(array: Array) -> bytes:
+    """The json of an array, nested as it is; others get a turn every `STEP` numbers."""
+    if array.ndim > 1:
+        return listed([numbers(row) for row in array])
+    parts: list[bytes] = []
+    for begin in range(0, len(array), STEP):
+        parts.append(as_json(array[begin : begin + STEP].tolist())[1:-1])
+        time.sleep(0)  # gives the interpreter away
+    return listed(parts)
+
+
+def listed(parts: Sequence[bytes]) -> bytes:
+    """A json list of what is json already.  Joining more than 1 MB leaves the interpreter to others."""
+    return b"".join((b"[", b",".join(parts), b"]"))
 
 
 def to_bytes(array: Array, dtype: str, endianness: str = "native") -> bytes:

@@ -169,7 +169,8 @@ def _context(
     if service.settings.is_smaller_priority_first:
         priority = ~priority  # turns the order round, and no int64 falls out
     if exchange.ticket is not None:
-        exchange.ticket.size(exchange.num_body_bytes, len(prompts), 1, 1, priority)
+        num_bytes = service.counted_bytes(exchange.num_body_bytes, len(prompts))
+        exchange.ticket.size(num_bytes, len(prompts), 1, 1, priority)
     names = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
     return PoolingServeContext(
         prompts=prompts,

@@ -3,9 +3,8 @@
 from typing import Any, NamedTuple
 
 from trouper.frontends.pooling import Pooled
-from trouper.frontends.server.encodings import Encoding, encode
+from trouper.frontends.server.encodings import Encoding, as_json, encode, listed, numbers
 from trouper.frontends.server.exchange import JSON
-from trouper.frontends.server.exchange import encode as as_json
 from trouper.pooling import PoolingParams
 
 OCTETS = b"application/octet-stream"
@@ -42,7 +41,10 @@ def build_encoded(
     made = [encode(output.outputs.array, how) for output in outputs]
     if how.is_binary:
         return _build_bytes(context, outputs, made, how)
-    data = [{"index": i, "object": object_name, key: value} for i, value in enumerate(made)]
+    data = [
+        b'{"index":%d,"object":"%b","%b":%b}' % (i, object_name.encode(), key.encode(), value)
+        for i, value in enumerate(made)
+    ]
     return _listed(context, outputs, data)
 
 
@@ -73,17 +75,18 @@ def _build_bytes(
 def build_classes(
     context: PoolingServeContext, outputs: list[Pooled], labels: tuple[str, ...]
 ) -> Reply:
-    data: list[dict[str, Any]] = []
+    data: list[bytes] = []
     for i, output in enumerate(outputs):
         probs = output.outputs.array.tolist()
         label = labels[probs.index(max(probs))]
-        data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
+        entry = {"index": i, "label": label, "probs": probs, "num_classes": len(probs)}
+        data.append(as_json(entry))
     return _listed(context, outputs, data)
 
 
 def build_scores(context: PoolingServeContext, outputs: list[Pooled]) -> Reply:
     data = [
-        {"index": i, "object": "score", "score": _number(output)}
+        as_json({"index": i, "object": "score", "score": _number(output)})
         for i, output in enumerate(outputs)
     ]
     return _listed(context, outputs, data)
@@ -104,30 +107,26 @@ def build_ranking(
 
 
 def build_cohere(context: PoolingServeContext, outputs: list[Pooled]) -> Reply:
-    reply = {
-        "id": context.id,
-        "embeddings": {"float": [output.outputs.array.tolist() for output in outputs]},
-        "texts": context.prompts,
-        "meta": {
-            "api_version": {"version": "2"},
-            "billed_units": {"input_tokens": _usage(outputs)["prompt_tokens"]},
-        },
+    head = as_json({"id": context.id, "texts": context.prompts})
+    tail = {
+        "api_version": {"version": "2"},
+        "billed_units": {"input_tokens": _usage(outputs)["prompt_tokens"]},
     }
-    return Reply(as_json(reply))
+    rows = listed([numbers(output.outputs.array) for output in outputs])
+    return Reply(
+        b"".join((head[:-1], b',"embeddings":{"float":', rows, b'},"meta":', as_json(tail), b"}"))
+    )
 
 
-def _listed(
-    context: PoolingServeContext, outputs: list[Pooled], data: list[dict[str, Any]]
-) -> Reply:
-    reply = {
-        "id": context.id,
-        "object": "list",
-        "created": context.created,
-        "model": context.model,
-        "data": data,
-        "usage": _usage(outputs),
-    }
-    return Reply(as_json(reply))
+def _listed(context: PoolingServeContext, outputs: list[Pooled], data: list[bytes]) -> Reply:
+    """`data` is json already, perhaps much of it: it is copied and not walked through."""
+    head = {
+        "id": context.id, "object": "list", "created": context.created, "model": context.model
+    }  # fmt: skip
+    usage = as_json(_usage(outputs))
+    return Reply(
+        b"".join((as_json(head)[:-1], b',"data":', listed(data), b',"usage":', usage, b"}"))
+    )
 
 
 def _usage(outputs: list[Pooled]) -> dict[str, Any]:

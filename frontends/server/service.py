@@ -10,7 +10,7 @@ import anyio.to_thread
 from trouper.actors.metrics import LIMITS
 from trouper.config import EngineConfig
 from trouper.errors import RetryableRequestError, TrouperNotFoundError
-from trouper.frontends.server.door import Door, Ticket
+from trouper.frontends.server.door import BYTES_PER_TOKEN, Door, Ticket
 from trouper.frontends.server.errors import clean, logger, unavailable
 from trouper.frontends.server.exchange import Exchange
 from trouper.frontends.server.metrics import ServerMetrics
@@ -102,9 +102,11 @@ class Service:
         """Raises Refusal while starting or draining, and when all places are taken."""
         self.check_open()
         self._note_throughput()
-        return self.door.enter(
-            exchange.tenant, min(exchange.content_length, self.settings.max_body)
-        )
+        return self.door.enter(exchange.tenant, self.counted_bytes(exchange.content_length, 1))
+
+    def counted_bytes(self, num_bytes: int, num_prompts: int) -> int:
+        """Of a body: no prompt takes more than the model's length, in whatever form it comes."""
+        return min(num_bytes, num_prompts * self.config.max_model_len * BYTES_PER_TOKEN)
 
     def look(self, lag_s: float) -> None:
         """Called now and then: does the engine live, and is there too much to do?"""
@@ -177,9 +179,8 @@ class Service:
             if (value := getattr(request, name)) is not None
         }
         if exchange.ticket is not None:
-            exchange.ticket.size(
-                exchange.num_body_bytes, len(prompts), params.n, params.max_tokens, priority
-            )
+            num_bytes = self.counted_bytes(exchange.num_body_bytes, len(prompts))
+            exchange.ticket.size(num_bytes, len(prompts), params.n, params.max_tokens, priority)
         return [
             self.engine.generate(
                 prompt,

@@ -87,6 +87,7 @@ class CompletionRequest(Generating, kw_only=True):
     """`POST /v1/completions`."""
 
     NOT_YET: ClassVar[tuple[str, ...]] = (*Generating.NOT_YET, "suffix")
+    LONG_TEXT: ClassVar[str] = "prompt_embeds"
 
     prompt: str | list[Any] | None = None
     prompt_embeds: str | list[str] | None = None  # base64

@@ -63,7 +63,7 @@ async def test_the_embeddings_of_tokens_stand_for_the_tokens(client):
         ({"prompt_embeds": []}, "prompt_embeds"),
         ({"prompt_embeds": as_text(torch.zeros(3, WIDTH + 1))}, "prompt_embeds"),
         ({"prompt_embeds": as_text([torch.zeros(3, WIDTH)])}, "prompt_embeds"),
-        ({"prompt_embeds": as_text(torch.zeros(3, WIDTH)), "prompt": "x"}, "prompt_embeds"),
+        ({"prompt_embeds": as_text(torch.zeros(3, WIDTH)), "prompt": [""]}, "prompt[0]"),
         ({"prompt_embeds": as_text(torch.zeros(3, WIDTH)), "echo": True}, "echo"),
         ({"prompt_embeds": as_text(torch.zeros(3, WIDTH)), "prompt_logprobs": 1},
          "prompt_logprobs"),

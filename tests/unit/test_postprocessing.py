@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.actors.postprocessing import cosine, finish, max_sim
+from trouper.actors.postprocessing import cosines, finish, max_sim
 from trouper.errors import GenerationError
 from trouper.frontends.server.encodings import to_bytes
 from trouper.pooler_config import PoolerSpec
@@ -65,7 +65,7 @@ def test_max_sim_and_cosine_are_what_they_say():
     query, document = numbers(3, 8), numbers(5, 8)
     want = (torch.from_numpy(query) @ torch.from_numpy(document).T).max(1).values.sum().item()
     assert max_sim(query, document) == pytest.approx(want, rel=1e-5)
-    assert cosine(query[0], query[0] * 3) == pytest.approx(1, rel=1e-6)
+    assert cosines(query, query * 3) == pytest.approx(np.ones(len(query)), rel=1e-6)
 
 
 def test_what_is_not_finite_is_an_error():

@@ -1,52 +1,32 @@
-"""Nothing of a pooling request runs on the event loop: a heartbeat goes on while a step of it is held up.
+"""Nothing of a request that takes long runs on the event loop: a heartbeat goes on while a step is held up.
 
-Each kind of work is blocked, inside its thread, until the loop has beaten `BEATS` times.  Work on the loop
-would never see them, so the test could not end: it counts beats, and looks at no clock.
+Each kind of work is blocked, inside its thread, until the loop has beaten `BEATS` times.
 """
 
+import base64
 import threading
 from contextlib import asynccontextmanager
 
 import anyio
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save
 
+from tests.heartbeat import BEATS, WAIT_S, Heartbeat
+from trouper.actors import handle as handle_module
 from trouper.actors import pooler as pooler_module
 from trouper.actors.rendering.pooling import PoolingPrompts
 from trouper.actors.rendering.text import Prompts
 from trouper.config import EngineArgs
+from trouper.errors import UnsupportedFeatureError
+from trouper.frontends import pooling as pooling_frontend
 from trouper.frontends.async_engine import AsyncLLMEngine
+from trouper.frontends.pooling import Scorer
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
 
-BEATS = 50
-WAIT_S = 30  # only a failure lasts so long
 pytestmark = pytest.mark.trio
-
-
-class Heartbeat:
-    def __init__(self):
-        self.count = 0
-        self._changed = threading.Condition()
-
-    async def run(self, *, task_status=anyio.TASK_STATUS_IGNORED):
-        task_status.started()
-        while True:
-            with self._changed:
-                self.count += 1
-                self._changed.notify_all()
-            await anyio.sleep(0)  # noqa: ASYNC115  # every turn of the loop
-
-    def hold_up(self, function):
-        """The function, but first the loop must beat `BEATS` times more."""
-
-        def held(*args, **kwargs):
-            with self._changed:
-                until = self.count + BEATS
-                assert self._changed.wait_for(lambda: self.count >= until, WAIT_S)
-            return function(*args, **kwargs)
-
-        return held
 
 
 @asynccontextmanager
@@ -76,12 +56,45 @@ async def test_the_loop_beats_while_a_pooling_prompt_is_rendered(kind, monkeypat
     assert heart.count > BEATS
 
 
-@pytest.mark.parametrize("kind", ["text", "ids", "chat"])
+ROWS = torch.zeros(40, 256)
+EMBEDS = {
+    "tensor": {"prompt_embeds": ROWS},
+    "file": {"prompt_embeds": save({"x": ROWS})},
+    "bytes": save({"x": ROWS}),
+    "base64": {"prompt_embeds": base64.b64encode(save({"x": ROWS})).decode()},
+}
+
+
+@pytest.mark.parametrize("kind", ["text", "ids", "chat", *EMBEDS])
 async def test_the_loop_beats_while_a_generating_prompt_is_rendered(kind, monkeypatch):
+    prompt = {**PROMPTS, **EMBEDS}[kind]
+    async with beating_engine(enable_prompt_embeds=True) as (engine, heart):
+        monkeypatch.setattr(Prompts, "_form", heart.hold_up(Prompts._form))
+        async for output in engine.generate(prompt, SamplingParams(max_tokens=1)):
+            assert output.finished
+    assert heart.count > BEATS
+
+
+async def test_the_loop_beats_while_a_multimodal_prompt_is_refused(monkeypatch):
+    prompt = {"prompt": "see: ", "multi_modal_data": {"image": np.zeros((512, 512, 3))}}
     async with beating_engine() as (engine, heart):
         monkeypatch.setattr(Prompts, "_form", heart.hold_up(Prompts._form))
-        async for output in engine.generate(PROMPTS[kind], SamplingParams(max_tokens=1)):
-            assert output.finished
+        with pytest.raises(UnsupportedFeatureError, match="multi_modal_data"):
+            await engine.generate(prompt, SamplingParams(max_tokens=1)).__anext__()
+    assert heart.count > BEATS
+
+
+@pytest.mark.parametrize(
+    ("task", "module", "name"),
+    [("embed", pooling_frontend, "_cosines"), ("token_embed", pooler_module, "finish")],
+)
+async def test_the_loop_beats_while_pairs_are_scored(task, module, name, monkeypatch):
+    """Cosines of embeddings, and late interaction: both end in a thread."""
+    async with beating_engine(runner="pooling", pooler_config={"task": task}) as (engine, heart):
+        monkeypatch.setattr(module, name, heart.hold_up(getattr(module, name)))
+        scores = await Scorer(engine).score(["query"] * 3, ["one", "two", "query"])
+        assert [output.outputs.array.size for output in scores] == [1] * 3
+        assert max(scores, key=lambda output: output.outputs.array) is scores[2]
     assert heart.count > BEATS
 
 
@@ -140,3 +153,25 @@ async def test_an_abort_ends_a_request_that_waits_for_the_renderer(monkeypatch):
         assert [output.error and output.error.code for output in outputs] == [None, "aborted"]
         assert outputs[1].outputs.array.size == 0
         assert engine.statistics().num_open_requests == 0
+
+
+async def test_a_short_prompt_passes_large_embeddings_that_are_being_rendered(monkeypatch):
+    monkeypatch.setattr(handle_module, "LARGE_EMBEDS", 1000)
+    async with beating_engine(enable_prompt_embeds=True, renderer_num_workers=1) as (engine, _):
+        is_short_done = threading.Event()
+        right = Prompts._embeds_form
+
+        def held(self, *args):
+            assert is_short_done.wait(WAIT_S)
+            return right(self, *args)
+
+        monkeypatch.setattr(Prompts, "_embeds_form", held)
+        params = SamplingParams(max_tokens=1)
+        for prompt in EMBEDS.values():
+            is_short_done.clear()
+            async with engine.generate(prompt, params) as large:
+                async for output in engine.generate("short", params):
+                    assert output.finished
+                is_short_done.set()
+                async for output in large:
+                    assert output.finished

@@ -1,0 +1,129 @@
+"""Bodies with long strings are read as the strict parser reads them, only faster."""
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trouper.frontends.server import excerpt as module
+from trouper.frontends.server.body import LARGE, Body
+from trouper.frontends.server.decoding import THREAD_FROM, decode_now
+from trouper.frontends.server.errors import Refusal
+from trouper.frontends.server.excerpt import LONG, excerpt
+from trouper.frontends.server.wire import CompletionRequest
+
+TEXT = "QUJD" * (LONG // 4 + 1)
+
+
+def read(body):
+    return decode_now(
+        body if isinstance(body, bytes) else json.dumps(body).encode(), CompletionRequest
+    )
+
+
+def test_a_long_text_of_the_field_becomes_a_view_of_the_body():
+    body = json.dumps({"model": "x", "prompt_embeds": TEXT, "n": 3}).encode()
+    request = decode_now(memoryview(body), CompletionRequest).request
+    assert (request.model, request.n) == ("x", 3)
+    assert request.prompt_embeds.tobytes() == TEXT.encode()
+    assert request.prompt_embeds.obj is body
+
+
+def test_long_and_short_texts_of_a_list_keep_their_order():
+    texts = [TEXT, "short", TEXT + "A", ""]
+    found = read({"prompt_embeds": texts}).request.prompt_embeds
+    assert [text if isinstance(text, str) else bytes(text).decode() for text in found] == texts
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": TEXT},
+        {"prompt": TEXT, "prompt_embeds": "short"},
+        {"prompt": [TEXT], "prompt_embeds": [TEXT]},
+        {"prompt": 'a "quoted" \\ text' * LONG},
+        {"prompt_embeds": TEXT.replace("J", "/")},
+        json.dumps({"prompt_embeds": "a/b" * LONG}).replace("/", "\\/").encode(),
+    ],
+)
+def test_a_long_text_elsewhere_or_with_escapes_is_parsed_as_ever(body):
+    found = read(body).request
+    want = msgspec.json.decode(body) if isinstance(body, bytes) else body
+    for name, value in want.items():
+        given = getattr(found, name)
+        assert (bytes(given).decode() if isinstance(given, memoryview) else given) == value
+
+
+BAD = {
+    "a key twice": b'{"prompt_embeds": "%b", "prompt_embeds": "%b"}' % (TEXT.encode(), TEXT.encode()),
+    "a string cut off": b'{"prompt_embeds": "%b' % TEXT.encode(),
+    "more after the end": b'{"prompt_embeds": "%b"} x' % TEXT.encode(),
+    "no comma": b'{"prompt_embeds": "%b" "n": 1}' % TEXT.encode(),
+    "a backslash outside": b'{\\"prompt_embeds": "%b"}' % TEXT.encode(),
+    "quotes out of step": b'{"n": 1, "a": \\"%b", "prompt_embeds": "%b"}' % (TEXT.encode(), TEXT.encode()),
+    "a long key": b'{"%b": 1, "n": x}' % TEXT.encode(),
+    "nothing but quotes": b'"' * (2 * LONG),
+    "a long field that nobody reads": b'{"user": "%b", "prompt_embeds": "%b"}' % (TEXT.encode(), TEXT.encode()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_the_parser_refuses_is_refused(kind):
+    with pytest.raises(Refusal) as caught:
+        read(BAD[kind])
+    assert caught.value.status == 400
+
+
+def test_too_many_marks_are_left_to_the_parser(monkeypatch):
+    monkeypatch.setattr(module, "MAX_MARKS", 10)
+    body = json.dumps({"stop": ["x"] * 10, "prompt_embeds": TEXT}).encode()
+    assert excerpt(body) is None
+    assert read(body).request.prompt_embeds == TEXT
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=12) | st.text('A"\\/é', max_size=40),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a"\\', max_size=3), inner, max_size=3),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(JSON, st.booleans(), st.sampled_from([7, 2**20]))
+def test_any_json_without_its_long_strings_and_with_them_again_is_the_same(value, is_ascii, step):
+    """Every string of more than three bytes counts as long; references are looked up on the way out."""
+    body = json.dumps(value, ensure_ascii=is_ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LONG", 3)
+        patch.setattr(module, "STEP", step)
+        short = excerpt(body)
+    if short is None:
+        return
+
+    def restored(part):
+        if isinstance(part, str) and part in short.strings:
+            return bytes(short.strings[part]).decode()
+        if isinstance(part, list):
+            return [restored(item) for item in part]
+        if isinstance(part, dict):
+            return {restored(key): restored(item) for key, item in part.items()}
+        return part
+
+    assert restored(json.loads(short.rest)) == value
+
+
+@given(st.lists(st.binary(max_size=9), max_size=9), st.sampled_from([1, 5, LARGE]))
+def test_a_body_is_what_its_pieces_were(pieces, large):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trouper.frontends.server.body.LARGE", large)
+        body = Body(100)
+        for piece in pieces:
+            body.add(piece)
+    assert bytes(body.whole()) == b"".join(pieces)
+    assert body.size == len(b"".join(pieces))
+
+
+def test_short_bodies_are_not_searched():
+    assert len(TEXT) > THREAD_FROM
+    assert read({"prompt_embeds": "A" * 100}).request.prompt_embeds == "A" * 100

@@ -1,0 +1,131 @@
+"""Nothing large that comes or goes over HTTP keeps the event loop: beats are counted against work."""
+
+import json
+import threading
+import time
+
+import anyio
+import numpy as np
+import pybase64
+import pytest
+
+from tests.heartbeat import BEATS, Heartbeat
+from trouper import AsyncLLMEngine, EngineArgs
+from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests
+from trouper.frontends.server import decoding, pooling
+from trouper.frontends.server.app import create_app
+from trouper.frontends.server.decoding import decode_now
+from trouper.frontends.server.encodings import numbers
+from trouper.frontends.server.wire import CompletionRequest
+
+from .client import Client
+
+LONG = "word " * 20_000
+WIDTH, MAX_ROWS = 4096, 4096
+NUM_BYTES = 16 * 2**20
+NUM_TURNS = 5
+
+
+@pytest.fixture
+async def beating():
+    """An engine that embeds, its client, and a heart on the same loop."""
+    heart = Heartbeat()
+    args = EngineArgs(runner="pooling", dtype="float32", max_model_len=128)
+    async with anyio.create_task_group() as tasks:
+        async with AsyncLLMEngine(args) as engine:
+            await tasks.start(heart.run)
+            yield Client(create_app(engine)), heart
+        tasks.cancel_scope.cancel()
+
+
+ANSWERS = {
+    "floats": ("/v1/embeddings", "build_encoded", {"input": ["one"] * 20}),
+    "base64": ("/v1/embeddings", "build_encoded", {"input": ["one"] * 20, "encoding_format": "base64"}),
+    "bytes": ("/pooling", "build_encoded", {"input": ["one"] * 20, "encoding_format": "bytes", "task": "token_embed"}),
+    "cohere": ("/v2/embed", "build_cohere", {"texts": ["one"] * 20}),
+    "scores": ("/score", "build_scores", {"data_1": "a", "data_2": ["b"] * 20}),
+    "ranking": ("/rerank", "build_ranking", {"query": "a", "documents": ["b"] * 20}),
+}  # fmt: skip
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("kind", ANSWERS)
+async def test_the_loop_beats_while_an_answer_is_built(kind, beating, monkeypatch):
+    client, heart = beating
+    path, name, body = ANSWERS[kind]
+    monkeypatch.setattr(pooling, name, heart.hold_up(getattr(pooling, name)))
+    answer = await client.post(path, body)
+    assert answer.status == 200, answer.body
+    assert heart.count > BEATS
+
+
+@pytest.mark.trio
+async def test_the_loop_beats_while_a_large_body_is_parsed(beating, monkeypatch):
+    client, heart = beating
+    monkeypatch.setattr(decoding, "decode_now", heart.hold_up(decoding.decode_now))
+    answer = await client.post("/v1/embeddings", {"input": LONG, "truncate_prompt_tokens": 5})
+    assert answer.status == 200, answer.body
+    assert heart.count > BEATS
+
+
+@pytest.mark.trio
+async def test_a_large_answer_is_sent_in_parts(beating, monkeypatch):
+    client, _ = beating
+    whole = await client.post("/v1/embeddings", {"input": ["one"] * 5})
+    monkeypatch.setattr("trouper.frontends.server.exchange.MAX_FRAME", 1000)
+    parts = await client.post("/v1/embeddings", {"input": ["one"] * 5})
+    assert parts.json["data"] == whole.json["data"]
+    assert int(parts.headers["content-length"]) == len(parts.body) > 1000
+
+
+# What one thread computes while another counts; a call that keeps the interpreter lets it count to 1.
+
+
+def beats_beside(work, given):
+    """How often another thread gets its turn from the beginning of the work to its end."""
+    count, found = 0, []
+
+    def run():
+        before = count
+        work(given)
+        found.append(count - before)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not found:
+        count += 1
+        time.sleep(0)
+    thread.join()
+    return found[0]
+
+
+def payload():
+    head = b'{"x":{"dtype":"BF16","shape":[2048,4096],"data_offsets":[0,16777216]}}'
+    return len(head).to_bytes(8, "little") + head + bytes(NUM_BYTES)
+
+
+def as_text():
+    return pybase64.b64encode(payload()).decode()
+
+
+def as_body():
+    return json.dumps({"model": "x", "prompt_embeds": as_text()}).encode()
+
+
+WORK = {
+    "embeddings in a body": (as_body, lambda body: decode_now(body, CompletionRequest)),
+    "base64 of embeddings": (as_text, lambda text: decode_base64(text, WIDTH, MAX_ROWS)),
+    "digests of embeddings": (payload, lambda it: digests(decode_embeds(it, WIDTH, MAX_ROWS), 128)),
+    "floats of an answer": (lambda: np.zeros((64, 4096), np.float32), numbers),
+}
+
+
+@pytest.mark.parametrize("kind", WORK)
+def test_large_work_in_a_thread_leaves_the_interpreter_to_others(kind):
+    make, work = WORK[kind]
+    assert beats_beside(work, make()) > NUM_TURNS
+
+
+def test_a_parser_does_not():
+    """What is avoided above: the measure tells the difference."""
+    assert min(beats_beside(json.loads, as_body()) for _ in range(3)) < NUM_TURNS
