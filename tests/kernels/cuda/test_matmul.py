@@ -31,7 +31,7 @@ def tensors(num_tokens, num_in, num_out, dtype, device):
 )
 def test_it_is_the_product(num_tokens, num_in, num_out, dtype, device):
     x, weight, bias = tensors(num_tokens, num_in, num_out, dtype, device)
-    tolerance = TOLERANCES[dtype]
+    tolerance = TOLERANCES[dtype] * max(1, num_in / 4096)  # float32 adds up so many
     for b in (bias, None):
         out = torch.full((num_tokens, num_out), torch.nan, dtype=dtype, device=device)
         expected = linear_reference(x, weight, b)
