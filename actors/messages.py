@@ -251,11 +251,14 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     rank: int  # of the first: the number of tokens at least as probable, ≥ 1
 
 
+NO_VALID_TOKEN = -2
+
+
 class StepDone(msgspec.Struct, frozen=True):
     """Executor -> Scheduler: what a plan yielded, column by column.
 
-    `token_ids[i]` is -1 where the plan needed no sample or the row failed.  `failed` names columns whose
-    logits were not finite: these sequences end, nobody else notices.
+    `token_ids[i]` is -1 where the plan needed no sample or the row failed, NO_VALID_TOKEN where every token
+    is forbidden.  `failed` names columns without a token: these sequences end, nobody else notices.
     """
 
     step: int

@@ -26,6 +26,7 @@ from trouper.actors.answer import Answer
 from trouper.actors.blocks import Blocks
 from trouper.actors.draft import Draft, Flight
 from trouper.actors.messages import (
+    NO_VALID_TOKEN,
     Admit,
     RequestId,
     SchedulerStats,
@@ -45,6 +46,9 @@ from trouper.actors.throttle import Throttle
 from trouper.actors.waiting import Waiting
 from trouper.config import SchedulerConfig
 from trouper.outputs import FinishReason
+
+NOT_FINITE = "numerical_error: the logits are not finite"
+FAILURES = {NO_VALID_TOKEN: "no_valid_token: what the request allows, it also forbids"}
 
 
 class Policy:
@@ -176,7 +180,7 @@ class Policy:
                 continue
             if failed and i in failed:
                 self._blocks.forget(sequence.blocks)
-                self._tell_end(sequence, "error", "numerical_error: the logits are not finite")
+                self._tell_end(sequence, "error", FAILURES.get(done.token_ids[i], NOT_FINITE))
                 continue
             if incarnation == sequence.incarnation:
                 sequence.num_landed = end

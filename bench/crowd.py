@@ -1,157 +1,179 @@
-"""A crowd at the server's door: many clients at once, some of which leave; and many that all leave.
+"""A crowd at the server's door: clients that leave, ten times as many as can be served, and many that all leave.
 
-    python -m trouper.bench.crowd [--clients 256] [--seconds 60] [--leave 0.3] [--output FILE.json]
+    python -m trouper.bench.crowd [leaving] [overload] [cancelled] [--seconds 60] [--output FILE.json]
 
-Starts `trouper serve` on the demo model and asks it over sockets from this process.
+Starts `trouper serve` on the demo model for each scene, and asks it over sockets from this process. With `--output`
+the results of other scenes stay in the file.
 """
 
 import argparse
 import json
-import os
+import math
 import random
-import re
-import subprocess
 import sys
-import time
-from collections import Counter
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-import anyio
-
+from trouper.bench.arrivals import arrival_times
+from trouper.bench.callers import Call
+from trouper.bench.figures import percentile
 from trouper.bench.report import about, write
+from trouper.bench.stage import PATIENCE_S, Stage, served
+from trouper.config import DEMO_MODEL
 
-MAX_TOKENS = 32
-LONGEST = 2000  # of the demo's 2048 positions
+NUM_CLIENTS = 256
+SHARE_LEAVING = 0.3
+LONGEST_STAY_S = 10.0  # about as long as an answer takes
+OVERLOAD = 10  # × the requests that were served
+NUM_CANCELLED = 200
+LONG = 10_000  # tokens
+WARM_S = 25.0  # in which the whole cache is used once: until then resident memory grows
+SETTLE_S = 5.0
+CACHE = ("--kv-cache-memory-bytes", str(2**28))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A crowd at the server's door.")
-    parser.add_argument("--clients", type=int, default=256)
+    parser.add_argument("scenes", nargs="*", help=f"{', '.join(SCENES)}; all when left out.")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--leave", type=float, default=0.3, help="Share that leaves at random.")
+    parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    command = [sys.executable, "-m", "trouper", "serve", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        port = 0
-        for line in server.stderr:
-            if line.startswith("serving") or " serving " in line:
-                port = int(re.findall(r":(\d+)", line)[-1])
-                break
-        try:
-            crowd = Crowd(port, server.pid)
-            results = anyio.run(crowd.run, options.clients, options.seconds, options.leave)
-        finally:
-            server.terminate()
-            server.stderr.read()
-        results["exit_code"] = server.wait()
-    print(json.dumps(results, indent=1))
+    results: dict[str, Any] = {}
+    for name in options.scenes or SCENES:
+        results[name] = SCENES[name](options.seconds, options.max_tokens)
+        print(json.dumps({name: results[name]}, indent=1), flush=True)
     if options.output:
-        report = {"about": about(sys.argv[1:]), "results": results}
-        write(str(options.output), report)
+        if options.output.exists():
+            results = json.loads(options.output.read_text())["results"] | results
+        write(str(options.output), {"about": about(sys.argv[1:]), "results": results})
 
 
-class Crowd:
-    """`run` does all of it and returns the figures."""
+def warm(stage: Stage, max_tokens: int) -> dict[str, float]:
+    """What the server holds when it is idle, after work."""
+    end = perf_counter() + WARM_S
+    stage.ask_on(NUM_CLIENTS, max_tokens, "warm", lambda: perf_counter() > end)
+    stage.callers.run(end)
+    return stage.end()
 
-    def __init__(self, port: int, pid: int) -> None:
-        self._port, self._pid = port, pid
-        self._random = random.Random(0)
-        self._num_frames = 0  # of clients that stay
-        self._answers: Counter[str] = Counter()
 
-    async def run(self, num_clients: int, seconds: float, leave: float) -> dict[str, Any]:
-        await self._many(num_clients, seconds / 4, 0.0)  # warm
-        before = self._resources()
-        staying = await self._many(num_clients, seconds, 0.0)
-        leaving = await self._many(num_clients, seconds, leave)
-        cancelled = await self._cancelled(200)
-        await self._until_idle()
+def leaving(seconds: float, max_tokens: int) -> dict[str, Any]:
+    """Some disconnect at random and come back at once, while the others read on."""
+    rng = random.Random(0)
+    is_over = do_leave = False
+    num_leaving = int(SHARE_LEAVING * NUM_CLIENTS)
+
+    def stay_s() -> float:
+        return rng.uniform(0, LONGEST_STAY_S) if do_leave else math.inf
+
+    with served("--max-num-seqs", str(NUM_CLIENTS), *CACHE) as stage:
+        idle = warm(stage, max_tokens)
+        stage.ask_on(NUM_CLIENTS - num_leaving, max_tokens, "others", lambda: is_over)
+        stage.ask_on(num_leaving, max_tokens, "leaving", lambda: is_over, stay_s)
+        stage.play(SETTLE_S)
+        before = stage.play(seconds / 2)
+        do_leave = True
+        during = stage.play(seconds)
+        do_leave = False
+        after = stage.play(seconds / 2)
+        is_over = True
+        calm = (before["tokens_s"]["others"] + after["tokens_s"]["others"]) / 2
         return {
-            "all stay": staying,
-            "some leave": leaving,
-            "200 cancelled, then one": cancelled,
-            "before": before,
-            "after": self._resources(),
-            "event loop": await self._gaps(),
+            "nobody leaves, before": before,
+            "some leave": during,
+            "nobody leaves, after": after,
+            "others": round(during["tokens_s"]["others"] / calm, 4),
+            "idle before": idle,
+            "idle after": stage.end(),
         }
 
-    async def _many(self, num_clients: int, seconds: float, leave: float) -> dict[str, Any]:
-        self._num_frames, self._answers = 0, Counter()
-        begin = time.perf_counter()
-        async with anyio.create_task_group() as clients:
-            for _ in range(num_clients):
-                clients.start_soon(self._ask_on, begin + seconds, leave)
-        seconds = time.perf_counter() - begin
-        return {"tokens_s": round(self._num_frames / seconds, 1), **self._answers}
 
-    async def _ask_on(self, end: float, leave: float) -> None:
-        while time.perf_counter() < end:
-            if self._random.random() < leave:
-                with anyio.move_on_after(self._random.uniform(0.0, 2.0)):
-                    await self._ask(MAX_TOKENS)
-                self._answers["left"] += 1
-            else:
-                answer = await self._ask(MAX_TOKENS)
-                status = answer[9:12].decode()
-                is_whole = answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-                self._answers[status if is_whole else "cut"] += 1
-                self._num_frames += answer.count(b"data: {")
+def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
+    """Requests come ten times as fast as they were served, whatever becomes of them."""
+    is_over = False
+    with served(*CACHE) as stage:
+        idle = warm(stage, max_tokens)
+        calls: list[Call] = []
 
-    async def _cancelled(self, num: int) -> dict[str, float]:
-        async with anyio.create_task_group() as clients:
-            for _ in range(num):
-                clients.start_soon(self._ask_and_leave, 0.5)
-        begin = time.perf_counter()
-        answer = await self._ask(1)
-        if answer[9:12] != b"200":
-            raise SystemExit(answer.decode())
-        return {"answer_s": round(time.perf_counter() - begin, 3)}
+        def saturated() -> dict[str, Any]:
+            nonlocal is_over
+            is_over = False
+            stage.ask_on(NUM_CLIENTS, max_tokens, "tokens", lambda: is_over)
+            stage.play(SETTLE_S)
+            seen = stage.play(seconds / 3)
+            is_over = True
+            return seen
 
-    async def _ask_and_leave(self, after_s: float) -> None:
-        with anyio.move_on_after(after_s):
-            await self._ask(LONGEST)
-
-    async def _ask(self, max_tokens: int) -> bytes:
-        fields = {"prompt": "def f(", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-        return await self._exchange("POST /v1/completions", json.dumps(fields))
-
-    async def _exchange(self, line: str, body: str = "") -> bytes:
-        request = f"{line} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-        request += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}"
-        answer = bytearray()
-        async with await anyio.connect_tcp("127.0.0.1", self._port) as stream:
-            await stream.send(request.encode())
-            async for piece in stream:
-                answer += piece
-        return bytes(answer)
-
-    async def _until_idle(self) -> None:
-        with anyio.fail_after(5):
-            while (  # noqa: ASYNC110  # another process gives no sign
-                b'"server_load":0' not in await self._exchange("GET /load")
-            ):
-                await anyio.sleep(0.05)
-
-    async def _gaps(self) -> dict[str, float]:
-        """How late the server's event loop was, from its own histogram."""
-        text = (await self._exchange("GET /metrics")).decode()
-        largest = re.search(r"event_loop_gap_max_seconds (\d\S*)", text)
-        counts = re.findall(r'event_loop_gap_seconds_bucket\{le="(\S+)"\} (\S+)', text)
-        total = float(counts[-1][1])
-        p999 = next(float(bound) for bound, count in counts if float(count) >= 0.999 * total)
-        return {"p99.9_at_most_s": p999, "max_s": float(largest.group(1)) if largest else 0.0}
-
-    def _resources(self) -> dict[str, float]:
-        pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
+        before = saturated()
+        rate = OVERLOAD * before["requests"]["200"] / before["seconds"]
+        start = perf_counter()
+        for time in arrival_times(int(rate * (SETTLE_S + seconds)), rate, random.Random(0)):
+            stage.callers.later(
+                start + time, lambda: stage.ask(stage.some(max_tokens), "tokens", calls.append)
+            )
+        stage.play(SETTLE_S)
+        calls.clear()
+        during = stage.play(seconds)
+        ended = calls.copy()
+        stage.end()
+        after = saturated()
+        calm = (before["tokens_s"]["tokens"] + after["tokens_s"]["tokens"]) / 2
         return {
-            "rss_mib": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1),
-            "fds": len(os.listdir(f"/proc/{self._pid}/fd")),
-            "threads": len(os.listdir(f"/proc/{self._pid}/task")),
+            "saturated before": before,
+            "overloaded": during,
+            "saturated after": after,
+            "arrivals_s": round(rate, 1),
+            "goodput": round(during["tokens_s"]["tokens"] / calm, 4),
+            "refused_ms": _latencies([c.ended - c.sent for c in ended if c.outcome != "200"]),
+            "first_token_ms": _latencies([c.first - c.sent for c in ended if c.outcome == "200"]),
+            "idle before": idle,
+            "idle after": stage.end(),
         }
 
+
+def cancelled(_: float, __: int) -> dict[str, Any]:
+    """Many long requests that are all left after half a second; then one."""
+    with longer_demo() as model, served(model, "--max-num-seqs", str(NUM_CLIENTS)) as stage:
+        calls = [stage.ask(LONG, "long", lambda _: None) for _ in range(NUM_CANCELLED)]
+        stage.callers.run(perf_counter() + 0.5)
+        num_begun = sum(call.first > 0 for call in calls)
+        for call in calls:
+            stage.callers.drop(call)
+        one = stage.ask(1, "one", lambda _: None)
+        stage.callers.run(perf_counter() + PATIENCE_S, lambda: one.outcome != "open")
+        return {
+            "cancelled": NUM_CANCELLED,
+            "of which had begun": num_begun,
+            "then one": one.outcome,
+            "answer_s": round(one.ended - one.sent, 3),
+            "idle after": stage.end(),
+        }
+
+
+@contextmanager
+def longer_demo() -> Iterator[str]:
+    """The demo model with more positions than it was trained on."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in DEMO_MODEL.iterdir():
+            (Path(folder) / file.name).symlink_to(file)
+        config = json.loads((DEMO_MODEL / "config.json").read_text())
+        (Path(folder) / "config.json").unlink()
+        config["max_position_embeddings"] = LONG + 100
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        yield folder
+
+
+def _latencies(seconds: list[float]) -> dict[str, float]:
+    return {f"p{q:g}": round(1000 * percentile(seconds, q), 2) for q in (50, 99)} | {
+        "max": round(1000 * max(seconds), 2)
+    }
+
+
+SCENES = {"leaving": leaving, "overload": overload, "cancelled": cancelled}
 
 if __name__ == "__main__":
     main()

@@ -1,22 +1,25 @@
-"""How long a user waits: import, `--help`, and `trouper generate` up to its first text.
+"""How long a user waits: import, `--help`, `trouper generate` up to its first text, `trouper serve` until it is ready.
 
 Every measurement is a process of its own.  Cold is the very first start: no bytecode and no compiled
 kernels on disk.  (The files of the model may be in the page cache either way.)
 """
 
+import http.client
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from trouper.bench.figures import repeats
 from trouper.errors import TrouperError
 
+POLL_S = 0.01  # asking all the time would slow it down
 PROMPT = "def quicksort(items):"
 # Where Python, Numba, Triton and everybody else keep what they can make again.
 CACHES = ("PYTHONPYCACHEPREFIX", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
@@ -34,6 +37,7 @@ def commands(model: str | None, max_tokens: int) -> dict[str, list[str]]:
         "import trouper": [sys.executable, "-c", "import trouper"],
         "trouper --help": [*trouper, "--help"],
         "trouper generate, first text": generate + (["--model", model] if model else []),
+        "trouper serve, ready": [*trouper, "serve", *([model] if model else []), "--port", "0"],
     }
 
 
@@ -54,15 +58,15 @@ def measure(
             results[name]["cold"] = repeats([_cold(command) for _ in range(num_iters_cold)])
         if num_iters_warm:
             for _ in range(num_iters_warmup):
-                until_output(command)
-            results[name]["warm"] = repeats([until_output(command) for _ in range(num_iters_warm)])
+                timed(command)
+            results[name]["warm"] = repeats([timed(command) for _ in range(num_iters_warm)])
         tell(name, results[name])
     return results
 
 
 def _cold(command: Sequence[str]) -> float:
     with empty_caches() as environment:
-        return until_output(command, environment)
+        return timed(command, environment)
 
 
 @contextmanager
@@ -73,6 +77,43 @@ def empty_caches() -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: str(Path(folder) / name.lower()) for name in CACHES}
         yield {**os.environ, "HF_HOME": hub, **caches}
+
+
+def timed(command: Sequence[str], environment: Mapping[str, str] | None = None) -> float:
+    """Raises StartError."""
+    return (until_ready if "serve" in command else until_output)(command, environment)
+
+
+def until_ready(command: Sequence[str], environment: Mapping[str, str] | None = None) -> float:
+    """Seconds from the start of a server to the first 200 of its `/health/ready`; then it is ended.
+
+    Raises:
+        StartError: it ended by itself.
+    """
+    started = perf_counter()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stderr is not None
+        line = ""
+        try:
+            for line in server.stderr:
+                if found := re.search(r"listening at http://([^:]+):(\d+)", line):
+                    while _status(found.group(1), int(found.group(2))) != 200:
+                        sleep(POLL_S)
+                    return perf_counter() - started
+            raise StartError(line.strip() or "it said nothing")
+        except OSError:  # nobody listens any more
+            raise StartError((server.stderr.read().strip().splitlines() or [line])[-1]) from None
+        finally:
+            server.terminate()
+            server.stderr.read()
+
+
+def _status(host: str, port: int) -> int:
+    connection = http.client.HTTPConnection(host, port)
+    connection.request("GET", "/health/ready")
+    status = connection.getresponse().status
+    connection.close()
+    return status
 
 
 def until_output(command: Sequence[str], environment: Mapping[str, str] | None = None) -> float:

@@ -87,7 +87,11 @@ class TrouperServerError(TrouperError):
 
 
 class GenerationError(TrouperServerError):
-    """One request failed inside the engine (`finish_reason="error"`)."""
+    """One request failed inside the engine (`finish_reason="error"`); `code` says of what."""
+
+    def __init__(self, message: str = "", code: str = "internal_error") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class RetryableRequestError(GenerationError):

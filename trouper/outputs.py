@@ -43,7 +43,7 @@ class RequestError(msgspec.Struct, frozen=True):
             return ExecutionError(self.message, [request_id])
         if self.retryable:
             return RetryableRequestError(self.message)
-        return GenerationError(self.message)
+        return GenerationError(self.message, self.code)
 
 
 class RequestStateStats(msgspec.Struct):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trouper.actors.executor.batch import Rows
 from trouper.actors.executor.penalties import Penalties
-from trouper.actors.messages import Sampling, TokenLogprobs
+from trouper.actors.messages import NO_VALID_TOKEN, Sampling, TokenLogprobs
 from trouper.kernels.noise import gumbel
 
 NUM_CANDIDATES = (
@@ -27,7 +27,7 @@ NUM_CANDIDATES = (
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    token_ids: list[int]  # -1 where the row's logits were not finite
+    token_ids: list[int]  # -1 where the row's logits were not finite; NO_VALID_TOKEN
     logprobs: list[TokenLogprobs | None]  # empty when nobody asked
 
 
@@ -59,17 +59,18 @@ class Sampler:
             for i, is_wanted in enumerate(wanted)
             if is_wanted and is_finite[i]
         }
+        lost = [-1] * len(row_ids)
         for i, (row, end) in enumerate(zip(row_ids, ends, strict=True)):
             self._penalties.apply(logits_RV[i], row, end)
             if sampling[i].allowed_token_ids and not torch.isfinite(logits_RV[i]).any():
-                is_finite[i] = False  # what is allowed is masked: there is no token to draw
+                is_finite[i], lost[i] = False, NO_VALID_TOKEN
         token_ids = self._draw(logits_RV, sampling, ends).tolist()
         for i, (row, end) in enumerate(zip(row_ids, ends, strict=True)):
             if is_finite[i]:
                 self._rows.token_ids[row, end] = token_ids[i]
                 self._penalties.count(row, token_ids[i])
             else:
-                token_ids[i] = -1
+                token_ids[i] = lost[i]
         logprobs: list[TokenLogprobs | None] = []
         if any(wanted):
             logprobs = [

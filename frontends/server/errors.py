@@ -15,6 +15,7 @@ from trouper.errors import (
     EngineDeadError,
     EnginePausedError,
     ExecutionError,
+    GenerationError,
     GracefulHTTPError,
     QueueOverflowError,
     RetryableRequestError,
@@ -122,6 +123,9 @@ def describe(error: BaseException) -> Problem:  # noqa: C901  # a table, a line 
         case ExecutionError():  # it failed alone: the same request would fail again
             text = "the model cannot be run on this request"
             return Problem(500, "poisoned_request", text, headers=NO_RETRY)
+        case GenerationError(code="numerical_error" | "no_valid_token"):  # nor this one
+            text = clean(str(error), MAX_RULE)
+            return Problem(500, error.code, text, headers=NO_RETRY)
         case TrouperError():  # GenerationError and whatever else is ours
             return Problem(500, "internal_error", "the request failed inside the engine")
         case ValueError() | TypeError() | OverflowError():

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+import anyio
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
@@ -62,6 +63,11 @@ class ServerMetrics(Collector):
         )
         yield GaugeMetricFamily(
             f"{self._prefix}:event_loop_gap_max_seconds", "Since the start.", value=self.max_gap_s
+        )
+        yield GaugeMetricFamily(
+            f"{self._prefix}:event_loop_tasks",
+            "Tasks of the server and the engine.",
+            value=len(anyio.get_running_tasks()),
         )
         yield HistogramMetricFamily(
             f"{self._prefix}:event_loop_gap_seconds",

@@ -19,6 +19,7 @@ import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from trouper.frontends.server.app import App
+from trouper.frontends.server.heap import Heap
 from trouper.frontends.server.listeners import address
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.watch import watch
@@ -71,6 +72,7 @@ class Server:
         self._are_closed = anyio.Event()
         self._is_engine_closed = anyio.Event()
         self._loading = anyio.CancelScope()
+        self._heap = Heap()
         self._error: Exception | None = None
 
     async def run(
@@ -85,6 +87,19 @@ class Server:
         Raises:
             Exception: why the engine could not start, or what it died of.
         """
+        with self._heap:
+            await self._run(unopened, public, admin, backend)
+        faulthandler.cancel_dump_traceback_later()
+        if self._error is not None:
+            raise self._error
+
+    async def _run(
+        self,
+        unopened: "AsyncLLMEngine",
+        public: Sequence[socket.socket],
+        admin: Sequence[socket.socket],
+        backend: str,
+    ) -> None:
         async with anyio.create_task_group() as helpers:
             await helpers.start(_Signals(self._stop).run, name="signals")
             async with anyio.create_task_group() as troupe:
@@ -98,9 +113,6 @@ class Server:
                     await self._serve(unopened, public, troupe, helpers)
                 self._are_closed.set()
             helpers.cancel_scope.cancel()
-        faulthandler.cancel_dump_traceback_later()
-        if self._error is not None:
-            raise self._error
 
     async def _serve(
         self,
@@ -119,7 +131,7 @@ class Server:
             for listener in public:
                 self._report(f"serving {self._service.model_names[0]} at {address(listener)}")
             helpers.start_soon(self._watch_death, name="death")
-            helpers.start_soon(watch, self._service, name="watch")
+            helpers.start_soon(watch, self._service, self._heap, name="watch")
             await self._should_close.wait()
             helpers.start_soon(self._abort_later, engine, name="deadline")
         self._service.drain()
@@ -132,6 +144,7 @@ class Server:
         is_open = False
         try:
             async with unopened as engine:
+                self._heap.settle()
                 self._service.open(engine)
                 is_open = True
                 task_status.started(engine.engine)

@@ -2,20 +2,24 @@
 
 import anyio
 
+from trouper.frontends.server.heap import Heap
 from trouper.frontends.server.service import Service
 
 PERIOD_S = 0.01
 NUM_PERIODS = 25  # between two looks: a quarter of a second
 
 
-async def watch(service: Service) -> None:
+async def watch(service: Service, heap: Heap) -> None:
     """Until cancelled."""
+    worst_s = 0.0
     while True:
+        due = anyio.current_time() + PERIOD_S  # looking is part of the lateness
+        service.look(worst_s)
+        heap.look(due, is_busy=service.door.admission.num_requests > 0)
         worst_s = 0.0
         for _ in range(NUM_PERIODS):
-            due = anyio.current_time() + PERIOD_S
             await anyio.sleep_until(due)
-            gap_s = anyio.current_time() - due
-            service.metrics.note_gap(gap_s)
-            worst_s = max(worst_s, gap_s)
-        service.look(worst_s)
+            now = anyio.current_time()
+            service.metrics.note_gap(now - due)
+            worst_s = max(worst_s, now - due)
+            due = now + PERIOD_S

@@ -257,6 +257,13 @@ def test_startup_runs_the_programs_that_it_names(tmp_path):
     assert startup.until_output(commands["import trouper"]) > 0
 
 
+def test_a_server_is_timed_until_it_is_ready_and_ended(tmp_path):
+    serve = startup.commands(None, 7)["trouper serve, ready"]
+    assert startup.timed(serve) > 0
+    with pytest.raises(startup.StartError, match="model"):
+        startup.timed([*serve, "--model", str(tmp_path)])
+
+
 def test_a_cold_start_finds_no_cache_but_the_hubs(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/mine")
     monkeypatch.delenv("HF_HOME", raising=False)

@@ -72,7 +72,8 @@ class Attack:
             ),
             ("B26", "reserved variables", self._reserved),
             ("B03", "a body of one byte", self._dripping),
-            ("B18", "every id biased away", self._no_token),
+            ("B18", "every allowed word is bad", self._no_token),
+            ("B18", "every id biased away", self._biased_away),
             ("B27", "control tokens as text", self._control_text),
             ("B34", "one id twice", self._same_id),
             ("B43", "linear time", self._hard_text),
@@ -144,9 +145,17 @@ class Attack:
         assert answer.startswith(b"HTTP/1.1 408"), answer[:100]
 
     def _no_token(self):
-        fields = {"prompt": "x", "max_tokens": 4, "allowed_token_ids": [5], "bad_words": []}
+        word = self.post("/detokenize", {"tokens": [300]})[2]["prompt"]
+        fields = {"prompt": "x", "max_tokens": 4, "allowed_token_ids": [300], "bad_words": [word]}
+        status, _, answer = self.post("/v1/completions", fields)
+        assert (status, answer["error"]["code"]) == (500, "no_valid_token")
+
+    def _biased_away(self):
+        """A bias of -100 is no ban: among equals the best is drawn."""
+        fields = {"prompt": "x", "max_tokens": 4, "allowed_token_ids": [5], "temperature": 0}
         status, _, answer = self.post("/v1/completions", {**fields, "logit_bias": {"5": -100}})
-        assert status == 200 or answer["error"]["code"] in ("invalid_value", "no_valid_token")
+        assert status == 200
+        assert answer["usage"]["completion_tokens"] == 4
 
     def _control_text(self):
         def ids(text):

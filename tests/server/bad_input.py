@@ -195,6 +195,8 @@ SUITE = {
         Case("own template of a count", "/tokenize", b'{"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"}', 400, "invalid_value", "chat_template"),
     ],
     "B26": [
+        raw("deep variables", b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": '
+            + b"[" * 10_000 + b"]" * 10_000 + b"}}", path=H),
         raw("deep variables", b'{"messages": [], "chat_template_kwargs": {"x": ' + b"[" * 10_000 + b"]" * 10_000 + b"}}", path=H),
     ],
     "B35": [

@@ -149,3 +149,22 @@ async def test_one_request_id_for_two_requests_at_once(client):
         tasks.start_soon(ask)
     assert [answer.status for answer in answers] == [200, 200]
     assert {answer.json["id"] for answer in answers} == {"cmpl-the-same"}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_request_that_forbids_all_it_allows_ends_alone(client, is_stream):
+    word = (await client.post("/detokenize", {"tokens": [300]})).json["prompt"]
+    fields = {"prompt": "x", "allowed_token_ids": [300], "bad_words": [word], "stream": is_stream}
+    answers = {}
+
+    async def ask(name, fields):
+        answers[name] = await client.post("/v1/completions", fields)
+
+    greedy = {"prompt": "def f(", "max_tokens": 20, "temperature": 0}
+    alone = await client.post("/v1/completions", greedy)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, "none", fields)
+        tasks.start_soon(ask, "greedy", greedy)
+    assert (answers["none"].status, answers["none"].error["code"]) == (500, "no_valid_token")
+    assert answers["none"].headers["x-should-retry"] == "false"
+    assert answers["greedy"].json["choices"] == alone.json["choices"]

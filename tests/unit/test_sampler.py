@@ -6,7 +6,7 @@ import torch
 
 from trouper.actors.executor.batch import Rows
 from trouper.actors.executor.sampler import NUM_CANDIDATES, Sampler, token_logprobs
-from trouper.actors.messages import NewRow, Sampling, SequenceId
+from trouper.actors.messages import NO_VALID_TOKEN, NewRow, Sampling, SequenceId
 
 V = 50
 
@@ -159,7 +159,10 @@ def test_only_allowed_ids_are_drawn():
 
 def test_a_row_that_may_draw_nothing_fails_alone():
     nothing = Sampling(temperature=0.0, allowed_token_ids=(2,), min_tokens=1, stop_ids=(2,))
-    assert Bench(nothing, Sampling(temperature=0.0)).draw(torch.zeros(2, V)).token_ids == [-1, 0]
+    assert Bench(nothing, Sampling(temperature=0.0)).draw(torch.zeros(2, V)).token_ids == [
+        NO_VALID_TOKEN,
+        0,
+    ]
 
 
 def test_bad_words_mask_the_last_token_once_the_output_ends_with_the_others():

@@ -21,7 +21,7 @@ def startup(
     *,
     report: ReportOptions,
 ) -> None:
-    """Time to import, to --help and to the first text; each start is a process."""
+    """Time to import, --help, the first text and a ready server; each start is a process."""
     from trouper.bench import startup as core
     from trouper.config import EngineArgs
 
