@@ -1,12 +1,13 @@
 """Runs pooling plans on one thread: whole prompts, one forward pass, no cache.  Synchronous.
 
 Laws:
-  * Columns come sorted by length; those of one length are one dense group of the attention.
+  * Columns come sorted by length; those of one length are one group of the attention.
   * Nothing is padded, and nothing is kept from one plan to the next.
   * Raw results leave as float32 arrays; whatever needs no model is the Pooler's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +30,7 @@ from trouper.config import EngineConfig
 from trouper.kernels.varlen_attention import Group
 
 TINY_BYTES = 4 * 2**20  # of weights; see runner.TINY_BYTES, and every batch here is many tokens
+FEW_TOKENS = 32  # that one core computes sooner than it wakes another for each operation
 SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "ForCausalLM", "Model")
 
 
@@ -103,7 +105,8 @@ class PoolingRunner:
         columns = plan.columns
         lengths = [len(column.token_ids) for column in columns]
         groups = _groups(lengths)
-        with torch.inference_mode():
+        is_small = sum(lengths) <= FEW_TOKENS
+        with torch.inference_mode(), _one_thread() if is_small else nullcontext():
             token_ids_T = torch.from_numpy(
                 np.concatenate([np.array(column.token_ids, np.int64) for column in columns])
             )
@@ -169,6 +172,16 @@ class PoolingRunner:
             )
         else:
             self._classify = load_head(wide, head, traits.hidden_size, len(spec.labels), eps)
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def causal_name(architecture: str) -> str:
