@@ -235,7 +235,7 @@ def main() -> None:
         return
     engines = given.engines.split(",")
     if given.vllm_python:
-        engines += [f"vllm:{dtype}" for dtype in DTYPES if f"vllm:{dtype}" not in engines]
+        engines += [] if "vllm" in given.engines else [f"vllm:{dtype}" for dtype in DTYPES]
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for engine in engines:

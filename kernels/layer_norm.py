@@ -41,7 +41,9 @@ class LayerNorm:
             self._wide_bias = None if bias is None else bias.float().contiguous()
 
     def __repr__(self) -> str:
-        return f"<LayerNorm of {len(self._weight)}, {'torch' if self._kernel is None else 'native'}>"
+        return (
+            f"<LayerNorm of {len(self._weight)}, {'torch' if self._kernel is None else 'native'}>"
+        )
 
     def __call__(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> Tensor:
         """A new tensor; rows are contiguous."""

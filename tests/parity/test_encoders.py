@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from trouper.actors.executor.models.encoder import rounded
-from trouper.actors.executor.pooling_runner import FEW_TOKENS, PoolingRunner
+from trouper.actors.executor.pooling_runner import FEW_TOKENS, SLICE_TOKENS, PoolingRunner, slices
 from trouper.actors.messages import PoolColumn, PoolPlan
 from trouper.config import EngineArgs
 from trouper.kernels.linear import layout_of
@@ -118,10 +118,17 @@ def test_a_step_of_few_tokens_runs_on_one_thread(tmp_path, monkeypatch):
     assert len(counts) == 2
 
 
+def test_a_plan_is_computed_in_slices_that_fit_the_cache():
+    sizes = [SLICE_TOKENS + 1, 1, SLICE_TOKENS - 1, 3, 5, SLICE_TOKENS]
+    columns = tuple(PoolColumn((7,) * size, None, "embed") for size in sizes)
+    parts = [[len(column.token_ids) for column in part] for part in slices(columns)]
+    assert parts == [sizes[:1], sizes[1:3], sizes[3:5], sizes[5:]]
+
+
 def test_batches_come_in_few_sizes():
     sizes = [rounded(n) for n in range(1, 4097)]
-    assert all(n <= size <= n * 17 / 16 + 15 for n, size in enumerate(sizes, start=1))
-    assert len(set(sizes)) < 80
+    assert all(n <= size <= n * 17 / 16 for n, size in enumerate(sizes, start=1))
+    assert len(set(sizes)) < 160
 
 
 @pytest.mark.parametrize("kind", [*ENCODERS, "qwen3"])

@@ -152,7 +152,7 @@ def rounded(num_tokens: int) -> int:
 
     oneDNN makes code for each size it meets: 30 to 50 ms a batch of 4,000 tokens whose size is new.
     """
-    step = max(16, 1 << (num_tokens - 1).bit_length() - 5)
+    step = 1 << max(0, (num_tokens - 1).bit_length() - 5)
     return -(-num_tokens // step) * step
 
 
