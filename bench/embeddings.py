@@ -23,6 +23,8 @@ import subprocess
 import sys
 import sysconfig
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,11 +104,22 @@ def run_http(model: str, dtype: str, docs: list[str]) -> dict[str, Any]:
         try:
             found = (re.search(r"http://127\.0\.0\.1:(\d+)", line) for line in server.stderr)
             port = next(int(match[1]) for match in found if match)
+            _wait_ready(port)
             _ask_all(port, docs[:64])
             return _rate(lambda: _ask_all(port, docs), len(docs))
         finally:
             server.terminate()
             server.stderr.read()
+
+
+def _wait_ready(port: int) -> None:
+    for _ in range(600):
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            return
+        except urllib.error.HTTPError:
+            time.sleep(0.1)
+    raise TimeoutError("the server is not ready after a minute")
 
 
 def _ask_all(port: int, docs: list[str]) -> None:
