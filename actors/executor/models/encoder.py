@@ -87,7 +87,7 @@ class Encoder:
     ) -> Tensor:
         """Hidden states [T, E] after the last norm.  `type_ids_T` None: all are 0."""
         num_tokens = len(token_ids_T)
-        if self._layers[0].qkv.layout == "onednn":  # its own tokens see the others of no sequence
+        if self._layers[0].qkv.layout == "onednn":  # more rows, of no sequence: nobody sees them
             more = (0, rounded(num_tokens) - num_tokens)
             token_ids_T, positions_T = F.pad(token_ids_T, more), F.pad(positions_T, more)
             type_ids_T = None if type_ids_T is None else F.pad(type_ids_T, more)
@@ -150,7 +150,7 @@ class Encoder:
 def rounded(num_tokens: int) -> int:
     """Up to the next of sixteen sizes in each power of two: at most a sixteenth more rows.
 
-    oneDNN makes code for each size it meets: 30 to 50 ms a batch of 4,000 tokens whose size is new.
+    oneDNN makes code for each size it meets: 25 to 50 ms a batch of 4,000 tokens whose size is new.
     """
     step = 1 << max(0, (num_tokens - 1).bit_length() - 5)
     return -(-num_tokens // step) * step
