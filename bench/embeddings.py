@@ -1,27 +1,59 @@
-"""Embeddings on a real model: documents per second beside sentence-transformers, and the actors' latency.
+"""Embeddings on a real model beside its peers: documents per second, what HTTP takes, what the actors add.
 
-    python -m trouper.bench.embeddings MODEL_DIR [--num-docs 1000] [--engines st:float32,trouper:bfloat16,…]
+    python -m trouper.bench.embeddings MODEL_DIR [--num-docs 1000] [--engines st:float32,trouper:float32,…]
+        [--vllm-python PYTHON] [--output FILE.json]
 
-Every engine runs in a process of its own, on the same texts: pieces of the standard library's sources,
-85 tokens each on average.  The first 64 texts warm it up; the figure is the best of `ROUNDS`.  `latency` is
-one short text through the engine, over calling its runner directly, in one process.  Lines of JSON.
+Every engine runs in a process of its own, on the same texts: pieces of the standard library's sources, 85
+tokens each on average.  The first 64 texts warm it up; the figure is the best of `ROUNDS`.
+
+    st, trouper, vllm   offline
+    http                `trouper serve`, 32 clients with a text each, answers as base64, on the same cores
+    latency             ms, p50, of one short text: through all actors, and the tokenizer and the runner alone
+
+Lines of JSON, then the ratios.
 """
 
 import argparse
+import base64
 import glob
 import json
 import random
+import re
 import subprocess
 import sys
 import sysconfig
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ENGINES = "st:float32,trouper:float32,st:bfloat16,trouper:bfloat16,latency:float32,latency:bfloat16"
-ROUNDS = 3
+from trouper.bench.report import about, write
+
+DTYPES = ("float32", "bfloat16")
+ENGINES = ",".join(
+    f"{name}:{dtype}" for dtype in DTYPES for name in ("st", "trouper", "http", "latency")
+)
+ROUNDS = 2
+NUM_CLIENTS = 32
 NUM_LATENCIES = 300
 SHORT = "How many actors play here?"
+RATIOS = (("trouper", "st"), ("trouper", "vllm"), ("http", "trouper"))
+# Stands alone: the peer's Python knows nothing of this package.
+VLLM = """
+import json, os, sys, time
+os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
+from vllm import LLM
+if __name__ == "__main__":
+    docs = json.load(open(sys.argv[3]))
+    llm = LLM(model=sys.argv[1], runner="pooling", dtype=sys.argv[2], max_model_len=256)
+    llm.embed(docs[:64], use_tqdm=False)
+    for _ in range(int(sys.argv[4])):
+        began = time.perf_counter()
+        llm.embed(docs, use_tqdm=False)
+        print("seconds", time.perf_counter() - began, flush=True)
+"""
 
 
 def documents(count: int) -> list[str]:
@@ -55,8 +87,73 @@ def run_trouper(model: str, dtype: str, docs: list[str]) -> dict[str, Any]:
         return _rate(lambda: llm.embed(docs, use_tqdm=False), len(docs))
 
 
+def run_vllm(python: str, model: str, dtype: str, docs: list[str], folder: Path) -> dict[str, Any]:
+    script, texts = folder / "peer.py", folder / "docs.json"
+    script.write_text(VLLM)
+    texts.write_text(json.dumps(docs))
+    command = [python, str(script), model, dtype, str(texts), str(ROUNDS)]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    seconds = [float(line.split()[1]) for line in found.splitlines() if line.startswith("seconds ")]
+    return _rates([len(docs) / s for s in seconds])
+
+
+def run_http(model: str, dtype: str, docs: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "trouper", "serve", model, "--dtype", dtype, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            found = (re.search(r"http://127\.0\.0\.1:(\d+)", line) for line in server.stderr)
+            port = next(int(match[1]) for match in found if match)
+            _wait_ready(port)
+            _ask_all(port, docs[:64])
+            return _rate(lambda: _ask_all(port, docs), len(docs))
+        finally:
+            server.terminate()
+            server.stderr.read()
+
+
+def _wait_ready(port: int) -> None:
+    for _ in range(600):
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            return
+        except urllib.error.HTTPError:
+            time.sleep(0.1)
+    raise TimeoutError("the server is not ready after a minute")
+
+
+def _ask_all(port: int, docs: list[str]) -> None:
+    import anyio
+    from anyio.streams.buffered import BufferedByteReceiveStream
+
+    texts = iter(docs)
+
+    async def client() -> None:
+        async with await anyio.connect_tcp("127.0.0.1", port) as socket:
+            answers = BufferedByteReceiveStream(socket)
+            for text in texts:
+                body = json.dumps({"input": text, "encoding_format": "base64"}).encode()
+                await socket.send(
+                    b"POST /v1/embeddings HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+                )
+                head = await answers.receive_until(b"\r\n\r\n", 2**16)
+                length = re.search(rb"content-length: (\d+)", head.lower())
+                assert head.startswith(b"HTTP/1.1 200"), head
+                assert length is not None, head
+                answer = json.loads(await answers.receive_exactly(int(length[1])))
+                assert base64.b64decode(answer["data"][0]["embedding"])
+
+    async def run() -> None:
+        async with anyio.create_task_group() as clients:
+            for _ in range(NUM_CLIENTS):
+                clients.start_soon(client)
+
+    anyio.run(run)
+
+
 def run_latency(model: str, dtype: str, _: list[str]) -> dict[str, Any]:
-    """Milliseconds, p50, in turn: through all actors, and the tokenizer and the runner called directly."""
+    """In turn, in one process."""
     import trio
 
     from trouper import AsyncLLMEngine, EngineArgs, PoolingParams
@@ -89,35 +186,78 @@ def run_latency(model: str, dtype: str, _: list[str]) -> dict[str, Any]:
     return {name: round(value, 3) for name, value in figures.items()}
 
 
-RUNS = {"st": run_sentence_transformers, "trouper": run_trouper, "latency": run_latency}
+RUNS: dict[str, Callable[[str, str, list[str]], dict[str, Any]]] = {
+    "st": run_sentence_transformers,
+    "trouper": run_trouper,
+    "http": run_http,
+    "latency": run_latency,
+}
 
 
-def _rate(work: Any, count: int) -> dict[str, Any]:
+def _rate(work: Callable[[], Any], count: int) -> dict[str, Any]:
     rates: list[float] = []
     for _ in range(ROUNDS):
         began = time.perf_counter()
         work()
-        rates.append(round(count / (time.perf_counter() - began), 1))
-    return {"docs_s": max(rates), "rounds": rates}
+        rates.append(count / (time.perf_counter() - began))
+    return _rates(rates)
+
+
+def _rates(rates: list[float]) -> dict[str, Any]:
+    return {"docs_s": round(max(rates), 1), "rounds": [round(rate, 1) for rate in rates]}
+
+
+def ratios(results: list[dict[str, Any]]) -> dict[str, float]:
+    """Of documents per second, in each dtype that both were measured in."""
+    rates = {(r["engine"], r["dtype"]): r["docs_s"] for r in results if "docs_s" in r}
+    return {
+        f"{ours} / {theirs}, {dtype}": round(rates[ours, dtype] / rates[theirs, dtype], 3)
+        for ours, theirs in RATIOS
+        for dtype in DTYPES
+        if (ours, dtype) in rates and (theirs, dtype) in rates
+    }
+
+
+def _run_apart(given: argparse.Namespace, engine: str, folder: Path) -> dict[str, Any]:
+    name, _, dtype = engine.partition(":")
+    if name == "vllm":
+        docs = documents(given.num_docs)
+        found = run_vllm(given.vllm_python, given.model, dtype, docs, folder)
+        return {"engine": name, "dtype": dtype, **found}
+    command = [sys.executable, "-m", "trouper.bench.embeddings", given.model, "--num-docs"]
+    command += [str(given.num_docs), "--one", engine]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
+    import tempfile
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a sentence-transformers folder")
     parser.add_argument("--num-docs", type=int, default=1000)
     parser.add_argument("--engines", default=ENGINES)
+    parser.add_argument("--vllm-python", help="where vLLM is installed; then it is measured, too")
+    parser.add_argument("--output", help="a file for the report, in JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # what a child process runs
     given = parser.parse_args()
-    if given.one is None:
-        for engine in given.engines.split(","):
-            arguments = [given.model, "--num-docs", str(given.num_docs), "--one", engine]
-            subprocess.run(
-                [sys.executable, "-m", "trouper.bench.embeddings", *arguments], check=True
-            )
+    if given.one is not None:
+        name, _, dtype = given.one.partition(":")
+        figures = RUNS[name](given.model, dtype, documents(given.num_docs))
+        print(json.dumps({"engine": name, "dtype": dtype, **figures}), flush=True)
         return
-    name, _, dtype = given.one.partition(":")
-    figures = RUNS[name](given.model, dtype, documents(given.num_docs))
-    print(json.dumps({"engine": name, "dtype": dtype, **figures}), flush=True)
+    engines = given.engines.split(",")
+    if given.vllm_python:
+        engines += [] if "vllm" in given.engines else [f"vllm:{dtype}" for dtype in DTYPES]
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for engine in engines:
+            results.append(_run_apart(given, engine, Path(folder)))
+            print(json.dumps(results[-1]), flush=True)
+    print(json.dumps(ratios(results)))
+    if given.output:
+        report = {"about": about(sys.argv[2:]), "results": results, "ratios": ratios(results)}
+        write(given.output, report)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,19 @@ from trouper.errors import TrouperError
 from trouper.kernels.act_mul import silu_mul_reference
 from trouper.kernels.decoder_ops import Ops, Shape, make_ops
 from trouper.kernels.kv_write import kv_write_, kv_write_reference
+from trouper.kernels.layer_norm import LayerNorm, layer_norm_reference
 from trouper.kernels.linear import Linear, linear, linear_reference
 from trouper.kernels.noise import gumbel, gumbel_reference
 from trouper.kernels.paged_attention import paged_attention_reference
 from trouper.kernels.rms_norm import rms_norm, rms_norm_heads_, rms_norm_reference
 from trouper.kernels.rope import rope_, rope_reference, rope_table, rotation_of
+from trouper.kernels.varlen_attention import (
+    Group,
+    is_native,
+    tiles_of,
+    varlen_attention,
+    varlen_attention_reference,
+)
 
 EPS = 1e-6
 TOLERANCE = {
@@ -308,6 +316,35 @@ def rope(s: Shapes) -> Iterator[Case]:
     )
 
 
+def whole_attention(s: Shapes) -> Iterator[Case]:
+    """An encoder's, of sequences of at most 128 tokens."""
+    length = min(s.num_tokens, 128)
+    groups = [Group(0, s.num_tokens // length, length)]
+    num_tokens = groups[0].num_sequences * length
+    qkv = torch.randn(num_tokens, 3, s.num_q, s.width).to(s.dtype)
+    scale = s.width**-0.5
+    tiles = tiles_of(groups) if is_native(s.dtype, s.width) else None
+    yield Case(
+        f"{groups[0].num_sequences} x {length}, {s.num_q} heads of {s.width}",
+        partial(varlen_attention, qkv, groups, scale=scale, tiles=tiles),
+        partial(varlen_attention_reference, qkv, groups, scale=scale),
+        4 * s.item * num_tokens * s.num_q * s.width,
+        4 * num_tokens * length * s.num_q * s.width,
+    )
+
+
+def layer_norm(s: Shapes) -> Iterator[Case]:
+    x, residual = torch.randn(2, s.num_tokens, s.hidden).to(s.dtype)
+    weight, bias = torch.randn(2, s.hidden).to(s.dtype)
+    yield Case(
+        f"[{s.num_tokens}, {s.hidden}]",
+        partial(LayerNorm(weight, bias, EPS), x, residual),
+        lambda: layer_norm_reference(x.double() + residual.double(), weight, bias, EPS),
+        3 * s.item * s.num_tokens * s.hidden,
+        8 * s.num_tokens * s.hidden,
+    )
+
+
 OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
     "linear": gemm,
     "paged_attention, decode": decode_attention,
@@ -319,6 +356,8 @@ OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
     "rms_norm": norm,
     "rms_norm, heads": head_norm,
     "act_mul": act_mul,
+    "varlen_attention": whole_attention,
+    "layer_norm": layer_norm,
     "noise": noise,
 }
 

@@ -96,13 +96,8 @@ def make_ops(shape: Shape, *, native: bool | None = None) -> Ops:
 
 def can_be_native(shape: Shape) -> bool:
     sizes = (shape.head_dim, shape.hidden_size, shape.intermediate_size)
-    if shape.dtype not in (torch.bfloat16, torch.float32) or any(n % LANES for n in sizes):
+    if any(n % LANES for n in sizes) or launch.kind_of(shape.dtype) is None:
         return False
-    if not launch.is_available():
-        return False
-    from trouper.kernels.machine_code import has_bf16_dot
     from trouper.kernels.prefill_attention import can_prefill
 
-    if shape.dtype == torch.bfloat16 and not has_bf16_dot():
-        return False
     return can_prefill(shape.num_q_heads // shape.num_kv_heads, shape.head_dim)

@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from trouper.kernels.recording import Recording
-    from trouper.kernels.simd import Code
+    from trouper.kernels.simd import Code, Kind
 
 logger = logging.getLogger(__name__)
 _local = threading.local()
@@ -122,6 +124,17 @@ def is_available() -> bool:
         logger.warning("llvmlite cannot be imported, the CPU runs on torch alone: %s", error)
         return False
     return bool(machine_code)
+
+
+def kind_of(dtype: "torch.dtype") -> "Kind | None":
+    """What kernels call the dtype; None where this machine's do not compute with it."""
+    kinds: dict[str, Kind] = {"torch.bfloat16": "bf16", "torch.float32": "f32"}
+    kind = kinds.get(str(dtype))
+    if kind is None or not is_available():
+        return None
+    from trouper.kernels.machine_code import has_bf16_dot
+
+    return kind if kind == "f32" or has_bf16_dot() else None
 
 
 @functools.cache

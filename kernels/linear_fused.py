@@ -1,10 +1,10 @@
-"""A packed `linear` with what an encoder does next in the same pass over the result.
+"""A packed `linear` with what an encoder does next.
 
     linear_act   y = act(x Wᵀ + b),  act = gelu (erf), gelu_tanh, relu, silu or tanh
     linear_add   y = x Wᵀ + b + r    the residual sum
 
-oneDNN applies both while the tile of y is in registers, so nothing is written and read twice: a separate
-gelu costs 2 e T O bytes and a pass of its own.  In other layouts these are two calls.
+oneDNN applies both while the tile of y is in registers, so nothing is written and read twice.  Elsewhere these
+are two calls; of bfloat16, gelu is `gelu.py`.
 
 Roofline: as `linear`, bytes + e T O for r.
 """
@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels.linear import Linear, layout_of, linear
+from trouper.kernels import launch
+from trouper.kernels.linear import Linear, linear
 
+FEW = 16  # rows that one thread computes sooner than it wakes another
 # oneDNN's name of the function and of its variant
 FUSED = {
     "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", ""),
@@ -22,17 +24,30 @@ FUSED = {
 }  # fmt: skip
 
 
-def fusing_layout(weight_OI: Tensor) -> str:
-    """Of a weight whose products are fused with what follows: oneDNN's, where there is one."""
-    layout = layout_of(weight_OI)
-    return "onednn" if layout == "native" else layout
-
-
 def linear_act(x_TI: Tensor, layer: Linear, act: str) -> Tensor:
     if layer.layout == "onednn":
         name, variant = FUSED[act]
         return torch.ops.mkldnn._linear_pointwise(x_TI, layer.weight, layer.bias, name, [], variant)
-    return activate(linear(x_TI, layer), act)
+    y_TO = linear(x_TI, layer)
+    return _gelu(y_TO) if layer.layout == "native" and act == "gelu" else activate(y_TO, act)
+
+
+def _gelu(x_TM: Tensor) -> Tensor:
+    from trouper.kernels.gelu import gelu
+    from trouper.kernels.native_ops import padded
+
+    num_rows, width = x_TM.shape
+    y_TM = padded(num_rows, width, x_TM.dtype)
+    num_threads = 1 if num_rows < FEW else torch.get_num_threads()
+    launch.compiled(gelu)(
+        num_rows,
+        x_TM.data_ptr(),
+        y_TM.data_ptr(),
+        y_TM.stride(0),
+        width,
+        num_threads=num_threads,
+    )
+    return y_TM
 
 
 def linear_add(x_TI: Tensor, layer: Linear, residual_TO: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ equal within noise.
 """
 
 import math
+from collections.abc import Callable
 
 from trouper.kernels.decode_attention import HIDDEN, LOG2_E, capped
 from trouper.kernels.simd import LANES, Code, Kind, Operand, Pointer, Value
@@ -54,7 +55,7 @@ def prefill_attention(code: Code, kind: Kind) -> None:
     tables, tiles = code.pointer(tables, "i64"), code.pointer(tiles, "i64")
     size = group * width
     base = scratch + code.thread() * scratch_bytes
-    tile = _Tile(code, kind, base, group, width, block_size)
+    tile = Tile(code, kind, base, group, width)
     scale, cap = code.f32_argument(scale), code.f32_argument(cap)
     for piece in code.pieces():
         row = tiles + piece // num_kv * 4
@@ -63,29 +64,37 @@ def prefill_attention(code: Code, kind: Kind) -> None:
         table = tables + row[2] * table_stride
         k = cache + head * num_slots * width
         v = cache + (num_kv + head) * num_slots * width
+
+        def slot(place: Value, table: Pointer = table) -> Value:
+            return table[place // block_size] * block_size + place % block_size
+
         num_rows = tile.read_queries(q + (token * q_stride + head * size), q_stride, count)
         tile.begin(num_rows, position, count)
         end = position + count
         for first in code.loop(code.larger(position + 1 - window, 0), end, KEYS):
             num = code.smaller(end - first, KEYS)
-            tile.stage_keys(k, table, first, num)
+            tile.stage_keys(lambda i, k=k, first=first: k + slot(first + i) * width, num)
             tile.write_scores(num_rows, num)
             is_masked = (first + num - 1 > position) | (end - 1 - window >= first)
-            tile.soften(num_rows, first, num, window, scale, cap, is_masked)
-            tile.stage_values(v, table, first, num)
+            for r in code.loop(0, num_rows, LANES):
+                for i in code.loop(0, num):
+                    x = capped(code, tile.scores.load(i * ROWS + r) * scale, cap) * LOG2_E
+                    tile.scores.store(i * ROWS + r, x)
+                with code.when(is_masked):
+                    tile.hide(r, first, num, window, 0)
+                tile.soften(r, num)
+            tile.stage_values(lambda i, v=v, first=first: v + slot(first + i) * width, num)
             tile.add_values(num_rows, num)
         tile.write_out(out + (token * out_stride + head * size), out_stride, count)
 
 
-class _Tile:
+class Tile:
     """The memory of a thread, and what is done with it."""
 
-    def __init__(
-        self, code: Code, kind: Kind, base: Value, group: Value, width: Value, block_size: Value
-    ) -> None:
+    def __init__(self, code: Code, kind: Kind, base: Value, group: Operand, width: Value) -> None:
         self.code = code
         self.kind: Kind = kind
-        self.group, self.width, self.block_size = group, width, block_size
+        self.group, self.width = code.i64(group), width
         self.per_cell = 2 if kind == "bf16" else 1
         cell: Kind = "i32" if kind == "bf16" else "f32"
         parts = (ROWS * width, KEYS * PITCH, KEYS * width, KEYS * ROWS, KEYS * ROWS, ROWS * width)
@@ -141,31 +150,28 @@ class _Tile:
         for i in code.loop(0, self.width * ROWS, LANES):
             self.sums.store(i, code.lanes(0.0))
 
-    def _slot(self, table: Pointer, position: Value) -> Value:
-        return table[position // self.block_size] * self.block_size + position % self.block_size
-
-    def stage_keys(self, k: Pointer, table: Pointer, first: Value, count: Value) -> None:
-        """keys [≤ KEYS, PITCH] of the positions first …, zeros up to a multiple of 8."""
+    def stage_keys(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
+        """keys [≤ KEYS, PITCH], zeros up to a multiple of 8.  `row_of`: where key i of them lies."""
         code, keys, pitch = self.code, self.keys.of(self.kind), PITCH * self.per_cell
         for i in code.loop(0, count):
-            row = k + self._slot(table, first + i) * self.width
+            row = row_of(i)
             for d in code.loop(0, self.width, LANES):
                 keys.store(i * pitch + d, row.load(d))
         for i in code.loop(count, (count + 7) // 8 * 8):
             for d in code.loop(0, self.width, LANES):
                 keys.store(i * pitch + d, code.lanes(0.0))
 
-    def stage_values(self, v: Pointer, table: Pointer, first: Value, count: Value) -> None:
+    def stage_values(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
         """values [≤ KEYS, D], or of bfloat16 words of two neighbours in time each."""
         code, width = self.code, self.width
         for i in code.loop(0, count, self.per_cell):
-            row = v + self._slot(table, first + i) * width
+            row = row_of(i)
             if self.per_cell == 1:
                 for d in code.loop(0, width, LANES):
                     self.values.store(i * width + d, row.load(d))
                 continue
             has_other = i + 1 < count
-            other = v + self._slot(table, first + code.smaller(i + 1, count - 1)) * width
+            other = row_of(code.smaller(i + 1, count - 1))
             for d in code.loop(0, width, LANES):
                 high = code.select(has_other, other.load(d), 0.0)
                 self.values.store(i // 2 * width + d, code.pair(row.load(d), high))
@@ -186,49 +192,39 @@ class _Tile:
                     for i, total in enumerate(sums[half]):
                         self.scores.store((key + i) * ROWS + r + half * LANES, total)
 
-    def soften(
-        self,
-        num_rows: Value,
-        first: Value,
-        count: Value,
-        window: Value,
-        scale: Value,
-        cap: Value,
-        is_masked: Value,
-    ) -> None:
-        """Scores to weights; largest, totals and sums follow the new maximum."""
+    def hide(self, r: Value, first: Value, count: Value, window: Value, ahead: Operand) -> None:
+        """Scores of keys `window` or more behind the queries from r on, or more than `ahead` before them."""
         code, scores = self.code, self.scores
-        for r in code.loop(0, num_rows, LANES):
-            before = self.largest.load(r)
-            now = code.var(before)
-            for i in code.loop(0, count):
-                x = capped(code, scores.load(i * ROWS + r) * scale, cap) * LOG2_E
-                scores.store(i * ROWS + r, x)
-            with code.when(is_masked):
-                place = self.places.load(r)
-                for i in code.loop(0, count):
-                    here = code.lanes(code.f32(first + i))
-                    x = code.select(place < here, -math.inf, scores.load(i * ROWS + r))
-                    oldest = place - code.f32(window)
-                    scores.store(i * ROWS + r, code.select(oldest < here, x, -math.inf))
-            for i in code.loop(0, count):
-                now.set(code.larger(scores.load(i * ROWS + r), now))
-            total = code.var(code.lanes(0.0))
-            for i in code.loop(0, count):
-                weight = code.exp2(scores.load(i * ROWS + r) - now)
-                scores.store(i * ROWS + r, weight)
-                total.set(total + weight)
-            shrink = code.exp2(before - now)
-            self.largest.store(r, now)
-            self.totals.store(r, code.fma(self.totals.load(r), shrink, total))
-            with code.when(code.max_of(now - before) > 0.0):
-                for d in code.loop(0, self.width):
-                    self.sums.store(d * ROWS + r, self.sums.load(d * ROWS + r) * shrink)
-            if self.per_cell == 2:
-                for i in code.loop(0, count, 2):
-                    low, high = scores.load(i * ROWS + r), scores.load((i + 1) * ROWS + r)
-                    high = code.select(i + 1 < count, high, 0.0)
-                    self.pairs.store(i // 2 * ROWS + r, code.pair(low, high))
+        place = self.places.load(r)
+        oldest, newest = place - code.f32(window), place + code.f32(code.i64(ahead))
+        for i in code.loop(0, count):
+            here = code.lanes(code.f32(first + i))
+            x = code.select(newest < here, -math.inf, scores.load(i * ROWS + r))
+            scores.store(i * ROWS + r, code.select(oldest < here, x, -math.inf))
+
+    def soften(self, r: Value, count: Value) -> None:
+        """Scores of sixteen queries to weights; largest, totals and sums follow the new maximum."""
+        code, scores = self.code, self.scores
+        before = self.largest.load(r)
+        now = code.var(before)
+        for i in code.loop(0, count):
+            now.set(code.larger(scores.load(i * ROWS + r), now))
+        total = code.var(code.lanes(0.0))
+        for i in code.loop(0, count):
+            weight = code.exp2(scores.load(i * ROWS + r) - now)
+            scores.store(i * ROWS + r, weight)
+            total.set(total + weight)
+        shrink = code.exp2(before - now)
+        self.largest.store(r, now)
+        self.totals.store(r, code.fma(self.totals.load(r), shrink, total))
+        with code.when(code.max_of(now - before) > 0.0):
+            for d in code.loop(0, self.width):
+                self.sums.store(d * ROWS + r, self.sums.load(d * ROWS + r) * shrink)
+        if self.per_cell == 2:
+            for i in code.loop(0, count, 2):
+                low, high = scores.load(i * ROWS + r), scores.load((i + 1) * ROWS + r)
+                high = code.select(i + 1 < count, high, 0.0)
+                self.pairs.store(i // 2 * ROWS + r, code.pair(low, high))
 
     def add_values(self, num_rows: Value, count: Value) -> None:
         """sums [D, ROWS] += valuesᵀ · weights."""

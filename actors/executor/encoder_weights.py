@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.dummy import Dummy
-from trouper.actors.executor.models.encoder import Encoder, Layer, Norm
+from trouper.actors.executor.models.encoder import Encoder, Layer
 from trouper.actors.executor.models.encoder_traits import EncoderTraits
 from trouper.actors.executor.weights import Checkpoint
 from trouper.errors import TrouperValidationError
+from trouper.kernels.layer_norm import LayerNorm
 from trouper.kernels.linear import Linear
-from trouper.kernels.linear_fused import fusing_layout
 
 OLD_NAMES = {"weight": "gamma", "bias": "beta"}  # of layer norms, in BERT's first checkpoints
 
@@ -73,11 +73,11 @@ class Tensors:
             )
         weight = torch.cat(rows)
         bias = torch.cat(biases) if biases else None
-        return Linear(weight, bias, layout=fusing_layout(weight))
+        return Linear(weight, bias)
 
-    def norm(self, name: str, width: int, eps: float) -> Norm:
+    def norm(self, name: str, width: int, eps: float) -> LayerNorm:
         bias = self.read(f"{name}.bias", (width,)) if self.has(f"{name}.bias") else None
-        return Norm(self.read(f"{name}.weight", (width,)), bias, eps)
+        return LayerNorm(self.read(f"{name}.weight", (width,)), bias, eps)
 
     def _find(self, name: str) -> str | None:
         stem, _, kind = name.rpartition(".")
@@ -122,7 +122,7 @@ def _layer(tensors: Tensors, traits: EncoderTraits, index: int) -> Layer:
     names, hidden, wide = traits.names, traits.hidden_size, traits.intermediate_size
     at = names.layer.format(index)
 
-    def norm(name: str) -> Norm:
+    def norm(name: str) -> LayerNorm:
         return tensors.norm(at + name, hidden, traits.norm_eps)
 
     has_norm = tensors.has(f"{at}{names.attention_norm}.weight")

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from trouper.actors.executor.dummy import Dummy
 from trouper.actors.executor.encoder_weights import Tensors
-from trouper.actors.executor.models.encoder import Norm
 from trouper.actors.executor.models.encoder_traits import Head
 from trouper.actors.executor.weights import Checkpoint
+from trouper.kernels.layer_norm import LayerNorm
 from trouper.kernels.linear_fused import activate
 from trouper.kernels.varlen_attention import Group
 from trouper.pooler_config import LATE_INTERACTION, Dense, PoolerSpec
@@ -54,7 +54,7 @@ def load_head(
 ) -> Project:
     """logits = out(norm(act(dense(x)))), as far as the checkpoint has them."""
     dense = _linear(tensors, head.dense, hidden_size, hidden_size) if head.dense else None
-    norm: Norm | None = tensors.norm(head.norm, hidden_size, eps) if head.norm else None
+    norm: LayerNorm | None = tensors.norm(head.norm, hidden_size, eps) if head.norm else None
     out = _linear(tensors, head.out, num_labels, hidden_size)
 
     def classify(x: Tensor) -> Tensor:

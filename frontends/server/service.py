@@ -64,8 +64,9 @@ class Service:
         if admission.max_sequences == config.max_num_queued_reqs:
             self.door.full_reason = "max_num_queued_reqs"
         admission.max_started = num_seqs + max(MIN_SPARE_SEATS, num_seqs // 4)
-        kv_tokens = (info.num_blocks - 1) * info.block_size
-        self.door.min_waiting_tokens = self.settings.max_waiting_tokens or kv_tokens
+        # as many as the cache holds; a model that pools has none, and what fills its seats may wait
+        room = (info.num_blocks - 1) * info.block_size or num_seqs * config.max_model_len
+        self.door.min_waiting_tokens = self.settings.max_waiting_tokens or room
         self.door.is_adaptive = self.settings.max_waiting_tokens is None
         self.door.max_prefill_tokens = config.max_num_queued_tokens
         self.door.num_prefill_tokens = lambda: engine.statistics().num_prefill_tokens

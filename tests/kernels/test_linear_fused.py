@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trouper.kernels.linear import Linear
+from trouper.kernels.linear import Linear, layout_of
 from trouper.kernels.linear_fused import (
     FUSED,
     activate,
@@ -16,8 +16,9 @@ KINDS = [
     (torch.float32, "onednn", 1e-5),
     (torch.float32, "plain", 1e-5),
     (torch.bfloat16, "onednn", 5e-2),
+    (torch.bfloat16, "native", 5e-2),
 ]
-SHAPES = [(1, 8, 16), (7, 40, 24), (130, 64, 96)]
+SHAPES = [(1, 32, 16), (7, 64, 48), (130, 64, 96)]
 
 
 def tensors(shape, dtype):
@@ -30,11 +31,17 @@ def tensors(shape, dtype):
     return torch.randn(num_tokens, num_inputs).to(dtype), weight, bias, residual
 
 
+def skip_without(layout, weight):
+    if layout == "native" and layout_of(weight) != "native":
+        pytest.skip("this machine does not multiply bfloat16")
+
+
 @pytest.mark.parametrize(("dtype", "layout", "tolerance"), KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("act", FUSED)
 def test_the_activation_equals_the_reference(act, shape, dtype, layout, tolerance):
     x, weight, bias, _ = tensors(shape, dtype)
+    skip_without(layout, weight)
     layer = Linear(weight.clone(), bias, layout=layout)
     want = linear_act_reference(x, weight, bias, act)
     torch.testing.assert_close(linear_act(x, layer, act), want, atol=tolerance, rtol=tolerance)
@@ -44,6 +51,7 @@ def test_the_activation_equals_the_reference(act, shape, dtype, layout, toleranc
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sum_equals_the_reference(shape, dtype, layout, tolerance):
     x, weight, bias, residual = tensors(shape, dtype)
+    skip_without(layout, weight)
     before = residual.clone()
     layer = Linear(weight.clone(), bias, layout=layout)
     want = linear_add_reference(x, weight, bias, residual)
@@ -60,3 +68,13 @@ def test_every_activation_has_torchs_formula():
         assert torch.equal(activate(x, act), want)
     with pytest.raises(ValueError, match="swoosh"):
         activate(x, "swoosh")
+
+
+def test_gelu_of_bfloat16_is_exact_to_half_a_unit():
+    weight = torch.eye(64).bfloat16()
+    if layout_of(weight) != "native":
+        pytest.skip("this machine does not multiply bfloat16")
+    x = torch.linspace(-12, 12, 64 * 64).view(64, 64).bfloat16()
+    got = linear_act(x, Linear(weight), "gelu").double()
+    want = F.gelu(x.double())
+    assert ((got - want).abs() - want.abs() / 256).max() < 1e-4

@@ -1,9 +1,13 @@
 import pytest
 import torch
 
+from trouper.kernels import launch
 from trouper.kernels import varlen_attention as kernel
 from trouper.kernels.varlen_attention import (
+    ROWS,
     Group,
+    is_native,
+    tiles_of,
     varlen_attention,
     varlen_attention_reference,
 )
@@ -21,6 +25,7 @@ def groups_of(case):
     return groups, first
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     ("window", "has_bias"), [(None, False), (3, False), (64, False), (None, True)]
@@ -28,14 +33,16 @@ def groups_of(case):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)], ids=str
 )
-def test_it_equals_the_reference(case, window, has_bias, dtype, tolerance):
+def test_it_equals_the_reference(case, window, has_bias, dtype, tolerance, native):
+    if native and not is_native(dtype, 32):
+        pytest.skip("this machine's kernels do not compute with it")
     torch.manual_seed(0)
     groups, num_tokens = groups_of(case)
-    qkv = torch.randn(num_tokens, 3, 4, 16).to(dtype)
-    bias = torch.randn(1, 4, 310, 310).to(dtype) if has_bias else None
+    qkv = torch.randn(num_tokens, 3, 4, 32).to(dtype)
+    bias = torch.randn(4, 2 * 310 + ROWS) if has_bias else None
     how = {"scale": 0.25, "window": window, "bias": bias}
     want = varlen_attention_reference(qkv, groups, **how)
-    got = varlen_attention(qkv, groups, **how)
+    got = varlen_attention(qkv, groups, tiles=tiles_of(groups) if native else None, **how)
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
@@ -50,9 +57,18 @@ def test_windows_are_cut_into_tiles_of_any_size(monkeypatch):
         torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
 
-def test_sequences_do_not_see_each_other():
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_sequences_do_not_see_each_other(native):
     torch.manual_seed(0)
-    qkv = torch.randn(10, 3, 2, 8)
-    both = varlen_attention(qkv, [Group(0, 2, 5)], scale=0.3)
-    alone = varlen_attention(qkv[5:], [Group(0, 1, 5)], scale=0.3)
-    torch.testing.assert_close(both[5:], alone)
+    qkv = torch.randn(140, 3, 2, 16)
+    both, one = [Group(0, 2, 70)], [Group(0, 1, 70)]
+    tiles = [tiles_of(groups) if native else None for groups in (both, one)]
+    together = varlen_attention(qkv, both, scale=0.3, tiles=tiles[0])
+    alone = varlen_attention(qkv[70:], one, scale=0.3, tiles=tiles[1])
+    assert torch.equal(together[70:], alone)
+
+
+def test_the_choice_is_by_dtype_and_width():
+    assert is_native(torch.float32, 32) == launch.is_available()
+    assert not any(is_native(torch.float32, width) for width in (8, 24, 512))
+    assert not is_native(torch.float16, 32)

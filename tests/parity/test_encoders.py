@@ -12,15 +12,18 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from trouper.actors.executor.pooling_runner import PoolingRunner
+from trouper.actors.executor.models.encoder import rounded
+from trouper.actors.executor.pooling_runner import FEW_TOKENS, SLICE_TOKENS, PoolingRunner, slices
 from trouper.actors.messages import PoolColumn, PoolPlan
 from trouper.config import EngineArgs
+from trouper.kernels.linear import layout_of
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
     "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 1,
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
 DISTIL = {
     "vocab_size": 97, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 4,
     "max_position_embeddings": 64, "pad_token_id": 0,
@@ -64,13 +67,13 @@ def prompts():
     return [tuple(random.integers(3, 97, length).tolist()) for length in LENGTHS]
 
 
-def run(folder, task, type_ids=None, **options):
+def run(folder, task, type_ids=None, texts=None, **options):
     config = EngineArgs(
         model=str(folder), runner="pooling", skip_tokenizer_init=True, **options
     ).resolve()
     runner = PoolingRunner(config)
     runner.load()
-    columns = tuple(PoolColumn(ids, type_ids and type_ids(ids), task) for ids in prompts())
+    columns = tuple(PoolColumn(ids, type_ids and type_ids(ids), task) for ids in texts or prompts())
     return runner.step(PoolPlan(1, 0, columns)).arrays
 
 
@@ -81,6 +84,51 @@ def test_hidden_states_equal_those_of_transformers(kind, tmp_path):
         with torch.no_grad():
             theirs = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
         np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_hidden_states_by_the_native_kernels_equal_those_of_transformers(kind, tmp_path):
+    """Heads of 16 numbers, rows of whole registers."""
+    sizes = {"dim": 64, "hidden_dim": 96} if kind == "distilbert" else WIDE
+    model = save_tiny(kind, AutoModel, tmp_path, **sizes)
+    for ids, mine in zip(prompts(), run(tmp_path, "token_embed"), strict=True):
+        with torch.no_grad():
+            theirs = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet", "modernbert"])
+def test_in_bfloat16_nobody_else_in_the_batch_changes_a_bit(kind, tmp_path):
+    save_tiny(kind, AutoModel, tmp_path, **WIDE)
+    if layout_of(torch.empty(64, 64, dtype=torch.bfloat16)) != "native":
+        pytest.skip("this machine does not multiply bfloat16")
+    together = run(tmp_path, "token_embed", dtype="bfloat16")
+    for ids, mine in zip(prompts(), together, strict=True):
+        (alone,) = run(tmp_path, "token_embed", texts=[ids], dtype="bfloat16")
+        np.testing.assert_array_equal(alone, mine)
+
+
+def test_a_step_of_few_tokens_runs_on_one_thread(tmp_path, monkeypatch):
+    save_tiny("bert", AutoModel, tmp_path)
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    run(tmp_path, "embed", texts=[(5,) * FEW_TOKENS])
+    assert counts == [1, torch.get_num_threads()]
+    run(tmp_path, "embed", texts=[(5,) * (FEW_TOKENS + 1)])
+    assert len(counts) == 2
+
+
+def test_a_plan_is_computed_in_slices_that_fit_the_cache():
+    sizes = [SLICE_TOKENS + 1, 1, SLICE_TOKENS - 1, 3, 5, SLICE_TOKENS]
+    columns = tuple(PoolColumn((7,) * size, None, "embed") for size in sizes)
+    parts = [[len(column.token_ids) for column in part] for part in slices(columns)]
+    assert parts == [sizes[:1], sizes[1:3], sizes[3:5], sizes[5:]]
+
+
+def test_batches_come_in_few_sizes():
+    sizes = [rounded(n) for n in range(1, 4097)]
+    assert all(n <= size <= n * 17 / 16 for n, size in enumerate(sizes, start=1))
+    assert len(set(sizes)) < 160
 
 
 @pytest.mark.parametrize("kind", [*ENCODERS, "qwen3"])

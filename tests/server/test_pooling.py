@@ -4,6 +4,7 @@ import base64
 import io
 import json
 
+import anyio
 import numpy as np
 import pytest
 
@@ -51,6 +52,18 @@ async def test_a_prompt_may_fill_the_whole_context(pooling):
     assert (whole.status, whole.json["usage"]["prompt_tokens"]) == (200, 128)
     over = await pooling.post("/v1/embeddings", {"input": [5] * 129})
     assert over.status == 400
+
+
+async def test_texts_may_wait_at_a_server_that_has_measured_nothing_yet(pooling):
+    statuses: list[int] = []
+
+    async def ask() -> None:
+        statuses.append((await pooling.post("/v1/embeddings", {"input": "one"})).status)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(40):
+            tasks.start_soon(ask)
+    assert statuses == [200] * 40
 
 
 async def test_every_encoding_says_the_same_numbers(pooling):
