@@ -19,7 +19,7 @@ from trouper.kernels.act_mul import silu_mul_reference
 from trouper.kernels.decoder_ops import Ops, Shape, make_ops
 from trouper.kernels.kv_write import kv_write_, kv_write_reference
 from trouper.kernels.layer_norm import LayerNorm, layer_norm_reference
-from trouper.kernels.linear import Linear, linear, linear_reference
+from trouper.kernels.linear import Linear, layout_of, linear, linear_reference
 from trouper.kernels.noise import gumbel, gumbel_reference
 from trouper.kernels.paged_attention import paged_attention_reference
 from trouper.kernels.rms_norm import rms_norm, rms_norm_heads_, rms_norm_reference
@@ -140,7 +140,7 @@ def kv_write(s: Shapes) -> Iterator[Case]:
     yield Case(shape, run, lambda: kv_write_reference(cache, kv, slots), num_bytes, 0)
 
 
-def gemm(s: Shapes) -> Iterator[Case]:
+def gemm(s: Shapes, *, is_compressed: bool = True) -> Iterator[Case]:
     """The four products of a layer, and the logits of one token."""
     heads = s.num_q * s.width
     qkv = heads + 2 * s.num_kv * s.width
@@ -151,18 +151,20 @@ def gemm(s: Shapes) -> Iterator[Case]:
         (s.num_tokens, s.mlp, s.hidden),
         (1, s.hidden, s.vocab),
     ):
-        yield _gemm(num, inputs, outputs, s)
+        yield _gemm(num, inputs, outputs, s, is_compressed)
 
 
-def _gemm(num: int, inputs: int, outputs: int, s: Shapes) -> Case:
+def _gemm(num: int, inputs: int, outputs: int, s: Shapes, is_compressed: bool) -> Case:
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(s.dtype)
     x = torch.randn(num, inputs).to(s.dtype)
-    layers = cycle([Linear(weight) for _ in range(s.copies(weight.nbytes))])
+    layout = None if is_compressed else layout_of(weight)
+    layers = [Linear(weight, layout=layout) for _ in range(s.copies(weight.nbytes))]
+    turns = cycle(layers)
     return Case(
         f"[{num}, {inputs}] x [{inputs}, {outputs}]",
-        lambda: linear(x, next(layers)),
+        lambda: linear(x, next(turns)),
         lambda: linear_reference(x, weight[:NUM_CHECKED_OUTPUTS]),
-        s.item * (inputs * outputs + num * (inputs + outputs)),
+        layers[0].num_bytes + s.item * num * (inputs + outputs),
         2 * num * inputs * outputs,
     )
 
@@ -347,6 +349,7 @@ def layer_norm(s: Shapes) -> Iterator[Case]:
 
 OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
     "linear": gemm,
+    "linear, not compressed": partial(gemm, is_compressed=False),
     "paged_attention, decode": decode_attention,
     "paged_attention, prefill": prefill_attention,
     "kv_write": kv_write,

@@ -1,10 +1,11 @@
 """y = x Wᵀ + b, with W packed once into the layout that reads fastest, and the one place that chooses it.
 
     x [T, I]   tokens × inputs
-    W [O, I]   as checkpoints store it; packed, its bytes are the same
+    W [O, I]   as checkpoints store it; packed, its values are the same
     y [T, O]
 
-    native   bfloat16 where the machine multiplies it: kernels/matmul.py
+    compressed   bfloat16 where the machine multiplies it, 12 bits a weight: kernels/compressed_matmul.py
+    native   the same products of weights that do not fit: kernels/matmul.py
     oneDNN   float32, and bfloat16 of other machines and shapes: no reorder in every call
     plain    what oneDNN does not pack here (float16), and builds without it
     invariant   on a GPU, where asked for: kernels/cuda/matmul.py; cuBLAS is "plain"
@@ -61,6 +62,11 @@ class Linear:
                 _product_of(weight.fmt, self.scales.dtype, self.zeros is not None)
                 return
             weight = dequantized(weight).to(weight.dtype)
+        if layout is None and self.layout == "native":
+            compressed = _compressed_or_none(weight)
+            if compressed is not None:
+                self.layout, self.weight = "compressed", compressed
+                return
         self.weight = _PACKERS[self.layout](weight)
 
     @property
@@ -97,6 +103,8 @@ def _has_dot() -> bool:
 
 
 def linear(x_TI: Tensor, layer: Linear) -> Tensor:
+    if layer.layout == "compressed":
+        return _compressed(x_TI, layer)
     if layer.layout == "native":
         return _native(x_TI, layer)
     if layer.layout == "invariant":
@@ -126,6 +134,28 @@ def _native(x_TI: Tensor, layer: Linear) -> Tensor:
         num_in // 2,
         num_out // 16,
         num_threads=torch.get_num_threads(),
+    )
+    return y_TO
+
+
+def _compressed(x_TI: Tensor, layer: Linear) -> Tensor:
+    from trouper.kernels.compressed_matmul import compressed_matmul, num_pieces, scratch_bytes
+
+    num_rows, (num_out, num_in) = len(x_TI), layer.shape
+    num_threads = torch.get_num_threads()
+    y_TO = x_TI.new_empty((num_rows, num_out))
+    launch.compiled(compressed_matmul)(
+        num_pieces(num_rows, num_out),
+        x_TI.data_ptr(),
+        x_TI.stride(0) // 2,
+        layer.weight.data_ptr(),
+        0 if layer.bias is None else layer.bias.data_ptr(),
+        y_TO.data_ptr(),
+        num_rows,
+        num_in // 2,
+        num_out // 16,
+        launch.scratch(num_threads * scratch_bytes(num_rows, num_in)),
+        num_threads=num_threads,
     )
     return y_TO
 
@@ -187,6 +217,26 @@ def _round(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
         num_threads=torch.get_num_threads(),
     )
     return numbers, scales
+
+
+def _compressed_or_none(weight_OI: Tensor) -> Tensor | None:
+    """None where too many weights have an exponent of their own."""
+    from trouper.kernels.compressed_matmul import compress, compressed_matmul, weight_words
+
+    launch.compiled(compressed_matmul)  # now, and not in the first step
+    weight_OI = weight_OI.contiguous()
+    num_out, num_in = weight_OI.shape
+    packed = torch.empty(weight_words(num_out, num_in), dtype=torch.int32)
+    failures = torch.zeros(1, dtype=torch.int64)
+    launch.compiled(compress)(
+        num_out // 16,
+        weight_OI.data_ptr(),
+        packed.data_ptr(),
+        num_in // 2,
+        failures.data_ptr(),
+        num_threads=torch.get_num_threads(),
+    )
+    return None if failures.item() else packed
 
 
 def _pack_native(weight_OI: Tensor) -> Tensor:

@@ -19,7 +19,11 @@ Measured, two EPYC cores that read 41 GB/s, O = 32000, I = 1024: T = 1 41 GB/s (
 29), T = 4 40 (32); one core: T = 12 16 GB/s = 195 GFLOP/s (146), T = 1024 227 GFLOP/s (221).
 """
 
-from trouper.kernels.simd import LANES, Code, Value
+from collections.abc import Iterator
+
+from trouper.kernels.simd import LANES, Code, Pointer, Value
+
+Pairs = tuple[Value, list[Value]]  # a pair of inputs, its words in each panel
 
 # panels, rows, words asked for ahead; the least that holds a step's rows
 FEW = ((4, 1, 0), (4, 2, 0), (4, 4, 0), (4, 6, 0), (3, 8, 1024), (2, 12, 1024))
@@ -28,8 +32,8 @@ MOST_FEW = 12
 BLOCK = 192  # rows of a piece, of many
 
 
-def num_pieces(num_rows: int, num_out: int) -> int:
-    panels = next((panels for panels, rows, _ in FEW if num_rows <= rows), MANY[0])
+def num_pieces(num_rows: int, num_out: int, few: tuple[tuple[int, int, int], ...] = FEW) -> int:
+    panels = next((panels for panels, rows, _ in few if num_rows <= rows), MANY[0])
     return -(-num_out // (LANES * panels)) * -(-num_rows // BLOCK)
 
 
@@ -48,12 +52,15 @@ def pack(code: Code) -> None:
 
 def matmul(code: Code) -> None:
     """x, its stride in words, W, b or 0, y, T, I / 2, O / 16.  A piece is panels of a block of rows."""
-    work = _Work(code, *code.arguments(8))
-    num_rows, before = work.num_rows, 0
+    x, stride, weight, *others = code.arguments(8)
+    tiles = Tiles(code, x, stride, *others)
+    words, num_rows, before = code.pointer(weight, "i32"), tiles.num_rows, 0
     for panels, rows, ahead in FEW:
         with code.when((num_rows > before) & (num_rows <= rows)):
             for piece in code.pieces():
-                work.tile(piece * panels, panels, code.i64(0), rows, ahead)
+                at_panel = tiles.panels_from(piece * panels, panels)
+                weights = [words + p * tiles.pairs * LANES for p in at_panel]
+                tiles.tile(at_panel, code.i64(0), rows, tiles.plain(weights, ahead))
         before = rows
     with code.when(num_rows > MOST_FEW):
         panels, rows, ahead = MANY
@@ -61,17 +68,20 @@ def matmul(code: Code) -> None:
         for piece in code.pieces():
             first = piece % blocks * BLOCK
             stop = code.smaller(first + BLOCK, num_rows)
+            at_panel = tiles.panels_from(piece // blocks * panels, panels)
+            weights = [words + p * tiles.pairs * LANES for p in at_panel]
             for row in code.loop(first, stop, rows):
-                work.tile(piece // blocks * panels, panels, row, rows, ahead)
+                tiles.tile(at_panel, row, rows, tiles.plain(weights, ahead))
 
 
-class _Work:
+class Tiles:
+    """Products of some panels and rows, whatever form the panels have in memory."""
+
     def __init__(
         self,
         code: Code,
         x: Value,
         stride: Value,
-        weight: Value,
         bias: Value,
         y: Value,
         num_rows: Value,
@@ -79,33 +89,39 @@ class _Work:
         num_panels: Value,
     ) -> None:
         self.code, self.bias, self.stride = code, bias, stride
-        self.x, self.weight = code.pointer(x, "i32"), code.pointer(weight, "i32")
-        self.y = code.pointer(y, "bf16")
+        self.x, self.y = code.pointer(x, "i32"), code.pointer(y, "bf16")
         self.num_rows, self.pairs, self.num_panels = num_rows, pairs, num_panels
 
-    def tile(
-        self, first_panel: Value, panels: int, first_row: Value, rows: int, ahead: int
-    ) -> None:
-        """Beyond the last row or panel, the last again."""
-        code = self.code
-        at_row = [code.smaller(first_row + r, self.num_rows - 1) for r in range(rows)]
-        at_panel = [code.smaller(first_panel + p, self.num_panels - 1) for p in range(panels)]
-        xs = [self.x + r * self.stride for r in at_row]
-        weights = [self.weight + p * self.pairs * LANES for p in at_panel]
-        sums = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in range(panels)]
-        for i in code.loop(0, self.pairs):
+    def panels_from(self, first: Value, panels: int) -> list[Value]:
+        """Beyond the last, the last again."""
+        return [self.code.smaller(first + p, self.num_panels - 1) for p in range(panels)]
+
+    def plain(self, weights: list[Pointer], ahead: int) -> Iterator[Pairs]:
+        """The words of packed panels."""
+        for i in self.code.loop(0, self.pairs):
             words = [weight.load(i * LANES) for weight in weights]
             if ahead:
                 for weight in weights:
                     weight.prefetch(i * LANES + ahead)
+            yield i, words
+
+    def tile(
+        self, at_panel: list[Value], first_row: Value, rows: int, words_of: Iterator[Pairs]
+    ) -> None:
+        """Beyond the last row, the last again."""
+        code = self.code
+        at_row = [code.smaller(first_row + r, self.num_rows - 1) for r in range(rows)]
+        xs = [self.x + r * self.stride for r in at_row]
+        sums = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in at_panel]
+        for i, words in words_of:
             for r, row in enumerate(xs):
                 both = code.words(row[i])
                 for p, word in enumerate(words):
                     sums[p][r].set(code.dot(word, both, sums[p][r]))
-        for p in range(panels):
+        for p, panel in enumerate(at_panel):
             with code.when(self.bias > 0):
-                own = code.pointer(self.bias, "bf16").load(at_panel[p] * LANES)
+                own = code.pointer(self.bias, "bf16").load(panel * LANES)
                 for total in sums[p]:
                     total.set(total + own)
             for r in range(rows):
-                self.y.store((at_row[r] * self.num_panels + at_panel[p]) * LANES, sums[p][r])
+                self.y.store((at_row[r] * self.num_panels + panel) * LANES, sums[p][r])

@@ -9,6 +9,7 @@ values is what the machine will do in every call:
 
     int 64 bits, float 32 bits, lanes <16 x float>: a zmm register, two ymm, four NEON registers
     words  <16 x i32>: sixteen pairs of bfloat16 (even element low), or integers
+    halfwords  <32 x i16>: the same register
 
 Laws:
   * Nothing here depends on the number of threads or on what other rows hold.
@@ -25,6 +26,7 @@ from typing import Any, Literal
 from llvmlite import ir
 
 LANES = 16
+HALFWORDS = 2 * LANES
 Kind = Literal["bf16", "f32", "i64", "i32", "i16", "i8"]
 
 
@@ -45,12 +47,14 @@ _I64, _I32, _I1, _F32 = ir.IntType(64), ir.IntType(32), ir.IntType(1), ir.FloatT
 _POINTER: Any = ir.PointerType()
 _LANES, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
+_I16 = ir.IntType(16)
+_HALFWORDS = ir.VectorType(_I16, HALFWORDS)
 _ELEMENTS: dict[str, Any] = {
     "bf16": _BFloat16(),
     "f32": _F32,
     "i64": _I64,
     "i32": _I32,
-    "i16": ir.IntType(16),
+    "i16": _I16,
     "i8": ir.IntType(8),
 }
 _SIZES = {"bf16": 2, "f32": 4, "i64": 8, "i32": 4, "i16": 2, "i8": 1}
@@ -182,6 +186,12 @@ class Pointer:
             raw = self.code.builder.fptrunc(raw, ir.VectorType(_BFloat16(), LANES))
         self._store(index, raw)
 
+    def load_halfwords(self, index: Operand = 0) -> Value:
+        return Value(self.code, self._load(index, _HALFWORDS))
+
+    def store_halfwords(self, index: Operand, x: Value) -> None:
+        self._store(index, x.ir)
+
     def prefetch(self, index: Operand = 0, *, level: Literal[1, 2] = 2) -> None:
         """Ask for the cache line; any address will do."""
         locality = 4 - level
@@ -301,6 +311,13 @@ class Code:
         variable.set(first)
         return variable
 
+    def array(self, kind: Kind, count: int) -> Pointer:
+        """Memory of this call, aligned to cache lines; it holds anything."""
+        memory = self._variables.alloca(ir.ArrayType(_ELEMENTS[kind], count))
+        memory.align = 64
+        memory.type = _POINTER  # not of that element alone
+        return Pointer(self, memory, kind)
+
     # Values
 
     def _value(self, x: Operand) -> Value:
@@ -329,6 +346,10 @@ class Code:
     def words(self, x: Operand) -> Value:
         """One 32-bit integer in all words."""
         return self.like(Value(self, ir.Constant(_WORDS, ir.Undefined)), x)
+
+    def halfwords(self, x: Operand) -> Value:
+        """One 16-bit integer in all halfwords."""
+        return self.like(Value(self, ir.Constant(_HALFWORDS, ir.Undefined)), x)
 
     def pointer(self, address: Value, kind: Kind) -> Pointer:
         return Pointer(self, self.builder.inttoptr(address.ir, _POINTER), kind)
@@ -434,12 +455,35 @@ class Code:
 
     def lookup(self, table: Sequence[float], index: Value) -> Value:
         """Words of pairs of bfloat16: entry i of 32, where i is the lowest five bits of each half."""
-        halves = ir.VectorType(ir.IntType(16), 2 * LANES)
         entries = [struct.unpack("i", struct.pack("f", x))[0] >> 16 for x in table]
-        at = self.builder.bitcast(index.ir, halves)
-        name = "llvm.x86.avx512.permvar.hi.512"
-        found = self._intrinsic(name, halves, ir.Constant(halves, entries), at)
+        constant = Value(self, ir.Constant(_HALFWORDS, entries))
+        found = self.looked_up(constant, self.halfwords_of(index))
         return Value(self, self.builder.bitcast(found.ir, _WORDS))
+
+    def halfwords_of(self, x: Value) -> Value:
+        return Value(self, self.builder.bitcast(x.ir, _HALFWORDS))
+
+    def narrowed(self, x: Value, kind: Literal["i32", "i16"]) -> Value:
+        """The lowest bits of an integer."""
+        return Value(self, self.builder.trunc(x.ir, _ELEMENTS[kind]))
+
+    def widened(self, x: Value) -> Value:
+        """An integer of fewer bits as an int, with its sign."""
+        return Value(self, self.builder.sext(x.ir, _I64))
+
+    def swapped(self, x: Value) -> Value:
+        """The bytes of each halfword."""
+        return self._intrinsic("llvm.bswap.v32i16", _HALFWORDS, x.ir)
+
+    def looked_up(self, table: Value, indices: Value) -> Value:
+        """table[index mod 32] of halfwords."""
+        name = "llvm.x86.avx512.permvar.hi.512"
+        return self._intrinsic(name, _HALFWORDS, table.ir, indices.ir)
+
+    def any(self, conditions: Value) -> Value:
+        """Whether one of thirty-two conditions holds."""
+        bits = Value(self, self.builder.bitcast(conditions.ir, _I32))
+        return self.compare("!=", bits, 0)
 
     def sqrt(self, x: Value) -> Value:
         return self._intrinsic("llvm.sqrt.f32", _F32, x.ir)

@@ -28,11 +28,13 @@ def test_packed_weights_give_the_product_of_the_plain_ones(dtype, has_bias, shap
 
 @needs_native
 @pytest.mark.parametrize("num_out", [16, 80, 208])
-def test_a_native_row_does_not_depend_on_the_number_of_rows_or_threads(num_out):
+@pytest.mark.parametrize("layout", ["native", "compressed"])
+def test_a_row_does_not_depend_on_the_number_of_rows_or_threads(num_out, layout):
     torch.manual_seed(0)
     weight, bias = torch.randn(num_out, 96).bfloat16(), torch.randn(num_out).bfloat16()
-    layer, before = Linear(weight, bias), torch.get_num_threads()
-    assert layer.layout == "native"
+    layer = Linear(weight, bias, layout=None if layout == "compressed" else layout)
+    assert layer.layout == layout
+    before = torch.get_num_threads()
     x = torch.randn(400, 128).bfloat16()[:, :96]  # strided
     expected = linear(x, layer)
     torch.testing.assert_close(expected, linear_reference(x, weight, bias), atol=2e-2, rtol=2e-2)

@@ -92,6 +92,31 @@ def test_sums_transposition_and_pairs():
     assert (words == bits[0] | (bits[1].astype(np.uint32) << 16)).all()
 
 
+def test_halfwords_are_looked_up_swapped_and_narrowed():
+    def kernel(code):
+        x, y = (code.pointer(a, "i16") for a in code.arguments(2))
+        room = code.array("i32", 16)
+        for _ in code.pieces():
+            table, indices = x.load_halfwords(), x.load_halfwords(32)
+            y.store_halfwords(0, code.looked_up(table, indices))
+            y.store_halfwords(32, code.swapped(indices))
+            room.of("i16").store_halfwords(0, code.halfwords(7))
+            room[1] = code.narrowed(code.widened(x[0]) * 65536, "i32")
+            y.store_halfwords(64, code.halfwords_of(room.load()))
+            for i, limit in enumerate((table, 32767)):
+                with code.when(code.any(indices > limit)):
+                    y[96 + i] = 1
+
+    random = np.random.default_rng(0)
+    x = random.integers(-(2**15), 2**15, 64, dtype=np.int16)
+    y = np.zeros(98, np.int16)
+    run(kernel, x, y)
+    assert (y[:32] == x[:32][x[32:] % 32]).all()
+    assert (y[32:64] == x[32:].byteswap()).all()
+    assert y[64:96].tolist() == [7, 7, 0, x[0]] + 28 * [7]
+    assert y[96:].tolist() == [1, 0]
+
+
 def test_bfloat16_is_rounded_to_nearest_even_and_keeps_what_is_no_number():
     def kernel(code):
         x, y = code.arguments(2)

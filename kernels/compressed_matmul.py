@@ -1,0 +1,236 @@
+"""y = x Wᵀ + b of bfloat16, W in twelve bits a weight and exact: what `matmul.py` computes, bit for bit.
+
+    x [T, I]        tokens × inputs, rows may be strided; I a multiple of 32
+    W [O / 16, B]   panels of sixteen outputs as blocks of B words, and one group more; O a multiple of 16
+    b [O]           or absent
+    y [T, O]
+
+A bfloat16 is a sign, eight bits of exponent and seven of mantissa, and sixteen exponents hold more than
+99.99 % of the weights of a panel (the idea of DFloat11, arXiv 2504.11651, in a fixed width).  A block:
+
+    table       [32] halfwords: the most frequent exponents, at their place in a bfloat16; twice
+    exceptions  [8 (I / 256 + 1)] int64: place << 16 | bits of each weight with another exponent, by
+                place, then END; a place counts bfloat16 of a panel as `matmul.py` packs it
+    groups      [I / 8] of four vectors of 32 weights (16 outputs × a pair of inputs): 32 halfwords of
+                four codes, one for each vector; twice 32 halfwords of the other bits of two vectors,
+                one at their place in a bfloat16, one with its bytes exchanged
+
+A vector is a shift, a permutation of the table, a three-way logic instruction, and every other one an
+exchange of bytes.  A group is decoded to the first cache while the one before it is multiplied, exceptions
+are written over it, and the tile of `matmul.py` reads it there.  Of more than twelve rows the first tile of
+a piece keeps its panels, in the second cache, for the others.
+
+Roofline: bytes = 1.5 O I + e (T I + T O), FLOPs = 2 T O I.
+"""
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+from trouper.kernels import matmul
+from trouper.kernels.matmul import BLOCK, MANY, MOST_FEW, Pairs, Tiles
+from trouper.kernels.simd import HALFWORDS, LANES, Code, Pointer, Value
+
+VECTORS = 4  # of a group: as many codes as fit a halfword
+PLACES = VECTORS * HALFWORDS  # of a group
+GROUP_WORDS = LANES + PLACES // 4
+CODES = 16
+EXPONENT = 0x7F80
+END = 2**62
+AHEAD = 768  # words asked for, into the second cache: 1.13 times as fast as without
+# of one row eight panels read 1.1 to 1.2 times as fast as four: a piece begins slowly
+FEW = ((8, 1, 0), (8, 2, 0), *matmul.FEW[2:])
+
+N = TypeVar("N", int, Value)
+
+
+def num_pieces(num_rows: int, num_out: int) -> int:
+    return matmul.num_pieces(num_rows, num_out, FEW)
+
+
+def weight_words(num_out: int, num_in: int) -> int:
+    """Of W; a group beyond the last is decoded and not used."""
+    block = LANES + 2 * _room(num_in // 2) + num_in // 8 * GROUP_WORDS
+    return num_out // LANES * block + GROUP_WORDS
+
+
+def scratch_bytes(num_rows: int, num_in: int) -> int:
+    """Of a thread."""
+    return MANY[0] * (num_in // 2 + VECTORS) * LANES * 4 if num_rows > MOST_FEW else 0
+
+
+def _room(pairs: N) -> N:
+    """Of exceptions and their end."""
+    return 8 * (pairs // 128 + 1)
+
+
+def compress(code: Code) -> None:
+    """The plain matrix [O, I], W, I / 2, failures.  A piece is a panel.
+
+    A panel with more exceptions than there is room for adds one to failures [1] int64.
+    """
+    plain, weight, pairs, failures = code.arguments(4)
+    blocks = _Blocks(code, weight, pairs)
+    counts = code.array("i32", 4 * 256)
+    bits, codes = (code.array("i16", HALFWORDS) for _ in range(2))
+    last = _room(pairs) - 1
+    for panel in code.pieces():
+        rows = code.pointer(plain, "i32") + panel * LANES * pairs
+        _count(code, rows.of("i64"), pairs * LANES // 2, counts)
+        table, exceptions, groups = blocks.parts(panel)
+        _most_frequent(code, counts, table)
+        exponents = [code.halfwords(table[c]) for c in range(CODES)]
+        num_found = code.var(0)
+        for first in code.loop(0, pairs, LANES):
+            columns = code.transposed([rows.load(pairs * r + first) for r in range(LANES)])
+            vectors = [code.halfwords_of(column) for column in columns]
+            for j in range(0, LANES, VECTORS):
+                group = (groups + (first + j) // VECTORS * GROUP_WORDS).of("i16")
+                rest = [vector & ~EXPONENT for vector in vectors[j : j + VECTORS]]
+                four = code.halfwords(0)
+                for v, vector in enumerate(vectors[j : j + VECTORS]):
+                    found = code.halfwords(CODES)
+                    for c, exponent in enumerate(exponents):
+                        found = code.select((vector & EXPONENT).equals(exponent), c, found)
+                    with code.when(code.any(found.equals(CODES))):
+                        bits.store_halfwords(0, vector)
+                        codes.store_halfwords(0, found)
+                        for lane in code.loop(0, HALFWORDS):
+                            with code.when(codes[lane].equals(CODES)):
+                                place = (first + j + v) * HALFWORDS + lane
+                                entry = (place << 16) | (code.widened(bits[lane]) & 0xFFFF)
+                                exceptions[code.smaller(num_found, last)] = entry
+                                num_found.set(num_found + 1)
+                    four = four | (found & (CODES - 1)) << 4 * v
+                group.store_halfwords(0, four)
+                for v in range(0, VECTORS, 2):
+                    both = rest[v] | code.swapped(rest[v + 1])
+                    group.store_halfwords((1 + v // 2) * HALFWORDS, both)
+        exceptions[code.smaller(num_found, last)] = END
+        with code.when(num_found > last):
+            code.fetch_add(code.pointer(failures, "i64"), 1)
+
+
+def _count(code: Code, quadruples: Pointer, length: Value, counts: Pointer) -> None:
+    """counts[exponent] = 256 times how often + exponent.
+
+    Four counters each: one alone waits for itself.
+    """
+    for i in range(0, 4 * 256, LANES):
+        counts.store(i, code.words(0))
+    for i in code.loop(0, length):
+        four = quadruples[i]
+        for j in range(4):
+            at = ((four >> (16 * j + 7)) & 0xFF) + 256 * j
+            counts[at] = counts[at] + 256
+    for exponent in code.loop(0, 256):
+        total = code.narrowed(exponent, "i32")
+        for j in range(4):
+            total = total + counts[exponent + 256 * j]
+        counts[exponent] = total
+
+
+def _most_frequent(code: Code, counts: Pointer, table: Pointer) -> None:
+    for c in code.loop(0, CODES):
+        best = counts.load()
+        for i in range(LANES, 256, LANES):
+            best = code.larger(best, counts.load(i))
+        exponent = code.max_of(best) & 0xFF
+        table[c] = table[c + CODES] = code.narrowed(exponent << 7, "i16")
+        counts[code.widened(exponent)] = -1
+
+
+def compressed_matmul(code: Code) -> None:
+    """x, its stride in words, W, b or 0, y, T, I / 2, O / 16, scratch.
+
+    A piece is panels of a block of rows.
+    """
+    x, stride, weight, bias, y, num_rows, pairs, num_panels, scratch = code.arguments(9)
+    tiles = Tiles(code, x, stride, bias, y, num_rows, pairs, num_panels)
+    blocks, before = _Blocks(code, weight, pairs), 0
+    rooms = [code.array("i32", 2 * VECTORS * LANES) for _ in range(FEW[0][0])]
+    for panels, rows, _ in FEW:
+        with code.when((num_rows > before) & (num_rows <= rows)):
+            for piece in code.pieces():
+                at_panel = tiles.panels_from(piece * panels, panels)
+                words = blocks.decoded(at_panel, rooms, is_kept=False)
+                tiles.tile(at_panel, code.i64(0), rows, words)
+        before = rows
+    with code.when(num_rows > MOST_FEW):
+        panels, rows, ahead = MANY
+        length = (pairs + VECTORS) * LANES
+        own = code.pointer(scratch, "i32") + code.thread() * panels * length
+        kept = [own + p * length for p in range(panels)]
+        num_blocks = (num_rows + (BLOCK - 1)) // BLOCK
+        for piece in code.pieces():
+            first = piece % num_blocks * BLOCK
+            stop = code.smaller(first + BLOCK, num_rows)
+            at_panel = tiles.panels_from(piece // num_blocks * panels, panels)
+            tiles.tile(at_panel, first, rows, blocks.decoded(at_panel, kept, is_kept=True))
+            for row in code.loop(first + rows, stop, rows):
+                tiles.tile(at_panel, row, rows, tiles.plain(kept, ahead))
+
+
+class _Blocks:
+    def __init__(self, code: Code, weight: Value, pairs: Value) -> None:
+        self.code, self.num_groups = code, pairs // VECTORS
+        self._weight = code.pointer(weight, "i32")
+        self._before_groups = LANES + 2 * _room(pairs)
+        self._length = self._before_groups + self.num_groups * GROUP_WORDS
+
+    def parts(self, panel: Value) -> tuple[Pointer, Pointer, Pointer]:
+        """Table, exceptions, groups."""
+        block = self._weight + panel * self._length
+        return block.of("i16"), (block + LANES).of("i64"), block + self._before_groups
+
+    def decoded(
+        self, at_panel: list[Value], rooms: list[Pointer], *, is_kept: bool
+    ) -> Iterator[Pairs]:
+        """The words of the panels, by way of a room for each: for two groups, or kept of all and one."""
+        panels = [
+            _Panel(self.code, *self.parts(at), room, is_kept=is_kept)
+            for at, room in zip(at_panel, rooms, strict=False)
+        ]
+        for panel in panels:
+            panel.decode(self.code.i64(0))
+        for g in self.code.loop(0, self.num_groups):
+            for panel in panels:
+                panel.decode(g + 1)
+            here = [panel.room(g) for panel in panels]
+            for v in range(VECTORS):
+                yield g * VECTORS + v, [words.load(v * LANES) for words in here]
+
+
+class _Panel:
+    def __init__(
+        self,
+        code: Code,
+        table: Pointer,
+        exceptions: Pointer,
+        groups: Pointer,
+        rooms: Pointer,
+        *,
+        is_kept: bool,
+    ) -> None:
+        self.code, self._is_kept = code, is_kept
+        self._table, self._exceptions = table.load_halfwords(), exceptions
+        self._groups, self._rooms = groups, rooms
+        self._num_seen, self._next = code.var(0), code.var(exceptions[0])
+
+    def room(self, g: Value) -> Pointer:
+        return self._rooms + (g if self._is_kept else g & 1) * VECTORS * LANES
+
+    def decode(self, g: Value) -> None:
+        code, group, room = self.code, self._groups + g * GROUP_WORDS, self.room(g).of("i16")
+        for line in range(0, GROUP_WORDS, LANES):
+            group.prefetch(AHEAD + line)
+        packed = group.of("i16")
+        codes = packed.load_halfwords()
+        for v in range(VECTORS):
+            both = packed.load_halfwords((1 + v // 2) * HALFWORDS)
+            rest = code.swapped(both) if v % 2 else both
+            vector = (rest & ~EXPONENT) | code.looked_up(self._table, codes >> 4 * v)
+            room.store_halfwords(v * HALFWORDS, vector)
+        for _ in code.while_(self._next, (g + 1) * (PLACES << 16)):
+            room[(self._next >> 16) & (PLACES - 1)] = code.narrowed(self._next, "i16")
+            self._num_seen.set(self._num_seen + 1)
+            self._next.set(self._exceptions[self._num_seen])

@@ -1,0 +1,128 @@
+"""Weights in twelve bits: every product is that of the plain weights, bit for bit."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trouper.kernels import launch
+from trouper.kernels.linear import Linear, layout_of, linear
+
+pytestmark = pytest.mark.skipif(
+    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs AVX512-BF16"
+)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 17, 191, 192, 193, 210)
+# 0, -0, the least and the greatest denormal, the greatest number, infinities, two that are none, 1
+ODD = (0, 0x8000, 1, 0x807F, 0x7F7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x3F80)
+
+
+def weights(num_out, num_in, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(num_out, num_in, generator=random).mul_(0.02).bfloat16()
+
+
+def bits(x):
+    return x.view(torch.int16)
+
+
+def products_with_unit_vectors(layer):
+    return linear(torch.eye(layer.shape[1], dtype=torch.bfloat16), layer).T
+
+
+def decoded(layer):
+    """The bits of up to three panels, as a product of many rows leaves them in its scratch memory."""
+    from trouper.kernels.compressed_matmul import scratch_bytes
+
+    num_out, num_in = layer.shape
+    linear(torch.zeros(13, num_in, dtype=torch.bfloat16), layer)
+    size = scratch_bytes(13, num_in)
+    memory = (ctypes.c_int16 * (size // 2)).from_address(launch.scratch(size))
+    panels = torch.from_numpy(np.array(memory)).view(3, -1)[: num_out // 16, : 16 * num_in]
+    return panels.unflatten(1, (num_in // 2, 16, 2))
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (48, 96), (208, 704), (80, 1024)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_equal_those_of_plain_weights_for_any_number_of_rows(shape, has_bias):
+    weight = weights(*shape)
+    bias = weights(1, shape[0]).flatten() if has_bias else None
+    layer, plain = Linear(weight, bias), Linear(weight, bias, layout="native")
+    assert layer.layout == "compressed"
+    x = torch.randn(210, shape[1] + 32).bfloat16()[:, : shape[1]]  # strided
+    expected = linear(x, plain)
+    for num_rows in ROWS:
+        assert torch.equal(linear(x[-num_rows:], layer), expected[-num_rows:]), num_rows
+
+
+def test_a_weight_takes_twelve_bits_and_a_little():
+    weight = weights(64, 1024)
+    assert 0.75 < Linear(weight).num_bytes / weight.nbytes < 0.78
+
+
+@given(
+    pairs=st.sampled_from([16, 48, 144]),
+    panels=st.integers(1, 3),
+    centre=st.integers(20, 230),
+    exceptions=st.dictionaries(
+        st.tuples(st.integers(0, 2), st.integers(0, 2**16)),
+        st.sampled_from(ODD) | st.integers(0, 2**16 - 1),
+        max_size=7,
+    ),
+    seed=st.integers(0, 99),
+)
+def test_every_weight_comes_back_bit_for_bit(pairs, panels, centre, exceptions, seed):
+    """Seven exceptions fit into every panel, wherever they are and whatever they hold."""
+    random = np.random.default_rng(seed)
+    shape = panels * 16, 2 * pairs
+    exponents = random.integers(centre, centre + 16, shape)
+    pattern = exponents << 7 | random.integers(0, 2, shape) << 15 | random.integers(0, 128, shape)
+    for (panel, place), value in exceptions.items():
+        row, column = divmod(place % (32 * pairs), 2 * pairs)
+        pattern[panel % panels * 16 + row, column] = value
+    weight = torch.from_numpy(pattern.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+    layer, plain = Linear(weight), Linear(weight, layout="native")
+    assert layer.layout == "compressed"
+    x = torch.randn(20, 2 * pairs).bfloat16()
+    for num_rows in (1, 6, 20):
+        found, expected = linear(x[:num_rows], layer), linear(x[:num_rows], plain)
+        assert torch.equal(bits(found), bits(expected))
+    assert torch.equal(decoded(layer), bits(plain.weight))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, float("inf"), float("nan")])
+def test_a_matrix_of_one_value_is_compressed(value):
+    weight = torch.full((32, 64), value, dtype=torch.bfloat16)
+    weight[0, 0] = 2.0
+    layer = Linear(weight)
+    assert layer.layout == "compressed"
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+    found, expected = linear(x, layer), linear(x, Linear(weight, layout="native"))
+    assert torch.equal(bits(found), bits(expected))
+
+
+def test_panels_choose_their_exponents_alone():
+    weight = weights(48, 512)
+    weight[:16] *= 2.0**40
+    weight[32:] = 0.0
+    layer = Linear(weight)
+    assert layer.layout == "compressed"
+    assert torch.equal(products_with_unit_vectors(layer), weight)
+
+
+@pytest.mark.parametrize(("num_in", "room"), [(32, 7), (256, 15), (1024, 39)])
+def test_a_panel_without_room_for_its_exceptions_leaves_the_matrix_as_it_is(num_in, room):
+    weight = torch.ones(32, num_in, dtype=torch.bfloat16)
+    weight[:4, :16] = 2.0 ** torch.arange(16)  # sixteen exponents, each more often than any other
+    for count, layout in ((room, "compressed"), (room + 1, "native")):
+        weight[8:16].view(-1)[:count] = 2.0 ** -(1.0 + torch.arange(count) % 30)
+        layer = Linear(weight)
+        assert layer.layout == layout
+        assert torch.equal(products_with_unit_vectors(layer), weight)
+
+
+def test_random_bits_stay_as_they_are():
+    pattern = torch.randint(-(2**15), 2**15, (64, 512), dtype=torch.int16)
+    assert Linear(pattern.view(torch.bfloat16)).layout == "native"
