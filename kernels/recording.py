@@ -61,9 +61,10 @@ class Recording:
             self.result = function()
         self._num_threads = max((n for _, n, _ in self._launches), default=1)
         self._commands = self._written()
+        self._launches.clear()
 
     def __repr__(self) -> str:
-        return f"<Recording of {len(self._launches)} launches>"
+        return f"<Recording of {len(self._commands)} launches>"
 
     def add(self, address: int, num_threads: int, arguments: tuple[int, ...]) -> None:
         """For kernels, while recording."""
