@@ -1,10 +1,12 @@
 """The roofs of a CUDA device, and its clock: events on the stream, with nothing left in the L2 cache."""
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
 
+from trouper.bench import roofs
 from trouper.bench.roofs import Roofs
 
 NUM_SAMPLES = 30
@@ -46,3 +48,18 @@ def measure_roofs(clock: DeviceClock, dtype: torch.dtype, *, copy_bytes: int, ge
     a, b = torch.randn(2, gemm, gemm, device="cuda", dtype=dtype)
     gemm_s = min(clock.samples(lambda: a @ b))
     return Roofs(2 * copy_bytes / copy_s, 2 * gemm**3 / gemm_s)
+
+
+def clock_and_roofs(
+    device: str, dtype: str, roof_mib: int | None, gemm: int | None, sample_s: float
+) -> tuple[Callable[[Callable[[], object]], float], Roofs]:
+    """Of cpu, cuda or interpreter; the last runs each call once, beside the CPU's roofs."""
+    number: torch.dtype = getattr(torch, dtype)
+    if device == "cuda":
+        clock = DeviceClock()
+        size = (roof_mib or 4096) * 2**20
+        return clock, measure_roofs(clock, number, copy_bytes=size, gemm=gemm or 8192)
+    size = (roof_mib or 512) * 2**20
+    found = roofs.measure_roofs(number, read_bytes=size, gemm=gemm or 2048)
+    is_cpu = device == "cpu"
+    return partial(roofs.seconds_of, sample_s=sample_s) if is_cpu else roofs.once, found

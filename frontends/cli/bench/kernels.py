@@ -1,7 +1,6 @@
 """`trouper bench kernels`: each operation beside the measured roofs."""
 
 import os
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
@@ -69,6 +68,7 @@ def kernels(
         config = EngineArgs(model=model, load_format="dummy").resolve().model.hf_config
 
     from trouper.bench import kernels as core
+    from trouper.bench.cuda_roofs import clock_and_roofs
 
     table = core.OPS if device == "cpu" else _cuda_ops(device)
     unknown = [name for name in op or () if name not in table]
@@ -84,7 +84,7 @@ def kernels(
         dtype=dtype,
         device="cuda" if device == "cuda" else "cpu",
     )
-    clock, roofs = _clock_and_roofs(device, dtype, roof_mib, roof_gemm, sample_ms)
+    clock, roofs = clock_and_roofs(device, dtype, roof_mib, roof_gemm, sample_ms / 1000)
     records: list[dict[str, Any]] = []
     for record in core.measure(shapes, roofs, op or list(table), table=table, clock=clock):
         note(f"{record['op']} {record['shape']}: {record['us']} µs")
@@ -98,41 +98,15 @@ def kernels(
     report.finish(ctx, full, _lines(full))
 
 
-def _clock_and_roofs(
-    device: str, dtype: str, roof_mib: int | None, roof_gemm: int | None, sample_ms: float
-) -> tuple[Any, Any]:
-    import torch
-
-    from trouper.bench import cuda_roofs, roofs
-
-    number = getattr(torch, dtype)
-    if device == "cuda":
-        clock = cuda_roofs.DeviceClock()
-        size = (roof_mib or 4096) * 2**20
-        return clock, cuda_roofs.measure_roofs(
-            clock, number, copy_bytes=size, gemm=roof_gemm or 8192
-        )
-    found = roofs.measure_roofs(
-        number, read_bytes=(roof_mib or 512) * 2**20, gemm=roof_gemm or 2048
-    )
-    is_cpu = device == "cpu"
-    return partial(roofs.seconds_of, sample_s=sample_ms / 1000) if is_cpu else roofs.once, found
-
-
 def _cuda_ops(device: str) -> Any:
     """Raises UnsupportedFeatureError: no Triton, or no such device."""
     try:
-        from trouper.bench.cuda_kernels import OPS
-        from trouper.kernels.cuda.launch import INTERPRETED
+        from trouper.bench.cuda_kernels import OPS, check_device
     except ModuleNotFoundError as error:
         raise UnsupportedFeatureError(
             f"--device {device} needs {error.name}: pip install 'trouper[cuda]'"
         ) from None
-    import torch
-
-    if device == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
-        reason = "TRITON_INTERPRET is set" if INTERPRETED else "torch finds none"
-        raise UnsupportedFeatureError(f"--device cuda: {reason}")
+    check_device(device)
     return OPS
 
 
