@@ -6,10 +6,11 @@ import anyio
 import pytest
 
 from trouper.frontends.server.app import create_app
-from trouper.frontends.server.door import Door
+from trouper.frontends.server.door import BYTES_PER_TOKEN, Door
 from trouper.frontends.server.errors import Refusal, describe
 from trouper.frontends.server.overload import LAG_S, NUM_CALM, Ladder, Level, memory_used
 from trouper.frontends.server.progress import Throughput
+from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
 
 from .client import JSON, Client
@@ -270,3 +271,11 @@ async def test_who_waits_at_the_door_hears_of_an_abort_and_of_the_end(engine, wa
     codes = {name: (answer.status, answer.error["code"]) for name, answer in answers.items()}
     assert codes == {"one": (503, "aborted"), "two": (503, "draining")}
     await wait_idle()
+
+
+async def test_a_large_body_counts_as_what_its_prompts_can_be_at_most(engine):
+    service = Service(ServerSettings())
+    service.open(engine)
+    num_bytes = engine.engine.config.max_model_len * BYTES_PER_TOKEN
+    assert service.counted_bytes(2**25, 3) == 3 * num_bytes
+    assert service.counted_bytes(100, 1) == 100
