@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.bench.kernels import EPS, NUM_CHECKED_OUTPUTS, Case, Shapes
-from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.act_mul import silu_mul_reference
 from trouper.kernels.cuda.act_mul import act_mul
 from trouper.kernels.cuda.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from trouper.kernels.cuda.decode_attention import decode_attention
-from trouper.kernels.cuda.launch import INTERPRETED
 from trouper.kernels.cuda.logits import edit_logits, edit_logits_reference
 from trouper.kernels.cuda.logprobs import top_logprobs, top_logprobs_reference
 from trouper.kernels.cuda.prefill_attention import prefill_attention
@@ -262,15 +260,6 @@ def logprobs(s: Shapes) -> Iterator[Case]:
         lambda: top_logprobs_reference(d.logits[0].cpu(), 0, num).logprobs[None],
         s.item,
     )
-
-
-def check_device(device: str) -> None:
-    """Raises UnsupportedFeatureError: the kernels cannot run on cuda, or in the interpreter."""
-    if device == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
-        reason = "TRITON_INTERPRET is set" if INTERPRETED else "torch finds none"
-        raise UnsupportedFeatureError(f"--device cuda: {reason}")
-    if device == "interpreter" and not INTERPRETED:
-        raise UnsupportedFeatureError("--device interpreter: Triton was imported without it")
 
 
 def _normal(s: Shapes, *shape: int) -> Tensor:

@@ -112,8 +112,10 @@ def _cuda_ops(device: str) -> Any:
         ) from None
     if device == "cuda":
         problem = "TRITON_INTERPRET is set" if INTERPRETED else cuda_problem()
-        if problem:
-            raise UnsupportedFeatureError(f"--device cuda: {problem}")
+    else:
+        problem = None if INTERPRETED else "Triton was imported without it"
+    if problem:
+        raise UnsupportedFeatureError(f"--device {device}: {problem}")
     return OPS
 
 
