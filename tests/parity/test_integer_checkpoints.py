@@ -172,7 +172,7 @@ def test_the_answers_are_those_of_the_plain_weights(tmp_path, kind, is_symmetric
 def test_beside_bfloat16_the_integers_stay_integers(tmp_path, kind):
     plain, packed = write(tmp_path, kind, is_symmetric=kind == "compressed")
     (rounded, _, logprobs), (runner, _, found) = run(plain, "bfloat16"), run(packed, "auto")
-    assert runner._decoder.num_bytes < 0.5 * rounded._decoder.num_bytes
+    assert runner._decoder.num_bytes < 0.6 * rounded._decoder.num_bytes  # of twelve bits a weight
     torch.testing.assert_close(found, logprobs, atol=0.25, rtol=0)
     assert (found - logprobs).abs().mean() < 0.03
 
