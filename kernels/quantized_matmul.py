@@ -33,6 +33,10 @@ FEW = {"int4": ((4, 1), (4, 2), (3, 4), (2, 6)), "int8": ((4, 1), (4, 2), (4, 4)
 MANY = (3, 4)  # panels, rows
 BLOCK = 192
 STEP = 4  # pairs of inputs: a word of int4
+AHEAD = (
+    768  # words asked for, into the second cache: a step of one row of int4 12.1 ms instead of 12.5
+)
+LINE = 64  # bytes
 NIBBLES = [float(i % 16 - 8) for i in range(32)]
 DIFFERENCES = [float((i + 16) % 32 - 16) for i in range(32)]
 
@@ -155,6 +159,7 @@ class _Nibbles:
     def pairs(self, i: Value) -> list[Value]:
         """Of step i."""
         word = self._words.load(i * LANES)
+        self._words.prefetch(i * LANES + AHEAD)
         shifted = [word >> 4 * j for j in range(STEP)]
         if self._zero is None:
             return [self._code.lookup(NIBBLES, index) for index in shifted]
@@ -173,6 +178,8 @@ class _Bytes:
 
     def pairs(self, i: Value) -> list[Value]:
         code = self._code
+        for half in range(0, 2 * STEP, LINE // LANES):
+            self._q.prefetch((i * 2 * STEP + half) * LANES + AHEAD * 4)
         numbers = [
             code.numbers(self._q.load((i * 2 * STEP + half) * LANES)) for half in range(2 * STEP)
         ]
