@@ -2,7 +2,7 @@
 
     python -m trouper.bench.h200 [--out FOLDER] [--only NAME …] [--budget SECONDS] [--again] [--tiny]
 
-From a checkout.  Each piece is a process of its own with a time limit, and leaves a report in the folder; one
+In a checkout.  Each piece is a process of its own with a time limit, and leaves a report in the folder; one
 whose report is there is not run again, so that a machine which is lent for minutes does as much as fits, and
 the next call goes on.  Nothing is installed; what is missing is named.  `--tiny` tries all of it on the
 CPU: tiny shapes, the kernels interpreted, and figures that mean nothing.
@@ -22,10 +22,9 @@ from tempfile import mkdtemp
 from time import monotonic
 from typing import Any, NamedTuple
 
-import trouper
 from trouper.bench import goals, report
 
-ROOT = Path(trouper.__file__).parent.parent
+PROJECT = Path("pyproject.toml")  # of the checkout that this runs in
 MODELS = tuple(dict.fromkeys(goal.model for goal in goals.GOALS))
 PEER = "transformers-cb"
 REPORT = "{report}"  # stands for the path
@@ -100,7 +99,7 @@ def _dummy(model: str) -> tuple[str, ...]:
 
 def missing_packages() -> list[str]:
     """What pyproject.toml names for running and testing and this environment lacks."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads(PROJECT.read_text())["project"]
     more = project["optional-dependencies"]
     wanted = [*project["dependencies"], *more["cuda"], *more["test"]]
     return [line for line in wanted if not _has(re.split(r"[\[<>=!~ ]", line)[0])]
@@ -138,7 +137,6 @@ def _run(piece: Piece, path: Path, limit_s: float) -> str:
     with log.open("w") as file:
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -204,7 +202,9 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true", help="only try it, on the CPU")
     options = parser.parse_args()
-    default = Path(mkdtemp(prefix="trouper-")) if options.tiny else ROOT / "bench/results/h200"
+    if not PROJECT.is_file():
+        sys.exit("run it in a checkout of trouper: its tests and its pyproject.toml are not here")
+    default = Path(mkdtemp(prefix="trouper-")) if options.tiny else Path("bench/results/h200")
     folder: Path = options.out or default
     folder.mkdir(parents=True, exist_ok=True)
     if missing := missing_packages():

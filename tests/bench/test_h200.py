@@ -80,6 +80,13 @@ def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_outside_of_a_checkout_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["h200", "--tiny"])
+    with pytest.raises(SystemExit, match="checkout"):
+        h200.main()
+
+
 def test_a_shrunk_goal_is_small():
     goal = Goal("llama-3.1-8b", "decode", 256, 1024, 0.68, 0.75).shrunk()
     assert (goal.model, goal.batch_size, goal.accept) == ("tiny", 2, 0.68)
