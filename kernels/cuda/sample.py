@@ -59,6 +59,7 @@ def _best_of_block_kernel(
         is_tie = (x == threshold) & (token <= tl.load(last_tie_ptr + i))
         key0, key1 = row_keys(tl.load(seed_ptr + row), tl.load(ends_ptr + i))
         x = tl.where((x > threshold) | is_tie, x + gumbel(key0, key1, token), float("-inf"))
+    x = tl.where(x == x, x, float("-inf"))  # whether a maximum is NaN is nobody's promise
     best, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     at = i * tl.num_programs(1) + tl.program_id(1)
     tl.store(values_ptr + at, tl.where(num_bad > 0, float("nan"), best))
@@ -87,6 +88,7 @@ def _best_kernel(
     block = tl.arange(0, PADDED)
     value = tl.load(values_ptr + i * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
     num_bad = tl.sum((value != value).to(tl.int32), 0)
+    value = tl.where(value == value, value, float("-inf"))
     best, place = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     if (num_bad > 0) | (best == float("-inf")):
         return

@@ -30,7 +30,11 @@ GRAPHS = {"enforce_eager": False, "cudagraph_capture_sizes": [1, 2, 4, 16]}
 
 
 pytest.importorskip("triton", reason="no Triton: pip install 'trouper[cuda]'")
-pytestmark = pytest.mark.usefixtures("machines")
+pytestmark = [
+    pytest.mark.usefixtures("machines"),
+    pytest.mark.timeout(300),  # the kernels are interpreted
+    pytest.mark.filterwarnings("ignore:All-NaN"),  # the interpreter's maximum, of a row that fails
+]
 emulated = pytest.mark.skipif(HAS_GPU, reason="of the emulated GPU")
 MIB = 2**20
 
