@@ -36,14 +36,29 @@ def estimate_tokens(prompt: Any, depth: int = 6) -> int:
         items = list(cast("list[Any]", prompt))
         if items and isinstance(items[0], int):
             return len(items)
-    num_rows = embeds_bytes(prompt) // BYTES_PER_EMBEDDING
+    num_rows = _payload_bytes(prompt) // BYTES_PER_EMBEDDING
     return num_rows + sum(estimate_tokens(item, depth - 1) for item in items)
 
 
 def embeds_bytes(prompt: Any) -> int:
-    """How large a prompt of embeddings is, in the caller's form; 0 for any other."""
+    """How large a prompt's embeddings are, in the caller's form; those of a conversation together."""
+    messages = _items(prompt, "messages")
+    parts = [part for message in messages for part in _items(message, "content")]
+    return sum(map(_payload_bytes, parts)) if parts else _payload_bytes(prompt)
+
+
+def _items(given: Any, key: str) -> list[Any]:
+    found = cast("dict[Any, Any]", given).get(key) if isinstance(given, dict) else None
+    return list(cast("list[Any]", found)) if isinstance(found, list | tuple) else []
+
+
+def _payload_bytes(prompt: Any) -> int:
+    """Of a prompt or a part; 0 for any other."""
     if isinstance(prompt, dict):
-        prompt = cast("dict[Any, Any]", prompt).get("prompt_embeds")
+        given = cast("dict[Any, Any]", prompt)
+        kind = given.get("type")
+        is_part = isinstance(kind, str) and kind == "prompt_embeds"
+        prompt = given.get("data" if is_part else "prompt_embeds")
         if isinstance(prompt, str):
             return len(prompt)
     return len(prompt) if isinstance(prompt, bytes | bytearray) else getattr(prompt, "nbytes", 0)

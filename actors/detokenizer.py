@@ -39,7 +39,7 @@ from trouper.outputs import FinishReason, LogprobsOnePosition, RequestError
 from trouper.params import SamplingParams
 
 WORK_PER_TURN = (
-    16  # tokens and logprob candidates; whom they wake runs in the same turn, 40 µs each over HTTP
+    8  # tokens and logprob candidates; whom they wake runs in the same turn, 40 µs each over HTTP
 )
 MAX_CHARACTER_TOKENS = 4  # UTF-8: one token per byte at worst
 

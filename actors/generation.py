@@ -82,7 +82,7 @@ class Generation(Generic[Output]):
         slot = self.open()
         try:
             output = await slot.read()
-        except (anyio.ClosedResourceError, anyio.EndOfStream):
+        except anyio.ClosedResourceError:
             raise StopAsyncIteration from None  # another task closed the stream
         except BaseException:
             self.close()

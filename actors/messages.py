@@ -37,12 +37,13 @@ EmbedsDtype = Literal["float32", "float16", "bfloat16", "float64"]
 
 
 class Embeds(msgspec.Struct, frozen=True):
-    """A dense matrix [rows, columns] that stands for the embeddings of a prompt: row major, little endian."""
+    """A dense matrix [rows, columns] that stands for the embeddings of tokens: row major, little endian."""
 
     dtype: EmbedsDtype
     num_rows: int
     num_columns: int
     data: memoryview  # its bytes
+    first: int = 0  # position in the prompt of the first row
 
 
 class Render(msgspec.Struct, frozen=True):
@@ -87,8 +88,8 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     arrival_time: float = 0.0
     cache_salt: str | None = None
-    embeds: Embeds | None = None  # what stands for the tokens; their ids are zeros then
-    embeds_digests: tuple[bytes, ...] = ()  # by block
+    embeds: tuple[Embeds, ...] = ()  # what stands for tokens, in order; their ids are zeros
+    embeds_digests: tuple[bytes, ...] = ()  # by block; empty where it has none
 
 
 class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +100,8 @@ class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):
     params: PoolingParams  # resolved: every field is decided
     slot: PoolingSlot
     token_type_ids: tuple[int, ...] | None = None  # None: all are 0
+    num_keys: int | None = None  # tokens that the others see, from the first on; None: all
+    skipped_rows: tuple[int, ...] = ()  # of a document: they take no part in late interaction
     priority: int = 0
     arrival_time: float = 0.0
 
@@ -192,7 +195,7 @@ class NewRow(msgspec.Struct, frozen=True):
     num_prompt: int
     block_ids: tuple[int, ...]
     sampling: Sampling
-    embeds: Embeds | None = None  # in place of the prompt's ids
+    embeds: tuple[Embeds, ...] = ()  # as in `Admit`
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -223,6 +226,7 @@ class PoolColumn(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     token_type_ids: tuple[int, ...] | None
     task: str
+    num_keys: int | None = None  # as in `AdmitPooling`
 
 
 class PoolPlan(msgspec.Struct, frozen=True):

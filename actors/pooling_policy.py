@@ -166,8 +166,8 @@ class PoolingPolicy:
         group.sort(key=_length)
         self._step += 1
         columns = tuple(
-            PoolColumn(admit.prompt_token_ids, admit.token_type_ids, admit.params.task or "")
-            for admit in group
+            PoolColumn(a.prompt_token_ids, a.token_type_ids, a.params.task or "", a.num_keys)
+            for a in group
         )
         plan = PoolPlan(self._step, self._epoch, columns)
         self._flights.append(_Flight(plan, group))

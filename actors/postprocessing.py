@@ -6,7 +6,7 @@ STEP        the rows of the step tokens, the asked columns  MaxSim  Σ over quer
 
 import numpy as np
 
-from trouper.errors import GenerationError
+from trouper.errors import GenerationError, TrouperValidationError
 from trouper.pooler_config import PoolerSpec
 from trouper.pooling import PoolingParams
 from trouper.pooling_outputs import Array
@@ -20,11 +20,13 @@ def finish(
     spec: PoolerSpec,
     prompt_token_ids: tuple[int, ...] = (),
     query: Array | None = None,
+    skipped_rows: tuple[int, ...] = (),
 ) -> Array:
-    """A new array.  With `query`, [query tokens, size], the document's score against it.
+    """A new array.  With `query`, [query tokens, size], the document's score against it, without `skipped_rows`.
 
     Raises:
         GenerationError: the model's result is not finite.
+        TrouperValidationError: the document has no token that counts.
     """
     if not np.isfinite(array).all():
         raise GenerationError("numerical_error: the result is not finite")
@@ -38,7 +40,14 @@ def finish(
         array = (array - np.float32(spec.logit_mean)) / np.float32(spec.logit_sigma)
         if params.use_activation:
             array = _activated(array, spec.activation)
-    return array if query is None else np.array(max_sim(query, array), np.float32)
+    if query is None:
+        return array
+    if skipped_rows:
+        array = np.delete(array, skipped_rows, axis=0)
+    if not len(array):
+        rule = "no token of this document is scored: the model skips them all"
+        raise TrouperValidationError(rule, parameter="prompt")
+    return np.array(max_sim(query, array), np.float32)
 
 
 def normalized(array: Array) -> Array:

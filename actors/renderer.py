@@ -1,5 +1,5 @@
-"""The renderer actor: takes prompts as their callers wrote them, has them rendered in a thread, and
-hands them on.
+"""The renderer actor: takes prompts as their callers wrote them, has them rendered in a thread (short ones
+where they are), and hands them on.
 
 Laws.  One request at a time per actor; the wiring starts several on clones of one inbox.  A request's
 fault ends that request only.  `Track` goes out before `Admit`, and no await lies between the last look
@@ -7,9 +7,9 @@ at the slot and the two sends: a request is known to both actors or to neither.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import anyio
-import anyio.lowlevel
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -17,6 +17,10 @@ from trouper.actors.messages import AdmitPooling, DetokenizerInbox, Render, Sche
 from trouper.actors.ports import Threads
 from trouper.actors.rendering.text import Rendered
 from trouper.errors import GenerationError, TrouperError, TrouperValidationError
+from trouper.params import SamplingParams
+
+QUICK = 128  # characters or ids
+QUICK_KEYS = frozenset({"prompt", "prompt_token_ids", "text_pair", "cache_salt"})
 
 
 class Renderer:
@@ -43,13 +47,14 @@ class Renderer:
                 await self._serve(message)
 
     async def _serve(self, message: Render) -> None:
-        await anyio.lowlevel.checkpoint()  # others get a turn between any two requests
         slot = message.slot
         rendered: Rendered | None = None
         if not slot.is_aborted:
             try:
                 with slot.scope:
-                    rendered = await self._threads.run(self._render, message)
+                    rendered = await self._threads.run(
+                        self._render, message, is_quick=_is_quick(message)
+                    )
             except Exception as error:  # it is this request's, whatever it is
                 slot.fail(_typed(error))
                 return
@@ -68,6 +73,22 @@ class Renderer:
             self._scheduler.send_nowait(rendered.admit)
         except anyio.BrokenResourceError:
             pass  # the engine is going down, and its end ends every request
+
+
+def _is_quick(message: Render) -> bool:
+    """Text or ids so short, and nothing else that would have to be tokenised or looked through."""
+    prompt: Any = message.prompt
+    params = message.params
+    if isinstance(params, SamplingParams) and (
+        params.bad_words or params.logit_bias or params.allowed_token_ids or params.stop_token_ids
+    ):
+        return False
+    parts: list[Any] = [prompt]
+    if isinstance(prompt, dict) and prompt.keys() <= QUICK_KEYS:
+        parts = [*prompt.values()]
+    return all(isinstance(part, str | list | tuple) for part in parts) and (
+        sum(map(len, parts)) <= QUICK
+    )
 
 
 def _typed(error: Exception) -> Exception:

@@ -91,7 +91,7 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
         for i in range(len(hashes), count):
             tokens = self.token_ids(i * block_size, (i + 1) * block_size)
             extra = salt.encode() if salt is not None and i == 0 else b""
-            if i < len(digests):
+            if i < len(digests) and digests[i]:
                 extra += (
                     b"\0" + digests[i]
                 )  # a salt has no NUL, so no two extras are the same bytes

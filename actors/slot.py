@@ -37,8 +37,7 @@ class Slot(ABC, Generic[Output]):
         self._prompt_token_ids: list[int] = []
         self._error: Exception | None = None
         self._is_closed = False
-        # Capacity 1: a wake-up that nobody has taken yet stands for all the writes since.
-        self._wake, self._woken = anyio.create_memory_object_stream[None](1)
+        self._woken: anyio.Event | None = None  # of the last wait
         self._rendered = anyio.Event()
         self._over = anyio.Event()
 
@@ -93,15 +92,16 @@ class Slot(ABC, Generic[Output]):
 
         Raises:
             Exception: what `fail` was given.
+            ClosedResourceError: the slot is closed.
         """
         if self._is_ready or self._error is not None:
             await anyio.lowlevel.checkpoint()
-        else:
-            await self._woken.receive()
-        while (
-            output := self.read_nowait()
-        ) is None:  # a stale wake-up: that output is taken already
-            await self._woken.receive()
+        while (output := self.read_nowait()) is None:
+            if self._is_closed:
+                raise anyio.ClosedResourceError
+            if self._woken is None or self._woken.is_set():  # whoever else waits shares it
+                self._woken = anyio.Event()
+            await self._woken.wait()
         return output
 
     def read_nowait(self) -> Output | None:
@@ -129,8 +129,7 @@ class Slot(ABC, Generic[Output]):
         self._is_closed = True
         self._end()
         self.scope.cancel()
-        self._wake.close()
-        self._woken.close()
+        self._wake_reader()
 
     def expect(self, num_prompt_tokens: int) -> None:
         """About so many tokens are about to be rendered."""
@@ -153,7 +152,5 @@ class Slot(ABC, Generic[Output]):
         self._over.set()
 
     def _wake_reader(self) -> None:
-        try:
-            self._wake.send_nowait(None)
-        except anyio.WouldBlock:
-            pass  # the wake-up already there is enough
+        if self._woken is not None:
+            self._woken.set()

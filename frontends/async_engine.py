@@ -264,16 +264,11 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
             max_iterations=max_iterations,
             profiler_kwargs=profiler_kwargs,
         )
-        engine = self.engine
-        settings = self._args.profiler_config or {}
-        if "torch_profiler_dir" not in settings:
-            raise TrouperValidationError(
-                "needs a folder in torch_profiler_dir", parameter="profiler_config", value=settings
-            )
-        await engine.start_profile(str(settings["torch_profiler_dir"]), profile_prefix or "trouper")
+        await self.engine.start_profile(self._profiler_dir(), profile_prefix or "trouper")
 
     async def stop_profile(self) -> None:
         """Write the trace."""
+        self._profiler_dir()
         await self.engine.stop_profile()
 
     async def wait_for_requests_to_drain(self, timeout: float = 300) -> None:  # noqa: ASYNC109  # vLLM's signature
@@ -336,6 +331,14 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
     @property
     def dead_error(self) -> EngineDeadError | None:
         return self._engine.dead_error if self._engine else None
+
+    def _profiler_dir(self) -> str:
+        settings = self._args.profiler_config or {}
+        if "torch_profiler_dir" not in settings:
+            raise TrouperValidationError(
+                "needs a folder in torch_profiler_dir", parameter="profiler_config", value=settings
+            )
+        return str(settings["torch_profiler_dir"])
 
     async def check_health(self) -> None:
         """Raises EngineDeadError when the engine has failed or is not running."""

@@ -50,7 +50,7 @@ class LayerNorm:
         if self._kernel is None:
             x_TD = x_TD if residual_TD is None else x_TD + residual_TD
             return F.layer_norm(x_TD, self._weight.shape, self._weight, self._bias, self._eps)
-        y_TD = torch.empty_like(x_TD)
+        y_TD = x_TD.new_empty(x_TD.shape)
         num_rows, width = x_TD.shape
         self._kernel(
             num_rows,

@@ -13,7 +13,7 @@
              where bfloat16 would be native; elsewhere the rounded weights in their own dtype, with no
              gain but the same outputs
 
-Law: the choice depends on the weight and the machine alone, never on a batch.
+Law: the choice depends on the weight, the machine and the use (an encoder's are native), never on a batch.
 """
 
 import torch
@@ -21,7 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.kernels import launch
-from trouper.kernels.quantization import Format, Integers, dequantized, group_of, packed, quantize
+from trouper.kernels.quantization import (
+    LANES,
+    PANELS,
+    Format,
+    Integers,
+    dequantized,
+    group_of,
+    num_blocks,
+    packed,
+    quantize,
+)
 
 ONEDNN_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -154,6 +164,7 @@ def _compressed(x_TI: Tensor, layer: Linear) -> Tensor:
         num_rows,
         num_in // 2,
         num_out // 16,
+        num_threads,
         launch.scratch(num_threads * scratch_bytes(num_rows, num_in)),
         num_threads=num_threads,
     )
@@ -182,6 +193,7 @@ def _quantized(x_TI: Tensor, layer: Linear) -> Tensor:
         num_in // 2,
         num_out // 16,
         num_in // layer.scales.shape[1] // 2,
+        num_threads,
         launch.scratch(num_threads * bytes_each),
         bytes_each,
         num_threads=num_threads,
@@ -204,11 +216,11 @@ def _round(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     group = group_of(num_in, fmt)
-    panels, half_bytes = num_out // 16, 1 if fmt == "int4" else 2
-    numbers = torch.empty((panels, num_in, 8 * half_bytes), dtype=torch.int8)
-    scales = weight_OI.new_empty((panels, num_in // group, 16))
+    blocks, half_bytes = num_blocks(num_out), 1 if fmt == "int4" else 2
+    numbers = torch.zeros((blocks, num_in, 32 * half_bytes), dtype=torch.int8)
+    scales = weight_OI.new_zeros((blocks, num_in // group, PANELS, LANES))
     launch.compiled(quantize_panels, fmt)(
-        panels,
+        num_out // LANES,
         weight_OI.data_ptr(),
         numbers.data_ptr(),
         scales.data_ptr(),

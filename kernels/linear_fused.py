@@ -29,7 +29,8 @@ def linear_act(x_TI: Tensor, layer: Linear, act: str) -> Tensor:
         name, variant = FUSED[act]
         return torch.ops.mkldnn._linear_pointwise(x_TI, layer.weight, layer.bias, name, [], variant)
     y_TO = linear(x_TI, layer)
-    return _gelu(y_TO) if layer.layout == "native" and act == "gelu" else activate(y_TO, act)
+    is_native = act == "gelu" and layer.layout in ("native", "compressed")
+    return _gelu(y_TO) if is_native else activate(y_TO, act)
 
 
 def _gelu(x_TM: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_A, _B = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
+MULTIPLIERS = 0x7FEB352D, 0x846CA68B
+_A, _B = map(np.uint32, MULTIPLIERS)
 
 
 def gumbel(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> Tensor:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 Format = Literal["int4", "int8"]
 GROUP = 32
-LANES = 16
+LANES = 16  # outputs of a panel
+PANELS = 4  # side by side in memory
+STEP = 4  # pairs of inputs, one panel after the other: a word of int4
 
 
 class Integers(NamedTuple):
@@ -68,17 +70,25 @@ def dequantized(integers: Integers) -> Tensor:
 def packed(integers: Integers) -> tuple[Tensor, Tensor, Tensor | None]:
     """q, s and z as `quantized_matmul.py` reads them."""
     q_OI, zeros_OG = integers.q_OI, integers.zeros_OG
-    if integers.fmt == "int8":
-        pairs = q_OI.unflatten(0, (-1, LANES)).unflatten(2, (-1, 2))
-        return pairs.transpose(1, 2).contiguous(), _panels(integers.scales_OG), None
-    eight = (q_OI + 8).unflatten(1, (-1, 8))
-    # the low half of a word has the even inputs, the high half the odd ones
-    words = (eight[..., [0, 4, 1, 5]] | eight[..., [2, 6, 3, 7]] << 4).view(torch.int32)
     if zeros_OG is not None:
         zeros_OG = _panels((32 - (zeros_OG + 8)).int() * 0x10001)
+    if integers.fmt == "int8":
+        q = _panels(q_OI.unflatten(1, (-1, STEP, 2)))
+        return q.transpose(3, 4).contiguous(), _panels(integers.scales_OG), None
+    eight = (q_OI + 8).unflatten(1, (-1, 2 * STEP))
+    # the low half of a word has the even inputs, the high half the odd ones
+    words = (eight[..., [0, 4, 1, 5]] | eight[..., [2, 6, 3, 7]] << 4).view(torch.int32)
     return _panels(words.squeeze(2)), _panels(integers.scales_OG), zeros_OG
 
 
+def num_blocks(num_out: int) -> int:
+    """Of panels side by side."""
+    return -(-num_out // (PANELS * LANES))
+
+
 def _panels(rows: Tensor) -> Tensor:
-    """[O, N] to [O / 16, N, 16]."""
-    return rows.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+    """[O, N, …] to [O / 64, N, 4, 16, …], with zeros beyond the last output."""
+    missing = num_blocks(len(rows)) * PANELS * LANES - len(rows)
+    if missing:
+        rows = torch.cat((rows, rows.new_zeros((missing, *rows.shape[1:]))))
+    return rows.unflatten(0, (-1, PANELS, LANES)).movedim(3, 1).contiguous()

@@ -9,19 +9,21 @@ Roofline: bytes = O I (2 + bits / 8).
 
 from collections.abc import Iterator
 
-from trouper.kernels.quantization import Format
+from trouper.kernels.quantization import PANELS, STEP, Format
 from trouper.kernels.simd import LANES, Code, Pointer, Value
 
 
 def quantize_panels(code: Code, fmt: Format) -> None:
     """The plain matrix, q, s, I / 2, pairs of a group.  A piece is a panel."""
     plain, q, s, pairs, length = code.arguments(5)
-    num_groups, at_once = pairs // length, 4 if fmt == "int4" else 1  # columns to a word
+    num_groups, at_once = pairs // length, STEP if fmt == "int4" else 1  # columns to a word
+    of_step = LANES * STEP // at_once
     for panel in code.pieces():
+        block, place = panel // PANELS, panel % PANELS
         rows = code.pointer(plain, "i32") + panel * LANES * pairs
         words = code.pointer(q, "i32" if fmt == "int4" else "i16")
-        words += panel * (pairs // at_once) * LANES
-        scales = code.pointer(s, "bf16") + panel * num_groups * LANES
+        words += (block * (pairs // STEP * PANELS) + place) * of_step
+        scales = code.pointer(s, "bf16") + (block * (num_groups * PANELS) + place) * LANES
         for g in code.loop(0, num_groups):
             first = g * length
             largest = code.var(code.lanes(0.0))
@@ -29,13 +31,14 @@ def quantize_panels(code: Code, fmt: Format) -> None:
                 for x in (x for column in columns for x in code.unpaired(column)):
                     largest.set(code.select(_magnitude(x) > _magnitude(largest), x, largest))
             scale = largest * (-1 / 8) if fmt == "int4" else _magnitude(largest) / 127.0
-            scales.store(g * LANES, scale)
-            scale = scales.load(g * LANES)
+            scales.store(g * (PANELS * LANES), scale)
+            scale = scales.load(g * (PANELS * LANES))
             inverse = code.select(scale.equals(0.0), 0.0, code.lanes(1.0) / scale)
             for i, columns in _columns(code, rows, pairs, first, length):
                 for j in range(0, LANES, at_once):
                     word = _word(code, fmt, columns[j : j + at_once], inverse)
-                    words.store((i + j) // at_once * LANES, word)
+                    step = (i + j) // STEP * (PANELS * of_step)
+                    words.store(step + j % STEP // at_once * LANES, word)
 
 
 def _columns(

@@ -1,12 +1,15 @@
 """y = x (s · (q - z))ᵀ + b: bfloat16 times integers of 4 or 8 bits with a scale for each group of inputs.
 
     x [T, I]                  tokens × inputs, rows may be strided
-    q [O / 16, I / 8, 16]     int4: words of eight inputs, panels as in `matmul.py`
-      [O / 16, I / 2, 16, 2]  int8: bytes
-    s [O / 16, I / G, 16]     bfloat16 or float32; G, a multiple of 32, inputs of an output share a scale
-    z [O / 16, I / G, 16]     words of 32 - z twice, of int4; or absent
-    b [O]                     or absent
+    q [O / 64, I / 8, 4, 16]        int4: words of eight inputs
+      [O / 64, I / 8, 4, 4, 16, 2]  int8: bytes of four pairs of inputs
+    s [O / 64, I / G, 4, 16]        bfloat16 or float32; G, a multiple of 32, inputs of an output share a scale
+    z [O / 64, I / G, 4, 16]        words of 32 - z twice, of int4; or absent
+    b [O]                           or absent
     y [T, O]
+
+Sixteen outputs are a panel, and four panels lie side by side, O rounded up, so that what one row reads
+is one stream: of panels one after the other a third is over before anybody has asked ahead.
 
 Integers become pairs of bfloat16, exactly, and go into the same dot instruction:
 
@@ -25,17 +28,15 @@ Roofline: bytes = O I (bits / 8 + 2 / G), FLOPs = 2 T O I.
 
 from collections.abc import Sequence
 
-from trouper.kernels.quantization import Format
+from trouper.kernels.quantization import PANELS, STEP, Format
 from trouper.kernels.simd import LANES, Code, Kind, Pointer, Value, Var
 
 # panels, rows: accumulators and totals fill the registers of int4; int8 has one group, so no totals
 FEW = {"int4": ((4, 1), (4, 2), (3, 4), (2, 6)), "int8": ((4, 1), (4, 2), (4, 4))}
 MANY = (3, 4)  # panels, rows
 BLOCK = 192
-STEP = 4  # pairs of inputs: a word of int4
-AHEAD = (
-    768  # words asked for, into the second cache: a step of one row of int4 12.1 ms instead of 12.5
-)
+AHEAD = 48  # steps asked for, into the second cache
+GROUPS_AHEAD = 8  # of scales
 LINE = 64  # bytes
 NIBBLES = [float(i % 16 - 8) for i in range(32)]
 DIFFERENCES = [float((i + 16) % 32 - 16) for i in range(32)]
@@ -53,8 +54,8 @@ def scratch_bytes(num_in: int) -> int:
 
 
 def quantized_matmul(code: Code, fmt: Format, scale_kind: Kind, has_zeros: bool) -> None:
-    """x, its stride in words, q, s, z or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, scratch, its
-    bytes a thread.
+    """x, its stride in words, q, s, z or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, threads,
+    scratch, its bytes a thread.
 
     A piece is panels of a block of rows.
     """
@@ -83,8 +84,8 @@ def quantized_matmul(code: Code, fmt: Format, scale_kind: Kind, has_zeros: bool)
 
 class _Work:
     def __init__(self, code: Code, fmt: Format, scale_kind: Kind, has_zeros: bool) -> None:
-        x, stride, q, s, z, bias, y, *sizes, scratch, bytes_each = code.arguments(13)
-        self.num_rows, self.pairs, self.num_panels, self.length = sizes
+        x, stride, q, s, z, bias, y, *sizes, scratch, bytes_each = code.arguments(14)
+        self.num_rows, self.pairs, self.num_panels, self.length, self.num_threads = sizes
         self.num_groups = self.pairs // self.length
         self.code, self.fmt, self.bias, self.stride = code, fmt, bias, stride
         self.x, self.y = code.pointer(x, "i32"), code.pointer(y, "bf16")
@@ -100,10 +101,12 @@ class _Work:
         return [self.code.smaller(first + p, self.num_panels - 1) for p in range(num)]
 
     def packed(self, panel: Value) -> "_Packed":
-        zeros = self.zeros and self.zeros + panel * self.num_groups * LANES
-        if self.fmt == "int4":
-            return _Nibbles(self.code, self.q + panel * self.pairs * LANES, zeros)
-        return _Bytes(self.code, self.q + panel * self.pairs * (2 * LANES))
+        steps = self.pairs // STEP
+        q = _Stream(self.q.of("i32"), panel, LANES * (1 if self.fmt == "int4" else 2), steps, self)
+        if self.fmt == "int8":
+            return _Bytes(self.code, q)
+        zeros = self.zeros and _Stream(self.zeros, panel, LANES, self.num_groups, self)
+        return _Nibbles(self.code, q, zeros)
 
     def tile(
         self,
@@ -116,13 +119,13 @@ class _Work:
         code, panels, num_groups = self.code, len(at_panel), self.num_groups
         at_row = [code.smaller(first_row + r, self.num_rows - 1) for r in range(rows)]
         xs = [self.x + r * self.stride for r in at_row]
-        scales = [self.scales + p * num_groups * LANES for p in at_panel]
+        scales = [_Stream(self.scales, p, LANES, num_groups, self) for p in at_panel]
         totals = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in range(panels)]
         steps = self.length // STEP
         for g in code.loop(0, num_groups):
             sums = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in range(panels)]
-            for weight in weights:
-                weight.enter(g)
+            for stream in (*scales, *weights):
+                stream.enter(g)
             for i in code.loop(g * steps, g * steps + steps):
                 pairs = [weight.pairs(i) for weight in weights]
                 for j in range(STEP):
@@ -131,7 +134,7 @@ class _Work:
                         for p in range(panels):
                             sums[p][r].set(code.dot(pairs[p][j], both, sums[p][r]))
             for p in range(panels):
-                scale = scales[p].load(g * LANES)
+                scale = scales[p].at(g).load()
                 for total, part in zip(totals[p], sums[p], strict=True):
                     total.set(code.fma(part, scale, total))
         for panel, of_panel in zip(at_panel, totals, strict=True):
@@ -146,20 +149,45 @@ class _Work:
             self.y.store((row * self.num_panels + panel) * LANES, total)
 
 
+class _Stream:
+    """What a panel has for each step or group, side by side with the other panels'."""
+
+    def __init__(
+        self, start: Pointer, panel: Value, length: int, count: Value, work: _Work
+    ) -> None:
+        self._own = start + (panel // PANELS * (count * PANELS) + panel % PANELS) * length
+        self._stride, self._count, self._work = length * PANELS, count, work
+
+    def at(self, i: Value) -> Pointer:
+        return self._own + i * self._stride
+
+    def enter(self, group: Value) -> None:
+        """Of scales."""
+        self.ask(group, GROUPS_AHEAD)
+
+    def ask(self, i: Value, ahead: int) -> None:
+        """For a later one, or for one of the panels that this thread will probably take next."""
+        work, later = self._work, i + ahead
+        beyond = later + (work.num_threads - 1) * self._count
+        there = self.at(work.code.select(later < self._count, later, beyond))
+        for line in range(0, self._stride // PANELS, LINE // 4):
+            there.prefetch(line)
+
+
 class _Nibbles:
     """A panel of int4, read as pairs of bfloat16."""
 
-    def __init__(self, code: Code, q: Pointer, zeros: Pointer | None) -> None:
-        self._code, self._words, self._zeros = code, q.of("i32"), zeros
+    def __init__(self, code: Code, words: _Stream, zeros: _Stream | None) -> None:
+        self._code, self._words, self._zeros = code, words, zeros
         self._zero: Value | None = None
 
     def enter(self, group: Value) -> None:
-        self._zero = self._zeros and self._zeros.load(group * LANES)
+        self._zero = self._zeros and self._zeros.at(group).load()
 
     def pairs(self, i: Value) -> list[Value]:
         """Of step i."""
-        word = self._words.load(i * LANES)
-        self._words.prefetch(i * LANES + AHEAD)
+        word = self._words.at(i).load()
+        self._words.ask(i, AHEAD)
         shifted = [word >> 4 * j for j in range(STEP)]
         if self._zero is None:
             return [self._code.lookup(NIBBLES, index) for index in shifted]
@@ -170,19 +198,17 @@ class _Nibbles:
 class _Bytes:
     """A panel of int8, likewise."""
 
-    def __init__(self, code: Code, q: Pointer) -> None:
-        self._code, self._q = code, q
+    def __init__(self, code: Code, words: _Stream) -> None:
+        self._code, self._words = code, words
 
     def enter(self, group: Value) -> None:
         """One group has no zeros."""
 
     def pairs(self, i: Value) -> list[Value]:
         code = self._code
-        for half in range(0, 2 * STEP, LINE // LANES):
-            self._q.prefetch((i * 2 * STEP + half) * LANES + AHEAD * 4)
-        numbers = [
-            code.numbers(self._q.load((i * 2 * STEP + half) * LANES)) for half in range(2 * STEP)
-        ]
+        self._words.ask(i, AHEAD)
+        here = self._words.at(i).of("i8")
+        numbers = [code.numbers(here.load(half * LANES)) for half in range(2 * STEP)]
         return [code.packed(*numbers[j : j + 2]) for j in range(0, 2 * STEP, 2)]
 
 

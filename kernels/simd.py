@@ -108,6 +108,9 @@ class Value:
     def __or__(self, other: "Operand") -> "Value":
         return self.code.binary("or_", self, other)
 
+    def __xor__(self, other: "Operand") -> "Value":
+        return self.code.binary("xor", self, other)
+
     def __lshift__(self, other: "Operand") -> "Value":
         return self.code.binary("shl", self, other)
 
@@ -359,7 +362,7 @@ class Code:
         kind = model._value.allocated_type if isinstance(model, Var) else model.ir.type
         element = kind.element if isinstance(kind, ir.VectorType) else kind
         if not isinstance(x, Value):
-            number = _f32(x) if element == _F32 else int(x)
+            number = _f32(x) if element == _F32 else _signed(int(x), element.width)
             if element != kind:
                 return Value(self, ir.Constant(kind, [number] * kind.count))
             return Value(self, ir.Constant(kind, number))
@@ -447,6 +450,16 @@ class Code:
     def numbers(self, integers: Value) -> Value:
         """Words as lanes."""
         return Value(self, self.builder.sitofp(integers.ir, _LANES))
+
+    def split(self, x: Value) -> tuple[Value, Value]:
+        """Positive normal lanes as f · 2^e: words e, and lanes f in [½, 1)."""
+        bits = Value(self, self.builder.bitcast(x.ir, _WORDS))
+        f = Value(self, self.builder.bitcast(((bits & 0x7FFFFF) | 0x3F000000).ir, _LANES))
+        return (bits >> 23) - 126, f
+
+    def steps(self) -> Value:
+        """The words 0, 1, … 15."""
+        return Value(self, ir.Constant(_WORDS, list(range(LANES))))
 
     def rounded(self, x: Value) -> Value:
         """Lanes as the nearest integers, halves to even."""
@@ -552,6 +565,11 @@ class Code:
                     swapped[i + distance] = self.shuffle(a, b, high)
             vectors = swapped
         return vectors
+
+
+def _signed(x: int, width: int) -> int:
+    """The same bits, as LLVM wants its constants."""
+    return (x + 2 ** (width - 1)) % 2**width - 2 ** (width - 1)
 
 
 def _f32(x: float) -> float:

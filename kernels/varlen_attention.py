@@ -3,9 +3,9 @@ sequence in both directions.
 
     qkv   [T, 3, N, D]   the sequences one after the other; equal lengths stand together
     out   [T, N D]
-    group (first token, number of sequences n, their length L)
+    group (first token, number of sequences n, their length L, how many of L are seen: K)
 
-`window` w: a token sees those at most w away.  `bias` [N, 2 P + ROWS] float32 is added to the scores by
+A sequence's tokens from K on see the others, and nobody sees them.  `window` w: a token sees those at most w away.  `bias` [N, 2 P + ROWS] float32 is added to the scores by
 distance: bias[n, P + query - key]; P ≥ L.
 
     native   bfloat16 and float32, D a multiple of 16: `whole_attention.py`
@@ -36,6 +36,11 @@ class Group(NamedTuple):
     first: int
     num_sequences: int
     length: int
+    num_keys: int = UNLIMITED  # at most the length; each token's window must hold one of them
+
+    @property
+    def keys(self) -> int:
+        return min(self.num_keys, self.length)
 
 
 def is_native(dtype: torch.dtype, width: int) -> bool:
@@ -47,13 +52,13 @@ def is_native(dtype: torch.dtype, width: int) -> bool:
 
 
 def tiles_of(groups: Sequence[Group]) -> np.ndarray:
-    """[P, 4] int64: first token and length of a sequence, first query, number of queries."""
+    """[P, 4] int64: first token and number of keys of a sequence, first query, number of queries."""
     return np.array(
         [
-            (first + i * length, length, query, min(ROWS, length - query))
-            for first, num, length in groups
-            for i in range(num)
-            for query in range(0, length, ROWS)
+            (group.first + i * group.length, group.keys, query, min(ROWS, group.length - query))
+            for group in groups
+            for i in range(group.num_sequences)
+            for query in range(0, group.length, ROWS)
         ],
         np.int64,
     )
@@ -73,17 +78,19 @@ def varlen_attention(
         return _native(qkv_T3ND, tiles, scale, window, bias)
     num_tokens, _, num_heads, width = qkv_T3ND.shape
     out_TND = qkv_T3ND.new_empty((num_tokens, num_heads, width))
-    for first, num, length in groups:
+    for group in groups:
+        first, num, length, _ = group
         part = qkv_T3ND.narrow(0, first, num * length).view(num, length, 3, num_heads, width)
         q, k, v = part.permute(2, 0, 3, 1, 4)  # [n, N, L, D] each
+        k, v = k[:, :, : group.keys], v[:, :, : group.keys]
         target = out_TND.narrow(0, first, num * length).view(num, length, num_heads, width)
         if window is None or length <= window + 1:
-            mask = None if bias is None else _matrix(bias, length).to(q.dtype)
+            mask = None if bias is None else _matrix(bias, length)[..., : group.keys].to(q.dtype)
             target.copy_(_attend(q, k, v, mask, scale).transpose(1, 2))
             continue
         for begin in range(0, length, QUERY_TILE):
             end = min(begin + QUERY_TILE, length)
-            low, high = max(0, begin - window), min(length, end + window)
+            low, high = max(0, begin - window), min(group.keys, end + window)
             mask = _band(begin, end, low, high, window, qkv_T3ND.device)
             out = _attend(q[:, :, begin:end], k[:, :, low:high], v[:, :, low:high], mask, scale)
             target[:, begin:end] = out.transpose(1, 2)
@@ -143,7 +150,8 @@ def varlen_attention_reference(
 ) -> Tensor:
     """One sequence after the other, with all scores at once, in float64."""
     outs: list[Tensor] = []
-    for first, num, length in groups:
+    for group in groups:
+        first, num, length, _ = group
         for i in range(num):
             part = qkv_T3ND.narrow(0, first + i * length, length).double()
             q, k, v = part.permute(1, 2, 0, 3)  # [N, L, D]
@@ -154,5 +162,6 @@ def varlen_attention_reference(
                 positions = torch.arange(length)
                 far = (positions[:, None] - positions).abs() > window
                 scores.masked_fill_(far, -torch.inf)
+            scores[:, :, group.keys :] = -torch.inf
             outs.append((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
     return torch.cat(outs).to(qkv_T3ND.dtype)

@@ -3,7 +3,7 @@
     out[t, n] = softmax(scale · q[t, n] Kᵀ + bias[n, P + t - j] + mask) V,   j the keys' positions
 
     qkv    [T, 3, N, D]  the sequences one after the other
-    tiles  [P, 4]        int64: first token and length of the sequence, first query, number of queries ≤ ROWS
+    tiles  [P, 4]        int64: first token and number of keys of the sequence, first query, number of queries ≤ ROWS
     bias   [N, 2 P + ROWS]  float32, or absent; a tile reads up to ROWS beyond its last query
     out    [T, N D]
 
@@ -32,12 +32,12 @@ def whole_attention(code: Code, kind: Kind) -> None:
     stride = size * 3
     for piece in code.pieces():
         row, head = tiles + piece // num_heads * 4, piece % num_heads
-        start, length, query, count = row[0], row[1], row[2], row[3]
+        start, num_keys, query, count = row[0], row[1], row[2], row[3]
         q = qkv + (start * stride + head * width)
         k, v = q + size, q + size * 2
         num_rows = tile.read_queries(q + query * stride, stride, count)
         tile.begin(num_rows, query, count)
-        low, high = code.larger(query - window, 0), code.smaller(query + count + window, length)
+        low, high = code.larger(query - window, 0), code.smaller(query + count + window, num_keys)
         is_masked = (query + count - 1 - window > low) | (query + window < high - 1)
         for first in code.loop(low, high, KEYS):
             num = code.smaller(high - first, KEYS)

@@ -37,6 +37,10 @@ class ChatTemplateResolutionError(TrouperClientError):
     """No usable chat template."""
 
 
+class TemplateBudgetError(TrouperValidationError):
+    """A request's own chat template takes more than it may."""
+
+
 class TrouperNotFoundError(TrouperClientError):
     """Unknown model or adapter."""
 

@@ -28,6 +28,8 @@ class ChatPrompt(TypedDict):
 
     messages: Sequence[dict[str, Any]]
     chat_template: NotRequired[str | None]
+    foreign_chat_template: NotRequired[str | None]
+    """The same from somebody who is not trusted: rendered in a process of its own, on a budget."""
     add_generation_prompt: NotRequired[bool]
     continue_final_message: NotRequired[bool]
     tools: NotRequired[Sequence[dict[str, Any]] | None]

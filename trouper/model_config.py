@@ -107,7 +107,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         wishes = PoolerConfig.of(wishes)
         if not is_pooling(runner, convert, folder, self.architecture):
             return None
-        return pooler_spec(wishes, folder, self.architecture, self.hf_config)
+        return pooler_spec(wishes, folder, self.architecture, self.hf_config, convert)
 
 
 def _use_common_names(config: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ def _download(args: "EngineArgs", repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # untyped dicts in it
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "artifact.metadata"]
     try:
         return Path(
             snapshot_download(

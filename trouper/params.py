@@ -22,6 +22,7 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 LOWEST_TEMPERATURE = 1e-2
 INT64 = 2**63
 MAX_LOGPROB_TOKEN_IDS = 128
+PLAIN = (bool, int, float, str, type(None))  # what needs no copy
 
 
 class RequestOutputKind(IntEnum):
@@ -131,7 +132,9 @@ class SamplingParams(msgspec.Struct):
     def clone(self) -> "SamplingParams":
         """An independent copy."""
         copies: dict[str, Any] = {
-            name: deepcopy(getattr(self, name)) for name in self.__struct_fields__
+            name: value if isinstance(value, PLAIN) else deepcopy(value)
+            for name in self.__struct_fields__
+            for value in [getattr(self, name)]
         }
         return SamplingParams(**copies)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.late_interaction import LateInteraction
 
 SeqPooling = Literal["CLS", "LAST", "MEAN"]
 TokPooling = Literal["ALL", "STEP"]
@@ -18,7 +19,9 @@ Activation = Literal["identity", "sigmoid", "softmax"]
 SEQ_POOLINGS, TOK_POOLINGS = ("CLS", "LAST", "MEAN"), ("ALL", "STEP")
 CLASSIFIERS = "ForSequenceClassification"
 TOKEN_CLASSIFIERS = "ForTokenClassification"
+CONVERSIONS = ("embed", "classify")
 LATE_INTERACTION = ("HF_ColBERT", "ColBERTModel")
+COLBERT_SIZES = ("colbert_dim", "dim", "projection_dim")
 # In the order in which the model's default is looked for, and the engine's (spec 14.1).
 MODEL_ORDER = ("embed", "classify", "token_embed", "token_classify")
 ENGINE_ORDER = ("token_embed", "token_classify", "embed", "classify")
@@ -132,37 +135,42 @@ class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     returned_token_ids: tuple[int, ...] = ()
     lowers_case: bool = False
     max_length: int | None = None  # sentence_bert_config's max_seq_length
+    late: LateInteraction | None = None  # None: texts are read as they are
 
 
 def is_pooling(runner: str, convert: str, folder: Path, architecture: str) -> bool:
     """Whether the model runs as a pooling model.
 
     Raises:
-        TrouperValidationError: an option that does not exist, or runner=generate for an encoder.
-        UnsupportedFeatureError: convert=classify.
+        TrouperValidationError: an option that does not exist, or that this model cannot follow.
     """
     if runner not in ("auto", "generate", "pooling", "draft"):
         raise _bad("runner", runner, "must be auto, generate or pooling")
-    if convert not in ("auto", "none", "embed", "classify"):
+    if convert not in ("auto", "none", *CONVERSIONS):
         raise _bad("convert", convert, "must be auto, none, embed or classify")
-    if convert == "classify":
-        raise UnsupportedFeatureError(
-            "convert='classify' is not supported: its head would have no weights"
-        )
     is_decoder = architecture.endswith("ForCausalLM")
     if runner == "generate":
-        if not is_decoder or convert == "embed":
+        if convert in CONVERSIONS:
+            raise _bad("convert", convert, "makes a pooling model: runner='pooling'")
+        if not is_decoder:
             raise _bad("runner", runner, f"{architecture} is a pooling model: runner='pooling'")
         return False
-    if runner == "pooling" or convert == "embed":
-        return True
-    return not is_decoder or (folder / "modules.json").is_file()
+    if is_decoder and convert == "none":
+        if runner == "pooling":
+            raise _bad("convert", convert, f"{architecture} pools only as embed or classify")
+        return False
+    asked = runner == "pooling" or convert in CONVERSIONS
+    return asked or not is_decoder or (folder / "modules.json").is_file()
 
 
 def pooler_spec(
-    wishes: PoolerConfig, folder: Path, architecture: str, config: dict[str, Any]
+    wishes: PoolerConfig,
+    folder: Path,
+    architecture: str,
+    config: dict[str, Any],
+    convert: str = "auto",
 ) -> PoolerSpec:
-    """Read the model's files.
+    """Read the model's files.  A model of another kind is read as `convert` says.
 
     Raises:
         TrouperValidationError: a wish that the model cannot fulfil, or a file that cannot be read.
@@ -170,32 +178,22 @@ def pooler_spec(
     """
     is_decoder = _is_decoder(architecture)
     found = _Modules(folder)
-    tasks = _tasks(architecture, found)
-    default = (
-        "token_classify"
-        if architecture.endswith(TOKEN_CLASSIFIERS)
-        else next(task for task in MODEL_ORDER if task in tasks)
-    )
-    task = wishes.task or default
+    tasks = _tasks(architecture, found, convert)
+    task = wishes.task or next(task for task in MODEL_ORDER if task in tasks)
     if task not in tasks:
         raise _bad("task", task, f"this model can {', '.join(tasks)}")
     by_default: SeqPooling = "LAST" if is_decoder else "CLS"
-    if config.get("model_type") == "modernbert" and architecture.endswith(CLASSIFIERS):
+    if config.get("model_type") == "modernbert" and "classify" in tasks:
         by_default = "MEAN" if config.get("classifier_pooling") == "mean" else "CLS"
     seq = wishes.seq or found.pooling or by_default
     labels = _labels(config)
-    embedding_size = int(
-        found.dense[-1].num_outputs
-        if found.dense
-        else config.get("dim") or config["hidden_size"]
-        if architecture not in LATE_INTERACTION
-        else config.get("dim") or 128
-    )
+    embedding_size = _embedding_size(found, architecture, config)
     known: list[int] = list(config.get("matryoshka_dimensions") or ())
     if wishes.use_activation is not None:
         normalizes = activates = wishes.use_activation
     else:
         normalizes, activates = found.normalizes, True
+    late = _late_interaction(folder, found) if tasks == ("token_embed",) else None
     spec = PoolerSpec(
         tasks=tasks,
         task=task,
@@ -216,7 +214,8 @@ def pooler_spec(
         step_tag_id=wishes.step_tag_id,
         returned_token_ids=tuple(wishes.returned_token_ids or ()),
         lowers_case=found.lowers_case,
-        max_length=found.max_length,
+        max_length=max(late.query_length, late.document_length) if late else found.max_length,
+        late=late,
     )
     if spec.dimensions is not None and spec.dimensions > embedding_size:
         raise _bad("dimensions", spec.dimensions, f"must be in [1, {embedding_size}]")
@@ -230,14 +229,34 @@ def _is_decoder(architecture: str) -> bool:
     )
 
 
-def _tasks(architecture: str, found: "_Modules") -> tuple[str, ...]:
-    if architecture.endswith(CLASSIFIERS):
-        return ("classify",)
-    if architecture.endswith(TOKEN_CLASSIFIERS):
-        return ("token_classify",)
+def _tasks(architecture: str, found: "_Modules", convert: str) -> tuple[str, ...]:
+    if convert != "embed":
+        if architecture.endswith(TOKEN_CLASSIFIERS):
+            return ("token_classify",)
+        if architecture.endswith(CLASSIFIERS) or convert == "classify":
+            return ("classify",)
     if architecture in LATE_INTERACTION or found.is_late_interaction:
         return ("token_embed",)
     return ("embed", "token_embed")
+
+
+def _embedding_size(found: "_Modules", architecture: str, config: dict[str, Any]) -> int:
+    if found.dense:
+        return found.dense[-1].num_outputs
+    if architecture in LATE_INTERACTION:
+        return int(next((config[name] for name in COLBERT_SIZES if config.get(name)), 128))
+    return int(config.get("dim") or config["hidden_size"])
+
+
+def _late_interaction(folder: Path, found: "_Modules") -> LateInteraction | None:
+    config: Any = _read(folder / "config_sentence_transformers.json", {})
+    stanford: Any = _read(folder / "artifact.metadata", {})
+    try:
+        if found.mask is not None:
+            return LateInteraction.of_sentence_transformers(config, found.transformer, found.mask)
+        return LateInteraction.of_pylate(config) or LateInteraction.of_stanford(stanford)
+    except msgspec.ValidationError as error:
+        raise _bad("model", str(folder), f"its markers of queries and documents: {error}") from None
 
 
 def _labels(config: dict[str, Any]) -> tuple[str, ...]:
@@ -272,6 +291,8 @@ class _Modules:
         self.normalizes = True
         self.dense: tuple[Dense, ...] = ()
         self.is_late_interaction = False
+        self.transformer: dict[str, Any] = {}
+        self.mask: dict[str, Any] | None = None  # of a MultiVectorEncoder
         self.max_length: int | None = None
         self.lowers_case = False
         if not (folder / "modules.json").is_file():
@@ -283,15 +304,17 @@ class _Modules:
             kinds.append(kind)
             self._take(kind, folder / str(module.get("path", "")))
         self.normalizes = "Normalize" in kinds
-        # PyLate's models: a projection of each token, and no pooling over them.
-        self.is_late_interaction = "Dense" in kinds and "Pooling" not in kinds
+        # A projection of each token, and no pooling over them.
+        self.is_late_interaction = "Pooling" not in kinds and (
+            "Dense" in kinds or self.mask is not None
+        )
         if self.is_late_interaction:
             self.normalizes = True
 
     def _take(self, kind: str, folder: Path) -> None:
         match kind:
             case "Transformer":
-                own: Any = _read(folder / "sentence_bert_config.json", {})
+                self.transformer = own = _read(folder / "sentence_bert_config.json", {})
                 length = own.get("max_seq_length")
                 self.max_length = None if length is None else int(length)
                 self.lowers_case = bool(own.get("do_lower_case", False))
@@ -299,6 +322,8 @@ class _Modules:
                 self.pooling = _pooling(_read(folder / "config.json"))
             case "Dense":
                 self.dense = (*self.dense, _dense(folder))
+            case "MultiVectorMask":
+                self.mask = _read(folder / "config.json")
             case "Normalize" | "Dropout":
                 pass
             case _:
@@ -322,6 +347,8 @@ def _dense(folder: Path) -> Dense:
     name = str(config.get("activation_function") or "identity").rpartition(".")[2].lower()
     if name not in DENSE_ACTIVATIONS:
         raise UnsupportedFeatureError(f"the activation {name} of {folder.name} is not supported")
+    if config.get("use_residual"):
+        raise UnsupportedFeatureError(f"use_residual of {folder.name} is not supported")
     return Dense(
         str(folder),
         int(config["in_features"]),

@@ -4,7 +4,7 @@ What needs no model is checked at construction; what depends on the model by `re
 fills in what the caller left open.
 """
 
-from copy import deepcopy
+from copy import copy
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import msgspec
@@ -32,7 +32,8 @@ REMOVED = {
 class LateInteractionParams(msgspec.Struct, frozen=True, kw_only=True):
     """Keep a query's token embeddings in the engine, or score a document against kept ones.
 
-    `cache_query` keeps them under `query_key` until `query_uses` documents have been scored.
+    `cache_query` keeps them under `query_key` until `query_uses` documents have been scored.  Texts are marked
+    as the model's folder says it.
 
     Raises:
         TrouperValidationError: a wrong mode or key, or uses that are missing or not positive.
@@ -105,7 +106,11 @@ class PoolingParams(msgspec.Struct, kw_only=True):
             raise _bad("output_kind", self.output_kind, "pooling has one output, at the end")
 
     def clone(self) -> "PoolingParams":
-        return deepcopy(self)
+        """An independent copy."""
+        params = copy(self)
+        if self.returned_token_ids is not None:
+            params.returned_token_ids = self.returned_token_ids.copy()
+        return params
 
     def resolve(self, spec: PoolerSpec) -> "PoolingParams":
         """A copy with everything decided for this model.

@@ -5,7 +5,7 @@ of its columns.  Law: the token at position p of a row is final once the step th
 later plans read it from here, so that they can be made before it is known to the scheduler.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -28,9 +28,8 @@ class Rows:
         self.block_ids = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.sampling: list[Sampling] = [Sampling()] * max_num_seqs
-        self.embeds: list[Tensor | None] = [
-            None
-        ] * max_num_seqs  # [prompt, E], in place of token ids
+        # by row: the position of a part's first row, and the part [rows, E], which stands for tokens
+        self.embeds: list[tuple[tuple[int, Tensor], ...]] = [()] * max_num_seqs
 
     def place(self, new: NewRow) -> None:
         """Give a row to a sequence; whatever was in it is forgotten."""
@@ -39,12 +38,20 @@ class Rows:
         self.num_blocks[new.row] = 0
         self.add_blocks(new.row, new.block_ids)
         self.sampling[new.row] = new.sampling
-        self.embeds[new.row] = None if new.embeds is None else _matrix(new.embeds)
+        self.embeds[new.row] = tuple((part.first, _matrix(part)) for part in new.embeds)
 
     def add_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         first = self.num_blocks[row]
         self.block_ids[row, first : first + len(block_ids)] = block_ids
         self.num_blocks[row] = first + len(block_ids)
+
+    def token_spans(self, row: int) -> Iterator[tuple[int, int]]:
+        """Begin and end of what is tokens in a prompt of which nothing has been computed yet."""
+        begin = 0
+        for first, matrix in self.embeds[row]:
+            yield begin, first
+            begin = first + len(matrix)
+        yield begin, int(self.num_prompt[row])
 
     def outputs_of(self, row: int, end: int) -> np.ndarray:
         """The generated tokens before position `end`."""
@@ -91,19 +98,24 @@ def make_batch(
             window: plan_attention(rows.block_ids, plan.rows, plan.starts, plan.counts, window)
             for window in windows
         },
-        embeds=_embeds_of(plan, rows, firsts),
+        embeds=embeds_of(plan, rows, firsts),
     )
 
 
-def _embeds_of(plan: StepPlan, rows: Rows, firsts: np.ndarray) -> tuple[tuple[int, Tensor], ...]:
-    """The part of each prompt of embeddings that this step computes; after the last one it is forgotten."""
+def embeds_of(plan: StepPlan, rows: Rows, firsts: np.ndarray) -> tuple[tuple[int, Tensor], ...]:
+    """What of the embeddings this step computes, by its place in the flat batch; then they are forgotten."""
     found: list[tuple[int, Tensor]] = []
-    for row, start, count, first in zip(plan.rows, plan.starts, plan.counts, firsts, strict=True):
-        matrix = rows.embeds[row]
-        if matrix is not None and start < len(matrix):
-            found.append((int(first), matrix[start : start + count]))
-            if start + count >= len(matrix):
-                rows.embeds[row] = None
+    for row, start, count, place in zip(plan.rows, plan.starts, plan.counts, firsts, strict=True):
+        parts, later = rows.embeds[row], list[tuple[int, Tensor]]()
+        if not parts:
+            continue
+        for first, matrix in parts:
+            begin, end = max(start, first), min(start + count, first + len(matrix))
+            if begin < end:
+                found.append((int(place) + begin - start, matrix[begin - first : end - first]))
+            if first + len(matrix) > start + count:
+                later.append((first, matrix))
+        rows.embeds[row] = tuple(later)
     return tuple(found)
 
 

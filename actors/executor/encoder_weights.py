@@ -15,7 +15,7 @@ from trouper.actors.executor.models.encoder_traits import EncoderTraits
 from trouper.actors.executor.weights import Checkpoint
 from trouper.errors import TrouperValidationError
 from trouper.kernels.layer_norm import LayerNorm
-from trouper.kernels.linear import Linear
+from trouper.kernels.linear import Linear, layout_of
 
 OLD_NAMES = {"weight": "gamma", "bias": "beta"}  # of layer norms, in BERT's first checkpoints
 
@@ -73,7 +73,8 @@ class Tensors:
             )
         weight = torch.cat(rows)
         bias = torch.cat(biases) if biases else None
-        return Linear(weight, bias)
+        # twelve bits would be read faster, and multiplied slower: an encoder's batches are many tokens
+        return Linear(weight, bias, layout=layout_of(weight))
 
     def norm(self, name: str, width: int, eps: float) -> LayerNorm:
         bias = self.read(f"{name}.bias", (width,)) if self.has(f"{name}.bias") else None

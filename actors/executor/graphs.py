@@ -1,8 +1,8 @@
-"""Decode steps as recordings: one call to the machine in place of some two hundred from Python.
+"""Steps as recordings: one call to the machine in place of some two hundred from Python.
 
 A step in which each of T sequences takes one token is the same for every such step but for its inputs:
 the embeddings, positions and slots, which lie where they lay, and the plan of the attention, which the
-kernels find through its words.
+kernels find through its words.  So is an encoder's step of one text of T tokens, but for the embeddings.
 
 Law: a graph belongs to the weights and the KV memory that were there when it was recorded.
 """
@@ -10,16 +10,23 @@ Law: a graph belongs to the weights and the KV memory that were there when it wa
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trouper.actors.executor.batch import Batch
 from trouper.actors.executor.models.decoder import Decoder
+from trouper.actors.executor.models.encoder import Encoder
 from trouper.kernels.recording import Arena, Recording
+from trouper.kernels.varlen_attention import Group, tiles_of
 
 # Of more rows, Python is less than a hundredth of the time.  A launch is recorded in about 180 bytes: 50 KiB
 # for 28 layers, 13 MiB if every number of rows occurs.
 MAX_ROWS = 256
+
+
+# Of a longer text launching takes less than computing.
+MAX_TOKENS = 64
 
 
 class _Graph(NamedTuple):
@@ -77,3 +84,46 @@ class DecodeGraphs:
             plan.words[:] = batch.plans[window].words
         graph.recording.replay()
         return graph.recording.result
+
+
+class TextGraphs:
+    """Records one text of T tokens when it is first asked for one; its positions are 0 … T - 1 in every one."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._x = torch.empty((MAX_TOKENS, encoder.hidden_size), dtype=encoder.dtype)
+        self._arena = Arena()
+        self._graphs: dict[int, tuple[Recording, np.ndarray]] = {}  # and the tiles that it reads
+
+    def __repr__(self) -> str:
+        return f"<TextGraphs of {sorted(self._graphs)} tokens in {self._arena!r}>"
+
+    def can_forward(self, groups: Sequence[Group]) -> bool:
+        return len(groups) == groups[0].num_sequences == 1 and groups[0].length <= MAX_TOKENS
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, type_ids_T: Tensor | None, num_keys: int
+    ) -> Tensor:
+        """Hidden states [T, E], as the encoder's `forward` gives; valid until the next call.
+
+        `num_keys`: how many of the tokens are seen.
+
+        Raises:
+            NotRecordableError: torch computes in this model's steps.
+        """
+        num_tokens = len(token_ids_T)
+        x_TE = self._x[:num_tokens]
+        graph = self._graphs.get(num_tokens)
+        if graph is None:
+            groups = (Group(0, 1, num_tokens),)
+            tiles = tiles_of(groups)
+            recording = Recording(
+                self._arena,
+                (x_TE,),
+                lambda: self._encoder.forward_embedded(x_TE, positions_T, groups, tiles),
+            )
+            graph = self._graphs[num_tokens] = recording, tiles
+        x_TE.copy_(self._encoder.embed(token_ids_T, positions_T, type_ids_T))
+        graph[1][:, 1] = num_keys
+        graph[0].replay()
+        return self._encoder.finish(graph[0].result)

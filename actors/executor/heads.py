@@ -25,7 +25,7 @@ Project = Callable[[Tensor], Tensor]
 def pool(hidden_TE: Tensor, groups: Sequence[Group], kind: str) -> Tensor:
     """One float32 row for each sequence, [C, E], in the order of the groups."""
     rows: list[Tensor] = []
-    for first, num, length in groups:
+    for first, num, length, _ in groups:
         hidden_nLE = hidden_TE.narrow(0, first, num * length).view(num, length, -1)
         match kind:
             case "CLS":
@@ -71,7 +71,7 @@ def load_projection(
     tensors: Tensors, spec: PoolerSpec, architecture: str, hidden_size: int, load_format: str
 ) -> Project:
     """What stands between hidden states and an embedding; mostly nothing."""
-    if architecture in LATE_INTERACTION:
+    if architecture in LATE_INTERACTION and not spec.dense:
         weight, bias = _linear(tensors, "linear", spec.embedding_size, hidden_size)
         return lambda x: F.linear(x, weight, bias)
     return load_dense(spec.dense, load_format)

@@ -45,7 +45,9 @@ class Penalties:
             tokens = torch.from_numpy(self._rows.token_ids[row, :num_tokens])
             outputs = tokens[self._rows.num_prompt[row] :]
             seen = torch.zeros(self._vocab_size, dtype=torch.bool)
-            seen[tokens if self._rows.embeds[row] is None else outputs] = True
+            seen[outputs] = True
+            for begin, end in self._rows.token_spans(row):
+                seen[tokens[begin:end]] = True
             counts = torch.bincount(outputs, minlength=self._vocab_size).float()
         self._in_use[row] = _Row(
             sampling=s,

@@ -6,6 +6,7 @@ Laws:
   * Raw results leave as float32 arrays; whatever needs no model is the Pooler's.
 """
 
+import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.encoder_weights import Tensors, load_encoder
+from trouper.actors.executor.graphs import TextGraphs
 from trouper.actors.executor.heads import Project, load_head, load_projection, pool
 from trouper.actors.executor.memory import give_back_free_memory
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, encoder_traits
@@ -27,7 +29,12 @@ from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.whole_decoder import WholeDecoder
 from trouper.actors.messages import PoolColumn, PoolDone, PoolPlan
 from trouper.config import EngineConfig
-from trouper.kernels.varlen_attention import Group
+from trouper.errors import UnsupportedFeatureError
+from trouper.kernels.recording import NotRecordableError
+from trouper.kernels.varlen_attention import UNLIMITED, Group
+from trouper.pooler_config import PoolerSpec
+
+logger = logging.getLogger(__name__)
 
 TINY_BYTES = 4 * 2**20  # of weights; see runner.TINY_BYTES, and every batch here is many tokens
 FEW_TOKENS = 32  # that one core computes sooner than it wakes another for each operation
@@ -65,6 +72,7 @@ class PoolingRunner:
         ) or decoder_traits(model.hf_config, causal_name(model.architecture))
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._model: Model | None = None
+        self._graphs: TextGraphs | None = None
         self._embed: Project | None = None
         self._classify: Project | None = None
         self._profiler = Profiler()
@@ -85,7 +93,7 @@ class PoolingRunner:
     def sleep(self, level: int) -> None:
         """There is no KV memory; level 2 discards the weights."""
         if level >= 2:
-            self._model = self._embed = self._classify = None
+            self._model = self._graphs = self._embed = self._classify = None
         give_back_free_memory()
 
     def wake(self, tags: frozenset[str]) -> None:
@@ -105,8 +113,7 @@ class PoolingRunner:
         """Run one plan."""
         if self._model is None:
             raise RuntimeError("a step while the weights are absent")
-        is_small = sum(len(column.token_ids) for column in plan.columns) <= FEW_TOKENS
-        with torch.inference_mode(), _one_thread() if is_small else nullcontext():
+        with torch.inference_mode():
             arrays = [array for part in slices(plan.columns) for array in self._run(part)]
         return PoolDone(plan.step, tuple(arrays))
 
@@ -114,13 +121,31 @@ class PoolingRunner:
         """One forward pass."""
         assert self._model is not None
         lengths = [len(column.token_ids) for column in columns]
-        groups = _groups(lengths)
+        groups = _groups(columns)
         token_ids_T = torch.from_numpy(
             np.concatenate([np.array(column.token_ids, np.int64) for column in columns])
         )
         positions_T = torch.cat([torch.arange(g.length).repeat(g.num_sequences) for g in groups])
-        hidden_TE = self._model.forward(token_ids_T, positions_T, _type_ids(columns), groups)
+        hidden_TE = self._forward(token_ids_T, positions_T, _type_ids(columns), groups)
         return self._finish(hidden_TE, columns, lengths, groups)
+
+    def _forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        type_ids_T: Tensor | None,
+        groups: Sequence[Group],
+    ) -> Tensor:
+        assert self._model is not None
+        if self._graphs is not None and self._graphs.can_forward(groups):
+            try:
+                keys = groups[0].keys
+                return self._graphs.forward(token_ids_T, positions_T, type_ids_T, keys)
+            except NotRecordableError as error:
+                logger.info("steps are not recorded: %s", error)
+                self._graphs = None
+        with _one_thread() if len(token_ids_T) <= FEW_TOKENS else nullcontext():
+            return self._model.forward(token_ids_T, positions_T, type_ids_T, groups)
 
     def _finish(
         self,
@@ -155,6 +180,7 @@ class PoolingRunner:
 
     def _load(self) -> None:
         config, spec, traits = self._config, self._spec, self._traits
+        _check_expansion(spec, traits)
         folder, architecture = Path(config.model.path), config.model.architecture
         prefixes: tuple[str, ...] = ("model.",)
         head, eps = Head(out="score"), 0.0
@@ -168,7 +194,10 @@ class PoolingRunner:
         # Heads are small, and compute in float32 whatever the model's dtype.
         wide = tensors(torch.float32)
         if isinstance(traits, EncoderTraits):
-            self._model = load_encoder(tensors(self._dtype), traits, config.max_model_len)
+            encoder = load_encoder(tensors(self._dtype), traits, config.max_model_len)
+            self._model = encoder
+            if encoder.is_native and not config.enforce_eager:
+                self._graphs = TextGraphs(encoder)
         else:
             self._model = WholeDecoder.load(config, traits)
         if "embed" in spec.tasks or "token_embed" in spec.tasks:
@@ -191,6 +220,18 @@ def slices(columns: Sequence[PoolColumn]) -> list[Sequence[PoolColumn]]:
     return [*parts, columns[first:]]
 
 
+def _check_expansion(spec: PoolerSpec, traits: EncoderTraits | DecoderTraits) -> None:
+    """Tokens that expand a query see the text alone: of its least, one token, each must have it in its window."""
+    late = spec.late
+    if late is None or not late.do_query_expansion or late.attend_to_expansion_tokens:
+        return
+    nearest = min((w for w in traits.windows if w is not None), default=late.query_length)
+    if isinstance(traits, DecoderTraits) or late.query_length > nearest + 1:
+        raise UnsupportedFeatureError(
+            "query expansion that nobody attends to, by a decoder or beyond an attention window"
+        )
+
+
 @contextmanager
 def _one_thread() -> Generator[None]:
     before = torch.get_num_threads()
@@ -209,12 +250,12 @@ def causal_name(architecture: str) -> str:
     return architecture
 
 
-def _groups(lengths: Sequence[int]) -> list[Group]:
+def _groups(columns: Sequence[PoolColumn]) -> list[Group]:
     groups: list[Group] = []
     first = 0
-    for length, same in groupby(lengths):
+    for (length, num_keys), same in groupby(columns, lambda c: (len(c.token_ids), c.num_keys)):
         num = len(list(same))
-        groups.append(Group(first, num, length))
+        groups.append(Group(first, num, length, num_keys or UNLIMITED))
         first += num * length
     return groups
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from trouper.actors.executor.batch import Rows
 from trouper.actors.executor.penalties import Penalties
 from trouper.actors.messages import NO_VALID_TOKEN, Sampling, TokenLogprobs
+from trouper.kernels.draw import draw
 from trouper.kernels.noise import gumbel
 
 NUM_CANDIDATES = (
@@ -36,7 +37,6 @@ class Sampler:
 
     def __init__(self, rows: Rows, vocab_size: int) -> None:
         self._rows = rows
-        self._vocabulary = np.arange(vocab_size, dtype=np.uint32)
         self._penalties = Penalties(rows, vocab_size)
 
     def place(self, row: int, num_tokens: int) -> None:
@@ -92,16 +92,14 @@ class Sampler:
             seeds = np.array([sampling[i].seed % 2**64 for i in members], dtype=np.uint64)
             positions = np.array([ends[i] for i in members])
             logits = logits_RV if len(members) == len(sampling) else logits_RV[members]
-            temperatures = torch.tensor([sampling[i].temperature for i in members])
-            logits = logits / temperatures.unsqueeze(1)
-            _apply_min_p(logits, [sampling[i] for i in members])
+            of_members = [sampling[i] for i in members]
+            temperatures = torch.tensor([s.temperature for s in of_members], dtype=torch.float32)
+            _apply_min_p(logits, of_members, temperatures)
             if num_candidates:
-                drawn = _draw_truncated(
-                    logits, [sampling[i] for i in members], seeds, positions, num_candidates
-                )
+                logits = logits / temperatures.unsqueeze(1)
+                drawn = _draw_truncated(logits, of_members, seeds, positions, num_candidates)
             else:
-                logits += gumbel(seeds, positions, self._vocabulary)
-                drawn = torch.from_numpy(logits.numpy().argmax(-1))
+                drawn = draw(logits, temperatures, seeds, positions)
             token_ids[members] = drawn
         return token_ids
 
@@ -112,11 +110,11 @@ def _num_candidates(s: Sampling, vocab_size: int) -> int:
     return min(NUM_CANDIDATES, vocab_size) if s.top_p < 1 else 0
 
 
-def _apply_min_p(logits_RV: Tensor, sampling: list[Sampling]) -> None:
+def _apply_min_p(logits_RV: Tensor, sampling: list[Sampling], temperature_R: Tensor) -> None:
     if not any(s.min_p for s in sampling):
         return
     # log of 0 is -inf: rows without min_p keep everything
-    floor_R = torch.tensor([s.min_p for s in sampling]).log() + logits_RV.amax(-1)
+    floor_R = torch.tensor([s.min_p for s in sampling]).log() * temperature_R + logits_RV.amax(-1)
     logits_RV.masked_fill_(logits_RV < floor_R.unsqueeze(1), -torch.inf)
 
 

@@ -1,8 +1,9 @@
 """Conversations -> text, by the model's chat template; equal to transformers' `apply_chat_template`.
 
-Laws.  Rendering is pure: no template, message or tool of the caller is changed.  Text in a message that
-spells one of the model's control tokens is never parsed as that token: `SEAM` is put behind its first
-character, and the tokenizer finds no token across a seam (`Tokenizer.encode_pieces`).
+Laws.  Rendering is pure: no template, message or tool of the caller is changed.  Text of the caller, be it in
+messages, tools or variables, that spells one of the model's control tokens is never parsed as that token:
+`SEAM` is put behind its first character, and the tokenizer finds no token across a seam
+(`Tokenizer.encode_pieces`).
 
 Source: spec section 3.5, robustness rows B10, B25-B27.
 """
@@ -19,6 +20,7 @@ from trouper.actors.rendering.jinja import make_environment, plain_data
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 SEAM = "\U000f0000"  # a private-use character; dropped from what callers write
+MARK = "\U0010fffe"  # around the number of a part that is no text; a code point of no character, dropped as well
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the first is the templates' own
 END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to be continued
@@ -42,7 +44,7 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
             raise TrouperValidationError(
                 f"the chat template cannot be compiled: {error}", parameter="chat_template"
             ) from error
@@ -63,8 +65,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
     ) -> list[str]:
         """The text of the conversation in pieces; no token may be found across two of them.
+
+        `variables` are the caller's, `special_tokens` the tokenizer's (`bos_token`, …).
 
         Raises:
             TrouperValidationError: messages of a wrong form, or that the template refuses.
@@ -82,12 +87,15 @@ class ChatTemplate:
                     "a conversation must not be empty", parameter="messages"
                 )
             final = self._mark_end(chat) if continue_final_message else None
-            known = {k: plain_data(v) for k, v in (variables or {}).items() if k in self.variables}
             text = self._template.render(
                 messages=chat,
-                tools=plain_data(tools),
+                tools=_sewn(plain_data(tools), self._control),
                 add_generation_prompt=add_generation_prompt,
-                **{"documents": None, **known},
+                **{
+                    "documents": None,
+                    **self._used(special_tokens),
+                    **_sewn(self._used(variables), self._control),
+                },
             )
         except TrouperValidationError:
             raise
@@ -99,6 +107,10 @@ class ChatTemplate:
             ) from error
         return (text if final is None else _cut_end(text, final)).split(SEAM)
 
+    def _used(self, variables: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Those that the template names."""
+        return {k: plain_data(v) for k, v in (variables or {}).items() if k in self.variables}
+
     def _message(self, index: int, message: Any) -> dict[str, Any]:
         """A checked copy in the form that templates expect."""
         message = plain_data(message)
@@ -107,17 +119,16 @@ class ChatTemplate:
             raise TrouperValidationError("a message must be a dict", parameter=where, value=message)
         if not isinstance(role := message.get("role"), str):
             raise TrouperValidationError("the role must be a string", parameter=f"{where}.role")
+        for call in message.get("tool_calls") or ():
+            _parse_arguments(call)
         # The model itself writes `<think>` and the like, so an earlier answer may hold them as tokens.
         unwelcome = self._special if role == "assistant" else self._control
-        clean = {
-            key: value if key == "role" else _sewn(value, unwelcome)
-            for key, value in message.items()
-            if value is not None
-        }
+        given = {key: value for key, value in message.items() if value is not None}
+        clean = _sewn(given, unwelcome)
+        if role.isidentifier():  # what templates compare
+            clean["role"] = role
         if "content" in clean:
             clean["content"] = self._content(clean["content"], f"{where}.content")
-        for call in clean.get("tool_calls") or ():
-            _parse_arguments(call)
         reasoning = next((clean[name] for name in REASONING if name in clean), None)
         if reasoning is not None:
             clean = {"thinking": reasoning, **clean, "reasoning_content": reasoning}
@@ -155,6 +166,8 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     if not isinstance(part, dict):
         raise TrouperValidationError("a part must be a dict", parameter=where)
     kind = part.get("type", "text")
+    if kind == "prompt_embeds" and isinstance(part.get("index"), int):  # of `mixed.py`
+        return {"type": "text", "text": f"{MARK}{part['index']}{MARK}"}
     if kind not in ("text", "input_text", "output_text", "refusal"):
         raise UnsupportedFeatureError(f"{where}: only text parts, not {kind!r}")
     text = part.get("refusal" if kind == "refusal" else "text")
@@ -191,9 +204,13 @@ def _cut_end(text: str, final: str) -> str:
 def _sewn(value: Any, tokens: Collection[str]) -> Any:
     """Put a seam into each of `tokens` that the strings in `value` spell."""
     if isinstance(value, str):
-        return _sew(value.replace(SEAM, ""), tokens)
+        return _sew(value.replace(SEAM, "").replace(MARK, ""), tokens)
     if isinstance(value, dict):
-        return {key: _sewn(item, tokens) for key, item in value.items()}
+        # what a template may name is no token, however it is spelled: `m.content`
+        return {
+            key if str(key).isidentifier() else _sewn(key, tokens): _sewn(item, tokens)
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         return [_sewn(item, tokens) for item in value]
     return value

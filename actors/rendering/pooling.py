@@ -2,7 +2,8 @@
 
 Beside the forms of generation there is the pair: `{"prompt": …, "text_pair": …}`.  A text is cut inside its
 special tokens, as transformers does it, and at its end unless told otherwise; of a pair the longer text is
-cut.  Source: spec sections 2.4, 3.3 and 14.
+cut.  A query or document of late interaction is marked; every other text is read as it is.
+Source: spec sections 2.4, 3.3 and 14.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from trouper.actors.messages import AdmitPooling, Render
 from trouper.actors.pooling_slot import PoolingSlot
+from trouper.actors.rendering.late_interaction import Marks, marks_of
 from trouper.actors.rendering.sampling import ModelLimits
 from trouper.actors.rendering.text import (
     SPARE_TOKENS,
@@ -30,6 +32,8 @@ PAIR_KEYS = frozenset({"prompt", "text_pair"})
 class _Encoded(NamedTuple):
     ids: list[int]
     type_ids: list[int] | None
+    num_keys: int | None = None
+    skipped_rows: tuple[int, ...] = ()
 
 
 class PoolingPrompts(Prompts):
@@ -44,6 +48,9 @@ class PoolingPrompts(Prompts):
     ) -> None:
         super().__init__(tokenizer, limits, chat_template)
         self._spec = spec
+        self._marks: dict[str, Marks] = {}
+        if spec.late is not None and tokenizer is not None:
+            self._marks = marks_of(spec.late, tokenizer, limits.max_model_len)
 
     @classmethod
     def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
@@ -57,7 +64,8 @@ class PoolingPrompts(Prompts):
         assert isinstance(message.params, PoolingParams)
         assert isinstance(message.slot, PoolingSlot)
         params = message.params.resolve(self._spec)
-        ids, type_ids = self._encoded(message)
+        encoded = self._encoded(message)
+        ids, type_ids = encoded.ids, encoded.type_ids
         self._check_length(len(ids))
         return Rendered(
             None,
@@ -65,6 +73,8 @@ class PoolingPrompts(Prompts):
                 id=message.id,
                 prompt_token_ids=tuple(ids),
                 token_type_ids=tuple(type_ids) if type_ids and any(type_ids) else None,
+                num_keys=encoded.num_keys,
+                skipped_rows=encoded.skipped_rows,
                 params=params,
                 slot=message.slot,
                 priority=message.priority,
@@ -92,6 +102,10 @@ class PoolingPrompts(Prompts):
             text = "".join(form.pieces or ())
             if not form.adds_special_tokens:  # a chat: pieces stay apart
                 return _Encoded(self._encode(form.pieces or [], wanted, adds, keeps_end), None)
+            assert isinstance(message.params, PoolingParams)
+            late = message.params.late_interaction_params
+            if late is not None and late.mode in self._marks:
+                return self._encode_marked(text, wanted, keeps_end, adds, self._marks[late.mode])
             return self._encode_text(text, None, wanted, keeps_end, adds)
         ids = checked_ids(form.ids, self._limits.vocab_size)
         if type_ids is not None:
@@ -113,6 +127,17 @@ class PoolingPrompts(Prompts):
             if not isinstance(part, str) or not part:
                 raise bad("prompt", "a pair needs two texts", type(part).__name__)
         return self._encode_text(str(text), pair, wanted, keeps_end, adds is not False)
+
+    def _encode_marked(
+        self, text: str, wanted: int | None, keeps_end: bool, adds: bool, marks: Marks
+    ) -> _Encoded:
+        """Such a text is always cut: queries and documents have the lengths of the model's training."""
+        text = marks.text + text
+        ids = self._encode_text(text, None, marks.room(wanted), keeps_end, adds).ids
+        special = self._needed_tokenizer("prompt").special_ids
+        num_leading = int(adds and bool(ids) and ids[0] in special)
+        marked = marks.mark(ids, num_leading)
+        return _Encoded(marked.ids, None, marked.num_keys, marked.skipped_rows)
 
     def _encode_text(
         self, text: str, pair: str | None, wanted: int | None, keeps_end: bool, adds: bool

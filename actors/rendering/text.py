@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, Self, cast
 from trouper.actors.executor.device import MAX_BAD_WORD, MAX_EDITS
 from trouper.actors.messages import Admit, AdmitPooling, Embeds, Render, Track
 from trouper.actors.rendering.chat import ChatTemplate
+from trouper.actors.rendering.confined import ConfinedTemplate
 from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests, from_tensor
+from trouper.actors.rendering.mixed import encode_mixed, take_embeds, unmarked
 from trouper.actors.rendering.sampling import ModelLimits, resolve_sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.reply import ReplySlot
@@ -25,7 +27,7 @@ from trouper.errors import (
 )
 from trouper.params import SamplingParams
 
-NUM_TEMPLATES = 16  # compiled templates kept: the model's own and what requests bring
+NUM_TEMPLATES = 16  # compiled templates kept: the model's own and what callers of the library bring
 MAX_SALT_CHARS = 128
 SPARE_TOKENS = 64  # a text cut before tokenising is left this much longer than it needs to be
 # mm_processor_kwargs concerns multimodal items only; without any it has nothing to do.
@@ -34,8 +36,8 @@ TOKENS_KEYS = TEXT_KEYS | {"prompt_token_ids"}
 EMBEDS_KEYS = TEXT_KEYS | {"prompt_embeds"}
 CHAT_KEYS = frozenset(
     {
-        "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools",
-        "chat_template_kwargs", "cache_salt", "mm_processor_kwargs",
+        "messages", "chat_template", "foreign_chat_template", "add_generation_prompt",
+        "continue_final_message", "tools", "chat_template_kwargs", "cache_salt", "mm_processor_kwargs",
     }
 )  # fmt: skip
 LATER_KEYS = frozenset(
@@ -61,7 +63,7 @@ class _Form(NamedTuple):
     text: str | None
     salt: str | None
     adds_special_tokens: bool
-    embeds: Embeds | None = None
+    embeds: Sequence[Embeds] = ()
 
 
 class Prompts:
@@ -98,14 +100,18 @@ class Prompts:
         assert isinstance(message.params, SamplingParams)
         slot = cast("ReplySlot", message.slot)  # goes with the parameters
         form = self._form(message.prompt)
-        if form.embeds is not None:
+        embeds = tuple(form.embeds)
+        if embeds:
             _check_embeds_request(message)
         wanted = self._wanted_length(message.truncate_prompt_tokens)
         keeps_end = self._keeps_end(message.truncation_side)
         if form.ids is None:
             adds = message.add_special_tokens
             adds = form.adds_special_tokens if adds is None else adds
-            ids = self._encode(form.pieces or [], wanted, adds, keeps_end)
+            if embeds:
+                ids, embeds = self._encode_mixed(form.pieces or [], embeds, adds)
+            else:
+                ids = self._encode(form.pieces or [], wanted, adds, keeps_end)
         else:
             ids = checked_ids(form.ids, self._limits.vocab_size)
         if wanted is not None and len(ids) > wanted:
@@ -132,10 +138,8 @@ class Prompts:
                 priority=message.priority,
                 arrival_time=message.arrival_time,
                 cache_salt=form.salt,
-                embeds=form.embeds,
-                embeds_digests=()
-                if form.embeds is None
-                else digests(form.embeds, self._limits.block_size),
+                embeds=embeds,
+                embeds_digests=digests(embeds, self._limits.block_size),
             ),
         )
 
@@ -179,8 +183,8 @@ class Prompts:
         if text is not None and not isinstance(text, str):
             raise bad("prompt", "must be text", type(text).__name__)
         if "messages" in given:
-            pieces = self._chat(given)
-            return _Form(pieces, None, "".join(pieces), salt, False)
+            pieces, embeds = self._chat(given)
+            return _Form(pieces, None, unmarked(pieces), salt, False, embeds)
         if "prompt_embeds" in given:
             return self._embeds_form(given["prompt_embeds"], text, salt)
         if "prompt_token_ids" in given:
@@ -189,18 +193,20 @@ class Prompts:
 
     def _embeds_form(self, given: Any, text: str | None, salt: str | None) -> _Form:
         """The ids of such a prompt are zeros: nobody looks at them."""
+        embeds = self._decoded(given)
+        return _Form(None, [0] * embeds.num_rows, text, salt, False, (embeds,))
+
+    def _decoded(self, given: Any) -> Embeds:
         width, max_rows = self._limits.hidden_size, self._limits.max_model_len
         if width is None:
             raise bad("prompt_embeds", "not enabled (enable_prompt_embeds)")
         is_text = isinstance(given, str | memoryview)
         payload = decode_base64(given, width, max_rows) if is_text else given
         if isinstance(payload, bytes | bytearray | memoryview):
-            embeds = decode_embeds(payload, width, max_rows)
-        else:
-            embeds = from_tensor(payload, width, max_rows)
-        return _Form(None, [0] * embeds.num_rows, text, salt, False, embeds)
+            return decode_embeds(payload, width, max_rows)
+        return from_tensor(payload, width, max_rows)
 
-    def _chat(self, prompt: Mapping[str, Any]) -> list[str]:
+    def _chat(self, prompt: Mapping[str, Any]) -> tuple[list[str], list[Embeds]]:
         tokenizer = self._needed_tokenizer("messages")
         messages, tools = prompt["messages"], prompt.get("tools")
         variables = prompt.get("chat_template_kwargs") or {}
@@ -212,14 +218,22 @@ class Prompts:
             raise bad("tools", "must be a list of dicts")
         if not isinstance(variables, Mapping):
             raise bad("chat_template_kwargs", "must be a dict", type(variables).__name__)
-        source = self._template_source(tokenizer, prompt.get("chat_template"), bool(tools))
-        return self._compile(source).render(
+        messages, embeds = take_embeds(cast("Sequence[Any]", messages), self._decoded)
+        foreign = prompt.get("foreign_chat_template")
+        if foreign is None or foreign in tokenizer.chat_templates:
+            given = foreign or prompt.get("chat_template")
+            template = self._compile(self._template_source(tokenizer, given, bool(tools)))
+        else:
+            template = ConfinedTemplate(foreign, *self._control_tokens())
+        pieces = template.render(
             messages,
             tools=tools,
             add_generation_prompt=prompt.get("add_generation_prompt", True),
             continue_final_message=prompt.get("continue_final_message", False),
-            variables={**tokenizer.special_tokens, **variables},
+            variables=variables,
+            special_tokens=tokenizer.special_tokens,
         )
+        return pieces, embeds
 
     def _template_source(self, tokenizer: Tokenizer, given: Any, has_tools: bool) -> str:
         """The request's template, or the engine's, or the tokenizer's; a name picks among its own."""
@@ -237,9 +251,13 @@ class Prompts:
         return own.get(source, source)
 
     def _compiled(self, source: str) -> ChatTemplate:
+        return ChatTemplate(source, *self._control_tokens())
+
+    def _control_tokens(self) -> tuple[set[str], set[str]]:
+        """The special ones, and all that were added."""
         tokenizer = self._needed_tokenizer("messages")
         special = {t for i, t in tokenizer.added_tokens.items() if i in tokenizer.special_ids}
-        return ChatTemplate(source, special, set(tokenizer.added_tokens.values()))
+        return special, set(tokenizer.added_tokens.values())
 
     def _encode(
         self, pieces: list[str], wanted: int | None, add_special_tokens: bool, keeps_end: bool
@@ -256,6 +274,15 @@ class Prompts:
                 pieces = [pieces[0][-keep:] if keeps_end else pieces[0][:keep]]
         ids = tokenizer.encode_pieces(pieces, add_special_tokens)
         return checked_ids(ids, self._limits.vocab_size)
+
+    def _encode_mixed(
+        self, pieces: list[str], embeds: Sequence[Embeds], add_special_tokens: bool
+    ) -> tuple[list[int], tuple[Embeds, ...]]:
+        tokenizer = self._needed_tokenizer("prompt")
+        self._refuse_hopeless(sum(map(len, pieces)), tokenizer)
+        limit = self._limits.max_model_len
+        ids, placed = encode_mixed(pieces, embeds, tokenizer, add_special_tokens, limit)
+        return checked_ids(ids, self._limits.vocab_size), placed
 
     def _refuse_hopeless(self, num_chars: int, tokenizer: Tokenizer) -> None:
         """Tokenising costs time in proportion to the text, so what cannot fit is not tokenised."""

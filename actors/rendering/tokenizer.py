@@ -61,6 +61,7 @@ class Tokenizer:
         self.longest_token_chars = max(map(len, vocabulary), default=1)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
+        self.mask_token_id = self._special_id("mask_token")
         self._text_of = lru_cache(TEXT_CACHE_SIZE)(self._decode_one)
 
     @classmethod
@@ -176,11 +177,16 @@ class Tokenizer:
                 "the text is not valid Unicode (a lone surrogate)", parameter="prompt"
             ) from None
 
-    def encode_pieces(self, pieces: Sequence[str], add_special_tokens: bool = False) -> list[int]:
-        """Encode the pieces one by one: no token is found across the seam of two of them."""
-        ids = self.encode(pieces[0], add_special_tokens)
+    def encode_pieces(
+        self, pieces: Sequence[str], add_special_tokens: bool = False, *, continues: bool = False
+    ) -> list[int]:
+        """Encode the pieces one by one: no token is found across the seam of two of them.
+
+        `continues`: the first, too, stands behind something.
+        """
+        ids = [] if continues else self.encode(pieces[0], add_special_tokens)
         newline = self.encode("\n", add_special_tokens=False)
-        for piece in filter(None, pieces[1:]):
+        for piece in filter(None, pieces if continues else pieces[1:]):
             # After a newline, so that no metaspace is put before what is no beginning of a text.
             more = self.encode("\n" + piece, add_special_tokens=False)
             if newline and more[: len(newline)] == newline:
@@ -231,9 +237,13 @@ class Tokenizer:
         """The transformers tokenizer of the same folder; imports transformers, an extra."""
         return _load_hf(Path(self.folder), "get_tokenizer")
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it."""
+        return self._backend.token_to_id(token)
+
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
-        return None if text is None else self._backend.token_to_id(text)
+        return None if text is None else self.token_id(text)
 
     def _decode_one(self, token_id: int) -> str:
         if not 0 <= token_id <= self.max_id:

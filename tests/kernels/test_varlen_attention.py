@@ -46,6 +46,25 @@ def test_it_equals_the_reference(case, window, has_bias, dtype, tolerance, nativ
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize(("window", "has_bias"), [(None, False), (150, False), (None, True)])
+def test_tokens_behind_the_keys_see_and_are_not_seen(window, has_bias, native):
+    if native and not is_native(torch.float32, 32):
+        pytest.skip("this machine's kernels do not compute with it")
+    torch.manual_seed(0)
+    groups = [Group(0, 2, 40, 13), Group(80, 1, 40, 3), Group(120, 1, 200, 70), Group(320, 1, 9)]
+    qkv = torch.randn(329, 3, 4, 32)
+    bias = torch.randn(4, 2 * 210 + ROWS) if has_bias else None
+    how = {"scale": 0.25, "window": window, "bias": bias}
+    want = varlen_attention_reference(qkv, groups, **how)
+    assert want.isfinite().all()
+    got = varlen_attention(qkv, groups, tiles=tiles_of(groups) if native else None, **how)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    qkv[13:40, 1:] = torch.nan
+    got = varlen_attention(qkv, groups, tiles=tiles_of(groups) if native else None, **how)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
 def test_windows_are_cut_into_tiles_of_any_size(monkeypatch):
     torch.manual_seed(0)
     groups, num_tokens = groups_of("mixed")

@@ -16,6 +16,7 @@ from trouper.actors.executor.models.encoder import rounded
 from trouper.actors.executor.pooling_runner import FEW_TOKENS, SLICE_TOKENS, PoolingRunner, slices
 from trouper.actors.messages import PoolColumn, PoolPlan
 from trouper.config import EngineArgs
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.linear import layout_of
 
 SMALL = {
@@ -67,14 +68,17 @@ def prompts():
     return [tuple(random.integers(3, 97, length).tolist()) for length in LENGTHS]
 
 
-def run(folder, task, type_ids=None, texts=None, **options):
+def run(folder, task, type_ids=None, texts=None, columns=None, is_alone=False, **options):
     config = EngineArgs(
         model=str(folder), runner="pooling", skip_tokenizer_init=True, **options
     ).resolve()
     runner = PoolingRunner(config)
     runner.load()
-    columns = tuple(PoolColumn(ids, type_ids and type_ids(ids), task) for ids in texts or prompts())
-    return runner.step(PoolPlan(1, 0, columns)).arrays
+    columns = columns or [
+        PoolColumn(ids, type_ids and type_ids(ids), task) for ids in texts or prompts()
+    ]
+    plans = [(column,) for column in columns] if is_alone else [tuple(columns)]
+    return [array for plan in plans for array in runner.step(PoolPlan(1, 0, plan)).arrays]
 
 
 @pytest.mark.parametrize("kind", [*ENCODERS, *DECODERS])
@@ -147,6 +151,80 @@ def test_token_logits_equal_those_of_transformers(kind, tmp_path):
         with torch.no_grad():
             theirs = model(input_ids=torch.tensor([ids])).logits[0]
         np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+def rename(folder, before, after):
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace(before, after))
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_generating_model_with_a_score_matrix_becomes_a_classifier(kind, tmp_path):
+    model = save_tiny(kind, AutoModelForSequenceClassification, tmp_path, num_labels=3)
+    rename(tmp_path, "ForSequenceClassification", "ForCausalLM")
+    for ids, mine in zip(prompts(), run(tmp_path, "classify", convert="classify"), strict=True):
+        with torch.no_grad():
+            theirs = model(input_ids=torch.tensor([ids])).logits[0]
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_a_classifier_cannot_be_made_without_its_head(kind, tmp_path):
+    save_tiny(kind, AutoModel, tmp_path)
+    lacking = "score.weight" if kind in DECODERS else "classifier.weight"
+    with pytest.raises(TrouperValidationError, match=f"lacks {lacking}.*parameter=model"):
+        run(tmp_path, "classify", convert="classify")
+
+
+@pytest.mark.parametrize(("kind", "place"), [("qwen3", -1), ("bert", 0), ("modernbert", 0)])
+def test_a_classifier_embeds_when_asked_to(kind, place, tmp_path):
+    model = save_tiny(kind, AutoModelForSequenceClassification, tmp_path, num_labels=3)
+    for ids, mine in zip(prompts(), run(tmp_path, "embed", convert="embed"), strict=True):
+        with torch.no_grad():
+            theirs = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, place]
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
+EXPANDED = [
+    PoolColumn(prompts()[-1][:length], None, "token_embed", num_keys)
+    for length, num_keys in ((5, 3), (9, 9), (9, 6), (9, 6), (20, 17))
+]
+
+
+@pytest.mark.parametrize("sizes", [{}, WIDE], ids=["torch", "native"])
+@pytest.mark.parametrize("kind", ["bert", "mpnet", "modernbert", "nomic"])
+def test_tokens_behind_the_keys_are_what_transformers_masks(kind, sizes, tmp_path):
+    model = save_tiny(kind, AutoModel, tmp_path, **sizes)
+    mine = run(tmp_path, "token_embed", columns=EXPANDED)
+    for column, hidden in zip(EXPANDED, mine, strict=True):
+        ids = torch.tensor([column.token_ids])
+        seen = (torch.arange(ids.shape[1]) < column.num_keys).long()[None]
+        with torch.no_grad():
+            theirs = model(input_ids=ids, attention_mask=seen).last_hidden_state[0]
+        np.testing.assert_allclose(hidden, theirs.numpy(), atol=1e-4)
+
+
+def test_a_recorded_text_may_have_keys_of_any_number(tmp_path):
+    save_tiny("bert", AutoModel, tmp_path, **WIDE)
+    if layout_of(torch.empty(64, 64, dtype=torch.bfloat16)) != "native":
+        pytest.skip("this machine does not multiply bfloat16")
+    how = {"columns": EXPANDED, "dtype": "bfloat16"}
+    together = run(tmp_path, "token_embed", **how)
+    for one, other in zip(
+        run(tmp_path, "token_embed", is_alone=True, **how), together, strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    assert (together[1] != together[2]).any()
+
+
+def test_what_expands_a_query_must_see_it(tmp_path):
+    save_tiny("modernbert", AutoModel, tmp_path)  # 4 tokens to each side
+    (tmp_path / "modules.json").write_text('[{"path": "dense", "type": "x.Dense"}]')
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense" / "config.json").write_text('{"in_features": 48, "out_features": 4}')
+    (tmp_path / "config_sentence_transformers.json").write_text('{"query_length": 7}')
+    with pytest.raises(UnsupportedFeatureError, match="query expansion"):
+        run(tmp_path, "token_embed")
 
 
 def test_the_second_text_of_a_pair_has_its_own_token_type(tmp_path):

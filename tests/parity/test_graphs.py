@@ -3,16 +3,20 @@
 import msgspec
 import pytest
 import torch
+from transformers import AutoModel
 
 from trouper.actors.executor import graphs
 from trouper.actors.executor.batch import Rows, make_batch
+from trouper.actors.executor.pooling_runner import PoolingRunner
 from trouper.actors.executor.runner import Runner
-from trouper.actors.messages import Sampling
+from trouper.actors.messages import PoolColumn, PoolPlan, Sampling
+from trouper.config import EngineArgs
 from trouper.kernels import decode_attention, launch
 from trouper.kernels.linear import layout_of
 
 from .driver import Driver, engine_config, random_prompts
 from .test_architectures import CASES, VOCAB, tiny_model
+from .test_encoders import WIDE, save_tiny
 from .test_runner import plan_of, row_of
 
 pytestmark = pytest.mark.skipif(
@@ -144,3 +148,37 @@ def test_what_is_not_recorded(folder, monkeypatch):
     assert bits_of(folder, dtype="float32")[1] is None
     monkeypatch.setattr(launch, "is_available", lambda: False)
     assert bits_of(folder)[1] is None
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet", "distilbert"])
+def test_short_texts_of_an_encoder_are_replayed(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(graphs, "MAX_TOKENS", 40)
+    sizes = {"dim": 64, "hidden_dim": 96} if kind == "distilbert" else WIDE
+    save_tiny(kind, AutoModel, tmp_path, **sizes)
+    eager, replayed = (pooling_runner(tmp_path, enforce_eager=eager) for eager in (True, False))
+    for length in (1, 5, 40, 5, 41):
+        ids = tuple(range(3, 3 + length))
+        columns = (PoolColumn(ids, None, "token_embed"),)
+        expected, found = (
+            runner.step(PoolPlan(1, 0, columns)).arrays[0] for runner in (eager, replayed)
+        )
+        assert found.tobytes() == expected.tobytes()
+    assert sorted(replayed._graphs._graphs) == [1, 5, 40]
+    replayed.sleep(2)
+    assert replayed._graphs is None
+
+
+def test_an_encoder_in_whose_steps_torch_computes_is_not_recorded(tmp_path):
+    save_tiny("modernbert", AutoModel, tmp_path, **WIDE)
+    runner = pooling_runner(tmp_path, enforce_eager=False)
+    runner.step(PoolPlan(1, 0, (PoolColumn((5, 6, 7), None, "token_embed"),)))
+    assert runner._graphs is None
+
+
+def pooling_runner(folder, **options):
+    args = EngineArgs(
+        model=str(folder), runner="pooling", skip_tokenizer_init=True, dtype="bfloat16", **options
+    )
+    runner = PoolingRunner(args.resolve())
+    runner.load()
+    return runner

@@ -5,9 +5,11 @@ import io
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from trouper import LLM, SamplingParams
 from trouper.errors import GenerationError, TrouperValidationError
+from trouper.model_config import DEMO_MODEL
 
 from .driver import random_prompts
 from .test_architectures import CASES, VOCAB, tiny_model
@@ -118,6 +120,55 @@ def test_a_row_that_is_not_finite_fails_alone(tmp_path):
         assert tokens(llm, good) == before
 
 
+WORDS = load_file(DEMO_MODEL / "model.safetensors")["model.embed_tokens.weight"]
+
+
+def part(ids):
+    return {"type": "prompt_embeds", "data": WORDS[ids].clone()}
+
+
+def chat(*contents):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+@pytest.mark.parametrize("num_batched", [16, 4096])
+def test_parts_of_a_chat_stand_among_its_tokens(num_batched):
+    first, second = list(range(300, 337)), [40, 50]
+    messages = chat(["one " * 20, part(first), "two"], "three", [part(second)])
+    args = {
+        "dtype": "float32",
+        "block_size": 16,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": num_batched,
+    }
+    with LLM(enable_prompt_embeds=True, **args) as llm:
+        mixed, other = llm.chat([messages, chat("other")], GREEDY, use_tqdm=False)
+        ids, holes = mixed.prompt_token_ids, iter(first + second)
+        assert ids.count(0) == len(first) + len(second)
+        whole = llm.generate([[id or next(holes) for id in ids]], GREEDY, use_tqdm=False)[0]
+        assert (
+            mixed.outputs[0].token_ids == whole.outputs[0].token_ids != other.outputs[0].token_ids
+        )
+        assert whole.num_cached_tokens == ids.index(0) // 16 * 16  # what is before the first part
+        again = llm.chat(messages, GREEDY, use_tqdm=False)[0]
+        assert again.outputs[0].token_ids == mixed.outputs[0].token_ids
+        assert again.num_cached_tokens == (len(ids) - 1) // 16 * 16
+        assert "one one" in mixed.prompt
+        assert "\U0010fffe" not in mixed.prompt
+
+
+def test_a_part_may_be_put_anywhere_by_the_template_or_be_dropped():
+    template = "{% for m in messages[1:] %}{% for p in m.content %}[{{ p.text | trim }}]{% endfor %}{% endfor %}"
+    messages = chat([part([7] * 5)], [" a ", part([8] * 3), part([9]), "\U0010fffe0\U0010fffe"])
+    with LLM(enable_prompt_embeds=True, dtype="float32") as llm:
+        (output,) = llm.chat(messages, GREEDY, chat_template=template, use_tqdm=False)
+        tokenizer = llm.llm_engine.async_engine.engine.tokenizer
+        pieces = [tokenizer.encode(text) for text in ("[a][", "][", "][0]")]
+    assert output.prompt_token_ids == [*pieces[0], 0, 0, 0, *pieces[1], 0, *pieces[2]]
+    assert output.prompt == "[a][][][0]"
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "parameter"),
     [
@@ -134,6 +185,32 @@ def test_what_cannot_be_is_refused_by_name(prompt, params, parameter, tmp_path):
     tiny_model("Qwen3", {}, tmp_path)
     with open_llm(tmp_path) as llm, pytest.raises(TrouperValidationError) as caught:
         llm.generate(prompt, params, use_tqdm=False)
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "parameter"),
+    [
+        (part([1]), {"enable_prompt_embeds": False}, "prompt_embeds"),
+        (part([1]), {"runner": "pooling"}, "prompt_embeds"),
+        ({"type": "prompt_embeds"}, {}, "prompt_embeds"),
+        ({"type": "prompt_embeds", "index": 0}, {}, "prompt_embeds"),
+        ({"type": "prompt_embeds", "data": "AAAA"}, {}, "prompt_embeds"),
+        ({"type": "prompt_embeds", "data": torch.zeros(3, 65)}, {}, "prompt_embeds"),
+        (part([1] * 64), {"max_model_len": 64}, "prompt"),
+    ],
+    ids=["not enabled", "pooling", "no data", "a mark", "no tensor", "width", "too long"],
+)
+def test_a_bad_part_of_a_chat_is_refused_by_name(given, options, parameter):
+    prompt = {"messages": chat(["one", given])}
+    with (
+        LLM(**{"enable_prompt_embeds": True, "dtype": "float32", **options}) as llm,
+        pytest.raises(TrouperValidationError) as caught,
+    ):
+        if "runner" in options:
+            llm.embed([prompt], use_tqdm=False)
+        else:
+            llm.generate([prompt], GREEDY, use_tqdm=False)
     assert caught.value.parameter == parameter
 
 

@@ -119,6 +119,22 @@ async def test_reranking_sorts_and_keeps_the_indices(pooling, path):
     assert len(best.json["results"]) == 2
 
 
+async def test_late_interaction_scores_and_reranks(anyio_backend):
+    args = EngineArgs(runner="pooling", pooler_config={"task": "token_embed"}, dtype="float32")
+    texts = ["something else", "one two", "two words"]
+    async with AsyncLLMEngine(args) as engine:
+        client = Client(create_app(engine))
+        ranked = (await client.post("/rerank", {"query": "one two", "documents": texts})).json
+        body = {"queries": "one two", "documents": texts}
+        scores = [item["score"] for item in (await client.post("/score", body)).json["data"]]
+    assert [item["index"] for item in ranked["results"]] == sorted(
+        range(3), key=lambda i: -scores[i]
+    )
+    num_tokens = ranked["results"][0]["relevance_score"]  # each of them has found itself
+    assert ranked["results"][0]["index"] == 1
+    assert num_tokens == pytest.approx(round(num_tokens), abs=1e-4)
+
+
 async def test_cohere_embeds_texts(pooling):
     answer = (
         await pooling.post("/v2/embed", {"texts": ["a", "b"], "embedding_types": ["float"]})

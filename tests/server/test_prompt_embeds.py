@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save
 
 from trouper import AsyncLLMEngine, EngineArgs
 from trouper.frontends.server.app import create_app
+from trouper.frontends.server.excerpt import LONG
 from trouper.model_config import DEMO_MODEL
 
 from .client import Client
@@ -52,6 +53,26 @@ async def test_the_embeddings_of_tokens_stand_for_the_tokens(client):
     answers = [[c["token_ids"] for c in reply.json["choices"]] for reply in (got, want)]
     assert answers[0] == answers[1]
     assert got.json["usage"] == want.json["usage"]
+
+
+async def test_a_part_of_a_chat_stands_for_its_tokens(client):
+    ids = [40, 50, 60] * 40
+    content = [
+        {"type": "text", "text": "one"},
+        {"type": "prompt_embeds", "data": as_text(embeddings_of(ids))},
+    ]
+    body = {"max_tokens": 8, "temperature": 0, "return_token_ids": True, "repetition_penalty": 1}
+    assert len(content[1]["data"]) > LONG  # so it is cut out of the body
+    chat = {**body, "messages": [{"role": "user", "content": content}]}
+    got = await client.post("/v1/chat/completions", chat)
+    assert got.status == 200, got.json
+    holes = iter(ids)
+    whole = [id or next(holes) for id in got.json["prompt_token_ids"]]
+    want = (await client.post("/v1/completions", {**body, "prompt": whole})).json["choices"][0]
+    assert got.json["choices"][0]["token_ids"] == want["token_ids"]
+    content[1]["data"] = "AAAA"
+    refused = await client.post("/v1/chat/completions", chat)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "messages")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ STEP_S = 0.01
 class InlineThreads:
     """Runs the work at once: nothing may block in virtual time."""
 
-    async def run(self, function, *args):
+    async def run(self, function, *args, is_quick=False):
         await anyio.lowlevel.checkpoint()
         return function(*args)
 

@@ -152,8 +152,9 @@ async def test_the_profiler_leaves_a_trace(tmp_path):
 
 async def test_the_profiler_needs_a_folder():
     async with AsyncLLMEngine.from_engine_args(args()) as engine:
-        with pytest.raises(TrouperValidationError, match="profiler_config"):
-            await engine.start_profile()
+        for order in (engine.start_profile, engine.stop_profile):
+            with pytest.raises(TrouperValidationError, match="profiler_config"):
+                await order()
 
 
 async def test_a_storm_of_aborts_and_sleeps_leaves_nothing():

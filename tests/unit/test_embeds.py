@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from trouper.actors.messages import Embeds
 from trouper.actors.rendering.embeds import (
+    ITEM_BYTES,
     decode_base64,
     decode_embeds,
     digests,
@@ -109,7 +111,7 @@ def test_base64_is_read_whatever_its_length(data):
 
 
 def test_base64_of_several_pieces(monkeypatch):
-    monkeypatch.setattr("trouper.actors.rendering.embeds.BASE64_STEP", 8)
+    monkeypatch.setattr("trouper.actors.rendering.embeds.TURN", 8)
     data = bytes(range(100))
     text = base64.b64encode(data)
     assert decode_base64(text.decode(), WIDTH, MAX_ROWS) == data
@@ -149,10 +151,26 @@ def test_a_tensor_of_the_same_process_is_taken_without_a_copy():
 
 def test_digests_name_each_block_by_its_rows():
     x = torch.randn(10, WIDTH)
-    names = digests(decode(saved(x)), 4)
+    names = digests([decode(saved(x))], 4)
     assert len(names) == len(set(names)) == 3
-    assert digests(decode(saved(x[:8].clone())), 4) == names[:2]
-    assert digests(decode(saved(x.double())), 4) != names
+    assert digests([decode(saved(x[:8].clone()))], 4) == names[:2]
+    assert digests([decode(saved(x.double()))], 4) != names
+    assert digests([], 4) == ()
+
+
+def test_digests_of_a_mixed_prompt_know_where_in_the_block_rows_stand_and_what_they_are():
+    def named(dtype="float32", **places):
+        data = memoryview(bytes(range(16)))
+        rows = 16 // (2 * ITEM_BYTES[dtype])
+        return digests([Embeds(dtype, rows, 2, data, first) for first in places.values()], 4)
+
+    one, two = named(a=5), named(a=6)
+    assert [bool(name) for name in one] == [False, True]
+    assert one[1] != two[1]
+    assert [bool(name) for name in named(a=7)] == [False, True, True]  # across two blocks
+    assert [bool(name) for name in named(a=1, b=9)] == [True, False, True]
+    assert named(a=5) == named(a=5) != named(a=5, b=7)
+    assert named("float16", a=4) != named("bfloat16", a=4)
 
 
 def test_decoding_touches_no_global_of_torch():

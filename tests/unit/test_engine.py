@@ -127,7 +127,7 @@ async def test_a_bad_prompt_fails_its_request_alone(autojump_clock):
 class StuckThreads:
     """Rendering takes one virtual second, and like a real thread it is not interrupted."""
 
-    async def run(self, function, *args):
+    async def run(self, function, *args, is_quick=False):
         with anyio.CancelScope(shield=True):
             await anyio.sleep(1)
         return function(*args)

@@ -1,9 +1,13 @@
 """Classifiers, cross-encoders and late interaction through `LLM`, equal to transformers on the same text."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
@@ -109,6 +113,122 @@ def test_late_interaction_sums_the_best_matches(save):
     for query, text, output in zip(["hello", *TEXTS[:2]], TEXTS, outputs, strict=True):
         want = max_sim(tokens(query), tokens(text))
         assert output.outputs.score == pytest.approx(want, abs=1e-3)
+
+
+def pylate_folder(save, **settings):
+    """As PyLate saves one: a projection of each token, markers, and no pooling over the tokens."""
+    folder, model = save(AutoModel.from_config)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens(["[MASK]"])
+    backend.add_tokens([AddedToken(marker, normalized=False) for marker in ("[Q] ", "[D] ")])
+    backend.save(str(folder / "tokenizer.json"))
+    names = json.loads((folder / "tokenizer_config.json").read_text())
+    names |= {"mask_token": "[MASK]", "pad_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Dense", "type": "pylate.models.Dense.Dense"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    own = {"max_seq_length": 7, "do_lower_case": False}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(own))
+    markers = {
+        "model_type": "ColBERT", "query_prefix": "[Q] ", "document_prefix": "[D] ",
+        "query_length": 12, "document_length": 20, "attend_to_expansion_tokens": False,
+        "skiplist_words": ["c", "▁cat", "no such token"], **settings,
+    }  # fmt: skip
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(markers))
+    weight = torch.randn(16, 32)
+    dense = {
+        "in_features": 32, "out_features": 16, "bias": False,
+        "activation_function": "torch.nn.modules.linear.Identity",
+    }  # fmt: skip
+    (folder / "1_Dense").mkdir()
+    (folder / "1_Dense" / "config.json").write_text(json.dumps(dense))
+    save_file({"linear.weight": weight}, folder / "1_Dense" / "model.safetensors")
+    return folder, model, weight
+
+
+QUERIES = ["the cat", "hello", "the cat sat on the mat and hello world again"]
+DOCUMENTS = ["the cat sat on the mat", "a cat", "hello world hello user " * 3]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"attend_to_expansion_tokens": True}, {"do_query_expansion": False}],
+    ids=["unseen", "seen", "unexpanded"],
+)
+def test_a_colbert_folder_marks_expands_cuts_and_skips(settings, save):
+    folder, model, weight = pylate_folder(save, **settings)
+    tokenizer = Tokenizer.load(folder)
+    skipped = {tokenizer.token_id("c"), tokenizer.token_id("▁cat")}
+
+    def embedded(ids, num_seen):
+        seen = torch.tensor([[int(i < num_seen) for i in range(len(ids))]])
+        with torch.no_grad():
+            hidden = model(input_ids=torch.tensor([ids]), attention_mask=seen).last_hidden_state[0]
+        return normalized((hidden @ weight.T).numpy())
+
+    def query_of(text):
+        first, *rest = tokenizer.encode(text)[:11]
+        ids = [first, tokenizer.token_id("[Q] "), *rest]
+        if settings.get("do_query_expansion") is False:
+            return embedded(ids, len(ids))
+        whole = ids + [tokenizer.mask_token_id] * (12 - len(ids))
+        return embedded(whole, 12 if settings else len(ids))
+
+    def document_of(text):
+        first, *rest = tokenizer.encode(text)[:19]
+        ids = [first, tokenizer.token_id("[D] "), *rest]
+        return embedded(ids, len(ids))[[i for i, id in enumerate(ids) if id not in skipped]]
+
+    with LLM(str(folder), dtype="float32") as llm:
+        outputs = llm.score(QUERIES, DOCUMENTS, use_tqdm=False)
+        (plain,) = llm.encode("the cat", pooling_task="token_embed", use_tqdm=False)
+    for query, text, output in zip(QUERIES, DOCUMENTS, outputs, strict=True):
+        want = max_sim(query_of(query), document_of(text))
+        assert output.outputs.score == pytest.approx(want, abs=1e-4)
+    ids = tokenizer.encode("the cat")
+    np.testing.assert_allclose(plain.outputs.data, embedded(ids, len(ids)), atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("default")  # of their packages
+@pytest.mark.parametrize("form", ["PyLate's", "their own", "with texts"])
+def test_a_colbert_folder_scores_as_sentence_transformers_does(form, save, tmp_path):
+    from sentence_transformers import MultiVectorEncoder
+
+    folder, *_ = pylate_folder(save)
+    theirs = MultiVectorEncoder(str(folder), device="cpu")
+    if form != "PyLate's":
+        if form == "with texts":
+            theirs.prompts = {"query": "the query: ", "document": ""}
+            theirs[0].query_expansion, theirs[0].query_length = None, 9
+        theirs.save_pretrained(str(tmp_path))
+        folder = tmp_path
+    with LLM(str(folder), dtype="float32") as llm:
+        outputs = llm.score(QUERIES, DOCUMENTS, use_tqdm=False)
+    for query, document, output in zip(QUERIES, DOCUMENTS, outputs, strict=True):
+        sides = theirs.encode_query(query), theirs.encode_document(document)
+        want = max_sim(*(side.numpy() for side in sides))
+        assert output.outputs.score == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"query_length": "long"}, "parameter=model"),
+        ({"no mask": True}, "lacks a mask token.*parameter=tokenizer"),
+    ],
+)
+def test_a_colbert_folder_that_lacks_something_is_refused(settings, fault, save):
+    folder, *_ = pylate_folder(save, **settings)
+    if "no mask" in settings:
+        config = folder / "tokenizer_config.json"
+        config.write_text(config.read_text().replace("mask_token", "other_token"))
+    with pytest.raises(TrouperValidationError, match=fault):
+        LLM(str(folder), dtype="float32")
 
 
 def test_a_pooling_model_sleeps_and_wakes(save):

@@ -40,7 +40,7 @@ async def beating_engine(**args):
 
 
 PROMPTS = {
-    "text": "def f(" * 20,
+    "text": "def f(" * 50,
     "ids": list(range(300)),
     "chat": {"messages": [{"role": "user", "content": "x" * 500}], "chat_template": "{{ messages[0].content }}"},
     "pair": {"prompt": "one " * 50, "text_pair": "two " * 50},
@@ -62,6 +62,7 @@ EMBEDS = {
     "file": {"prompt_embeds": save({"x": ROWS})},
     "bytes": save({"x": ROWS}),
     "base64": {"prompt_embeds": base64.b64encode(save({"x": ROWS})).decode()},
+    "part": {"messages": [{"role": "user", "content": [{"type": "prompt_embeds", "data": ROWS}]}]},
 }
 
 
@@ -91,6 +92,7 @@ async def test_the_loop_beats_while_a_multimodal_prompt_is_refused(monkeypatch):
 async def test_the_loop_beats_while_pairs_are_scored(task, module, name, monkeypatch):
     """Cosines of embeddings, and late interaction: both end in a thread."""
     async with beating_engine(runner="pooling", pooler_config={"task": task}) as (engine, heart):
+        monkeypatch.setattr(pooler_module, "QUICK", 0)
         monkeypatch.setattr(module, name, heart.hold_up(getattr(module, name)))
         scores = await Scorer(engine).score(["query"] * 3, ["one", "two", "query"])
         assert [output.outputs.array.size for output in scores] == [1] * 3
@@ -104,6 +106,7 @@ async def test_the_loop_beats_while_a_result_is_finished(task, monkeypatch):
         monkeypatch.setattr(
             pooler_module, "LARGE", 1000
         )  # of token_embed's result, but not of embed's
+        monkeypatch.setattr(pooler_module, "QUICK", 0)
         monkeypatch.setattr(pooler_module, "finish", heart.hold_up(pooler_module.finish))
         async for output in engine.encode(list(range(50)), PoolingParams(task=task)):
             assert np.isfinite(output.outputs.array).all()
@@ -144,7 +147,7 @@ async def test_an_abort_ends_a_request_that_waits_for_the_renderer(monkeypatch):
             return right(self, message)
 
         monkeypatch.setattr(PoolingPrompts, "_encoded", held)
-        first = engine.encode("first", PoolingParams(task="embed"), "1")
+        first = engine.encode("first " * 50, PoolingParams(task="embed"), "1")
         second = engine.encode("second", PoolingParams(task="embed"), "2")
         async with first, second:
             await engine.abort("2")
@@ -159,13 +162,13 @@ async def test_a_short_prompt_passes_large_embeddings_that_are_being_rendered(mo
     monkeypatch.setattr(handle_module, "LARGE_EMBEDS", 1000)
     async with beating_engine(enable_prompt_embeds=True, renderer_num_workers=1) as (engine, _):
         is_short_done = threading.Event()
-        right = Prompts._embeds_form
+        right = Prompts._decoded
 
         def held(self, *args):
             assert is_short_done.wait(WAIT_S)
             return right(self, *args)
 
-        monkeypatch.setattr(Prompts, "_embeds_form", held)
+        monkeypatch.setattr(Prompts, "_decoded", held)
         params = SamplingParams(max_tokens=1)
         for prompt in EMBEDS.values():
             is_short_done.clear()

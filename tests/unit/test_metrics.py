@@ -5,7 +5,7 @@ import pytest
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
-from trouper.actors.admission import estimate_tokens
+from trouper.actors.admission import embeds_bytes, estimate_tokens
 from trouper.actors.executor.simulated import Conditions
 from trouper.actors.metrics import FINISH_REASONS, FIRST_TOKEN_S, LATENCY_S, Metrics
 from trouper.errors import MaxQueuedTokensError, QueueOverflowError, TrouperValidationError
@@ -161,7 +161,7 @@ async def test_times_of_a_request_that_waits_for_its_turn(autojump_clock):
 @in_virtual_time
 async def test_rendering_counts_into_latency_and_not_into_the_queue(autojump_clock):
     class SlowThreads:
-        async def run(self, function, *args):
+        async def run(self, function, *args, is_quick=False):
             await trio.sleep(0.5)
             return function(*args)
 
@@ -356,6 +356,13 @@ def test_an_estimate_counts_ids_exactly_text_by_its_length_and_nothing_else():
     assert estimate_tokens([5] * 7) == estimate_tokens({"prompt_token_ids": (5,) * 7}) == 7
     assert estimate_tokens("x" * 40) == estimate_tokens({"prompt": "x" * 40}) == 10
     assert estimate_tokens(chat) == 30
+    parts = [{"type": "prompt_embeds", "data": bytes(3 * 2**13)}, {"text": "x" * 8}]
+    mixed = {"messages": [{"content": parts}, {"content": "y" * 4}, {"content": parts[:1]}]}
+    assert (estimate_tokens(mixed), embeds_bytes(mixed)) == (9, 6 * 2**13)
+    assert embeds_bytes({"prompt_embeds": b"abc"}) == embeds_bytes(b"abc") == 3
+    assert [
+        embeds_bytes(odd) for odd in (None, [], nested, {"messages": 5}, {"messages": [5]})
+    ] == [0] * 5
     assert [estimate_tokens(odd) for odd in (None, {}, [], nested, {"prompt": 3}, 5)] == [0] * 6
 
 

@@ -7,7 +7,7 @@ import pytest
 from trouper.actors import pooler as pooler_module
 from trouper.actors.answer import Answer
 from trouper.actors.messages import AdmitPooling, Pooled, PooledRequest, RequestId
-from trouper.actors.pooler import LARGE, Pooler
+from trouper.actors.pooler import LARGE, QUICK, Pooler
 from trouper.actors.pooling_slot import PoolingSlot
 from trouper.errors import GenerationError, TrouperValidationError
 from trouper.pooling import LateInteractionParams, PoolingParams
@@ -22,10 +22,12 @@ class Inline:
 
     def __init__(self):
         self.sizes = []
+        self.quick = []
         self.gate = None
 
-    async def run(self, function, batch, *args):
+    async def run(self, function, batch, *args, is_quick=False):
         self.sizes.append(len(batch))
+        self.quick.append(is_quick)
         if self.gate is not None and batch[0].array.size > LARGE:
             await self.gate.wait()
         return function(batch, *args)
@@ -81,6 +83,25 @@ async def test_the_small_results_of_a_step_share_one_hop(stage, request_of):
     assert [output.outputs.array.tolist() for output in outputs] == [[i, 1] for i in range(5)]
     assert outputs[0].prompt_token_ids == [1, 2]
     assert all(output.finished for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_quick"),
+    [((2,), True), ((2, QUICK - 2), True), ((2, 2, 2), False), ((QUICK + 1,), False)],
+)
+async def test_only_few_and_small_results_need_no_thread(sizes, is_quick, stage, request_of):
+    send, threads, _ = stage
+    await send(*[request_of(np.ones(size)) for size in sizes])
+    assert threads.quick == [is_quick]
+
+
+async def test_a_document_that_is_scored_has_a_thread(stage, request_of):
+    send, threads, _ = stage
+    tokens = {"task": "token_embed"}
+    for mode, uses in (("cache_query", 1), ("score_doc", None)):
+        late = LateInteractionParams(mode=mode, query_key="q", query_uses=uses)
+        await send(request_of([[1, 0]], late_interaction_params=late, **tokens))
+    assert threads.quick == [True, False]
 
 
 async def test_a_large_result_delays_no_small_one(stage, request_of):

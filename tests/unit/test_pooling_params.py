@@ -144,6 +144,55 @@ def test_an_explicit_wish_beats_the_files_which_beat_the_architecture(tmp_path):
     assert spec("BertModel", tmp_path, pooling_type="LAST").seq_pooling_type == "LAST"
 
 
+def write(folder, name, **content):
+    (folder / name).write_text(json.dumps(content))
+
+
+def test_the_folder_says_how_queries_and_documents_are_read(tmp_path):
+    assert spec("HF_ColBERT", tmp_path).late is None
+    write(tmp_path, "artifact.metadata", query_token_id="[unused7]", doc_maxlen=99, dim=128)
+    stanford = spec("HF_ColBERT", tmp_path)
+    assert (stanford.late.query_prefix, stanford.late.query_length) == ("[unused7]", 32)
+    assert stanford.late.document_prefix == "[unused1]"
+    assert (stanford.max_length, "," in stanford.late.skiplist_words) == (99, True)
+    write(tmp_path, "artifact.metadata", mask_punctuation=False)
+    assert spec("HF_ColBERT", tmp_path).late.skiplist_words == ()
+    name = "config_sentence_transformers.json"
+    write(tmp_path, name, query_prefix="? ", query_length=48, skiplist_words=["a"], prompts={})
+    pylate = spec("HF_ColBERT", tmp_path).late
+    assert (pylate.query_prefix, pylate.document_prefix) == ("? ", "[D] ")
+    assert (pylate.query_length, pylate.skiplist_words) == (48, ("a",))
+    assert spec("BertModel", tmp_path).late is None
+    write(tmp_path, name, query_length="many")
+    with pytest.raises(TrouperValidationError, match=r"parameter=model.*"):
+        spec("HF_ColBERT", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("transformer", "mask"),
+    [
+        ({"query_expansion": {"strategy": "min", "length": 9}}, {}),
+        ({"query_expansion": {"strategy": "fixed", "length": 9, "token": "x"}}, {}),
+        ({}, {"skiplist_tasks": ["query"]}),
+        ({}, {"keep_only_token_ids": [5]}),
+    ],
+)
+def test_an_option_of_multi_vectors_that_is_not_read_is_refused(transformer, mask, tmp_path):
+    kinds = {"": "Transformer", "mask": "MultiVectorMask"}
+    modules = [{"path": path, "type": f"x.{kind}"} for path, kind in kinds.items()]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "mask").mkdir()
+    write(tmp_path / "mask", "config.json")
+    write(tmp_path, "sentence_bert_config.json", max_seq_length=99)
+    late = spec("BertModel", tmp_path).late
+    assert (late.query_length, late.document_length, late.skiplist_words) == (99, 99, ())
+    assert not late.do_query_expansion
+    write(tmp_path / "mask", "config.json", **mask)
+    write(tmp_path, "sentence_bert_config.json", **transformer)
+    with pytest.raises(UnsupportedFeatureError, match="MultiVectorEncoder"):
+        spec("BertModel", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("config", "activation"),
     [
@@ -182,10 +231,31 @@ def test_the_runner_follows_the_model_unless_it_is_said(tmp_path):
     assert is_pooling("auto", "auto", tmp_path, "BertModel")
     assert is_pooling("pooling", "auto", tmp_path, "Qwen3ForCausalLM")
     assert is_pooling("auto", "embed", tmp_path, "Qwen3ForCausalLM")
-    with pytest.raises(TrouperValidationError, match="parameter=runner"):
-        is_pooling("generate", "auto", tmp_path, "BertModel")
+    assert is_pooling("auto", "classify", tmp_path, "Qwen3ForCausalLM")
+    for runner, convert, architecture, name in (
+        ("generate", "auto", "BertModel", "runner"),
+        ("generate", "classify", "Qwen3ForCausalLM", "convert"),
+        ("pooling", "none", "Qwen3ForCausalLM", "convert"),
+        ("auto", "rank", "BertModel", "convert"),
+    ):
+        with pytest.raises(TrouperValidationError, match=f"parameter={name}"):
+            is_pooling(runner, convert, tmp_path, architecture)
     (tmp_path / "modules.json").write_text("[]")
     assert is_pooling("auto", "auto", tmp_path, "Qwen3ForCausalLM")
+    assert not is_pooling("auto", "none", tmp_path, "Qwen3ForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "convert", "tasks"),
+    [
+        ("Qwen3ForCausalLM", "classify", ("classify",)),
+        ("BertForSequenceClassification", "embed", ("embed", "token_embed")),
+        ("BertForTokenClassification", "classify", ("token_classify",)),
+        ("HF_ColBERT", "embed", ("token_embed",)),
+    ],
+)
+def test_a_converted_model_has_the_tasks_of_its_new_kind(architecture, convert, tasks, tmp_path):
+    assert pooler_spec(PoolerConfig(), tmp_path, architecture, BERT, convert).tasks == tasks
 
 
 def output(array, error=None):

@@ -36,6 +36,14 @@ def test_an_embedding_is_shortened_and_then_normalised():
     assert not np.shares_memory(plain, raw)  # the step's other results are free to go
 
 
+def test_a_document_is_scored_without_the_rows_that_are_skipped():
+    query, document = numbers(3, 8), numbers(5, 8)
+    params = PoolingParams(task="token_embed", use_activation=False)
+    score = finish(document, params, spec(), query=query, skipped_rows=(1, 4))
+    assert score == pytest.approx(max_sim(query, document[[0, 2, 3]]))
+    assert finish(document, params, spec(), query=query) == pytest.approx(max_sim(query, document))
+
+
 def test_token_embeddings_are_normalised_one_by_one():
     made = finish(numbers(5, 8), PoolingParams(task="token_embed", use_activation=True), spec())
     np.testing.assert_allclose(np.linalg.norm(made, axis=1), 1, rtol=1e-6)

@@ -8,7 +8,7 @@ import pytest
 
 from trouper.actors.messages import Admit, Render, RequestId, Track
 from trouper.actors.ports import WorkerThreads
-from trouper.actors.renderer import Renderer
+from trouper.actors.renderer import QUICK, Renderer, _is_quick
 from trouper.actors.rendering.text import Rendered
 from trouper.actors.reply import ReplySlot
 from trouper.errors import GenerationError, TrouperValidationError
@@ -42,7 +42,7 @@ class Inline:
         self.gate = None
         self.num_running = self.peak = 0
 
-    async def run(self, function, *args):
+    async def run(self, function, *args, is_quick=False):
         await anyio.lowlevel.checkpoint()
         self.num_running += 1
         self.peak = max(self.peak, self.num_running)
@@ -226,3 +226,33 @@ async def test_real_threads_are_limited_and_bring_exceptions_back():
             with pytest.raises(ValueError, match="no"):
                 await bad.read()
             assert (await stage.scheduler_inbox.receive()).id == 1
+
+
+LONG = "x" * (QUICK + 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "expected"),
+    [
+        ("x" * QUICK, {}, True),
+        (LONG, {}, False),
+        ([1] * QUICK, {}, True),
+        ((1,) * (QUICK + 1), {}, False),
+        ({"prompt": "one", "text_pair": "two"}, {}, True),
+        ({"prompt": "x" * QUICK, "text_pair": "y"}, {}, False),
+        ({"prompt_token_ids": [1, 2], "cache_salt": "s"}, {}, True),
+        ({"prompt": "one", "token_type_ids": [0]}, {}, False),
+        ({"messages": []}, {}, False),
+        ({"prompt": None}, {}, False),
+        (b"x", {}, False),
+        ("x", {"bad_words": ["y"]}, False),
+        ("x", {"logit_bias": {1: 1.0}}, False),
+        ("x", {"allowed_token_ids": [1]}, False),
+        ("x", {"stop_token_ids": [1]}, False),
+    ],
+)
+async def test_what_is_rendered_without_a_thread(prompt, params, expected):
+    params = SamplingParams(**params)
+    slot = ReplySlot("a", params)
+    assert _is_quick(Render(RequestId(0), prompt, params, slot, 0, 0.0)) == expected
+    slot.close()

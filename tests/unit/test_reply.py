@@ -228,21 +228,50 @@ async def test_a_waiting_reader_is_woken_by_a_write(open_slot):
             tasks.start_soon(reader)
             for _ in range(30):  # until the reader waits
                 await anyio.lowlevel.checkpoint()
-            assert slot._woken.statistics().tasks_waiting_receive == 1
+            assert slot._woken.statistics().tasks_waiting == 1
             slot.write(0, "a", (1,))
     assert texts(seen[0]) == {0: "a"}
 
 
 async def test_a_stale_wake_up_does_no_harm(open_slot):
     slot = open_slot(DELTA)
-    slot.write(0, "a", (1,))
-    assert slot.read_nowait() is not None  # taken without waiting: its wake-up is still there
-    with anyio.move_on_after(0) as scope:
-        await slot.read()
-    assert scope.cancelled_caught
-    slot.write(0, "b", (2,))
+    seen = []
     with anyio.fail_after(5):
-        assert texts(await slot.read()) == {0: "b"}
+        async with anyio.create_task_group() as tasks:
+
+            async def reader():
+                seen.append(await slot.read())
+
+            tasks.start_soon(reader)
+            for _ in range(30):  # until the reader waits
+                await anyio.lowlevel.checkpoint()
+            slot.write(0, "a", (1,))
+            assert slot.read_nowait() is not None  # taken before the reader runs
+            for _ in range(30):  # until it waits again
+                await anyio.lowlevel.checkpoint()
+            assert seen == []
+            slot.write(0, "b", (2,))
+    assert texts(seen[0]) == {0: "b"}
+
+
+async def test_closing_wakes_whoever_waits(open_slot):
+    slot = open_slot()
+    errors = []
+
+    async def reader():
+        try:
+            await slot.read()
+        except anyio.ClosedResourceError as error:
+            errors.append(error)
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):
+                tasks.start_soon(reader)
+            for _ in range(30):  # until both wait
+                await anyio.lowlevel.checkpoint()
+            slot.close()
+    assert len(errors) == 2
 
 
 async def test_closing_is_idempotent_aborts_and_swallows_writes(open_slot):

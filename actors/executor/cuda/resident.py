@@ -1,5 +1,6 @@
 """What lies on the device while the engine is awake, beside the weights: KV memory, rows, inputs."""
 
+from collections.abc import Iterable
 from typing import Self
 
 import msgspec
@@ -44,11 +45,11 @@ class Resident(msgspec.Struct, frozen=True):
             inputs=machine.upload(pack(None, layout.num_rows + 1)),
         )
 
-    def write_history(self, new: NewRow) -> None:
-        """Count the row's tokens, as `sampling_rows.py` says; the prompt of embeddings has none."""
+    def write_history(self, new: NewRow, prompt_spans: Iterable[tuple[int, int]]) -> None:
+        """Count the row's tokens, as `sampling_rows.py` says; those of its prompt lie in the spans."""
         history = self.views.sampling.history[new.row].zero_()
         tokens = self.views.tokens[new.row].narrow(0, 0, len(new.token_ids))
-        prompt, outputs = tokens[: new.num_prompt], tokens[new.num_prompt :]
-        if new.embeds is None:
-            history.index_fill_(0, prompt.long(), 1)
+        outputs = tokens[new.num_prompt :]
+        for begin, end in prompt_spans:
+            history.index_fill_(0, tokens[begin:end].long(), 1)
         history.index_add_(0, outputs.long(), torch.full_like(outputs, 2))

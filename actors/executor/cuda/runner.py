@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from trouper.actors.executor.batch import Rows
+from trouper.actors.executor.batch import Rows, embeds_of
 from trouper.actors.executor.cuda import memory
 from trouper.actors.executor.cuda.inputs import Inputs, inputs_of, pack
 from trouper.actors.executor.cuda.machine import CudaMachine, Graph, Machine
@@ -230,7 +230,7 @@ class CudaRunner:
             resident.arena.index_copy_(0, addresses, words.to(torch.int32))
         for new in plan.new_rows:
             if is_penalised(new.sampling):
-                resident.write_history(new)
+                resident.write_history(new, self._rows.token_spans(new.row))
         size = self._config.block_size
         for source, target in plan.copies:
             kv = resident.kv
@@ -265,15 +265,11 @@ class CudaRunner:
         return hidden_TE, logits_CV, sampled_C
 
     def _embeds(self, plan: StepPlan) -> tuple[Part, ...]:
-        """The part of each prompt of embeddings that this step computes."""
-        found: list[Part] = []
-        first = 0
-        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
-            matrix = self._rows.embeds[row]
-            if matrix is not None and start < len(matrix):
-                found.append((first, self._machine.to_device(matrix[start : start + count])))
-            first += count
-        return tuple(found)
+        firsts = np.cumsum(plan.counts) - plan.counts
+        return tuple(
+            (first, self._machine.to_device(part))
+            for first, part in embeds_of(plan, self._rows, firsts)
+        )
 
     def _add_prompt_logprobs(self, plan: StepPlan, hidden_TE: Tensor, readout: Readout) -> None:
         """Of the prompt tokens that follow the positions of this step, where they were asked for."""

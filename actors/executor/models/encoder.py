@@ -63,11 +63,11 @@ class Encoder:
         max_model_len: int,
     ) -> None:
         self.traits = traits
-        self.dtype = words.dtype
+        self.dtype, self.hidden_size = words.dtype, words.shape[1]
         self._words, self._positions, self._types = words, positions, types
         self._norm, self._layers, self._final_norm = norm, layers, final_norm
         self._bias = None if relative_bias is None else spread_bias(relative_bias, max_model_len)
-        self._is_native = is_native(self.dtype, traits.head_dim)
+        self.is_native = is_native(self.dtype, traits.head_dim)
         self._rope_tables = [
             make_rope_table(rope, max_model_len, self.dtype) for rope in traits.ropes
         ]
@@ -91,9 +91,19 @@ class Encoder:
             more = (0, rounded(num_tokens) - num_tokens)
             token_ids_T, positions_T = F.pad(token_ids_T, more), F.pad(positions_T, more)
             type_ids_T = None if type_ids_T is None else F.pad(type_ids_T, more)
-        x_TE = self._embed(token_ids_T, positions_T, type_ids_T)
+        x_TE = self.embed(token_ids_T, positions_T, type_ids_T)
+        tiles = tiles_of(groups) if self.is_native else None
+        return self.finish(self.forward_embedded(x_TE, positions_T, groups, tiles)[:num_tokens])
+
+    def forward_embedded(
+        self,
+        x_TE: Tensor,
+        positions_T: Tensor,
+        groups: Sequence[Group],
+        tiles: np.ndarray | None,
+    ) -> Tensor:
+        """All layers.  `tiles`: of the groups; they live as long as this is recorded."""
         rotations = [rotation_of(table, positions_T) for table in self._rope_tables]
-        tiles = tiles_of(groups) if self._is_native else None
         for i, layer in enumerate(self._layers):
             rotation = rotations[self.traits.layer_ropes[i]] if rotations else None
             window = self.traits.windows[i] if self.traits.windows else None
@@ -106,10 +116,12 @@ class Encoder:
                 assert layer.attention_norm is not None
                 x_TE = layer.attention_norm(linear(attend(x_TE), layer.o), x_TE)
                 x_TE = layer.mlp_norm(linear(self._widen(layer, x_TE), layer.down), x_TE)
-        x_TE = x_TE.narrow(0, 0, num_tokens)
+        return x_TE
+
+    def finish(self, x_TE: Tensor) -> Tensor:
         return x_TE if self._final_norm is None else self._final_norm(x_TE)
 
-    def _embed(self, token_ids_T: Tensor, positions_T: Tensor, type_ids_T: Tensor | None) -> Tensor:
+    def embed(self, token_ids_T: Tensor, positions_T: Tensor, type_ids_T: Tensor | None) -> Tensor:
         x_TE = F.embedding(token_ids_T, self._words)
         if self._types is not None:
             x_TE += self._types[0] if type_ids_T is None else F.embedding(type_ids_T, self._types)

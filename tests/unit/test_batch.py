@@ -1,0 +1,51 @@
+"""Rows of the device: where embeddings stand for tokens, chunk by chunk."""
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trouper.actors.executor.batch import Rows, make_batch
+from trouper.actors.messages import Embeds, NewRow, Sampling, StepPlan
+
+LENGTH, BLOCK_SIZE = 24, 4
+
+
+@given(
+    is_embedded=st.lists(st.booleans(), min_size=1, max_size=LENGTH),
+    cuts=st.sets(st.integers(1, LENGTH - 1)),
+    before=st.integers(1, 3),
+)
+def test_each_chunk_has_the_embeddings_of_its_positions(is_embedded, cuts, before):
+    """`before`: tokens of another row that stand first in the flat batch."""
+    length = len(is_embedded)
+    rows = Rows(2, 2 * LENGTH, BLOCK_SIZE)
+    rows.place(NewRow(1, 1, (5,) * LENGTH, LENGTH, tuple(range(12)), Sampling()))
+    numbers = np.arange(length, dtype=np.float32)  # the row of position p holds p
+    parts = tuple(
+        Embeds("float32", int(last - first), 1, numbers[first:last].data.cast("B"), int(first))
+        for first, last in runs(is_embedded)
+    )
+    rows.place(NewRow(0, 0, (7,) * length, length, tuple(range(12)), Sampling(), parts))
+    spans = list(rows.token_spans(0))
+    spelled = [p for begin, end in spans for p in range(begin, end)]
+    assert spelled == [p for p in range(length) if not is_embedded[p]]
+    edges = [0, *sorted(cut for cut in cuts if cut < length), length]
+    for step, (start, end) in enumerate(pairwise(edges)):
+        chosen, starts, counts = (1, 0), (0, start), (before, end - start)
+        plan = StepPlan(step, 0, chosen, starts, counts, (False,) * len(chosen))
+        batch = make_batch(plan, rows, (), plan_attention=lambda *_: None)
+        seen = torch.full((before + end - start,), -1.0)
+        for at, matrix in batch.embeds:
+            seen[at : at + len(matrix)] = matrix[:, 0]
+        want = [-1.0] * before + [p if is_embedded[p] else -1.0 for p in range(start, end)]
+        assert seen.tolist() == want
+    assert rows.embeds[0] == ()
+
+
+def runs(flags):
+    """Begin and end of each run of True."""
+    edges = np.flatnonzero(np.diff([0, *map(int, flags), 0]))
+    return edges.reshape(-1, 2)

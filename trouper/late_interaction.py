@@ -1,0 +1,83 @@
+"""How a late-interaction model was trained to read queries and documents, as its folder says it.
+
+PyLate says it in `config_sentence_transformers.json`, whose names and defaults these are, sentence-transformers in
+the configs of its modules, Stanford's ColBERT in `artifact.metadata`.  A folder with none has its texts read as
+they are.
+"""
+
+import string
+from collections.abc import Mapping
+from typing import Any, Self
+
+import msgspec
+
+from trouper.errors import UnsupportedFeatureError
+
+UNLIMITED = 2**31
+STANFORD = {"query_prefix": "[unused0]", "document_prefix": "[unused1]", "document_length": 220}
+STANFORD_NAMES = {
+    "query_token_id": "query_prefix", "doc_token_id": "document_prefix", "query_maxlen": "query_length",
+    "doc_maxlen": "document_length", "attend_to_mask_tokens": "attend_to_expansion_tokens",
+}  # fmt: skip
+
+
+class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
+    """Markers and lengths, in tokens with all that is added; a marker that is no token is text, "" = none."""
+
+    query_prefix: str = "[Q] "
+    document_prefix: str = "[D] "
+    query_length: int = 32
+    document_length: int = 180
+    do_query_expansion: bool = True  # up to its length a query is filled with mask tokens
+    attend_to_expansion_tokens: bool = False  # they are seen, too
+    skiplist_words: tuple[str, ...] = tuple(string.punctuation)  # documents are scored without them
+
+    @classmethod
+    def of_pylate(cls, config: Mapping[str, Any]) -> Self | None:
+        """None: the folder is not PyLate's.  Raises msgspec.ValidationError: a wrong type."""
+        given = {n: config[n] for n in cls.__struct_fields__ if config.get(n) is not None}
+        return msgspec.convert(given, cls) if given else None
+
+    @classmethod
+    def of_sentence_transformers(
+        cls, config: Mapping[str, Any], transformer: Mapping[str, Any], mask: Mapping[str, Any]
+    ) -> Self:
+        """Of a MultiVectorEncoder: its own config, its Transformer's, its MultiVectorMask's.
+
+        Raises:
+            UnsupportedFeatureError: an option that is not read here.
+        """
+        prompts: dict[str, Any] = config.get("prompts") or {}
+        expansion: dict[str, Any] = transformer.get("query_expansion") or {}
+        longest = transformer.get("max_seq_length") or UNLIMITED
+        for name, value, known in (
+            ("query_expansion.strategy", expansion.get("strategy"), (None, "fixed")),
+            ("query_expansion.token", expansion.get("token"), (None,)),
+            ("skiplist_tasks", mask.get("skiplist_tasks"), (None, ["document"])),
+            ("keep_only_token_ids", mask.get("keep_only_token_ids"), (None,)),
+        ):
+            if value not in known:
+                raise UnsupportedFeatureError(f"{name}={value!r} of a MultiVectorEncoder")
+        given = {
+            "query_prefix": prompts.get("query") or "",
+            "document_prefix": prompts.get("document") or "",
+            "query_length": expansion.get("length") or transformer.get("query_length") or longest,
+            "document_length": transformer.get("document_length") or longest,
+            "do_query_expansion": bool(expansion),
+            "attend_to_expansion_tokens": expansion.get("attend", False),
+            "skiplist_words": mask.get("skiplist_words") or (),
+        }
+        return msgspec.convert(given, cls)
+
+    @classmethod
+    def of_stanford(cls, metadata: Mapping[str, Any]) -> Self | None:
+        """The same, of Stanford's."""
+        if not metadata:
+            return None
+        config: dict[str, Any] = dict(STANFORD)
+        for theirs, name in STANFORD_NAMES.items():
+            if metadata.get(theirs) is not None:
+                config[name] = metadata[theirs]
+        if metadata.get("mask_punctuation") is False:
+            config["skiplist_words"] = ()
+        return cls.of_pylate(config)
