@@ -13,6 +13,7 @@ from trouper.frontends.cli import output
 from trouper.frontends.cli.options import SamplingOptions, expand_options
 from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer, Show
 from trouper.frontends.cli.running import Interrupts, run_engine, run_open
+from trouper.frontends.cli.stats import ASKED, StatsOption, Stopwatch, Usage
 from trouper.frontends.cli.terminal import read_line, show, terminal_kept
 from trouper.inputs import ChatPrompt
 from trouper.params import RequestOutputKind, SamplingParams
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 Messages = list[dict[str, Any]]
-Ask = Callable[[Messages, Show], Awaitable[None]]
+Ask = Callable[[Messages, Show], Awaitable[Usage | None]]
 Converse = Callable[[Ask, Interrupts], Awaitable[None]]
 
 
@@ -35,6 +36,7 @@ def chat(
         typer.Option("--quick", "-q", metavar="MESSAGE", help="Answer one message, and end."),
     ] = None,
     system_prompt: Annotated[str | None, typer.Option(help="What to tell the model first.")] = None,
+    stats: StatsOption = False,
     *,
     remote: RemoteOptions,
     sampling: SamplingOptions,
@@ -46,21 +48,21 @@ def chat(
 
     Ctrl-C stops an answer; at the prompt it ends the program, as Ctrl-D does.
     """
-    converse = partial(_converse, Conversation(system_prompt), quick)
+    converse = partial(_converse, Conversation(system_prompt, shows_stats=stats), quick)
     with terminal_kept():
         if remote.url is not None:
-            _with_server(converse, remote, sampling, engine_args)
+            fields = sampling.given() | (ASKED if stats else {})
+            _with_server(converse, remote, fields, engine_args)
         else:
             _with_engine(converse, remote, sampling, engine_args)
 
 
 def _with_server(
-    converse: Converse, remote: RemoteOptions, sampling: SamplingOptions, engine_args: EngineArgs
+    converse: Converse, remote: RemoteOptions, fields: dict[str, Any], engine_args: EngineArgs
 ) -> None:
     if engine_args != EngineArgs():
         message = "takes no options of an engine: the server has its own"
         raise typer.BadParameter(message, param_hint="--url")
-    fields = sampling.given()
 
     async def act(server: RemoteServer, interrupts: Interrupts) -> None:
         await converse(partial(server.chat, fields), interrupts)
@@ -87,18 +89,23 @@ def _with_engine(
 
 async def _ask_engine(
     engine: "AsyncLLMEngine", params: SamplingParams, messages: Messages, show: Show
-) -> None:
+) -> Usage:
+    usage = Usage(0, 0)
     async with engine.generate(ChatPrompt(messages=messages), params) as stream:
         async for result in stream:
+            usage.prompt_tokens = len(result.prompt_token_ids)
+            usage.completion_tokens += len(result.outputs[0].token_ids)
             show(result.outputs[0].text)
             if result.error is not None:
                 raise result.error.to_exception()
+    return usage
 
 
 class Conversation:
     """The messages so far, and how they are answered."""
 
-    def __init__(self, system_prompt: str | None) -> None:
+    def __init__(self, system_prompt: str | None, *, shows_stats: bool) -> None:
+        self._shows_stats = shows_stats
         self._system: Messages = (
             [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
         )
@@ -117,18 +124,22 @@ class Conversation:
         before = self.messages
         self.messages = [*before, {"role": "user", "content": message}]
         pieces: list[str] = []
+        usage: Usage | None = None
+        watch = Stopwatch(show)
 
         def hear(text: str) -> None:
-            show(text)
+            watch.hear(text)
             pieces.append(text)
 
         try:
             with interrupts.stoppable():
-                await ask(self.messages, hear)
+                usage = await ask(self.messages, hear)
         except BaseException:
             self.messages = before
             raise
         print()
+        if self._shows_stats:
+            watch.report(usage)
         answer = {"role": "assistant", "content": "".join(pieces)}
         self.messages = [*self.messages, answer] if answer["content"] else before
 

@@ -10,6 +10,7 @@ from trouper.frontends.cli import output
 from trouper.frontends.cli.options import DEFAULT_MAX_TOKENS, SamplingOptions, expand_options
 from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer
 from trouper.frontends.cli.running import Interrupts, run_open
+from trouper.frontends.cli.stats import ASKED, StatsOption, Stopwatch, Usage
 from trouper.frontends.cli.terminal import read_line, show, terminal_kept
 
 
@@ -20,6 +21,7 @@ def complete(
         str | None,
         typer.Option("--quick", "-q", metavar="PROMPT", help="Complete one prompt, and end."),
     ] = None,
+    stats: StatsOption = False,
     *,
     remote: RemoteOptions,
     sampling: SamplingOptions,
@@ -30,18 +32,26 @@ def complete(
 
     Ctrl-C stops a text; at the prompt it ends the program, as Ctrl-D does.
     """
-    fields = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling.given()}
+    fields = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling.given(), **(ASKED if stats else {})}
     with terminal_kept():
-        run_open(RemoteServer(remote), partial(_complete, quick, fields), CONNECTING)
+        run_open(RemoteServer(remote), partial(_complete, quick, fields, stats), CONNECTING)
 
 
 async def _complete(
-    quick: str | None, fields: dict[str, Any], server: RemoteServer, interrupts: Interrupts
+    quick: str | None,
+    fields: dict[str, Any],
+    shows_stats: bool,
+    server: RemoteServer,
+    interrupts: Interrupts,
 ) -> None:
     async def go_on(prompt: str) -> None:
+        usage: Usage | None = None
+        watch = Stopwatch(show)
         with interrupts.stoppable():
-            await server.complete(fields, prompt, show)
+            usage = await server.complete(fields, prompt, watch.hear)
         print()
+        if shows_stats:
+            watch.report(usage)
 
     if quick is not None:
         await go_on(quick)

@@ -7,8 +7,10 @@
 import dataclasses
 import inspect
 import json
+import tomllib
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
@@ -46,7 +48,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     },
     "Pooling": {
         "runner": "auto, generate or pooling.",
-        "convert": "auto, none or embed: make an embedding model of one that generates.",
+        "convert": "auto, none, embed or classify: make a pooling model of another kind of it.",
         "pooler_config": "Settings of the pooler.",
     },
     "KV cache": {
@@ -128,6 +130,36 @@ class SamplingOptions:
         return SamplingParams(
             **{"max_tokens": DEFAULT_MAX_TOKENS, **model_defaults, **self.given(), **more}
         )
+
+
+def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """A callback: what the file says is the default of this command's options.
+
+    Raises:
+        typer.BadParameter: it is no TOML, or names no option.
+    """
+    if path is None:
+        return None
+    try:
+        given = {
+            name.replace("-", "_"): v for name, v in tomllib.loads(path.read_text("utf-8")).items()
+        }
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{path}: {error}") from None
+    options = {p.name: p for p in ctx.command.params if p.param_type_name == "option"}
+    if unknown := given.keys() - options.keys() | given.keys() & {"config"}:
+        raise typer.BadParameter(f"{path} names no options: {', '.join(sorted(unknown))}")
+    ctx.default_map = {
+        name: value if options[name].multiple else _as_typed(value) for name, value in given.items()
+    }
+    return path
+
+
+def _as_typed(value: Any) -> Any:
+    """Lists and tables as they would stand in a command line."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return json.dumps(value) if isinstance(value, dict) else value
 
 
 def served_names(engine_args: EngineArgs) -> tuple[str, ...]:

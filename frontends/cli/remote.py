@@ -15,6 +15,7 @@ import typer
 from anyio import AsyncContextManagerMixin
 
 from trouper.errors import RemoteError, TrouperClientError, TrouperValidationError
+from trouper.frontends.cli.stats import Usage
 
 if TYPE_CHECKING:
     from httpx2 import URL, AsyncClient, EventSource, Response
@@ -76,25 +77,27 @@ class RemoteServer(AsyncContextManagerMixin):
 
     async def chat(
         self, fields: dict[str, Any], messages: list[dict[str, Any]], show: Show
-    ) -> None:
-        """`show` each piece of the answer to a conversation; raises as `complete` does."""
-        await self._ask("chat/completions", {"messages": messages, **fields}, show)
+    ) -> Usage | None:
+        """`show` each piece of the answer to a conversation; as `complete` otherwise."""
+        return await self._ask("chat/completions", {"messages": messages, **fields}, show)
 
-    async def complete(self, fields: dict[str, Any], prompt: str, show: Show) -> None:
+    async def complete(self, fields: dict[str, Any], prompt: str, show: Show) -> Usage | None:
         """`show` each piece of the text that follows a prompt.  Leaving closes the connection.
+
+        Returns what the server says of the tokens, where it was asked (`stream_options`) and says it.
 
         Raises:
             TrouperClientError: the server refuses the request.
             RemoteError: anything else, also in the middle of the answer.
         """
-        await self._ask("completions", {"prompt": prompt, **fields}, show)
+        return await self._ask("completions", {"prompt": prompt, **fields}, show)
 
-    async def _ask(self, path: str, fields: dict[str, Any], show: Show) -> None:
+    async def _ask(self, path: str, fields: dict[str, Any], show: Show) -> Usage | None:
         body = {"model": self._model, **fields, "stream": True}
         with self._explained():
             async with self._client.sse(path, method="POST", json=body) as source:
                 await _check_status(source.response)
-                await _read(source, show)
+                return await _read(source, show)
 
     async def _first_model(self) -> str:
         with self._explained():
@@ -138,6 +141,7 @@ class _Choice(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = msgspec.field(default_factory=list[_Choice])
     error: Any = None
+    usage: Usage | None = None
 
 
 class _Model(msgspec.Struct):
@@ -148,9 +152,10 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def _read(source: "EventSource", show: Show) -> None:
+async def _read(source: "EventSource", show: Show) -> Usage | None:
     """Until the stream ends."""
     error: Exception | None = None
+    usage: Usage | None = None
     is_over = False
     # The library's generators end in order at their end or when they are cancelled inside, not when dropped.
     with anyio.CancelScope() as rest:
@@ -160,7 +165,9 @@ async def _read(source: "EventSource", show: Show) -> None:
                 rest.deadline = anyio.current_time() + LAST_WORDS_S
                 continue
             try:
-                is_over |= _show_chunk(event.data, show)
+                chunk = _show_chunk(event.data, show)
+                usage = chunk.usage or usage
+                is_over |= any(choice.finish_reason is not None for choice in chunk.choices)
             except Exception as raised:
                 error = raised
                 rest.cancel()
@@ -168,23 +175,21 @@ async def _read(source: "EventSource", show: Show) -> None:
         raise error
     if not is_over:
         raise RemoteError("the answer broke off before its end")
+    return usage
 
 
-def _show_chunk(data: str, show: Show) -> bool:
-    """Whether a choice has ended with it."""
+def _show_chunk(data: str, show: Show) -> _Chunk:
     try:
         chunk = msgspec.json.decode(data, type=_Chunk)
     except msgspec.MsgspecError:
         raise RemoteError("the server sends events that are no chunks of an answer") from None
     if chunk.error is not None:
         raise RemoteError(f"the server failed: {_message_of(chunk.error)}")
-    is_over = False
     for choice in chunk.choices:
         text = choice.text or (choice.delta and choice.delta.content)
         if text:
             show(text)
-        is_over |= choice.finish_reason is not None
-    return is_over
+    return chunk
 
 
 async def _check_status(response: "Response") -> None:

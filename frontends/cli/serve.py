@@ -2,17 +2,19 @@
 
 import dataclasses
 import importlib.util
+import math
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import anyio
 import typer
 
 from trouper.config import EngineArgs
-from trouper.errors import UnsupportedFeatureError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli import output
-from trouper.frontends.cli.options import expand_options, served_names
+from trouper.frontends.cli.options import expand_options, json_object, read_config, served_names
 
 LOOPBACK = "127.0.0.1"
 
@@ -27,6 +29,7 @@ class ServerOptions:
 
     host: Annotated[str, _server("Address to listen at.")] = LOOPBACK
     port: Annotated[int, _server("Port; 0 takes a free one.", min=0, max=65535)] = 8000
+    root_path: Annotated[str, _server("Prefix under which a proxy has it.")] = ""
     uds: Annotated[str | None, _server("Socket file, instead of host and port.")] = None
     api_key: Annotated[
         list[str] | None, _server("Who has one of these may ask; repeatable.", envvar="TROUPER_API_KEY")
@@ -53,12 +56,23 @@ class ServerOptions:
     max_waiting_tokens: Annotated[
         int | None, _server("Tokens that may wait; by default what is done in 10 s.", min=1)
     ] = None
+    max_queue_delay: Annotated[
+        float, _server("Seconds that who is next may have waited; then the youngest go.", min=0.001)
+    ] = math.inf  # fmt: skip
     max_body: Annotated[int, _server("Bytes of a request's body.", min=1)] = 32 * 2**20
     body_timeout: Annotated[float, _server("Seconds in which it has to come.", min=0.001)] = 30.0
+    h11_max_header_count: Annotated[int, _server("Headers of a request.", min=1)] = 256
+    h11_max_incomplete_event_size: Annotated[
+        int, _server("Bytes of them.", min=1, max=2**17)
+    ] = 2**16  # fmt: skip
     response_role: Annotated[str, _server("Role that answers in a chat.")] = "assistant"
     trust_request_chat_template: Annotated[
         bool, _server("Let requests bring their chat template.", "--trust-request-chat-template")
     ] = False
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        _server("Variables of the chat template.", parser=json_object, metavar="JSON"),
+    ] = None
     enable_prompt_tokens_details: Annotated[
         bool, _server("Tell cached tokens in usage.", "--enable-prompt-tokens-details")
     ] = False
@@ -81,7 +95,13 @@ class ServerOptions:
     allowed_methods: Annotated[list[str] | None, _server("With these methods.")] = None
     allowed_headers: Annotated[list[str] | None, _server("And these headers.")] = None
     allow_credentials: Annotated[bool, _server("And cookies.", "--allow-credentials")] = False
-    access_log: Annotated[bool, _server("A line for each answer.", "--access-log")] = False
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        _server("What is told on stderr.", "--log-level", "--uvicorn-log-level"),
+    ] = "warning"
+    access_log: Annotated[
+        bool, _server("A line for each answer.", "--access-log/--disable-uvicorn-access-log")
+    ] = False
     disable_access_log_for_endpoints: Annotated[
         list[str] | None, _server("But not for this path; repeatable.")
     ] = None
@@ -100,6 +120,15 @@ def serve(
         str | None,
         typer.Argument(
             metavar="[MODEL]", show_default=False, help="Folder or hub id; the demo when left out."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        _server(
+            "Options in TOML; the command line wins.",
+            metavar="FILE.toml",
+            is_eager=True,
+            callback=read_config,
         ),
     ] = None,
     *,
@@ -121,14 +150,18 @@ def serve(
 
 
 def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
-    from trouper.frontends.server.lines import access_lines
+    from trouper.frontends.server.lines import log_lines
     from trouper.frontends.server.listeners import bind_tcp, bind_unix
     from trouper.frontends.server.running import Server
     from trouper.frontends.server.service import Service
 
+    for name, value in vars(options).items():
+        if isinstance(value, float) and math.isnan(value):  # lies in every range
+            raise TrouperValidationError("must be a number", parameter=name)
     with ExitStack() as stack:
+        stack.enter_context(log_lines("trouper", options.log_level))
         if options.access_log:
-            stack.enter_context(access_lines())
+            stack.enter_context(log_lines("trouper.access", "info"))
         if options.uds is not None:
             public = stack.enter_context(bind_unix(options.uds))
         else:
@@ -148,6 +181,7 @@ def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
                 shutdown_timeout_s=float(engine_args.shutdown_timeout),
                 report=output.complain,
                 certificate=(options.ssl_certfile, options.ssl_keyfile),
+                root_path=options.root_path,
                 stays_dead=options.keep_alive_on_engine_death,
             )
             await server.run(AsyncLLMEngine(engine_args), [public], admin, options.loop)
@@ -166,11 +200,15 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         protect_metrics=options.protect_metrics,
         max_requests=options.max_requests,
         max_waiting_tokens=options.max_waiting_tokens,
+        max_queue_delay_s=options.max_queue_delay,
         request_timeout_s=options.request_timeout,
         max_body=options.max_body,
         body_timeout_s=options.body_timeout,
+        max_headers=options.h11_max_header_count,
+        max_header_bytes=options.h11_max_incomplete_event_size,
         response_role=options.response_role,
         trust_request_chat_template=options.trust_request_chat_template,
+        default_chat_template_kwargs=options.default_chat_template_kwargs or {},
         enable_prompt_tokens_details=options.enable_prompt_tokens_details,
         force_include_usage=options.enable_force_include_usage,
         return_tokens_as_token_ids=options.return_tokens_as_token_ids,

@@ -11,6 +11,7 @@ youngest waiting request of the largest tenant to the door when a smaller tenant
 from bisect import insort
 from enum import Enum
 
+MAX_PRIORITY = 2**63
 OUTPUT_WEIGHT = 2  # a generated token takes about as long as two of a prompt; the paper's weights
 
 
@@ -114,9 +115,8 @@ class Admission:
     def next_starts(self) -> list[Entry]:
         """Everybody whose turn has come; the last may exceed the limit, so that none is too large."""
         started: list[Entry] = []
-        while self._waiting and self.num_started < self.max_started:
-            tenant = min(self._waiting, key=self._turn)
-            entry = self._waiting[tenant][0]
+        while self.num_started < self.max_started and (entry := self.next_waiting()) is not None:
+            tenant = entry.tenant
             self._unqueue(entry)
             self._count(entry, -1)
             entry.phase = Phase.STARTED
@@ -139,6 +139,28 @@ class Admission:
         self._count(entry, -1)
         entry.phase = Phase.GONE
         self.num_requests -= 1
+
+    def trim(self, num_tokens: int) -> list[Entry]:
+        """Whoever waits beyond so many tokens, gone: each time the youngest of the largest tenant.
+
+        One stays, however large.
+        """
+        tokens = [entry.num_tokens for entry in self.waiting()]
+        num_left, num_tokens_left = len(tokens), sum(tokens)
+        gone: list[Entry] = []
+        while num_left > 1 and num_tokens_left > num_tokens:
+            held = {tenant: (held[0], held[1]) for tenant, held in self._held.items()}
+            victim = self._victim(held, [], 0.0, MAX_PRIORITY)
+            assert victim is not None
+            self.leave(victim)
+            gone.append(victim)
+            num_left -= 1
+            num_tokens_left -= victim.num_tokens
+        return gone
+
+    def next_waiting(self) -> Entry | None:
+        """Whose turn it is."""
+        return self._waiting[min(self._waiting, key=self._turn)][0] if self._waiting else None
 
     def waiting(self) -> list[Entry]:
         """Everybody who waits, tenant by tenant."""

@@ -19,6 +19,7 @@ from trouper.frontends.server.replies import (
 )
 from trouper.frontends.server.sampling import chat_params
 from trouper.frontends.server.service import Service
+from trouper.frontends.server.settings import ServerSettings
 from trouper.frontends.server.wire import ChatRequest
 from trouper.outputs import CompletionOutput, RequestOutput
 
@@ -55,9 +56,7 @@ class _Answer:
         self._exchange = exchange
         self._request = request
         self._model = service.check_model(request.model)
-        self._prompt: Any = chat_prompt(
-            request, trusts_template=settings.trust_request_chat_template
-        )
+        self._prompt: Any = chat_prompt(request, settings)
         self._params = chat_params(
             request, service.config.model.default_sampling, service.config.max_model_len
         )
@@ -168,7 +167,7 @@ class _Answer:
         )
 
 
-def chat_prompt(request: Any, *, trusts_template: bool) -> dict[str, Any]:
+def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
     """A conversation in the engine's form, from a ChatRequest or TokenizeRequest.
 
     Raises:
@@ -183,16 +182,17 @@ def chat_prompt(request: Any, *, trusts_template: bool) -> dict[str, Any]:
         content = message.get("content")
         if isinstance(content, list) and len(content) > MAX_PARTS:
             raise _bad(f"messages[{i}].content", f"at most {MAX_PARTS} parts")
-    if request.chat_template is not None and not trusts_template:
+    if request.chat_template is not None and not settings.trust_request_chat_template:
         raise _bad("chat_template", "this server renders its own template only")
     _check_tools(request.tools, getattr(request, "tool_choice", "none"))
-    variables = dict(request.chat_template_kwargs or {})
+    variables = dict(settings.default_chat_template_kwargs)
     if (effort := getattr(request, "reasoning_effort", None)) is not None:
-        variables.setdefault("reasoning_effort", effort)
+        variables["reasoning_effort"] = effort
+    variables |= request.chat_template_kwargs or {}
     prompt: dict[str, Any] = {"messages": messages, "chat_template_kwargs": variables}
-    for name in (
-        "add_generation_prompt", "continue_final_message", "chat_template", "tools", "cache_salt"
-    ):  # fmt: skip
+    if request.chat_template is not None:
+        prompt["foreign_chat_template"] = request.chat_template
+    for name in ("add_generation_prompt", "continue_final_message", "tools", "cache_salt"):
         if (value := getattr(request, name, None)) is not None:
             prompt[name] = value
     return prompt

@@ -1,4 +1,4 @@
-"""Control routes: sleep, pause, abort.  Admin only.  Source: spec section 16.1."""
+"""Control routes: sleep, pause, abort, profile.  Admin only.  Source: spec section 16.1."""
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -63,6 +63,18 @@ async def reset_prefix_cache(service: Service, exchange: Exchange, _: None) -> N
     with _transition():
         is_done = await service.engine.reset_prefix_cache(resets_running)
     await exchange.send_json({"success": is_done})
+
+
+async def start_profile(service: Service, exchange: Exchange, _: None) -> None:
+    """Trace the device, into the folder that --profiler-config names."""
+    await service.engine.start_profile()
+    await exchange.send_empty()
+
+
+async def stop_profile(service: Service, exchange: Exchange, _: None) -> None:
+    """Write the trace."""
+    await service.engine.stop_profile()
+    await exchange.send_empty()
 
 
 @contextmanager

@@ -43,12 +43,12 @@ async def decode(
 
 
 def decode_now(body: bytes | memoryview, kind: type[T]) -> Decoded:
-    """`kind.LONG_TEXT` names a field whose long texts become bytes, which nobody has decoded."""
-    field: str | None = getattr(kind, "LONG_TEXT", None)
-    short = excerpt(body) if field is not None and len(body) >= THREAD_FROM else None
-    if field is not None and short is not None:
+    """A kind with `put_back` has places whose long texts become bytes, which nobody has decoded."""
+    short = excerpt(body) if hasattr(kind, "put_back") and len(body) >= THREAD_FROM else None
+    if short is not None:
         decoded = _decode_whole(short.rest, kind)
-        if short.put_back(decoded.request, field):
+        decoded.request.put_back(short.strings)
+        if not short.strings:
             return decoded
     return _decode_whole(_copied(body), kind)
 

@@ -3,6 +3,7 @@
 `Admission` decides; here is who waits, and what those are told who cannot come in.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -11,6 +12,7 @@ import anyio
 
 from trouper.actors.admission import CHARACTERS_PER_TOKEN
 from trouper.frontends.server.admission import Admission, Entry, Full
+from trouper.frontends.server.delay import QueueDelay
 from trouper.frontends.server.errors import Refusal
 from trouper.frontends.server.overload import Level
 from trouper.frontends.server.progress import Throughput
@@ -34,11 +36,13 @@ class Door:
         self.level = Level.CALM
         self.min_waiting_tokens = 0  # may wait whatever the throughput
         self.is_adaptive = True  # more may wait where more is done
+        self.delay = QueueDelay(math.inf)
         self.full_reason = "overloaded"  # for the metric: which limit it is
         self.max_prefill_tokens: int | None = None  # max_num_queued_tokens
         self.num_prefill_tokens: Callable[[], int] = int
         self._note_rejection = note_rejection
         self._num_refused = 0
+        self._resumed_at = -math.inf
         self._tickets: dict[Entry, Ticket] = {}
 
     def __repr__(self) -> str:
@@ -51,6 +55,8 @@ class Door:
         self._check_prefill()
         pace = (self.throughput.per_s or 0.0) if self.is_adaptive else 0.0
         limit = max(self.min_waiting_tokens, int(pace * TTFT_TARGET_S))
+        if self.delay.stands:
+            limit = min(limit, self._done_in_time)
         self.admission.max_waiting_tokens = limit
         try:
             entry, gone = self.admission.enter(tenant, num_bytes // BYTES_PER_TOKEN)
@@ -79,6 +85,24 @@ class Door:
         refusal = Refusal(429 if is_over_share else 503, code, message)
         refusal.retry_after_s = min(max(wait_s, RETRY_S[0]), RETRY_S[1])
         return refusal
+
+    def look(self, *, is_paused: bool = False) -> None:
+        """Called now and then: a queue that stands is cut to what is done in time.  A pause is no wait."""
+        now, entry = anyio.current_time(), self.admission.next_waiting()
+        wait_s = 0.0
+        if is_paused:
+            self._resumed_at = now
+        elif entry is not None:
+            wait_s = now - max(self._tickets[entry].waits_since, self._resumed_at)
+        self.delay.look(wait_s, now)
+        if self.delay.stands:
+            for gone in self.admission.trim(self._done_in_time):
+                text = "the wait has become too long, try again later"
+                self._tickets[gone].refuse(self.refuse("overloaded", text))
+
+    @property
+    def _done_in_time(self) -> int:
+        return int((self.throughput.per_s or 0.0) * self.delay.target_s)
 
     def let_in(self) -> None:
         """Whoever has room now.  What only waits for its reader takes none: the engine is done with it."""
@@ -137,6 +161,7 @@ class Ticket:
         self.entry = entry
         self.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN
         self.generations: Sequence[Generation] = ()  # once the engine has them
+        self.waits_since = math.inf
         self._door = door
         self._turn = anyio.Event()
         self._refusal: Refusal | None = None
@@ -156,6 +181,7 @@ class Ticket:
 
     async def wait_turn(self) -> None:
         """Raises Refusal when somebody else gets the place."""
+        self.waits_since = anyio.current_time()
         self._door.wait(self.entry)
         if not self._turn.is_set():
             await self._turn.wait()

@@ -19,6 +19,7 @@ from trouper.errors import (
     GracefulHTTPError,
     QueueOverflowError,
     RetryableRequestError,
+    TemplateBudgetError,
     TrouperClientError,
     TrouperError,
     TrouperNotFoundError,
@@ -155,6 +156,8 @@ def _told(status: int, code: str, error: Exception) -> Problem:
 
 
 def _client_code(error: TrouperClientError) -> str:
+    if isinstance(error, TemplateBudgetError):
+        return "template_budget_exceeded"
     is_length = str(getattr(error, "parameter", "")).startswith(("prompt", "messages", "max_"))
     if is_length and "(max_model_len)" in str(error):
         return "context_length_exceeded"

@@ -40,9 +40,9 @@ class Exchange:
     """What a handler gets: the request's head, its body on demand, and the answer's verbs."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        root: str = scope.get("root_path", "")
+        root: str = scope.get("root_path", "").rstrip("/")
         path: str = scope["path"]
-        self.path = path.removeprefix(root) if root and path.startswith(root) else path
+        self.path = path.removeprefix(root) if path.startswith(f"{root}/") else path
         self.method: str = scope["method"]
         self.headers: list[tuple[bytes, bytes]] = [
             (bytes(name).lower(), bytes(value)) for name, value in scope["headers"]

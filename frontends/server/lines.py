@@ -1,11 +1,14 @@
-"""The access log: a line for each answer, on stderr.  Whoever does not read it holds up nobody."""
+"""What is logged, as lines on stderr.  Whoever does not read them holds up nobody."""
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
+from threading import Thread
 
+STOP_S = 1.0  # for the last lines
 MAX_LINES = 10_000  # that nobody has read; what comes then is dropped
 
 
@@ -18,14 +21,15 @@ class _Dropping(QueueHandler):
 
 
 @contextmanager
-def access_lines() -> Iterator[None]:
-    """A thread writes them while the block runs."""
+def log_lines(name: str, level: str) -> Iterator[None]:
+    """A thread writes those of a logger, from this level on, while the block runs."""
     lines: Queue[logging.LogRecord] = Queue(MAX_LINES)
     writer = logging.StreamHandler()
     writer.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     handler, listener = _Dropping(lines), QueueListener(lines, writer)
-    log = logging.getLogger("trouper.access")
-    log.setLevel(logging.INFO)
+    log = logging.getLogger(name)
+    level_before, propagated = log.level, log.propagate
+    log.setLevel(level.upper())
     log.propagate = False
     log.addHandler(handler)
     listener.start()
@@ -33,4 +37,14 @@ def access_lines() -> Iterator[None]:
         yield
     finally:
         log.removeHandler(handler)
+        log.setLevel(level_before)
+        log.propagate = propagated
+        stopping = Thread(target=_stop, args=(listener,), daemon=True)
+        stopping.start()
+        stopping.join(STOP_S)
+
+
+def _stop(listener: QueueListener) -> None:
+    """Waits for whoever reads the lines, so it has a thread that nobody waits for."""
+    with contextlib.suppress(Full):
         listener.stop()

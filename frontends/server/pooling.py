@@ -140,9 +140,7 @@ def _preprocess(
     if request.messages is not None:
         if request.input is not None:
             raise _bad("input", "give either input or messages")
-        prompts: list[Any] = [
-            chat_prompt(request, trusts_template=service.settings.trust_request_chat_template)
-        ]
+        prompts: list[Any] = [chat_prompt(request, service.settings)]
         places = ["messages"]
     else:
         prompts, places = _inputs(request.input, field)

@@ -44,7 +44,7 @@ class _Answer:
         self._params = chat_params(
             chat, service.config.model.default_sampling, service.config.max_model_len
         )
-        prompt: Any = chat_prompt(chat, trusts_template=False)
+        prompt: Any = chat_prompt(chat, service.settings)
         exchange.name_by(request.request_id)
         self._generations = service.generations(exchange, [prompt], self._params, chat)
         self._counted = Counted(1, shows_cached=False)

@@ -101,6 +101,8 @@ ROUTES = (
         "POST", "/reset_prefix_cache", "admin", control.reset_prefix_cache,
         query={"reset_running_requests": BOOL},
     ),
+    Route("POST", "/start_profile", "admin", control.start_profile, kind="empty"),
+    Route("POST", "/stop_profile", "admin", control.stop_profile, kind="empty"),
 )  # fmt: skip
 TABLE: dict[str, dict[str, Route]] = {}
 for _route in ROUTES:

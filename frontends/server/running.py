@@ -11,6 +11,7 @@ import faulthandler
 import os
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ GUARD_S = 5.0  # beyond the shutdown's own time
 KEEP_ALIVE_S = 5.0  # an idle connection; also the time for a request's head to come
 LARGEST_HEAD = 256 * 2**10  # for the parser; the application refuses a quarter of it, and says so
 EXIT_SIGNALLED = 128
+SWITCH_S = 0.001  # the loop waits so long for the interpreter while the device's thread has it; Python's own is 5
 
 
 class _Signals:
@@ -60,12 +62,14 @@ class Server:
         shutdown_timeout_s: float,
         report: Callable[[str], None],
         certificate: tuple[str | None, str | None] = (None, None),
+        root_path: str = "",
         stays_dead: bool = False,
     ) -> None:
         self._service = service
         self._shutdown_timeout_s = shutdown_timeout_s
         self._report = report
         self._certificate = certificate  # file, and file of the key; for the public listeners
+        self._root_path = root_path  # what comes before the paths of the public listeners
         self._stays_dead = stays_dead  # answering 5xx until somebody ends it
         self._is_stopping = False  # by a signal
         self._should_close = anyio.Event()
@@ -87,8 +91,13 @@ class Server:
         Raises:
             Exception: why the engine could not start, or what it died of.
         """
-        with self._heap:
-            await self._run(unopened, public, admin, backend)
+        switch_before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        try:
+            with self._heap:
+                await self._run(unopened, public, admin, backend)
+        finally:
+            sys.setswitchinterval(switch_before)
         faulthandler.cancel_dump_traceback_later()
         if self._error is not None:
             raise self._error
@@ -167,6 +176,7 @@ class Server:
         config.graceful_timeout = self._shutdown_timeout_s + GRACE_S / 2
         if is_public:
             config.certfile, config.keyfile = self._certificate
+            config.root_path = self._root_path
         return config
 
     async def _listen(
@@ -216,8 +226,8 @@ class Server:
             os._exit(EXIT_SIGNALLED + number)
         self._is_stopping = True
         self._service.drain()
-        self._report("shutting down")
         faulthandler.dump_traceback_later(self._shutdown_timeout_s + GUARD_S, exit=True)
+        self._report("shutting down")
         self._loading.cancel()
         self._should_close.set()
 

@@ -10,6 +10,7 @@ import anyio.to_thread
 from trouper.actors.metrics import LIMITS
 from trouper.config import EngineConfig
 from trouper.errors import RetryableRequestError, TrouperNotFoundError
+from trouper.frontends.server.delay import QueueDelay
 from trouper.frontends.server.door import BYTES_PER_TOKEN, Door, Ticket
 from trouper.frontends.server.errors import clean, logger, unavailable
 from trouper.frontends.server.exchange import Exchange
@@ -45,6 +46,9 @@ class Service:
         self.num_unknown_fields = 0
         self.steps = StepClock()
         self.threads = anyio.CapacityLimiter(2)  # large bodies, tokenising
+        self.chat_threads = anyio.CapacityLimiter(
+            1
+        )  # chats to be tokenised: templates may take long
         self._ladder = Ladder()
         self._proved_at = -math.inf  # the last round trip
         self._engine: AsyncLLMEngine | None = None
@@ -70,6 +74,7 @@ class Service:
         self.door.is_adaptive = self.settings.max_waiting_tokens is None
         self.door.max_prefill_tokens = config.max_num_queued_tokens
         self.door.num_prefill_tokens = lambda: engine.statistics().num_prefill_tokens
+        self.door.delay = QueueDelay(self.settings.max_queue_delay_s)
         self._engine = engine
 
     def drain(self) -> None:
@@ -119,6 +124,7 @@ class Service:
         self.steps.age_s(self._engine.statistics().scheduler, anyio.current_time())
         self._note_throughput()
         self.door.let_in()
+        self.door.look(is_paused=self._engine.engine.lifecycle.is_sleeping)
         level = self._ladder.look(memory_used(), lag_s)
         if level != self.door.level:
             logger.warning("overload: %s after %s", level.name, self.door.level.name)
@@ -245,5 +251,6 @@ class Service:
     def _note_throughput(self) -> None:
         stats = self.engine.statistics().scheduler
         num_tokens = stats.num_prompt_tokens + stats.num_generation_tokens
-        is_busy = self.door.admission.num_started > 0
+        is_asleep = self.engine.engine.lifecycle.is_sleeping  # a pause is no lack of pace
+        is_busy = self.door.admission.num_started > 0 and not is_asleep
         self.door.throughput.note(num_tokens, anyio.current_time(), is_busy=is_busy)

@@ -1,5 +1,8 @@
 """What whoever starts the server decides; nothing in it changes afterwards."""
 
+import math
+from typing import Any
+
 import msgspec
 
 KIB, MIB = 2**10, 2**20
@@ -15,6 +18,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     protect_metrics: bool = False
     max_requests: int | None = None  # sequences open at once; 4 × max_num_seqs
     max_waiting_tokens: int | None = None  # what fits the KV cache, or 10 s of the throughput
+    max_queue_delay_s: float = math.inf  # of who is next, for a second: the youngest are refused
     request_timeout_s: float = 600.0
     max_step_age_s: float = 10.0  # without a step while there is work: /health/step fails
     max_body: int = 32 * MIB
@@ -24,6 +28,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_path: int = 8 * KIB
     response_role: str = "assistant"
     trust_request_chat_template: bool = False
+    default_chat_template_kwargs: dict[str, Any] = {}  # where a request says nothing
     enable_prompt_tokens_details: bool = False
     force_include_usage: bool = False
     return_tokens_as_token_ids: bool = False

@@ -31,10 +31,10 @@ async def tokenize(service: Service, exchange: Exchange, request: TokenizeReques
             tokenizer.encode, request.prompt, adds, limiter=service.threads
         )
     else:
-        prompt = chat_prompt(request, trusts_template=service.settings.trust_request_chat_template)
+        prompt = chat_prompt(request, service.settings)
         render = Prompts.for_engine(service.config, tokenizer).render
         message = _message(prompt, request.add_special_tokens)
-        rendered = await anyio.to_thread.run_sync(render, message, limiter=service.threads)
+        rendered = await anyio.to_thread.run_sync(render, message, limiter=service.chat_threads)
         ids = list(rendered.admit.prompt_token_ids)
     strings: list[str] | None = None
     if request.return_token_strs:

@@ -3,6 +3,7 @@
 import anyio
 
 from trouper.frontends.server.heap import Heap
+from trouper.frontends.server.overload import Level
 from trouper.frontends.server.service import Service
 
 PERIOD_S = 0.01
@@ -15,11 +16,13 @@ async def watch(service: Service, heap: Heap) -> None:
     while True:
         due = anyio.current_time() + PERIOD_S  # looking is part of the lateness
         service.look(worst_s)
-        heap.look(due, is_busy=service.door.admission.num_requests > 0)
+        is_busy, is_tight = service.door.admission.num_requests > 0, service.door.level > Level.CALM
+        heap.look(due, is_busy=is_busy, is_tight=is_tight)
         worst_s = 0.0
         for _ in range(NUM_PERIODS):
             await anyio.sleep_until(due)
             now = anyio.current_time()
             service.metrics.note_gap(now - due)
             worst_s = max(worst_s, now - due)
+            heap.look_at_new()
             due = now + PERIOD_S

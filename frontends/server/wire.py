@@ -87,12 +87,19 @@ class CompletionRequest(Generating, kw_only=True):
     """`POST /v1/completions`."""
 
     NOT_YET: ClassVar[tuple[str, ...]] = (*Generating.NOT_YET, "suffix")
-    LONG_TEXT: ClassVar[str] = "prompt_embeds"
 
     prompt: str | list[Any] | None = None
     prompt_embeds: str | list[str] | None = None  # base64
     logprobs: int | None = None
     suffix: str | None = None
+
+    def put_back(self, strings: dict[str, memoryview]) -> None:
+        """Take from `strings` what they stand for, as bytes: only payloads."""
+        given = self.prompt_embeds
+        if isinstance(given, list):
+            self.prompt_embeds = [strings.pop(text, text) for text in given]  # type: ignore[misc]  # text, all the same
+        elif given is not None:
+            self.prompt_embeds = strings.pop(given, given)  # type: ignore[assignment]  # the same
 
 
 class ChatRequest(Generating, kw_only=True):
@@ -121,6 +128,15 @@ class ChatRequest(Generating, kw_only=True):
     mm_processor_kwargs: Any = None
     functions: Any = None
     audio: Any = None
+
+    def put_back(self, strings: dict[str, memoryview]) -> None:
+        """The same, of the parts that are embeddings."""
+        for message in self.messages:
+            content: Any = message.get("content")
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, dict) and part.get("type") == "prompt_embeds":
+                    data = part.get("data")
+                    part["data"] = strings.pop(data, data) if isinstance(data, str) else data
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):

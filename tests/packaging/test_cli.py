@@ -14,7 +14,7 @@ import pytest
 from trouper import __version__
 from trouper.config import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.frontends.cli import options, output
+from trouper.frontends.cli import options, output, serve
 from trouper.frontends.cli.main import run
 
 GOLDEN = Path(__file__).parent / "help.txt"
@@ -78,6 +78,59 @@ def test_options_become_engine_args(monkeypatch):
     ]  # fmt: skip
     assert run(["generate", "x"]) == 1
     assert seen[1] == EngineArgs()
+
+
+CONFIG = """
+model = "folder"
+port = 9000
+api-key = ["a", "b"]
+max_model_len = "8k"
+max-num-seqs = 3
+enable-prefix-caching = false
+cudagraph-capture-sizes = [1, 2]
+access-log = true
+log-level = "debug"
+[default-chat-template-kwargs]
+enable_thinking = false
+"""
+
+
+def test_a_file_has_the_options_of_the_server_and_the_command_line_wins(monkeypatch, tmp_path):
+    (tmp_path / "config.toml").write_text(CONFIG)
+    seen = []
+    monkeypatch.setattr(serve, "_run", lambda *options: seen.append(options))
+    monkeypatch.setattr(EngineArgs, "resolve", lambda self, **_: None)
+    given = ["--config", str(tmp_path / "config.toml"), "--port", "1", "--max-num-seqs", "4"]
+    assert run(["serve", *given]) == 0
+    assert seen == [
+        (
+            serve.ServerOptions(
+                port=1, api_key=["a", "b"], access_log=True, log_level="debug",
+                default_chat_template_kwargs={"enable_thinking": False},
+            ),
+            EngineArgs(
+                "folder", max_model_len="8k", max_num_seqs=4, enable_prefix_caching=False,
+                cudagraph_capture_sizes=[1, 2],
+            ),
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot = 1", "names no options: prot"),
+        ("config = 'x'", "names no options: config"),
+        ("port: 1", "config.toml"),
+        ("port = 'many'", "Invalid value for '--port'"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_says_nonsense_is_a_mistake(capsys, tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "config.toml").write_text(text)
+    assert run(["serve", "--config", str(tmp_path / "config.toml")]) == 2
+    assert message in capsys.readouterr().err
 
 
 MISTAKES = [

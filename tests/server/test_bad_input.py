@@ -5,6 +5,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.settings import ServerSettings
 
@@ -102,6 +103,70 @@ async def test_a_body_too_large_is_not_read_to_its_end(make_client):
         await call.wait_complete()
         assert len(call._chunks) == 3
     assert call.answer.status == 413
+
+
+@pytest.mark.parametrize("depth", [100, 300, 480, 500, 520, 700, 950, 1000, 1050, 3000])
+@pytest.mark.parametrize("where", ["chat_template_kwargs", "messages"])
+async def test_however_deep_it_is_nested_it_is_rendered_or_refused(client, depth, where):
+    deep = "[" * depth + "]" * depth
+    fields = {
+        "messages": '[{"role": "user", "content": "x"}]',
+        "max_tokens": "1",
+        "chat_template_kwargs": f'{{"messages": {deep}, "tools": {deep}, "enable_thinking": {deep}}}',
+    }
+    if where == "messages":
+        fields[where] = f'[{{"role": "user", "content": "x", "name": {deep}}}]'
+    body = "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
+    answer = await client.request("POST", "/v1/chat/completions", body.encode(), JSON)
+    assert answer.status in ((200,) if depth <= 100 else (400,) if depth > 1000 else (200, 400))
+
+
+HARD = ["\u200b", "\U0001f469\u200d", "a", "\0"]
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The lengths of what is tokenised."""
+    lengths = []
+    encode = Tokenizer.encode
+
+    def counted(self, text, *arguments, **options):
+        lengths.append(len(text))
+        return encode(self, text, *arguments, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    return lengths
+
+
+def asked(path, text):
+    chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    return chat if path.startswith("/v1/chat") else {"prompt": text}
+
+
+@pytest.mark.parametrize("letter", HARD, ids=ascii)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    client, encoded, path, letter
+):
+    answer = await client.post(path, asked(path, letter * 200_000))
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert not encoded
+    answer = await client.post(path, asked(path, letter * 10))
+    assert answer.status == 200
+    assert encoded
+
+
+@pytest.mark.parametrize("letter", HARD, ids=ascii)
+async def test_of_text_that_is_to_be_cut_as_much_is_tokenised_as_can_be_kept(
+    client, encoded, letter
+):
+    work = []
+    for length in (100_000, 200_000):
+        fields = {"prompt": letter * length, "truncate_prompt_tokens": 10, "max_tokens": 1}
+        assert (await client.post("/v1/completions", fields)).status == 200
+        work.append(sum(encoded))
+        encoded.clear()
+    assert 0 < work[0] == work[1] < 10_000
 
 
 async def test_unknown_fields_are_ignored_and_counted(app, client):

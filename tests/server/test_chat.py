@@ -112,8 +112,14 @@ async def test_a_template_of_a_trusted_client(make_client):
     fields = {**GREEDY, "chat_template": "{{ messages[0].content }}"}
     reply = (await client.post(PATH, fields)).json
     assert reply["usage"]["prompt_tokens"] == 1
-    refused = await client.post(PATH, {**GREEDY, "chat_template": "{{ nothing() }}"})
-    assert refused.status == 400
+    count = await client.post("/tokenize", {k: fields[k] for k in ("messages", "chat_template")})
+    assert count.json["count"] == 1
+    for template, code in (
+        ("{{ nothing() }}", "invalid_value"),
+        ("{{ 'a' * 10**9 }}", "template_budget_exceeded"),
+    ):
+        refused = await client.post(PATH, {**GREEDY, "chat_template": template})
+        assert (refused.status, refused.error["code"]) == (400, code)
 
 
 async def test_text_that_spells_a_special_token_is_text(client):

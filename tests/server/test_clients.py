@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from trouper.frontends.cli import remote
 from trouper.frontends.cli.main import run
+from trouper.frontends.cli.stats import Usage, stats_line
 
 from .fake import chunk, error, events, response, serving
 from .process import started
@@ -67,13 +69,39 @@ def test_each_line_is_a_prompt(ask, monkeypatch):
     assert both == one + other
 
 
+LOCAL = ["--max-model-len", "512", "--dtype", "float32"]
+
+
+@pytest.mark.parametrize(("command", "is_remote"), [("chat", True), ("chat", False), ("complete", True)])  # fmt: skip
+def test_statistics_follow_each_answer_on_stderr(ask, capsys, monkeypatch, command, is_remote):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nand once again\n"))
+    options = ["--stats", "--max-tokens", "6", *GREEDY]
+    if is_remote:
+        code, out, err = ask(command, *options)
+    else:
+        code = run([command, *options, *LOCAL])
+        out, err = capsys.readouterr()
+    assert (code, len(out.splitlines()) >= 2) == (0, True)
+    wanted = r"(\d+) prompt tokens, 6 tokens in [\d.]+ s, first text after [\d.]+ s, then [\d.]+ tokens/s"
+    first, second = (re.fullmatch(wanted, line) for line in err.splitlines())
+    assert int(first[1]) < int(second[1])
+
+
+def test_the_line_of_statistics():
+    assert stats_line(None, None, 2.5) == "2.50 s"
+    assert stats_line(None, 0.5, 2.5) == "2.50 s, first text after 0.50 s"
+    assert stats_line(Usage(3, 0), None, 2.5) == "3 prompt tokens, 0 tokens in 2.50 s"
+    line = stats_line(Usage(3, 5), 0.5, 2.5)
+    assert line == "3 prompt tokens, 5 tokens in 2.50 s, first text after 0.50 s, then 2.0 tokens/s"
+
+
 def test_a_chat_is_the_same_here_and_there(ask, capsys, monkeypatch):
     talk = "hi\nagain\n/reset\nhi\n"
     options = ["--system-prompt", "Be brief.", "--max-tokens", "6", *GREEDY]
     monkeypatch.setattr("sys.stdin", io.StringIO(talk))
     there = ask("chat", *options)
     monkeypatch.setattr("sys.stdin", io.StringIO(talk))
-    assert run(["chat", *options, "--max-model-len", "512", "--dtype", "float32"]) == 0
+    assert run(["chat", *options, *LOCAL]) == 0
     assert there == (0, *capsys.readouterr())
 
 

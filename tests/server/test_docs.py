@@ -8,13 +8,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from .process import started
+from .process import Process, started
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 COMMANDS = (ROOT / "docs" / "command-line.md").read_text()
 ADDRESS = "127.0.0.1:8000"
@@ -40,6 +42,18 @@ def test_curl(server, line):
         assert done.stdout.endswith("data: [DONE]\n\n")
     else:
         assert "error" not in json.loads(done.stdout)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_readmes_server_answers_the_readmes_curl():
+    """Asked before the model is loaded: curl tries again, as it is told."""
+    serve, ask = blocks("sh", README)[2].splitlines()
+    assert serve.endswith("&& .venv/bin/trouper serve &")
+    with closing(Process("--port", "0")) as server:
+        server.wait_for("listening")
+        command = ask.replace(ADDRESS, f"127.0.0.1:{server.port}")
+        done = subprocess.run(shlex.split(command), capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["choices"][0]["text"]
 
 
 def test_the_openai_example(server):

@@ -1,11 +1,15 @@
 """Waiting at the door: turns, shares, overload, and what is told to those who cannot come in."""
 
 import json
+import math
 
 import anyio
 import pytest
 
+from trouper import EngineArgs
+from trouper.frontends.cli.serve import ServerOptions, _settings
 from trouper.frontends.server.app import create_app
+from trouper.frontends.server.delay import QueueDelay
 from trouper.frontends.server.door import BYTES_PER_TOKEN, Door
 from trouper.frontends.server.errors import Refusal, describe
 from trouper.frontends.server.overload import LAG_S, NUM_CALM, Ladder, Level, memory_used
@@ -211,6 +215,41 @@ async def test_a_burst_cannot_pass_max_num_queued_tokens(app, client, wait_idle)
     assert answers.count(200) == 3  # 107, 214 and 321 tokens by their bytes
     assert answers.count(503) == 7
     await wait_idle()
+
+
+async def test_a_queue_that_stands_is_cut_from_its_end_but_not_while_paused(
+    engine, app, client, monkeypatch, wait_until, wait_idle
+):
+    door, answers = app.service.door, {}
+    door.admission.max_started = 1
+    door.delay = QueueDelay(0.0)
+    monkeypatch.setattr("trouper.frontends.server.delay.INTERVAL_S", 0.0)
+
+    async def ask(number):
+        answers[number] = await client.post(PATH, {**LONG, "max_tokens": 2})
+
+    async with anyio.create_task_group() as tasks:
+        async with client.stream("POST", PATH, body(stream=True), [JSON]) as call:
+            await call.wait_for(lambda: call.num_chunks >= 1)
+            for number in range(3):
+                tasks.start_soon(ask, number)
+                await wait_until(lambda num=number: len(door.admission.waiting()) == num + 1)
+            async with engine.paused():
+                app.service.look(0.0)
+                assert len(door.admission.waiting()) == 3
+            app.service.look(0.0)
+            assert len(door.admission.waiting()) == 1
+    assert [answers[number].status for number in range(3)] == [200, 503, 503]
+    assert answers[1].error["code"] == "overloaded"
+    assert "retry-after" in answers[1].headers
+    await wait_idle()
+
+
+async def test_the_target_of_the_command_line_is_the_doors(engine):
+    settings = _settings(ServerOptions(max_queue_delay=5.0), EngineArgs())
+    assert create_app(engine, settings).service.door.delay.target_s == 5.0
+    settings = _settings(ServerOptions(), EngineArgs())
+    assert create_app(engine, settings).service.door.delay.target_s == math.inf
 
 
 async def test_an_overloaded_server_sheds_by_level(app, client):

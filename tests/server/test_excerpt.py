@@ -12,7 +12,7 @@ from trouper.frontends.server.body import LARGE, Body
 from trouper.frontends.server.decoding import THREAD_FROM, decode_now
 from trouper.frontends.server.errors import Refusal
 from trouper.frontends.server.excerpt import LONG, excerpt
-from trouper.frontends.server.wire import CompletionRequest
+from trouper.frontends.server.wire import ChatRequest, CompletionRequest
 
 TEXT = "QUJD" * (LONG // 4 + 1)
 
@@ -35,6 +35,19 @@ def test_long_and_short_texts_of_a_list_keep_their_order():
     texts = [TEXT, "short", TEXT + "A", ""]
     found = read({"prompt_embeds": texts}).request.prompt_embeds
     assert [text if isinstance(text, str) else bytes(text).decode() for text in found] == texts
+
+
+def test_a_long_payload_of_a_chat_becomes_a_view_and_a_long_text_does_not():
+    def parts(*given):
+        messages = [{"role": "system", "content": "x"}, {"role": "user", "content": list(given)}]
+        body = json.dumps({"messages": messages}).encode()
+        return decode_now(body, ChatRequest).request.messages[1]["content"]
+
+    embeds = {"type": "prompt_embeds", "data": TEXT}
+    first, second = parts(embeds, {"type": "text", "text": "short"})
+    assert (bytes(first["data"]).decode(), second["text"]) == (TEXT, "short")
+    for text in ({"type": "text", "text": TEXT}, {"type": "image", "data": TEXT}, TEXT):
+        assert parts(embeds, text) == [embeds, text]
 
 
 @pytest.mark.parametrize(

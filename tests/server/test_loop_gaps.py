@@ -16,7 +16,7 @@ from trouper.frontends.server import decoding, pooling
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.decoding import decode_now
 from trouper.frontends.server.encodings import numbers
-from trouper.frontends.server.wire import CompletionRequest
+from trouper.frontends.server.wire import ChatRequest, CompletionRequest
 
 from .client import Client
 
@@ -112,10 +112,19 @@ def as_body():
     return json.dumps({"model": "x", "prompt_embeds": as_text()}).encode()
 
 
+def as_chat():
+    part = {"type": "prompt_embeds", "data": as_text()}
+    return json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode()
+
+
 WORK = {
     "embeddings in a body": (as_body, lambda body: decode_now(body, CompletionRequest)),
+    "embeddings in a chat": (as_chat, lambda body: decode_now(body, ChatRequest)),
     "base64 of embeddings": (as_text, lambda text: decode_base64(text, WIDTH, MAX_ROWS)),
-    "digests of embeddings": (payload, lambda it: digests(decode_embeds(it, WIDTH, MAX_ROWS), 128)),
+    "digests of embeddings": (
+        payload,
+        lambda it: digests([decode_embeds(it, WIDTH, MAX_ROWS)], 128),
+    ),
     "floats of an answer": (lambda: np.zeros((64, 4096), np.float32), numbers),
 }
 

@@ -8,7 +8,7 @@ import pytest
 from trouper import AsyncLLMEngine, EngineArgs, __version__
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.app import App, create_app
-from trouper.frontends.server.lines import access_lines
+from trouper.frontends.server.lines import log_lines
 from trouper.frontends.server.progress import StepClock
 from trouper.frontends.server.routes import ROUTES
 from trouper.frontends.server.settings import ServerSettings
@@ -213,7 +213,7 @@ async def test_a_browser_asks_before_it_posts(make_client):
 
 async def test_the_access_log_has_a_line_for_each_answer_but_the_named(make_client, capsys):
     client = make_client(logs_access=True, unlogged_paths=("/version",))
-    with access_lines():
+    with log_lines("trouper.access", "info"):
         await client.get("/load", [("x-request-id", "mine")])
         await client.get("/version")
         await client.get("/../etc/passwd")
@@ -222,11 +222,19 @@ async def test_the_access_log_has_a_line_for_each_answer_but_the_named(make_clie
     assert "GET none 404" in second
 
 
+async def test_what_is_refused_is_told_from_the_level_of_debug_on(client, capsys):
+    for level, num_lines in (("debug", 1), ("info", 0)):
+        with log_lines("trouper", level):
+            await client.post(PATH, {"prompt": ""})
+        lines = [line for line in capsys.readouterr().err.splitlines() if "400 invalid" in line]
+        assert len(lines) == num_lines
+
+
 def test_lines_that_nobody_reads_are_dropped(capsys, monkeypatch):
     monkeypatch.setattr("trouper.frontends.server.lines.MAX_LINES", 1)
     monkeypatch.setattr("trouper.frontends.server.lines.QueueListener.start", lambda self: None)
     monkeypatch.setattr("trouper.frontends.server.lines.QueueListener.stop", lambda self: None)
-    with access_lines():
+    with log_lines("trouper.access", "info"):
         for _ in range(3):
             logging.getLogger("trouper.access").info("line")
     assert not capsys.readouterr().err
@@ -337,6 +345,30 @@ async def test_the_prefix_cache_is_reset(admin):
     assert (await admin.post("/reset_prefix_cache")).json == {"success": True}
     answer = await admin.post("/reset_prefix_cache?reset_running_requests=true")
     assert answer.json == {"success": True}
+
+
+async def test_a_profile_is_started_once_and_leaves_a_trace(anyio_backend, tmp_path):
+    config = {"torch_profiler_dir": str(tmp_path)}
+    args = EngineArgs(**SMALL, profiler_config=config)
+    async with AsyncLLMEngine.from_engine_args(args) as engine:
+        admin = Client(create_app(engine, ServerSettings(admin_key="root")), [bearer("root")])
+        answer = await admin.post("/start_profile")
+        assert (answer.status, answer.body) == (200, b"")
+        again = await admin.post("/start_profile")
+        assert (again.status, again.error["code"]) == (409, "conflict")
+        assert (await admin.post(PATH, FIELDS)).status == 200
+        assert not list(tmp_path.iterdir())
+        assert (await admin.post("/stop_profile")).status == 200
+        assert len(list(tmp_path.iterdir())) == 1
+        with pytest.warns(UserWarning, match="without start"):
+            assert (await admin.post("/stop_profile")).status == 200
+
+
+@pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
+async def test_a_profile_needs_a_folder_that_the_operator_chose(admin, path):
+    answer = await admin.post(path)
+    assert (answer.status, answer.error["code"]) == (400, "invalid_value")
+    assert answer.error["param"] == "profiler_config"
 
 
 # Other kinds of scope

@@ -66,6 +66,33 @@ def test_a_second_signal_ends_it_at_once():
         connection.close()
 
 
+def test_what_the_flags_say():
+    template = "{{ word }}{{ reasoning_effort }}"
+    with started(
+        "--root-path", "/llm", "--h11-max-header-count", "5", "--uvicorn-log-level", "debug",
+        "--access-log", "--disable-uvicorn-access-log", "--chat-template", template,
+        "--default-chat-template-kwargs", '{"word": "def", "reasoning_effort": "low"}',
+    ) as server:  # fmt: skip
+        for path in ("/llm/version", "/version"):
+            assert server.request("GET", path)[0] == 200
+        assert server.request("GET", "/version", headers=[("x", "y")] * 5)[0] == 431
+        server.wait_for("431 headers_too_large")
+        fields = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        for more, text in (
+            ({}, "deflow"),
+            ({"reasoning_effort": "high"}, "defhigh"),
+            ({"chat_template_kwargs": {"word": "if"}, "reasoning_effort": "high"}, "ifhigh"),
+        ):
+            body = json.dumps({**fields, **more, "return_token_ids": True}).encode()
+            ids = json.loads(server.request("POST", "/v1/chat/completions", body, JSON)[2])
+            body = json.dumps({"tokens": ids["prompt_token_ids"]}).encode()
+            assert (
+                json.loads(server.request("POST", "/detokenize", body, JSON)[2])["prompt"] == text
+            )
+        assert stop(server) == 0
+        assert not server._find("GET")  # no access log: the later flag wins
+
+
 @pytest.mark.slow
 def test_while_the_model_loads_the_port_answers():
     server = Process("--port", "0")

@@ -1,0 +1,51 @@
+"""`--stats`: what one answer took, in tokens and seconds."""
+
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import anyio
+import msgspec
+import typer
+
+StatsOption = Annotated[
+    bool, typer.Option("--stats", help="After each answer: tokens and times, on stderr.")
+]
+ASKED = {"stream_options": {"include_usage": True}}  # for a server to tell
+
+
+class Usage(msgspec.Struct):
+    """Of one answer, in tokens."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Stopwatch:
+    """Begins when it is made; `hear` passes each piece of the answer to `show`."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self._began = anyio.current_time()
+        self._first_s: float | None = None
+
+    def hear(self, text: str) -> None:
+        self._show(text)
+        if text and self._first_s is None:
+            self._first_s = anyio.current_time() - self._began
+
+    def report(self, usage: Usage | None) -> None:
+        print(stats_line(usage, self._first_s, anyio.current_time() - self._began), file=sys.stderr)
+
+
+def stats_line(usage: Usage | None, first_s: float | None, whole_s: float) -> str:
+    """`usage` is None when the answer was cut off or the server does not tell, `first_s` when it has no text."""
+    times = f"{whole_s:.2f} s"
+    if first_s is not None:
+        times += f", first text after {first_s:.2f} s"
+    if usage is None:
+        return times
+    num_tokens = usage.completion_tokens
+    if first_s is not None and num_tokens > 1 and whole_s > first_s:
+        times += f", then {(num_tokens - 1) / (whole_s - first_s):.1f} tokens/s"
+    return f"{usage.prompt_tokens} prompt tokens, {num_tokens} tokens in {times}"
