@@ -19,6 +19,7 @@ from typing import Any
 from trouper.bench.callers import Call, Callers
 
 PATIENCE_S = 60.0  # for the last answers
+IDLE_S = 6.0  # the server has closed every connection that stayed idle for so long
 
 
 class Stage:
@@ -88,10 +89,11 @@ class Stage:
         }
 
     def end(self) -> dict[str, float]:
-        """Wait until everybody has his answer, and tell what the server holds then."""
+        """Wait until everybody has his answer and his connection is closed, and tell what the server holds then."""
         self.callers.run(perf_counter() + PATIENCE_S, lambda: not self.callers.num_open)
         if self.callers.num_open:
             raise SystemExit(f"{self.callers.num_open} requests without an end")
+        self.callers.run(perf_counter() + IDLE_S)
         while b'"server_load":0' not in self._get("/load"):
             pass
         process = Path(f"/proc/{self._pid}")

@@ -44,6 +44,6 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_the_results_in_the_repository_are_reports(path):
-    results = json.loads(path.read_text())
-    assert results.keys() >= {"about", "results"}
-    assert results["about"]["versions"]["trouper"]
+    found = json.loads(path.read_text())
+    assert found.pop("about")["versions"]["trouper"]
+    assert found
