@@ -23,11 +23,10 @@ a piece keeps its panels, in the second cache, for the others.
 Roofline: bytes = 1.5 O I + e (T I + T O), FLOPs = 2 T O I.
 """
 
-from collections.abc import Iterator
 from typing import TypeVar
 
 from trouper.kernels import matmul
-from trouper.kernels.matmul import BLOCK, MANY, MOST_FEW, Pairs, Tiles
+from trouper.kernels.matmul import TILE, Block, Steps, Unit, product_of
 from trouper.kernels.simd import HALFWORDS, LANES, Code, Pointer, Value
 
 VECTORS = 4  # of a group: as many codes as fit a halfword
@@ -37,25 +36,29 @@ CODES = 16
 EXPONENT = 0x7F80
 END = 2**62
 AHEAD = 16  # groups asked for, into the second cache: 1.13 times as fast as without
+BEYOND = TILE // VECTORS  # groups that are decoded after the last
 # of one row eight panels read 1.1 to 1.2 times as fast as four: a piece begins slowly
-FEW = ((8, 1, 0), (8, 2, 0), *matmul.FEW[2:])
+_DOTS = matmul.SHAPES["dots"]
+SHAPES = {
+    "dots": _DOTS._replace(few=(Block(8, 1), Block(8, 2), *_DOTS.few[2:])),
+    "tiles": matmul.SHAPES["tiles"],
+}
 
 N = TypeVar("N", int, Value)
 
 
-def num_pieces(num_rows: int, num_out: int) -> int:
-    return matmul.num_pieces(num_rows, num_out, FEW)
-
-
 def weight_words(num_out: int, num_in: int) -> int:
-    """Of W; a group beyond the last is decoded and not used."""
+    """Of W; groups beyond the last are decoded and not used."""
     block = LANES + 2 * _room(num_in // 2) + num_in // 8 * GROUP_WORDS
-    return num_out // LANES * block + GROUP_WORDS
+    return num_out // LANES * block + BEYOND * GROUP_WORDS
 
 
-def scratch_bytes(num_rows: int, num_in: int) -> int:
+def scratch_bytes(num_rows: int, num_in: int, unit: Unit) -> int:
     """Of a thread."""
-    return MANY[0] * (num_in // 2 + VECTORS) * LANES * 4 if num_rows > MOST_FEW else 0
+    shape = SHAPES[unit]
+    if num_rows <= shape.most_few:
+        return 0
+    return shape.many.panels * (num_in // 2 + BEYOND * VECTORS) * LANES * 4
 
 
 def _room(pairs: N) -> N:
@@ -139,40 +142,52 @@ def _most_frequent(code: Code, counts: Pointer, table: Pointer) -> None:
         counts[code.widened(exponent)] = -1
 
 
-def compressed_matmul(code: Code) -> None:
+def compressed_matmul(code: Code, unit: Unit) -> None:
     """x, its stride in words, W, b or 0, y, T, I / 2, O / 16, threads, scratch.
 
     A piece is panels of a block of rows.
     """
     x, stride, weight, bias, y, num_rows, pairs, num_panels, threads, scratch = code.arguments(10)
-    tiles = Tiles(code, x, stride, bias, y, num_rows, pairs, num_panels)
-    blocks, before = _Blocks(code, weight, pairs, threads), 0
-    rooms = [code.array("i32", 2 * VECTORS * LANES) for _ in range(FEW[0][0])]
-    for panels, rows, _ in FEW:
-        with code.when((num_rows > before) & (num_rows <= rows)):
+    product = product_of(unit, code, x, stride, bias, y, num_rows, pairs, num_panels)
+    shape, before = SHAPES[unit], 0
+    blocks = _Blocks(code, weight, pairs, threads, groups=max(1, product.step // VECTORS))
+    rooms = [blocks.room() for _ in range(shape.few[0].panels)]
+    with product.begun():
+        for block in shape.few:
+            with code.when((num_rows > before) & (num_rows <= block.rows)):
+                for piece in code.pieces():
+                    at_panel = product.panels_from(piece * block.panels, block.panels)
+                    steps = blocks.decoded(at_panel, rooms, product.step, is_kept=False)
+                    product.block(at_panel, code.i64(0), block.rows, steps)
+            before = block.rows
+        with code.when(num_rows > shape.most_few):
+            panels, rows, ahead = shape.many
+            length = (pairs + BEYOND * VECTORS) * LANES
+            own = code.pointer(scratch, "i32") + code.thread() * panels * length
+            kept = [own + p * length for p in range(panels)]
+            num_blocks = (num_rows + (shape.piece_rows - 1)) // shape.piece_rows
             for piece in code.pieces():
-                at_panel = tiles.panels_from(piece * panels, panels)
-                words = blocks.decoded(at_panel, rooms, is_kept=False)
-                tiles.tile(at_panel, code.i64(0), rows, words)
-        before = rows
-    with code.when(num_rows > MOST_FEW):
-        panels, rows, ahead = MANY
-        length = (pairs + VECTORS) * LANES
-        own = code.pointer(scratch, "i32") + code.thread() * panels * length
-        kept = [own + p * length for p in range(panels)]
-        num_blocks = (num_rows + (BLOCK - 1)) // BLOCK
-        for piece in code.pieces():
-            first = piece % num_blocks * BLOCK
-            stop = code.smaller(first + BLOCK, num_rows)
-            at_panel = tiles.panels_from(piece // num_blocks * panels, panels)
-            tiles.tile(at_panel, first, rows, blocks.decoded(at_panel, kept, is_kept=True))
-            for row in code.loop(first + rows, stop, rows):
-                tiles.tile(at_panel, row, rows, tiles.plain(kept, ahead))
+                first = piece % num_blocks * shape.piece_rows
+                stop = code.smaller(first + shape.piece_rows, num_rows)
+                at_panel = product.panels_from(piece // num_blocks * panels, panels)
+                steps = blocks.decoded(at_panel, kept, product.step, is_kept=True)
+                product.block(at_panel, first, rows, steps)
+                for row in code.loop(first + rows, stop, rows):
+                    product.block(at_panel, row, rows, product.plain(kept, ahead))
 
 
 class _Blocks:
-    def __init__(self, code: Code, weight: Value, pairs: Value, threads: Value | int = 1) -> None:
-        self.code, self.num_groups = code, pairs // VECTORS
+    def __init__(
+        self,
+        code: Code,
+        weight: Value,
+        pairs: Value,
+        threads: Value | int = 1,
+        *,
+        groups: int = 1,
+    ) -> None:
+        """`groups`: decoded at once."""
+        self.code, self.num_groups, self._at_once = code, pairs // VECTORS, groups
         self._weight, self._threads = code.pointer(weight, "i32"), threads
         self._before_groups = LANES + 2 * _room(pairs)
         self._length = self._before_groups + self.num_groups * GROUP_WORDS
@@ -182,23 +197,27 @@ class _Blocks:
         block = self._weight + panel * self._length
         return block.of("i16"), (block + LANES).of("i64"), block + self._before_groups
 
+    def room(self) -> Pointer:
+        """For what is decoded of a panel and not kept."""
+        return self.code.array("i32", 2 * self._at_once * VECTORS * LANES)
+
     def decoded(
-        self, at_panel: list[Value], rooms: list[Pointer], *, is_kept: bool
-    ) -> Iterator[Pairs]:
-        """The words of the panels, by way of a room for each: for two groups, or kept of all and one."""
-        step = len(at_panel) * self._length * self._threads
+        self, at_panel: list[Value], rooms: list[Pointer], step: int, *, is_kept: bool
+    ) -> Steps:
+        """The words of the panels, by way of a room for each: for what is decoded twice, or for all and that once."""
+        beyond = len(at_panel) * self._length * self._threads
         panels = [
-            _Panel(self.code, *self.parts(at), room, step, self.num_groups, is_kept=is_kept)
-            for at, room in zip(at_panel, rooms, strict=False)
+            _Panel(self.code, *self.parts(at), room, beyond, self.num_groups, is_kept=is_kept)
+            for at, room in zip(at_panel, rooms, strict=True)
         ]
         for panel in panels:
-            panel.decode(self.code.i64(0))
-        for g in self.code.loop(0, self.num_groups):
+            panel.decode(self.code.i64(0), self._at_once)
+        for g in self.code.loop(0, self.num_groups, self._at_once):
             for panel in panels:
-                panel.decode(g + 1)
-            here = [panel.room(g) for panel in panels]
-            for v in range(VECTORS):
-                yield g * VECTORS + v, [words.load(v * LANES) for words in here]
+                panel.decode(g + self._at_once, self._at_once)
+            here = [panel.room(g, self._at_once) for panel in panels]
+            for v in range(0, self._at_once * VECTORS, step):
+                yield g * VECTORS + v, [words + v * LANES for words in here]
 
 
 class _Panel:
@@ -224,11 +243,16 @@ class _Panel:
         self._groups, self._rooms = groups, rooms
         self._num_seen, self._next = code.var(0), code.var(exceptions[0])
 
-    def room(self, g: Value) -> Pointer:
-        return self._rooms + (g if self._is_kept else g & 1) * VECTORS * LANES
+    def room(self, g: Value, at_once: int) -> Pointer:
+        place = g if self._is_kept else g % (2 * at_once)
+        return self._rooms + place * VECTORS * LANES
 
-    def decode(self, g: Value) -> None:
-        code, group, room = self.code, self._groups + g * GROUP_WORDS, self.room(g).of("i16")
+    def decode(self, first: Value, at_once: int) -> None:
+        for i in range(at_once):
+            self._decode(first + i, self.room(first, at_once).of("i16") + i * PLACES)
+
+    def _decode(self, g: Value, room: Pointer) -> None:
+        code, group = self.code, self._groups + g * GROUP_WORDS
         later = group + code.select(g + AHEAD < self._num_groups, 0, self._beyond)
         for line in range(0, GROUP_WORDS, LANES):
             later.prefetch(AHEAD * GROUP_WORDS + line)

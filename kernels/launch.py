@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from trouper.kernels.matmul import Unit
     from trouper.kernels.recording import Recording
     from trouper.kernels.simd import Code, Kind
 
@@ -135,6 +136,14 @@ def kind_of(dtype: "torch.dtype") -> "Kind | None":
     from trouper.kernels.machine_code import has_bf16_dot
 
     return kind if kind == "f32" or has_bf16_dot() else None
+
+
+@functools.cache
+def bf16_unit() -> "Unit":
+    """What multiplies bfloat16 on this machine."""
+    from trouper.kernels.machine_code import has_tiles
+
+    return "tiles" if has_tiles() else "dots"
 
 
 @functools.cache

@@ -129,12 +129,13 @@ def linear(x_TI: Tensor, layer: Linear) -> Tensor:
 
 
 def _native(x_TI: Tensor, layer: Linear) -> Tensor:
-    from trouper.kernels.matmul import matmul, num_pieces
+    from trouper.kernels.matmul import SHAPES, matmul
 
+    unit = launch.bf16_unit()
     num_rows, (num_out, num_in) = len(x_TI), layer.shape
     y_TO = x_TI.new_empty((num_rows, num_out))
-    launch.compiled(matmul)(
-        num_pieces(num_rows, num_out),
+    launch.compiled(matmul, unit)(
+        SHAPES[unit].num_pieces(num_rows, num_out),
         x_TI.data_ptr(),
         x_TI.stride(0) // 2,
         layer.weight.data_ptr(),
@@ -149,13 +150,14 @@ def _native(x_TI: Tensor, layer: Linear) -> Tensor:
 
 
 def _compressed(x_TI: Tensor, layer: Linear) -> Tensor:
-    from trouper.kernels.compressed_matmul import compressed_matmul, num_pieces, scratch_bytes
+    from trouper.kernels.compressed_matmul import SHAPES, compressed_matmul, scratch_bytes
 
+    unit = launch.bf16_unit()
     num_rows, (num_out, num_in) = len(x_TI), layer.shape
     num_threads = torch.get_num_threads()
     y_TO = x_TI.new_empty((num_rows, num_out))
-    launch.compiled(compressed_matmul)(
-        num_pieces(num_rows, num_out),
+    launch.compiled(compressed_matmul, unit)(
+        SHAPES[unit].num_pieces(num_rows, num_out),
         x_TI.data_ptr(),
         x_TI.stride(0) // 2,
         layer.weight.data_ptr(),
@@ -165,7 +167,7 @@ def _compressed(x_TI: Tensor, layer: Linear) -> Tensor:
         num_in // 2,
         num_out // 16,
         num_threads,
-        launch.scratch(num_threads * scratch_bytes(num_rows, num_in)),
+        launch.scratch(num_threads * scratch_bytes(num_rows, num_in, unit)),
         num_threads=num_threads,
     )
     return y_TO
@@ -235,7 +237,7 @@ def _compressed_or_none(weight_OI: Tensor) -> Tensor | None:
     """None where too many weights have an exponent of their own."""
     from trouper.kernels.compressed_matmul import compress, compressed_matmul, weight_words
 
-    launch.compiled(compressed_matmul)  # now, and not in the first step
+    launch.compiled(compressed_matmul, launch.bf16_unit())  # now, and not in the first step
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     packed = torch.empty(weight_words(num_out, num_in), dtype=torch.int32)
@@ -254,7 +256,7 @@ def _compressed_or_none(weight_OI: Tensor) -> Tensor | None:
 def _pack_native(weight_OI: Tensor) -> Tensor:
     from trouper.kernels.matmul import matmul, pack
 
-    launch.compiled(matmul)  # now, and not in the first step
+    launch.compiled(matmul, launch.bf16_unit())  # now, and not in the first step
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     packed = weight_OI.new_empty((num_out // 16, num_in // 2, 16, 2))

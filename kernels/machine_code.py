@@ -8,6 +8,7 @@ Laws:
 """
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import logging
@@ -24,6 +25,7 @@ from llvmlite import binding
 
 from trouper.kernels.simd import Code
 
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,16 @@ def address_of(name: str, write: Callable[[Code], None]) -> tuple[int, object]:
 
 def has_bf16_dot() -> bool:
     return bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """AMX for bfloat16, and this process may use it: Linux wants to be asked, once for all threads."""
+    features = binding.get_host_cpu_features()
+    if not (has_bf16_dot() and features.get("amx-tile") and features.get("amx-bf16")):
+        return False
+    syscall = ctypes.CDLL(None).syscall
+    return syscall(ARCH_PRCTL, *(ctypes.c_long(x) for x in (REQUEST_PERMISSION, TILE_DATA))) == 0
 
 
 @functools.cache

@@ -5,36 +5,66 @@
     b [O]                   or absent
     y [T, O]
 
-A word of W times a pair of x in all lanes is one dot instruction for sixteen outputs and two inputs, and
-no sum across lanes is ever needed.  A tile is `panels` × `rows` of accumulators in registers; up to
-twelve rows are one tile, so that each panel is read once, and for more rows the panels of a piece stay in
-the second cache.  Rows whose stride is a multiple of 4 KiB fall into one set of the first cache:
-activations are padded (`native_ops.py`).
+Two instructions multiply such words, and `Unit` names them:
 
-Law: an output is one accumulator over the inputs in their order, whatever the tile: a row's result does
-not depend on the number of rows.
+    dots    AVX512-BF16: a word of W times a pair of x in all lanes is sixteen outputs and two inputs.  Up to
+            twelve rows are one block of accumulators in registers.
+    tiles   AMX: sixteen pairs of a panel are a tile as they lie, sixteen rows of 32 inputs another, and
+            their product sixteen rows of sixteen outputs
+
+No sum across lanes is ever needed.  Few rows are one block, so that each panel is read once; for more rows
+the panels of a piece stay in the second cache.  Rows whose stride is a multiple of 4 KiB fall into one set of
+the first cache: activations are padded (`native_ops.py`).
+
+Law: an output is one accumulator over the inputs in their order, whatever the block: a row's result does
+not depend on the number of rows.  A machine has one unit: their roundings differ.
 
 Roofline: bytes = e (O I + T I + T O), FLOPs = 2 T O I; bound by memory below about 10 tokens.
 Measured, two EPYC cores that read 41 GB/s, O = 32000, I = 1024: T = 1 41 GB/s (oneDNN's packed weights:
 29), T = 4 40 (32); one core: T = 12 16 GB/s = 195 GFLOP/s (146), T = 1024 227 GFLOP/s (221).
 """
 
+import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from trouper.kernels.simd import LANES, Code, Pointer, Value
 
-Pairs = tuple[Value, list[Value]]  # a pair of inputs, its words in each panel
-
-# panels, rows, words asked for ahead; the least that holds a step's rows
-FEW = ((4, 1, 0), (4, 2, 0), (4, 4, 0), (4, 6, 0), (3, 8, 1024), (2, 12, 1024))
-MANY = (3, 8, 1024)
-MOST_FEW = 12
-BLOCK = 192  # rows of a piece, of many
+Unit = Literal["dots", "tiles"]
+Steps = Iterator[tuple[Value, list[Pointer]]]  # first pair of inputs, where each panel has it
 
 
-def num_pieces(num_rows: int, num_out: int, few: tuple[tuple[int, int, int], ...] = FEW) -> int:
-    panels = next((panels for panels, rows, _ in few if num_rows <= rows), MANY[0])
-    return -(-num_out // (LANES * panels)) * -(-num_rows // BLOCK)
+class Block(NamedTuple):
+    """How much is computed at once."""
+
+    panels: int
+    rows: int
+    ahead: int = 0  # words to ask for
+
+
+class Shape(NamedTuple):
+    few: tuple[Block, ...]  # the first that holds a step's rows
+    many: Block
+    piece_rows: int = 192  # of many
+
+    @property
+    def most_few(self) -> int:
+        return self.few[-1].rows
+
+    def num_pieces(self, num_rows: int, num_out: int) -> int:
+        fitting = (block for block in (*self.few, self.many) if num_rows <= block.rows)
+        panels = next(fitting, self.many).panels
+        return -(-num_out // (LANES * panels)) * -(-num_rows // self.piece_rows)
+
+
+SHAPES = {
+    "dots": Shape(
+        few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(4, 6), Block(3, 8, 1024), Block(2, 12, 1024)),
+        many=Block(3, 8, 1024),
+    ),
+    "tiles": Shape(few=(Block(4, 16, 1024),), many=Block(2, 32), piece_rows=512),
+}  # fmt: skip
 
 
 def pack(code: Code) -> None:
@@ -50,32 +80,36 @@ def pack(code: Code) -> None:
                 words.store((i + j) * LANES, column)
 
 
-def matmul(code: Code) -> None:
+def matmul(code: Code, unit: Unit) -> None:
     """x, its stride in words, W, b or 0, y, T, I / 2, O / 16.  A piece is panels of a block of rows."""
     x, stride, weight, *others = code.arguments(8)
-    tiles = Tiles(code, x, stride, *others)
-    words, num_rows, before = code.pointer(weight, "i32"), tiles.num_rows, 0
-    for panels, rows, ahead in FEW:
-        with code.when((num_rows > before) & (num_rows <= rows)):
+    product, shape = product_of(unit, code, x, stride, *others), SHAPES[unit]
+    words, num_rows, before = code.pointer(weight, "i32"), product.num_rows, 0
+    with product.begun():
+        for block in shape.few:
+            with code.when((num_rows > before) & (num_rows <= block.rows)):
+                for piece in code.pieces():
+                    at_panel = product.panels_from(piece * block.panels, block.panels)
+                    weights = [words + p * product.pairs * LANES for p in at_panel]
+                    steps = product.plain(weights, block.ahead)
+                    product.block(at_panel, code.i64(0), block.rows, steps)
+            before = block.rows
+        with code.when(num_rows > shape.most_few):
+            panels, rows, ahead = shape.many
+            num_blocks = (num_rows + (shape.piece_rows - 1)) // shape.piece_rows
             for piece in code.pieces():
-                at_panel = tiles.panels_from(piece * panels, panels)
-                weights = [words + p * tiles.pairs * LANES for p in at_panel]
-                tiles.tile(at_panel, code.i64(0), rows, tiles.plain(weights, ahead))
-        before = rows
-    with code.when(num_rows > MOST_FEW):
-        panels, rows, ahead = MANY
-        blocks = (num_rows + (BLOCK - 1)) // BLOCK
-        for piece in code.pieces():
-            first = piece % blocks * BLOCK
-            stop = code.smaller(first + BLOCK, num_rows)
-            at_panel = tiles.panels_from(piece // blocks * panels, panels)
-            weights = [words + p * tiles.pairs * LANES for p in at_panel]
-            for row in code.loop(first, stop, rows):
-                tiles.tile(at_panel, row, rows, tiles.plain(weights, ahead))
+                first = piece % num_blocks * shape.piece_rows
+                stop = code.smaller(first + shape.piece_rows, num_rows)
+                at_panel = product.panels_from(piece // num_blocks * panels, panels)
+                weights = [words + p * product.pairs * LANES for p in at_panel]
+                for row in code.loop(first, stop, rows):
+                    product.block(at_panel, row, rows, product.plain(weights, ahead))
 
 
-class Tiles:
-    """Products of some panels and rows, whatever form the panels have in memory."""
+class Product(ABC):
+    """Blocks of panels and rows, whatever form the panels have in memory."""
+
+    step: ClassVar[int]  # pairs of inputs that are multiplied at once
 
     def __init__(
         self,
@@ -96,32 +130,98 @@ class Tiles:
         """Beyond the last, the last again."""
         return [self.code.smaller(first + p, self.num_panels - 1) for p in range(panels)]
 
-    def plain(self, weights: list[Pointer], ahead: int) -> Iterator[Pairs]:
+    def plain(self, weights: list[Pointer], ahead: int) -> Steps:
         """The words of packed panels."""
-        for i in self.code.loop(0, self.pairs):
-            words = [weight.load(i * LANES) for weight in weights]
+        for i in self.code.loop(0, self.pairs, self.step):
             if ahead:
                 for weight in weights:
-                    weight.prefetch(i * LANES + ahead)
-            yield i, words
+                    for line in range(0, self.step * LANES, LANES):
+                        weight.prefetch(i * LANES + (ahead + line))
+            yield i, [weight + i * LANES for weight in weights]
 
-    def tile(
-        self, at_panel: list[Value], first_row: Value, rows: int, words_of: Iterator[Pairs]
-    ) -> None:
+    def begun(self) -> "contextlib.AbstractContextManager[None]":
+        """All blocks of a call are computed within it."""
+        return contextlib.nullcontext()
+
+    @abstractmethod
+    def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
         """Beyond the last row, the last again."""
+
+    def own_bias(self, panel: Value) -> Value:
+        return self.code.pointer(self.bias, "bf16").load(panel * LANES)
+
+
+class Dots(Product):
+    step = 1
+
+    def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
         code = self.code
         at_row = [code.smaller(first_row + r, self.num_rows - 1) for r in range(rows)]
         xs = [self.x + r * self.stride for r in at_row]
         sums = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in at_panel]
-        for i, words in words_of:
+        for i, places in steps:
+            words = [place.load() for place in places]
             for r, row in enumerate(xs):
                 both = code.words(row[i])
                 for p, word in enumerate(words):
                     sums[p][r].set(code.dot(word, both, sums[p][r]))
         for p, panel in enumerate(at_panel):
             with code.when(self.bias > 0):
-                own = code.pointer(self.bias, "bf16").load(panel * LANES)
+                own = self.own_bias(panel)
                 for total in sums[p]:
                     total.set(total + own)
             for r in range(rows):
                 self.y.store((at_row[r] * self.num_panels + panel) * LANES, sums[p][r])
+
+
+TILE = 16  # rows of a tile, and pairs of inputs of one
+TILE_BYTES = 64  # of a row
+
+
+class Tiles(Product):
+    """Registers: the sums, then one or two tiles of rows, then panels."""
+
+    step = TILE
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._sums = self.code.array("f32", TILE * LANES)
+        self._tile_rows = self.code.smaller(self.num_rows, TILE)
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[None]:
+        with self.code.tiles(
+            self._tile_rows, narrow=range(6)
+        ):  # of the first six none holds weights
+            yield
+
+    def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
+        """The last tile of rows ends at the last row: some are computed twice, to the same end."""
+        code, num_tiles = self.code, rows // TILE
+        num_sums = len(at_panel) * num_tiles
+        last = code.larger(self.num_rows - TILE, 0)
+        at_row = [code.smaller(first_row + r * TILE, last) for r in range(num_tiles)]
+        xs = [self.x + r * self.stride for r in at_row]
+        for tile in range(num_sums):
+            code.tile_zero(tile)
+        for i, places in steps:
+            for r, row in enumerate(xs):
+                code.tile_load(num_sums + r, row + i, self.stride * 4)
+            for p, place in enumerate(places):
+                weights = 6 + p % 2
+                code.tile_load(weights, place, TILE_BYTES)
+                for r in range(num_tiles):
+                    code.tile_dot(p * num_tiles + r, num_sums + r, weights)
+        for p, panel in enumerate(at_panel):
+            own = code.var(code.lanes(0.0))
+            with code.when(self.bias > 0):
+                own.set(self.own_bias(panel))
+            for r, start in enumerate(at_row):
+                code.tile_store(p * num_tiles + r, self._sums, TILE_BYTES)
+                for row in code.loop(0, self._tile_rows):
+                    total = self._sums.load(row * LANES) + own
+                    self.y.store(((start + row) * self.num_panels + panel) * LANES, total)
+
+
+def product_of(unit: Unit, *arguments: Any) -> Product:
+    return (Dots if unit == "dots" else Tiles)(*arguments)

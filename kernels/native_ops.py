@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.kernels import decode_attention, prefill_attention
+from trouper.kernels import attention_tile, decode_attention, launch, prefill_attention
 from trouper.kernels.add_norm import add_norm
 from trouper.kernels.decoder_ops import Shape
 from trouper.kernels.finish_qkv import finish_qkv
@@ -49,16 +49,16 @@ class NativeOps:
         kind = KINDS[shape.dtype]
         self._shape = shape
         self._group = shape.num_q_heads // shape.num_kv_heads
-        self._prefill = compiled(prefill_attention.prefill_attention, kind)
+        self._prefill = compiled(prefill_attention.prefill_attention, kind, launch.bf16_unit())
         self._decode = compiled(decode_attention.decode_attention, kind)
         self._merge = compiled(decode_attention.merge_partials, kind)
         self._add_norm = compiled(add_norm, kind)
         self._finish_qkv = compiled(finish_qkv, kind)
         self._gated = compiled(gated_act, kind, shape.activation)
         self._span = decode_attention.SPAN
-        self._tile = prefill_attention.ROWS // self._group
+        self._tile = attention_tile.ROWS // self._group
         self._decode_scratch = decode_attention.scratch_bytes(self._group, shape.head_dim)
-        self._prefill_scratch = prefill_attention.scratch_bytes(shape.head_dim)
+        self._prefill_scratch = attention_tile.scratch_bytes(shape.head_dim)
         self._eps, self._alpha = float_bits(shape.norm_eps), float_bits(shape.residual_scale)
         self._scale, self._cap = float_bits(shape.scale), float_bits(shape.softcap or 0.0)
         # float32 copies of weights by the id of theirs, which is kept so that the id stays theirs

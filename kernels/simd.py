@@ -47,7 +47,7 @@ _I64, _I32, _I1, _F32 = ir.IntType(64), ir.IntType(32), ir.IntType(1), ir.FloatT
 _POINTER: Any = ir.PointerType()
 _LANES, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
-_I16 = ir.IntType(16)
+_I16, _I8 = ir.IntType(16), ir.IntType(8)
 _HALFWORDS = ir.VectorType(_I16, HALFWORDS)
 _ELEMENTS: dict[str, Any] = {
     "bf16": _BFloat16(),
@@ -55,7 +55,7 @@ _ELEMENTS: dict[str, Any] = {
     "i64": _I64,
     "i32": _I32,
     "i16": _I16,
-    "i8": ir.IntType(8),
+    "i8": _I8,
 }
 _SIZES = {"bf16": 2, "f32": 4, "i64": 8, "i32": 4, "i16": 2, "i8": 1}
 
@@ -425,6 +425,43 @@ class Code:
         x, y = (self.builder.bitcast(v.ir, _PAIRS) for v in (a, b))
         return self._intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", _LANES, c.ir, x, y)
 
+    # Tiles of AMX: eight registers of up to 16 rows of 64 bytes, and a product of them
+
+    @contextlib.contextmanager
+    def tiles(self, num_rows: Operand, narrow: Sequence[int]) -> Iterator[None]:
+        """Within the block all tiles are whole, but the `narrow` ones have so many rows; all hold zeros."""
+        config = self.array("i8", 64)
+        for i in range(0, 64, LANES):
+            config.store(i, self.words(0))
+        config[0] = 1
+        for tile in range(8):
+            config.of("i16")[8 + tile] = 64  # bytes of a row
+            rows = self.narrowed(self.i64(num_rows), "i8") if tile in narrow else 16
+            config[48 + tile] = rows
+        nothing = ir.VoidType()
+        self.call("llvm.x86.ldtilecfg", ir.FunctionType(nothing, [_POINTER]), [config.ir])
+        yield
+        self.call("llvm.x86.tilerelease", ir.FunctionType(nothing, []), [])
+
+    def tile_zero(self, tile: int) -> None:
+        self._tile("tilezero", tile)
+
+    def tile_load(self, tile: int, source: Pointer, stride: Operand) -> None:
+        """`stride`: bytes from one row to the next."""
+        self._tile("tileloadd64", tile, source.ir, self.i64(stride).ir)
+
+    def tile_store(self, tile: int, target: Pointer, stride: Operand) -> None:
+        self._tile("tilestored64", tile, target.ir, self.i64(stride).ir)
+
+    def tile_dot(self, c: int, a: int, b: int) -> None:
+        """c [R, 16] float32 += a [R, 32] · b [16 pairs, 16] of bfloat16: the sum of one call, then c."""
+        self._tile("tdpbf16ps", c, ir.Constant(_I8, a), ir.Constant(_I8, b))
+
+    def _tile(self, name: str, tile: int, *others: Any) -> None:
+        arguments = [ir.Constant(_I8, tile), *others]
+        kind = ir.FunctionType(ir.VoidType(), [a.type for a in arguments])
+        self.call(f"llvm.x86.{name}", kind, arguments)
+
     def pair(self, low: Value, high: Value) -> Value:
         """Words of the two numbers of each lane, rounded to bfloat16."""
         halves = []
@@ -476,7 +513,7 @@ class Code:
     def halfwords_of(self, x: Value) -> Value:
         return Value(self, self.builder.bitcast(x.ir, _HALFWORDS))
 
-    def narrowed(self, x: Value, kind: Literal["i32", "i16"]) -> Value:
+    def narrowed(self, x: Value, kind: Literal["i32", "i16", "i8"]) -> Value:
         """The lowest bits of an integer."""
         return Value(self, self.builder.trunc(x.ir, _ELEMENTS[kind]))
 

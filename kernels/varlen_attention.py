@@ -100,13 +100,14 @@ def varlen_attention(
 def _native(
     qkv_T3ND: Tensor, tiles: np.ndarray, scale: float, window: int | None, bias: Tensor | None
 ) -> Tensor:
-    from trouper.kernels.prefill_attention import scratch_bytes
+    from trouper.kernels.attention_tile import scratch_bytes
     from trouper.kernels.whole_attention import whole_attention
 
     num_tokens, _, num_heads, width = qkv_T3ND.shape
     out_TE = qkv_T3ND.new_empty((num_tokens, num_heads * width))
     num_threads, num_bytes = torch.get_num_threads(), scratch_bytes(width)
-    launch.compiled(whole_attention, "f32" if qkv_T3ND.itemsize == 4 else "bf16")(
+    kind = "f32" if qkv_T3ND.itemsize == 4 else "bf16"
+    launch.compiled(whole_attention, kind, launch.bf16_unit())(
         len(tiles) * num_heads,
         qkv_T3ND.data_ptr(),
         tiles.ctypes.data,

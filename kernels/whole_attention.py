@@ -8,53 +8,58 @@
     out    [T, N D]
 
 A piece of work is one head of one tile.  Tiles and what is done with one are those of
-`prefill_attention.py`: queries along the lanes, an online softmax over KEYS keys at a time.
+`prefill_attention.py`: an online softmax over KEYS keys at a time.
 
 Roofline: FLOPs = 4 Σ L² N D, bytes = 4 e T N D.
 """
 
+from trouper.kernels.attention_tile import KEYS, ROWS, tile_of
 from trouper.kernels.decode_attention import LOG2_E
-from trouper.kernels.prefill_attention import KEYS, ROWS, Tile
+from trouper.kernels.matmul import Unit
 from trouper.kernels.simd import LANES, Code, Kind
 
 
-def whole_attention(code: Code, kind: Kind) -> None:
+def whole_attention(code: Code, kind: Kind, unit: Unit) -> None:
     """qkv, tiles, N, D, scale, window, bias or 0, its stride, out, scratch, its bytes."""
     (
         qkv, tiles, num_heads, width, scale, window, bias, bias_stride, out, scratch, num_bytes,
     ) = code.arguments(11)  # fmt: skip
     qkv, out = code.pointer(qkv, kind), code.pointer(out, kind)
     tiles, has_bias, bias = code.pointer(tiles, "i64"), bias > 0, code.pointer(bias, "f32")
-    tile = Tile(code, kind, scratch + code.thread() * num_bytes, 1, width)
+    tile = tile_of(unit, code, kind, scratch + code.thread() * num_bytes, 1, width)
     scale = code.f32_argument(scale) * LOG2_E
     middle = (bias_stride - ROWS) // 2
     size = num_heads * width
     stride = size * 3
-    for piece in code.pieces():
-        row, head = tiles + piece // num_heads * 4, piece % num_heads
-        start, num_keys, query, count = row[0], row[1], row[2], row[3]
-        q = qkv + (start * stride + head * width)
-        k, v = q + size, q + size * 2
-        num_rows = tile.read_queries(q + query * stride, stride, count)
-        tile.begin(num_rows, query, count)
-        low, high = code.larger(query - window, 0), code.smaller(query + count + window, num_keys)
-        is_masked = (query + count - 1 - window > low) | (query + window < high - 1)
-        for first in code.loop(low, high, KEYS):
-            num = code.smaller(high - first, KEYS)
-            tile.stage_keys(lambda i, k=k, first=first: k + (first + i) * stride, num)
-            tile.write_scores(num_rows, num)
-            for r in code.loop(0, num_rows, LANES):
-                for i in code.loop(0, num):
-                    tile.scores.store(i * ROWS + r, tile.scores.load(i * ROWS + r) * scale)
-                with code.when(has_bias):
-                    nearest = bias + (head * bias_stride + middle + query + r - first)
+    with tile.begun():
+        for piece in code.pieces():
+            row, head = tiles + piece // num_heads * 4, piece % num_heads
+            start, num_keys, query, count = row[0], row[1], row[2], row[3]
+            q = qkv + (start * stride + head * width)
+            k, v = q + size, q + size * 2
+            num_rows = tile.read_queries(q + query * stride, stride, count)
+            tile.begin(num_rows, query, count)
+            low, high = (
+                code.larger(query - window, 0),
+                code.smaller(query + count + window, num_keys),
+            )
+            is_masked = (query + count - 1 - window > low) | (query + window < high - 1)
+            for first in code.loop(low, high, KEYS):
+                num = code.smaller(high - first, KEYS)
+                tile.stage_keys(lambda i, k=k, first=first: k + (first + i) * stride, num)
+                tile.write_scores(num_rows, num)
+                for r in code.loop(0, num_rows, LANES):
                     for i in code.loop(0, num):
-                        own = nearest.load(i * -1)
-                        x = code.fma(LOG2_E, own, tile.scores.load(i * ROWS + r))
-                        tile.scores.store(i * ROWS + r, x)
-                with code.when(is_masked):
-                    tile.hide(r, first, num, window + 1, window)
-                tile.soften(r, num)
-            tile.stage_values(lambda i, v=v, first=first: v + (first + i) * stride, num)
-            tile.add_values(num_rows, num)
-        tile.write_out(out + ((start + query) * size + head * width), size, count)
+                        tile.scores.store(i * ROWS + r, tile.scores.load(i * ROWS + r) * scale)
+                    with code.when(has_bias):
+                        nearest = bias + (head * bias_stride + middle + query + r - first)
+                        for i in code.loop(0, num):
+                            own = nearest.load(i * -1)
+                            x = code.fma(LOG2_E, own, tile.scores.load(i * ROWS + r))
+                            tile.scores.store(i * ROWS + r, x)
+                    with code.when(is_masked):
+                        tile.hide(r, first, num, window + 1, window)
+                    tile.soften(r, num)
+                tile.stage_values(lambda i, v=v, first=first: v + (first + i) * stride, num)
+                tile.add_values(num_rows, num)
+            tile.write_out(out + ((start + query) * size + head * width), size, count)
