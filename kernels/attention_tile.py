@@ -147,29 +147,34 @@ class Tile:
             x = code.select(newest < here, -math.inf, scores.load(i * ROWS + r))
             scores.store(i * ROWS + r, code.select(oldest < here, x, -math.inf))
 
-    def soften(self, r: Value, count: Value) -> None:
-        """Scores of sixteen queries to weights; largest, totals and sums follow the new maximum."""
+    def soften(self, r: Value, count: Value, scale: Value) -> None:
+        """Scores of sixteen queries, times the scale, to weights; largest, totals and sums follow the new maximum."""
         code, scores = self.code, self.scores
         before = self.largest.load(r)
-        now = code.var(before)
+        most = code.var(code.lanes(HIDDEN))
         for i in code.loop(0, count):
-            now.set(code.larger(scores.load(i * ROWS + r), now))
+            most.set(code.larger(scores.load(i * ROWS + r), most))
+        now = code.larger(most * scale, before)
         total = code.var(code.lanes(0.0))
-        for i in code.loop(0, count):
-            weight = code.exp2(scores.load(i * ROWS + r) - now)
-            scores.store(i * ROWS + r, weight)
-            total.set(total + weight)
+
+        def weight_of(i: Value) -> Value:
+            return code.exp2(code.fma(scale, scores.load(i * ROWS + r), 0.0 - now))
+
+        for i in code.loop(0, count, self.per_cell):
+            weight = weight_of(i)
+            if self.per_cell == 1:
+                scores.store(i * ROWS + r, weight)
+                total.set(total + weight)
+                continue
+            other = code.select(i + 1 < count, weight_of(code.smaller(i + 1, count - 1)), 0.0)
+            self.pairs.store(i // 2 * ROWS + r, code.pair(weight, other))
+            total.set(total + (weight + other))
         shrink = code.exp2(before - now)
         self.largest.store(r, now)
         self.totals.store(r, code.fma(self.totals.load(r), shrink, total))
         with code.when(code.max_of(now - before) > 0.0):
             for d in code.loop(0, self.width):
                 self.sums.store(d * ROWS + r, self.sums.load(d * ROWS + r) * shrink)
-        if self.per_cell == 2:
-            for i in code.loop(0, count, 2):
-                low, high = scores.load(i * ROWS + r), scores.load((i + 1) * ROWS + r)
-                high = code.select(i + 1 < count, high, 0.0)
-                self.pairs.store(i // 2 * ROWS + r, code.pair(low, high))
 
     def add_values(self, num_rows: Value, count: Value) -> None:
         """sums [D, ROWS] += valuesᵀ · weights."""

@@ -157,7 +157,8 @@ def compressed_matmul(code: Code, unit: Unit) -> None:
             with code.when((num_rows > before) & (num_rows <= block.rows)):
                 for piece in code.pieces():
                     at_panel = product.panels_from(piece * block.panels, block.panels)
-                    steps = blocks.decoded(at_panel, rooms, product.step, is_kept=False)
+                    own = rooms[: block.panels]
+                    steps = blocks.decoded(at_panel, own, product.step, is_kept=False)
                     product.block(at_panel, code.i64(0), block.rows, steps)
             before = block.rows
         with code.when(num_rows > shape.most_few):

@@ -65,12 +65,13 @@ def prefill_attention(code: Code, kind: Kind, unit: Unit) -> None:
                 tile.write_scores(num_rows, num)
                 is_masked = (first + num - 1 > position) | (end - 1 - window >= first)
                 for r in code.loop(0, num_rows, LANES):
-                    for i in code.loop(0, num):
-                        x = capped(code, tile.scores.load(i * ROWS + r) * scale, cap) * LOG2_E
-                        tile.scores.store(i * ROWS + r, x)
+                    with code.when(cap > 0.0):
+                        for i in code.loop(0, num):
+                            x = capped(code, tile.scores.load(i * ROWS + r) * scale, cap)
+                            tile.scores.store(i * ROWS + r, x)
                     with code.when(is_masked):
                         tile.hide(r, first, num, window, 0)
-                    tile.soften(r, num)
+                    tile.soften(r, num, code.select(cap > 0.0, 1.0, scale) * LOG2_E)
                 tile.stage_values(lambda i, v=v, first=first: v + slot(first + i) * width, num)
                 tile.add_values(num_rows, num)
             tile.write_out(out + (token * out_stride + head * size), out_stride, count)

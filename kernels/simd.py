@@ -17,13 +17,14 @@ Laws:
 """
 
 import contextlib
+import functools
 import math
 import platform
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from llvmlite import ir
+from llvmlite import binding, ir
 
 LANES = 16
 HALFWORDS = 2 * LANES
@@ -61,6 +62,8 @@ _SIZES = {"bf16": 2, "f32": 4, "i64": 8, "i32": 4, "i16": 2, "i8": 1}
 
 # 2^f on [-½, ½], degree 7: relative error 5e-9 before rounding
 _EXP2 = [math.log(2) ** i / math.factorial(i) for i in range(8)]
+# on [0, 1), minimax of degree 5: 8e-8
+_EXP2_UP = (1.0, 0.693151295, 0.240164444, 0.0557999127, 0.00901702885, 0.00186713075)
 _LOWEST, _HIGHEST = -126.0, 127.0  # below it exp2 is 0, above it stays
 
 
@@ -464,12 +467,9 @@ class Code:
 
     def pair(self, low: Value, high: Value) -> Value:
         """Words of the two numbers of each lane, rounded to bfloat16."""
-        halves = []
-        for x in (low, high):
-            narrow = self.builder.fptrunc(x.ir, ir.VectorType(_BFloat16(), LANES))
-            bits = self.builder.bitcast(narrow, ir.VectorType(ir.IntType(16), LANES))
-            halves.append(Value(self, self.builder.zext(bits, _WORDS)))
-        return halves[0] | (halves[1] << 16)
+        both = self.halfwords_of(self.packed(low, high))
+        alternate = [i // 2 + i % 2 * LANES for i in range(HALFWORDS)]
+        return Value(self, self.builder.bitcast(self.shuffle(both, both, alternate).ir, _WORDS))
 
     def unpaired(self, words: Value) -> tuple[Value, Value]:
         """The low and the high numbers of pairs of bfloat16, as lanes."""
@@ -540,16 +540,35 @@ class Code:
 
     def exp2(self, x: Value) -> Value:
         """2^x to 2e-7; 0 below 2^-126, 2^127 above; not a number where x is not."""
-        bounded = self.select(x < _LOWEST, _LOWEST, x)
-        bounded = self.select(bounded > _HIGHEST, _HIGHEST, bounded)
+        bounded = self.select(x > _HIGHEST, _HIGHEST, x)
+        if _has_scaling():
+            bounded = self.select(x < _LOWEST, -math.inf, bounded)
+            power = self._polynomial(_EXP2_UP, self._above_floor(bounded))
+            return self._masked("scalef", power, bounded)
+        bounded = self.select(x < _LOWEST, _LOWEST, bounded)
         whole = self._intrinsic("llvm.rint.v16f32", _LANES, bounded.ir)
-        f = bounded - whole
-        power = self.lanes(_EXP2[7])
-        for c in reversed(_EXP2[:7]):
-            power = self.fma(power, f, self.lanes(c))
+        power = self._polynomial(_EXP2, bounded - whole)
         exponent = Value(self, self.builder.fptosi(whole.ir, _WORDS))
         scale = Value(self, self.builder.bitcast(((exponent + 127) << 23).ir, _LANES))
         return self.select(x < _LOWEST, 0.0, power * scale)
+
+    def _polynomial(self, coefficients: Sequence[float], x: Value) -> Value:
+        total = self.lanes(coefficients[-1])
+        for c in reversed(coefficients[:-1]):
+            total = self.fma(total, x, self.lanes(c))
+        return total
+
+    def _above_floor(self, x: Value) -> Value:
+        """x - floor(x); of infinities 0."""
+        round_down = ir.Constant(_I32, 1)
+        return self._masked("reduce", x, Value(self, round_down))
+
+    def _masked(self, name: str, a: Value, b: Value) -> Value:
+        """An instruction of AVX-512 on all lanes, rounding as ever."""
+        everywhere, as_ever = ir.Constant(_I16, -1), ir.Constant(_I32, 4)
+        none = ir.Constant(_LANES, ir.Undefined)
+        full = f"llvm.x86.avx512.mask.{name}.ps.512"
+        return self._intrinsic(full, _LANES, a.ir, b.ir, none, everywhere, as_ever)
 
     def sum_of(self, x: Value) -> Value:
         """Halves upon halves: the same order on every machine."""
@@ -602,6 +621,12 @@ class Code:
                     swapped[i + distance] = self.shuffle(a, b, high)
             vectors = swapped
         return vectors
+
+
+@functools.cache
+def _has_scaling() -> bool:
+    """AVX-512 takes exponents and fractions apart and together."""
+    return bool(binding.get_host_cpu_features().get("avx512dq"))
 
 
 def _signed(x: int, width: int) -> int:

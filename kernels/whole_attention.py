@@ -27,7 +27,7 @@ def whole_attention(code: Code, kind: Kind, unit: Unit) -> None:
     qkv, out = code.pointer(qkv, kind), code.pointer(out, kind)
     tiles, has_bias, bias = code.pointer(tiles, "i64"), bias > 0, code.pointer(bias, "f32")
     tile = tile_of(unit, code, kind, scratch + code.thread() * num_bytes, 1, width)
-    scale = code.f32_argument(scale) * LOG2_E
+    scale = code.f32_argument(scale)
     middle = (bias_stride - ROWS) // 2
     size = num_heads * width
     stride = size * 3
@@ -49,17 +49,14 @@ def whole_attention(code: Code, kind: Kind, unit: Unit) -> None:
                 tile.stage_keys(lambda i, k=k, first=first: k + (first + i) * stride, num)
                 tile.write_scores(num_rows, num)
                 for r in code.loop(0, num_rows, LANES):
-                    for i in code.loop(0, num):
-                        tile.scores.store(i * ROWS + r, tile.scores.load(i * ROWS + r) * scale)
                     with code.when(has_bias):
                         nearest = bias + (head * bias_stride + middle + query + r - first)
                         for i in code.loop(0, num):
-                            own = nearest.load(i * -1)
-                            x = code.fma(LOG2_E, own, tile.scores.load(i * ROWS + r))
-                            tile.scores.store(i * ROWS + r, x)
+                            x = tile.scores.load(i * ROWS + r) * scale
+                            tile.scores.store(i * ROWS + r, x + nearest.load(i * -1))
                     with code.when(is_masked):
                         tile.hide(r, first, num, window + 1, window)
-                    tile.soften(r, num)
+                    tile.soften(r, num, code.select(has_bias, 1.0, scale) * LOG2_E)
                 tile.stage_values(lambda i, v=v, first=first: v + (first + i) * stride, num)
                 tile.add_values(num_rows, num)
             tile.write_out(out + ((start + query) * size + head * width), size, count)

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from trouper.kernels import launch
 from trouper.kernels.linear import Linear, layout_of, linear
 
-pytestmark = pytest.mark.skipif(
-    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs AVX512-BF16"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs AVX512-BF16"
+    ),
+    pytest.mark.usefixtures("unit"),
+]
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 17, 191, 192, 193, 210)
 # 0, -0, the least and the greatest denormal, the greatest number, infinities, two that are none, 1
 ODD = (0, 0x8000, 1, 0x807F, 0x7F7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x3F80)

@@ -18,6 +18,7 @@ from trouper.kernels.rms_norm import rms_norm_reference
 from trouper.kernels.rope import rope_table
 from trouper.kernels.torch_ops import TorchOps
 
+pytestmark = pytest.mark.usefixtures("unit")
 COLUMNS = {  # (start, count) of each sequence
     "one token": [(0, 1)],
     "decode": [(0, 1), (63, 1), (64, 1), (17, 1), (127, 1), (128, 1)],

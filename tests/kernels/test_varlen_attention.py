@@ -12,6 +12,7 @@ from trouper.kernels.varlen_attention import (
     varlen_attention_reference,
 )
 
+pytestmark = pytest.mark.usefixtures("unit")
 CASES = {
     "one": [(1, 1)], "equal": [(3, 7)], "mixed": [(2, 1), (1, 5), (3, 40), (1, 301)],
 }  # fmt: skip

@@ -1,19 +1,29 @@
 """Hidden states and logits of each encoder, and of decoders that pool, equal those of transformers."""
 
 import json
+import threading
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
 
+from trouper.actors.executor import pooling_runner
 from trouper.actors.executor.models.encoder import rounded
-from trouper.actors.executor.pooling_runner import FEW_TOKENS, SLICE_TOKENS, PoolingRunner, slices
+from trouper.actors.executor.pooling_runner import (
+    FEW_TOKENS,
+    LEAST_TOKENS,
+    SLICE_TOKENS,
+    PoolingRunner,
+    slices,
+)
 from trouper.actors.messages import PoolColumn, PoolPlan
 from trouper.config import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -78,7 +88,10 @@ def run(folder, task, type_ids=None, texts=None, columns=None, is_alone=False, *
         PoolColumn(ids, type_ids and type_ids(ids), task) for ids in texts or prompts()
     ]
     plans = [(column,) for column in columns] if is_alone else [tuple(columns)]
-    return [array for plan in plans for array in runner.step(PoolPlan(1, 0, plan)).arrays]
+    try:
+        return [array for plan in plans for array in runner.step(PoolPlan(1, 0, plan)).arrays]
+    finally:
+        runner.close()
 
 
 @pytest.mark.parametrize("kind", [*ENCODERS, *DECODERS])
@@ -122,11 +135,47 @@ def test_a_step_of_few_tokens_runs_on_one_thread(tmp_path, monkeypatch):
     assert len(counts) == 2
 
 
-def test_a_plan_is_computed_in_slices_that_fit_the_cache():
-    sizes = [SLICE_TOKENS + 1, 1, SLICE_TOKENS - 1, 3, 5, SLICE_TOKENS]
+@given(
+    sizes=st.lists(st.integers(1, 2 * SLICE_TOKENS), min_size=1, max_size=40),
+    num_threads=st.integers(1, 4),
+)
+def test_a_plan_is_cut_into_passes_of_about_equal_tokens(sizes, num_threads):
     columns = tuple(PoolColumn((7,) * size, None, "embed") for size in sizes)
-    parts = [[len(column.token_ids) for column in part] for part in slices(columns)]
-    assert parts == [sizes[:1], sizes[1:3], sizes[3:5], sizes[5:]]
+    parts = slices(columns, num_threads)
+    assert tuple(column for part in parts for column in part) == columns
+    lengths = [sum(len(column.token_ids) for column in part) for part in parts]
+    assert all(length < SLICE_TOKENS + max(sizes) for length in lengths)
+    if sum(sizes) < num_threads * LEAST_TOKENS:
+        assert len(parts) <= -(-sum(sizes) // SLICE_TOKENS)
+
+
+def test_equal_texts_are_as_many_in_each_threads_pass():
+    column = PoolColumn((7,) * LEAST_TOKENS, None, "embed")
+    assert [len(part) for part in slices((column,) * 6, 2)] == [3, 3]
+    assert [len(part) for part in slices((column,) * 2, 2)] == [1, 1]
+    assert [len(part) for part in slices((column,), 2)] == [1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_passes_side_by_side_give_what_each_text_gives_alone(dtype, tmp_path, monkeypatch):
+    save_tiny("bert", AutoModel, tmp_path, **WIDE)
+    alone = run(tmp_path, "token_embed", dtype=dtype, is_alone=True)
+    monkeypatch.setattr(pooling_runner, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(pooling_runner, "SLICE_TOKENS", 20)
+    for _ in range(5):
+        for mine, theirs in zip(run(tmp_path, "token_embed", dtype=dtype), alone, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-5 if dtype == "float32" else 2e-2)
+
+
+def test_a_pass_that_raises_fails_the_step_when_the_others_have_ended(tmp_path, monkeypatch):
+    save_tiny("bert", AutoModel, tmp_path)
+    monkeypatch.setattr(pooling_runner, "LEAST_TOKENS", 1)
+    texts = [(5, 6, 7), (5, 6, 10_000)]  # no such token
+    before = threading.active_count()
+    for _ in range(5):
+        with pytest.raises(IndexError):
+            run(tmp_path, "embed", texts=texts)
+    assert threading.active_count() == before
 
 
 def test_batches_come_in_few_sizes():

@@ -1,0 +1,20 @@
+"""What the tests of products have in common."""
+
+import pytest
+
+from trouper.kernels import launch
+
+
+@pytest.fixture(scope="module", params=["dots", "tiles"])
+def unit(request):
+    """Each of the instructions that multiply bfloat16, where this machine has both."""
+    if launch.is_available():
+        from trouper.kernels.machine_code import has_tiles
+
+        if request.param == "tiles" and not has_tiles():
+            pytest.skip("needs AMX")
+    elif request.param == "tiles":
+        pytest.skip("there are no native kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "bf16_unit", lambda: request.param)
+        yield request.param
