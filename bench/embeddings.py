@@ -55,7 +55,6 @@ if __name__ == "__main__":
         began = time.perf_counter()
         llm.embed(docs, use_tqdm=False)
         print("seconds", time.perf_counter() - began, flush=True)
-    os._exit(0)  # its threads abort an orderly end now and then
 """
 
 
@@ -95,8 +94,10 @@ def run_vllm(python: str, model: str, dtype: str, docs: list[str], folder: Path)
     script.write_text(VLLM)
     texts.write_text(json.dumps(docs))
     command = [python, str(script), model, dtype, str(texts), str(ROUNDS)]
-    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    found = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True).stdout
     seconds = [float(line.split()[1]) for line in found.splitlines() if line.startswith("seconds ")]
+    if len(seconds) < ROUNDS:  # its end is its own: now and then it aborts
+        raise SystemExit("vLLM did not finish")
     return _rates([len(docs) / s for s in seconds])
 
 
