@@ -210,7 +210,10 @@ def _rate(work: Callable[[], Any], count: int) -> dict[str, Any]:
 
 
 def _rates(rates: list[float]) -> dict[str, Any]:
-    return {"docs_s": round(statistics.median(rates), 1), "rounds": [round(rate, 1) for rate in rates]}
+    return {
+        "docs_s": round(statistics.median(rates), 1),
+        "rounds": [round(rate, 1) for rate in rates],
+    }
 
 
 def ratios(results: list[dict[str, Any]]) -> dict[str, float]:

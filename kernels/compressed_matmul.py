@@ -143,12 +143,13 @@ def _most_frequent(code: Code, counts: Pointer, table: Pointer) -> None:
 
 
 def compressed_matmul(code: Code, unit: Unit) -> None:
-    """x, its stride in words, W, b or 0, y, T, I / 2, O / 16, threads, scratch.
+    """x, its stride in words, W, b or 0, y, its stride, T, I / 2, O / 16, threads, scratch.
 
     A piece is panels of a block of rows.
     """
-    x, stride, weight, bias, y, num_rows, pairs, num_panels, threads, scratch = code.arguments(10)
-    product = product_of(unit, code, x, stride, bias, y, num_rows, pairs, num_panels)
+    x, stride, weight, *others, threads, scratch = code.arguments(11)
+    product = product_of(unit, code, "none", x, stride, *others)
+    num_rows, pairs = product.num_rows, product.pairs
     shape, before = SHAPES[unit], 0
     blocks = _Blocks(code, weight, pairs, threads, groups=max(1, product.step // VECTORS))
     rooms = [blocks.room() for _ in range(shape.few[0].panels)]

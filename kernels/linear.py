@@ -16,6 +16,8 @@
 Law: the choice depends on the weight, the machine and the use (an encoder's are native), never on a batch.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,6 +34,9 @@ from trouper.kernels.quantization import (
     packed,
     quantize,
 )
+
+if TYPE_CHECKING:
+    from trouper.kernels.matmul import Act
 
 ONEDNN_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -116,7 +121,7 @@ def linear(x_TI: Tensor, layer: Linear) -> Tensor:
     if layer.layout == "compressed":
         return _compressed(x_TI, layer)
     if layer.layout == "native":
-        return _native(x_TI, layer)
+        return native(x_TI, layer)
     if layer.layout == "invariant":
         from trouper.kernels.cuda.matmul import matmul
 
@@ -128,19 +133,27 @@ def linear(x_TI: Tensor, layer: Linear) -> Tensor:
     return F.linear(x_TI, layer.weight, layer.bias)
 
 
-def _native(x_TI: Tensor, layer: Linear) -> Tensor:
+def native(x_TI: Tensor, layer: Linear, act: "Act" = "none") -> Tensor:
+    """Of a native layer; what it is followed by is computed with it."""
     from trouper.kernels.matmul import SHAPES, matmul
+    from trouper.kernels.native_ops import padded
 
     unit = launch.bf16_unit()
     num_rows, (num_out, num_in) = len(x_TI), layer.shape
-    y_TO = x_TI.new_empty((num_rows, num_out))
-    launch.compiled(matmul, unit)(
+    # the next product reads what an activation leaves
+    y_TO = (
+        x_TI.new_empty((num_rows, num_out))
+        if act == "none"
+        else padded(num_rows, num_out, x_TI.dtype)
+    )
+    launch.compiled(matmul, unit, act)(
         SHAPES[unit].num_pieces(num_rows, num_out),
         x_TI.data_ptr(),
         x_TI.stride(0) // 2,
         layer.weight.data_ptr(),
         0 if layer.bias is None else layer.bias.data_ptr(),
         y_TO.data_ptr(),
+        y_TO.stride(0),
         num_rows,
         num_in // 2,
         num_out // 16,
@@ -163,6 +176,7 @@ def _compressed(x_TI: Tensor, layer: Linear) -> Tensor:
         layer.weight.data_ptr(),
         0 if layer.bias is None else layer.bias.data_ptr(),
         y_TO.data_ptr(),
+        num_out,
         num_rows,
         num_in // 2,
         num_out // 16,
@@ -256,7 +270,7 @@ def _compressed_or_none(weight_OI: Tensor) -> Tensor | None:
 def _pack_native(weight_OI: Tensor) -> Tensor:
     from trouper.kernels.matmul import matmul, pack
 
-    launch.compiled(matmul, launch.bf16_unit())  # now, and not in the first step
+    launch.compiled(matmul, launch.bf16_unit(), "none")  # now, and not in the first step
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     packed = weight_OI.new_empty((num_out // 16, num_in // 2, 16, 2))

@@ -3,8 +3,8 @@
     linear_act   y = act(x Wᵀ + b),  act = gelu (erf), gelu_tanh, relu, silu or tanh
     linear_add   y = x Wᵀ + b + r    the residual sum
 
-oneDNN applies both while the tile of y is in registers, so nothing is written and read twice.  Elsewhere these
-are two calls; of bfloat16, gelu is `gelu.py`.
+oneDNN applies both while the tile of y is in registers, so nothing is written and read twice, and so does the native
+product with gelu.  Elsewhere these are two calls.
 
 Roofline: as `linear`, bytes + e T O for r.
 """
@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels import launch
-from trouper.kernels.linear import Linear, linear
+from trouper.kernels.linear import Linear, linear, native
 
-FEW = 16  # rows that one thread computes sooner than it wakes another
 # oneDNN's name of the function and of its variant
 FUSED = {
     "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", ""),
@@ -28,27 +26,9 @@ def linear_act(x_TI: Tensor, layer: Linear, act: str) -> Tensor:
     if layer.layout == "onednn":
         name, variant = FUSED[act]
         return torch.ops.mkldnn._linear_pointwise(x_TI, layer.weight, layer.bias, name, [], variant)
-    y_TO = linear(x_TI, layer)
-    is_native = act == "gelu" and layer.layout in ("native", "compressed")
-    return _gelu(y_TO) if is_native else activate(y_TO, act)
-
-
-def _gelu(x_TM: Tensor) -> Tensor:
-    from trouper.kernels.gelu import gelu
-    from trouper.kernels.native_ops import padded
-
-    num_rows, width = x_TM.shape
-    y_TM = padded(num_rows, width, x_TM.dtype)
-    num_threads = 1 if num_rows < FEW else torch.get_num_threads()
-    launch.compiled(gelu)(
-        num_rows,
-        x_TM.data_ptr(),
-        y_TM.data_ptr(),
-        y_TM.stride(0),
-        width,
-        num_threads=num_threads,
-    )
-    return y_TM
+    if act == "gelu" and layer.layout == "native":
+        return native(x_TI, layer, "gelu")
+    return activate(linear(x_TI, layer), act)
 
 
 def linear_add(x_TI: Tensor, layer: Linear, residual_TO: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""y = x Wᵀ + b of bfloat16, W packed so that any number of rows reads it in order.
+"""y = act(x Wᵀ + b) of bfloat16, W packed so that any number of rows reads it in order.
 
     x [T, I]                tokens × inputs, rows may be strided; I a multiple of 32
     W [O / 16, I / 2, 16]   words: panels of sixteen outputs, pairs of inputs; O a multiple of 16
     b [O]                   or absent
-    y [T, O]
+    y [T, O]                rows may be strided
+    act                     none, or gelu
 
 Two instructions multiply such words, and `Unit` names them:
 
@@ -30,9 +31,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from trouper.kernels.gelu import gelu
 from trouper.kernels.simd import LANES, Code, Pointer, Value
 
 Unit = Literal["dots", "tiles"]
+Act = Literal["none", "gelu"]
 Steps = Iterator[tuple[Value, list[Pointer]]]  # first pair of inputs, where each panel has it
 
 
@@ -81,10 +84,10 @@ def pack(code: Code) -> None:
                 words.store((i + j) * LANES, column)
 
 
-def matmul(code: Code, unit: Unit) -> None:
-    """x, its stride in words, W, b or 0, y, T, I / 2, O / 16.  A piece is panels of a block of rows."""
-    x, stride, weight, *others = code.arguments(8)
-    product, shape = product_of(unit, code, x, stride, *others), SHAPES[unit]
+def matmul(code: Code, unit: Unit, act: Act) -> None:
+    """x, its stride in words, W, b or 0, y, its stride, T, I / 2, O / 16.  A piece is panels of a block of rows."""
+    x, stride, weight, *others = code.arguments(9)
+    product, shape = product_of(unit, code, act, x, stride, *others), SHAPES[unit]
     words, num_rows, before = code.pointer(weight, "i32"), product.num_rows, 0
     with product.begun():
         for block in shape.few:
@@ -115,16 +118,19 @@ class Product(ABC):
     def __init__(
         self,
         code: Code,
+        act: Act,
         x: Value,
         stride: Value,
         bias: Value,
         y: Value,
+        y_stride: Value,
         num_rows: Value,
         pairs: Value,
         num_panels: Value,
     ) -> None:
         self.code, self.bias, self.stride = code, bias, stride
-        self.x, self.y = code.pointer(x, "i32"), code.pointer(y, "bf16")
+        self.x, self._act = code.pointer(x, "i32"), act
+        self._y, self._y_stride = code.pointer(y, "bf16"), y_stride
         self.num_rows, self.pairs, self.num_panels = num_rows, pairs, num_panels
 
     def panels_from(self, first: Value, panels: int) -> list[Value]:
@@ -147,6 +153,10 @@ class Product(ABC):
     @abstractmethod
     def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
         """Beyond the last row, the last again."""
+
+    def store(self, row: Value, panel: Value, total: Value) -> None:
+        found = gelu(self.code, total) if self._act == "gelu" else total
+        self._y.store(row * self._y_stride + panel * LANES, found)
 
     def own_bias(self, panel: Value) -> Value:
         return self.code.pointer(self.bias, "bf16").load(panel * LANES)
@@ -172,7 +182,7 @@ class Dots(Product):
                 for total in sums[p]:
                     total.set(total + own)
             for r in range(rows):
-                self.y.store((at_row[r] * self.num_panels + panel) * LANES, sums[p][r])
+                self.store(at_row[r], panel, sums[p][r])
 
 
 TILE = 16  # rows of a tile, and pairs of inputs of one
@@ -221,7 +231,7 @@ class Tiles(Product):
                 code.tile_store(p * num_tiles + r, self._sums, TILE_BYTES)
                 for row in code.loop(0, self._tile_rows):
                     total = self._sums.load(row * LANES) + own
-                    self.y.store(((start + row) * self.num_panels + panel) * LANES, total)
+                    self.store(start + row, panel, total)
 
 
 def product_of(unit: Unit, *arguments: Any) -> Product:
