@@ -11,6 +11,7 @@ Laws:
 """
 
 import logging
+import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,7 @@ from trouper.actors.executor.encoder_weights import Tensors, load_encoder
 from trouper.actors.executor.graphs import TextGraphs
 from trouper.actors.executor.heads import Project, load_head, load_projection, pool
 from trouper.actors.executor.memory import give_back_free_memory
+from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, encoder_traits
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.models.traits import DecoderTraits
@@ -77,7 +79,8 @@ class PoolingRunner:
         ) or decoder_traits(model.hf_config, causal_name(model.architecture))
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._model: Model | None = None
-        self._graphs: TextGraphs | None = None
+        self._graphs: dict[int, TextGraphs] = {}  # of each thread
+        self._is_recorded = not config.enforce_eager
         self._embed: Project | None = None
         self._classify: Project | None = None
         num_helpers = max(1, torch.get_num_threads() - 1)
@@ -100,7 +103,8 @@ class PoolingRunner:
     def sleep(self, level: int) -> None:
         """There is no KV memory; level 2 discards the weights."""
         if level >= 2:
-            self._model = self._graphs = self._embed = self._classify = None
+            self._model = self._embed = self._classify = None
+            self._graphs.clear()
         give_back_free_memory()
 
     def wake(self, tags: frozenset[str]) -> None:
@@ -125,7 +129,7 @@ class PoolingRunner:
         if len(parts) > 1:
             return PoolDone(plan.step, tuple(chain(*self._run_side_by_side(parts))))
         with torch.inference_mode():
-            return PoolDone(plan.step, tuple(self._run(*parts, is_alone=True)))
+            return PoolDone(plan.step, tuple(self._run(*parts)))
 
     def _run_side_by_side(self, parts: Sequence[Sequence[PoolColumn]]) -> list[list[np.ndarray]]:
         found: list[list[np.ndarray]] = [[] for _ in parts]
@@ -134,7 +138,7 @@ class PoolingRunner:
         def work() -> None:
             with torch.inference_mode(), _one_thread():
                 for i, part in waiting:
-                    found[i] = self._run(part, is_alone=False)
+                    found[i] = self._run(part)
 
         others = [self._helpers.submit(work) for _ in range(torch.get_num_threads() - 1)]
         try:
@@ -145,8 +149,8 @@ class PoolingRunner:
             other.result()
         return found
 
-    def _run(self, columns: Sequence[PoolColumn], *, is_alone: bool) -> list[np.ndarray]:
-        """One forward pass.  Recordings share memory, so they are for a pass that is alone."""
+    def _run(self, columns: Sequence[PoolColumn]) -> list[np.ndarray]:
+        """One forward pass."""
         assert self._model is not None
         lengths = [len(column.token_ids) for column in columns]
         groups = _groups(columns)
@@ -154,8 +158,7 @@ class PoolingRunner:
             np.concatenate([np.array(column.token_ids, np.int64) for column in columns])
         )
         positions_T = torch.cat([torch.arange(g.length).repeat(g.num_sequences) for g in groups])
-        forward = self._forward if is_alone else self._model.forward
-        hidden_TE = forward(token_ids_T, positions_T, _type_ids(columns), groups)
+        hidden_TE = self._forward(token_ids_T, positions_T, _type_ids(columns), groups)
         return self._finish(hidden_TE, columns, lengths, groups)
 
     def _forward(
@@ -166,15 +169,23 @@ class PoolingRunner:
         groups: Sequence[Group],
     ) -> Tensor:
         assert self._model is not None
-        if self._graphs is not None and self._graphs.can_forward(groups):
+        graphs = self._graphs_of_thread()
+        if graphs is not None and graphs.can_forward(len(token_ids_T)):
             try:
-                keys = groups[0].keys
-                return self._graphs.forward(token_ids_T, positions_T, type_ids_T, keys)
+                return graphs.forward(token_ids_T, positions_T, type_ids_T, groups)
             except NotRecordableError as error:
                 logger.info("steps are not recorded: %s", error)
-                self._graphs = None
+                self._is_recorded = False
         with _one_thread() if len(token_ids_T) <= FEW_TOKENS else nullcontext():
             return self._model.forward(token_ids_T, positions_T, type_ids_T, groups)
+
+    def _graphs_of_thread(self) -> TextGraphs | None:
+        if not (self._is_recorded and isinstance(self._model, Encoder) and self._model.is_native):
+            return None
+        me = threading.get_ident()
+        if me not in self._graphs:
+            self._graphs[me] = TextGraphs(self._model)
+        return self._graphs[me]
 
     def _finish(
         self,
@@ -223,10 +234,7 @@ class PoolingRunner:
         # Heads are small, and compute in float32 whatever the model's dtype.
         wide = tensors(torch.float32)
         if isinstance(traits, EncoderTraits):
-            encoder = load_encoder(tensors(self._dtype), traits, config.max_model_len)
-            self._model = encoder
-            if encoder.is_native and not config.enforce_eager:
-                self._graphs = TextGraphs(encoder)
+            self._model = load_encoder(tensors(self._dtype), traits, config.max_model_len)
         else:
             self._model = WholeDecoder.load(config, traits)
         if "embed" in spec.tasks or "token_embed" in spec.tasks:

@@ -15,6 +15,14 @@ def _one_thread():
 
 
 @pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def machines(monkeypatch):
     """Engines of `device="cuda"` run on the GPU if there is one, and otherwise on these, one an engine."""
     made = []

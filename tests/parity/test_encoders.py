@@ -156,6 +156,7 @@ def test_equal_texts_are_as_many_in_each_threads_pass():
     assert [len(part) for part in slices((column,), 2)] == [1]
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_passes_side_by_side_give_what_each_text_gives_alone(dtype, tmp_path, monkeypatch):
     save_tiny("bert", AutoModel, tmp_path, **WIDE)
@@ -167,6 +168,7 @@ def test_passes_side_by_side_give_what_each_text_gives_alone(dtype, tmp_path, mo
             np.testing.assert_allclose(mine, theirs, atol=1e-5 if dtype == "float32" else 2e-2)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_a_pass_that_raises_fails_the_step_when_the_others_have_ended(tmp_path, monkeypatch):
     save_tiny("bert", AutoModel, tmp_path)
     monkeypatch.setattr(pooling_runner, "LEAST_TOKENS", 1)

@@ -1,11 +1,12 @@
 """A decode step replayed is the step computed eagerly, bit by bit."""
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModel
 
-from trouper.actors.executor import graphs
+from trouper.actors.executor import graphs, pooling_runner
 from trouper.actors.executor.batch import Rows, make_batch
 from trouper.actors.executor.pooling_runner import PoolingRunner
 from trouper.actors.executor.runner import Runner
@@ -155,7 +156,7 @@ def test_short_texts_of_an_encoder_are_replayed(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(graphs, "MAX_TOKENS", 40)
     sizes = {"dim": 64, "hidden_dim": 96} if kind == "distilbert" else WIDE
     save_tiny(kind, AutoModel, tmp_path, **sizes)
-    eager, replayed = (pooling_runner(tmp_path, enforce_eager=eager) for eager in (True, False))
+    eager, replayed = (encoder_runner(tmp_path, enforce_eager=eager) for eager in (True, False))
     for length in (1, 5, 40, 5, 41):
         ids = tuple(range(3, 3 + length))
         columns = (PoolColumn(ids, None, "token_embed"),)
@@ -163,19 +164,37 @@ def test_short_texts_of_an_encoder_are_replayed(kind, tmp_path, monkeypatch):
             runner.step(PoolPlan(1, 0, columns)).arrays[0] for runner in (eager, replayed)
         )
         assert found.tobytes() == expected.tobytes()
-    assert sorted(replayed._graphs._graphs) == [1, 5, 40]
+    (made,) = replayed._graphs.values()  # of this thread
+    assert sorted(made._graphs) == [1, 5, 40]
     replayed.sleep(2)
-    assert replayed._graphs is None
+    assert not replayed._graphs
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_passes_of_several_texts_are_recorded_replayed_and_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(pooling_runner, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(pooling_runner, "SLICE_TOKENS", 100)
+    save_tiny("bert", AutoModel, tmp_path, **WIDE)
+    eager, replayed = (encoder_runner(tmp_path, enforce_eager=eager) for eager in (True, False))
+    for seed in range(5):
+        lengths = np.random.default_rng(seed).integers(1, 60, 12)
+        columns = tuple(PoolColumn((7,) * n, None, "token_embed") for n in sorted(lengths))
+        expected, found = (runner.step(PoolPlan(1, 0, columns)) for runner in (eager, replayed))
+        for one, other in zip(expected.arrays, found.arrays, strict=True):
+            assert one.tobytes() == other.tobytes()
+    assert 1 <= len(replayed._graphs) <= torch.get_num_threads()  # who is first takes all
+    for runner in (eager, replayed):
+        runner.close()
 
 
 def test_an_encoder_in_whose_steps_torch_computes_is_not_recorded(tmp_path):
     save_tiny("modernbert", AutoModel, tmp_path, **WIDE)
-    runner = pooling_runner(tmp_path, enforce_eager=False)
+    runner = encoder_runner(tmp_path, enforce_eager=False)
     runner.step(PoolPlan(1, 0, (PoolColumn((5, 6, 7), None, "token_embed"),)))
-    assert runner._graphs is None
+    assert not runner._is_recorded
 
 
-def pooling_runner(folder, **options):
+def encoder_runner(folder, **options):
     args = EngineArgs(
         model=str(folder), runner="pooling", skip_tokenizer_init=True, dtype="bfloat16", **options
     )
