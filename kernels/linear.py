@@ -188,16 +188,17 @@ def _compressed(x_TI: Tensor, layer: Linear) -> Tensor:
 
 
 def _quantized(x_TI: Tensor, layer: Linear) -> Tensor:
-    from trouper.kernels.quantized_matmul import num_pieces, scratch_bytes
+    from trouper.kernels.quantized_matmul import SHAPES, scratch_bytes
 
     assert layer.scales is not None
+    unit = launch.bf16_unit()
     fmt: Format = "int4" if layer.layout == "int4" else "int8"
     num_rows, (num_out, num_in) = len(x_TI), layer.shape
     num_threads = torch.get_num_threads()
-    bytes_each = scratch_bytes(num_in)
+    bytes_each = scratch_bytes(num_rows, num_in, unit, fmt)
     y_TO = x_TI.new_empty((num_rows, num_out))
     _product_of(fmt, layer.scales.dtype, layer.zeros is not None)(
-        num_pieces(num_rows, num_out, fmt),
+        SHAPES[unit, fmt].num_pieces(num_rows, num_out),
         x_TI.data_ptr(),
         x_TI.stride(0) // 2,
         layer.weight.data_ptr(),
@@ -222,7 +223,7 @@ def _product_of(fmt: Format, scales: torch.dtype, has_zeros: bool) -> launch.Ker
     from trouper.kernels.quantized_matmul import quantized_matmul
 
     kind = "bf16" if scales == torch.bfloat16 else "f32"
-    return launch.compiled(quantized_matmul, fmt, kind, has_zeros)
+    return launch.compiled(quantized_matmul, launch.bf16_unit(), fmt, kind, has_zeros)
 
 
 def _round(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ Two Xeon cores with AMX, O = 6144: T = 16 0.68 TFLOP/s (0.69), T = 1024 2.1 (2.9
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from trouper.kernels.gelu import gelu
@@ -197,21 +197,31 @@ class Tiles(Product):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._sums = self.code.array("f32", TILE * LANES)
-        self._tile_rows = self.code.smaller(self.num_rows, TILE)
+        self.tile_rows = self.code.smaller(self.num_rows, TILE)
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[None]:
         with self.code.tiles(
-            self._tile_rows, narrow=range(6)
+            self.tile_rows, narrow=range(6)
         ):  # of the first six none holds weights
             yield
 
-    def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
+    def tile_at(self, row: Value) -> Value:
         """The last tile of rows ends at the last row: some are computed twice, to the same end."""
+        return self.code.smaller(row, self.code.larger(self.num_rows - TILE, 0))
+
+    def block(
+        self,
+        at_panel: list[Value],
+        first_row: Value,
+        rows: int,
+        steps: Steps,
+        scales: Sequence[Value] = (),
+    ) -> None:
+        """`scales`: of each panel."""
         code, num_tiles = self.code, rows // TILE
         num_sums = len(at_panel) * num_tiles
-        last = code.larger(self.num_rows - TILE, 0)
-        at_row = [code.smaller(first_row + r * TILE, last) for r in range(num_tiles)]
+        at_row = [self.tile_at(first_row + r * TILE) for r in range(num_tiles)]
         xs = [self.x + r * self.stride for r in at_row]
         for tile in range(num_sums):
             code.tile_zero(tile)
@@ -224,14 +234,22 @@ class Tiles(Product):
                 for r in range(num_tiles):
                     code.tile_dot(p * num_tiles + r, num_sums + r, weights)
         for p, panel in enumerate(at_panel):
-            own = code.var(code.lanes(0.0))
-            with code.when(self.bias > 0):
-                own.set(self.own_bias(panel))
             for r, start in enumerate(at_row):
                 code.tile_store(p * num_tiles + r, self._sums, TILE_BYTES)
-                for row in code.loop(0, self._tile_rows):
-                    total = self._sums.load(row * LANES) + own
-                    self.store(start + row, panel, total)
+                self.write(self._sums, panel, start, scales[p] if scales else None)
+
+    def write(
+        self, sums: Pointer, panel: Value, first_row: Value, scale: Value | None = None
+    ) -> None:
+        """A tile of rows, times the scale, and the bias."""
+        code = self.code
+        own = code.var(code.lanes(0.0))
+        with code.when(self.bias > 0):
+            own.set(self.own_bias(panel))
+        for row in code.loop(0, self.tile_rows):
+            total = sums.load(row * LANES)
+            scaled = total if scale is None else total * scale
+            self.store(first_row + row, panel, scaled + own)
 
 
 def product_of(unit: Unit, *arguments: Any) -> Product:

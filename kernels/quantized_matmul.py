@@ -11,30 +11,44 @@
 Sixteen outputs are a panel, and four panels lie side by side, O rounded up, so that what one row reads
 is one stream: of panels one after the other a third is over before anybody has asked ahead.
 
-Integers become pairs of bfloat16, exactly, and go into the same dot instruction:
+Integers become pairs of bfloat16, exactly, and go into the units of `matmul.py`:
 
     int4  by a lookup of the lowest five bits of each half word; without z the fifth is the next
           integer's, and the table holds everything twice
     int8  converted to float32, and those to bfloat16
 
-in registers; where there are more rows than a tile has, the first tile keeps the pairs for the others in
-memory of the thread, which stays in its second cache.
+`dots` takes them from registers, `tiles` from memory in the first cache.  Of more rows than a block has
+the first block keeps the pairs for the others in memory of the thread, which stays in its second cache.
 
-Law: as in `matmul.py`, a row's result does not depend on the number of rows: the sum of a group begins
-at 0, follows its inputs, and goes into the total times the scale, whatever the tile.
+Law: as in `matmul.py`, a row's result does not depend on the number of rows: a sum begins at 0, follows
+its inputs, and goes into the total times the scale, whatever the block.  A sum is that of a group; by
+tiles of int4 that of 32 inputs, one product, whatever the group.
 
 Roofline: bytes = O I (bits / 8 + 2 / G), FLOPs = 2 T O I.
+Measured, two Xeon cores with AMX, O = 6144, I = 1024, weights in memory, by tiles (dots): int4 T = 1 19.2 GB/s
+(21.2), T = 16 0.78 TFLOP/s (0.21), T = 512 1.3 (0.24); int8 T = 1 24.1 GB/s (22.7), T = 16 0.65 TFLOP/s (0.19),
+T = 512 2.3 (0.24).
 """
 
+import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
+from trouper.kernels.matmul import TILE, TILE_BYTES, Block, Shape, Steps, Tiles, Unit
 from trouper.kernels.quantization import PANELS, STEP, Format
 from trouper.kernels.simd import LANES, Code, Kind, Pointer, Value, Var
 
-# panels, rows: accumulators and totals fill the registers of int4; int8 has one group, so no totals
-FEW = {"int4": ((4, 1), (4, 2), (3, 4), (2, 6)), "int8": ((4, 1), (4, 2), (4, 4))}
-MANY = (3, 4)  # panels, rows
-BLOCK = 192
+# of dots accumulators and totals fill the registers of int4; int8 has one group, so no totals
+SHAPES: dict[tuple[Unit, Format], Shape] = {
+    ("dots", "int4"): Shape(
+        few=(Block(4, 1), Block(4, 2), Block(3, 4), Block(2, 6)), many=Block(3, 4)
+    ),
+    ("dots", "int8"): Shape(few=(Block(4, 1), Block(4, 2), Block(4, 4)), many=Block(3, 4)),
+    ("tiles", "int4"): Shape(few=(Block(4, TILE),), many=Block(4, TILE), piece_rows=512),
+    ("tiles", "int8"): Shape(few=(Block(4, TILE),), many=Block(2, 2 * TILE), piece_rows=512),
+}
+CHUNK = 4  # tiles of a panel that are decoded, then multiplied, then added; with 8 one row took 1.1 times as long
 AHEAD = 48  # steps asked for, into the second cache
 GROUPS_AHEAD = 8  # of scales
 LINE = 64  # bytes
@@ -42,53 +56,50 @@ NIBBLES = [float(i % 16 - 8) for i in range(32)]
 DIFFERENCES = [float((i + 16) % 32 - 16) for i in range(32)]
 
 
-def num_pieces(num_rows: int, num_out: int, fmt: Format) -> int:
-    fitting = (panels for panels, rows in FEW[fmt] if num_rows <= rows)
-    panels = next(fitting, MANY[0])
-    return -(-num_out // (LANES * panels)) * -(-num_rows // BLOCK)
+def scratch_bytes(num_rows: int, num_in: int, unit: Unit, fmt: Format) -> int:
+    """Of a thread."""
+    shape = SHAPES[unit, fmt]
+    return 0 if num_rows <= shape.most_few else shape.many.panels * num_in * LANES * 2
 
 
-def scratch_bytes(num_in: int) -> int:
-    """Of a thread, for more rows than few."""
-    return MANY[0] * num_in * LANES * 2
-
-
-def quantized_matmul(code: Code, fmt: Format, scale_kind: Kind, has_zeros: bool) -> None:
+def quantized_matmul(
+    code: Code, unit: Unit, fmt: Format, scale_kind: Kind, has_zeros: bool
+) -> None:
     """x, its stride in words, q, s, z or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, threads,
     scratch, its bytes a thread.
 
     A piece is panels of a block of rows.
     """
-    work = _Work(code, fmt, scale_kind, has_zeros)
-    num_rows, before = work.num_rows, 0
-    for panels, rows in FEW[fmt]:
-        with code.when((num_rows > before) & (num_rows <= rows)):
+    work = (_Dots if unit == "dots" else _Tiles)(code, fmt, scale_kind, has_zeros)
+    shape, num_rows, before = SHAPES[unit, fmt], work.num_rows, 0
+    with work.begun():
+        for block in shape.few:
+            with code.when((num_rows > before) & (num_rows <= block.rows)):
+                for piece in code.pieces():
+                    at_panel = work.panels(piece * block.panels, block.panels)
+                    work.block(at_panel, code.i64(0), block.rows)
+            before = block.rows
+        with code.when(num_rows > before):
+            panels, rows, _ = shape.many
+            blocks = (num_rows + (shape.piece_rows - 1)) // shape.piece_rows
+            mine = work.scratch_of(code.thread())
+            kept = [_Kept(mine + p * work.pairs * LANES) for p in range(panels)]
             for piece in code.pieces():
-                at_panel = work.panels(piece * panels, panels)
-                work.tile(at_panel, [work.packed(p) for p in at_panel], code.i64(0), rows)
-        before = rows
-    with code.when(num_rows > before):
-        panels, rows = MANY
-        blocks = (num_rows + (BLOCK - 1)) // BLOCK
-        mine = work.scratch_of(code.thread())
-        kept = [_Kept(mine + p * work.pairs * LANES) for p in range(panels)]
-        for piece in code.pieces():
-            at_panel = work.panels(piece // blocks * panels, panels)
-            first = piece % blocks * BLOCK
-            keeping = [_Keeping(work.packed(p), k) for p, k in zip(at_panel, kept, strict=True)]
-            work.tile(at_panel, keeping, first, rows)
-            stop = code.smaller(first + BLOCK, num_rows)
-            for row in code.loop(first + rows, stop, rows):
-                work.tile(at_panel, kept, row, rows)
+                at_panel = work.panels(piece // blocks * panels, panels)
+                first = piece % blocks * shape.piece_rows
+                work.block(at_panel, first, rows, kept)
+                stop = code.smaller(first + shape.piece_rows, num_rows)
+                for row in code.loop(first + rows, stop, rows):
+                    work.block(at_panel, row, rows, kept, is_first=False)
 
 
-class _Work:
+class _Work(ABC):
     def __init__(self, code: Code, fmt: Format, scale_kind: Kind, has_zeros: bool) -> None:
         x, stride, q, s, z, bias, y, *sizes, scratch, bytes_each = code.arguments(14)
+        self.addresses = x, stride, bias, y
         self.num_rows, self.pairs, self.num_panels, self.length, self.num_threads = sizes
         self.num_groups = self.pairs // self.length
-        self.code, self.fmt, self.bias, self.stride = code, fmt, bias, stride
-        self.x, self.y = code.pointer(x, "i32"), code.pointer(y, "bf16")
+        self.code, self.fmt = code, fmt
         self.q, self.scales = code.pointer(q, "i8"), code.pointer(s, scale_kind)
         self.zeros = code.pointer(z, "i32") if has_zeros else None
         self._scratch, self._bytes_each = scratch, bytes_each
@@ -108,18 +119,49 @@ class _Work:
         zeros = self.zeros and _Stream(self.zeros, panel, LANES, self.num_groups, self)
         return _Nibbles(self.code, q, zeros)
 
-    def tile(
+    def scales_of(self, at_panel: list[Value]) -> "list[_Stream]":
+        return [_Stream(self.scales, p, LANES, self.num_groups, self) for p in at_panel]
+
+    def begun(self) -> "contextlib.AbstractContextManager[None]":
+        """All blocks of a call are computed within it."""
+        return contextlib.nullcontext()
+
+    def reading(self, at_panel: list[Value], kept: "Sequence[_Kept]") -> "list[_Keeping]":
+        return [_Keeping(self.packed(p), k) for p, k in zip(at_panel, kept, strict=True)]
+
+    @abstractmethod
+    def block(
         self,
         at_panel: list[Value],
-        weights: "Sequence[_Packed | _Keeping | _Kept]",
         first_row: Value,
         rows: int,
+        kept: "Sequence[_Kept]" = (),
+        *,
+        is_first: bool = True,
     ) -> None:
-        """Beyond the last row, the last again."""
+        """Beyond the last row, the last again.  The first block of `kept` panels keeps them."""
+
+
+class _Dots(_Work):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        x, self._stride, self._bias, y = self.addresses
+        self._x, self._y = self.code.pointer(x, "i32"), self.code.pointer(y, "bf16")
+
+    def block(
+        self,
+        at_panel: list[Value],
+        first_row: Value,
+        rows: int,
+        kept: "Sequence[_Kept]" = (),
+        *,
+        is_first: bool = True,
+    ) -> None:
+        weights = self._read(at_panel, kept) if is_first else kept
         code, panels, num_groups = self.code, len(at_panel), self.num_groups
         at_row = [code.smaller(first_row + r, self.num_rows - 1) for r in range(rows)]
-        xs = [self.x + r * self.stride for r in at_row]
-        scales = [_Stream(self.scales, p, LANES, num_groups, self) for p in at_panel]
+        xs = [self._x + r * self._stride for r in at_row]
+        scales = self.scales_of(at_panel)
         totals = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in range(panels)]
         steps = self.length // STEP
         for g in code.loop(0, num_groups):
@@ -140,13 +182,111 @@ class _Work:
         for panel, of_panel in zip(at_panel, totals, strict=True):
             self._finish(of_panel, panel, at_row)
 
+    def _read(self, at_panel: list[Value], kept: "Sequence[_Kept]") -> "Sequence[_Panel]":
+        return self.reading(at_panel, kept) if kept else [self.packed(p) for p in at_panel]
+
     def _finish(self, totals: list[Var], panel: Value, at_row: list[Value]) -> None:
-        with self.code.when(self.bias > 0):
-            own = self.code.pointer(self.bias, "bf16").load(panel * LANES)
+        with self.code.when(self._bias > 0):
+            own = self.code.pointer(self._bias, "bf16").load(panel * LANES)
             for total in totals:
                 total.set(total + own)
         for row, total in zip(at_row, totals, strict=True):
-            self.y.store((row * self.num_panels + panel) * LANES, total)
+            self._y.store((row * self.num_panels + panel) * LANES, total)
+
+
+class _Tiles(_Work):
+    """A tile is decoded to the first cache, and loaded when others are there too, because a load of tiles
+    waits for stores that are still on their way; so does the sum of what was multiplied.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        code = self.code
+        sizes = self.num_rows, self.pairs, self.num_panels
+        self._product = Tiles(code, "none", *self.addresses, self.num_panels * LANES, *sizes)
+        self._rooms = [_Room(code.array("i32", CHUNK * TILE * LANES)) for _ in range(PANELS)]
+        self._parts = code.array("f32", CHUNK * TILE * LANES)
+        self._totals = code.array("f32", PANELS * TILE * LANES)
+
+    def begun(self) -> "contextlib.AbstractContextManager[None]":
+        return self._product.begun()
+
+    def block(
+        self,
+        at_panel: list[Value],
+        first_row: Value,
+        rows: int,
+        kept: "Sequence[_Kept]" = (),
+        *,
+        is_first: bool = True,
+    ) -> None:
+        weights: Sequence[_Keeping | _Kept] = kept
+        if is_first:
+            weights = self.reading(at_panel, kept or self._rooms[: len(at_panel)])
+        if self.fmt == "int4":
+            self._groups(at_panel, weights, self._product.tile_at(first_row))
+            return
+        steps, zero = self._steps(weights), self.code.i64(0)
+        scales = [scale.at(zero).load() for scale in self.scales_of(at_panel)]
+        self._product.block(at_panel, first_row, rows, steps, scales)
+
+    def _steps(self, weights: "Sequence[_Keeping | _Kept]") -> Steps:
+        """Of one group."""
+        for i in self.code.loop(0, self.pairs // STEP, TILE // STEP):
+            for weight in weights:
+                weight.decode(i)
+            yield i * STEP, [weight.tile(i) for weight in weights]
+
+    def _groups(
+        self, at_panel: list[Value], weights: "Sequence[_Keeping | _Kept]", first_row: Value
+    ) -> None:
+        code, product, num_tiles = self.code, self._product, self.pairs // TILE
+        scales, whole = self.scales_of(at_panel), num_tiles // CHUNK * CHUNK
+        totals = [self._totals + p * (TILE * LANES) for p in range(len(at_panel))]
+        for row in code.loop(0, product.tile_rows):
+            for total in totals:
+                total.store(row * LANES, code.lanes(0.0))
+        x = product.x + first_row * product.stride
+        of_panel = list(zip(weights, scales, totals, strict=True))
+        for first in code.loop(0, whole, CHUNK):
+            for panel in of_panel:
+                self._chunk(x, *panel, first, CHUNK)
+        for first in code.loop(whole, num_tiles):
+            for panel in of_panel:
+                self._chunk(x, *panel, first, 1)
+        for total, panel in zip(totals, at_panel, strict=True):
+            product.write(total, panel, first_row)
+
+    def _chunk(
+        self,
+        x: Pointer,
+        weight: "_Keeping | _Kept",
+        scales: "_Stream",
+        totals: Pointer,
+        first: Value,
+        length: int,
+    ) -> None:
+        """Totals += the product of each tile times its scale."""
+        code, step, tile = self.code, first * (TILE // STEP), TILE * LANES
+        per_group = self.length // TILE
+        groups = [(first + t) // per_group for t in range(length)]
+        for t, group in enumerate(groups):
+            scales.ask(groups[0], GROUPS_AHEAD, t)
+            weight.enter(group)
+            weight.decode(step, t * (TILE // STEP))
+        for t in range(length):
+            code.tile_load(4, x + first * TILE + t * TILE, self._product.stride * 4)
+            code.tile_load(6 + t % 2, weight.tile(step, t * (TILE // STEP)), TILE_BYTES)
+            code.tile_zero(t % 4)
+            code.tile_dot(t % 4, 4, 6 + t % 2)
+            code.tile_store(t % 4, self._parts + t * tile, TILE_BYTES)
+        factors = [scales.at(group).load() for group in groups]
+        for row in code.loop(0, self._product.tile_rows):
+            total = totals.load(row * LANES)
+            for t, factor in enumerate(factors):
+                part = (self._parts + t * tile).load(row * LANES)
+                total = code.fma(part, factor, total)
+            totals.store(row * LANES, total)
 
 
 class _Stream:
@@ -158,18 +298,19 @@ class _Stream:
         self._own = start + (panel // PANELS * (count * PANELS) + panel % PANELS) * length
         self._stride, self._count, self._work = length * PANELS, count, work
 
-    def at(self, i: Value) -> Pointer:
-        return self._own + i * self._stride
+    def at(self, i: Value, more: int = 0) -> Pointer:
+        """Of i + more."""
+        return self._own + i * self._stride + more * self._stride
 
     def enter(self, group: Value) -> None:
         """Of scales."""
         self.ask(group, GROUPS_AHEAD)
 
-    def ask(self, i: Value, ahead: int) -> None:
+    def ask(self, i: Value, ahead: int, more: int = 0) -> None:
         """For a later one, or for one of the panels that this thread will probably take next."""
         work, later = self._work, i + ahead
         beyond = later + (work.num_threads - 1) * self._count
-        there = self.at(work.code.select(later < self._count, later, beyond))
+        there = self.at(work.code.select(later < self._count, later, beyond), more)
         for line in range(0, self._stride // PANELS, LINE // 4):
             there.prefetch(line)
 
@@ -184,10 +325,10 @@ class _Nibbles:
     def enter(self, group: Value) -> None:
         self._zero = self._zeros and self._zeros.at(group).load()
 
-    def pairs(self, i: Value) -> list[Value]:
-        """Of step i."""
-        word = self._words.at(i).load()
-        self._words.ask(i, AHEAD)
+    def pairs(self, i: Value, more: int = 0) -> list[Value]:
+        """Of step i + more."""
+        word = self._words.at(i, more).load()
+        self._words.ask(i, AHEAD, more)
         shifted = [word >> 4 * j for j in range(STEP)]
         if self._zero is None:
             return [self._code.lookup(NIBBLES, index) for index in shifted]
@@ -204,10 +345,10 @@ class _Bytes:
     def enter(self, group: Value) -> None:
         """One group has no zeros."""
 
-    def pairs(self, i: Value) -> list[Value]:
+    def pairs(self, i: Value, more: int = 0) -> list[Value]:
         code = self._code
-        self._words.ask(i, AHEAD)
-        here = self._words.at(i).of("i8")
+        self._words.ask(i, AHEAD, more)
+        here = self._words.at(i, more).of("i8")
         numbers = [code.numbers(here.load(half * LANES)) for half in range(2 * STEP)]
         return [code.packed(*numbers[j : j + 2]) for j in range(0, 2 * STEP, 2)]
 
@@ -224,12 +365,23 @@ class _Kept:
     def enter(self, group: Value) -> None:
         """Zeros were taken off."""
 
-    def pairs(self, i: Value) -> list[Value]:
-        return [self._words.load((i * STEP + j) * LANES) for j in range(STEP)]
+    def pairs(self, i: Value, more: int = 0) -> list[Value]:
+        place = self.tile(i, more)
+        return [place.load(j * LANES) for j in range(STEP)]
 
-    def keep(self, i: Value, pairs: list[Value]) -> None:
-        for j, pair in enumerate(pairs):
-            self._words.store((i * STEP + j) * LANES, pair)
+    def decode(self, i: Value, more: int = 0) -> None:
+        """It is."""
+
+    def tile(self, i: Value, more: int = 0) -> Pointer:
+        """Where step i + more and those after it are."""
+        return self._words + i * (STEP * LANES) + more * (STEP * LANES)
+
+
+class _Room(_Kept):
+    """For a chunk, whichever: no step but `more` counts."""
+
+    def tile(self, i: Value, more: int = 0) -> Pointer:
+        return self._words + more * (STEP * LANES)
 
 
 class _Keeping:
@@ -241,7 +393,19 @@ class _Keeping:
     def enter(self, group: Value) -> None:
         self._packed.enter(group)
 
-    def pairs(self, i: Value) -> list[Value]:
-        pairs = self._packed.pairs(i)
-        self._kept.keep(i, pairs)
+    def pairs(self, i: Value, more: int = 0) -> list[Value]:
+        pairs, place = self._packed.pairs(i, more), self.tile(i, more)
+        for j, pair in enumerate(pairs):
+            place.store(j * LANES, pair)
         return pairs
+
+    def decode(self, i: Value, more: int = 0) -> None:
+        """A tile."""
+        for step in range(TILE // STEP):
+            self.pairs(i, more + step)
+
+    def tile(self, i: Value, more: int = 0) -> Pointer:
+        return self._kept.tile(i, more)
+
+
+_Panel = _Packed | _Keeping | _Kept

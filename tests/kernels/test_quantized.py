@@ -17,12 +17,13 @@ FORMATS = ("int4", "int8")
 needs_native = pytest.mark.skipif(
     layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs AVX512-BF16"
 )
+pytestmark = pytest.mark.usefixtures("unit")
 
 
 def check_product(layer, integers, bias=None):
     """Against the weights that the integers are, and the same for any number of rows and threads."""
     num_in, before = layer.shape[1], torch.get_num_threads()
-    x = torch.randn(250, num_in + 32).bfloat16()[:, :num_in]  # strided
+    x = torch.randn(520, num_in + 32).bfloat16()[:, :num_in]  # strided
     expected = x.double() @ dequantized(integers).double().T
     if bias is not None:
         expected += bias
@@ -31,7 +32,7 @@ def check_product(layer, integers, bias=None):
     try:
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
-            for num_rows in (*range(1, 14), 192, 193):
+            for num_rows in (*range(1, 20), 32, 33, 192, 193, 513):
                 assert torch.equal(linear(x[-num_rows:], layer), found[-num_rows:]), num_rows
     finally:
         torch.set_num_threads(before)
