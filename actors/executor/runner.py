@@ -55,7 +55,7 @@ class Runner:
         self._traits = decoder_traits(config.model.hf_config, config.model.architecture)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._rows = Rows(config.scheduler.max_num_seqs, config.max_model_len, config.block_size)
-        self._sampler = Sampler(self._rows, self._traits.vocab_size)
+        self._sampler = Sampler(self._rows)
         self._decoder: Decoder | None = None
         self._kv: Tensor | None = None  # [layers, 2, H, S, D]
         self._graphs: DecodeGraphs | None = None
@@ -144,7 +144,7 @@ class Runner:
     def _apply_changes(self, plan: StepPlan, kv: Tensor) -> None:
         for new in plan.new_rows:
             self._rows.place(new)
-            self._sampler.place(new.row, len(new.token_ids))
+            self._sampler.place(new.row)
         for row, block_ids in plan.new_blocks:
             self._rows.add_blocks(row, block_ids)
         size = self._config.block_size

@@ -14,14 +14,14 @@ V = 50
 class Bench:
     """Rows 0 … n - 1 with a prompt and some outputs each."""
 
-    def __init__(self, *sampling, prompt=(1, 2, 3), outputs=(), vocab=V):
+    def __init__(self, *sampling, prompt=(1, 2, 3), outputs=()):
         self.rows = Rows(max(len(sampling), 1), 4096, 16)
-        self.sampler = Sampler(self.rows, vocab)
+        self.sampler = Sampler(self.rows)
         self.end = len(prompt) + len(outputs)
         for row, s in enumerate(sampling):
             tokens = (*prompt, *outputs)
             self.rows.place(NewRow(row, SequenceId(row), tokens, len(prompt), (1,), s))
-            self.sampler.place(row, len(tokens))
+            self.sampler.place(row)
 
     def draw(self, logits, rows=None, end=None):
         rows = range(len(logits)) if rows is None else rows
@@ -30,7 +30,7 @@ class Bench:
 
 def draws(sampling, logits, n, prompt=(1, 2, 3)):
     """Token counts of n draws at different positions; everything else stays the same."""
-    bench = Bench(sampling, prompt=prompt, vocab=len(logits))
+    bench = Bench(sampling, prompt=prompt)
     ends = list(range(len(prompt), len(prompt) + n))
     tokens = bench.sampler.sample(logits.repeat(n, 1), [0] * n, ends).token_ids
     return torch.bincount(torch.tensor(tokens), minlength=len(logits))
@@ -107,7 +107,7 @@ def test_a_flat_distribution_falls_back_to_the_whole_vocabulary():
     """Top-p 0.9 of 3000 equal tokens are 2700: far more than the bounded candidates hold."""
     logits = torch.zeros(3000)
     counts = draws(Sampling(seed=3, top_p=0.9), logits, 1500)
-    assert int((counts > 0).sum()) > NUM_CANDIDATES
+    assert int((counts > 0).sum()) > NUM_CANDIDATES[-1]
 
 
 def test_top_p_of_a_large_vocabulary_equals_a_full_sort():
@@ -243,7 +243,7 @@ def test_a_row_given_to_another_sequence_forgets_the_first():
     bench = Bench(Sampling(temperature=0.0, repetition_penalty=2.0))
     assert bench.draw(logits).token_ids == [20]
     bench.rows.place(NewRow(0, SequenceId(9), (1, 2), 2, (1,), Sampling(temperature=0.0)))
-    bench.sampler.place(0, 2)
+    bench.sampler.place(0)
     assert bench.draw(logits, end=2).token_ids == [1]
 
 

@@ -56,13 +56,13 @@ class Batch:
         self.logits = (scale * torch.randn(num, vocab_size)).to(dtype)
         prompt, outputs = (3, 1, 4, 2), (1, 5, 9, 5, 7, 8)
         self.cpu_rows = Rows(2 * num, 20, 4)
-        self.cpu = Sampler(self.cpu_rows, vocab_size)
+        self.cpu = Sampler(self.cpu_rows)
         on_device = make_sampling_rows(2 * num, vocab_size, max_edits=8, max_condition=7)
         tokens = torch.full((2 * num, 21), -5, dtype=torch.int32)
         for row, s in zip(self.rows, samplings, strict=True):
             new = NewRow(row, SequenceId(row), prompt + outputs, len(prompt), (), s)
             self.cpu_rows.place(new)
-            self.cpu.place(row, 10)
+            self.cpu.place(row)
             tokens[row, :10] = torch.tensor(new.token_ids)
             place(on_device, row, s, prompt, outputs)
         self.host = on_device
