@@ -112,10 +112,15 @@ class Admission:
         entry.phase = Phase.WAITING
         insort(self._waiting.setdefault(tenant, []), entry, key=lambda entry: entry.order)
 
+    @property
+    def is_full(self) -> bool:
+        """Nobody can start."""
+        return self.num_started >= self.max_started
+
     def next_starts(self) -> list[Entry]:
         """Everybody whose turn has come; the last may exceed the limit, so that none is too large."""
         started: list[Entry] = []
-        while self.num_started < self.max_started and (entry := self.next_waiting()) is not None:
+        while not self.is_full and (entry := self.next_waiting()) is not None:
             tenant = entry.tenant
             self._unqueue(entry)
             self._count(entry, -1)

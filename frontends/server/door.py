@@ -106,7 +106,7 @@ class Door:
 
     def let_in(self) -> None:
         """Whoever has room now.  What only waits for its reader takes none: the engine is done with it."""
-        if self.admission.waiting():
+        if self.admission.is_full and self.admission.next_waiting() is not None:
             for entry in [entry for entry, ticket in self._tickets.items() if ticket.is_over]:
                 self._let_go(entry)
         for entry in self.admission.next_starts():

@@ -182,16 +182,20 @@ class Server:
     async def _listen(
         self, app: App, config: "Config", listener: socket.socket, backend: str
     ) -> None:
+        wait_close = self._close_listener(listener)
         if backend == "trio":
-            from hypercorn.trio import serve
+            from trouper.frontends.server.connections import serve as serve_on_trio
+
+            await serve_on_trio(app, config, wait_close)
         else:
             from hypercorn.asyncio import serve
-        await serve(
-            app,  # pyright: ignore[reportArgumentType]  # its own names for ASGI's three
-            config,
-            shutdown_trigger=self._close_listener(listener),
-            mode="asgi",
-        )
+
+            await serve(
+                app,  # pyright: ignore[reportArgumentType]  # its own names for ASGI's three
+                config,
+                shutdown_trigger=wait_close,
+                mode="asgi",
+            )
 
     def _close_listener(self, listener: socket.socket) -> Callable[[], Awaitable[None]]:
         async def wait() -> None:

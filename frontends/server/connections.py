@@ -1,0 +1,185 @@
+"""hypercorn's protocols over trio's sockets: `serve` in place of hypercorn's own.
+
+Its connections start a task whenever a client falls idle, and take every frame through a lock, a shield and two turns of
+the event loop.  Here idleness is a deadline, and what the kernel takes at once is written at once.
+
+Laws.  Bytes leave in the order of the calls.  A client that is idle, or has not sent a whole head, for `keep_alive_timeout`
+is left, and so is every idle one when the server closes.  What is larger than `SMALL` gives others a turn.
+"""
+
+import math
+import os
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import trio
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.config import Config
+from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol import ProtocolWrapper
+from hypercorn.trio.task_group import TaskGroup
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ConnectionState
+from hypercorn.utils import parse_socket_addr
+
+from trouper.frontends.server.listeners import BACKLOG
+
+MAX_RECV = 2**16
+SMALL = 2**14  # bytes; copied in some microseconds
+Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]
+
+
+async def serve(app: Any, config: Config, wait_close: Callable[[], Awaitable[object]]) -> None:
+    """Until `wait_close` returns, and then until all have their answers or `graceful_timeout` is over."""
+    house = _House(ASGIWrapper(app), config)
+    async with trio.open_nursery() as connections:
+        async with trio.open_nursery() as accepting:
+            accept = partial(trio.serve_listeners, handler_nursery=connections)
+            accepting.start_soon(accept, house.receive, _listeners(config))
+            await wait_close()
+            accepting.cancel_scope.cancel()
+        await house.close()
+        connections.cancel_scope.deadline = trio.current_time() + config.graceful_timeout
+
+
+def _listeners(config: Config) -> list[trio.abc.Listener[Any]]:
+    sockets, context = config.create_sockets(), config.create_ssl_context()
+    listeners: list[trio.abc.Listener[Any]] = []
+    for socket in (*sockets.insecure_sockets, *sockets.secure_sockets):
+        socket.listen(BACKLOG)
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(socket))
+        if socket in sockets.secure_sockets:
+            assert context is not None
+            listeners.append(trio.SSLListener(listener, context, https_compatible=True))
+        else:
+            listeners.append(listener)
+    return listeners
+
+
+class _House:
+    """What all connections share."""
+
+    def __init__(self, app: ASGIWrapper, config: Config) -> None:
+        self.app = app
+        self.config = config
+        self.context = WorkerContext(None)
+        self.idle: set[Connection] = set()
+
+    async def receive(self, stream: Stream) -> None:
+        await Connection(self, stream).run()
+
+    async def close(self) -> None:
+        """Whoever asks nothing is left; answers under way are the last on their connections."""
+        await self.context.terminated.set()
+        for connection in self.idle:
+            connection.leave()
+
+
+class Connection:
+    """One client's, for any number of requests one after another (HTTP/1.1) or at a time (HTTP/2)."""
+
+    def __init__(self, house: _House, stream: Stream) -> None:
+        self._house = house
+        self._stream = stream
+        self._writing = trio.Lock()  # what the kernel did not take at once
+        self._reading = trio.CancelScope()
+        self._deadline = math.inf
+        self._protocol: ProtocolWrapper
+
+    async def run(self) -> None:
+        try:
+            plain, alpn = await self._shake_hands()
+            socket = plain.socket
+            async with TaskGroup() as tasks:
+                self._protocol = ProtocolWrapper(
+                    self._house.app,
+                    self._house.config,
+                    self._house.context,
+                    tasks,
+                    ConnectionState({}),
+                    self._stream is not plain,
+                    parse_socket_addr(socket.family, socket.getpeername()),
+                    parse_socket_addr(socket.family, socket.getsockname()),
+                    self._handle,
+                    alpn,
+                )
+                await self._protocol.initiate()
+                self._note_idle()
+                await self._read()
+        except (OSError, trio.BrokenResourceError, trio.TooSlowError):
+            pass  # it is gone
+        finally:
+            self._house.idle.discard(self)
+            await self._close()
+
+    def leave(self) -> None:
+        """It is idle, and has been for long enough."""
+        self._deadline = -math.inf
+        self._reading.cancel()
+
+    async def _shake_hands(self) -> tuple[trio.SocketStream, str]:
+        if isinstance(self._stream, trio.SocketStream):
+            return self._stream, "http/1.1"
+        with trio.fail_after(self._house.config.ssl_handshake_timeout):
+            await self._stream.do_handshake()
+        return self._stream.transport_stream, self._stream.selected_alpn_protocol() or "http/1.1"
+
+    async def _read(self) -> None:
+        data: bytes | bytearray = b"begin"
+        while data:
+            data = b""
+            with trio.CancelScope(deadline=self._deadline) as self._reading:
+                try:
+                    data = await self._stream.receive_some(MAX_RECV)
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    break
+            if self._reading.cancelled_caught:
+                break
+            await self._protocol.handle(RawData(bytes(data)))
+        await self._protocol.handle(Closed())
+
+    async def _handle(self, event: Event) -> None:
+        """What the protocol wants."""
+        if isinstance(event, RawData):
+            await self._write(event.data)
+        elif isinstance(event, Closed):
+            await self._close()
+            await self._protocol.handle(Closed())
+        elif isinstance(event, Updated) and event.idle:
+            self._note_idle()
+        elif isinstance(event, Updated):
+            self._house.idle.discard(self)
+            self._deadline = self._reading.deadline = math.inf
+
+    def _note_idle(self) -> None:
+        self._house.idle.add(self)
+        if self._house.context.terminated.is_set():
+            self.leave()
+        else:
+            patience_s = self._house.config.keep_alive_timeout
+            self._deadline = self._reading.deadline = trio.current_time() + patience_s
+
+    async def _write(self, data: bytes) -> None:
+        if isinstance(self._stream, trio.SocketStream) and len(data) <= SMALL:
+            if not self._writing.locked():
+                try:
+                    data = data[os.write(self._stream.socket.fileno(), data) :]
+                except OSError:
+                    pass  # full, or closed: the stream says which
+            if not data:
+                return
+        with trio.CancelScope(shield=True):
+            async with self._writing:
+                try:
+                    await self._stream.send_all(data)
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    await self._protocol.handle(Closed())
+
+    async def _close(self) -> None:
+        try:
+            if isinstance(self._stream, trio.SocketStream):
+                await self._stream.send_eof()
+        except (trio.BrokenResourceError, trio.BusyResourceError, trio.ClosedResourceError):
+            pass  # nobody is there any more, or somebody is still writing
+        await self._stream.aclose()
