@@ -58,6 +58,11 @@ class Rows:
         return self.token_ids[row, self.num_prompt[row] : end]
 
 
+# A chunk that is so short is attended token by token, as generated ones are: such a step can be a recording.  Whatever
+# else is in the step, so that a prompt's keys do not depend on its company.
+SHORT_CHUNK = 8
+
+
 class Batch(msgspec.Struct, frozen=True):
     """One step as the decoder wants it: C columns, T tokens."""
 
@@ -69,6 +74,7 @@ class Batch(msgspec.Struct, frozen=True):
     positions: Tensor  # [T] int64
     slots: Tensor  # [T] int64
     plans: dict[int | None, Any]  # attention, by window, as the decoder's ops make them
+    has_long_chunks: bool = True  # else every token is attended alone
     embeds: tuple[tuple[int, Tensor], ...] = ()  # first token in the flat batch, rows from there on
 
 
@@ -84,6 +90,7 @@ def make_batch(
     firsts = np.cumsum(counts) - counts
     rows_T = np.repeat(columns, counts)
     positions_T = np.arange(counts.sum()) - np.repeat(firsts - starts, counts)
+    attended = _attended(columns, starts, counts)
     size = rows.block_size
     slots_T = rows.block_ids[rows_T, positions_T // size] * size + positions_T % size
     return Batch(
@@ -94,11 +101,24 @@ def make_batch(
         token_ids=torch.from_numpy(rows.token_ids[rows_T, positions_T]),
         positions=torch.from_numpy(positions_T),
         slots=torch.from_numpy(slots_T),
-        plans={
-            window: plan_attention(rows.block_ids, plan.rows, plan.starts, plan.counts, window)
-            for window in windows
-        },
+        plans={window: plan_attention(rows.block_ids, *attended, window) for window in windows},
+        has_long_chunks=any(count > 1 for count in attended[2]),
         embeds=embeds_of(plan, rows, firsts),
+    )
+
+
+def _attended(
+    rows: np.ndarray, starts: np.ndarray, counts: np.ndarray
+) -> tuple[list[int], list[int], list[int]]:
+    """Rows, starts and counts of the columns as attention takes them."""
+    times = np.where(counts <= SHORT_CHUNK, counts, 1)
+    firsts = np.cumsum(times) - times
+    offsets = np.arange(times.sum()) - firsts.repeat(times)
+    lengths = np.where(counts <= SHORT_CHUNK, 1, counts)
+    return (
+        rows.repeat(times).tolist(),
+        (starts.repeat(times) + offsets).tolist(),
+        lengths.repeat(times).tolist(),
     )
 
 

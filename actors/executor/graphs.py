@@ -1,6 +1,6 @@
 """Steps as recordings: one call to the machine in place of some two hundred from Python.
 
-A step in which each of T sequences takes one token is the same for every such step but for its inputs:
+A step of T tokens that are attended one by one is the same for every such step but for its inputs:
 the embeddings, positions and slots, which lie where they lay, and the plan of the attention, which the
 kernels find through its words.  So is an encoder's pass of one text of T tokens, but for the embeddings.
 
@@ -22,7 +22,8 @@ from trouper.kernels.varlen_attention import Group, tiles_of
 
 # Of more rows, Python is less than a hundredth of the time.  A launch is recorded in about 180 bytes: 50 KiB
 # for 28 layers, 13 MiB if every number of rows occurs.
-MAX_ROWS = 256
+MAX_ROWS = 320
+NEWCOMERS = 64  # tokens of short prompts beside those who decode
 
 
 MAX_TOKENS = 64  # of one text; of more each is recorded anew
@@ -45,7 +46,7 @@ class DecodeGraphs:
 
     def __init__(self, decoder: Decoder, caches: Sequence[Tensor], max_rows: int) -> None:
         self._decoder, self._caches = decoder, caches
-        self._max_rows = min(max_rows, MAX_ROWS)
+        self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
         self._x = torch.empty((self._max_rows, decoder.traits.hidden_size), dtype=decoder.dtype)
         self._positions, self._slots = torch.empty((2, self._max_rows), dtype=torch.int64)
         self._arena = Arena()
@@ -55,8 +56,9 @@ class DecodeGraphs:
         return f"<DecodeGraphs of {sorted(self._graphs)} rows in {self._arena!r}>"
 
     def can_forward(self, batch: Batch) -> bool:
-        """Every row is one token, from the vocabulary."""
-        return len(batch.token_ids) == len(batch.rows) <= self._max_rows and not batch.embeds
+        """Every token is attended alone, and from the vocabulary."""
+        is_alone = not (batch.has_long_chunks or batch.embeds)
+        return is_alone and len(batch.token_ids) <= self._max_rows
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, E], as the decoder's `forward` gives; valid until the next call.
@@ -64,7 +66,7 @@ class DecodeGraphs:
         Raises:
             NotRecordableError: torch computes in this model's steps.
         """
-        num_rows = len(batch.rows)
+        num_rows = len(batch.token_ids)
         x_TE, positions_T, slots_T = (
             held[:num_rows] for held in (self._x, self._positions, self._slots)
         )

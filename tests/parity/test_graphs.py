@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 ALL_LOGITS = Sampling(temperature=0.0, logprobs=-1)
 PROMPTS = random_prompts((9, 20, 3, 30, 1), VOCAB, seed=3)
+PROMPTS_OF_FEW = random_prompts((2, 8, 3, 5, 1), VOCAB, seed=4)
 DEFAULT = ("llama-biased-llama3", "mistral-windowed", "qwen3-tied", "gemma2", "olmo2")
 QUANTIZED = {"int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}}
 
@@ -40,10 +41,10 @@ def runner_of(path, dtype="bfloat16", **changes):
     return Runner(engine_config(path, dtype=dtype, max_num_seqs=5, **changes))
 
 
-def bits_of(path, **changes):
+def bits_of(path, prompts=PROMPTS, **changes):
     """All logits of a crowd that grows from one to five rows and shrinks again; and the graphs it took."""
     driver = Driver(runner_of(path, **changes), shuffle=1, stagger=4)
-    found = driver.run(PROMPTS, 24, ALL_LOGITS)
+    found = driver.run(prompts, 24, ALL_LOGITS)
     return [(s.token_ids, s.logprobs) for s in found], driver.runner._graphs
 
 
@@ -78,6 +79,13 @@ def test_contexts_of_several_spans_by_several_threads(folder, monkeypatch):
         assert bits_of(folder)[0] == alone[0]
     finally:
         torch.set_num_threads(before)
+
+
+def test_short_prompts_are_replayed_among_those_who_decode(folder):
+    expected, _ = bits_of(folder, PROMPTS_OF_FEW, enforce_eager=True)
+    found, made = bits_of(folder, PROMPTS_OF_FEW)
+    assert found == expected
+    assert max(made._graphs) > 5
 
 
 def test_a_graph_ends_with_the_weights_and_the_memory_it_was_recorded_of(folder):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.actors.executor.batch import Rows, make_batch
+from trouper.actors.executor.batch import SHORT_CHUNK, Rows, make_batch
 from trouper.actors.messages import Embeds, NewRow, Sampling, StepPlan
 
 LENGTH, BLOCK_SIZE = 24, 4
@@ -43,6 +43,23 @@ def test_each_chunk_has_the_embeddings_of_its_positions(is_embedded, cuts, befor
         want = [-1.0] * before + [p if is_embedded[p] else -1.0 for p in range(start, end)]
         assert seen.tolist() == want
     assert rows.embeds[0] == ()
+
+
+def test_a_short_chunk_is_attended_token_by_token_whatever_its_company():
+    rows = Rows(3, 64, BLOCK_SIZE)
+    long = SHORT_CHUNK + 1
+
+    def attended(*columns):
+        chosen, starts, counts = zip(*columns, strict=True)
+        plan = StepPlan(1, 0, chosen, starts, counts, (True,) * len(columns))
+        batch = make_batch(plan, rows, (None,), plan_attention=lambda _, *columns: columns)
+        *found, window = batch.plans[None]
+        assert window is None
+        return list(zip(*found[:3], strict=True)), batch.has_long_chunks
+
+    assert attended((0, 9, 1), (2, 4, 3)) == ([(0, 9, 1), (2, 4, 1), (2, 5, 1), (2, 6, 1)], False)
+    assert attended((2, 4, 2), (1, 0, long)) == ([(2, 4, 1), (2, 5, 1), (1, 0, long)], True)
+    assert len(attended((1, 0, SHORT_CHUNK))[0]) == SHORT_CHUNK
 
 
 def runs(flags):
