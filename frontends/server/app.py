@@ -113,9 +113,8 @@ class App:
         error: Exception | None = None
         deadline = anyio.CancelScope(deadline=anyio.current_time() + timeout_s)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_watch, exchange, tasks.cancel_scope, name="disconnect")
-            if self._settings.sse_keep_alive_interval_s > 0:
-                tasks.start_soon(_keep_awake, exchange, self._settings.sse_keep_alive_interval_s)
+            interval_s = self._settings.sse_keep_alive_interval_s
+            tasks.start_soon(_watch, exchange, tasks.cancel_scope, interval_s, name="disconnect")
             with deadline:
                 try:
                     await act()
@@ -136,18 +135,16 @@ class App:
             )
 
 
-async def _watch(exchange: Exchange, handler: anyio.CancelScope) -> None:
-    await exchange.wait_disconnect()
-    handler.cancel()
-
-
-async def _keep_awake(exchange: Exchange, interval_s: float) -> None:
-    """A comment whenever a stream has been silent for so long."""
-    while True:
+async def _watch(exchange: Exchange, handler: anyio.CancelScope, interval_s: float) -> None:
+    """Until the client has left; a comment whenever a stream has been silent for so long, 0 for none."""
+    while not exchange.is_gone:
         num_sends = exchange.num_sends
-        await anyio.sleep(interval_s)
-        if exchange.is_stream and exchange.num_sends == num_sends:
+        with anyio.move_on_after(interval_s or None):
+            await exchange.wait_disconnect()
+        is_silent = exchange.is_stream and exchange.num_sends == num_sends
+        if is_silent and not exchange.is_gone:
             await exchange.send_comment()
+    handler.cancel()
 
 
 async def _live(receive: Receive, send: Send) -> None:
