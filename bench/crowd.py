@@ -8,10 +8,11 @@ the results of other scenes stay in the file.
 
 import argparse
 import json
-import math
 import random
+import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +23,14 @@ from trouper.bench.arrivals import arrival_times
 from trouper.bench.callers import Call
 from trouper.bench.figures import percentile
 from trouper.bench.report import about, write
-from trouper.bench.stage import PATIENCE_S, Stage, served
+from trouper.bench.stage import PATIENCE_S, Stage, lateness, served
 from trouper.config import DEMO_MODEL
 
 NUM_CLIENTS = 256
 SHARE_LEAVING = 0.3
-LONGEST_STAY_S = 10.0  # about as long as an answer takes
+MEAN_STAY_S = 6.0  # about half as long as an answer takes
+NUM_TURNS = 6  # in which some leave, each between two in which nobody does: machines drift
+TURN_SETTLE_S = 1.0
 OVERLOAD = 10  # × the requests that were served
 NUM_CANCELLED = 200
 LONG = 10_000  # tokens
@@ -62,34 +65,68 @@ def warm(stage: Stage, max_tokens: int) -> dict[str, float]:
 
 
 def leaving(seconds: float, max_tokens: int) -> dict[str, Any]:
-    """Some disconnect at random and come back at once, while the others read on."""
+    """Some disconnect at random and come back at once, while the others read on; in turns with nobody leaving."""
     rng = random.Random(0)
     is_over = do_leave = False
     num_leaving = int(SHARE_LEAVING * NUM_CLIENTS)
 
-    def stay_s() -> float:
-        return rng.uniform(0, LONGEST_STAY_S) if do_leave else math.inf
+    def may_leave() -> bool:
+        return do_leave
 
     with served("--max-num-seqs", str(NUM_CLIENTS), *CACHE) as stage:
         idle = warm(stage, max_tokens)
         stage.ask_on(NUM_CLIENTS - num_leaving, max_tokens, "others", lambda: is_over)
-        stage.ask_on(num_leaving, max_tokens, "leaving", lambda: is_over, stay_s)
+        stage.ask_on(
+            num_leaving,
+            max_tokens,
+            "leaving",
+            lambda: is_over,
+            lambda: rng.expovariate(1 / MEAN_STAY_S),
+            may_leave,
+        )
         stage.play(SETTLE_S)
-        before = stage.play(seconds / 2)
-        do_leave = True
-        during = stage.play(seconds)
-        do_leave = False
-        after = stage.play(seconds / 2)
-        is_over = True
-        calm = (before["tokens_s"]["others"] + after["tokens_s"]["others"]) / 2
+        turns: list[dict[str, Any]] = []
+        gaps = Counter[float](), Counter[float]()
+        for i in range(2 * NUM_TURNS + 1):
+            do_leave = i % 2 == 1
+            stage.play(TURN_SETTLE_S)
+            before = stage.gaps()
+            turns.append(stage.play(seconds / NUM_TURNS))
+            gaps[do_leave].update(stage.gaps() - before)
+        is_over, do_leave = True, False
+        others = [turn["tokens_s"]["others"] for turn in turns]
+        shares = [
+            others[i] / statistics.mean((others[i - 1], others[i + 1]))
+            for i in range(1, len(turns), 2)
+        ]
         return {
-            "nobody leaves, before": before,
-            "some leave": during,
-            "nobody leaves, after": after,
-            "others": round(during["tokens_s"]["others"] / calm, 4),
+            "nobody leaves": together(turns[::2], gaps[False]),
+            "some leave": together(turns[1::2], gaps[True]),
+            "others in each turn": others,
+            "others": round(statistics.mean(shares), 4),
+            "others, of single turns": [round(share, 3) for share in shares],
             "idle before": idle,
             "idle after": stage.end(),
         }
+
+
+def together(turns: list[dict[str, Any]], gaps: Counter[float]) -> dict[str, Any]:
+    """What was seen in several turns, as if in one."""
+    seconds = sum(turn["seconds"] for turn in turns)
+    kinds = turns[0]["tokens_s"]
+    requests: Counter[str] = Counter()
+    for turn in turns:
+        requests.update(turn["requests"])
+    return {
+        "seconds": round(seconds, 1),
+        "tokens_s": {
+            kind: round(statistics.mean(turn["tokens_s"][kind] for turn in turns), 1)
+            for kind in kinds
+        },
+        "requests": dict(requests),
+        "loop_late_ms": lateness(gaps),
+        "client_cpu_share": round(statistics.mean(t["client_cpu_share"] for t in turns), 3),
+    }
 
 
 def overload(seconds: float, max_tokens: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import math
 import os
 import random
 import re
@@ -54,21 +53,31 @@ class Stage:
         max_tokens: int,
         kind: str,
         is_over: Callable[[], bool],
-        stay_s: Callable[[], float] = lambda: math.inf,
+        stay_s: Callable[[], float] | None = None,
+        may_leave: Callable[[], bool] = lambda: True,
     ) -> None:
-        """So many clients, each of which asks again when it has its answer, or has left after `stay_s()`."""
+        """So many clients, each of which asks again when it has its answer, or has left.
+
+        It thinks of leaving after each `stay_s()`.
+        """
 
         def ask(_: Call | None = None) -> None:
             if not is_over():
-                call = self.ask(self.some(max_tokens), kind, ask)
-                if (seconds := stay_s()) < math.inf:
-                    self.callers.later(perf_counter() + seconds, partial(leave, call))
+                stay(self.ask(self.some(max_tokens), kind, ask))
+
+        def stay(call: Call) -> None:
+            if stay_s is not None:
+                self.callers.later(perf_counter() + stay_s(), partial(leave, call))
 
         def leave(call: Call) -> None:
-            if call.outcome == "open":
-                self.callers.drop(call)
-                self.outcomes["left"] += 1
-                ask()
+            if call.outcome != "open":
+                return
+            if not may_leave():
+                stay(call)
+                return
+            self.callers.drop(call)
+            self.outcomes["left"] += 1
+            ask()
 
         for _ in range(num):
             ask()
@@ -76,7 +85,7 @@ class Stage:
     def play(self, seconds: float) -> dict[str, Any]:
         """Let everybody go on for so long, and tell what was seen in that time."""
         outcomes, frames = self.outcomes.copy(), self.callers.num_frames.copy()
-        gaps, begin, cpu = self._gaps(), perf_counter(), process_time()
+        gaps, begin, cpu = self.gaps(), perf_counter(), process_time()
         self.callers.run(begin + seconds)
         took, cpu = perf_counter() - begin, process_time() - cpu
         frames = self.callers.num_frames - frames
@@ -84,7 +93,7 @@ class Stage:
             "seconds": round(took, 1),
             "tokens_s": {kind: round(num / took, 1) for kind, num in frames.items()},
             "requests": dict(self.outcomes - outcomes),
-            "loop_late_ms": _lateness(self._gaps() - gaps),
+            "loop_late_ms": lateness(self.gaps() - gaps),
             "client_cpu_share": round(cpu / took, 3),
         }
 
@@ -107,7 +116,7 @@ class Stage:
             "kv_cache_usage": _metric(metrics, "kv_cache_usage_perc"),
         }
 
-    def _gaps(self) -> Counter[float]:
+    def gaps(self) -> Counter[float]:
         """{seconds: how often the server's event loop has been late by at most that}"""
         bucket = rb'event_loop_gap_seconds_bucket\{le="(\S+)"\} (\S+)'
         found = re.findall(bucket, self._get("/metrics"))
@@ -144,7 +153,7 @@ def _metric(metrics: bytes, name: str) -> float:
     return float(found.group(1)) if found else -1.0
 
 
-def _lateness(counts: Counter[float]) -> dict[str, float]:
+def lateness(counts: Counter[float]) -> dict[str, float]:
     """Bounds of the histogram that hold so many of its values."""
     total = max(counts.values(), default=0)
 
