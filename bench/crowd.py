@@ -29,8 +29,8 @@ from trouper.config import DEMO_MODEL
 NUM_CLIENTS = 256
 SHARE_LEAVING = 0.3
 MEAN_STAY_S = 6.0  # about half as long as an answer takes
-NUM_TURNS = 6  # in which some leave, each between two in which nobody does: machines drift
-TURN_SETTLE_S = 1.0
+NUM_TURNS = 20  # in which some leave, each between two in which nobody does: machines drift by a tenth in seconds
+TURN_SETTLE_S = 0.5
 OVERLOAD = 10  # × the requests that were served
 NUM_CANCELLED = 200
 LONG = 10_000  # tokens
@@ -104,6 +104,7 @@ def leaving(seconds: float, max_tokens: int) -> dict[str, Any]:
             "some leave": together(turns[1::2], gaps[True]),
             "others in each turn": others,
             "others": round(statistics.mean(shares), 4),
+            "others, error of the mean": round(statistics.stdev(shares) / len(shares) ** 0.5, 4),
             "others, of single turns": [round(share, 3) for share in shares],
             "idle before": idle,
             "idle after": stage.end(),

@@ -16,10 +16,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import hypercorn.trio
+from hypercorn.config import Config
 
 from trouper.actors.engine import open_engine
 from trouper.actors.executor.simulated import Conditions, SimulatedDevice
@@ -27,6 +30,7 @@ from trouper.actors.ports import WorkerThreads
 from trouper.bench.report import about, write
 from trouper.config import EngineArgs
 from trouper.frontends.async_engine import AsyncLLMEngine
+from trouper.frontends.server import connections
 from trouper.frontends.server.app import create_app
 from trouper.params import RequestOutputKind, SamplingParams
 
@@ -101,8 +105,10 @@ async def measure(num_streams: int, num_tokens: int, is_profiled: bool) -> dict[
         await timed("engine alone", of_engine)
         await timed("engine and app, in memory", of_app)
         await timed("bare app, in memory", of_bare)
-        await timed("engine, app and hypercorn", lambda: over_sockets(app, body, num_streams))
-        await timed("bare app and hypercorn", lambda: over_sockets(bare, body, num_streams))
+        for server, serve in (("our server", connections.serve), ("hypercorn", serve_by_hypercorn)):
+            for name, served in (("engine, app", app), ("bare app", bare)):
+                over = partial(over_sockets, served, body, num_streams, serve)
+                await timed(f"{name} and {server}", over)
         if is_profiled:
             with cProfile.Profile() as profile:
                 await of_app()
@@ -163,10 +169,13 @@ def make_bare(frames: list[bytes]) -> Any:
     return bare
 
 
-async def over_sockets(app: Any, body: bytes, num_streams: int) -> None:
-    from hypercorn.config import Config
-    from hypercorn.trio import serve
+async def serve_by_hypercorn(
+    app: Any, config: Config, wait_close: Callable[[], Awaitable[None]]
+) -> None:
+    await hypercorn.trio.serve(app, config, shutdown_trigger=wait_close, mode="asgi")
 
+
+async def over_sockets(app: Any, body: bytes, num_streams: int, serve: Callable[..., Any]) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port = listener.getsockname()[1]
     config = Config()
@@ -176,7 +185,7 @@ async def over_sockets(app: Any, body: bytes, num_streams: int) -> None:
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     over = anyio.Event()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(lambda: serve(app, config, shutdown_trigger=over.wait, mode="asgi"))
+        tasks.start_soon(serve, app, config, over.wait)
         await anyio.run_process(
             [sys.executable, "-c", CLIENTS, str(port), str(num_streams), head + body.decode()],
             stdout=subprocess.DEVNULL,
