@@ -32,7 +32,7 @@ Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]
 
 async def serve(app: Any, config: Config, wait_close: Callable[[], Awaitable[object]]) -> None:
     """Until `wait_close` returns, and then until all have their answers or `graceful_timeout` is over."""
-    house = _House(ASGIWrapper(app), config)
+    house = House(ASGIWrapper(app), config)
     async with trio.open_nursery() as connections:
         async with trio.open_nursery() as accepting:
             accept = partial(trio.serve_listeners, handler_nursery=connections)
@@ -57,7 +57,7 @@ def _listeners(config: Config) -> list[trio.abc.Listener[Any]]:
     return listeners
 
 
-class _House:
+class House:
     """What all connections share."""
 
     def __init__(self, app: ASGIWrapper, config: Config) -> None:
@@ -79,7 +79,7 @@ class _House:
 class Connection:
     """One client's, for any number of requests one after another (HTTP/1.1) or at a time (HTTP/2)."""
 
-    def __init__(self, house: _House, stream: Stream) -> None:
+    def __init__(self, house: House, stream: Stream) -> None:
         self._house = house
         self._stream = stream
         self._writing = trio.Lock()  # what the kernel did not take at once
@@ -91,6 +91,8 @@ class Connection:
         try:
             plain, alpn = await self._shake_hands()
             socket = plain.socket
+            client = parse_socket_addr(socket.family, socket.getpeername())
+            server = parse_socket_addr(socket.family, socket.getsockname())
             async with TaskGroup() as tasks:
                 self._protocol = ProtocolWrapper(
                     self._house.app,
@@ -99,8 +101,8 @@ class Connection:
                     tasks,
                     ConnectionState({}),
                     self._stream is not plain,
-                    parse_socket_addr(socket.family, socket.getpeername()),
-                    parse_socket_addr(socket.family, socket.getsockname()),
+                    client,
+                    server,
                     self._handle,
                     alpn,
                 )

@@ -1,0 +1,105 @@
+"""Connections under hypercorn's protocols, over sockets."""
+
+import socket
+import struct
+
+import pytest
+import trio
+import trio.testing
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.config import Config
+
+from trouper.frontends.server.connections import SMALL, Connection, House
+
+pytestmark = pytest.mark.trio
+RESET = struct.pack("ii", 1, 0)  # closing throws away what is under way, and says so
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def pair():
+    """A client, and the server's end of its connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    accepted.setblocking(False)
+    return client, trio.SocketStream(trio.socket.from_stdlib_socket(accepted))
+
+
+def house_of(app, **options):
+    config = Config()
+    for name, value in options.items():
+        setattr(config, name, value)
+    return House(ASGIWrapper(app), config)
+
+
+async def answer(scope, receive, send, body=b"yes"):
+    head = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def test_a_client_that_is_gone_before_it_is_met_is_no_error():
+    client, stream = pair()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    client.close()
+    await Connection(house_of(answer), stream).run()
+
+
+async def test_who_asks_nothing_is_left_in_time(autojump_clock):
+    for asks in (b"", GET[:-2]):
+        client, stream = pair()
+        client.sendall(asks)
+        begin = trio.current_time()
+        house = house_of(answer, keep_alive_timeout=7.0)
+        await Connection(house, stream).run()
+        assert trio.current_time() - begin == 7.0
+        assert client.recv(100) == b""
+        assert not house.idle
+        client.close()
+
+
+async def test_who_is_idle_is_left_when_the_house_closes_and_who_is_not_gets_the_answer():
+    is_asked, may_answer = trio.Event(), trio.Event()
+
+    async def late(scope, receive, send):
+        is_asked.set()
+        await may_answer.wait()
+        await answer(scope, receive, send)
+
+    house = house_of(late)
+    idle, busy = pair(), pair()
+    busy[0].sendall(GET)
+    async with trio.open_nursery() as nursery:
+        for _, stream in (idle, busy):
+            nursery.start_soon(Connection(house, stream).run)
+        await is_asked.wait()
+        await trio.testing.wait_all_tasks_blocked()
+        await house.close()
+        may_answer.set()
+    assert idle[0].recv(100) == b""
+    assert busy[0].recv(1000).endswith(b"yes")
+    for client, _ in (idle, busy):
+        client.close()
+
+
+async def test_what_the_kernel_does_not_take_at_once_follows_in_order():
+    pieces = [bytes([i]) * (SMALL // 2) for i in range(250)]
+
+    async def much(scope, receive, send):
+        head = [(b"content-length", str(sum(map(len, pieces))).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    client, stream = pair()
+    stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)
+    client.sendall(GET)
+    found = b""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Connection(house_of(much), stream).run)
+        with trio.fail_after(10):
+            while not found.endswith(pieces[-1]):
+                found += await trio.to_thread.run_sync(client.recv, 2**16)
+        client.close()
+    assert found.partition(b"\r\n\r\n")[2] == b"".join(pieces)
