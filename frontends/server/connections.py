@@ -26,6 +26,7 @@ from hypercorn.utils import parse_socket_addr
 from trouper.frontends.server.listeners import BACKLOG
 
 MAX_RECV = 2**16
+CLOSE_S = 1.0  # for the last words of TLS
 SMALL = 2**14  # bytes; copied in some microseconds
 Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]
 
@@ -113,7 +114,8 @@ class Connection:
             pass  # it is gone
         finally:
             self._house.idle.discard(self)
-            await self._close()
+            with trio.move_on_after(CLOSE_S, shield=True):
+                await self._close()
 
     def leave(self) -> None:
         """It is idle, and has been for long enough."""

@@ -45,6 +45,17 @@ async def test_a_client_that_is_gone_before_it_is_met_is_no_error():
     await Connection(house_of(answer), stream).run()
 
 
+async def test_a_connection_that_is_cancelled_is_closed():
+    client, stream = pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Connection(house_of(answer), stream).run)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert stream.socket.fileno() == -1
+    assert client.recv(100) == b""
+    client.close()
+
+
 async def test_who_asks_nothing_is_left_in_time(autojump_clock):
     for asks in (b"", GET[:-2]):
         client, stream = pair()
