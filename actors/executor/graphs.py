@@ -21,11 +21,9 @@ from trouper.kernels.recording import Arena, Recording
 from trouper.kernels.varlen_attention import Group, tiles_of
 
 # Of more rows, Python is less than a hundredth of the time.  A launch is recorded in about 180 bytes: 50 KiB
-# for 28 layers, 13 MiB if every number of rows occurs.
+# for 28 layers, 16 MiB if every number of rows occurs.
 MAX_ROWS = 320
 NEWCOMERS = 64  # tokens of short prompts beside those who decode
-
-
 MAX_TOKENS = 64  # of one text; of more each is recorded anew
 # Of a pass whose activations share an arena, which keeps its memory: with 4,096 inputs to a product 8 MiB a tensor.
 MAX_PASS = 1024
@@ -123,10 +121,10 @@ class TextGraphs:
         """
         x_TE = self._encoder.embed(token_ids_T, positions_T, type_ids_T)
         is_kept = len(groups) == groups[0].num_sequences == 1 and len(x_TE) <= MAX_TOKENS
-        tiles = tiles_of(groups)  # a recording does not keep what it reads
         if is_kept:
             recording = self._kept(x_TE, positions_T, groups[0].keys)
         else:
+            tiles = tiles_of(groups)  # held until the replay: a recording keeps no input
             recording = self._recorded(x_TE, positions_T, groups, tiles)
         recording.replay()
         return self._encoder.finish(recording.result)
