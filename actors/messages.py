@@ -327,6 +327,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks_free: int
     num_blocks_total: int  # the null block not counted
     kv_cache_usage: float  # 0 … 1
+    num_steps: int  # made so far
     num_preemptions: int
     num_prompt_tokens: int  # prompt positions computed
     num_generation_tokens: int  # tokens sampled

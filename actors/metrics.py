@@ -271,7 +271,7 @@ def _histogram_bounds(max_model_len: int) -> Iterator[tuple[str, tuple[float, ..
 
 _NOTHING = SchedulerStats(
     num_running=0, num_waiting=0, num_deferred=0, num_steps_in_flight=0, num_blocks_free=0,
-    num_blocks_total=0, kv_cache_usage=0.0, num_preemptions=0, num_prompt_tokens=0,
+    num_blocks_total=0, kv_cache_usage=0.0, num_steps=0, num_preemptions=0, num_prompt_tokens=0,
     num_generation_tokens=0, prefix_cache_queries=0, prefix_cache_hits=0, recompute_cache_queries=0,
     recompute_cache_hits=0,
 )  # fmt: skip

@@ -118,6 +118,7 @@ class Policy:
             num_blocks_free=self._blocks.num_free,
             num_blocks_total=self._blocks.num_usable,
             kv_cache_usage=self._blocks.usage,
+            num_steps=self._step,
             num_preemptions=self._running.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,

@@ -83,6 +83,7 @@ class PoolingPolicy:
             num_blocks_free=0,
             num_blocks_total=0,
             kv_cache_usage=0.0,
+            num_steps=self._step,
             num_preemptions=0,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=0,

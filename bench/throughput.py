@@ -87,6 +87,7 @@ class Run(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     num_output_tokens: int
     front_s: float | None = None  # processor time of all Python threads but the device's
+    num_steps: int | None = None  # what the scheduler made of them
 
     @property
     def num_tokens(self) -> int:
@@ -95,6 +96,9 @@ class Run(msgspec.Struct, frozen=True):
 
 class Engine(Protocol):
     """A context manager that runs requests again and again."""
+
+    def num_steps(self) -> int | None:
+        """The scheduler's, so far; None for others' engines."""
 
     def run(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run: ...
 
@@ -124,6 +128,11 @@ class OfflineEngine:
     def __exit__(self, *error: object) -> None:
         if self._wishes.backend in OURS:
             self._llm.close()
+
+    def num_steps(self) -> int | None:
+        if self._wishes.backend not in OURS:
+            return None
+        return self._llm.llm_engine.statistics().scheduler.num_steps
 
     def run(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
         """No prefix is cached when it begins.
@@ -179,6 +188,9 @@ class AsyncEngine:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    def num_steps(self) -> int:
+        return self._portal.call(self._engine.statistics).scheduler.num_steps
+
     def run(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
         assert not prequeue
         return self._portal.call(self._run, requests)
@@ -231,6 +243,9 @@ class TransformersEngine:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    def num_steps(self) -> None:
+        return None
+
     def run(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
         """A padded batch runs to its longest output; only what a request asked for is counted."""
         assert not prequeue
@@ -250,12 +265,17 @@ class TransformersEngine:
         )
 
 
-def run_with_front(engine: Engine, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
-    """With the processor time of what is not the device: event loop, renderers, the caller."""
-    before = _thread_times()
+def run_observed(engine: Engine, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
+    """Ours with its steps, and the processor time of what is not the device: loop, renderers, the caller."""
+    num_before, before = engine.num_steps(), _thread_times()
     run = engine.run(requests, prequeue=prequeue)
+    num_after = engine.num_steps()
+    if num_before is None or num_after is None:
+        return run
     spent = [now - before.get(thread, 0.0) for thread, now in _thread_times().items()]
-    return msgspec.structs.replace(run, front_s=sum(spent) if spent else None)
+    return msgspec.structs.replace(
+        run, front_s=sum(spent) if spent else None, num_steps=num_after - num_before
+    )
 
 
 def _thread_times() -> dict[threading.Thread, float]:

@@ -51,10 +51,17 @@ def test_both_ways_are_run_in_turn_and_their_spreads_told(bench, tmp_path):
     path = tmp_path / "report.json"
     options = ["--compare-prequeue", "--repeat", "3", "--output-json", path]
     lines = bench("throughput", *TINY, *options).out.splitlines()
-    assert (lines[0], lines[6]) == ("as they come:", "prequeued:")
+    assert (lines[0], lines[7]) == ("as they come:", "prequeued:")
     assert sum("3 runs: median" in line and "spread" in line for line in lines) == 2
     ways = json.loads(path.read_text())["ways"]
     assert [len(way["repeats"]["all_s"]) for way in ways.values()] == [3, 3]
+    assert len(set(ways["prequeued"]["repeats"]["all_steps"])) == 1  # whatever the machine does
+
+
+@pytest.mark.parametrize("options", [[], ["--async-engine"]], ids=" ".join)
+def test_the_steps_are_counted(report, options):
+    found = report("throughput", *TINY, *options)
+    assert found["repeats"]["all_steps"][0] >= 4  # as many as each request has tokens
 
 
 def test_a_config_alone_is_enough_for_dummy_weights(report, tmp_path):

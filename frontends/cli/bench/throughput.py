@@ -89,8 +89,8 @@ def throughput(
             engine.run(warm_ups, prequeue=ways[0] == PREQUEUED)
         for _ in range(repeat):
             for way in ways:
-                run = core.run_with_front if backend in core.OURS else type(engine).run
-                runs[way].append(run(engine, requests, prequeue=way == PREQUEUED))
+                is_queued = way == PREQUEUED
+                runs[way].append(core.run_observed(engine, requests, prequeue=is_queued))
     records = {way: _record(runs[way]) for way in ways}
     lines = [line for way in ways for line in _lines(way if len(ways) > 1 else "", runs[way])]
     first, *_ = records.values()
@@ -112,7 +112,8 @@ def _record(runs: "Sequence[Run]") -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "output_tokens_per_second": runs[0].num_output_tokens / seconds,
         "front_cpu_share": _front_share(runs),
-        "repeats": repeats([run.seconds for run in runs]),
+        "repeats": repeats([run.seconds for run in runs])
+        | {"all_steps": [run.num_steps for run in runs]},
     }
 
 
@@ -132,6 +133,11 @@ def _lines(way: str, runs: "Sequence[Run]") -> list[str]:
     if len(runs) > 1:
         share = 100 * spread([run.seconds for run in runs])
         lines.append(f"{len(runs)} runs: median {seconds:.3f} s, spread {share:.1f} %")
+    steps = [run.num_steps for run in runs if run.num_steps is not None]
+    if steps:
+        lines.append(
+            f"Steps: {min(steps)}" + (f" to {max(steps)}" if max(steps) > min(steps) else "")
+        )
     return [f"{way}:", *(f"  {line}" for line in lines)] if way else lines
 
 
