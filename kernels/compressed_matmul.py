@@ -167,11 +167,10 @@ def compressed_matmul(code: Code, unit: Unit) -> None:
             length = (pairs + BEYOND * VECTORS) * LANES
             own = code.pointer(scratch, "i32") + code.thread() * panels * length
             kept = [own + p * length for p in range(panels)]
-            num_blocks = (num_rows + (shape.piece_rows - 1)) // shape.piece_rows
-            for piece in code.pieces():
-                first = piece % num_blocks * shape.piece_rows
-                stop = code.smaller(first + shape.piece_rows, num_rows)
-                at_panel = product.panels_from(piece // num_blocks * panels, panels)
+            for panel, first, stop in matmul.pieces_of_many(
+                code, shape.many, num_rows, product.num_panels
+            ):
+                at_panel = product.panels_from(panel, panels)
                 steps = blocks.decoded(at_panel, kept, product.step, is_kept=True)
                 product.block(at_panel, first, rows, steps)
                 for row in code.loop(first + rows, stop, rows):

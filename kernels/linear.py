@@ -147,7 +147,7 @@ def native(x_TI: Tensor, layer: Linear, act: "Act" = "none") -> Tensor:
         else padded(num_rows, num_out, x_TI.dtype)
     )
     launch.compiled(matmul, unit, act)(
-        SHAPES[unit].num_pieces(num_rows, num_out),
+        SHAPES[unit].num_pieces(num_rows, num_out, num_in),
         x_TI.data_ptr(),
         x_TI.stride(0) // 2,
         layer.weight.data_ptr(),
@@ -170,7 +170,7 @@ def _compressed(x_TI: Tensor, layer: Linear) -> Tensor:
     num_threads = torch.get_num_threads()
     y_TO = x_TI.new_empty((num_rows, num_out))
     launch.compiled(compressed_matmul, unit)(
-        SHAPES[unit].num_pieces(num_rows, num_out),
+        SHAPES[unit].num_pieces(num_rows, num_out, num_in),
         x_TI.data_ptr(),
         x_TI.stride(0) // 2,
         layer.weight.data_ptr(),
@@ -198,7 +198,7 @@ def _quantized(x_TI: Tensor, layer: Linear) -> Tensor:
     bytes_each = scratch_bytes(num_rows, num_in, unit, fmt)
     y_TO = x_TI.new_empty((num_rows, num_out))
     _product_of(fmt, layer.scales.dtype, layer.zeros is not None)(
-        SHAPES[unit, fmt].num_pieces(num_rows, num_out),
+        SHAPES[unit, fmt].num_pieces(num_rows, num_out, num_in),
         x_TI.data_ptr(),
         x_TI.stride(0) // 2,
         layer.weight.data_ptr(),

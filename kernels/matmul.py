@@ -50,16 +50,18 @@ class Block(NamedTuple):
 class Shape(NamedTuple):
     few: tuple[Block, ...]  # the first that holds a step's rows
     many: Block
-    piece_rows: int = 192  # of many
+    most_rows: int = 192  # of a piece of many
+    most_bytes: int = 2**20  # of x that one reads: the second cache holds it, and the panels
 
     @property
     def most_few(self) -> int:
         return self.few[-1].rows
 
-    def num_pieces(self, num_rows: int, num_out: int) -> int:
+    def num_pieces(self, num_rows: int, num_out: int, num_in: int) -> int:
         fitting = (block for block in (*self.few, self.many) if num_rows <= block.rows)
         panels = next(fitting, self.many).panels
-        return -(-num_out // (LANES * panels)) * -(-num_rows // self.piece_rows)
+        rows = max(self.many.rows, min(self.most_rows, self.most_bytes // (2 * num_in)))
+        return -(-num_out // (LANES * panels)) * -(-num_rows // rows)
 
 
 SHAPES = {
@@ -67,7 +69,7 @@ SHAPES = {
         few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(4, 6), Block(3, 8, 1024), Block(2, 12, 1024)),
         many=Block(3, 8, 1024),
     ),
-    "tiles": Shape(few=(Block(4, 16, 1024),), many=Block(2, 32), piece_rows=512),
+    "tiles": Shape(few=(Block(4, 16, 1024),), many=Block(2, 32), most_rows=512),
 }  # fmt: skip
 
 
@@ -100,14 +102,29 @@ def matmul(code: Code, unit: Unit, act: Act) -> None:
             before = block.rows
         with code.when(num_rows > shape.most_few):
             panels, rows, ahead = shape.many
-            num_blocks = (num_rows + (shape.piece_rows - 1)) // shape.piece_rows
-            for piece in code.pieces():
-                first = piece % num_blocks * shape.piece_rows
-                stop = code.smaller(first + shape.piece_rows, num_rows)
-                at_panel = product.panels_from(piece // num_blocks * panels, panels)
+            for panel, first, stop in pieces_of_many(
+                code, shape.many, num_rows, product.num_panels
+            ):
+                at_panel = product.panels_from(panel, panels)
                 weights = [words + p * product.pairs * LANES for p in at_panel]
                 for row in code.loop(first, stop, rows):
                     product.block(at_panel, row, rows, product.plain(weights, ahead))
+
+
+def pieces_of_many(
+    code: Code, block: Block, num_rows: Value, num_panels: Value
+) -> Iterator[tuple[Value, Value, Value]]:
+    """First panel, first row, end of the rows of each piece: all panels with one stretch of rows, then with the next.
+
+    The call's number of pieces says how many stretches: equal ones.
+    """
+    across = (num_panels + (block.panels - 1)) // block.panels
+    num_stretches = code.num_pieces // across
+    rows = (num_rows + (num_stretches - 1)) // num_stretches
+    length = (rows + (block.rows - 1)) // block.rows * block.rows
+    for piece in code.pieces():
+        first = piece // across * length
+        yield piece % across * block.panels, first, code.smaller(first + length, num_rows)
 
 
 class Product(ABC):

@@ -56,9 +56,9 @@ class NativeOps:
         self._finish_qkv = compiled(finish_qkv, kind)
         self._gated = compiled(gated_act, kind, shape.activation)
         self._span = decode_attention.SPAN
-        self._tile = attention_tile.ROWS // self._group
+        self._tile = prefill_attention.SIDE // self._group
         self._decode_scratch = decode_attention.scratch_bytes(self._group, shape.head_dim)
-        self._prefill_scratch = attention_tile.scratch_bytes(shape.head_dim)
+        self._prefill_scratch = attention_tile.scratch_bytes(shape.head_dim, prefill_attention.SIDE)
         self._eps, self._alpha = float_bits(shape.norm_eps), float_bits(shape.residual_scale)
         self._scale, self._cap = float_bits(shape.scale), float_bits(shape.softcap or 0.0)
         # float32 copies of weights by the id of theirs, which is kept so that the id stays theirs

@@ -5,30 +5,31 @@
     q      [T, N, D]     rows may be strided;  N = H · G, the G heads of a group adjacent
     cache  [2, H, S, D]  slot = block id · block size + offset
     tables [C, B]        int64 block ids
-    tiles  [P, 4]        int64: first token, number of tokens (≤ ROWS / G), row of the table, position
+    tiles  [P, 4]        int64: first token, number of tokens (≤ SIDE / G), row of the table, position
     out    [T, N · D]
 
-A piece of work is one KV head of one tile: its tokens and group heads are R ≤ ROWS query rows, which
-lie along the *lanes* throughout.  For each KEYS keys of the past and of the tile itself
+A piece of work is one KV head of one tile: its tokens and group heads are R ≤ SIDE query rows, which
+lie along the *lanes* throughout.  For each SIDE keys of the past and of the tile itself
 
-    scores [KEYS, R]  = K q      each key's cells in all lanes, times the transposed queries
+    scores [SIDE, R]  = K q      each key's cells in all lanes, times the transposed queries
     weights           = an online softmax down the columns: no sum across lanes anywhere
     out    [D, R]    += Vᵀ weights
 
 so that of K nothing is rearranged, and of V neighbours are paired (bfloat16): `attention_tile.py`.  Keys
 that no query of a tile sees are not read.
 
-Roofline: FLOPs = 4 N D · (visible pairs of a query and a key), bytes as a decode per ROWS / G tokens.
+Roofline: FLOPs = 4 N D · (visible pairs of a query and a key), bytes as a decode per SIDE / G tokens.
 Measured, one EPYC core, N = 16, H = 8, D = 128, bf16, where a packed GEMM reached 223 GFLOP/s:
     0 + 1024 tokens  161 GFLOP/s    1024 + 1024  164    0 + 4096  159
-torch's flash attention: 56, 61, 74.  Both products alone run at 225-230; 64 or 128 rows or keys are
-equal within noise.
+torch's flash attention: 56, 61, 74.  Both products alone run at 225-230.
 """
 
-from trouper.kernels.attention_tile import KEYS, ROWS, WIDEST, tile_of
+from trouper.kernels.attention_tile import WIDEST, tile_of
 from trouper.kernels.decode_attention import LOG2_E, capped
 from trouper.kernels.matmul import Unit
 from trouper.kernels.simd import LANES, Code, Kind, Pointer, Value
+
+SIDE = 128  # keys, and rows of queries: by AMX 64 and 64 take 1.15 times as long; by AVX-512 they are equal
 
 
 def prefill_attention(code: Code, kind: Kind, unit: Unit) -> None:
@@ -42,7 +43,7 @@ def prefill_attention(code: Code, kind: Kind, unit: Unit) -> None:
     tables, tiles = code.pointer(tables, "i64"), code.pointer(tiles, "i64")
     size = group * width
     base = scratch + code.thread() * scratch_bytes
-    tile = tile_of(unit, code, kind, base, group, width)
+    tile = tile_of(unit, code, kind, base, group, width, SIDE)
     scale, cap = code.f32_argument(scale), code.f32_argument(cap)
     with tile.begun():
         for piece in code.pieces():
@@ -59,16 +60,16 @@ def prefill_attention(code: Code, kind: Kind, unit: Unit) -> None:
             num_rows = tile.read_queries(q + (token * q_stride + head * size), q_stride, count)
             tile.begin(num_rows, position, count)
             end = position + count
-            for first in code.loop(code.larger(position + 1 - window, 0), end, KEYS):
-                num = code.smaller(end - first, KEYS)
+            for first in code.loop(code.larger(position + 1 - window, 0), end, SIDE):
+                num = code.smaller(end - first, SIDE)
                 tile.stage_keys(lambda i, k=k, first=first: k + slot(first + i) * width, num)
                 tile.write_scores(num_rows, num)
                 is_masked = (first + num - 1 > position) | (end - 1 - window >= first)
                 for r in code.loop(0, num_rows, LANES):
                     with code.when(cap > 0.0):
                         for i in code.loop(0, num):
-                            x = capped(code, tile.scores.load(i * ROWS + r) * scale, cap)
-                            tile.scores.store(i * ROWS + r, x)
+                            x = capped(code, tile.scores.load(i * SIDE + r) * scale, cap)
+                            tile.scores.store(i * SIDE + r, x)
                     with code.when(is_masked):
                         tile.hide(r, first, num, window, 0)
                     tile.soften(r, num, code.select(cap > 0.0, 1.0, scale) * LOG2_E)
@@ -78,4 +79,4 @@ def prefill_attention(code: Code, kind: Kind, unit: Unit) -> None:
 
 
 def can_prefill(group: int, width: int) -> bool:
-    return group <= ROWS and width <= WIDEST
+    return group <= SIDE and width <= WIDEST

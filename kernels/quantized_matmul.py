@@ -35,7 +35,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from trouper.kernels.matmul import TILE, TILE_BYTES, Block, Shape, Steps, Tiles, Unit
+from trouper.kernels.matmul import (
+    TILE,
+    TILE_BYTES,
+    Block,
+    Shape,
+    Steps,
+    Tiles,
+    Unit,
+    pieces_of_many,
+)
 from trouper.kernels.quantization import PANELS, STEP, Format
 from trouper.kernels.simd import LANES, Code, Kind, Pointer, Value, Var
 
@@ -45,8 +54,8 @@ SHAPES: dict[tuple[Unit, Format], Shape] = {
         few=(Block(4, 1), Block(4, 2), Block(3, 4), Block(2, 6)), many=Block(3, 4)
     ),
     ("dots", "int8"): Shape(few=(Block(4, 1), Block(4, 2), Block(4, 4)), many=Block(3, 4)),
-    ("tiles", "int4"): Shape(few=(Block(4, TILE),), many=Block(4, TILE), piece_rows=512),
-    ("tiles", "int8"): Shape(few=(Block(4, TILE),), many=Block(2, 2 * TILE), piece_rows=512),
+    ("tiles", "int4"): Shape(few=(Block(4, TILE),), many=Block(4, TILE), most_rows=512),
+    ("tiles", "int8"): Shape(few=(Block(4, TILE),), many=Block(2, 2 * TILE), most_rows=512),
 }
 CHUNK = 4  # tiles of a panel that are decoded, then multiplied, then added; with 8 one row took 1.1 times as long
 AHEAD = 48  # steps asked for, into the second cache
@@ -81,14 +90,11 @@ def quantized_matmul(
             before = block.rows
         with code.when(num_rows > before):
             panels, rows, _ = shape.many
-            blocks = (num_rows + (shape.piece_rows - 1)) // shape.piece_rows
             mine = work.scratch_of(code.thread())
             kept = [_Kept(mine + p * work.pairs * LANES) for p in range(panels)]
-            for piece in code.pieces():
-                at_panel = work.panels(piece // blocks * panels, panels)
-                first = piece % blocks * shape.piece_rows
+            for panel, first, stop in pieces_of_many(code, shape.many, num_rows, work.num_panels):
+                at_panel = work.panels(panel, panels)
                 work.block(at_panel, first, rows, kept)
-                stop = code.smaller(first + shape.piece_rows, num_rows)
                 for row in code.loop(first + rows, stop, rows):
                     work.block(at_panel, row, rows, kept, is_first=False)
 

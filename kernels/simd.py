@@ -242,11 +242,16 @@ class Code:
         """A number of its own for each thread of this call: 0, 1, …"""
         return self.fetch_add(self._arguments + 1, 1, "monotonic")
 
+    @property
+    def num_pieces(self) -> Value:
+        """Of the call."""
+        return self._arguments[2]
+
     def pieces(self, count: Value | None = None) -> Iterator[Value]:
         """Take pieces of work until there are none left; as many as the call says, or `count`."""
         with self._repeated() as leave_unless:
             piece = self.fetch_add(self._arguments, 1, "monotonic")
-            leave_unless(piece < (self._arguments[2] if count is None else count))
+            leave_unless(piece < (self.num_pieces if count is None else count))
             yield piece
 
     # Between threads

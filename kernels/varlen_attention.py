@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trouper.kernels import launch
 
-ROWS = 64  # queries of a tile
+ROWS = 64  # queries of a tile: `SIDE` of whole_attention.py
 QUERY_TILE = 256  # in torch
 UNLIMITED = 2**62
 
@@ -105,7 +105,7 @@ def _native(
 
     num_tokens, _, num_heads, width = qkv_T3ND.shape
     out_TE = qkv_T3ND.new_empty((num_tokens, num_heads * width))
-    num_threads, num_bytes = torch.get_num_threads(), scratch_bytes(width)
+    num_threads, num_bytes = torch.get_num_threads(), scratch_bytes(width, ROWS)
     kind = "f32" if qkv_T3ND.itemsize == 4 else "bf16"
     launch.compiled(whole_attention, kind, launch.bf16_unit())(
         len(tiles) * num_heads,

@@ -3,20 +3,22 @@
     out[t, n] = softmax(scale · q[t, n] Kᵀ + bias[n, P + t - j] + mask) V,   j the keys' positions
 
     qkv    [T, 3, N, D]  the sequences one after the other
-    tiles  [P, 4]        int64: first token and number of keys of the sequence, first query, number of queries ≤ ROWS
-    bias   [N, 2 P + ROWS]  float32, or absent; a tile reads up to ROWS beyond its last query
+    tiles  [P, 4]        int64: first token and number of keys of the sequence, first query, number of queries ≤ SIDE
+    bias   [N, 2 P + SIDE]  float32, or absent; a tile reads up to SIDE beyond its last query
     out    [T, N D]
 
 A piece of work is one head of one tile.  Tiles and what is done with one are those of
-`prefill_attention.py`: an online softmax over KEYS keys at a time.
+`prefill_attention.py`: an online softmax over SIDE keys at a time.
 
 Roofline: FLOPs = 4 Σ L² N D, bytes = 4 e T N D.
 """
 
-from trouper.kernels.attention_tile import KEYS, ROWS, tile_of
+from trouper.kernels.attention_tile import tile_of
 from trouper.kernels.decode_attention import LOG2_E
 from trouper.kernels.matmul import Unit
 from trouper.kernels.simd import LANES, Code, Kind
+
+SIDE = 64  # keys, and queries of a tile
 
 
 def whole_attention(code: Code, kind: Kind, unit: Unit) -> None:
@@ -26,9 +28,9 @@ def whole_attention(code: Code, kind: Kind, unit: Unit) -> None:
     ) = code.arguments(11)  # fmt: skip
     qkv, out = code.pointer(qkv, kind), code.pointer(out, kind)
     tiles, has_bias, bias = code.pointer(tiles, "i64"), bias > 0, code.pointer(bias, "f32")
-    tile = tile_of(unit, code, kind, scratch + code.thread() * num_bytes, 1, width)
+    tile = tile_of(unit, code, kind, scratch + code.thread() * num_bytes, 1, width, SIDE)
     scale = code.f32_argument(scale)
-    middle = (bias_stride - ROWS) // 2
+    middle = (bias_stride - SIDE) // 2
     size = num_heads * width
     stride = size * 3
     with tile.begun():
@@ -44,16 +46,16 @@ def whole_attention(code: Code, kind: Kind, unit: Unit) -> None:
                 code.smaller(query + count + window, num_keys),
             )
             is_masked = (query + count - 1 - window > low) | (query + window < high - 1)
-            for first in code.loop(low, high, KEYS):
-                num = code.smaller(high - first, KEYS)
+            for first in code.loop(low, high, SIDE):
+                num = code.smaller(high - first, SIDE)
                 tile.stage_keys(lambda i, k=k, first=first: k + (first + i) * stride, num)
                 tile.write_scores(num_rows, num)
                 for r in code.loop(0, num_rows, LANES):
                     with code.when(has_bias):
                         nearest = bias + (head * bias_stride + middle + query + r - first)
                         for i in code.loop(0, num):
-                            x = tile.scores.load(i * ROWS + r) * scale
-                            tile.scores.store(i * ROWS + r, x + nearest.load(i * -1))
+                            x = tile.scores.load(i * SIDE + r) * scale
+                            tile.scores.store(i * SIDE + r, x + nearest.load(i * -1))
                     with code.when(is_masked):
                         tile.hide(r, first, num, window + 1, window)
                     tile.soften(r, num, code.select(has_bias, 1.0, scale) * LOG2_E)
