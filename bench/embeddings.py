@@ -7,7 +7,8 @@ Every engine runs in a process of its own, on the same texts: pieces of the stan
 tokens each on average.  The first 64 texts warm it up; the figure is the median of `ROUNDS`.
 
     st, trouper, vllm   offline
-    http                `trouper serve`, 32 clients with a text each, answers as base64, on the same cores
+    http, http16        `trouper serve`, 32 clients whose requests have one text each, or 16; answers as
+                        base64, on the same cores
     latency             ms, p50, of one short text: through all actors, and the tokenizer and the runner alone,
                         a hundred in turn: another copy of the weights is not in the cache
 
@@ -28,6 +29,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,13 @@ from trouper.bench.report import about, write
 
 DTYPES = ("float32", "bfloat16")
 ENGINES = ",".join(
-    f"{name}:{dtype}" for dtype in DTYPES for name in ("st", "trouper", "http", "latency")
+    f"{name}:{dtype}" for dtype in DTYPES for name in ("st", "trouper", "http", "http16", "latency")
 )
 ROUNDS = 5
 NUM_CLIENTS = 32
 NUM_LATENCIES = 1000
 SHORT = "How many actors play here?"
-RATIOS = (("trouper", "st"), ("trouper", "vllm"), ("http", "trouper"))
+RATIOS = (("trouper", "st"), ("trouper", "vllm"), ("http", "trouper"), ("http16", "trouper"))
 # Stands alone: the peer's Python knows nothing of this package.
 VLLM = """
 import json, os, sys, time
@@ -101,7 +103,8 @@ def run_vllm(python: str, model: str, dtype: str, docs: list[str], folder: Path)
     return _rates([len(docs) / s for s in seconds])
 
 
-def run_http(model: str, dtype: str, docs: list[str]) -> dict[str, Any]:
+def run_http(model: str, dtype: str, docs: list[str], *, texts: int = 1) -> dict[str, Any]:
+    """Clients of `texts` texts a request."""
     command = [sys.executable, "-m", "trouper", "serve", model, "--dtype", dtype, "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
@@ -109,8 +112,9 @@ def run_http(model: str, dtype: str, docs: list[str]) -> dict[str, Any]:
             found = (re.search(r"http://127\.0\.0\.1:(\d+)", line) for line in server.stderr)
             port = next(int(match[1]) for match in found if match)
             _wait_ready(port)
-            _ask_all(port, docs[:64])
-            return _rate(lambda: _ask_all(port, docs), len(docs))
+            _ask_all(port, docs[:64], texts)
+            rate = _rate(lambda: _ask_all(port, docs, texts), len(docs))
+            return {"texts_per_request": texts, **rate}
         finally:
             server.terminate()
             server.stderr.read()
@@ -126,27 +130,39 @@ def _wait_ready(port: int) -> None:
     raise TimeoutError("the server is not ready after a minute")
 
 
-def _ask_all(port: int, docs: list[str]) -> None:
+def bodies(docs: list[str], texts: int) -> list[bytes]:
+    """Of requests for `texts` texts each, the last for what is left; one is sent as itself, several as a list."""
+    asked = (docs[first : first + texts] for first in range(0, len(docs), texts))
+    return [
+        json.dumps({"input": part[0] if texts == 1 else part, "encoding_format": "base64"}).encode()
+        for part in asked
+    ]
+
+
+def _ask_all(port: int, docs: list[str], texts: int) -> None:
     import anyio
     from anyio.streams.buffered import BufferedByteReceiveStream
 
-    texts = iter(docs)
+    waiting = iter(bodies(docs, texts))
+    num_answers = 0
 
     async def client() -> None:
+        nonlocal num_answers
         async with await anyio.connect_tcp("127.0.0.1", port) as socket:
             answers = BufferedByteReceiveStream(socket)
-            for text in texts:
-                body = json.dumps({"input": text, "encoding_format": "base64"}).encode()
+            for body in waiting:
                 await socket.send(
                     b"POST /v1/embeddings HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
                     b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
                 )
                 head = await answers.receive_until(b"\r\n\r\n", 2**16)
                 length = re.search(rb"content-length: (\d+)", head.lower())
-                assert head.startswith(b"HTTP/1.1 200"), head
+                assert head.startswith(b"HTTP/1.1 200"), (head, await answers.receive())
                 assert length is not None, head
                 answer = json.loads(await answers.receive_exactly(int(length[1])))
-                assert base64.b64decode(answer["data"][0]["embedding"])
+                num_answers += sum(
+                    bool(base64.b64decode(one["embedding"])) for one in answer["data"]
+                )
 
     async def run() -> None:
         async with anyio.create_task_group() as clients:
@@ -154,6 +170,7 @@ def _ask_all(port: int, docs: list[str]) -> None:
                 clients.start_soon(client)
 
     anyio.run(run)
+    assert num_answers == len(docs), num_answers
 
 
 def run_latency(model: str, dtype: str, _: list[str]) -> dict[str, Any]:
@@ -196,6 +213,7 @@ RUNS: dict[str, Callable[[str, str, list[str]], dict[str, Any]]] = {
     "st": run_sentence_transformers,
     "trouper": run_trouper,
     "http": run_http,
+    "http16": partial(run_http, texts=16),
     "latency": run_latency,
 }
 
