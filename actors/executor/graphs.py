@@ -24,7 +24,10 @@ from trouper.kernels.varlen_attention import Group, tiles_of
 # for 28 layers, 16 MiB if every number of rows occurs.
 MAX_ROWS = 320
 NEWCOMERS = 64  # tokens of short prompts beside those who decode
-MAX_TOKENS = 64  # of one text; of more each is recorded anew
+MAX_TOKENS = 64  # of one text that has a recording of its own
+# What a pass is rounded up to: rows are multiplied sixteen at a time anyway, and a tile of no queries takes 0.3 µs a head.
+ROW_STEP, TILE_STEP = 16, 8
+MAX_PASSES = 512  # kept, of some 10 KiB each; texts of one kind need a tenth of them
 # Of a pass whose activations share an arena, which keeps its memory: with 4,096 inputs to a product 8 MiB a tensor.
 MAX_PASS = 1024
 
@@ -32,6 +35,11 @@ MAX_PASS = 1024
 class _Graph(NamedTuple):
     recording: Recording
     plans: dict[int | None, Any]  # whose words it reads
+
+
+class _TextGraph(NamedTuple):
+    recording: Recording
+    tiles: np.ndarray  # that it reads
 
 
 class DecodeGraphs:
@@ -91,18 +99,23 @@ class TextGraphs:
     """Passes of an encoder, by one thread.
 
     One short text is recorded when its number of tokens is first asked for; its positions are 0 … T - 1 in every one.
-    What else comes is recorded, replayed and forgotten: 1.6 ms of Python in one piece, instead of as much between forty
-    launches, after each of which a thread waits for the interpreter, up to 5 ms if the event loop has it.
+    Other passes are rounded up, to rows of no text and tiles of no queries, so that few recordings serve them all.
+    To record takes 1.6 ms of Python if nobody else wants the interpreter, and 17 beside a busy event loop: torch gives
+    it away at each of its calls, and the loop keeps it for a millisecond.
     """
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
-        self._x = torch.empty((MAX_TOKENS, encoder.hidden_size), dtype=encoder.dtype)
+        self._x = torch.zeros((MAX_PASS, encoder.hidden_size), dtype=encoder.dtype)
+        # They are in the embeddings: who needs them again rotates, which is torch's, and is refused.
+        self._positions = torch.zeros(MAX_PASS, dtype=torch.int64)
         self._arena = Arena()
-        self._graphs: dict[int, tuple[Recording, np.ndarray]] = {}  # and the tiles that it reads
+        self._short: dict[int, _TextGraph] = {}  # by tokens
+        self._passes: dict[tuple[int, int], _TextGraph] = {}  # by rows and tiles, the eldest first
 
     def __repr__(self) -> str:
-        return f"<TextGraphs of {sorted(self._graphs)} tokens in {self._arena!r}>"
+        passes = f"{len(self._passes)} passes"
+        return f"<TextGraphs of {sorted(self._short)} tokens and {passes} in {self._arena!r}>"
 
     def can_forward(self, num_tokens: int) -> bool:
         return num_tokens <= MAX_PASS
@@ -119,34 +132,42 @@ class TextGraphs:
         Raises:
             NotRecordableError: torch computes in this model's steps.
         """
-        x_TE = self._encoder.embed(token_ids_T, positions_T, type_ids_T)
-        is_kept = len(groups) == groups[0].num_sequences == 1 and len(x_TE) <= MAX_TOKENS
-        if is_kept:
-            recording = self._kept(x_TE, positions_T, groups[0].keys)
-        else:
-            tiles = tiles_of(groups)  # held until the replay: a recording keeps no input
-            recording = self._recorded(x_TE, positions_T, groups, tiles)
-        recording.replay()
-        return self._encoder.finish(recording.result)
+        num_tokens = len(token_ids_T)
+        is_short = len(groups) == groups[0].num_sequences == 1 and num_tokens <= MAX_TOKENS
+        graph = self._of_text(groups[0]) if is_short else self._of_pass(num_tokens, groups)
+        self._x[:num_tokens] = self._encoder.embed(token_ids_T, positions_T, type_ids_T)
+        graph.recording.replay()
+        return self._encoder.finish(graph.recording.result[:num_tokens])
 
-    def _kept(self, x_TE: Tensor, positions_T: Tensor, num_keys: int) -> Recording:
-        num_tokens = len(x_TE)
-        held_TE = self._x[:num_tokens]
-        graph = self._graphs.get(num_tokens)
+    def _of_text(self, group: Group) -> _TextGraph:
+        graph = self._short.get(group.length)
         if graph is None:
-            groups = (Group(0, 1, num_tokens),)
-            tiles = tiles_of(groups)
-            recording = self._recorded(held_TE, positions_T, groups, tiles)
-            graph = self._graphs[num_tokens] = recording, tiles
-        held_TE.copy_(x_TE)
-        graph[1][:, 1] = num_keys
-        return graph[0]
+            graph = self._short[group.length] = self._recorded(group.length, tiles_of((group,)))
+        graph.tiles[:, 1] = group.keys
+        return graph
 
-    def _recorded(
-        self, x_TE: Tensor, positions_T: Tensor, groups: Sequence[Group], tiles: np.ndarray
-    ) -> Recording:
-        return Recording(
+    def _of_pass(self, num_tokens: int, groups: Sequence[Group]) -> _TextGraph:
+        tiles = tiles_of(groups)
+        size = _rounded(num_tokens, ROW_STEP), _rounded(len(tiles), TILE_STEP)
+        graph = self._passes.get(size)
+        if graph is None:
+            if len(self._passes) >= MAX_PASSES:
+                del self._passes[next(iter(self._passes))]
+            held = np.zeros((size[1], tiles.shape[1]), tiles.dtype)
+            graph = self._passes[size] = self._recorded(size[0], held)
+        graph.tiles[: len(tiles)] = tiles
+        graph.tiles[len(tiles) :] = 0
+        return graph
+
+    def _recorded(self, num_rows: int, tiles: np.ndarray) -> _TextGraph:
+        x_TE, positions_T = self._x[:num_rows], self._positions[:num_rows]
+        recording = Recording(
             self._arena,
-            (x_TE,),
-            lambda: self._encoder.forward_embedded(x_TE, positions_T, groups, tiles),
+            (x_TE, positions_T),
+            lambda: self._encoder.forward_embedded(x_TE, positions_T, (), tiles),
         )
+        return _TextGraph(recording, tiles)
+
+
+def _rounded(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -173,13 +173,13 @@ def test_short_texts_of_an_encoder_are_replayed(kind, tmp_path, monkeypatch):
         )
         assert found.tobytes() == expected.tobytes()
     (made,) = replayed._graphs.values()  # of this thread
-    assert sorted(made._graphs) == [1, 5, 40]
+    assert sorted(made._short) == [1, 5, 40]
     replayed.sleep(2)
     assert not replayed._graphs
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_passes_of_several_texts_are_recorded_replayed_and_forgotten(tmp_path, monkeypatch):
+def test_passes_of_several_texts_are_replayed_whatever_their_lengths(tmp_path, monkeypatch):
     monkeypatch.setattr(pooling_runner, "LEAST_TOKENS", 1)
     monkeypatch.setattr(pooling_runner, "SLICE_TOKENS", 100)
     save_tiny("bert", AutoModel, tmp_path, **WIDE)
@@ -191,8 +191,30 @@ def test_passes_of_several_texts_are_recorded_replayed_and_forgotten(tmp_path, m
         for one, other in zip(expected.arrays, found.arrays, strict=True):
             assert one.tobytes() == other.tobytes()
     assert 1 <= len(replayed._graphs) <= torch.get_num_threads()  # who is first takes all
+    for made in replayed._graphs.values():
+        assert all(rows % 16 == tiles % 8 == 0 for rows, tiles in made._passes)
     for runner in (eager, replayed):
         runner.close()
+
+
+def test_a_recorded_pass_serves_all_of_about_its_size_and_the_eldest_is_forgotten(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(graphs, "MAX_PASSES", 2)
+    save_tiny("bert", AutoModel, tmp_path, **WIDE)
+    eager, replayed = (encoder_runner(tmp_path, enforce_eager=eager) for eager in (True, False))
+    sizes: list[list[tuple[int, int]]] = []
+    for lengths in ((5, 9), (3, 4, 6), (40, 50), (7, 9), (30, 40, 50), (1, 2)):
+        columns = tuple(PoolColumn((7,) * n, None, "token_embed") for n in lengths)
+        expected, found = (runner.step(PoolPlan(1, 0, columns)) for runner in (eager, replayed))
+        for one, other in zip(expected.arrays, found.arrays, strict=True):
+            assert one.tobytes() == other.tobytes()
+        (made,) = replayed._graphs.values()
+        sizes.append(list(made._passes))
+    small, middle, large = (16, 8), (96, 8), (128, 8)
+    assert sizes == [
+        [small], [small], [small, middle], [small, middle], [middle, large], [large, small]
+    ]  # fmt: skip
 
 
 def test_an_encoder_in_whose_steps_torch_computes_is_not_recorded(tmp_path):
