@@ -3,7 +3,7 @@
 Its connections start a task whenever a client falls idle, and take every frame through a lock, a shield and two turns of
 the event loop.  Here idleness is a deadline, and what the kernel takes at once is written at once.
 
-Laws.  Bytes leave in the order of the calls.  A client that is idle, or has not sent a whole head, for `keep_alive_timeout`
+Laws.  Bytes leave in the order of the calls; the head of an answer that says its length, with what comes next.  A client that is idle, or has not sent a whole head, for `keep_alive_timeout`
 is left, and so is every idle one when the server closes.  What is larger than `SMALL` gives others a turn.
 """
 
@@ -18,6 +18,9 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol import ProtocolWrapper
+from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.events import Response
+from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
@@ -95,7 +98,7 @@ class Connection:
             client = parse_socket_addr(socket.family, socket.getpeername())
             server = parse_socket_addr(socket.family, socket.getsockname())
             async with TaskGroup() as tasks:
-                self._protocol = ProtocolWrapper(
+                self._protocol = Protocols(
                     self._house.app,
                     self._house.config,
                     self._house.context,
@@ -165,6 +168,8 @@ class Connection:
             self._deadline = self._reading.deadline = trio.current_time() + patience_s
 
     async def _write(self, data: bytes) -> None:
+        if not data:
+            return
         if isinstance(self._stream, trio.SocketStream) and len(data) <= SMALL:
             if not self._writing.locked():
                 try:
@@ -187,3 +192,39 @@ class Connection:
         except (trio.BrokenResourceError, trio.BusyResourceError, trio.ClosedResourceError):
             pass  # nobody is there any more, or somebody is still writing
         await self._stream.aclose()
+
+
+class Protocols(ProtocolWrapper):
+    """hypercorn's, with our HTTP/1.1."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        if isinstance(self.protocol, H11Protocol):
+            self.protocol = WholeAnswers(*given[:-1])
+
+
+class WholeAnswers(H11Protocol):
+    """A short answer leaves in one piece: each write is a call to the system, and a turn of the client's."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._send_now, self.send = self.send, self._send
+        self._is_held = False
+        self._held = b""
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        self._is_held = isinstance(event, Response) and any(
+            name == b"content-length" for name, _ in event.headers
+        )
+        await super().stream_send(event)
+
+    async def _send(self, event: Event) -> None:
+        if self._is_held and isinstance(event, RawData):
+            self._held += event.data
+            return
+        held, self._held = self._held, b""
+        if held and isinstance(event, RawData) and len(event.data) <= SMALL:
+            event = RawData(held + event.data)
+        elif held:
+            await self._send_now(RawData(held))
+        await self._send_now(event)

@@ -114,3 +114,39 @@ async def test_what_the_kernel_does_not_take_at_once_follows_in_order():
                 found += await trio.to_thread.run_sync(client.recv, 2**16)
         client.close()
     assert found.partition(b"\r\n\r\n")[2] == b"".join(pieces)
+
+
+@pytest.mark.parametrize(
+    ("length", "body", "bodies"),
+    [
+        (3, b"yes", [b"yes"]),
+        (0, b"", [b""]),
+        (3, None, [b""]),  # it breaks off
+        (SMALL + 1, b"x" * (SMALL + 1), [b"", b"x" * (SMALL + 1)]),  # not copied
+        (None, b"yes", [b"", b"3\r\nyes\r\n", b"0\r\n\r\n"]),  # a stream's begins at once
+    ],
+)
+async def test_the_head_of_an_answer_that_says_its_length_leaves_with_what_comes_next(
+    length, body, bodies, monkeypatch
+):
+    async def say(scope, receive, send):
+        head = [] if length is None else [(b"content-length", str(length).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        if body is not None:
+            await send({"type": "http.response.body", "body": body})
+
+    written: list[bytes] = []
+
+    async def write(self, data):
+        written.append(data)
+
+    monkeypatch.setattr(Connection, "_write", write)
+    client, stream = pair()
+    client.sendall(GET)
+    client.shutdown(socket.SHUT_WR)
+    await Connection(house_of(say), stream).run()
+    client.close()
+    head, *rest = [data for data in written if data]
+    status, _, first = head.partition(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 200")
+    assert [first, *rest] == bodies
