@@ -46,8 +46,9 @@ def numbers(array: Array) -> bytes:
         return listed([numbers(row) for row in array])
     parts: list[bytes] = []
     for begin in range(0, len(array), STEP):
+        if begin:
+            time.sleep(0)  # gives the interpreter away
         parts.append(as_json(array[begin : begin + STEP].tolist())[1:-1])
-        time.sleep(0)  # gives the interpreter away
     return listed(parts)
 
 

@@ -2,7 +2,7 @@
 
     pre-process (checks; rendering is the Renderers') -> one `encode` a prompt -> post-process, in a thread
 
-The answer, with all its floats, base64 or bytes, is built in a thread; the loop only sends it.
+The answer, with all its floats, base64 or bytes, is built in a thread unless it is short; the loop only sends it.
 """
 
 import time
@@ -46,6 +46,9 @@ from trouper.pooler_config import PoolerSpec
 from trouper.pooling import PoolingParams
 
 MAX_INPUTS = 2048
+QUICK = (
+    2**12
+)  # numbers; written in 0.3 ms at most, of one text in 30 µs: less than a hop to a thread and back
 SIDES = (("data_1", "data_2"), ("queries", "documents"), ("queries", "items"), ("text_1", "text_2"))
 COHERE_TYPES = ("float",)
 
@@ -54,7 +57,7 @@ async def create_embedding(service: Service, exchange: Exchange, request: Embedd
     context = _preprocess(service, exchange, request, "embd", "embed")
     outputs = await _encode(service, exchange, context)
     build = partial(build_encoded, context, outputs, _how(request), "embedding", "embedding")
-    await _send(service, exchange, build)
+    await _send(service, exchange, build, is_quick=_num_numbers(outputs) <= QUICK)
 
 
 async def create_pooling(service: Service, exchange: Exchange, request: PoolingRequest) -> None:
@@ -62,7 +65,7 @@ async def create_pooling(service: Service, exchange: Exchange, request: PoolingR
     context = _preprocess(service, exchange, request, "pooling", request.task or spec.engine_task)
     outputs = await _encode(service, exchange, context)
     build = partial(build_encoded, context, outputs, _how(request), "pooling", "data")
-    await _send(service, exchange, build)
+    await _send(service, exchange, build, is_quick=_num_numbers(outputs) <= QUICK)
 
 
 async def create_classification(
@@ -283,12 +286,21 @@ def _whole(outputs: list[Pooled]) -> list[Pooled]:
     return outputs
 
 
-# After the engine: in a thread
+# After the engine
 
 
-async def _send(service: Service, exchange: Exchange, build: Callable[[], Reply]) -> None:
-    reply = await anyio.to_thread.run_sync(build, limiter=service.threads)
+async def _send(
+    service: Service, exchange: Exchange, build: Callable[[], Reply], *, is_quick: bool = False
+) -> None:
+    if is_quick:
+        reply = build()
+    else:
+        reply = await anyio.to_thread.run_sync(build, limiter=service.threads)
     await exchange.send_body(reply.body, reply.kind, 200, reply.headers)
+
+
+def _num_numbers(outputs: list[Pooled]) -> int:
+    return sum(output.outputs.array.size for output in outputs)
 
 
 def _how(request: EncodedRequest) -> HowEncoded:

@@ -1,4 +1,4 @@
-"""What the pooling routes answer.  Pure, and slow for many floats: runs in a thread.  Source: spec section 16.3."""
+"""What the pooling routes answer.  Pure, and slow for many floats: a long one runs in a thread.  Source: spec section 16.3."""
 
 from typing import Any, NamedTuple
 
