@@ -155,7 +155,7 @@ class Door:
 
 
 class Ticket:
-    """The places of one request; left once, on whatever way."""
+    """The places of one request; left on whatever way, at the latest with its block."""
 
     def __init__(self, door: Door, entry: Entry, num_bytes: int) -> None:
         self.entry = entry
@@ -206,6 +206,10 @@ class Ticket:
         counts = [stream.num_tokens for stream in self.generations]
         return sum(prompt for prompt, _ in counts), sum(output for _, output in counts)
 
+    def leave(self) -> None:
+        """Its places are somebody else's; more than once is once."""
+        self._door.leave(self.entry)
+
     def __enter__(self) -> Self:
         return self
 
@@ -215,4 +219,4 @@ class Ticket:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._door.leave(self.entry)
+        self.leave()

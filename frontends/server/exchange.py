@@ -141,6 +141,8 @@ class Exchange:
     async def send_body(
         self, body: bytes, kind: bytes = JSON, status: int = 200, headers: Headers = ()
     ) -> None:
+        if self.ticket is not None:
+            self.ticket.leave()  # before the client has its answer, and asks again
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, ((b"content-type", kind), length, *headers))
         for begin in range(0, len(body) - MAX_FRAME, MAX_FRAME):

@@ -38,6 +38,19 @@ async def test_a_client_that_leaves_aborts_its_request(
     await wait_idle()
 
 
+async def test_who_has_an_answer_leaves_no_place_behind_that_the_next_request_could_meet(
+    app, client, wait_until
+):
+    async with client.stream("POST", PATH, body(max_tokens=2), [JSON]) as call:
+        call.stop_reading()
+        await wait_until(lambda: app.service.door.admission.num_requests == 1)
+        await wait_until(lambda: app.service.door.admission.num_requests == 0)
+        assert not call.is_over.is_set()
+        call.read_on()
+        await call.wait_complete()
+    assert call.answer.status == 200
+
+
 @pytest.mark.parametrize("fields", [{}, {"stream": True}])
 @pytest.mark.parametrize("num_steps", [0, 10])
 async def test_what_is_left_costs_one_step_more(
