@@ -45,7 +45,7 @@ def test_defaults_are_those_of_the_specification(folder):
     config = EngineArgs(folder()).resolve()
     assert config.scheduler.max_num_seqs == 128
     assert config.scheduler.max_num_active_seqs == 128
-    assert config.scheduler.max_num_scheduled_tokens == 2048
+    assert config.scheduler.max_num_scheduled_tokens == 1024  # on a CPU
     assert config.scheduler.policy == "priority"
     assert config.scheduler.enable_chunked_prefill
     assert config.scheduler.enable_prefix_caching
@@ -57,7 +57,13 @@ def test_defaults_are_those_of_the_specification(folder):
 
 def test_offline_limits_are_larger(folder):
     scheduler = EngineArgs(folder()).resolve(offline=True).scheduler
-    assert (scheduler.max_num_seqs, scheduler.max_num_scheduled_tokens) == (256, 4096)
+    assert (scheduler.max_num_seqs, scheduler.max_num_scheduled_tokens) == (256, 1024)
+
+
+def test_a_step_takes_what_it_is_given(folder):
+    for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+        scheduler = EngineArgs(folder(), **{name: 4096}).resolve().scheduler
+        assert scheduler.max_num_scheduled_tokens == 4096
 
 
 def test_async_engine_args_are_engine_args():
