@@ -19,9 +19,8 @@ from trouper.kernels.simd import LANES, Code, Kind, Operand, Pointer, Value
 
 PITCH = 272  # cells from one staged key to the next: constant, and no multiple of a power of two
 WIDEST = 256  # of a head: a key fits its pitch
-SLACK = (
-    8.0  # a weight is at most 2^8 before all are taken together: sums are made smaller that seldom
-)
+# A weight is at most 2^8: so far a maximum may grow before sums are made smaller, which is seldom.
+SLACK = 8.0
 
 
 def scratch_bytes(width: int, side: int) -> int:

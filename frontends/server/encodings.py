@@ -43,11 +43,15 @@ def encode(array: Array, how: Encoding) -> bytes:
 def numbers(array: Array) -> bytes:
     """The json of an array, nested as it is; others get a turn every `STEP` numbers."""
     if array.ndim > 1:
-        return listed([numbers(row) for row in array])
+        rows: list[bytes] = []
+        for row in array:
+            rows.append(numbers(row))
+            time.sleep(0)  # gives the interpreter away
+        return listed(rows)
     parts: list[bytes] = []
     for begin in range(0, len(array), STEP):
         if begin:
-            time.sleep(0)  # gives the interpreter away
+            time.sleep(0)
         parts.append(as_json(array[begin : begin + STEP].tolist())[1:-1])
     return listed(parts)
 
