@@ -60,7 +60,8 @@ class Shape(NamedTuple):
     def num_pieces(self, num_rows: int, num_out: int, num_in: int) -> int:
         fitting = (block for block in (*self.few, self.many) if num_rows <= block.rows)
         panels = next(fitting, self.many).panels
-        rows = max(self.many.rows, min(self.most_rows, self.most_bytes // (2 * num_in)))
+        most, step = min(self.most_rows, self.most_bytes // (2 * num_in)), self.many.rows
+        rows = max(most // step * step, step)  # whole blocks: then no stretch of rows is empty
         return -(-num_out // (LANES * panels)) * -(-num_rows // rows)
 
 

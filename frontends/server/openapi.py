@@ -92,9 +92,8 @@ def _answer(route: "Route", refs: dict[Any, Any]) -> dict[str, Any]:
     schema = refs[route.reply] if route.reply is not None else {"type": "object"}
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if route.generates:
-        content[
-            "text/event-stream"
-        ] = {}  # OpenAPI 3.1 has no words for events: a schema is read of each, or of all
+        # OpenAPI 3.1 has no words for events: a schema is read of each, or of all
+        content["text/event-stream"] = {}
     return {"description": "OK", "content": content}
 
 
