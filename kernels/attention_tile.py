@@ -10,8 +10,10 @@ At most `side` queries and `side` keys.  Queries lie along the *lanes* throughou
 """
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable
+from typing import Self, TypeVar
 
 from trouper.kernels.decode_attention import HIDDEN
 from trouper.kernels.matmul import TILE, Unit
@@ -22,14 +24,24 @@ WIDEST = 256  # of a head: a key fits its pitch
 # A weight is at most 2^8: so far a maximum may grow before sums are made smaller, which is seldom.
 SLACK = 8.0
 
+N = TypeVar("N", int, Value)
 
-def scratch_bytes(width: int, side: int) -> int:
-    """For each thread: queries, keys or plain rows, values, scores, pairs, sums, three rows of numbers."""
-    return 4 * side * (3 * width + PITCH + 2 * side + 3) + 64
+
+def scratch_bytes(width: int, side: int, parts: int = 1) -> int:
+    """For each thread: keys or plain rows, values, scores, pairs; of each part queries, sums, three rows of numbers."""
+    return 4 * side * (width + PITCH + 2 * side + parts * _part(width)) + 64
+
+
+def _part(width: N) -> N:
+    """Rows of `side` cells."""
+    return 2 * width + 3
 
 
 class Tile:
-    """The memory of a thread, and what is done with it."""
+    """The memory of a thread, and what is done with it.
+
+    Several tiles of queries that see the same keys share all but their queries and sums: see `part`.
+    """
 
     def __init__(
         self, code: Code, kind: Kind, base: Value, group: Operand, width: Value, side: int
@@ -39,21 +51,31 @@ class Tile:
         self.group, self.width = code.i64(group), width
         self.per_cell = 2 if kind == "bf16" else 1
         cell: Kind = "i32" if kind == "bf16" else "f32"
-        parts = (width, PITCH, width, side, side, width)
         starts = [code.i64(0)]
-        for part in parts:
-            starts.append(starts[-1] + part * side)
+        for rows in (PITCH, width, side, side):
+            starts.append(starts[-1] + rows * side)
         cells = code.pointer(base, cell)
         # plain rows share the memory of the keys
-        self.queries, self.keys, self.values, self.scores, self.pairs, self.sums, self.largest = (
+        self.keys, self.values, self.scores, self.pairs, self._parts = (
             cells + start for start in starts
         )
-        self.scores, self.sums, self.largest = (
-            pointer.of("f32") for pointer in (self.scores, self.sums, self.largest)
-        )
-        self.totals, self.places = self.largest + self.side, self.largest + 2 * self.side
+        self.scores = self.scores.of("f32")
         if kind != "bf16":
             self.pairs = self.scores
+        self._lies_at(code.i64(0))
+
+    def part(self, number: Value) -> Self:
+        """The same memory, with queries and sums of its own."""
+        part = copy.copy(self)
+        part._lies_at(number)
+        return part
+
+    def _lies_at(self, number: Value) -> None:
+        side, width = self.side, self.width
+        self.queries = self._parts + number * _part(width) * side
+        self.sums = (self.queries + width * side).of("f32")
+        self.largest = self.sums + width * side
+        self.totals, self.places = self.largest + side, self.largest + 2 * side
 
     def begun(self) -> "contextlib.AbstractContextManager[None]":
         """All tiles of a call are computed within it."""
@@ -65,12 +87,14 @@ class Tile:
             return self.code.dot(self.code.words(cells[index]), x, total)
         return self.code.fma(cells[index], x, total)
 
-    def read_queries(self, q: Pointer, stride: Value, count: Value) -> Value:
-        """queries [cells, side] of rows (token, head of the group), padded; the padded number."""
+    def padded_rows(self, count: Value) -> Value:
+        return (count * self.group + (2 * LANES - 1)) // (2 * LANES) * (2 * LANES)
+
+    def read_queries(self, q: Pointer, stride: Value, count: Value) -> None:
+        """queries [cells, side] of rows (token, head of the group), padded."""
         code, width, size = self.code, self.width, self.group * self.width
         plain = self.keys.of(self.kind)
-        num_rows = count * self.group
-        padded = (num_rows + (2 * LANES - 1)) // (2 * LANES) * (2 * LANES)
+        num_rows, padded = count * self.group, self.padded_rows(count)
         for token in code.loop(0, count):
             for d in code.loop(0, size, LANES):
                 plain.store(token * size + d, q.load(token * stride + d))
@@ -86,11 +110,10 @@ class Tile:
             for c in code.loop(whole, cells):
                 for i in range(LANES):
                     self.queries[c * self.side + r + i] = self.keys[(r + i) * cells + c]
-        return padded
 
-    def begin(self, num_rows: Value, position: Value, count: Value) -> None:
+    def begin(self, position: Value, count: Value) -> None:
         code = self.code
-        for r in code.loop(0, num_rows):
+        for r in code.loop(0, self.padded_rows(count)):
             self.largest[r], self.totals[r] = HIDDEN, 0.0
             self.places[r] = code.f32(position + code.smaller(r // self.group, count - 1))
         for i in code.loop(0, self.width * self.side, LANES):
@@ -224,12 +247,11 @@ class AmxTile(Tile):
     def begun(self) -> "contextlib.AbstractContextManager[None]":
         return self.code.tiles(TILE, narrow=())
 
-    def read_queries(self, q: Pointer, stride: Value, count: Value) -> Value:
-        num_rows = super().read_queries(q, stride, count)
+    def read_queries(self, q: Pointer, stride: Value, count: Value) -> None:
+        super().read_queries(q, stride, count)
         for c in self.code.loop(self._cells, self._padded):
-            for r in self.code.loop(0, num_rows, LANES):
+            for r in self.code.loop(0, self.padded_rows(count), LANES):
                 self.queries.store(c * self.side + r, self.code.words(0))
-        return num_rows
 
     def stage_keys(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
         """Scores of keys beyond the last are of whatever lies there, and nobody reads them."""

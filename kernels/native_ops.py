@@ -58,7 +58,9 @@ class NativeOps:
         self._span = decode_attention.SPAN
         self._tile = prefill_attention.SIDE // self._group
         self._decode_scratch = decode_attention.scratch_bytes(self._group, shape.head_dim)
-        self._prefill_scratch = attention_tile.scratch_bytes(shape.head_dim, prefill_attention.SIDE)
+        self._prefill_scratch = attention_tile.scratch_bytes(
+            shape.head_dim, prefill_attention.SIDE, prefill_attention.PARTS
+        )
         self._eps, self._alpha = float_bits(shape.norm_eps), float_bits(shape.residual_scale)
         self._scale, self._cap = float_bits(shape.scale), float_bits(shape.softcap or 0.0)
         # float32 copies of weights by the id of theirs, which is kept so that the id stays theirs
@@ -79,12 +81,13 @@ class NativeOps:
         merges: list[tuple[int, int, int]] = []
         tiles: list[tuple[int, int, int, int]] = []
         num_partials = first = 0
+        tile = self._tile * self._parts_of_a_piece(counts)
         for row, start, count in zip(rows, starts, counts, strict=True):
             if count > 1:
                 # the last tile sees the most keys: it begins first
                 tiles += [
-                    (first + offset, min(self._tile, count - offset), row, start + offset)
-                    for offset in reversed(range(0, count, self._tile))
+                    (first + offset, min(tile, count - offset), row, start + offset)
+                    for offset in reversed(range(0, count, tile))
                 ]
             else:
                 end = start + 1
@@ -234,6 +237,12 @@ class NativeOps:
                 out_TN.stride(0),
             )
         return out_TN
+
+    def _parts_of_a_piece(self, counts: Sequence[int]) -> int:
+        """As many tiles of queries as leave each thread four pieces.  No result depends on it."""
+        num_tiles = sum(-(-count // self._tile) for count in counts if count > 1)
+        most = num_tiles * self._shape.num_kv_heads // (4 * torch.get_num_threads())
+        return max(1, min(most, prefill_attention.PARTS))
 
     def _heads_of_a_piece(self, num_spans: int) -> int:
         """As many as leave each thread four pieces: a thread that goes on to the next head knows

@@ -5,7 +5,7 @@
     q      [T, N, D]     rows may be strided;  N = H · G, the G heads of a group adjacent
     cache  [2, H, S, D]  slot = block id · block size + offset
     tables [C, B]        int64 block ids
-    tiles  [P, 4]        int64: first token, number of tokens (≤ SIDE / G), row of the table, position
+    tiles  [P, 4]        int64: first token, number of tokens (≤ PARTS · SIDE / G), row of the table, position
     out    [T, N · D]
 
 A piece of work is one KV head of one tile: its tokens and group heads are R ≤ SIDE query rows, which
@@ -24,11 +24,14 @@ Measured, one EPYC core, N = 16, H = 8, D = 128, bf16, where a packed GEMM reach
 torch's flash attention: 56, 61, 74.  Both products alone run at 225-230.
 """
 
-from trouper.kernels.attention_tile import WIDEST, tile_of
+from collections.abc import Iterator
+
+from trouper.kernels.attention_tile import WIDEST, Tile, tile_of
 from trouper.kernels.decode_attention import LOG2_E, capped
 from trouper.kernels.matmul import Unit
 from trouper.kernels.simd import LANES, Code, Kind, Pointer, Value
 
+PARTS = 4  # tiles of queries in a piece of work, at most: keys and values are prepared once for all of them
 SIDE = 128  # keys, and rows of queries: by AMX 64 and 64 take 1.15 times as long; by AVX-512 they are equal
 
 
@@ -57,25 +60,47 @@ def prefill_attention(code: Code, kind: Kind, unit: Unit) -> None:
             def slot(place: Value, table: Pointer = table) -> Value:
                 return table[place // block_size] * block_size + place % block_size
 
-            num_rows = tile.read_queries(q + (token * q_stride + head * size), q_stride, count)
-            tile.begin(num_rows, position, count)
-            end = position + count
-            for first in code.loop(code.larger(position + 1 - window, 0), end, SIDE):
+            end, step = position + count, code.i64(SIDE) // group
+
+            def parts(
+                count: Value = count, step: Value = step
+            ) -> Iterator[tuple[Tile, Value, Value]]:
+                """Of the piece: the tile, its first token, how many."""
+                for part in code.loop(0, (count + (step - 1)) // step):
+                    at = part * step
+                    yield tile.part(part), at, code.smaller(step, count - at)
+
+            for part, at, own in parts():
+                part.read_queries(q + ((token + at) * q_stride + head * size), q_stride, own)
+                part.begin(position + at, own)
+            oldest = code.larger(position + 1 - window, 0)
+            for first in code.loop(oldest // SIDE * SIDE, end, SIDE):
                 num = code.smaller(end - first, SIDE)
                 tile.stage_keys(lambda i, k=k, first=first: k + slot(first + i) * width, num)
-                tile.write_scores(num_rows, num)
-                is_masked = (first + num - 1 > position) | (end - 1 - window >= first)
-                for r in code.loop(0, num_rows, LANES):
-                    with code.when(cap > 0.0):
-                        for i in code.loop(0, num):
-                            x = capped(code, tile.scores.load(i * SIDE + r) * scale, cap)
-                            tile.scores.store(i * SIDE + r, x)
-                    with code.when(is_masked):
-                        tile.hide(r, first, num, window, 0)
-                    tile.soften(r, num, code.select(cap > 0.0, 1.0, scale) * LOG2_E)
                 tile.stage_values(lambda i, v=v, first=first: v + slot(first + i) * width, num)
-                tile.add_values(num_rows, num)
-            tile.write_out(out + (token * out_stride + head * size), out_stride, count)
+                for part, at, own in parts():
+                    begin, stop = position + at, position + at + own
+                    num, num_rows = code.smaller(stop - first, SIDE), part.padded_rows(own)
+                    with code.when((num > 0) & (first + num > begin + 1 - window)):
+                        part.write_scores(num_rows, num)
+                        is_masked = (first + num - 1 > begin) | (stop - 1 - window >= first)
+                        for r in code.loop(0, num_rows, LANES):
+                            with code.when(cap > 0.0):
+                                _cap(part, r, num, scale, cap)
+                            with code.when(is_masked):
+                                part.hide(r, first, num, window, 0)
+                            part.soften(r, num, code.select(cap > 0.0, 1.0, scale) * LOG2_E)
+                        part.add_values(num_rows, num)
+            for part, at, own in parts():
+                part.write_out(out + ((token + at) * out_stride + head * size), out_stride, own)
+
+
+def _cap(tile: Tile, r: Value, num_keys: Value, scale: Value, cap: Value) -> None:
+    """Of the scores of sixteen queries."""
+    code = tile.code
+    for i in code.loop(0, num_keys):
+        x = capped(code, tile.scores.load(i * SIDE + r) * scale, cap)
+        tile.scores.store(i * SIDE + r, x)
 
 
 def can_prefill(group: int, width: int) -> bool:

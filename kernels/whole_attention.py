@@ -39,8 +39,9 @@ def whole_attention(code: Code, kind: Kind, unit: Unit) -> None:
             start, num_keys, query, count = row[0], row[1], row[2], row[3]
             q = qkv + (start * stride + head * width)
             k, v = q + size, q + size * 2
-            num_rows = tile.read_queries(q + query * stride, stride, count)
-            tile.begin(num_rows, query, count)
+            num_rows = tile.padded_rows(count)
+            tile.read_queries(q + query * stride, stride, count)
+            tile.begin(query, count)
             low, high = (
                 code.larger(query - window, 0),
                 code.smaller(query + count + window, num_keys),

@@ -14,6 +14,7 @@ from trouper.kernels import launch
 from trouper.kernels.decoder_ops import Shape, can_be_native, make_ops
 from trouper.kernels.native_ops import NativeOps
 from trouper.kernels.paged_attention import paged_attention_reference
+from trouper.kernels.prefill_attention import PARTS
 from trouper.kernels.rms_norm import rms_norm_reference
 from trouper.kernels.rope import rope_table
 from trouper.kernels.torch_ops import TorchOps
@@ -145,6 +146,19 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_the_threads(dtype):
         alone = ops.attend(qkv[first : first + count], step.cache, plan)
         assert torch.equal(alone, together[first : first + count])
         first += count
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_row_does_not_depend_on_how_many_tiles_share_their_keys(dtype, window, monkeypatch):
+    step = Step(shape_of(dtype=dtype), [(0, 600), (100, 150)])
+    step.check(window)
+    found = []
+    for parts in range(1, PARTS + 1):
+        monkeypatch.setattr(NativeOps, "_parts_of_a_piece", lambda *_, parts=parts: parts)
+        found.append(step.attend(NativeOps(step.shape), window))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert not found[0].isnan().any()
 
 
 def test_scores_far_apart_and_not_a_number_stay_in_their_row():
