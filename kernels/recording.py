@@ -7,38 +7,23 @@ Laws:
   * What differs between two replays lies in the inputs, or in what kernels find through an address.
   * Only kernels compute from the inputs; torch may allocate and view.  What torch computes from
     constants is computed once and kept.
-  * Memory that is freed while recording is used again by what is recorded later, and all recordings of
-    an arena share it: a result is read before the next replay.
+  * All recordings of an arena share its memory: a result is read before the next replay.
   * A recording keeps neither weights nor caches: who drops these drops it first.
 """
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trouper.kernels import launch
-
-SMALLEST = 64  # bytes
+from trouper.kernels.arena import Arena, Lender
 
 
 class NotRecordableError(Exception):
     """torch computes something from the inputs."""
-
-
-class Arena:
-    """Memory that recordings share: pieces of powers of two bytes, never given back."""
-
-    def __init__(self) -> None:
-        self.pieces: list[Tensor] = []
-
-    def __repr__(self) -> str:
-        return f"<Arena of {sum(map(len, self.pieces))} bytes>"
 
 
 class Recording:
@@ -104,31 +89,24 @@ class Recording:
         return commands
 
 
-class _Allocations(TorchDispatchMode):
+class _Allocations(Lender):
     """Gives memory of an arena to what torch allocates, and refuses what it would compute."""
 
     def __init__(self, arena: Arena, inputs: Iterable[Tensor], kept: list[object]) -> None:
-        super().__init__()
-        self._arena, self._kept = arena, kept
-        self._free = list(arena.pieces)
-        self._ours = {_storage(x) for x in (*arena.pieces, *inputs)}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch imports its compiler: 1.5 s
+        super().__init__(arena)
+        self._kept = kept
+        self._inputs = {_storage(x) for x in inputs}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten.empty.memory_format:
-            return self._empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
-        if func is torch.ops.aten.new_empty.default:
-            return self._empty(args[1], kwargs.get("dtype") or args[0].dtype)
+        lent = self.lent(func, args, kwargs or {})
+        if lent is not None:
+            return lent
         is_ours = any(map(self._holds, tree_leaves((args, kwargs))))
         if is_ours and not func.is_view:
             raise NotRecordableError(str(func))
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         if is_ours and not all(map(self._holds, tree_leaves(result))):  # no view, but a copy
             raise NotRecordableError(str(func))
         if not is_ours:
@@ -136,24 +114,9 @@ class _Allocations(TorchDispatchMode):
         return result
 
     def _holds(self, x: object) -> bool:
-        return isinstance(x, Tensor) and _storage(x) in self._ours
-
-    def _empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        num_bytes = dtype.itemsize * int(np.prod(list(shape)))
-        piece = self._piece(max(SMALLEST, 1 << (num_bytes - 1).bit_length()))
-        # the storage refers to this array, and nothing else does: it dies with the last view
-        lent = piece.numpy()[:num_bytes]
-        weakref.finalize(lent, self._free.append, piece)
-        return torch.from_numpy(lent).view(dtype).view(*shape)
-
-    def _piece(self, num_bytes: int) -> Tensor:
-        for i, piece in enumerate(self._free):
-            if len(piece) == num_bytes:
-                return self._free.pop(i)
-        piece = torch.empty(num_bytes, dtype=torch.uint8)
-        self._arena.pieces.append(piece)
-        self._ours.add(_storage(piece))
-        return piece
+        if not isinstance(x, Tensor):
+            return False
+        return (address := _storage(x)) in self._inputs or address in self._arena.pieces
 
 
 def _storage(x: Tensor) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.models.decoder import Read
 from trouper.actors.messages import Embeds, NewRow, Sampling, StepPlan
 
 
@@ -70,12 +71,14 @@ class Batch(msgspec.Struct, frozen=True):
     starts: np.ndarray  # [C]
     ends: np.ndarray  # [C], the position that a sample of the column will take
     firsts: np.ndarray  # [C], first token of the column in the flat batch
+    lasts: np.ndarray  # [C], the last
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     slots: Tensor  # [T] int64
     plans: dict[int | None, Any]  # attention, by window, as the decoder's ops make them
     has_long_chunks: bool = True  # else every token is attended alone
     embeds: tuple[tuple[int, Tensor], ...] = ()  # first token in the flat batch, rows from there on
+    read: Read | None = None  # the last tokens of the columns that sample; None: all tokens
 
 
 def make_batch(
@@ -93,17 +96,30 @@ def make_batch(
     attended = _attended(columns, starts, counts)
     size = rows.block_size
     slots_T = rows.block_ids[rows_T, positions_T // size] * size + positions_T % size
+    lasts = firsts + counts - 1
+    has_long_chunks = any(count > 1 for count in attended[2])
+    read = None
+    if has_long_chunks and all(rows.sampling[row].prompt_logprobs is None for row in plan.rows):
+        samples = np.flatnonzero(plan.needs_sample)
+        ends = starts[samples] + counts[samples]
+        lone = columns[samples].tolist(), (ends - 1).tolist(), [1] * len(samples)
+        read = Read(
+            torch.from_numpy(lasts[samples]),
+            {window: plan_attention(rows.block_ids, *lone, window) for window in windows},
+        )
     return Batch(
         rows=columns,
         starts=starts,
         ends=starts + counts,
         firsts=firsts,
+        lasts=lasts,
         token_ids=torch.from_numpy(rows.token_ids[rows_T, positions_T]),
         positions=torch.from_numpy(positions_T),
         slots=torch.from_numpy(slots_T),
         plans={window: plan_attention(rows.block_ids, *attended, window) for window in windows},
-        has_long_chunks=any(count > 1 for count in attended[2]),
+        has_long_chunks=has_long_chunks,
         embeds=embeds_of(plan, rows, firsts),
+        read=read,
     )
 
 

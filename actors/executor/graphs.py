@@ -17,7 +17,8 @@ from torch import Tensor
 from trouper.actors.executor.batch import Batch
 from trouper.actors.executor.models.decoder import Decoder
 from trouper.actors.executor.models.encoder import Encoder
-from trouper.kernels.recording import Arena, Recording
+from trouper.kernels.arena import Arena
+from trouper.kernels.recording import Recording
 from trouper.kernels.varlen_attention import Group, tiles_of
 
 # Of more rows, Python is less than a hundredth of the time.  A launch is recorded in about 180 bytes: 50 KiB
@@ -48,14 +49,16 @@ class DecodeGraphs:
     Args:
         caches: of each layer.
         max_rows: of a step.
+        arena: for the activations.
     """
 
-    def __init__(self, decoder: Decoder, caches: Sequence[Tensor], max_rows: int) -> None:
-        self._decoder, self._caches = decoder, caches
+    def __init__(
+        self, decoder: Decoder, caches: Sequence[Tensor], max_rows: int, arena: Arena
+    ) -> None:
+        self._decoder, self._caches, self._arena = decoder, caches, arena
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
         self._x = torch.empty((self._max_rows, decoder.traits.hidden_size), dtype=decoder.dtype)
         self._positions, self._slots = torch.empty((2, self._max_rows), dtype=torch.int64)
-        self._arena = Arena()
         self._graphs: dict[int, _Graph] = {}
 
     def __repr__(self) -> str:

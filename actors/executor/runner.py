@@ -30,6 +30,7 @@ from trouper.actors.executor.weights import load_decoder
 from trouper.actors.messages import StepDone, StepPlan, TokenLogprobs
 from trouper.config import EngineConfig
 from trouper.errors import TrouperValidationError
+from trouper.kernels.arena import Arena, Lender
 from trouper.kernels.decoder_ops import make_ops
 from trouper.kernels.recording import NotRecordableError
 
@@ -59,6 +60,7 @@ class Runner:
         self._decoder: Decoder | None = None
         self._kv: Tensor | None = None  # [layers, 2, H, S, D]
         self._graphs: DecodeGraphs | None = None
+        self._arena = Arena()  # of activations; of all steps, since each is read before the next
         self._num_slots = 0
         self._profiler = Profiler()
         self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop
@@ -82,6 +84,7 @@ class Runner:
         """Level 1 discards KV memory (weights are in host memory already), level 2 weights too."""
         if level >= 1:
             self._kv = self._graphs = None
+            self._arena = Arena()
         if level >= 2:
             self._decoder = None
         give_back_free_memory()
@@ -102,7 +105,8 @@ class Runner:
                 return
             if self._graphs is None:
                 max_rows = self._config.scheduler.max_num_seqs
-                self._graphs = DecodeGraphs(self._decoder, self._kv.unbind(0), max_rows)
+                caches = self._kv.unbind(0)
+                self._graphs = DecodeGraphs(self._decoder, caches, max_rows, self._arena)
 
     def _load_decoder(self) -> Decoder:
         config = self._config
@@ -137,9 +141,9 @@ class Runner:
             if not plan.rows:
                 return StepDone(plan.step, ())
             batch = make_batch(plan, self._rows, self._traits.windows, self._decoder.ops.plan)
-            hidden_TE = self._forward(batch, self._decoder, self._kv.unbind(0))
-            prompt_logprobs = self._prompt_logprobs(hidden_TE, batch, self._decoder)
-            return self._sample(plan, hidden_TE, batch, prompt_logprobs)
+            hidden = self._forward(batch, self._decoder, self._kv.unbind(0))
+            prompt_logprobs = self._prompt_logprobs(hidden, batch, self._decoder)
+            return self._sample(plan, hidden, batch, prompt_logprobs)
 
     def _apply_changes(self, plan: StepPlan, kv: Tensor) -> None:
         for new in plan.new_rows:
@@ -158,14 +162,21 @@ class Runner:
             except NotRecordableError as error:
                 logger.info("steps are not recorded: %s", error)
                 self._graphs = None
-        return decoder.forward(
-            batch.token_ids, batch.positions, batch.slots, batch.plans, caches, batch.embeds
-        )
+        with Lender(self._arena):
+            return decoder.forward(
+                batch.token_ids,
+                batch.positions,
+                batch.slots,
+                batch.plans,
+                caches,
+                batch.embeds,
+                batch.read,
+            )
 
     def _sample(
         self,
         plan: StepPlan,
-        hidden_TE: Tensor,
+        hidden: Tensor,
         batch: Batch,
         prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...],
     ) -> StepDone:
@@ -174,8 +185,9 @@ class Runner:
         columns = np.flatnonzero(plan.needs_sample)
         if len(columns):
             assert self._decoder is not None
-            last = (batch.firsts + batch.ends - batch.starts - 1)[columns]
-            logits_RV = self._decoder.logits(hidden_TE.index_select(0, torch.from_numpy(last)))
+            if batch.read is None:
+                hidden = hidden.index_select(0, torch.from_numpy(batch.lasts[columns]))
+            logits_RV = self._decoder.logits(hidden)
             sampled = self._sampler.sample(
                 logits_RV, batch.rows[columns].tolist(), batch.ends[columns].tolist()
             )

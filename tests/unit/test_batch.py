@@ -62,6 +62,26 @@ def test_a_short_chunk_is_attended_token_by_token_whatever_its_company():
     assert len(attended((1, 0, SHORT_CHUNK))[0]) == SHORT_CHUNK
 
 
+def test_only_the_last_tokens_of_columns_that_sample_are_read_of_prompts():
+    rows = Rows(3, 64, BLOCK_SIZE)
+
+    def read(*columns):
+        """Columns are (row, start, count, needs_sample): flat tokens, and rows and positions of their attention."""
+        plan = StepPlan(1, 0, *zip(*columns, strict=True))
+        batch = make_batch(plan, rows, (None,), plan_attention=lambda _, *columns: columns)
+        if batch.read is None:
+            return None
+        own_rows, positions, counts, _ = batch.read.plans[None]
+        assert counts == [1] * len(own_rows)
+        return batch.read.tokens_R.tolist(), own_rows, positions
+
+    assert read((1, 9, 1, True), (2, 0, 20, False), (0, 4, 12, True)) == ([0, 32], [1, 0], [9, 15])
+    assert read((2, 0, 20, False)) == ([], [], [])
+    assert read((1, 9, 1, True), (2, 4, 3, True)) is None  # a recording has them all
+    rows.sampling[2] = Sampling(prompt_logprobs=0)
+    assert read((1, 9, 1, True), (2, 0, 20, False)) is None
+
+
 def runs(flags):
     """Begin and end of each run of True."""
     edges = np.flatnonzero(np.diff([0, *map(int, flags), 0]))

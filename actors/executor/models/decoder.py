@@ -7,7 +7,7 @@ It knows nothing of sequences: the batch brings positions, slots and the plan of
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,13 @@ from trouper.kernels.decoder_ops import Ops, Shape
 from trouper.kernels.linear import Linear, linear
 
 LOGITS_AT_ONCE = 256  # rows; 256 x 152k vocabulary x 4 B = 150 MiB
+
+
+class Read(NamedTuple):
+    """The tokens of a step whose hidden states are read: of the others the last layer computes keys and values alone."""
+
+    tokens_R: Tensor  # int64
+    plans: Mapping[int | None, Any]  # of their attention, each a column of its own
 
 
 class Layer:
@@ -78,8 +85,10 @@ class Decoder:
         plans: Mapping[int | None, Any],
         caches: Sequence[Tensor],
         embeds: Sequence[tuple[int, Tensor]] = (),
+        read: Read | None = None,
     ) -> Tensor:
-        """Hidden states [T, E] after the last norm; the caches gain this step's keys and values.
+        """Hidden states after the last norm, [T, E], or [R, E] if only those are read; the caches gain this step's
+        keys and values.
 
         Args:
             plans: of the attention, by window, as `ops.plan` makes them.
@@ -87,7 +96,7 @@ class Decoder:
             embeds: rows that stand for the embeddings of tokens: the first token, and the rows.
         """
         x_TE = self.embed(token_ids_T, embeds)
-        return self.forward_embedded(x_TE, positions_T, slots_T, plans, caches)
+        return self.forward_embedded(x_TE, positions_T, slots_T, plans, caches, read)
 
     def embed(self, token_ids_T: Tensor, embeds: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
         x_TE = F.embedding(token_ids_T, self._embedding)
@@ -107,6 +116,7 @@ class Decoder:
         slots_T: Tensor,
         plans: Mapping[int | None, Any],
         caches: Sequence[Tensor],
+        read: Read | None = None,
     ) -> Tensor:
         """As `forward`, which begins with `embed`; x is overwritten."""
         ops = self.ops
@@ -115,7 +125,14 @@ class Decoder:
         y_TE = x_TE if first_norm is None else ops.norm(x_TE, first_norm)
         following = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
         for layer, cache, next_norm in zip(self._layers, caches, following, strict=True):
-            y_TE = self._attention(layer, y_TE, step, plans[layer.traits.window], cache)
+            qkv_TND = self._projections(layer, y_TE, step, cache)
+            if read is not None and layer is self._layers[-1]:
+                plans = read.plans
+                x_TE, qkv_TND = (each.index_select(0, read.tokens_R) for each in (x_TE, qkv_TND))
+                if not len(x_TE):
+                    return x_TE
+            plan = plans[layer.traits.window]
+            y_TE = linear(ops.attend(qkv_TND, cache, plan), layer.o)
             y_TE = self._add(x_TE, y_TE, layer.attention_post_norm, layer.mlp_norm)
             y_TE = linear(ops.act_mul(linear(y_TE, layer.gate_up)), layer.down)
             y_TE = self._add(x_TE, y_TE, layer.mlp_post_norm, next_norm)
@@ -150,16 +167,15 @@ class Decoder:
             y_TE = self.ops.norm(y_TE, post_norm)
         return self.ops.add_norm(x_TE, y_TE, next_norm)
 
-    def _attention(
-        self, layer: Layer, x_TE: Tensor, step: Any, plan: Any, cache_2HSD: Tensor
-    ) -> Tensor:
+    def _projections(self, layer: Layer, x_TE: Tensor, step: Any, cache_2HSD: Tensor) -> Tensor:
+        """Queries, keys and values [T, N + 2 H, D]; the latter two are in the cache."""
         traits = self.traits
         num_heads = traits.num_q_heads + 2 * traits.num_kv_heads
         qkv_TND = linear(x_TE, layer.qkv).view(-1, num_heads, traits.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             self._norm_projections(qkv_TND, layer.q_norm, layer.k_norm)
         self.ops.finish_qkv(qkv_TND, layer.head_norm, step, layer.traits.rope, cache_2HSD)
-        return linear(self.ops.attend(qkv_TND, cache_2HSD, plan), layer.o)
+        return qkv_TND
 
     def _norm_projections(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         """In place, over all heads of q and of k (OLMo-2)."""

@@ -1,0 +1,39 @@
+"""Memory of one step after the other."""
+
+import gc
+
+import torch
+
+from trouper.kernels.arena import Arena, Lender
+
+
+def grown(arena, num_rows):
+    """What a chain of tensors leaves; all but two of them are freed on the way."""
+    with Lender(arena):
+        x = torch.empty((num_rows, 8), dtype=torch.bfloat16).fill_(1.0)
+        for _ in range(9):
+            x = x.new_empty(x.shape).copy_(x + 1)
+            gc.collect(0)
+    return x
+
+
+def test_the_next_block_is_lent_the_memory_of_the_last():
+    arena = Arena()
+    first = grown(arena, 100)
+    assert first.unique().tolist() == [10.0]
+    num_pieces, where = len(arena.pieces), first.data_ptr()
+    assert repr(arena) == f"<Arena of {2048 * num_pieces} bytes>"
+    second = grown(arena, 128)
+    assert len(arena.pieces) == num_pieces == 2
+    assert {where, second.data_ptr()} <= set(arena.pieces)
+    assert grown(arena, 129).shape == (129, 8)  # needs larger ones
+    assert repr(arena) == f"<Arena of {(2048 + 4096) * num_pieces} bytes>"
+
+
+def test_outside_of_a_block_and_in_an_empty_tensor_there_is_nothing_to_lend():
+    arena = Arena()
+    torch.empty(100)
+    assert repr(arena) == "<Arena of 0 bytes>"
+    with Lender(arena):
+        assert torch.empty((0, 4)).shape == (0, 4)
+        assert torch.ones(3).new_empty((2, 2), dtype=torch.int64).dtype == torch.int64
