@@ -9,6 +9,7 @@ import msgspec
 from trouper import __version__
 from trouper.frontends.server.errors import Refusal, unavailable
 from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.metrics import expose
 from trouper.frontends.server.overload import Level
 from trouper.frontends.server.service import Service
 
@@ -76,8 +77,7 @@ async def metrics(service: Service, exchange: Exchange, _: None) -> None:
     found = service.engine.engine.metrics
     if found is None:
         raise Refusal(404, "not_found", "statistics are switched off")
-    own = service.metrics.expose(service.config.metrics_prefix)
-    await exchange.send_body(found.expose() + own, PROMETHEUS)
+    await exchange.send_body(await expose((found, service.metrics)), PROMETHEUS)
 
 
 async def load(service: Service, exchange: Exchange, _: None) -> None:

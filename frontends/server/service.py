@@ -75,6 +75,7 @@ class Service:
         self.door.max_prefill_tokens = config.max_num_queued_tokens
         self.door.num_prefill_tokens = lambda: engine.statistics().num_prefill_tokens
         self.door.delay = QueueDelay(self.settings.max_queue_delay_s)
+        self.metrics.prefix = config.metrics_prefix
         self._engine = engine
 
     def drain(self) -> None:

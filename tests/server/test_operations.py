@@ -9,6 +9,7 @@ from trouper import AsyncLLMEngine, EngineArgs, __version__
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.app import App, create_app
 from trouper.frontends.server.lines import log_lines
+from trouper.frontends.server.metrics import expose
 from trouper.frontends.server.progress import StepClock
 from trouper.frontends.server.routes import ROUTES
 from trouper.frontends.server.settings import ServerSettings
@@ -73,6 +74,25 @@ async def test_metrics(client):
     assert answer.headers["content-type"].startswith("text/plain")
     assert b"trouper:request_success_total" in answer.body
     assert b'trouper:http_requests_total{handler="/v1/completions",status="200"}' in answer.body
+
+
+async def test_a_scrape_gives_others_a_turn_after_each_family(app):
+    turns = 0
+
+    async def beat():
+        nonlocal turns
+        while True:
+            turns += 1
+            await anyio.lowlevel.checkpoint()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(beat)
+        text = await expose((app.service.engine.engine.metrics, app.service.metrics))
+        tasks.cancel_scope.cancel()
+    num_families = text.count(b"# TYPE")
+    assert num_families > 30
+    assert turns >= num_families - 1
+    assert text.endswith(b"\n")
 
 
 def test_the_age_of_a_step_grows_only_while_one_is_awaited(engine):
