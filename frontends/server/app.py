@@ -2,6 +2,7 @@
 
     head limits → key and route → place in the house → body → handler, with an eye on the client
 
+A full house looks as far as the place before there is a task for the request (`greet`): most of those who come then are refused.
 Leaving, because the client has left or its deadline has passed, is a cancelled scope: the handler's
 generations close, and that is the abort.
 """
@@ -17,8 +18,16 @@ from trouper.errors import EngineDeadError
 from trouper.frontends.server.access import Gate
 from trouper.frontends.server.cors import cors_headers
 from trouper.frontends.server.decoding import decode
-from trouper.frontends.server.errors import Refusal, describe, log, logger
-from trouper.frontends.server.exchange import ClientGone, Exchange, Receive, Scope, Send
+from trouper.frontends.server.errors import Problem, Refusal, describe, log, logger
+from trouper.frontends.server.exchange import (
+    Answer,
+    ClientGone,
+    Exchange,
+    Message,
+    Receive,
+    Scope,
+    Send,
+)
 from trouper.frontends.server.overload import Level
 from trouper.frontends.server.replies import Usage
 from trouper.frontends.server.routes import TABLE, Route
@@ -60,38 +69,66 @@ class App:
             case other:
                 raise NotImplementedError(f"no {other} here")
 
+    def greet(self, scope: Scope) -> Answer | None:
+        """The refusal of what a full house cannot take; None: it may come in, and `__call__` says what becomes of it."""
+        if not self.service.door.is_tight:
+            return None
+        exchange = Exchange(scope, _nothing, _nowhere)
+        try:
+            route = self._find(exchange)
+            if route is not None and route.generates:
+                self.service.check_place(exchange)
+            return None
+        except Exception as error:
+            answer = exchange.refused(self._describe(exchange, error))
+        self._note(exchange)
+        return answer
+
     async def _answer(self, exchange: Exchange) -> None:
         try:
             await self._perform(exchange)
         except ClientGone:
             pass  # nobody is there to be told
         except Exception as error:
-            problem = describe(error)
-            log(problem, error, exchange.id)
-            if isinstance(error, EngineDeadError):
-                self.service.died.set()
-            await exchange.fail(problem)
+            await exchange.fail(self._describe(exchange, error))
+        self._note(exchange)
+
+    def _describe(self, exchange: Exchange, error: Exception) -> Problem:
+        problem = describe(error)
+        log(problem, error, exchange.id)
+        if isinstance(error, EngineDeadError):
+            self.service.died.set()
+        return problem
+
+    def _note(self, exchange: Exchange) -> None:
+        """It has its answer."""
         route = exchange.path if exchange.path in TABLE else "none"
         self.service.metrics.note_answer(route, exchange.status)
         if self._settings.logs_access and route not in self._settings.unlogged_paths:
             access_log.info("%s %s %d %s", exchange.method[:8], route, exchange.status, exchange.id)
 
-    async def _perform(self, exchange: Exchange) -> None:
+    def _find(self, exchange: Exchange) -> Route | None:
+        """None: an answer without content.  Raises Refusal for a bad head or key, or a route that there is not."""
         exchange.own_headers = cors_headers(exchange, self._settings)
         if self.service.door.level >= Level.TIDY:
             exchange.own_headers += ((b"connection", b"close"),)
         exchange.check_head(self._settings)
         route = self._gate.route(exchange)
+        if route is not None:
+            exchange.timeout_s = _timeout_s(exchange, self._settings)
+        return route
+
+    async def _perform(self, exchange: Exchange) -> None:
+        route = self._find(exchange)
         if route is None:
             await exchange.send_empty(204)
             return
-        timeout_s = _timeout_s(exchange, self._settings)
         with ExitStack() as stack:
             if route.generates:
                 exchange.ticket = stack.enter_context(self.service.enter(exchange))
             request = await self._read(exchange, route)
             act = partial(route.handler, self.service, exchange, request)
-            await self._attend(exchange, act, timeout_s)
+            await self._attend(exchange, act, exchange.timeout_s)
 
     async def _read(self, exchange: Exchange, route: Route) -> Any:
         if route.body is None:
@@ -138,13 +175,24 @@ class App:
 async def _watch(exchange: Exchange, handler: anyio.CancelScope, interval_s: float) -> None:
     """Until the client has left; a comment whenever a stream has been silent for so long, 0 for none."""
     while not exchange.is_gone:
+        if not interval_s:
+            await exchange.wait_disconnect()
+            break
         num_sends = exchange.num_sends
-        with anyio.move_on_after(interval_s or None):
+        with anyio.move_on_after(interval_s):
             await exchange.wait_disconnect()
         is_silent = exchange.is_stream and exchange.num_sends == num_sends
         if is_silent and not exchange.is_gone:
             await exchange.send_comment()
     handler.cancel()
+
+
+async def _nothing() -> Message:
+    raise NotImplementedError("nothing is read yet")
+
+
+async def _nowhere(message: Message) -> None:
+    raise NotImplementedError("nothing is sent yet")
 
 
 async def _live(receive: Receive, send: Send) -> None:

@@ -3,7 +3,7 @@
 Its connections start a task whenever a client falls idle, and take every frame through a lock, a shield and two turns of
 the event loop.  Here idleness is a deadline, and what the kernel takes at once is written at once.
 
-Laws.  Bytes leave in the order of the calls; the head of an answer that says its length, with what comes next.  A client that is idle, or has not sent a whole head, for `keep_alive_timeout`
+Laws.  Bytes leave in the order of the calls.  A client that is idle, or has not sent a whole head, for `keep_alive_timeout`
 is left, and so is every idle one when the server closes.  What is larger than `SMALL` gives others a turn.
 """
 
@@ -18,25 +18,26 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol import ProtocolWrapper
-from hypercorn.protocol.events import Event as StreamEvent
-from hypercorn.protocol.events import Response
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
+from trouper.frontends.server.http1 import SMALL, Http1, Shared
 from trouper.frontends.server.listeners import BACKLOG
 
 MAX_RECV = 2**16
 CLOSE_S = 1.0  # for the last words of TLS
-SMALL = 2**14  # bytes; copied in some microseconds
 Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]
 
 
 async def serve(app: Any, config: Config, wait_close: Callable[[], Awaitable[object]]) -> None:
-    """Until `wait_close` returns, and then until all have their answers or `graceful_timeout` is over."""
-    house = House(ASGIWrapper(app), config)
+    """Until `wait_close` returns, and then until all have their answers or `graceful_timeout` is over.
+
+    What an ASGI application has as `greet(scope)` is asked first: it answers at once, or says None.
+    """
+    house = House(app, config)
     async with trio.open_nursery() as connections:
         async with trio.open_nursery() as accepting:
             accept = partial(trio.serve_listeners, handler_nursery=connections)
@@ -64,10 +65,10 @@ def _listeners(config: Config) -> list[trio.abc.Listener[Any]]:
 class House:
     """What all connections share."""
 
-    def __init__(self, app: ASGIWrapper, config: Config) -> None:
-        self.app = app
+    def __init__(self, app: Any, config: Config) -> None:
         self.config = config
         self.context = WorkerContext(None)
+        self.shared = Shared(app, getattr(app, "greet", _greet), config, self.context)
         self.idle: set[Connection] = set()
 
     async def receive(self, stream: Stream) -> None:
@@ -80,6 +81,10 @@ class House:
             connection.leave()
 
 
+def _greet(_: object) -> None:
+    """An application that has nothing to say before it is called."""
+
+
 class Connection:
     """One client's, for any number of requests one after another (HTTP/1.1) or at a time (HTTP/2)."""
 
@@ -87,8 +92,7 @@ class Connection:
         self._house = house
         self._stream = stream
         self._writing = trio.Lock()  # what the kernel did not take at once
-        self._reading = trio.CancelScope()
-        self._deadline = math.inf
+        self._reading = trio.CancelScope()  # its deadline is when an idle client is left
         self._protocol: ProtocolWrapper
 
     async def run(self) -> None:
@@ -99,9 +103,8 @@ class Connection:
             server = parse_socket_addr(socket.family, socket.getsockname())
             async with TaskGroup() as tasks:
                 self._protocol = Protocols(
-                    self._house.app,
-                    self._house.config,
-                    self._house.context,
+                    self._house,
+                    self._write,
                     tasks,
                     ConnectionState({}),
                     self._stream is not plain,
@@ -122,7 +125,6 @@ class Connection:
 
     def leave(self) -> None:
         """It is idle, and has been for long enough."""
-        self._deadline = -math.inf
         self._reading.cancel()
 
     async def _shake_hands(self) -> tuple[trio.SocketStream, str]:
@@ -133,31 +135,39 @@ class Connection:
         return self._stream.transport_stream, self._stream.selected_alpn_protocol() or "http/1.1"
 
     async def _read(self) -> None:
-        data: bytes | bytearray = b"begin"
-        while data:
-            data = b""
-            with trio.CancelScope(deadline=self._deadline) as self._reading:
-                try:
-                    data = await self._stream.receive_some(MAX_RECV)
-                except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    break
-            if self._reading.cancelled_caught:
-                break
-            await self._protocol.handle(RawData(bytes(data)))
+        try:
+            with self._reading:
+                while data := await self._receive():
+                    await self._protocol.handle(RawData(data))
+        except (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # it is gone
         await self._protocol.handle(Closed())
+
+    async def _receive(self) -> bytes:
+        if not isinstance(self._stream, trio.SocketStream):
+            return bytes(await self._stream.receive_some(MAX_RECV))
+        number = self._stream.socket.fileno()
+        while number >= 0:  # most often there is nothing yet, so that is not asked first
+            await trio.lowlevel.wait_readable(number)
+            try:
+                return os.read(number, MAX_RECV)
+            except BlockingIOError:
+                pass  # it was for nothing
+        return b""  # the last answer has closed it
 
     async def _handle(self, event: Event) -> None:
         """What the protocol wants."""
         if isinstance(event, RawData):
             await self._write(event.data)
         elif isinstance(event, Closed):
-            await self._close()
+            with trio.move_on_after(CLOSE_S, shield=True):  # of whoever gave the last answer
+                await self._close()
             await self._protocol.handle(Closed())
         elif isinstance(event, Updated) and event.idle:
             self._note_idle()
         elif isinstance(event, Updated):
             self._house.idle.discard(self)
-            self._deadline = self._reading.deadline = math.inf
+            self._reading.deadline = math.inf
 
     def _note_idle(self) -> None:
         self._house.idle.add(self)
@@ -165,7 +175,7 @@ class Connection:
             self.leave()
         else:
             patience_s = self._house.config.keep_alive_timeout
-            self._deadline = self._reading.deadline = trio.current_time() + patience_s
+            self._reading.deadline = trio.current_time() + patience_s
 
     async def _write(self, data: bytes) -> None:
         if not data:
@@ -195,36 +205,22 @@ class Connection:
 
 
 class Protocols(ProtocolWrapper):
-    """hypercorn's, with our HTTP/1.1."""
+    """hypercorn's, with our HTTP/1.1 before its own."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(
+        self, house: House, write: Callable[[bytes], Awaitable[None]], *given: Any
+    ) -> None:
+        super().__init__(ASGIWrapper(house.shared.app), house.config, house.context, *given)
         if isinstance(self.protocol, H11Protocol):
-            self.protocol = WholeAnswers(*given[:-1])
-
-
-class WholeAnswers(H11Protocol):
-    """A short answer leaves in one piece: each write is a call to the system, and a turn of the client's."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._send_now, self.send = self.send, self._send
-        self._is_held = False
-        self._held = b""
-
-    async def stream_send(self, event: StreamEvent) -> None:
-        self._is_held = isinstance(event, Response) and any(
-            name == b"content-length" for name, _ in event.headers
-        )
-        await super().stream_send(event)
-
-    async def _send(self, event: Event) -> None:
-        if self._is_held and isinstance(event, RawData):
-            self._held += event.data
-            return
-        held, self._held = self._held, b""
-        if held and isinstance(event, RawData) and len(event.data) <= SMALL:
-            event = RawData(held + event.data)
-        elif held:
-            await self._send_now(RawData(held))
-        await self._send_now(event)
+            tasks, _, is_tls, client, server, *_ = given
+            base = {
+                "type": "http",
+                "http_version": "1.1",
+                "asgi": {"spec_version": "2.1", "version": "3.0"},
+                "scheme": "https" if is_tls else "http",
+                "root_path": house.config.root_path,
+                "client": client,
+                "server": server,
+            }
+            ours: Any = Http1(house.shared, self.protocol, tasks, write, base)  # is called like it
+            self.protocol = ours

@@ -50,14 +50,7 @@ class Door:
 
     def enter(self, tenant: str, num_bytes: int) -> "Ticket":
         """Reserve a place, before the body is read.  Raises Refusal: 429 or 503."""
-        if self.level >= Level.SHED_ALL:
-            raise self.refuse("overloaded", "the server is overloaded, try again later")
-        self._check_prefill()
-        pace = (self.throughput.per_s or 0.0) if self.is_adaptive else 0.0
-        limit = max(self.min_waiting_tokens, int(pace * TTFT_TARGET_S))
-        if self.delay.stands:
-            limit = min(limit, self._done_in_time)
-        self.admission.max_waiting_tokens = limit
+        self._limit()
         try:
             entry, gone = self.admission.enter(tenant, num_bytes // BYTES_PER_TOKEN)
         except Full as full:
@@ -66,6 +59,31 @@ class Door:
         ticket = Ticket(self, entry, num_bytes)
         self._tickets[entry] = ticket
         return ticket
+
+    def check(self, tenant: str, num_bytes: int) -> None:
+        """Raises what `enter` would, and takes nothing."""
+        self._limit()
+        try:
+            self.admission.check(tenant, num_bytes // BYTES_PER_TOKEN)
+        except Full as full:
+            raise self._refuse_full(full) from None
+
+    @property
+    def is_tight(self) -> bool:
+        """Whoever comes may well be refused."""
+        is_full = self.admission.num_sequences >= self.admission.max_sequences
+        return is_full or self.admission.is_full or self.level >= Level.SHED_ALL
+
+    def _limit(self) -> None:
+        """How much may wait now.  Raises Refusal when nobody may come in, whoever it is."""
+        if self.level >= Level.SHED_ALL:
+            raise self.refuse("overloaded", "the server is overloaded, try again later")
+        self._check_prefill()
+        pace = (self.throughput.per_s or 0.0) if self.is_adaptive else 0.0
+        limit = max(self.min_waiting_tokens, int(pace * TTFT_TARGET_S))
+        if self.delay.stands:
+            limit = min(limit, self._done_in_time)
+        self.admission.max_waiting_tokens = limit
 
     def close(self, reason: Refusal, tickets: "Iterable[Ticket] | None" = None) -> int:
         """Whoever waits (or those of `tickets` who do) waits in vain; how many."""

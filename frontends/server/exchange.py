@@ -6,7 +6,7 @@ its limit is ever held.
 
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs
 from uuid import uuid4
 
@@ -22,18 +22,30 @@ if TYPE_CHECKING:
     from trouper.frontends.server.routes import Route
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 Headers = tuple[tuple[bytes, bytes], ...]
 
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
+WHOLE_SENDS = (
+    "trouper.whole_sends"  # of a server whose `send` does all or nothing when it is cancelled
+)
 MAX_ID = 128
 MAX_QUERY_FIELDS = 64
 MAX_FRAME = 2**20  # bytes of a body sent at once; whoever writes them copies them, in 0.1 ms
 UNSAFE_IN_ID = re.compile(r"[^A-Za-z0-9._:@+=/-]")
 encode = msgspec.json.Encoder().encode
+
+
+class Answer(NamedTuple):
+    """A whole one; its length is said by whoever sends it."""
+
+    status: int
+    headers: Headers
+    body: bytes
 
 
 class Exchange:
@@ -55,12 +67,14 @@ class Exchange:
         self.is_stream = False
         self.num_sends = 0
         self.tenant = ""  # which of the keys
+        self.timeout_s = 0.0  # once its head has been read
         self.served: Sequence[Route] = ()  # by the listener it came to
         self.ticket: Ticket | None = None  # of a request that has to be let in
         self.num_body_bytes = 0
         self.own_headers: Headers = ()  # with every answer
         self._query: bytes = scope.get("query_string", b"")
         self._raw_path: bytes = scope.get("raw_path") or path.encode(errors="replace")
+        self._is_whole = WHOLE_SENDS in scope.get("extensions", ())
         self._receive = receive
         self._send = send
         self._is_sending = False
@@ -185,22 +199,25 @@ class Exchange:
             await self.send_event(problem.body)
             await self.end_events()
 
+    def refused(self, problem: Problem) -> Answer:
+        """What `fail` would send first, for whoever sends it at once."""
+        headers = self._begin(problem.status, ((b"content-type", JSON), *problem.headers))
+        return Answer(problem.status, headers, encode(problem.body))
+
     async def _start(self, status: int, headers: Headers) -> None:
+        headers = self._begin(status, headers)
+        await self._put({"type": "http.response.start", "status": status, "headers": headers})
+
+    def _begin(self, status: int, headers: Headers) -> Headers:
+        """All headers of the answer."""
         self.has_started = True
         self.status = status
-        own = (b"x-request-id", self.request_id.encode())
-        await self._put(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [*headers, *self.own_headers, own],
-            }
-        )
+        return (*headers, *self.own_headers, (b"x-request-id", self.request_id.encode()))
 
     async def _send_chunk(self, chunk: bytes) -> None:
         await self._put({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    async def _put(self, message: MutableMapping[str, Any]) -> None:
+    async def _put(self, message: Message) -> None:
         if self.is_gone:
             return
         self.num_sends += 1
@@ -208,9 +225,12 @@ class Exchange:
         try:
             # HTTP servers keep their connection's state in here, and tell of the disconnect from within the
             # last call: cancelled half-way, the connection would be lost, or the frame.  Bounded by the
-            # kernel, see listeners.UNREAD_MS.
-            with anyio.CancelScope(shield=True):
+            # kernel, see listeners.UNREAD_MS.  A scope costs as much as all else here, so ours has its own.
+            if self._is_whole:
                 await self._send(message)
+            else:
+                with anyio.CancelScope(shield=True):
+                    await self._send(message)
         except OSError:
             self.is_gone = True  # what a server may raise when nobody is there any more
         finally:
