@@ -1,6 +1,7 @@
 """Many HTTP clients in one thread, on connections that are used again.
 
-They share the machine with the server, so they do next to nothing: a frame is counted, not read.
+They share the machine with the server, so they do next to nothing: a frame is counted, not read, and nothing is kept
+of it.  As other clients do, they ask again on a new connection where an old one was closed before a word came.
 """
 
 import heapq
@@ -14,28 +15,69 @@ from time import perf_counter
 
 FRAME = b"data: {"
 END = b"\n\r\n0\r\n\r\n"  # of a stream in chunks, and of nothing inside one
-LENGTH = re.compile(rb"content-length: (\d+)\r\n(?:.+\r\n)*\r\n")
-MAX_HEAD = 1024
+KEPT = len(FRAME) - 1  # of what was read, where a frame may go on
+LENGTH = re.compile(rb"content-length: (\d+)\r\n")
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Call:
-    """One request on its connection; moments are seconds on the client's clock."""
+    """One request; moments are seconds on the client's clock."""
 
-    def __init__(self, kind: str, on_end: "Callable[[Call], object]", wire: socket.socket) -> None:
+    __slots__ = ("ended", "first", "kind", "on_end", "outcome", "request", "sent", "wire")
+
+    def __init__(self, kind: str, on_end: "Callable[[Call], object]", request: bytes) -> None:
         self.kind = kind  # what its frames are counted under
         self.on_end = on_end
-        self.wire = wire
-        self.unsent = b""
-        self.answer = bytearray()
-        self.outcome = "open"  # then the status, or "cut"
+        self.request = request
+        self.wire: Wire | None = None  # while it is open
+        self.outcome = "open"  # then the status, "cut" or "dropped"
         self.sent = perf_counter()
         self.first = self.ended = 0.0  # byte, and the last one
 
+
+class Wire:
+    """One connection, and the call on it."""
+
+    __slots__ = ("call", "head", "is_new", "is_writing", "num_due", "socket", "tail", "unsent")
+
+    def __init__(self) -> None:
+        self.socket = socket.socket()
+        self.socket.setblocking(False)
+        self.call: Call | None = None
+        self.is_new = True  # nothing has come on it
+        self.is_writing = False  # waits until it can
+        self.unsent = b""
+        self.head = b""  # of the answer; empty until all of it is there
+        self.num_due = 0  # bytes of the answer; -1: it comes in chunks
+        self.tail = b""  # the last bytes that were read
+
+    def begin(self, call: Call) -> None:
+        self.call = call
+        self.unsent = call.request
+        self.head = self.tail = b""
+
+    def read(self, piece: bytes) -> int:
+        """How many frames begin in it."""
+        if not self.head:
+            whole = self.tail + piece
+            head, end, piece = whole.partition(b"\r\n\r\n")
+            if not end:
+                self.tail = whole
+                return 0
+            length = LENGTH.search(head + b"\r\n")
+            self.head, self.tail = head, b""
+            self.num_due = -1 if length is None else int(length.group(1))
+        if self.num_due >= 0:
+            self.num_due -= len(piece)
+            return 0
+        whole = self.tail + piece
+        num = whole.count(FRAME, max(0, len(self.tail) - KEPT))
+        self.tail = whole[-len(END) :]
+        return num
+
+    @property
     def is_whole(self) -> bool:
-        if self.answer.endswith(END):
-            return True
-        head = LENGTH.search(self.answer, 0, MAX_HEAD)
-        return head is not None and len(self.answer) >= head.end() + int(head.group(1))
+        return bool(self.head) and (self.num_due == 0 or self.tail.endswith(END))
 
 
 class Callers:
@@ -44,24 +86,18 @@ class Callers:
     def __init__(self, port: int) -> None:
         self.num_frames: Counter[str] = Counter()  # by kind of call
         self.num_open = 0
+        self.num_connections = 0  # that were ever opened
         self._port = port
         self._selector = selectors.DefaultSelector()
-        self._idle: list[socket.socket] = []
+        self._idle: list[Wire] = []
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count()
 
     def call(self, request: bytes, kind: str, on_end: Callable[[Call], object]) -> Call:
         """`on_end` hears of its end, unless it is dropped."""
-        if self._idle:
-            call = Call(kind, on_end, self._idle.pop())
-        else:
-            call = Call(kind, on_end, socket.socket())
-            call.wire.setblocking(False)
-            call.wire.connect_ex(("127.0.0.1", self._port))
-            self._selector.register(call.wire, selectors.EVENT_WRITE)
-        call.unsent = request
-        self._selector.modify(call.wire, selectors.EVENT_WRITE, (call.wire, call))
+        call = Call(kind, on_end, request)
         self.num_open += 1
+        self._begin(call, self._idle.pop() if self._idle else self._connect())
         return call
 
     def drop(self, call: Call) -> None:
@@ -79,53 +115,87 @@ class Callers:
                 heapq.heappop(self._timers)[2]()
             due = min(end, self._timers[0][0]) if self._timers else end
             for key, events in self._selector.select(max(0.0, due - perf_counter())):
-                wire, call = key.data
-                self._turn(wire, call, events)
+                self._turn(key.data, events)
 
     def close(self) -> None:
         for key in list(self._selector.get_map().values()):
-            self._close(key.data[0])
+            self._close(key.data)
         self._selector.close()
 
-    def _turn(self, wire: socket.socket, call: Call | None, events: int) -> None:
-        if call is None:  # the server has closed an idle one
-            self._idle.remove(wire)
-            self._close(wire)
+    def _connect(self) -> Wire:
+        wire = Wire()
+        wire.socket.connect_ex(("127.0.0.1", self._port))
+        self._selector.register(wire.socket, READ, wire)
+        self.num_connections += 1
+        return wire
+
+    def _begin(self, call: Call, wire: Wire) -> None:
+        call.wire = wire
+        wire.begin(call)
+        self._write(call, wire)
+
+    def _turn(self, wire: Wire, events: int) -> None:
+        call = wire.call
+        if call is None:
+            if wire in self._idle:  # the server has closed it; else it was dropped in this turn
+                self._idle.remove(wire)
+                self._close(wire)
             return
-        if call.outcome != "open":  # dropped in this turn
-            return
+        if events & WRITE:
+            self._write(call, wire)
+        if events & READ and wire.call is call:
+            self._read(call, wire)
+
+    def _write(self, call: Call, wire: Wire) -> None:
         try:
-            if events & selectors.EVENT_WRITE:
-                call.unsent = call.unsent[wire.send(call.unsent) :]
-                if not call.unsent:
-                    self._selector.modify(wire, selectors.EVENT_READ, (wire, call))
-                return
-            piece = wire.recv(2**16)
+            wire.unsent = wire.unsent[wire.socket.send(wire.unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lose(call, wire)
+            return
+        if bool(wire.unsent) != wire.is_writing:
+            wire.is_writing = bool(wire.unsent)
+            self._selector.modify(wire.socket, READ | WRITE if wire.unsent else READ, wire)
+
+    def _read(self, call: Call, wire: Wire) -> None:
+        try:
+            piece = wire.socket.recv(2**16)
+        except BlockingIOError:
+            return
         except OSError:
             piece = b""
         if not piece:
-            self._end(call, "cut", keeps=False)
+            self._lose(call, wire)
             return
         call.first = call.first or perf_counter()
-        begin = max(0, len(call.answer) - len(FRAME) + 1)
-        call.answer += piece
-        self.num_frames[call.kind] += call.answer.count(FRAME, begin)
-        if call.is_whole():
-            self._end(
-                call, call.answer[9:12].decode(), keeps=b"connection: close" not in call.answer
-            )
+        wire.is_new = False
+        self.num_frames[call.kind] += wire.read(piece)
+        if wire.is_whole:
+            self._end(call, wire.head[9:12].decode(), keeps=b"connection: close" not in wire.head)
+
+    def _lose(self, call: Call, wire: Wire) -> None:
+        """The server has closed the connection."""
+        if wire.is_new or call.first:
+            self._end(call, "cut", keeps=False)
+        else:
+            self._close(wire)
+            self._begin(call, self._connect())
 
     def _end(self, call: Call, outcome: str, *, keeps: bool) -> None:
+        wire, call.wire = call.wire, None
+        assert wire is not None
         call.outcome, call.ended = outcome, perf_counter()
         self.num_open -= 1
+        wire.call = None
         if keeps:
-            self._selector.modify(call.wire, selectors.EVENT_READ, (call.wire, None))
-            self._idle.append(call.wire)
+            self._idle.append(wire)
         else:
-            self._close(call.wire)
+            self._close(wire)
         if outcome != "dropped":
             call.on_end(call)
 
-    def _close(self, wire: socket.socket) -> None:
-        self._selector.unregister(wire)
-        wire.close()
+    def _close(self, wire: Wire) -> None:
+        wire.call = None
+        self._selector.unregister(wire.socket)
+        wire.socket.close()

@@ -12,25 +12,28 @@ import random
 import statistics
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import add
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from trouper.bench.arrivals import arrival_times
 from trouper.bench.callers import Call
 from trouper.bench.figures import percentile
 from trouper.bench.report import about, write
-from trouper.bench.stage import PATIENCE_S, Stage, lateness, served
+from trouper.bench.stage import PATIENCE_S, Client, Stage, Turn, served
 from trouper.config import DEMO_MODEL
 
 NUM_CLIENTS = 256
 SHARE_LEAVING = 0.3
 MEAN_STAY_S = 6.0  # about half as long as an answer takes
-NUM_TURNS = 20  # in which some leave, each between two in which nobody does: machines drift by a tenth in seconds
-TURN_SETTLE_S = 0.5
+NUM_TURNS = 16  # of each way; many, for machines drift by a tenth in seconds
+TURN_SETTLE_S = 0.75
+NOBODY, STAY_AWAY, AT_ONCE = "nobody leaves", "leave and stay away", "leave and ask anew at once"
+NUM_OVERLOADS = 10  # turns of overload, each between two without
+OVERLOAD_SETTLE_S = 1.5
 OVERLOAD = 10  # × the requests that were served
 NUM_CANCELLED = 200
 LONG = 10_000  # tokens
@@ -65,112 +68,168 @@ def warm(stage: Stage, max_tokens: int) -> dict[str, float]:
 
 
 def leaving(seconds: float, max_tokens: int) -> dict[str, Any]:
-    """Some disconnect at random and come back at once, while the others read on; in turns with nobody leaving."""
-    rng = random.Random(0)
-    is_over = do_leave = False
-    num_leaving = int(SHARE_LEAVING * NUM_CLIENTS)
+    """Some disconnect at random in the middle of their answers, while the others read on.
 
-    def may_leave() -> bool:
-        return do_leave
-
+    Three ways in turns, `seconds` of each: nobody leaves; who leaves stays away until the turn is over; who leaves
+    asks anew at once, so that there is more to do.  What the others get is told beside the turns around it in which
+    nobody leaves, each weighted by its nearness: machines drift.
+    """
     with served("--max-num-seqs", str(NUM_CLIENTS), *CACHE) as stage:
         idle = warm(stage, max_tokens)
-        stage.ask_on(NUM_CLIENTS - num_leaving, max_tokens, "others", lambda: is_over)
-        stage.ask_on(
-            num_leaving,
-            max_tokens,
-            "leaving",
-            lambda: is_over,
-            lambda: rng.expovariate(1 / MEAN_STAY_S),
-            may_leave,
-        )
-        stage.play(SETTLE_S)
-        turns: list[dict[str, Any]] = []
-        gaps = Counter[float](), Counter[float]()
-        for i in range(2 * NUM_TURNS + 1):
-            do_leave = i % 2 == 1
-            stage.play(TURN_SETTLE_S)
-            before = stage.gaps()
-            turns.append(stage.play(seconds / NUM_TURNS))
-            gaps[do_leave].update(stage.gaps() - before)
-        is_over, do_leave = True, False
-        others = [turn["tokens_s"]["others"] for turn in turns]
-        shares = [
-            others[i] / statistics.mean((others[i - 1], others[i + 1]))
-            for i in range(1, len(turns), 2)
-        ]
+        scene = _Leaving(stage, max_tokens)
+        stage.callers.run(perf_counter() + SETTLE_S)
+        order = [NOBODY]
+        for i in range(NUM_TURNS):  # none of the two always follows the other
+            order += [STAY_AWAY, AT_ONCE, NOBODY] if i % 2 else [AT_ONCE, STAY_AWAY, NOBODY]
+        turns = [scene.play(way, seconds / NUM_TURNS) for way in order]
+        scene.is_over = True
+        others = [turn.tokens_s("others") for turn in turns]
+        results: dict[str, Any] = {}
+        for way in (NOBODY, STAY_AWAY, AT_ONCE):
+            mine = [i for i, other in enumerate(order) if other == way]
+            results[way] = total(turns[i] for i in mine).figures()
+            if way != NOBODY:
+                shares = [others[i] / _calm(others, i) for i in mine]
+                results[way]["others, beside nobody leaving"] = _ratio(shares)
         return {
-            "nobody leaves": together(turns[::2], gaps[False]),
-            "some leave": together(turns[1::2], gaps[True]),
-            "others in each turn": others,
-            "others": round(statistics.mean(shares), 4),
-            "others, error of the mean": round(statistics.stdev(shares) / len(shares) ** 0.5, 4),
-            "others, of single turns": [round(share, 3) for share in shares],
+            **results,
+            "others in each turn": [round(rate, 1) for rate in others],
             "idle before": idle,
             "idle after": stage.end(),
         }
 
 
-def together(turns: list[dict[str, Any]], gaps: Counter[float]) -> dict[str, Any]:
-    """What was seen in several turns, as if in one."""
-    seconds = sum(turn["seconds"] for turn in turns)
-    kinds = turns[0]["tokens_s"]
-    requests: Counter[str] = Counter()
-    for turn in turns:
-        requests.update(turn["requests"])
-    return {
-        "seconds": round(seconds, 1),
-        "tokens_s": {
-            kind: round(statistics.mean(turn["tokens_s"][kind] for turn in turns), 1)
-            for kind in kinds
-        },
-        "requests": dict(requests),
-        "loop_late_ms": lateness(gaps),
-        "client_cpu_share": round(statistics.mean(t["client_cpu_share"] for t in turns), 3),
-    }
+class _Leaving:
+    """Clients who leave now and then, and others who do not."""
+
+    def __init__(self, stage: Stage, max_tokens: int) -> None:
+        self.is_over = False
+        self._stage = stage
+        self._random = random.Random(0)
+        num_leaving = int(SHARE_LEAVING * NUM_CLIENTS)
+        others = NUM_CLIENTS - num_leaving
+        stage.ask_on(others, max_tokens, "others", lambda: self.is_over)
+        self._leavers = stage.ask_on(num_leaving, max_tokens, "leaving", lambda: self.is_over)
+
+    def play(self, way: str, seconds: float) -> Turn:
+        callers, begin = self._stage.callers, perf_counter()
+        for client in self._leavers:  # whoever has stayed away comes back, one by one
+            callers.later(begin + self._random.uniform(0, TURN_SETTLE_S), client.ask)
+        callers.run(begin + TURN_SETTLE_S)
+        if way != NOBODY:
+            for client in self._leavers:
+                self._tempt(client, perf_counter() + seconds, comes_back=way == AT_ONCE)
+        return self._stage.play(seconds)
+
+    def _tempt(self, client: Client, end: float, *, comes_back: bool) -> None:
+        """It leaves before `end`, or it does not."""
+        moment = perf_counter() + self._random.expovariate(1 / MEAN_STAY_S)
+
+        def leave() -> None:
+            client.leave()
+            if comes_back:
+                client.ask()
+                self._tempt(client, end, comes_back=comes_back)
+
+        if moment < end:
+            self._stage.callers.later(moment, leave)
+
+
+def _calm(rates: Sequence[float], i: int) -> float:
+    """What turn i would have been if nobody had left: every third turn was such a one."""
+    before = i - i % 3
+    return rates[before] + (rates[before + 3] - rates[before]) * (i % 3) / 3
+
+
+def total(turns: Iterable[Turn]) -> Turn:
+    """As if it had been one."""
+    return reduce(add, turns)
 
 
 def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
-    """Requests come ten times as fast as they were served, whatever becomes of them."""
-    is_over = False
+    """Requests come ten times as fast as they were served, whatever becomes of them.
+
+    In turns with as many clients as the house has room for, who ask again when they have their answers.
+    """
     with served(*CACHE) as stage:
         idle = warm(stage, max_tokens)
-        calls: list[Call] = []
-
-        def saturated() -> dict[str, Any]:
-            nonlocal is_over
-            is_over = False
-            stage.ask_on(NUM_CLIENTS, max_tokens, "tokens", lambda: is_over)
-            stage.play(SETTLE_S)
-            seen = stage.play(seconds / 3)
-            is_over = True
-            return seen
-
-        before = saturated()
-        rate = OVERLOAD * before["requests"]["200"] / before["seconds"]
-        start = perf_counter()
-        for time in arrival_times(int(rate * (SETTLE_S + seconds)), rate, random.Random(0)):
-            stage.callers.later(
-                start + time, lambda: stage.ask(stage.some(max_tokens), "tokens", calls.append)
-            )
-        stage.play(SETTLE_S)
-        calls.clear()
-        during = stage.play(seconds)
-        ended = calls.copy()
-        stage.end()
-        after = saturated()
-        calm = (before["tokens_s"]["tokens"] + after["tokens_s"]["tokens"]) / 2
+        scene = _Overload(stage, max_tokens)
+        scene.play(SETTLE_S)
+        turns = [scene.play(2 * seconds / NUM_OVERLOADS)]
+        rate = OVERLOAD * turns[0].requests["200"] / turns[0].seconds
+        for _ in range(NUM_OVERLOADS):
+            turns += [scene.play(seconds / NUM_OVERLOADS, arrivals_s) for arrivals_s in (rate, 0)]
+        scene.is_over = True
+        rates = [turn.tokens_s("tokens") for turn in turns]
+        shares = [
+            rates[i] / statistics.mean((rates[i - 1], rates[i + 1]))
+            for i in range(1, len(turns), 2)
+        ]
+        refused = [call.ended - call.sent for call in scene.ended if call.outcome != "200"]
+        begun = [call.first - call.sent for call in scene.ended if call.outcome == "200"]
         return {
-            "saturated before": before,
-            "overloaded": during,
-            "saturated after": after,
+            "saturated": total(turns[::2]).figures(),
+            "overloaded": total(turns[1::2]).figures(),
             "arrivals_s": round(rate, 1),
-            "goodput": round(during["tokens_s"]["tokens"] / calm, 4),
-            "refused_ms": _latencies([c.ended - c.sent for c in ended if c.outcome != "200"]),
-            "first_token_ms": _latencies([c.first - c.sent for c in ended if c.outcome == "200"]),
+            "goodput": _ratio(shares),
+            "tokens_s in each turn": [round(rate, 1) for rate in rates],
+            "refused_ms": _latencies(refused),
+            "first_token_ms": _latencies(begun),
             "idle before": idle,
             "idle after": stage.end(),
         }
+
+
+class _Overload:
+    """Who was let in stays when the arrivals stop, and asks again: the house is full at all times."""
+
+    def __init__(self, stage: Stage, max_tokens: int) -> None:
+        self.is_over = False
+        self.ended: list[Call] = []  # in turns of overload
+        self._stage = stage
+        self._max_tokens = max_tokens
+        self._random = random.Random(0)
+        self._arrivals_s = 0.0  # 0: nobody comes of himself
+        self._is_counted = False
+        self._due = 0.0  # when the next one comes
+
+    def play(self, seconds: float, arrivals_s: float = 0.0) -> Turn:
+        self._arrivals_s, self._due = arrivals_s, perf_counter()
+        if arrivals_s:
+            self._arrive()
+        else:
+            for _ in range(NUM_CLIENTS - self._stage.callers.num_open):
+                self._ask()
+        self._stage.callers.run(perf_counter() + OVERLOAD_SETTLE_S)
+        self._is_counted = bool(arrivals_s)
+        turn = self._stage.play(seconds)
+        self._is_counted = False
+        return turn
+
+    def _ask(self) -> None:
+        self._stage.ask(self._stage.some(self._max_tokens), "tokens", self._end)
+
+    def _end(self, call: Call) -> None:
+        if self._is_counted:
+            self.ended.append(call)
+        if not (self._arrivals_s or self.is_over) and call.outcome == "200":
+            self._ask()
+
+    def _arrive(self) -> None:
+        if self._arrivals_s:
+            self._ask()
+            self._due += self._random.expovariate(self._arrivals_s)
+            self._stage.callers.later(self._due, self._arrive)
+
+
+def _ratio(shares: Sequence[float]) -> dict[str, Any]:
+    """The mean of turns, how far it may be off, and each of them."""
+    return {
+        "mean": round(statistics.mean(shares), 4),
+        "error of the mean": round(statistics.stdev(shares) / len(shares) ** 0.5, 4),
+        "median": round(statistics.median(shares), 4),
+        "of single turns": [round(share, 3) for share in shares],
+    }
 
 
 def cancelled(_: float, __: int) -> dict[str, Any]:

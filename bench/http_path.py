@@ -35,7 +35,7 @@ from trouper.frontends.server.app import create_app
 from trouper.params import RequestOutputKind, SamplingParams
 
 PATH = "/v1/completions"
-# Reads every connection to its end; a child, so that its time is not ours.
+# Reads every stream to its end; a child, so that its time is not ours.
 CLIENTS = """
 import selectors, socket, sys
 port, streams, request = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode()
@@ -46,7 +46,8 @@ for _ in range(streams):
     waiting.register(client, selectors.EVENT_READ)
 while waiting.get_map():
     for key, _ in waiting.select():
-        if not key.fileobj.recv(2**20):
+        piece = key.fileobj.recv(2**20)
+        if not piece or piece.endswith(b"0\\r\\n\\r\\n"):
             waiting.unregister(key.fileobj)
 """
 
@@ -181,7 +182,7 @@ async def over_sockets(app: Any, body: bytes, num_streams: int, serve: Callable[
     config = Config()
     config.bind = f"fd://{listener.detach()}"
     config.accesslog = config.errorlog = None
-    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     over = anyio.Event()
     async with anyio.create_task_group() as tasks:

@@ -1,7 +1,6 @@
 """A server process on the demo model, the callers that ask it, and what both were seen to do."""
 
 import http.client
-import json
 import os
 import random
 import re
@@ -10,14 +9,18 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
 from trouper.bench.callers import Call, Callers
 
+TOKENS = "generation_tokens_total"
 PATIENCE_S = 60.0  # for the last answers
+BODY = '{"prompt": "def f(", "max_tokens": %d, "ignore_eos": true, "stream": true}'
+CATCH_UP_S = 0.1  # what came while a scrape was waited for is read
 IDLE_S = 6.0  # the server has closed every connection that stayed idle for so long
 
 
@@ -36,16 +39,12 @@ class Stage:
 
     def ask(self, max_tokens: int, kind: str, on_end: Callable[[Call], object]) -> Call:
         """A streaming completion; its frames are counted under `kind`, its end in `outcomes`."""
-        fields = {"prompt": "def f(", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-        body = json.dumps(fields)
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        request = f"{head}content-length: {len(body)}\r\n\r\n{body}"
 
         def end(call: Call) -> None:
             self.outcomes[call.outcome] += 1
             on_end(call)
 
-        return self.callers.call(request.encode(), kind, end)
+        return self.callers.call(completion(max_tokens), kind, end)
 
     def ask_on(
         self,
@@ -53,58 +52,42 @@ class Stage:
         max_tokens: int,
         kind: str,
         is_over: Callable[[], bool],
-        stay_s: Callable[[], float] | None = None,
-        may_leave: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """So many clients, each of which asks again when it has its answer, or has left.
+    ) -> "list[Client]":
+        """So many clients, each of which asks again when it has its answer."""
+        clients = [Client(self, max_tokens, kind, is_over) for _ in range(num)]
+        for client in clients:
+            client.ask()
+        return clients
 
-        It thinks of leaving after each `stay_s()`.
-        """
-
-        def ask(_: Call | None = None) -> None:
-            if not is_over():
-                stay(self.ask(self.some(max_tokens), kind, ask))
-
-        def stay(call: Call) -> None:
-            if stay_s is not None:
-                self.callers.later(perf_counter() + stay_s(), partial(leave, call))
-
-        def leave(call: Call) -> None:
-            if call.outcome != "open":
-                return
-            if not may_leave():
-                stay(call)
-                return
-            self.callers.drop(call)
-            self.outcomes["left"] += 1
-            ask()
-
-        for _ in range(num):
-            ask()
-
-    def play(self, seconds: float) -> dict[str, Any]:
+    def play(self, seconds: float) -> "Turn":
         """Let everybody go on for so long, and tell what was seen in that time."""
-        outcomes, frames = self.outcomes.copy(), self.callers.num_frames.copy()
-        gaps, begin, cpu = self.gaps(), perf_counter(), process_time()
+        before = self._get("/metrics")
+        self.callers.run(perf_counter() + CATCH_UP_S)
+        outcomes = self.outcomes.copy()
+        frames, server, begin = self.callers.num_frames.copy(), self._cpu_s(), perf_counter()
+        cpu = process_time()
         self.callers.run(begin + seconds)
         took, cpu = perf_counter() - begin, process_time() - cpu
-        frames = self.callers.num_frames - frames
-        return {
-            "seconds": round(took, 1),
-            "tokens_s": {kind: round(num / took, 1) for kind, num in frames.items()},
-            "requests": dict(self.outcomes - outcomes),
-            "loop_late_ms": lateness(self.gaps() - gaps),
-            "client_cpu_share": round(cpu / took, 3),
-        }
+        server, frames = self._cpu_s() - server, self.callers.num_frames - frames
+        outcomes, after = self.outcomes - outcomes, self._get("/metrics")
+        return Turn(
+            took,
+            dict(frames),
+            outcomes,
+            _gaps(after) - _gaps(before),
+            int(_metric(after, TOKENS) - _metric(before, TOKENS)),
+            cpu,
+            server,
+        )
 
     def end(self) -> dict[str, float]:
         """Wait until everybody has his answer and his connection is closed, and tell what the server holds then."""
         self.callers.run(perf_counter() + PATIENCE_S, lambda: not self.callers.num_open)
         if self.callers.num_open:
             raise SystemExit(f"{self.callers.num_open} requests without an end")
-        self.callers.run(perf_counter() + IDLE_S)
         while b'"server_load":0' not in self._get("/load"):
             pass
+        self.callers.run(perf_counter() + IDLE_S)  # the task of this connection, too
         process = Path(f"/proc/{self._pid}")
         pages = int((process / "statm").read_text().split()[1])
         metrics = self._get("/metrics")
@@ -116,11 +99,10 @@ class Stage:
             "kv_cache_usage": _metric(metrics, "kv_cache_usage_perc"),
         }
 
-    def gaps(self) -> Counter[float]:
-        """{seconds: how often the server's event loop has been late by at most that}"""
-        bucket = rb'event_loop_gap_seconds_bucket\{le="(\S+)"\} (\S+)'
-        found = re.findall(bucket, self._get("/metrics"))
-        return Counter({float(bound): int(float(num)) for bound, num in found})
+    def _cpu_s(self) -> float:
+        """Processor time of all the server's threads so far."""
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def _get(self, path: str) -> bytes:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
@@ -128,6 +110,83 @@ class Stage:
         answer = connection.getresponse().read()
         connection.close()
         return answer
+
+
+@cache
+def completion(max_tokens: int) -> bytes:
+    """A request for a stream."""
+    body = BODY % max_tokens
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+class Client:
+    """Asks again when it has its answer."""
+
+    def __init__(
+        self, stage: Stage, max_tokens: int, kind: str, is_over: Callable[[], bool]
+    ) -> None:
+        self._stage = stage
+        self._max_tokens = max_tokens
+        self._kind = kind
+        self._is_over = is_over
+        self._call: Call | None = None
+
+    def ask(self, _: Call | None = None) -> None:
+        """Unless it is being answered, or nobody asks any more."""
+        if not (self._is_over() or (self._call is not None and self._call.outcome == "open")):
+            num_tokens = self._stage.some(self._max_tokens)
+            self._call = self._stage.ask(num_tokens, self._kind, self.ask)
+
+    def leave(self) -> None:
+        """Disconnect in the middle of the answer."""
+        if self._call is not None and self._call.outcome == "open":
+            self._stage.callers.drop(self._call)
+            self._stage.outcomes["left"] += 1
+
+
+@dataclass
+class Turn:
+    """What was seen in some time, or in several times."""
+
+    seconds: float
+    frames: dict[str, int]  # read by the clients, by kind
+    requests: Counter[str]
+    gaps: Counter[float]  # {seconds: how often the server's event loop was late by at most that}
+    num_tokens: int  # generated by the server
+    client_s: float  # processor time
+    server_s: float
+
+    def tokens_s(self, kind: str) -> float:
+        return self.frames.get(kind, 0) / self.seconds
+
+    def __add__(self, other: "Turn") -> "Turn":
+        frames = {
+            kind: self.frames.get(kind, 0) + other.frames.get(kind, 0)
+            for kind in self.frames | other.frames
+        }
+        return Turn(
+            self.seconds + other.seconds,
+            frames,
+            self.requests + other.requests,
+            self.gaps + other.gaps,
+            self.num_tokens + other.num_tokens,
+            self.client_s + other.client_s,
+            self.server_s + other.server_s,
+        )
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "seconds": round(self.seconds, 1),
+            "tokens_s": {kind: round(self.tokens_s(kind), 1) for kind in self.frames},
+            "tokens_s of the server": round(self.num_tokens / self.seconds, 1),
+            "requests": dict(self.requests),
+            "loop_late_ms": lateness(self.gaps),
+            "cores": {
+                "server": round(self.server_s / self.seconds, 3),
+                "clients": round(self.client_s / self.seconds, 3),
+            },
+        }
 
 
 @contextmanager
@@ -148,8 +207,13 @@ def served(*arguments: str) -> Iterator[Stage]:
         raise SystemExit(f"the server ended with {server.returncode}")
 
 
+def _gaps(metrics: bytes) -> Counter[float]:
+    found = re.findall(rb'event_loop_gap_seconds_bucket\{le="(\S+)"\} (\S+)', metrics)
+    return Counter({float(bound): int(float(num)) for bound, num in found})
+
+
 def _metric(metrics: bytes, name: str) -> float:
-    found = re.search(rf"^trouper:{name}\S* (\S+)$".encode(), metrics, re.MULTILINE)
+    found = re.search(rf"^trouper:{name}(?:\{{\S*\}})? (\S+)$".encode(), metrics, re.MULTILINE)
     return float(found.group(1)) if found else -1.0
 
 
