@@ -6,7 +6,8 @@
 
     compressed   bfloat16 where the machine multiplies it, 12 bits a weight: kernels/compressed_matmul.py
     native   the same products of weights that do not fit: kernels/matmul.py
-    oneDNN   float32, and bfloat16 of other machines and shapes: no reorder in every call
+    floats   the same of float32, where the machine has AVX-512
+    oneDNN   both of other machines and shapes: no reorder in every call
     plain    what oneDNN does not pack here (float16), and builds without it
     invariant   on a GPU, where asked for: kernels/cuda/matmul.py; cuBLAS is "plain"
     int8, int4   integers with scales, rounded here or in the checkpoint: kernels/quantized_matmul.py
@@ -36,8 +37,9 @@ from trouper.kernels.quantization import (
 )
 
 if TYPE_CHECKING:
-    from trouper.kernels.matmul import Act
+    from trouper.kernels.matmul import Act, Unit
 
+NATIVE = ("native", "floats")
 ONEDNN_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -102,6 +104,8 @@ def layout_of(weight: Tensor) -> str:
         return "plain"
     if weight.dtype == torch.bfloat16 and not num_out % 16 and not num_in % 32 and _has_dot():
         return "native"
+    if weight.dtype == torch.float32 and not num_out % 16 and not num_in % 16 and _has_avx512():
+        return "floats"
     if weight.dtype not in ONEDNN_DTYPES or not torch.backends.mkldnn.is_available():
         return "plain"
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -117,10 +121,18 @@ def _has_dot() -> bool:
     return has_bf16_dot()
 
 
+def _has_avx512() -> bool:
+    if not launch.is_available():
+        return False
+    from trouper.kernels.machine_code import has_avx512
+
+    return has_avx512()
+
+
 def linear(x_TI: Tensor, layer: Linear) -> Tensor:
     if layer.layout == "compressed":
         return _compressed(x_TI, layer)
-    if layer.layout == "native":
+    if layer.layout in NATIVE:
         return native(x_TI, layer)
     if layer.layout == "invariant":
         from trouper.kernels.cuda.matmul import matmul
@@ -138,8 +150,9 @@ def native(x_TI: Tensor, layer: Linear, act: "Act" = "none") -> Tensor:
     from trouper.kernels.matmul import SHAPES, matmul
     from trouper.kernels.native_ops import padded
 
-    unit = launch.bf16_unit()
+    unit = _unit_of(x_TI.dtype)
     num_rows, (num_out, num_in) = len(x_TI), layer.shape
+    per_word = 4 // x_TI.itemsize
     # the next product reads what an activation leaves
     y_TO = (
         x_TI.new_empty((num_rows, num_out))
@@ -147,19 +160,23 @@ def native(x_TI: Tensor, layer: Linear, act: "Act" = "none") -> Tensor:
         else padded(num_rows, num_out, x_TI.dtype)
     )
     launch.compiled(matmul, unit, act)(
-        SHAPES[unit].num_pieces(num_rows, num_out, num_in),
+        SHAPES[unit].num_pieces(num_rows, num_out, 2 * num_in // per_word),
         x_TI.data_ptr(),
-        x_TI.stride(0) // 2,
+        x_TI.stride(0) // per_word,
         layer.weight.data_ptr(),
         0 if layer.bias is None else layer.bias.data_ptr(),
         y_TO.data_ptr(),
         y_TO.stride(0),
         num_rows,
-        num_in // 2,
+        num_in // per_word,
         num_out // 16,
         num_threads=torch.get_num_threads(),
     )
     return y_TO
+
+
+def _unit_of(dtype: torch.dtype) -> "Unit":
+    return "floats" if dtype == torch.float32 else launch.bf16_unit()
 
 
 def _compressed(x_TI: Tensor, layer: Linear) -> Tensor:
@@ -271,15 +288,16 @@ def _compressed_or_none(weight_OI: Tensor) -> Tensor | None:
 def _pack_native(weight_OI: Tensor) -> Tensor:
     from trouper.kernels.matmul import matmul, pack
 
-    launch.compiled(matmul, launch.bf16_unit(), "none")  # now, and not in the first step
+    launch.compiled(matmul, _unit_of(weight_OI.dtype), "none")  # now, and not in the first step
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
-    packed = weight_OI.new_empty((num_out // 16, num_in // 2, 16, 2))
+    per_word = 4 // weight_OI.itemsize
+    packed = weight_OI.new_empty((num_out // 16, num_in // per_word, 16, per_word))
     launch.compiled(pack)(
         num_out // 16,
         weight_OI.data_ptr(),
         packed.data_ptr(),
-        num_in // 2,
+        num_in // per_word,
         num_threads=torch.get_num_threads(),
     )
     return packed
@@ -291,6 +309,7 @@ def _pack_onednn(weight_OI: Tensor) -> Tensor:
 
 _PACKERS = {
     "native": _pack_native,
+    "floats": _pack_native,
     "onednn": _pack_onednn,
     "plain": lambda weight: weight,
     "invariant": lambda weight: weight,

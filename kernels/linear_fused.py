@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels.linear import Linear, linear, native
+from trouper.kernels.linear import NATIVE, Linear, linear, native
 
 # oneDNN's name of the function and of its variant
 FUSED = {
@@ -26,7 +26,7 @@ def linear_act(x_TI: Tensor, layer: Linear, act: str) -> Tensor:
     if layer.layout == "onednn":
         name, variant = FUSED[act]
         return torch.ops.mkldnn._linear_pointwise(x_TI, layer.weight, layer.bias, name, [], variant)
-    if act == "gelu" and layer.layout == "native":
+    if act == "gelu" and layer.layout in NATIVE:
         return native(x_TI, layer, "gelu")
     return activate(linear(x_TI, layer), act)
 

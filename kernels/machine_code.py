@@ -48,6 +48,10 @@ def address_of(name: str, write: Callable[[Code], None]) -> tuple[int, object]:
         return library[name], library
 
 
+def has_avx512() -> bool:
+    return bool(binding.get_host_cpu_features().get("avx512f"))
+
+
 def has_bf16_dot() -> bool:
     return bool(binding.get_host_cpu_features().get("avx512bf16"))
 

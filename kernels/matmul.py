@@ -1,29 +1,31 @@
-"""y = act(x Wᵀ + b) of bfloat16, W packed so that any number of rows reads it in order.
+"""y = act(x Wᵀ + b) of bfloat16 or float32, W packed so that any number of rows reads it in order.
 
-    x [T, I]                tokens × inputs, rows may be strided; I a multiple of 32
-    W [O / 16, I / 2, 16]   words: panels of sixteen outputs, pairs of inputs; O a multiple of 16
+    x [T, I]                tokens × inputs, rows may be strided; I a multiple of 32, of float32 of 16
+    W [O / 16, I / 2, 16]   words: panels of sixteen outputs, pairs of inputs; O a multiple of 16; of float32 [O / 16, I, 16]
     b [O]                   or absent
     y [T, O]                rows may be strided
     act                     none, or gelu
 
-Two instructions multiply such words, and `Unit` names them:
+Instructions that multiply such words are named by `Unit`:
 
     dots    AVX512-BF16: a word of W times a pair of x in all lanes is sixteen outputs and two inputs.  Up to
             twelve rows are one block of accumulators in registers.
     tiles   AMX: sixteen pairs of a panel are a tile as they lie, sixteen rows of 32 inputs another, and
             their product sixteen rows of sixteen outputs
+    floats  float32: a word is one input, and the same blocks of accumulators
 
 No sum across lanes is ever needed.  Few rows are one block, so that each panel is read once; for more rows
 the panels of a piece stay in the second cache.  Rows whose stride is a multiple of 4 KiB fall into one set of
 the first cache: activations are padded (`native_ops.py`).
 
 Law: an output is one accumulator over the inputs in their order, whatever the block: a row's result does
-not depend on the number of rows.  A machine has one unit: their roundings differ.
+not depend on the number of rows.  A machine has one unit for a dtype: their roundings differ.
 
 Roofline: bytes = e (O I + T I + T O), FLOPs = 2 T O I; bound by memory below about 10 tokens.
 Measured, two EPYC cores that read 41 GB/s, O = 32000, I = 1024: T = 1 41 GB/s (oneDNN's packed weights:
 29), T = 4 40 (32); one core: T = 12 16 GB/s = 195 GFLOP/s (146), T = 1024 227 GFLOP/s (221).
-Two Xeon cores with AMX, O = 6144: T = 16 0.68 TFLOP/s (0.69), T = 1024 2.1 (2.9).
+Two Xeon cores with AMX, O = 6144: T = 16 0.68 TFLOP/s (0.69), T = 1024 2.1 (2.9).  Of float32 there, GFLOP/s:
+O = 1536, I = 384: T = 1 29 (15), T = 16 177 (119), T = 1024 228 (230); O = 1024, I = 3072: 19 (16), 182 (146), 250 (244).
 """
 
 import contextlib
@@ -32,9 +34,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from trouper.kernels.gelu import gelu
-from trouper.kernels.simd import LANES, Code, Pointer, Value
+from trouper.kernels.simd import LANES, Code, Kind, Pointer, Value
 
-Unit = Literal["dots", "tiles"]
+Unit = Literal["dots", "tiles", "floats"]
 Act = Literal["none", "gelu"]
 Steps = Iterator[tuple[Value, list[Pointer]]]  # first pair of inputs, where each panel has it
 
@@ -58,6 +60,7 @@ class Shape(NamedTuple):
         return self.few[-1].rows
 
     def num_pieces(self, num_rows: int, num_out: int, num_in: int) -> int:
+        """`num_in` of two bytes."""
         fitting = (block for block in (*self.few, self.many) if num_rows <= block.rows)
         panels = next(fitting, self.many).panels
         most, step = min(self.most_rows, self.most_bytes // (2 * num_in)), self.many.rows
@@ -71,11 +74,12 @@ SHAPES = {
         many=Block(3, 8, 1024),
     ),
     "tiles": Shape(few=(Block(4, 16, 1024),), many=Block(2, 32), most_rows=512),
+    "floats": Shape(few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(3, 8, 1024)), many=Block(3, 8, 1024)),
 }  # fmt: skip
 
 
 def pack(code: Code) -> None:
-    """The plain matrix [O, I], its packed form, I / 2.  A piece is a panel."""
+    """The plain matrix [O, I], its packed form, words of a row.  A piece is a panel."""
     plain, packed, pairs = code.arguments(3)
     for panel in code.pieces():
         rows = code.pointer(plain, "i32") + panel * LANES * pairs
@@ -88,7 +92,7 @@ def pack(code: Code) -> None:
 
 
 def matmul(code: Code, unit: Unit, act: Act) -> None:
-    """x, its stride in words, W, b or 0, y, its stride, T, I / 2, O / 16.  A piece is panels of a block of rows."""
+    """x, its stride in words, W, b or 0, y, its stride, T, words of a row, O / 16.  A piece is panels of a block of rows."""
     x, stride, weight, *others = code.arguments(9)
     product, shape = product_of(unit, code, act, x, stride, *others), SHAPES[unit]
     words, num_rows, before = code.pointer(weight, "i32"), product.num_rows, 0
@@ -131,7 +135,8 @@ def pieces_of_many(
 class Product(ABC):
     """Blocks of panels and rows, whatever form the panels have in memory."""
 
-    step: ClassVar[int]  # pairs of inputs that are multiplied at once
+    step: ClassVar[int]  # words of inputs that are multiplied at once
+    kind: ClassVar[Kind] = "bf16"
 
     def __init__(
         self,
@@ -148,7 +153,7 @@ class Product(ABC):
     ) -> None:
         self.code, self.bias, self.stride = code, bias, stride
         self.x, self._act = code.pointer(x, "i32"), act
-        self._y, self._y_stride = code.pointer(y, "bf16"), y_stride
+        self._y, self._y_stride = code.pointer(y, self.kind), y_stride
         self.num_rows, self.pairs, self.num_panels = num_rows, pairs, num_panels
 
     def panels_from(self, first: Value, panels: int) -> list[Value]:
@@ -177,7 +182,7 @@ class Product(ABC):
         self._y.store(row * self._y_stride + panel * LANES, found)
 
     def own_bias(self, panel: Value) -> Value:
-        return self.code.pointer(self.bias, "bf16").load(panel * LANES)
+        return self.code.pointer(self.bias, self.kind).load(panel * LANES)
 
 
 class Dots(Product):
@@ -189,11 +194,11 @@ class Dots(Product):
         xs = [self.x + r * self.stride for r in at_row]
         sums = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in at_panel]
         for i, places in steps:
-            words = [place.load() for place in places]
+            words = [self.read(place) for place in places]
             for r, row in enumerate(xs):
-                both = code.words(row[i])
+                x = self.spread(row + i)
                 for p, word in enumerate(words):
-                    sums[p][r].set(code.dot(word, both, sums[p][r]))
+                    sums[p][r].set(self.dot(word, x, sums[p][r]))
         for p, panel in enumerate(at_panel):
             with code.when(self.bias > 0):
                 own = self.own_bias(panel)
@@ -201,6 +206,30 @@ class Dots(Product):
                     total.set(total + own)
             for r in range(rows):
                 self.store(at_row[r], panel, sums[p][r])
+
+    def read(self, place: Pointer) -> Value:
+        return place.load()
+
+    def spread(self, place: Pointer) -> Value:
+        return self.code.words(place[0])
+
+    def dot(self, word: Value, x: Value, total: Value) -> Value:
+        return self.code.dot(word, x, total)
+
+
+class Floats(Dots):
+    """Of float32: a word is one input."""
+
+    kind = "f32"
+
+    def read(self, place: Pointer) -> Value:
+        return place.of("f32").load()
+
+    def spread(self, place: Pointer) -> Value:
+        return self.code.lanes(place.of("f32")[0])
+
+    def dot(self, word: Value, x: Value, total: Value) -> Value:
+        return self.code.fma(word, x, total)
 
 
 TILE = 16  # rows of a tile, and pairs of inputs of one
@@ -270,5 +299,8 @@ class Tiles(Product):
             self.store(first_row + row, panel, scaled + own)
 
 
+PRODUCTS = {"dots": Dots, "tiles": Tiles, "floats": Floats}
+
+
 def product_of(unit: Unit, *arguments: Any) -> Product:
-    return (Dots if unit == "dots" else Tiles)(*arguments)
+    return PRODUCTS[unit](*arguments)

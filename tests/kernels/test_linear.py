@@ -29,16 +29,19 @@ def test_packed_weights_give_the_product_of_the_plain_ones(dtype, has_bias, shap
 
 @needs_native
 @pytest.mark.parametrize("num_out", [16, 80, 208])
-@pytest.mark.parametrize("layout", ["native", "compressed"])
+@pytest.mark.parametrize("layout", ["native", "compressed", "floats"])
 def test_a_row_does_not_depend_on_the_number_of_rows_or_threads(num_out, layout):
     torch.manual_seed(0)
-    weight, bias = torch.randn(num_out, 96).bfloat16(), torch.randn(num_out).bfloat16()
+    dtype = torch.float32 if layout == "floats" else torch.bfloat16
+    weight, bias = torch.randn(num_out, 96).to(dtype), torch.randn(num_out).to(dtype)
     layer = Linear(weight, bias, layout=None if layout == "compressed" else layout)
     assert layer.layout == layout
     before = torch.get_num_threads()
-    x = torch.randn(400, 128).bfloat16()[:, :96]  # strided
+    x = torch.randn(400, 128).to(dtype)[:, :96]  # strided
     expected = linear(x, layer)
-    torch.testing.assert_close(expected, linear_reference(x, weight, bias), atol=2e-2, rtol=2e-2)
+    tolerance = TOLERANCES[dtype]
+    reference = linear_reference(x, weight, bias)
+    torch.testing.assert_close(expected, reference, atol=tolerance, rtol=tolerance)
     try:
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trouper.kernels.linear import Linear, layout_of
+from trouper.kernels.linear import NATIVE, Linear, layout_of
 from trouper.kernels.linear_fused import (
     FUSED,
     activate,
@@ -15,6 +15,7 @@ from trouper.kernels.linear_fused import (
 pytestmark = pytest.mark.usefixtures("unit")
 KINDS = [
     (torch.float32, "onednn", 1e-5),
+    (torch.float32, "floats", 1e-5),
     (torch.float32, "plain", 1e-5),
     (torch.bfloat16, "onednn", 5e-2),
     (torch.bfloat16, "native", 5e-2),
@@ -33,7 +34,7 @@ def tensors(shape, dtype):
 
 
 def skip_without(layout, weight):
-    if layout == "native" and layout_of(weight) != "native":
+    if layout in NATIVE and layout_of(weight) != layout:
         pytest.skip("this machine does not multiply bfloat16")
 
 
