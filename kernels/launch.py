@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _local = threading.local()
+_making = threading.Lock()
+_made: "dict[tuple[object, ...], Kernel]" = {}
 
 
 class Kernel:
@@ -73,7 +75,12 @@ def compiled(write: "Callable[..., None]", *options: object) -> Kernel:
     def write_all(code: "Code") -> None:
         write(code, *options)
 
-    return Kernel(name, *address_of(name, write_all))
+    # The cache alone would let two threads make one each, and drop the one whose address is recorded.
+    with _making:
+        key = write, options
+        if key not in _made:
+            _made[key] = Kernel(name, *address_of(name, write_all))
+        return _made[key]
 
 
 def float_bits(x: float) -> int:

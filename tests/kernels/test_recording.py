@@ -1,6 +1,7 @@
 """What is recorded is what runs, again and again, by any number of threads; and nothing else is recorded."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -141,3 +142,10 @@ def test_scratch_memory_stays_where_a_recording_saw_it():
     launch.scratch(len(mine) + 1)
     assert launch._local.scratch is not mine
     assert any(kept is mine for kept in recording._kept)
+
+
+def test_threads_that_ask_for_a_kernel_at_once_get_the_same():
+    """Recordings know addresses alone: of two kernels the cache would drop one, and its code."""
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(launch.compiled.__wrapped__, mirror) for _ in range(2)]
+    assert asked[0].result() is asked[1].result()
