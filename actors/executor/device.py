@@ -18,6 +18,8 @@ class Later(NamedTuple, Generic[Result]):
 
     is_ready: Callable[[], bool]
     finish: Callable[[], Result]  # waits if it is not ready
+    # Calls back once it is ready, from whatever thread; None: nobody does, look now and then.
+    when_ready: Callable[[Callable[[], None]], None] | None = None
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):

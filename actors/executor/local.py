@@ -2,7 +2,8 @@
 
 Torch's intra-op settings, inference mode and current stream are thread-local, and a thread pool may serve
 each call from another thread, hence a thread of our own.  torch is imported in it and nowhere before.
-On a GPU a step is launched and its answer comes later: meanwhile the thread launches what else is posted.
+A step may be launched and its answer come later, from a GPU or from other threads: meanwhile the thread launches
+what else is posted.
 """
 
 import logging
@@ -11,6 +12,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +43,7 @@ Result = TypeVar("Result")
 DEVICE_THREAD = "trouper-device"
 Answer = StepDone | PoolDone | StepFailed
 CALLS = ("sleep", "wake", "start_profile", "stop_profile")
+LOOK = "look"
 POLL_S = 5e-5  # between two looks at a launched step; a post wakes the thread at once
 
 
@@ -54,9 +57,10 @@ class LocalDevice:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         # The executor's credits bound it: max_steps_in_flight steps, a call and the closing.
-        self._posts: queue.SimpleQueue[_Post[Any] | None] = queue.SimpleQueue()
+        # Beside them comes one `LOOK` for each launched step that tells when it is ready.
+        self._posts: queue.SimpleQueue[_Post[Any] | str | None] = queue.SimpleQueue()
         self._steps: deque[_Post[Answer]] = deque()  # submitted, not collected
-        self._submitted = anyio.Event()
+        self._finished = anyio.Event()  # a step, since `collect` looked
         self._thread: threading.Thread | None = None
         self._closing: _Post[None] | None = None
         # Touched by the device thread alone:
@@ -83,16 +87,18 @@ class LocalDevice:
         return await self._post(self._load).wait()
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
-        self._steps.append(self._post(lambda: self._step(plan)))
-        self._submitted.set()
+        self._steps.append(self._post(lambda: self._step(plan), self._note_finished))
 
     async def collect(self) -> Answer:
-        while not self._steps:
-            self._submitted = anyio.Event()
-            await self._submitted.wait()
-        answer = await self._steps[0].wait()
-        self._steps.popleft()
-        return answer
+        if self._steps and self._steps[0].is_done:
+            await anyio.lowlevel.checkpoint()
+        while not (self._steps and self._steps[0].is_done):
+            self._finished = anyio.Event()
+            await self._finished.wait()
+        return self._steps.popleft().result()
+
+    def _note_finished(self) -> None:
+        self._finished.set()
 
     async def call(self, method: str, *args: object) -> object:
         if method != "probe" and method not in CALLS:
@@ -110,10 +116,12 @@ class LocalDevice:
             await self._closing.wait()
         self._thread.join()  # it has nothing left to do
 
-    def _post(self, work: Callable[[], Result | Later[Result]]) -> "_Post[Result]":
+    def _post(
+        self, work: Callable[[], Result | Later[Result]], tell: Callable[[], object] | None = None
+    ) -> "_Post[Result]":
         if self._thread is None or self._closing is not None:
             raise RuntimeError("the device is closed, or was never loaded")
-        post = _Post(work)
+        post = _Post(work, tell)
         self._posts.put(post)
         return post
 
@@ -123,15 +131,19 @@ class LocalDevice:
         while True:
             while self._launched and self._launched[0].is_ready():
                 self._launched.popleft().finish()
+            is_silent = bool(self._launched) and not self._launched[0].tells
             try:
-                post = self._posts.get(timeout=POLL_S if self._launched else None)
+                post = self._posts.get(timeout=POLL_S if is_silent else None)
             except queue.Empty:
                 continue
             if post is None:
                 return
+            if isinstance(post, str):  # look
+                continue
             post.run()
             if post.is_launched:
                 self._launched.append(post)
+                post.when_ready(partial(self._posts.put, LOOK))
 
     def _finish_launched(self) -> None:
         while self._launched:
@@ -175,7 +187,8 @@ class LocalDevice:
             failed = self._failed(plan, error)
         else:
             if isinstance(answer, Later):
-                return Later(answer.is_ready, lambda: self._guarded(plan, answer.finish))
+                finish = partial(self._guarded, plan, answer.finish)
+                return Later(answer.is_ready, finish, answer.when_ready)
             return answer
         if failed.is_out_of_memory:  # only now does nobody hold what the step had taken
             self._runner.release()
@@ -199,14 +212,24 @@ class LocalDevice:
 
 
 class _Post(Generic[Result]):
-    """A piece of work for the device thread, and the way back to the event loop that posted it."""
+    """A piece of work for the device thread, and the way back to the event loop that posted it.
 
-    def __init__(self, work: Callable[[], Result | Later[Result]]) -> None:
+    `tell` is called there when it is done; without it, one may `wait`.
+    """
+
+    def __init__(
+        self, work: Callable[[], Result | Later[Result]], tell: Callable[[], object] | None = None
+    ) -> None:
         self._work: Callable[[], Result | Later[Result]] = work
         native: Any = anyio.lowlevel.current_token().native_token
         # Both return at once: the thread goes on with the next step while the loop wakes up.
         self._soon = getattr(native, "run_sync_soon", None) or native.call_soon_threadsafe
-        self._done = anyio.Event()
+        self._waited: anyio.Event | None = None
+        if tell is None:
+            self._waited = anyio.Event()
+            tell = self._waited.set
+        self._tell = tell
+        self.is_done = False
         self._later: Later[Result] | None = None
         self._result: Result | None = None
         self._error: BaseException | None = None
@@ -214,6 +237,16 @@ class _Post(Generic[Result]):
     @property
     def is_launched(self) -> bool:
         return self._later is not None
+
+    @property
+    def tells(self) -> bool:
+        """Of a launched one: `when_ready` is heard."""
+        return self._later is not None and self._later.when_ready is not None
+
+    def when_ready(self, act: Callable[[], None]) -> None:
+        """Of a launched one: call `act` then, if anybody can tell."""
+        if self._later is not None and self._later.when_ready is not None:
+            self._later.when_ready(act)
 
     def is_ready(self) -> bool:
         """Of a launched one: `finish` would not wait."""
@@ -242,13 +275,19 @@ class _Post(Generic[Result]):
                 self._later = result
                 return
             self._result = result
+        self.is_done = True
         try:
-            self._soon(self._done.set)
+            self._soon(self._tell)
         except RuntimeError:  # the loop has ended: nobody waits any more
             pass
 
     async def wait(self) -> Result:
-        await self._done.wait()
+        assert self._waited is not None
+        await self._waited.wait()
+        return self.result()
+
+    def result(self) -> Result:
+        """Of a post that is done; raises what it raised."""
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # set, since there is no error

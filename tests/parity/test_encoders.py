@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from trouper.actors.executor import pooling_runner
+from trouper.actors.executor.device import Later
 from trouper.actors.executor.models.encoder import rounded
 from trouper.actors.executor.pooling_runner import (
     FEW_TOKENS,
@@ -89,9 +90,13 @@ def run(folder, task, type_ids=None, texts=None, columns=None, is_alone=False, *
     ]
     plans = [(column,) for column in columns] if is_alone else [tuple(columns)]
     try:
-        return [array for plan in plans for array in runner.step(PoolPlan(1, 0, plan)).arrays]
+        return [array for plan in plans for array in result(runner.step(PoolPlan(1, 0, plan)))]
     finally:
         runner.close()
+
+
+def result(answer):
+    return (answer.finish() if isinstance(answer, Later) else answer).arrays
 
 
 @pytest.mark.parametrize("kind", [*ENCODERS, *DECODERS])
@@ -154,6 +159,42 @@ def test_equal_texts_are_as_many_in_each_threads_pass():
     assert [len(part) for part in slices((column,) * 6, 2)] == [3, 3]
     assert [len(part) for part in slices((column,) * 2, 2)] == [1, 1]
     assert [len(part) for part in slices((column,), 2)] == [1]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_who_is_done_with_a_plan_begins_the_next(tmp_path, monkeypatch):
+    """One pass of the first plan waits for a pass of the second."""
+    save_tiny("bert", AutoModel, tmp_path)
+    config = EngineArgs(
+        model=str(tmp_path), runner="pooling", skip_tokenizer_init=True, dtype="float32"
+    ).resolve()
+    runner = PoolingRunner(config)
+    runner.load()
+    right, has_begun, told = runner._run, threading.Event(), threading.Event()
+
+    def run(columns):
+        if len(columns[0].token_ids) == 10:
+            has_begun.set()
+        elif columns[0].token_ids[0] == 5:
+            assert has_begun.wait(30)
+        return right(columns)
+
+    monkeypatch.setattr(runner, "_run", run)
+
+    def plan(step, first, length):
+        columns = [PoolColumn((first, *(7,) * (length - 1)), None, "embed")] * 20
+        return PoolPlan(step, 0, (*columns, *[PoolColumn((6,) * length, None, "embed")] * 20))
+
+    try:
+        first, second = runner.step(plan(1, 5, 20)), runner.step(plan(2, 6, 10))
+        first.when_ready(told.set)
+        assert told.wait(30)
+        alone = runner._run([PoolColumn((6,) * 20, None, "embed")])
+        arrays = [result(answer) for answer in (first, second)]
+        assert [len(found) for found in arrays] == [40, 40]
+        np.testing.assert_allclose(arrays[0][-1], alone[0], atol=1e-5)
+    finally:
+        runner.close()
 
 
 @pytest.mark.usefixtures("two_threads")
