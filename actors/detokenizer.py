@@ -15,8 +15,8 @@ import anyio
 import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskStatus
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from trouper.actors.channel import Inbox, Sender
 from trouper.actors.facts import Facts, SequenceTimes
 from trouper.actors.messages import (
     DetokenizerInbox,
@@ -76,8 +76,8 @@ class Detokenizer:
 
     def __init__(
         self,
-        inbox: MemoryObjectReceiveStream[DetokenizerInbox],
-        scheduler: MemoryObjectSendStream[SchedulerInbox],
+        inbox: Inbox[DetokenizerInbox],
+        scheduler: Sender[SchedulerInbox],
         tokenizer: Tokenizer | None,
         reporter: Reporter | None = None,
     ) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
-from anyio.streams.memory import MemoryObjectReceiveStream
 
 from trouper.actors.admission import MAX_OPEN_REQUESTS
 from trouper.actors.blocks import Blocks
+from trouper.actors.channel import Inbox, open_channel
 from trouper.actors.detokenizer import Detokenizer
 from trouper.actors.executor.actor import Executor
 from trouper.actors.executor.device import Device, DeviceInfo
@@ -119,28 +119,20 @@ async def _perform(
         config = msgspec.structs.replace(config, scheduler=single)
     credits = config.scheduler.max_steps_in_flight
     # One Render for each open request.
-    to_renderer, renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
-        MAX_OPEN_REQUESTS
-    )
-    to_large_renderer, large_renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
-        MAX_OPEN_REQUESTS
-    )
+    to_renderer, renderer_inbox = open_channel[RendererInbox](MAX_OPEN_REQUESTS)
+    to_large_renderer, large_renderer_inbox = open_channel[RendererInbox](MAX_OPEN_REQUESTS)
     # One Admit and one Abort for each open request, and again for one that took its place before the
     # scheduler ran; that also leaves room for an answer and a Stop for each step in flight, and for
     # the few questions of the lifecycle, which are asked one at a time.
-    to_scheduler, scheduler_inbox = anyio.create_memory_object_stream[SchedulerInbox](
-        5 * MAX_OPEN_REQUESTS
-    )
+    to_scheduler, scheduler_inbox = open_channel[SchedulerInbox](5 * MAX_OPEN_REQUESTS)
     # The plans in flight, and one call at a time from the lifecycle and from who probes.
-    to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](credits + 2)
+    to_executor, executor_inbox = open_channel[ExecutorInbox](credits + 2)
     # One Track for each open request; the scheduler waits when it is a whole table of steps ahead.
-    to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream[DetokenizerInbox](
-        2 * MAX_OPEN_REQUESTS
-    )
+    to_detokenizer, detokenizer_inbox = open_channel[DetokenizerInbox](2 * MAX_OPEN_REQUESTS)
     # The scheduler waits when it is so many steps ahead.
-    to_pooler, pooler_inbox = anyio.create_memory_object_stream[PoolerInbox](MAX_POOLED_STEPS)
+    to_pooler, pooler_inbox = open_channel[PoolerInbox](MAX_POOLED_STEPS)
     # Facts may be dropped: some seconds of steps, should the observer be held up.
-    to_observer, observer_inbox = anyio.create_memory_object_stream[ObserverInbox](MAX_FACTS)
+    to_observer, observer_inbox = open_channel[ObserverInbox](MAX_FACTS)
     engine: Engine | None = None
     with (
         to_renderer, renderer_inbox, to_large_renderer, large_renderer_inbox,
@@ -213,7 +205,7 @@ async def _perform(
 async def _start_observer(
     config: EngineConfig,
     info: DeviceInfo,
-    inbox: MemoryObjectReceiveStream[ObserverInbox],
+    inbox: Inbox[ObserverInbox],
     note_ended: NoteEnded | None,
     troupe: TaskGroup,
 ) -> Observer | None:

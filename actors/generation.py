@@ -77,7 +77,8 @@ class Generation(Generic[Output]):
 
     async def __anext__(self) -> Output:
         if self._is_closed:
-            await anyio.lowlevel.checkpoint()
+            if not self._is_finished:  # else the output before was waited for
+                await anyio.lowlevel.checkpoint()
             raise StopAsyncIteration
         slot = self.open()
         try:
@@ -87,11 +88,12 @@ class Generation(Generic[Output]):
         except BaseException:
             self.close()
             raise
-        self._note(output)
-        if output.error is not None and output.error.code != "aborted":
-            self.close()  # also when siblings of the completion that failed could go on
-            raise output.error.to_exception(self.request_id)
-        return output
+        return self._checked(output)
+
+    def next_nowait(self) -> Output | None:
+        """As `__anext__`, but None when it would wait, or is over."""
+        output = self.take_nowait()
+        return None if output is None else self._checked(output)
 
     def take_nowait(self) -> Output | None:
         """What is due now, or None; for a loop that steps the engine by hand.
@@ -107,6 +109,13 @@ class Generation(Generic[Output]):
             raise
         if output is not None:
             self._note(output)
+        return output
+
+    def _checked(self, output: Output) -> Output:
+        self._note(output)
+        if output.error is not None and output.error.code != "aborted":
+            self.close()  # also when siblings of the completion that failed could go on
+            raise output.error.to_exception(self.request_id)
         return output
 
     @property

@@ -14,9 +14,9 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import msgspec
-from anyio.streams.memory import MemoryObjectSendStream
 
 from trouper.actors.admission import Admission, embeds_bytes, estimate_tokens
+from trouper.actors.channel import Sender
 from trouper.actors.controls import Controls
 from trouper.actors.detokenizer import Detokenizer
 from trouper.actors.executor.device import DeviceInfo
@@ -75,11 +75,11 @@ class Engine(Controls):
         config: EngineConfig,
         info: DeviceInfo,
         tokenizer: Tokenizer | None,
-        to_renderer: MemoryObjectSendStream[RendererInbox],
-        to_large_renderer: MemoryObjectSendStream[RendererInbox],
-        to_scheduler: MemoryObjectSendStream[SchedulerInbox],
-        to_executor: MemoryObjectSendStream[ExecutorInbox],
-        to_observer: MemoryObjectSendStream[ObserverInbox],
+        to_renderer: Sender[RendererInbox],
+        to_large_renderer: Sender[RendererInbox],
+        to_scheduler: Sender[SchedulerInbox],
+        to_executor: Sender[ExecutorInbox],
+        to_observer: Sender[ObserverInbox],
         scheduler: Scheduler,
         detokenizer: Detokenizer | None,  # None in an engine that pools
         observer: Observer | None,
@@ -295,17 +295,17 @@ class Engine(Controls):
         Raises:
             TrouperValidationError: statistics are off.
         """
-        if self.metrics is None:
+        if self.metrics is None or self._observer is None:
             raise TrouperValidationError(
                 "metrics need statistics: disable_log_stats=False", parameter="disable_log_stats"
             )
-        await self._questions.flush_observer()
+        await self._questions.flush_observer(self._observer.hurry)
         return self.metrics.values()
 
     async def log_stats(self) -> None:
         """Write the log line now.  Without statistics there is none."""
         if self._observer is not None:
-            await self._questions.flush_observer()
+            await self._questions.flush_observer(self._observer.hurry)
             self._observer.log()
 
     async def wait_idle(self) -> None:

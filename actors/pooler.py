@@ -14,9 +14,9 @@ import anyio
 import msgspec
 import numpy as np
 from anyio.abc import TaskStatus
-from anyio.streams.memory import MemoryObjectReceiveStream
 
 from trouper.actors.admission import MAX_OPEN_REQUESTS
+from trouper.actors.channel import Inbox, open_channel
 from trouper.actors.messages import PooledRequest, PoolerInbox
 from trouper.actors.ports import Threads
 from trouper.actors.postprocessing import finish
@@ -49,7 +49,7 @@ class Pooler:
 
     def __init__(
         self,
-        inbox: MemoryObjectReceiveStream[PoolerInbox],
+        inbox: Inbox[PoolerInbox],
         spec: PoolerSpec,
         threads: Threads,
     ) -> None:
@@ -67,7 +67,7 @@ class Pooler:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         # One for each open request, so there is always room.
-        to_lane, lane = anyio.create_memory_object_stream[_Work](MAX_OPEN_REQUESTS)
+        to_lane, lane = open_channel[_Work](MAX_OPEN_REQUESTS)
         # The two defaults differ (spec 14.1), so they are said.
         logger.info(
             "pooling tasks: %s; by default %s, of encode %s",
@@ -95,7 +95,7 @@ class Pooler:
                         answer.set(None)
                 to_lane.close()
 
-    async def _finish_large(self, lane: MemoryObjectReceiveStream[_Work]) -> None:
+    async def _finish_large(self, lane: Inbox[_Work]) -> None:
         async for work in lane:
             await self._finish([work])
 

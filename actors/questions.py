@@ -5,9 +5,9 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import anyio
-from anyio.streams.memory import MemoryObjectSendStream
 
 from trouper.actors.answer import Answer
+from trouper.actors.channel import Sender
 from trouper.actors.messages import (
     DeviceCall,
     ExecutorInbox,
@@ -30,9 +30,9 @@ class Questions:
 
     def __init__(
         self,
-        scheduler: MemoryObjectSendStream[SchedulerInbox],
-        executor: MemoryObjectSendStream[ExecutorInbox],
-        observer: MemoryObjectSendStream[ObserverInbox],
+        scheduler: Sender[SchedulerInbox],
+        executor: Sender[ExecutorInbox],
+        observer: Sender[ObserverInbox],
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -76,11 +76,12 @@ class Questions:
                     if answer.is_there:
                         self._probe, self._is_probe_sent = Answer[object](), False
 
-    async def flush_observer(self) -> None:
-        """Wait until everything reported before has been counted."""
+    async def flush_observer(self, hurry: Callable[[], object]) -> None:
+        """Wait until everything reported before has been counted; `hurry` wakes the observer."""
         with self._asking() as answer:
             with suppress(*ACTOR_IS_GONE):
                 await self._observer.send(Flush(answer))
+            hurry()
             await answer.wait()
 
     def check_alive(self) -> None:

@@ -1,18 +1,20 @@
 """The renderer actor: takes prompts as their callers wrote them, has them rendered in a thread (short ones
 where they are), and hands them on.
 
-Laws.  One request at a time per actor; the wiring starts several on clones of one inbox.  A request's
+Laws.  One request at a time per actor, or plain texts that are there together, `BATCH_CHARS` of them at most: a
+hop to a thread takes as long as some of them.  The wiring starts several on clones of one inbox.  A request's
 fault ends that request only.  `Track` goes out before `Admit`, and no await lies between the last look
 at the slot and the two sends: a request is known to both actors or to neither.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
 from anyio.abc import TaskStatus
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from trouper.actors.channel import Inbox, Sender
 from trouper.actors.messages import AdmitPooling, DetokenizerInbox, Render, SchedulerInbox
 from trouper.actors.ports import Threads
 from trouper.actors.rendering.text import Rendered
@@ -20,6 +22,7 @@ from trouper.errors import GenerationError, TrouperError, TrouperValidationError
 from trouper.params import SamplingParams
 
 QUICK = 128  # characters or ids
+BATCH_CHARS = 2**13  # rendered in some 3 ms
 QUICK_KEYS = frozenset({"prompt", "prompt_token_ids", "text_pair", "cache_salt"})
 
 
@@ -28,9 +31,9 @@ class Renderer:
 
     def __init__(
         self,
-        inbox: MemoryObjectReceiveStream[Render],
-        scheduler: MemoryObjectSendStream[SchedulerInbox],
-        detokenizer: MemoryObjectSendStream[DetokenizerInbox],
+        inbox: Inbox[Render],
+        scheduler: Sender[SchedulerInbox],
+        detokenizer: Sender[DetokenizerInbox],
         render: Callable[[Render], Rendered],
         threads: Threads,
     ) -> None:
@@ -44,21 +47,64 @@ class Renderer:
         with self._inbox, self._scheduler, self._detokenizer:
             task_status.started()
             async for message in self._inbox:
-                await self._serve(message)
+                while message is not None:
+                    batch, message = self._gather(message)
+                    await (self._serve(*batch) if len(batch) == 1 else self._serve_all(batch))
+
+    def _gather(self, message: Render) -> tuple[list[Render], Render | None]:
+        """What is served together with the first that came, and what came behind it and is not."""
+        batch, room = [message], BATCH_CHARS - _plain_size(message)
+        if _is_quick(message):
+            return batch, None
+        while room > 0:
+            try:
+                message = self._inbox.receive_nowait()
+            except (anyio.WouldBlock, anyio.EndOfStream):
+                break
+            room -= _plain_size(message)
+            if room < 0:
+                return batch, message
+            batch.append(message)
+        return batch, None
 
     async def _serve(self, message: Render) -> None:
         slot = message.slot
-        rendered: Rendered | None = None
+        rendered: Rendered | Exception | None = None
         if not slot.is_aborted:
             try:
-                with slot.scope:
-                    rendered = await self._threads.run(
-                        self._render, message, is_quick=_is_quick(message)
-                    )
+                if _is_quick(message):  # at once, so there is nothing to cancel
+                    rendered = await self._threads.run(self._render, message, is_quick=True)
+                else:
+                    with slot.scope:
+                        rendered = await self._threads.run(self._render, message)
             except Exception as error:  # it is this request's, whatever it is
-                slot.fail(_typed(error))
-                return
-        if rendered is None or slot.is_aborted:
+                rendered = error
+        self._end(message, rendered)
+
+    async def _serve_all(self, batch: Sequence[Render]) -> None:
+        found: Sequence[Rendered | Exception | None]
+        try:
+            found = await self._threads.run(self._render_all, batch)
+        except Exception as error:  # no text takes so long
+            found = [error] * len(batch)
+        for message, rendered in zip(batch, found, strict=True):
+            self._end(message, rendered)
+
+    def _render_all(self, batch: Sequence[Render]) -> list[Rendered | Exception | None]:
+        """In a thread."""
+        found: list[Rendered | Exception | None] = []
+        for message in batch:
+            try:
+                found.append(None if message.slot.is_aborted else self._render(message))
+            except Exception as error:
+                found.append(error)
+        return found
+
+    def _end(self, message: Render, rendered: Rendered | Exception | None) -> None:
+        slot = message.slot
+        if isinstance(rendered, Exception):
+            slot.fail(_typed(rendered))
+        elif rendered is None or slot.is_aborted:
             slot.abort()
         else:
             self._hand_over(rendered)
@@ -76,19 +122,23 @@ class Renderer:
 
 
 def _is_quick(message: Render) -> bool:
-    """Text or ids so short, and nothing else that would have to be tokenised or looked through."""
+    return _plain_size(message) <= QUICK
+
+
+def _plain_size(message: Render) -> float:
+    """Of text or ids, with nothing else that would have to be tokenised or looked through; infinite otherwise."""
     prompt: Any = message.prompt
     params = message.params
     if isinstance(params, SamplingParams) and (
         params.bad_words or params.logit_bias or params.allowed_token_ids or params.stop_token_ids
     ):
-        return False
+        return math.inf
     parts: list[Any] = [prompt]
     if isinstance(prompt, dict) and prompt.keys() <= QUICK_KEYS:
         parts = [*prompt.values()]
-    return all(isinstance(part, str | list | tuple) for part in parts) and (
-        sum(map(len, parts)) <= QUICK
-    )
+    if not all(isinstance(part, str | list | tuple) for part in parts):
+        return math.inf
+    return sum(map(len, parts))
 
 
 def _typed(error: Exception) -> Exception:

@@ -9,9 +9,9 @@ from typing import Any, assert_never
 
 import anyio
 from anyio.abc import TaskStatus
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from trouper.actors.answer import Answer
+from trouper.actors.channel import Inbox, Sender
 from trouper.actors.messages import (
     Abort,
     Admit,
@@ -44,9 +44,9 @@ class Scheduler:
 
     def __init__(
         self,
-        inbox: MemoryObjectReceiveStream[SchedulerInbox],
-        executor: MemoryObjectSendStream[ExecutorInbox],
-        reader: MemoryObjectSendStream[Any],
+        inbox: Inbox[SchedulerInbox],
+        executor: Sender[ExecutorInbox],
+        reader: Sender[Any],
         policy: Policy | PoolingPolicy,
         *,
         reporter: Reporter | None = None,
@@ -124,7 +124,10 @@ class Scheduler:
         news = self._policy.take_news(self._due_answers())
         self._report()
         if news is not None:
-            await self._reader.send(news)
+            try:  # a wait, and so a turn of the loop, only where there is no room
+                self._reader.send_nowait(news)
+            except anyio.WouldBlock:
+                await self._reader.send(news)
 
     def _report(self) -> None:
         """Whatever changed the numbers: a step, a request that came, a stop string, a pause."""

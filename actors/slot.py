@@ -17,6 +17,27 @@ from trouper.outputs import RequestStateStats
 Output = TypeVar("Output", covariant=True)
 
 
+class Once:
+    """Happens once.  An event is made for whoever waits, and mostly nobody does."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._event: anyio.Event | None = None
+
+    def set(self) -> None:
+        self.is_set = True
+        if self._event is not None:
+            self._event.set()
+
+    async def wait(self) -> None:
+        if self.is_set:
+            await anyio.lowlevel.checkpoint()
+            return
+        if self._event is None:
+            self._event = anyio.Event()
+        await self._event.wait()
+
+
 class Slot(ABC, Generic[Output]):
     """Opened by the frontend, lent to the actors, closed by the frontend.
 
@@ -28,7 +49,7 @@ class Slot(ABC, Generic[Output]):
         self, request_id: str, n: int, *, prefills: Prefills | None = None, shows_stats: bool = True
     ) -> None:
         self.request_id = request_id  # the caller's name for it: echoed, never a key
-        self.scope = anyio.CancelScope()
+        self._scope: anyio.CancelScope | None = None  # once somebody asks for it
         self.stats = RequestStateStats()
         self.n = n
         self._shows_stats = shows_stats
@@ -38,8 +59,8 @@ class Slot(ABC, Generic[Output]):
         self._error: Exception | None = None
         self._is_closed = False
         self._woken: anyio.Event | None = None  # of the last wait
-        self._rendered = anyio.Event()
-        self._over = anyio.Event()
+        self._rendered = Once()
+        self._over = Once()
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "aborted" if self.is_aborted else "open"
@@ -51,11 +72,19 @@ class Slot(ABC, Generic[Output]):
 
     @property
     def is_over(self) -> bool:
-        return self._over.is_set()
+        return self._over.is_set
+
+    @property
+    def scope(self) -> anyio.CancelScope:
+        if self._scope is None:
+            self._scope = anyio.CancelScope()
+            if self._is_closed:
+                self._scope.cancel()
+        return self._scope
 
     @property
     def is_aborted(self) -> bool:
-        return self.scope.cancel_called
+        return self._is_closed or (self._scope is not None and self._scope.cancel_called)
 
     @property
     def num_tokens(self) -> tuple[int, int]:
@@ -116,7 +145,8 @@ class Slot(ABC, Generic[Output]):
         Raises:
             Exception: what `fail` was given.
         """
-        await self._rendered.wait()
+        if not self._rendered.is_set:  # of many that were rendered together only the first waits
+            await self._rendered.wait()
         if self._error is not None:
             raise self._error
 
@@ -128,7 +158,8 @@ class Slot(ABC, Generic[Output]):
         """Nobody reads any more.  Idempotent; cancels the rendering stage."""
         self._is_closed = True
         self._end()
-        self.scope.cancel()
+        if self._scope is not None:
+            self._scope.cancel()
         self._wake_reader()
 
     def expect(self, num_prompt_tokens: int) -> None:
@@ -142,7 +173,7 @@ class Slot(ABC, Generic[Output]):
         self._rendered.set()
 
     def _count_prefill(self, num_tokens: int) -> None:
-        if not self._over.is_set():
+        if not self._over.is_set:
             self._prefills.num_tokens += num_tokens - self._num_prefill
             self._num_prefill = num_tokens
 

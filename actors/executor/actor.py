@@ -4,8 +4,8 @@ from typing import assert_never
 
 import anyio
 from anyio.abc import TaskStatus
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from trouper.actors.channel import Inbox, Sender
 from trouper.actors.executor.device import Device, DeviceInfo
 from trouper.actors.messages import DeviceCall, ExecutorInbox, PoolPlan, SchedulerInbox, StepPlan
 
@@ -17,8 +17,8 @@ class Executor:
 
     def __init__(
         self,
-        inbox: MemoryObjectReceiveStream[ExecutorInbox],
-        scheduler: MemoryObjectSendStream[SchedulerInbox],
+        inbox: Inbox[ExecutorInbox],
+        scheduler: Sender[SchedulerInbox],
         device: Device,
     ) -> None:
         self._inbox = inbox

@@ -56,6 +56,8 @@ async def final_outputs(
     with _listed(service, exchange, generations):
         await _submit(exchange, generations, places)
         for i, generation in enumerate(generations):
+            while (output := generation.next_nowait()) is not None:  # no turn for what is there
+                found[i] = output
             async for output in generation:
                 found[i] = output
     return [found[i] for i in range(len(generations))]

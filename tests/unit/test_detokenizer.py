@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trouper.actors.channel import open_channel
 from trouper.actors.detokenizer import Detokenizer
 from trouper.actors.messages import (
     RequestId,
@@ -74,8 +75,8 @@ class Stage:
 
 @asynccontextmanager
 async def open_stage(tokenizer):
-    to_actor, inbox = anyio.create_memory_object_stream(64)
-    to_scheduler, scheduler_inbox = anyio.create_memory_object_stream(64)
+    to_actor, inbox = open_channel(64)
+    to_scheduler, scheduler_inbox = open_channel(64)
     actor = Detokenizer(inbox, to_scheduler, tokenizer)
     with to_actor, scheduler_inbox:
         stage = Stage(actor, to_actor, scheduler_inbox, tokenizer)

@@ -2,11 +2,11 @@
 
 import logging
 
-import anyio
 import pytest
 import trio.testing
 
 from trouper.actors.answer import Answer
+from trouper.actors.channel import open_channel
 from trouper.actors.messages import (
     Flush,
     ObserverInbox,
@@ -52,7 +52,7 @@ class Stage:
 
     def __init__(self, nursery, interval_s=10.0, capacity=100, note_ended=None, is_on=True):
         self.metrics = Metrics("m", 64) if is_on else None
-        self.observer, inbox = anyio.create_memory_object_stream[ObserverInbox](capacity)
+        self.observer, inbox = open_channel[ObserverInbox](capacity)
         self.actor = Observer(inbox, self.metrics, interval_s, note_ended)
         self.reporter = Reporter(self.observer)
         nursery.start_soon(self.actor.run)
@@ -116,7 +116,7 @@ async def test_the_line_says_what_happened_since_the_one_before():
 
 
 async def test_facts_without_room_are_dropped_and_counted_and_nobody_waits():
-    to_observer, inbox = anyio.create_memory_object_stream[ObserverInbox](2)
+    to_observer, inbox = open_channel[ObserverInbox](2)
     with inbox, Reporter(to_observer) as reporter:
         for _ in range(5):
             reporter.report(Stepped(stats()))
@@ -124,7 +124,7 @@ async def test_facts_without_room_are_dropped_and_counted_and_nobody_waits():
 
 
 async def test_reporting_to_an_observer_that_is_gone_is_harmless():
-    to_observer, inbox = anyio.create_memory_object_stream[ObserverInbox](2)
+    to_observer, inbox = open_channel[ObserverInbox](2)
     inbox.close()
     with Reporter(to_observer) as reporter:
         reporter.report(Stepped(stats()))

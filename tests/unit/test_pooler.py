@@ -6,6 +6,7 @@ import pytest
 
 from trouper.actors import pooler as pooler_module
 from trouper.actors.answer import Answer
+from trouper.actors.channel import open_channel
 from trouper.actors.messages import AdmitPooling, Pooled, PooledRequest, RequestId
 from trouper.actors.pooler import LARGE, QUICK, Pooler
 from trouper.actors.pooling_slot import PoolingSlot
@@ -36,7 +37,7 @@ class Inline:
 @pytest.fixture
 async def stage():
     """(send the results of a step, the threads, the pooler)."""
-    to_pooler, inbox = anyio.create_memory_object_stream(8)
+    to_pooler, inbox = open_channel(8)
     threads = Inline()
     pooler = Pooler(inbox, spec(), threads)
 

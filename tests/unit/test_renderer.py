@@ -6,6 +6,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from trouper.actors.channel import open_channel
 from trouper.actors.messages import Admit, Render, RequestId, Track
 from trouper.actors.ports import WorkerThreads
 from trouper.actors.renderer import QUICK, Renderer, _is_quick
@@ -90,9 +91,9 @@ def drained(inbox):
 
 @asynccontextmanager
 async def open_stage(num_workers=1, function=render, threads=None):
-    to_renderer, renderer_inbox = anyio.create_memory_object_stream(16)
-    to_scheduler, scheduler_inbox = anyio.create_memory_object_stream(16)
-    to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream(16)
+    to_renderer, renderer_inbox = open_channel(16)
+    to_scheduler, scheduler_inbox = open_channel(16)
+    to_detokenizer, detokenizer_inbox = open_channel(16)
     threads = threads or Inline()
     with (
         to_renderer,
@@ -117,6 +118,33 @@ async def open_stage(num_workers=1, function=render, threads=None):
             tasks.cancel_scope.cancel()
         for slot in stage.slots:
             slot.close()
+
+
+async def test_plain_texts_that_are_there_together_share_a_hop_and_no_fault():
+    texts = ["a" * (QUICK + 1), "b" * (QUICK + 1), "c" * QUICK, "d" * 500]
+    batches = []
+
+    class Counting(Inline):
+        async def run(self, function, *args, is_quick=False):
+            batches.append(len(args[0]) if isinstance(args[0], list) else 1)
+            return await super().run(function, *args, is_quick=is_quick)
+
+    def fussy(message):
+        if message.prompt[0] == "b":
+            raise ValueError("no b")
+        return render(message)
+
+    async with open_stage(function=fussy, threads=Counting()) as stage:
+        slots = [stage.ask(text) for text in texts]
+        gone = stage.ask("e" * 500)
+        gone.close()
+        stage.ask({"messages": "x"})  # nobody knows how long it takes
+        stage.ask("f" * 500)
+        await stage.settled()
+        assert stage.handed_over() == [[0, 2, 3, 6], [0, 2, 3, 6]]
+        with pytest.raises(ValueError, match="no b"):
+            slots[1].read_nowait()
+    assert batches == [5, 1, 1]
 
 
 async def test_a_prompt_reaches_the_detokenizer_and_the_scheduler():
@@ -199,9 +227,9 @@ async def test_each_worker_serves_one_request_at_a_time():
 
 
 async def test_it_ends_when_its_inbox_ends():
-    to_renderer, inbox = anyio.create_memory_object_stream(1)
-    to_scheduler, scheduler_inbox = anyio.create_memory_object_stream(1)
-    to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream(1)
+    to_renderer, inbox = open_channel(1)
+    to_scheduler, scheduler_inbox = open_channel(1)
+    to_detokenizer, detokenizer_inbox = open_channel(1)
     with scheduler_inbox, detokenizer_inbox:
         to_renderer.close()
         with anyio.fail_after(5):
