@@ -242,6 +242,39 @@ async def test_a_step_is_launched_before_the_one_ahead_of_it_has_its_results(slo
 
 
 @pytest.mark.anyio
+async def test_nobody_looks_at_a_step_that_tells_when_it_is_ready(slow, config, monkeypatch):
+    looks, acts = [], []
+    right = SlowRunner.step
+
+    def step(self, plan):
+        later = right(self, plan)
+
+        def is_ready():
+            looks.append(plan.step)
+            return later.is_ready()
+
+        return Later(is_ready, later.finish, acts.append)
+
+    monkeypatch.setattr(SlowRunner, "step", step)
+    device = LocalDevice(config)
+    await device.load()
+    runner = SlowRunner.last
+    device.submit(next_plan(1))
+    await launched(runner, 1)
+    await anyio.wait_all_tasks_blocked()
+    device.submit(next_plan(2))
+    await launched(runner, 1)
+    assert len(looks) <= 2  # once for each post
+    runner.ready = {1, 2}
+    while not acts:
+        await anyio.lowlevel.checkpoint()
+    acts[0]()
+    with anyio.fail_after(10):
+        assert [(await device.collect()).step for _ in range(2)] == [1, 2]
+    await device.aclose()
+
+
+@pytest.mark.anyio
 async def test_a_call_and_the_end_wait_for_the_steps_ahead_of_them(slow, config):
     device = LocalDevice(config)
     await device.load()
