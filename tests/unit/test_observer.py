@@ -16,7 +16,7 @@ from trouper.actors.messages import (
     Told,
 )
 from trouper.actors.metrics import Metrics
-from trouper.actors.observer import Observer, interval_line
+from trouper.actors.observer import REST_S, Observer, interval_line
 from trouper.actors.reporter import Reporter
 from trouper.metrics import Counter
 from trouper.outputs import RequestStateStats
@@ -168,6 +168,27 @@ async def test_a_broken_observer_is_not_noticed_by_requests(autojump_clock, monk
         outputs = [o async for o in engine.generate(PROMPT, params, "a")]
     assert len(outputs[-1].outputs[0].token_ids) == 4
     assert set(caplog.messages) == {"a fact could not be recorded"}
+
+
+async def test_it_rests_between_two_looks_unless_somebody_waits(mock_clock):
+    async with trio.open_nursery() as nursery:
+        with Stage(nursery) as stage:
+
+            async def count(num_tokens):
+                stage.reporter.report(Stepped(stats(num_generation_tokens=num_tokens)))
+                await stage.settle()
+                return value(stage.metrics, "generation_tokens")
+
+            assert await count(1) == 1
+            assert await count(2) == 1
+            mock_clock.jump(REST_S)
+            await stage.settle()
+            assert await count(3) == 2
+            stage.actor.hurry()
+            await stage.settle()
+            assert value(stage.metrics, "generation_tokens") == 3
+            mock_clock.jump(REST_S)
+            await stage.settle()
 
 
 async def test_a_flush_is_answered_behind_the_facts_before_it():
