@@ -15,7 +15,6 @@ from time import perf_counter
 
 FRAME = b"data: {"
 END = b"\n\r\n0\r\n\r\n"  # of a stream in chunks, and of nothing inside one
-KEPT = len(FRAME) - 1  # of what was read, where a frame may go on
 LENGTH = re.compile(rb"content-length: (\d+)\r\n")
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
@@ -36,11 +35,14 @@ class Call:
 
 
 class Wire:
-    """One connection, and the call on it."""
+    """One connection, and the call on it.  `mark`: what is counted in an answer that says its length."""
 
-    __slots__ = ("call", "head", "is_new", "is_writing", "num_due", "socket", "tail", "unsent")
+    __slots__ = (
+        "call", "head", "is_new", "is_writing", "mark", "num_due", "socket", "tail", "unsent"
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, mark: bytes | None = None) -> None:
+        self.mark = mark
         self.socket = socket.socket()
         self.socket.setblocking(False)
         self.call: Call | None = None
@@ -69,10 +71,13 @@ class Wire:
             self.num_due = -1 if length is None else int(length.group(1))
         if self.num_due >= 0:
             self.num_due -= len(piece)
-            return 0
+            if self.mark is None:
+                return 0
+        mark = FRAME if self.num_due < 0 or self.mark is None else self.mark
+        kept = len(mark) - 1  # bytes where one may go on
         whole = self.tail + piece
-        num = whole.count(FRAME, max(0, len(self.tail) - KEPT))
-        self.tail = whole[-len(END) :]
+        num = whole.count(mark, max(0, len(self.tail) - kept))
+        self.tail = whole[-max(len(END), kept) :]
         return num
 
     @property
@@ -81,9 +86,10 @@ class Wire:
 
 
 class Callers:
-    """Owns the connections."""
+    """Owns the connections.  `mark` is counted in answers that say their length, as frames are in the others."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, mark: bytes | None = None) -> None:
+        self._mark = mark
         self.num_frames: Counter[str] = Counter()  # by kind of call
         self.num_open = 0
         self.num_connections = 0  # that were ever opened
@@ -123,7 +129,7 @@ class Callers:
         self._selector.close()
 
     def _connect(self) -> Wire:
-        wire = Wire()
+        wire = Wire(self._mark)
         wire.socket.connect_ex(("127.0.0.1", self._port))
         self._selector.register(wire.socket, READ, wire)
         self.num_connections += 1

@@ -17,11 +17,17 @@ STREAM = HEAD + FRAMES[:-3] + END
 WHOLE = b"HTTP/1.1 503 \r\ncontent-length: 10\r\nx: y\r\n\r\ndata: {abc"
 
 
-@pytest.mark.parametrize(("answer", "num"), [(STREAM, 3), (WHOLE, 0)])
-def test_frames_are_counted_however_an_answer_is_cut(answer, num):
+MARKED = b"HTTP/1.1 200 \r\ncontent-length: 22\r\n\r\n" + b"an item, and one item "
+
+
+@pytest.mark.parametrize(
+    ("answer", "num", "mark"),
+    [(STREAM, 3, None), (STREAM, 3, b"x"), (WHOLE, 0, None), (MARKED, 2, b" item")],
+)
+def test_frames_are_counted_however_an_answer_is_cut(answer, num, mark):
     for first in range(1, len(answer)):
         for second in range(first, len(answer), 7):
-            wire, found = Wire(), 0
+            wire, found = Wire(mark), 0
             pieces = [answer[:first], answer[first:second], answer[second:]]
             for piece in filter(None, pieces):
                 assert not wire.is_whole
