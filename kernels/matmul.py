@@ -178,7 +178,7 @@ class Product(ABC):
         """Beyond the last row, the last again."""
 
     def store(self, row: Value, panel: Value, total: Value) -> None:
-        found = gelu(self.code, total) if self._act == "gelu" else total
+        found = gelu(self.code, total, self.kind) if self._act == "gelu" else total
         self._y.store(row * self._y_stride + panel * LANES, found)
 
     def own_bias(self, panel: Value) -> Value:

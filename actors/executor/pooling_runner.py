@@ -217,7 +217,8 @@ class PoolingRunner:
             if column.task in rows:
                 arrays.append(rows[column.task][i])
             else:
-                hidden_LE = hidden_TE.narrow(0, first, length).float()
+                # a copy: the next pass writes where this one's states lie
+                hidden_LE = hidden_TE.narrow(0, first, length).to(torch.float32, copy=True)
                 arrays.append(self._project(column.task)(hidden_LE).numpy())
             first += length
         return arrays
