@@ -8,6 +8,7 @@ generations close, and that is the abort.
 """
 
 import logging
+from collections.abc import Awaitable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -187,11 +188,11 @@ async def _watch(exchange: Exchange, handler: anyio.CancelScope, interval_s: flo
     handler.cancel()
 
 
-async def _nothing() -> Message:
+def _nothing() -> Awaitable[Message]:
     raise NotImplementedError("nothing is read yet")
 
 
-async def _nowhere(message: Message) -> None:
+def _nowhere(message: Message) -> Awaitable[None]:
     raise NotImplementedError("nothing is sent yet")
 
 
