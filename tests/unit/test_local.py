@@ -266,7 +266,7 @@ async def test_nobody_looks_at_a_step_that_tells_when_it_is_ready(slow, config, 
     await launched(runner, 1)
     assert len(looks) <= 2  # once for each post
     runner.ready = {1, 2}
-    while not acts:
+    while not acts:  # noqa: ASYNC110  # a thread appends
         await anyio.lowlevel.checkpoint()
     acts[0]()
     with anyio.fail_after(10):
