@@ -1,12 +1,14 @@
 """The device thread: order, cancellation, failure, the end.  A dummy model of a few thousand weights."""
 
 import json
+import queue
 import subprocess
 import sys
 import threading
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import pytest
 import torch
 
@@ -243,7 +245,7 @@ async def test_a_step_is_launched_before_the_one_ahead_of_it_has_its_results(slo
 
 @pytest.mark.anyio
 async def test_nobody_looks_at_a_step_that_tells_when_it_is_ready(slow, config, monkeypatch):
-    looks, acts = [], []
+    looks, acts = [], queue.SimpleQueue()
     right = SlowRunner.step
 
     def step(self, plan):
@@ -253,7 +255,7 @@ async def test_nobody_looks_at_a_step_that_tells_when_it_is_ready(slow, config, 
             looks.append(plan.step)
             return later.is_ready()
 
-        return Later(is_ready, later.finish, acts.append)
+        return Later(is_ready, later.finish, acts.put)
 
     monkeypatch.setattr(SlowRunner, "step", step)
     device = LocalDevice(config)
@@ -266,9 +268,8 @@ async def test_nobody_looks_at_a_step_that_tells_when_it_is_ready(slow, config, 
     await launched(runner, 1)
     assert len(looks) <= 2  # once for each post
     runner.ready = {1, 2}
-    while not acts:  # noqa: ASYNC110  # a thread appends
-        await anyio.lowlevel.checkpoint()
-    acts[0]()
+    act = await anyio.to_thread.run_sync(acts.get)
+    act()
     with anyio.fail_after(10):
         assert [(await device.collect()).step for _ in range(2)] == [1, 2]
     await device.aclose()
