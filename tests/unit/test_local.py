@@ -7,7 +7,6 @@ import sys
 import threading
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 import pytest
 import torch
