@@ -30,7 +30,9 @@ class Executor:
             try:
                 info = await self._device.load()
                 async with anyio.create_task_group() as tg:
-                    tg.start_soon(self._collect, name="executor answers")
+                    # Room for the answers is reserved: there are never more than the plans in flight.
+                    tell = self._scheduler.send_nowait
+                    tg.start_soon(self._device.deliver, tell, name="executor answers")
                     task_status.started(info)
                     async for message in self._inbox:
                         match message:
@@ -44,11 +46,6 @@ class Executor:
             finally:
                 with anyio.move_on_after(CLOSE_GRACE_S, shield=True):
                     await self._device.aclose()
-
-    async def _collect(self) -> None:
-        while True:
-            # Room for the answer is reserved: there are never more than the plans in flight.
-            self._scheduler.send_nowait(await self._device.collect())
 
     async def _call(self, message: DeviceCall) -> None:
         try:

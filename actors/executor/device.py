@@ -8,6 +8,7 @@ import msgspec
 from trouper.actors.messages import PoolDone, PoolPlan, StepDone, StepFailed, StepPlan
 
 Result = TypeVar("Result")
+Answer = StepDone | PoolDone | StepFailed
 # What a row of a GPU has room for; a request that needs more is refused when it is rendered.
 MAX_EDITS = 1024  # biased, banned and, until min_tokens, stop tokens
 MAX_BAD_WORD = 16  # tokens of a bad word, without its last
@@ -46,9 +47,10 @@ class Device(Protocol):
         """Queue a plan of the kind that the model is for.  At most `max_steps_in_flight` are out, so there is always room."""
         ...
 
-    async def collect(self) -> StepDone | PoolDone | StepFailed:
-        """Wait for the answer to the oldest plan that has none yet.
+    async def deliver(self, answer: Callable[[Answer], None]) -> None:
+        """Hand `answer` the answers in the order of the plans, each as soon as it is there; until cancelled.
 
+        It is called on the event loop and does not wait; what nobody has been handed is kept for who comes next.
         `StepFailed` is an error that the device caught and survived.  After one, every plan of the same
         epoch is answered by `StepFailed` without having run.
 

@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 import anyio
 import anyio.lowlevel
 
-from trouper.actors.executor.device import DeviceInfo, Later
-from trouper.actors.messages import PoolDone, PoolPlan, StepDone, StepFailed, StepPlan
+from trouper.actors.executor.device import Answer, DeviceInfo, Later
+from trouper.actors.messages import PoolPlan, StepFailed, StepPlan
 from trouper.config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 
@@ -41,7 +41,6 @@ TORCH_ENVIRONMENT = {
 
 Result = TypeVar("Result")
 DEVICE_THREAD = "trouper-device"
-Answer = StepDone | PoolDone | StepFailed
 CALLS = ("sleep", "wake", "start_profile", "stop_profile")
 LOOK = "look"
 POLL_S = 5e-5  # between two looks at a launched step; a post wakes the thread at once
@@ -59,8 +58,10 @@ class LocalDevice:
         # The executor's credits bound it: max_steps_in_flight steps, a call and the closing.
         # Beside them comes one `LOOK` for each launched step that tells when it is ready.
         self._posts: queue.SimpleQueue[_Post[Any] | str | None] = queue.SimpleQueue()
-        self._steps: deque[_Post[Answer]] = deque()  # submitted, not collected
-        self._finished = anyio.Event()  # a step, since `collect` looked
+        self._steps: deque[_Post[Answer]] = deque()  # submitted, not delivered
+        self._answer: Callable[[Answer], None] | None = None  # who takes the answers
+        self._broken = anyio.Event()
+        self._error: BaseException | None = None  # that broke it
         self._thread: threading.Thread | None = None
         self._closing: _Post[None] | None = None
         # Touched by the device thread alone:
@@ -87,18 +88,27 @@ class LocalDevice:
         return await self._post(self._load).wait()
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
-        self._steps.append(self._post(lambda: self._step(plan), self._note_finished))
+        self._steps.append(self._post(lambda: self._step(plan), self._deliver))
 
-    async def collect(self) -> Answer:
-        if self._steps and self._steps[0].is_done:
-            await anyio.lowlevel.checkpoint()
-        while not (self._steps and self._steps[0].is_done):
-            self._finished = anyio.Event()
-            await self._finished.wait()
-        return self._steps.popleft().result()
+    async def deliver(self, answer: Callable[[Answer], None]) -> None:
+        self._answer = answer
+        try:
+            self._deliver()
+            await self._broken.wait()
+        finally:
+            self._answer = None
+        assert self._error is not None
+        raise self._error
 
-    def _note_finished(self) -> None:
-        self._finished.set()
+    def _deliver(self) -> None:
+        """Called by the loop itself, not by a task that would first have to be woken: so it must not raise."""
+        answer = None if self._error else self._answer
+        try:
+            while answer is not None and self._steps and self._steps[0].is_done:
+                answer(self._steps.popleft().result())
+        except BaseException as error:  # noqa: ASYNC103  # `deliver` raises it
+            self._error = error
+            self._broken.set()
 
     async def call(self, method: str, *args: object) -> object:
         if method != "probe" and method not in CALLS:

@@ -13,13 +13,13 @@ import hashlib
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import anyio
 import msgspec
 
-from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.device import Answer, DeviceInfo
 from trouper.actors.messages import (
     NewRow,
     PoolPlan,
@@ -125,7 +125,11 @@ class SimulatedDevice:
         self._queue.append((plan, anyio.current_time()))
         self._submitted.set()
 
-    async def collect(self) -> StepDone | StepFailed:
+    async def deliver(self, answer: Callable[[Answer], None]) -> None:
+        while True:
+            answer(await self._collect())
+
+    async def _collect(self) -> StepDone | StepFailed:
         while not self._queue:
             self._submitted = anyio.Event()
             await self._submitted.wait()

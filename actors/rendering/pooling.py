@@ -48,6 +48,9 @@ class PoolingPrompts(Prompts):
     ) -> None:
         super().__init__(tokenizer, limits, chat_template)
         self._spec = spec
+        # What was given last, and what it came to: the texts of a request share their parameters, and to check
+        # them takes as long as to tokenise some words.
+        self._resolved: tuple[PoolingParams, PoolingParams] | None = None
         self._marks: dict[str, Marks] = {}
         if spec.late is not None and tokenizer is not None:
             self._marks = marks_of(spec.late, tokenizer, limits.max_model_len)
@@ -63,7 +66,7 @@ class PoolingPrompts(Prompts):
     def render(self, message: Render) -> Rendered:
         assert isinstance(message.params, PoolingParams)
         assert isinstance(message.slot, PoolingSlot)
-        params = message.params.resolve(self._spec)
+        params = self._resolve(message.params)
         encoded = self._encoded(message)
         ids, type_ids = encoded.ids, encoded.type_ids
         self._check_length(len(ids))
@@ -81,6 +84,12 @@ class PoolingPrompts(Prompts):
                 arrival_time=message.arrival_time,
             ),
         )
+
+    def _resolve(self, given: PoolingParams) -> PoolingParams:
+        last = self._resolved  # another thread may write it meanwhile
+        if last is None or last[0] != given:
+            last = self._resolved = given, given.resolve(self._spec)
+        return last[1]
 
     def _encoded(self, message: Render) -> _Encoded:
         prompt: Any = message.prompt

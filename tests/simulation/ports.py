@@ -124,8 +124,8 @@ class WatchedDevice(SimulatedDevice):
     def is_closed(self) -> bool:
         return self._is_closed
 
-    async def collect(self) -> StepDone | StepFailed:
-        answer = await super().collect()
+    async def _collect(self) -> StepDone | StepFailed:
+        answer = await super()._collect()
         if isinstance(answer, StepFailed):
             self.record("failed", answer.step)
         else:

@@ -45,6 +45,21 @@ def next_plan(step, row=0, epoch=0):
     return StepPlan(step, epoch, (row,), (2 + step,), (1,), (True,))
 
 
+async def answers_of(device, num=1):
+    """The next answers, waited for if they are not there."""
+    answers = []
+    with anyio.fail_after(10), anyio.CancelScope() as scope:
+
+        def note(answer):
+            answers.append(answer)
+            if len(answers) == num:
+                scope.cancel()
+
+        await device.deliver(note)
+    assert len(answers) == num
+    return answers
+
+
 def device_threads():
     return [thread for thread in threading.enumerate() if thread.name == "trouper-device"]
 
@@ -57,42 +72,55 @@ async def test_answers_come_in_the_order_of_the_plans(config):
     device.submit(first_plan())
     for step in (1, 2, 3):
         device.submit(next_plan(step))
-    with anyio.fail_after(10):
-        answers = [await device.collect() for _ in range(4)]
+    answers = await answers_of(device, 4)
     assert [answer.step for answer in answers] == [0, 1, 2, 3]
     assert all(isinstance(answer, StepDone) for answer in answers)
     await device.aclose()
 
 
 @pytest.mark.anyio
-async def test_collect_waits_for_a_plan_that_comes_later(config):
+async def test_who_takes_answers_waits_for_a_plan_that_comes_later(config):
     device = LocalDevice(config)
     await device.load()
     found = []
 
-    async def collect():
-        found.append(await device.collect())
+    async def take():
+        found.extend(await answers_of(device))
 
-    with anyio.fail_after(10):
-        async with anyio.create_task_group() as tg:
-            tg.start_soon(collect)
-            await anyio.wait_all_tasks_blocked()
-            device.submit(first_plan())
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(take)
+        await anyio.wait_all_tasks_blocked()
+        device.submit(first_plan())
     assert found[0].step == 0
     await device.aclose()
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_wait_loses_no_answer(config):
+async def test_answers_that_nobody_takes_are_kept_for_who_comes_next(config):
+    device = LocalDevice(config)
+    await device.load()
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await device.deliver(None)
+    device.submit(first_plan())
+    device.submit(next_plan(1))
+    await device.call("probe")  # behind them
+    assert [answer.step for answer in await answers_of(device, 2)] == [0, 1]
+    await device.aclose()
+
+
+@pytest.mark.anyio
+async def test_an_error_of_who_takes_the_answers_is_raised_where_he_waits(config):
     device = LocalDevice(config)
     await device.load()
     device.submit(first_plan())
-    with anyio.CancelScope() as scope:
-        scope.cancel()
-        await device.collect()
-    device.submit(next_plan(1))
+
+    def refuse(answer):
+        raise ValueError(answer.step)
+
     with anyio.fail_after(10):
-        assert [(await device.collect()).step for _ in range(2)] == [0, 1]
+        with pytest.raises(ValueError, match="0"):
+            await device.deliver(refuse)
     await device.aclose()
 
 
@@ -103,8 +131,7 @@ async def test_a_failed_step_fails_its_epoch_and_nothing_after(config, caplog):
     device.submit(next_plan(1, row=77))  # there is no such row
     device.submit(first_plan())
     device.submit(first_plan(epoch=1))
-    with anyio.fail_after(10):
-        first, second, third = [await device.collect() for _ in range(3)]
+    first, second, third = await answers_of(device, 3)
     assert isinstance(first, StepFailed)
     assert "IndexError" in first.message
     assert isinstance(second, StepFailed)
@@ -159,13 +186,15 @@ async def test_sleeping_devices_fail_steps_and_wake_with_the_same_answers(config
     device = LocalDevice(config)
     await device.load()
     device.submit(first_plan())
-    before = await device.collect()
+    [before] = await answers_of(device)
     await device.call("sleep", 2)
     device.submit(first_plan())
-    assert isinstance(await device.collect(), StepFailed)
+    [failed] = await answers_of(device)
+    assert isinstance(failed, StepFailed)
     await device.call("wake", frozenset({"weights", "kv_cache"}))
     device.submit(first_plan(epoch=1))
-    assert (await device.collect()).token_ids == before.token_ids
+    [after] = await answers_of(device)
+    assert after.token_ids == before.token_ids
     with pytest.raises(UnsupportedFeatureError, match="fly"):
         await device.call("fly")
     await device.aclose()
@@ -236,8 +265,7 @@ async def test_a_step_is_launched_before_the_one_ahead_of_it_has_its_results(slo
     device.submit(next_plan(3))
     await launched(runner, 1)
     runner.ready = {1, 2, 3}
-    with anyio.fail_after(10):
-        assert [(await device.collect()).token_ids for _ in range(3)] == [(1,), (2,), (3,)]
+    assert [answer.token_ids for answer in await answers_of(device, 3)] == [(1,), (2,), (3,)]
     assert runner.log[3:] == [("finish", 1), ("finish", 2), ("finish", 3)]
     await device.aclose()
 
@@ -269,8 +297,7 @@ async def test_nobody_looks_at_a_step_that_tells_when_it_is_ready(slow, config, 
     runner.ready = {1, 2}
     act = await anyio.to_thread.run_sync(acts.get)
     act()
-    with anyio.fail_after(10):
-        assert [(await device.collect()).step for _ in range(2)] == [1, 2]
+    assert [answer.step for answer in await answers_of(device, 2)] == [1, 2]
     await device.aclose()
 
 
@@ -298,8 +325,7 @@ async def test_an_error_that_comes_late_fails_what_was_launched_after_it(slow, c
     runner.broken, runner.ready = {1: error}, {1, 2, 3}
     for step, epoch in ((1, 0), (2, 0), (3, 1)):
         device.submit(next_plan(step, epoch=epoch))
-    with anyio.fail_after(10):
-        first, second, third = [await device.collect() for _ in range(3)]
+    first, second, third = await answers_of(device, 3)
     is_memory = isinstance(error, torch.OutOfMemoryError)
     assert first == StepFailed(1, f"{type(error).__name__}: {error}", is_memory)
     assert second == StepFailed(2, "an earlier step failed")
@@ -314,9 +340,8 @@ async def test_a_gpu_that_is_lost_ends_the_engine(slow, config):
     await device.load()
     SlowRunner.last.broken = {1: torch.AcceleratorError("an illegal memory access")}
     device.submit(next_plan(1))
-    with anyio.fail_after(10):
-        with pytest.raises(torch.AcceleratorError):
-            await device.collect()
+    with pytest.raises(torch.AcceleratorError):
+        await answers_of(device)
     await device.aclose()
 
 
