@@ -1,16 +1,18 @@
 """Embeddings on a real model beside its peers: documents per second, what HTTP takes, what the actors add.
 
     python -m trouper.bench.embeddings MODEL_DIR [--num-docs 1000] [--engines st:float32,trouper:float32,…]
-        [--vllm-python PYTHON] [--output FILE.json]
+        [--num-rounds 5] [--vllm-python PYTHON] [--output FILE.json]
 
-Every engine runs in a process of its own, on the same texts: pieces of the standard library's sources, 85
-tokens each on average.  The first 64 texts warm it up; the figure is the median of `ROUNDS`.
+The same texts for all: pieces of the standard library's sources, 85 tokens each on average.  Every engine runs in a
+process of its own; all are loaded, and warmed up with the first 64 texts, before the first round, and then they
+take turns, one at a time: machines drift by a third within minutes.  A ratio is the median of the rounds'.
 
     st, trouper, vllm   offline
     http, http16        `trouper serve`, 32 clients whose requests have one text each, or 16; answers as
                         base64; the clients are one cheap thread on the same cores
-    latency             ms, p50, of one short text: through all actors, and the tokenizer and the runner alone,
-                        a hundred in turn: another copy of the weights is not in the cache
+    latency             ms, p50, of one short text: through all actors, and the tokenizer, the runner and the
+                        post-processing called for the same embedding, a hundred in turn: another copy of the
+                        weights is not in the cache.  Alone, after the others
 
 Lines of JSON, then the ratios.
 """
@@ -24,9 +26,11 @@ import statistics
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +42,6 @@ DTYPES = ("float32", "bfloat16")
 ENGINES = ",".join(
     f"{name}:{dtype}" for dtype in DTYPES for name in ("st", "trouper", "http", "http16", "latency")
 )
-ROUNDS = 5
 NUM_CLIENTS = 32
 MAX_ROUND_S = 600
 NUM_LATENCIES = 1000
@@ -46,6 +49,7 @@ HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: here\r\nContent-Type: application
 EMBEDDING = b'"embedding":"'
 SHORT = "How many actors play here?"
 RATIOS = (("trouper", "st"), ("trouper", "vllm"), ("http", "trouper"), ("http16", "trouper"))
+READY = "ready"
 # Stands alone: the peer's Python knows nothing of this package.
 VLLM = """
 import json, os, sys, time
@@ -55,11 +59,13 @@ if __name__ == "__main__":
     docs = json.load(open(sys.argv[3]))
     llm = LLM(model=sys.argv[1], runner="pooling", dtype=sys.argv[2], max_model_len=256)
     llm.embed(docs[:64], use_tqdm=False)
-    for _ in range(int(sys.argv[4])):
+    print("ready", flush=True)
+    for _ in sys.stdin:
         began = time.perf_counter()
         llm.embed(docs, use_tqdm=False)
         print("seconds", time.perf_counter() - began, flush=True)
 """
+Round = Callable[[], object]
 
 
 def documents(count: int) -> list[str]:
@@ -76,36 +82,27 @@ def documents(count: int) -> list[str]:
     return [" ".join(line.split()[:60])[:350] for line in lines[:count]]
 
 
-def run_sentence_transformers(model: str, dtype: str, docs: list[str]) -> dict[str, Any]:
+@contextmanager
+def sentence_transformers(model: str, dtype: str, docs: list[str]) -> Generator[Round]:
     import torch
     from sentence_transformers import SentenceTransformer
 
     engine = SentenceTransformer(model, device="cpu", model_kwargs={"dtype": getattr(torch, dtype)})
     engine.encode(docs[:64], batch_size=32)
-    return _rate(lambda: engine.encode(docs, batch_size=32), len(docs))
+    yield lambda: engine.encode(docs, batch_size=32)
 
 
-def run_trouper(model: str, dtype: str, docs: list[str]) -> dict[str, Any]:
+@contextmanager
+def offline(model: str, dtype: str, docs: list[str]) -> Generator[Round]:
     from trouper import LLM
 
     with LLM(model, dtype=dtype) as llm:
         llm.embed(docs[:64], use_tqdm=False)
-        return _rate(lambda: llm.embed(docs, use_tqdm=False), len(docs))
+        yield lambda: llm.embed(docs, use_tqdm=False)
 
 
-def run_vllm(python: str, model: str, dtype: str, docs: list[str], folder: Path) -> dict[str, Any]:
-    script, texts = folder / "peer.py", folder / "docs.json"
-    script.write_text(VLLM)
-    texts.write_text(json.dumps(docs))
-    command = [python, str(script), model, dtype, str(texts), str(ROUNDS)]
-    found = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True).stdout
-    seconds = [float(line.split()[1]) for line in found.splitlines() if line.startswith("seconds ")]
-    if len(seconds) < ROUNDS:  # its end is its own: now and then it aborts
-        raise SystemExit("vLLM did not finish")
-    return _rates([len(docs) / s for s in seconds])
-
-
-def run_http(model: str, dtype: str, docs: list[str], *, texts: int = 1) -> dict[str, Any]:
+@contextmanager
+def over_http(model: str, dtype: str, docs: list[str], *, texts: int = 1) -> Generator[Round]:
     """Clients of `texts` texts a request."""
     command = [sys.executable, "-m", "trouper", "serve", model, "--dtype", dtype, "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
@@ -115,8 +112,7 @@ def run_http(model: str, dtype: str, docs: list[str], *, texts: int = 1) -> dict
             port = next(int(match[1]) for match in found if match)
             _wait_ready(port)
             _ask_all(port, docs[:64], texts)
-            rate = _rate(lambda: _ask_all(port, docs, texts), len(docs))
-            return {"texts_per_request": texts, **rate}
+            yield lambda: _ask_all(port, docs, texts)
         finally:
             server.terminate()
             server.stderr.read()
@@ -167,16 +163,20 @@ def _ask_all(port: int, docs: list[str], texts: int) -> None:
         callers.close()
 
 
-def run_latency(model: str, dtype: str, _: list[str]) -> dict[str, Any]:
+def latency(model: str, dtype: str) -> dict[str, Any]:
     """In one process."""
     import trio
 
     from trouper import AsyncLLMEngine, EngineArgs, PoolingParams
     from trouper.actors.executor.pooling_runner import PoolingRunner
-    from trouper.actors.messages import PoolColumn, PoolPlan
+    from trouper.actors.messages import PoolColumn, PoolDone, PoolPlan
+    from trouper.actors.postprocessing import finish
 
     args, params = EngineArgs(model=model, dtype=dtype), PoolingParams(task="embed")
-    runner = PoolingRunner(args.resolve())
+    config = args.resolve()
+    runner, spec = PoolingRunner(config), config.pooler
+    assert spec is not None
+    resolved = params.resolve(spec)
     through: list[float] = []
     alone: list[float] = []
 
@@ -194,7 +194,10 @@ def run_latency(model: str, dtype: str, _: list[str]) -> dict[str, Any]:
                 for _ in range(100):
                     began = time.perf_counter()
                     ids = tuple(tokenizer.encode(SHORT))
-                    runner.step(PoolPlan(1, 0, (PoolColumn(ids, None, "embed"),)))
+                    plan = PoolPlan(1, 0, (PoolColumn(ids, None, "embed"),))
+                    done = runner.step(plan)
+                    assert isinstance(done, PoolDone)
+                    finish(done.arrays[0], resolved, spec)
                     alone.append(time.perf_counter() - began)
 
     trio.run(measure)
@@ -203,78 +206,124 @@ def run_latency(model: str, dtype: str, _: list[str]) -> dict[str, Any]:
     return {name: round(value, 3) for name, value in figures.items()}
 
 
-RUNS: dict[str, Callable[[str, str, list[str]], dict[str, Any]]] = {
-    "st": run_sentence_transformers,
-    "trouper": run_trouper,
-    "http": run_http,
-    "http16": partial(run_http, texts=16),
-    "latency": run_latency,
+ENGINES_HERE = {
+    "st": sentence_transformers,
+    "trouper": offline,
+    "http": over_http,
+    "http16": partial(over_http, texts=16),
 }
 
 
-def _rate(work: Callable[[], Any], count: int) -> dict[str, Any]:
-    rates: list[float] = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        work()
-        rates.append(count / (time.perf_counter() - began))
-    return _rates(rates)
+class Apart:
+    """An engine in a process of its own: once it is ready, each line it is sent is a round, until there are no more."""
+
+    def __init__(self, engine: str, command: Sequence[str], stack: ExitStack) -> None:
+        self.engine = engine
+        self.rates: list[float] = []
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        stack.enter_context(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._asked, self._said = process.stdin, process.stdout
+        self._find(READY)
+
+    def play(self, num_docs: int) -> None:
+        print(file=self._asked, flush=True)
+        self.rates.append(num_docs / float(self._find("seconds ")))
+
+    def _find(self, word: str) -> str:
+        """What stands behind it."""
+        for line in self._said:
+            if line.startswith(word):
+                return line.removeprefix(word)
+        raise SystemExit(f"{self.engine} has ended")
+
+    def figures(self) -> dict[str, Any]:
+        name, _, dtype = self.engine.partition(":")
+        rates = [round(rate, 1) for rate in self.rates]
+        return {"engine": name, "dtype": dtype, "docs_s": statistics.median(rates), "rounds": rates}
 
 
-def _rates(rates: list[float]) -> dict[str, Any]:
-    return {
-        "docs_s": round(statistics.median(rates), 1),
-        "rounds": [round(rate, 1) for rate in rates],
-    }
+def _serve(engine: str, model: str, docs: list[str]) -> None:
+    """The process of one engine."""
+    name, _, dtype = engine.partition(":")
+    if name == "latency":
+        print(json.dumps({"engine": name, "dtype": dtype, **latency(model, dtype)}))
+        return
+    with ENGINES_HERE[name](model, dtype, docs) as play:
+        print(READY, flush=True)
+        for _ in sys.stdin:
+            began = time.perf_counter()
+            play()
+            print("seconds", time.perf_counter() - began, flush=True)
 
 
-def ratios(results: list[dict[str, Any]]) -> dict[str, float]:
-    """Of documents per second, in each dtype that both were measured in."""
-    rates = {(r["engine"], r["dtype"]): r["docs_s"] for r in results if "docs_s" in r}
-    return {
-        f"{ours} / {theirs}, {dtype}": round(rates[ours, dtype] / rates[theirs, dtype], 3)
-        for ours, theirs in RATIOS
-        for dtype in DTYPES
-        if (ours, dtype) in rates and (theirs, dtype) in rates
-    }
+def ratios(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of documents per second in each round, in each dtype that both were measured in."""
+    rounds = {(r["engine"], r["dtype"]): r["rounds"] for r in results if "rounds" in r}
+    found: dict[str, Any] = {}
+    for ours, theirs in RATIOS:
+        for dtype in DTYPES:
+            if (ours, dtype) in rounds and (theirs, dtype) in rounds:
+                pairs = zip(rounds[ours, dtype], rounds[theirs, dtype], strict=True)
+                shares = [round(our / their, 3) for our, their in pairs]
+                median = round(statistics.median(shares), 3)
+                found[f"{ours} / {theirs}, {dtype}"] = {"median": median, "of rounds": shares}
+    return found
 
 
-def _run_apart(given: argparse.Namespace, engine: str, folder: Path) -> dict[str, Any]:
+def _command(given: argparse.Namespace, engine: str, folder: Path) -> list[str]:
     name, _, dtype = engine.partition(":")
     if name == "vllm":
-        docs = documents(given.num_docs)
-        found = run_vllm(given.vllm_python, given.model, dtype, docs, folder)
-        return {"engine": name, "dtype": dtype, **found}
-    command = [sys.executable, "-m", "trouper.bench.embeddings", given.model, "--num-docs"]
-    command += [str(given.num_docs), "--one", engine]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+        script, texts = folder / "peer.py", folder / "docs.json"
+        script.write_text(VLLM)
+        texts.write_text(json.dumps(documents(given.num_docs)))
+        return [given.vllm_python, str(script), given.model, dtype, str(texts)]
+    command = [sys.executable, "-m", "trouper.bench.embeddings", given.model]
+    return [*command, "--num-docs", str(given.num_docs), "--one", engine]
+
+
+def _measure(given: argparse.Namespace, engines: list[str], folder: Path) -> list[dict[str, Any]]:
+    with ExitStack() as stack:
+        in_turn = [
+            Apart(engine, _command(given, engine, folder), stack)
+            for engine in engines
+            if not engine.startswith("latency")
+        ]
+        for i in range(given.num_rounds):
+            for engine in in_turn if i % 2 else in_turn[::-1]:
+                engine.play(given.num_docs)
+        results = [engine.figures() for engine in in_turn]
+    for engine in engines:
+        if engine.startswith("latency"):
+            alone = subprocess.run(
+                _command(given, engine, folder), check=True, stdout=subprocess.PIPE, text=True
+            )
+            results.append(json.loads(alone.stdout.splitlines()[-1]))
+    return results
 
 
 def main() -> None:
-    import tempfile
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a sentence-transformers folder")
     parser.add_argument("--num-docs", type=int, default=1000)
+    parser.add_argument("--num-rounds", type=int, default=5)
     parser.add_argument("--engines", default=ENGINES)
     parser.add_argument("--vllm-python", help="where vLLM is installed; then it is measured, too")
     parser.add_argument("--output", help="a file for the report, in JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # what a child process runs
     given = parser.parse_args()
     if given.one is not None:
-        name, _, dtype = given.one.partition(":")
-        figures = RUNS[name](given.model, dtype, documents(given.num_docs))
-        print(json.dumps({"engine": name, "dtype": dtype, **figures}), flush=True)
+        _serve(given.one, given.model, documents(given.num_docs))
         return
     engines = given.engines.split(",")
     if given.vllm_python:
         engines += [] if "vllm" in given.engines else [f"vllm:{dtype}" for dtype in DTYPES]
-    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for engine in engines:
-            results.append(_run_apart(given, engine, Path(folder)))
-            print(json.dumps(results[-1]), flush=True)
+        results = _measure(given, engines, Path(folder))
+    for result in results:
+        print(json.dumps(result))
     print(json.dumps(ratios(results)))
     if given.output:
         report = {"about": about(sys.argv[2:]), "results": results, "ratios": ratios(results)}

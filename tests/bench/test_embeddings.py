@@ -1,6 +1,10 @@
 import json
+import sys
+from contextlib import ExitStack
 
-from trouper.bench.embeddings import bodies, documents, ratios
+import pytest
+
+from trouper.bench.embeddings import Apart, bodies, documents, ratios
 
 
 def test_the_texts_are_the_same_each_time_and_as_many_as_asked_for():
@@ -10,20 +14,45 @@ def test_the_texts_are_the_same_each_time_and_as_many_as_asked_for():
     assert max(map(len, texts)) <= 350
 
 
-def test_ratios_compare_what_was_measured_in_one_dtype():
+def test_ratios_compare_rounds_of_what_was_measured_in_one_dtype():
     results = [
-        {"engine": "st", "dtype": "float32", "docs_s": 50.0},
-        {"engine": "trouper", "dtype": "float32", "docs_s": 100.0},
-        {"engine": "trouper", "dtype": "bfloat16", "docs_s": 200.0},
-        {"engine": "http", "dtype": "bfloat16", "docs_s": 180.0},
-        {"engine": "http16", "dtype": "bfloat16", "docs_s": 190.0},
+        {"engine": "st", "dtype": "float32", "rounds": [50.0, 100.0, 40.0]},
+        {"engine": "trouper", "dtype": "float32", "rounds": [100.0, 150.0, 100.0]},
+        {"engine": "trouper", "dtype": "bfloat16", "rounds": [200.0]},
+        {"engine": "http", "dtype": "bfloat16", "rounds": [180.0]},
         {"engine": "latency", "dtype": "bfloat16", "added_ms": 0.4},
     ]
     assert ratios(results) == {
-        "trouper / st, float32": 2.0,
-        "http / trouper, bfloat16": 0.9,
-        "http16 / trouper, bfloat16": 0.95,
+        "trouper / st, float32": {"median": 2.0, "of rounds": [2.0, 1.5, 2.5]},
+        "http / trouper, bfloat16": {"median": 0.9, "of rounds": [0.9]},
     }
+
+
+TALKATIVE = """
+import sys
+print("hello\\nready", flush=True)
+for _ in sys.stdin:
+    print("a word\\nseconds 0.5", flush=True)
+"""
+
+
+def test_an_engine_apart_is_asked_for_each_round_and_ends_with_the_block():
+    with ExitStack() as stack:
+        engine = Apart("trouper:float32", [sys.executable, "-c", TALKATIVE], stack)
+        for _ in range(2):
+            engine.play(10)
+    assert engine.figures() == {
+        "engine": "trouper",
+        "dtype": "float32",
+        "docs_s": 20.0,
+        "rounds": [20.0, 20.0],
+    }
+
+
+def test_an_engine_that_ends_ends_the_run():
+    with ExitStack() as stack:
+        with pytest.raises(SystemExit, match="vllm:float32 has ended"):
+            Apart("vllm:float32", [sys.executable, "-c", "print('hello')"], stack)
 
 
 def test_each_text_is_in_one_request_alone_or_in_a_list():
