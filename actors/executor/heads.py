@@ -6,6 +6,7 @@ hidden [C, E] or [L, E] -> embedding [.., size] or logits [.., labels]
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,18 +24,18 @@ Project = Callable[[Tensor], Tensor]
 
 
 def pool(hidden_TE: Tensor, groups: Sequence[Group], kind: str) -> Tensor:
-    """One float32 row for each sequence, [C, E], in the order of the groups."""
-    rows: list[Tensor] = []
-    for first, num, length, _ in groups:
-        hidden_nLE = hidden_TE.narrow(0, first, num * length).view(num, length, -1)
-        match kind:
-            case "CLS":
-                rows.append(hidden_nLE[:, 0].float())
-            case "LAST":
-                rows.append(hidden_nLE[:, -1].float())
-            case _:  # MEAN
-                rows.append(hidden_nLE.mean(1, dtype=torch.float32))
-    return torch.cat(rows)
+    """One float32 row for each sequence, [C, E], in the order of the groups, which are all of the rows."""
+    lengths = np.repeat([g.length for g in groups], [g.num_sequences for g in groups])
+    ends = lengths.cumsum()
+    match kind:
+        case "CLS":
+            return hidden_TE[torch.from_numpy(ends - lengths)].float()
+        case "LAST":
+            return hidden_TE[torch.from_numpy(ends - 1)].float()
+        case _:  # MEAN
+            rows = torch.arange(len(hidden_TE))
+            firsts = torch.from_numpy(ends - lengths)
+            return F.embedding_bag(rows, hidden_TE.float(), firsts, mode="mean")
 
 
 def load_dense(modules: Sequence[Dense], load_format: str) -> Project:

@@ -166,7 +166,10 @@ class PoolingRunner:
         token_ids_T = torch.from_numpy(
             np.concatenate([np.array(column.token_ids, np.int64) for column in columns])
         )
-        positions_T = torch.cat([torch.arange(g.length).repeat(g.num_sequences) for g in groups])
+        # numpy's: each call of torch lets go of the interpreter, and the loop may keep it for a millisecond
+        positions_T = torch.from_numpy(
+            np.concatenate([np.tile(np.arange(g.length), g.num_sequences) for g in groups])
+        )
         hidden_TE = self._forward(token_ids_T, positions_T, _type_ids(columns), groups)
         return self._finish(hidden_TE, columns, lengths, groups)
 
