@@ -64,6 +64,13 @@ _SIZES = {"bf16": 2, "f32": 4, "i64": 8, "i32": 4, "i16": 2, "i8": 1}
 _EXP2 = [math.log(2) ** i / math.factorial(i) for i in range(8)]
 # on [0, 1), minimax of degree 5: 8e-8
 _EXP2_UP = (1.0, 0.693151295, 0.240164444, 0.0557999127, 0.00901702885, 0.00186713075)
+# log(1 + f) = f - f²/2 + f³ P(f) on [√½ - 1, √2 - 1], of Cephes' logf
+_LOG = (
+    3.3333331174e-1, -2.4999993993e-1, 2.0000714765e-1, -1.6668057665e-1, 1.4249322787e-1,
+    -1.2420140846e-1, 1.1676998740e-1, -1.1514610310e-1, 7.0376836292e-2,
+)  # fmt: skip
+_LN2 = 0.693359375, -2.12194440e-4  # high and low part
+_SQRT_HALF = 0.707106781186547524
 _LOWEST, _HIGHEST = -126.0, 127.0  # below it exp2 is 0, above it stays
 
 
@@ -495,7 +502,7 @@ class Code:
 
     def split(self, x: Value) -> tuple[Value, Value]:
         """Positive normal lanes as f · 2^e: words e, and lanes f in [½, 1)."""
-        bits = Value(self, self.builder.bitcast(x.ir, _WORDS))
+        bits = self.words_of(x)
         f = Value(self, self.builder.bitcast(((bits & 0x7FFFFF) | 0x3F000000).ir, _LANES))
         return (bits >> 23) - 126, f
 
@@ -514,6 +521,10 @@ class Code:
         constant = Value(self, ir.Constant(_HALFWORDS, entries))
         found = self.looked_up(constant, self.halfwords_of(index))
         return Value(self, self.builder.bitcast(found.ir, _WORDS))
+
+    def words_of(self, x: Value) -> Value:
+        """The bits of lanes."""
+        return Value(self, self.builder.bitcast(x.ir, _WORDS))
 
     def halfwords_of(self, x: Value) -> Value:
         return Value(self, self.builder.bitcast(x.ir, _HALFWORDS))
@@ -536,9 +547,24 @@ class Code:
         return self._intrinsic(name, _HALFWORDS, table.ir, indices.ir)
 
     def any(self, conditions: Value) -> Value:
-        """Whether one of thirty-two conditions holds."""
-        bits = Value(self, self.builder.bitcast(conditions.ir, _I32))
-        return self.compare("!=", bits, 0)
+        """Whether one of sixteen or thirty-two conditions holds."""
+        return self.compare("!=", self._bits(conditions), 0)
+
+    def count(self, conditions: Value) -> Value:
+        """How many of sixteen hold."""
+        bits = self._bits(conditions)
+        number = self._intrinsic("llvm.ctpop.i16", _I16, bits.ir)
+        return Value(self, self.builder.zext(number.ir, _I64))
+
+    def compressed(self, x: Value, conditions: Value) -> Value:
+        """The lanes whose condition holds, in their order; then anything."""
+        rest = ir.Constant(_LANES, ir.Undefined)
+        name = "llvm.experimental.vector.compress.v16f32"
+        return self._intrinsic(name, _LANES, x.ir, conditions.ir, rest)
+
+    def _bits(self, conditions: Value) -> Value:
+        raw = conditions.ir
+        return Value(self, self.builder.bitcast(raw, ir.IntType(raw.type.count)))
 
     def sqrt(self, x: Value) -> Value:
         return self._intrinsic("llvm.sqrt.f32", _F32, x.ir)
@@ -556,6 +582,17 @@ class Code:
         exponent = Value(self, self.builder.fptosi(whole.ir, _WORDS))
         scale = Value(self, self.builder.bitcast(((exponent + 127) << 23).ir, _LANES))
         return self.select(x < _LOWEST, 0.0, power * scale)
+
+    def log(self, x: Value) -> Value:
+        """The natural logarithm of positive normal lanes."""
+        exponent, half_to_one = self.split(x)
+        is_low = half_to_one < _SQRT_HALF
+        f = self.select(is_low, half_to_one + half_to_one, half_to_one) - 1.0
+        e = self.numbers(self.select(is_low, exponent - 1, exponent))
+        power = self._polynomial(_LOG, f)
+        square = f * f
+        tail = self.fma(e, self.lanes(_LN2[1]), power * f * square) - 0.5 * square
+        return self.fma(e, self.lanes(_LN2[0]), f + tail)
 
     def _polynomial(self, coefficients: Sequence[float], x: Value) -> Value:
         total = self.lanes(coefficients[-1])
@@ -581,6 +618,9 @@ class Code:
 
     def max_of(self, x: Value) -> Value:
         return self._horizontal(x, self.larger)
+
+    def min_of(self, x: Value) -> Value:
+        return self._horizontal(x, self.smaller)
 
     def _horizontal(self, x: Value, fold: Any) -> Value:
         width = LANES

@@ -1,13 +1,11 @@
 """Processors that change one row's logits before anything is drawn; spec section 8.1, steps 3 to 6.
 
-The static part of a row (allowed ids, bias, stop ids, ids of its prompt) is made once, when the row is placed;
-rows that use none of it are absent from the tables and cost a dictionary look-up a step.  What was generated is
-read where the steps have written it.  Penalties change the logits of ids that have occurred, those of all rows in
-a few calls: two calls of torch for each row took 60 µs, and each of them let go of the interpreter's lock.
+The static part of a row (allowed ids, bias, stop ids) is made once, when the row is placed; rows that use none of it are
+absent from the table and cost nothing.  What was generated is read where the steps have written it.  The repetition
+penalty, which models ask for in their own files, is one call for all rows; where others come before it, it is theirs.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from trouper.actors.executor.batch import Rows
 from trouper.actors.messages import Sampling
+from trouper.kernels.repetition import penalise_repetition_, penalise_repetition_reference_
 
 
 class _Row(msgspec.Struct):
@@ -25,26 +24,28 @@ class _Row(msgspec.Struct):
     allowed: Tensor | None
     stop_ids: Tensor | None
     bias: tuple[Tensor, Tensor] | None  # ids, values
-    prompt_ids: np.ndarray | None  # each once; None = it is not penalised
+    prompt_ids: np.ndarray | None  # each once, for a repetition penalty that is not alone
 
 
 class Penalties:
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self._in_use: dict[int, _Row] = {}
+        self._repetition = np.ones(len(rows.sampling), dtype=np.float32)  # 1 = none, or not alone
 
     def place(self, row: int) -> None:
         s = self._rows.sampling[row]
         self._in_use.pop(row, None)
-        is_penalised = s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
-        if not (
-            s.allowed_token_ids or s.bad_words_ids or s.min_tokens or s.logit_bias or is_penalised
-        ):
-            return
+        edits = s.allowed_token_ids or s.bad_words_ids or s.min_tokens or s.logit_bias
+        is_alone = not (edits or self._rows.embeds[row])
+        self._repetition[row] = s.repetition_penalty if is_alone else 1
         prompt_ids = None
-        if is_penalised:
+        if s.repetition_penalty != 1 and not is_alone:
             tokens, spans = self._rows.token_ids[row], self._rows.token_spans(row)
             prompt_ids = np.unique(np.concatenate([tokens[begin:end] for begin, end in spans]))
+        is_counted = s.frequency_penalty or s.presence_penalty
+        if not (edits or is_counted or prompt_ids is not None):
+            return
         self._in_use[row] = _Row(
             sampling=s,
             allowed=_ids(s.allowed_token_ids),
@@ -56,27 +57,21 @@ class Penalties:
             ids, values = zip(*s.logit_bias, strict=True)
             self._in_use[row].bias = (torch.tensor(ids), torch.tensor(values))
 
-    def apply(self, logits_RV: Tensor, row_ids: Sequence[int], ends: Sequence[int]) -> None:
-        """In place; `ends` are the positions of the tokens to be drawn."""
-        penalised: list[_Penalised] = []
-        for i, (row, end) in enumerate(zip(row_ids, ends, strict=True)):
-            state = self._in_use.get(row)
-            if state is None:
-                continue
-            outputs = self._rows.outputs_of(row, end)
+    def apply(self, logits_RV: Tensor, rows_R: np.ndarray, ends_R: np.ndarray) -> np.ndarray:
+        """In place; `ends` are the positions of the tokens to be drawn.  Tells which rows were finite before."""
+        used: list[tuple[int, _Row, np.ndarray]] = []
+        if self._in_use:
+            for i, (row, end) in enumerate(zip(rows_R.tolist(), ends_R.tolist(), strict=True)):
+                state = self._in_use.get(row)
+                if state is not None:
+                    used.append((i, state, self._rows.outputs_of(row, end)))
+        is_finite_R = penalise_repetition_(
+            logits_RV, self._rows.token_ids, rows_R, ends_R, self._repetition[rows_R]
+        )
+        for i, state, outputs in used:
             _edit(logits_RV[i], state, outputs)
-            if state.prompt_ids is not None:
-                penalised.append(_Penalised(i, state.sampling, state.prompt_ids, outputs))
-        with np.errstate(all="ignore"):  # a row that is not finite fails later, and alone
-            _penalise_known(logits_RV.numpy(), penalised)
-            _penalise_generated(logits_RV.numpy(), penalised)
-
-
-class _Penalised(NamedTuple):
-    column: int
-    sampling: Sampling
-    prompt_ids: np.ndarray
-    outputs: np.ndarray
+            _penalise(logits_RV[i].numpy(), state, outputs)
+        return is_finite_R
 
 
 def _edit(logits_V: Tensor, state: _Row, outputs: np.ndarray) -> None:
@@ -94,28 +89,16 @@ def _edit(logits_V: Tensor, state: _Row, outputs: np.ndarray) -> None:
         logits_V.index_add_(0, ids, values)
 
 
-def _penalise_known(logits_RV: np.ndarray, rows: Sequence[_Penalised]) -> None:
-    """Whatever has occurred, in the prompt or the output."""
-    rows = [row for row in rows if row.sampling.repetition_penalty != 1]
-    if not rows:
-        return
-    ids = np.concatenate([ids for row in rows for ids in (row.prompt_ids, row.outputs)])
-    lengths = [len(row.prompt_ids) + len(row.outputs) for row in rows]
-    columns = np.repeat([row.column for row in rows], lengths)
-    penalties = np.array([row.sampling.repetition_penalty for row in rows], dtype=np.float32)
-    logits, penalty = logits_RV[columns, ids], penalties.repeat(lengths)
-    # an id that occurs twice is written twice, with one value
-    logits_RV[columns, ids] = np.where(logits > 0, logits / penalty, logits * penalty)
-
-
-def _penalise_generated(logits_RV: np.ndarray, rows: Sequence[_Penalised]) -> None:
-    """Whatever has been generated, as often, or at all."""
-    for row in rows:
-        s = row.sampling
-        if s.frequency_penalty or s.presence_penalty:
-            ids, counts = np.unique(row.outputs, return_counts=True)
-            penalty = counts * s.frequency_penalty + s.presence_penalty
-            logits_RV[row.column, ids] -= penalty.astype(np.float32)
+def _penalise(logits_V: np.ndarray, state: _Row, outputs: np.ndarray) -> None:
+    s = state.sampling
+    if state.prompt_ids is not None:
+        ids = np.concatenate([state.prompt_ids, outputs])
+        penalise_repetition_reference_(logits_V, ids, np.float32(s.repetition_penalty))
+    if s.frequency_penalty or s.presence_penalty:
+        ids, counts = np.unique(outputs, return_counts=True)
+        penalty = counts * s.frequency_penalty + s.presence_penalty
+        with np.errstate(all="ignore"):  # a row that is not finite fails later, and alone
+            logits_V[ids] -= penalty.astype(np.float32)
 
 
 def _ids(token_ids: Sequence[int]) -> Tensor | None:

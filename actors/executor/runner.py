@@ -32,7 +32,9 @@ from trouper.config import EngineConfig
 from trouper.errors import TrouperValidationError
 from trouper.kernels.arena import Arena, Lender
 from trouper.kernels.decoder_ops import make_ops
+from trouper.kernels.draw import compile_draw
 from trouper.kernels.recording import NotRecordableError
+from trouper.kernels.repetition import compile_repetition
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,8 @@ class Runner:
         config = self._config
         with ThreadPoolExecutor(1, "trouper-compile") as pool:
             ops = pool.submit(make_ops, ops_shape(self._traits, self._dtype, config.block_size))
+            pool.submit(compile_repetition)
+            pool.submit(compile_draw)
             return load_decoder(
                 Path(config.model.path),
                 self._traits,

@@ -1,72 +1,187 @@
-"""Tokens drawn in one pass: the formulas' tokens, whatever the shape, the neighbours and the threads."""
+"""Tokens drawn in one call: those of a stable sort, whatever the shape, the neighbours and the threads."""
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from trouper.kernels.draw import draw, draw_reference
+from trouper.kernels.draw import ROW, draw, draw_reference, kept_reference
 from trouper.kernels.noise import gumbel
 
+MASS = 1e-5  # of a sum of float32: whoever is so near a limit may be on either side
 
-def rows(num_rows, vocab_size, seed=0):
+
+def rows_of(num_rows, seed=0, /, *, min_p=0.0, **parameters):
+    rows = np.zeros(num_rows, dtype=ROW)
+    rows["seed"] = np.random.default_rng(seed).integers(0, 2**64, num_rows, np.uint64)
+    rows["temperature"] = rows["top_p"] = 1.0
+    for name, value in parameters.items():
+        rows[name] = value
+    with np.errstate(divide="ignore"):
+        rows["log_min_p"] = np.log(np.float32(min_p))
+    return rows
+
+
+def mixed(num_rows, vocab_size, seed=0):
+    """Greedy rows, plain ones, and all kinds of truncation."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    logits = 4 * torch.randn(num_rows, vocab_size)
-    temperatures = 0.2 + torch.rand(num_rows)
-    return logits, temperatures, rng.integers(0, 2**64, num_rows, np.uint64), np.arange(num_rows)
+    rows = rows_of(
+        num_rows,
+        seed,
+        temperature=rng.choice([0.0, 0.4, 1.0, 2.0], num_rows),
+        top_k=rng.choice([0, 0, 1, 5, vocab_size], num_rows),
+        top_p=rng.choice([1.0, 0.9, 0.5], num_rows),
+        min_p=rng.choice([0.0, 0.0, 0.05], num_rows),
+    )
+    return 4 * torch.randn(num_rows, vocab_size), rows, np.arange(num_rows)
+
+
+def assert_drawn_right(logits_V, row, position, token):
+    """The best of what a sort keeps; rounding may swap near ties, and move what is at a limit."""
+    if row["temperature"] == 0:
+        assert token == int(logits_V.argmax())
+        return
+    noise_V = gumbel(row["seed"].reshape(1), np.array([position]), np.arange(len(logits_V)))[0]
+    noisy_V = (logits_V.numpy() / row["temperature"]).astype(np.float64) + noise_V.numpy()
+    surely, possibly = row.copy(), row.copy()
+    surely["log_min_p"] += MASS
+    possibly["log_min_p"] -= MASS
+    if row["top_p"] < 1:
+        surely["top_p"] -= min(MASS, row["top_p"] / 2)
+        possibly["top_p"] = min(row["top_p"] + MASS, 1 - 1e-7)
+    assert kept_reference(logits_V.numpy(), possibly)[token], "it was cut off"
+    best = noisy_V[kept_reference(logits_V.numpy(), surely)].max(initial=-np.inf)
+    assert noisy_V[token] >= best - 4e-6 - 2e-7 * abs(best)
+
+
+@st.composite
+def logits_of_any_shape(draw_from):
+    vocab_size = draw_from(st.integers(1, 70) | st.sampled_from([127, 128, 129, 1000, 4099]))
+    seed = draw_from(st.integers(0, 2**32 - 1))
+    logits = torch.from_numpy(np.random.default_rng(seed).standard_normal(vocab_size))
+    logits = draw_from(st.sampled_from([0.0, 0.3, 3.0, 30.0])) * logits
+    kind = draw_from(st.sampled_from(["float32", "bfloat16", "whole", "peaky"]))
+    if kind == "bfloat16":
+        logits = logits.bfloat16()
+    if kind == "whole":  # nearly all are equal to others
+        logits = logits.round()
+    if kind == "peaky":
+        logits[seed % vocab_size] += 50
+    logits = logits.float()
+    for poison in (torch.nan, -torch.inf):
+        if draw_from(st.booleans()):
+            logits[seed // 7 % vocab_size :: draw_from(st.integers(1, 40))] = poison
+    return logits
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    logits_of_any_shape(),
+    st.sampled_from([0.0, 0.01, 0.4, 1.0, 1.7, 100.0]),
+    st.sampled_from([-1, 0, 1, 2, 7, 50, 4099, 2**31 - 1]),
+    st.sampled_from([1.0, 0.999999, 0.95, 0.5, 0.01, 1e-30]),
+    st.sampled_from([0.0, 0.0, 1e-6, 0.1, 1.0]),
+    st.integers(0, 2**62),
+)
+def test_the_token_is_that_of_a_stable_sort(logits, temperature, top_k, top_p, min_p, position):
+    row = rows_of(1, position, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    (token,) = draw(logits[None], row, np.array([position]))
+    without_nan = logits.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    if without_nan.isneginf().all():
+        assert token == 0
+    else:
+        assert_drawn_right(without_nan, row[0], position, token)
+        assert not logits[token].isnan()
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_large_vocabulary(scale, dtype):
+    torch.manual_seed(0)
+    logits = (scale * torch.randn(151_936)).to(dtype).float()
+    for truncation in ({"top_p": 0.9}, {"top_k": 50}, {"top_k": 3000, "top_p": 0.7}, {}):
+        row = rows_of(1, **truncation)
+        (token,) = draw(logits[None], row, np.array([5]))
+        assert_drawn_right(logits, row[0], 5, token)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 31, 32, 100, 4099, 70_000])
-def test_the_tokens_are_those_of_the_formulas(vocab_size):
-    logits, temperatures, seeds, positions = rows(9, vocab_size)
-    found = draw(logits, temperatures, seeds, positions)
-    expected = draw_reference(logits, temperatures, seeds, positions)
-    noise = gumbel(seeds, positions, np.arange(vocab_size, dtype=np.uint32))
-    noisy = logits / temperatures.unsqueeze(1) + noise
-    best, own = (noisy.gather(1, ids.unsqueeze(1)) for ids in (expected, found))
-    torch.testing.assert_close(own, best, atol=4e-6, rtol=0)  # rounding may swap near ties
+def test_a_mixture_of_rows_gives_the_tokens_of_the_formulas(vocab_size):
+    logits, rows, positions = mixed(40, vocab_size)
+    found = draw(logits, rows, positions)
+    for i, token in enumerate(found):
+        assert_drawn_right(logits[i], rows[i], i, token)
+    assert np.mean(found == draw_reference(logits, rows, positions)) > 0.9
 
 
-def test_a_row_is_drawn_alike_among_any_others_and_on_any_threads():
-    logits, temperatures, seeds, positions = rows(5, 20_000)
-    found = draw(logits, temperatures, seeds, positions)
+@pytest.mark.parametrize("vocab_size", [50, 20_000])
+def test_a_row_is_drawn_alike_among_any_others_and_on_any_threads(vocab_size):
+    logits, rows, positions = mixed(12, vocab_size)
+    found = draw(logits, rows, positions)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        wide = torch.zeros(5, 20_016)[:, :20_000].copy_(logits)
-        assert torch.equal(draw(wide, temperatures, seeds, positions), found)
+        wide = torch.zeros(12, vocab_size + 16)[:, :vocab_size].copy_(logits)
+        assert (draw(wide, rows, positions) == found).all()
+        assert (draw(logits.flip(0), rows[::-1], positions[::-1]) == found[::-1]).all()
     finally:
         torch.set_num_threads(before)
-    for i in range(5):
+    for i in range(12):
         one = slice(i, i + 1)
-        alone = draw(logits[one], temperatures[one], seeds[one], positions[one])
-        assert torch.equal(alone, found[one])
+        assert draw(logits[one], rows[one], positions[one]) == found[one]
 
 
-def test_excluded_tokens_and_those_that_are_not_numbers_are_never_drawn():
-    logits, temperatures, seeds, positions = rows(64, 40)
-    logits[:] = -torch.inf
-    assert not draw(
-        logits, temperatures, seeds, positions
-    ).any()  # the first where all are excluded
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}])
+def test_excluded_tokens_and_those_that_are_not_numbers_are_never_drawn(truncation):
+    rows, positions = rows_of(64, **truncation), np.arange(64)
+    logits = torch.full((64, 40), -torch.inf)
+    assert not draw(logits, rows, positions).any()  # the first where all are excluded
+    assert not draw(torch.full((64, 40), torch.nan), rows, positions).any()
     logits[:, 7] = -3.0
     logits[:, 9] = torch.nan
-    assert (draw(logits, temperatures, seeds, positions) == 7).all()
+    assert (draw(logits, rows, positions) == 7).all()
+    logits[:, 39] = torch.inf  # the row fails later; it must end
+    draw(logits, rows, positions)
 
 
-def test_the_draws_follow_the_distribution():
-    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05] + [0.0] * 12)
+def test_of_equal_tokens_those_with_the_least_ids_are_kept():
+    logits = torch.zeros(500, 100)
+    logits[:, 3] = -9.0
+    for truncation in ({"top_k": 5}, {"top_p": 4.5 / 99}):
+        found = draw(logits, rows_of(500, **truncation), np.arange(500))
+        assert sorted(set(found.tolist())) == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [({}, 5), ({"top_k": 3}, 3), ({"top_p": 0.9}, 3), ({"min_p": 0.2}, 3), ({"top_k": 4, "top_p": 0.8}, 2)],
+)  # fmt: skip
+def test_the_draws_follow_the_distribution(truncation, kept):
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01] + [0.0] * 15)
     count = 20_000
-    logits = probabilities.log().repeat(count, 1)
-    seeds = np.full(count, 3, np.uint64)
-    found = draw(logits, torch.ones(count), seeds, np.arange(count))
-    shares = torch.bincount(found, minlength=16) / count
-    torch.testing.assert_close(shares, probabilities, atol=0.015, rtol=0)
+    rows = rows_of(count, **truncation)
+    rows["seed"] = 3
+    found = draw(probabilities.log().repeat(count, 1), rows, np.arange(count))
+    probabilities[kept:] = 0
+    shares = np.bincount(found, minlength=20) / count
+    expected = (probabilities / probabilities.sum()).numpy()
+    np.testing.assert_allclose(shares, expected, atol=0.015)
+    assert not shares[kept:].any()
 
 
 def test_greater_temperatures_flatten():
     logits = torch.arange(16.0).repeat(2000, 1)
-    seeds, positions = np.full(2000, 1, np.uint64), np.arange(2000)
-    cold, hot = (draw(logits, torch.full((2000,), t), seeds, positions) for t in (0.05, 100.0))
-    assert (cold == 15).all()
-    assert len(hot.unique()) == 16
+    rows, positions = rows_of(2000), np.arange(2000)
+    rows["seed"], rows["temperature"] = 1, 0.05
+    assert (draw(logits, rows, positions) == 15).all()
+    rows["temperature"] = 100.0
+    assert len(set(draw(logits, rows, positions).tolist())) == 16
+
+
+def test_nearly_equal_tokens_are_all_drawn():
+    """What may be passed over without a logarithm is never the best."""
+    logits = torch.linspace(0, 1, 4096).repeat(3000, 1)
+    rows, positions = rows_of(3000), np.arange(3000)
+    assert (draw(logits, rows, positions) == draw_reference(logits, rows, positions)).all()

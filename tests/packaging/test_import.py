@@ -35,6 +35,11 @@ def test_the_cpu_path_does_not_load_triton():
     assert "triton" not in loaded_after("import trouper.actors.executor.local")
 
 
+def test_the_cpu_path_does_without_llvmlite():
+    absent = "import sys; sys.modules['llvmlite'] = None"
+    assert "llvmlite" in loaded_after(f"{absent}; import trouper.actors.executor.runner")  # as None
+
+
 def test_all_is_sorted_and_resolves():
     assert trouper.__all__ == sorted(trouper.__all__, key=lambda name: (not name.isupper(), name))
     for name in trouper.__all__:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from trouper.actors.executor.batch import Rows
-from trouper.actors.executor.sampler import NUM_CANDIDATES, Sampler, token_logprobs
+from trouper.actors.executor.sampler import Sampler, token_logprobs
 from trouper.actors.messages import NO_VALID_TOKEN, NewRow, Sampling, SequenceId
 
 V = 50
@@ -103,11 +103,10 @@ def test_min_p_drops_what_is_improbable_beside_the_best_after_temperature():
     assert hot[2] == 0
 
 
-def test_a_flat_distribution_falls_back_to_the_whole_vocabulary():
-    """Top-p 0.9 of 3000 equal tokens are 2700: far more than the bounded candidates hold."""
-    logits = torch.zeros(3000)
-    counts = draws(Sampling(seed=3, top_p=0.9), logits, 1500)
-    assert int((counts > 0).sum()) > NUM_CANDIDATES[-1]
+def test_top_p_of_equal_tokens_keeps_the_first_of_them():
+    counts = draws(Sampling(seed=3, top_p=0.9), torch.zeros(3000), 1500)
+    assert int((counts > 0).sum()) > 900
+    assert int(counts[2700:].sum()) == 0
 
 
 def test_top_p_of_a_large_vocabulary_equals_a_full_sort():
@@ -163,6 +162,14 @@ def test_a_row_that_may_draw_nothing_fails_alone():
         NO_VALID_TOKEN,
         0,
     ]
+
+
+def test_a_row_that_may_draw_nothing_has_no_logprobs():
+    nothing = Sampling(allowed_token_ids=(2,), min_tokens=1, stop_ids=(2,), logprobs=1)
+    sampled = Bench(nothing, Sampling(logprobs=0)).draw(torch.zeros(2, V))
+    assert sampled.token_ids[0] == NO_VALID_TOKEN
+    assert sampled.logprobs[0] is None
+    assert sampled.logprobs[1].token_ids == (sampled.token_ids[1],)
 
 
 def test_bad_words_mask_the_last_token_once_the_output_ends_with_the_others():

@@ -1,0 +1,132 @@
+"""The draw of `draw.py`: the largest, what may be drawn (`truncation.py`), and the arg max of that with noise.
+
+Roofline: bytes = 4 V from memory, then 8 V from the second cache.  2 instructions for 16 tokens to find the largest, 4
+where none is kept, some 25 where one is and 70 where its noise may be enough: about ten times in a row.
+"""
+
+import math
+
+from trouper.kernels.draw import ROW
+from trouper.kernels.noise import MULTIPLIERS
+from trouper.kernels.simd import LANES, Code, Pointer, Value
+from trouper.kernels.truncation import LOG2_E, Kept, Row, truncated
+
+ROUNDING = 2.0**-6  # of logarithms to the base 2, and much more
+SEED, TEMPERATURE, TOP_P, LOG_MIN_P, TOP_K = 0, 2, 3, 4, 5  # where they are in a `ROW`, in words
+UNROLLED = 4  # to compare takes four cycles
+
+
+def draw_rows(code: Code) -> None:
+    """Logits, their stride, rows, positions, tokens, V, memory, its bytes for a thread.  A piece is a row."""
+    logits, stride, rows, positions, tokens, length, memory, memory_bytes = code.arguments(8)
+    held = code.pointer(memory + code.thread() * memory_bytes, "f32")
+    for i in code.pieces():
+        values = code.pointer(logits, "f32") + i * stride
+        words = code.pointer(rows, "i32") + i * (ROW.itemsize // 4)
+        numbers = words.of("f32")
+        temperature = numbers[TEMPERATURE]
+        is_greedy = temperature.equals(0.0)
+        row = Row(
+            values,
+            length,
+            _largest(code, values, length),
+            temperature=code.select(is_greedy, 1.0, temperature),
+            log_min_p=code.select(is_greedy, 0.0, numbers[LOG_MIN_P]),
+            top_k=code.select(is_greedy, 1, code.widened(words[TOP_K])),
+            top_p=code.select(is_greedy, 1.0, numbers[TOP_P]),
+            held=held,
+        )
+        token = code.pointer(tokens, "i64") + i
+        token[0] = 0
+        with code.when(row.best > -math.inf):
+            seed = words + SEED
+            position = code.narrowed(code.pointer(positions, "i64")[i], "i32")
+            keys = _keys(code, *(code.words(x) for x in (position, seed[0], seed[1])))
+            token[0] = _drawn(code, row, keys)
+
+
+def _largest(code: Code, values: Pointer, length: Value) -> Value:
+    best = [code.var(code.lanes(-math.inf)) for _ in range(UNROLLED)]
+    for start in code.loop(0, length, UNROLLED * LANES):
+        for i, lanes in enumerate(best):
+            first = code.smaller(start + i * LANES, length - LANES)  # those before again
+            lanes.set(code.larger(values.load(first), lanes))
+    largest: Value = best[0]
+    for lanes in best[1:]:
+        largest = code.larger(largest, lanes)
+    return code.max_of(largest)
+
+
+def _drawn(code: Code, row: Row, keys: tuple[Value, Value]) -> Value:
+    kept = truncated(code, row)
+    last_tie = code.words(code.narrowed(_last_tie(code, row, kept), "i32"))
+    best, at = code.var(code.lanes(-math.inf)), code.var(code.words(0))
+    to_beat = code.var(-math.inf)
+    for start in code.loop(0, row.length, LANES):
+        first = code.smaller(start, row.length - LANES)
+        x = row.values.load(first)
+        is_kept = x >= kept.cut
+        with code.when(code.any(is_kept)):
+            ids = code.words(code.narrowed(first, "i32")) + code.steps()
+            bits = _hash32(ids, *keys)
+            with code.when(code.any(is_kept & _may_beat(code, x, bits, to_beat, row.temperature))):
+                is_kept = (x > kept.cut) | (x.equals(kept.cut) & (ids <= last_tie))
+                noisy = x / row.temperature + _gumbel(code, bits)
+                is_better = is_kept & (noisy > best)
+                at.set(code.select(is_better, ids, at))
+                best.set(code.select(is_better, noisy, best))
+                to_beat.set(code.max_of(best))
+    is_best = best.equals(to_beat)
+    others = code.select(is_best, 0 - at, -(2**31))
+    return 0 - code.widened(code.max_of(others))
+
+
+def _may_beat(code: Code, x: Value, bits: Value, to_beat: Value, temperature: Value) -> Value:
+    """False where x / temperature + noise is less for certain: two logarithms are saved, for nearly all tokens.
+
+    -log(-log u) ≤ -log(1 - u); and the bits of a float, as an integer, are at most 2²³ (log2 + 127).
+    """
+    complement = code.numbers(_shifted(bits ^ -1, 8) | 1)  # 2²⁴ (1 - u), exactly
+    logarithm = code.numbers(code.words_of(complement))
+    most = LOG2_E / temperature * 2.0**23
+    offset = (ROUNDING + 127 + 24) * 2.0**23 - to_beat * (LOG2_E * 2.0**23)
+    return logarithm < code.fma(most, x, code.lanes(offset))
+
+
+def _last_tie(code: Code, row: Row, kept: Kept) -> Value:
+    """The id of the last of those that equal the cut and are kept; at least V where all are."""
+    last, left = code.var(row.length), code.var(kept.ties)
+    with code.when(kept.ties < kept.found):
+        for start in code.loop(0, row.length, LANES):
+            x = row.values.load(code.smaller(start, row.length - LANES))
+            with code.when(code.any(x.equals(kept.cut)) & (left > 0.0)):
+                for token in code.loop(start, code.smaller(start + LANES, row.length)):
+                    with code.when(row.values[token].equals(kept.cut) & (left > 0.0)):
+                        last.set(token)
+                        left.set(left - 1.0)
+    return last
+
+
+def _keys(code: Code, position: Value, low: Value, high: Value) -> tuple[Value, Value]:
+    """`noise.row_keys`."""
+    mixed = _hash32(_hash32(position, low, high), high, low)
+    return mixed, _hash32(mixed ^ low, high, code.words(0))
+
+
+def _hash32(x: Value, key0: Value, key1: Value) -> Value:
+    """`noise.hash32`."""
+    first, second = MULTIPLIERS
+    x = x ^ key0
+    x = (x ^ _shifted(x, 16)) * first + key1
+    x = (x ^ _shifted(x, 15)) * second
+    return x ^ _shifted(x, 16)
+
+
+def _shifted(x: Value, count: int) -> Value:
+    """To the right, zeros from the left."""
+    return (x >> count) & (2 ** (32 - count) - 1)
+
+
+def _gumbel(code: Code, bits: Value) -> Value:
+    u = (code.numbers(_shifted(bits, 9)) + 0.5) * 2.0**-23
+    return 0.0 - code.log(0.0 - code.log(u))

@@ -1,0 +1,159 @@
+"""What of a row may be drawn: min-p, then top-k, then top-p, in the language of kernels and without a sort.
+
+    kept: the tokens above `cut`, and by rising id the first `ties` of those that equal it
+
+Of what min-p leaves top-k keeps the k largest; of these top-p keeps, in falling order, each whose predecessors have less
+than p of the mass.  Both keep a token while the weight of those before it is below a target: weights of one and k, then
+weights e^x and p · mass.
+
+Noise lies in (-2.82, 16.64), so what is 19.5 below the best, after temperature, is never drawn.  The rest is copied, and
+the copy narrowed by halves of its range until it holds the equal values among which the target is reached.  What top-k
+leaves below that is no mass for top-p: less than k · 3.4e-9 of the best's.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from trouper.kernels.simd import LANES, Code, Pointer, Value, Var
+
+REACH = 19.5  # 16.64 + 2.82, rounded up
+LOG2_E = 1.4426950408889634
+
+
+class Row(NamedTuple):
+    values: Pointer  # float32, of at least sixteen tokens
+    length: Value
+    best: Value  # above -inf
+    temperature: Value
+    log_min_p: Value
+    top_k: Value  # 0 = off
+    top_p: Value  # 1 = off
+    held: Pointer  # memory for `held_bytes`
+
+
+class Kept(NamedTuple):
+    cut: Var
+    ties: Var  # a float
+    found: Var  # so many equal the cut, where ties may be fewer
+
+
+def held_bytes(vocab_size: int) -> int:
+    """Of a copy, what the last store writes too much, and what the last load reads."""
+    return 4 * (-(-vocab_size // LANES) + 2) * LANES
+
+
+def truncated(code: Code, row: Row) -> Kept:
+    floor = row.best + row.log_min_p * row.temperature
+    in_reach = code.larger(floor, row.best - row.temperature * REACH)
+    kept = Kept(code.var(in_reach), code.var(code.f32(row.length)), code.var(0.0))
+    counted, of_ties = code.var(-math.inf), code.var(0.0)
+    scale = code.f32(LOG2_E) / row.temperature
+
+    def one(x: Value) -> Value:
+        return code.lanes(1.0)
+
+    def probability(x: Value) -> Value:
+        return code.exp2((x - row.best) * scale)
+
+    with code.when((row.top_k > 0) & (row.top_k < row.length)):
+        copy = _Copy(code, row.held)
+        for x in _tokens(code, row):
+            copy.add(x, x >= kept.cut)
+        _narrow(code, copy, one, code.f32(row.top_k), kept)
+        counted.set(kept.cut)
+        of_ties.set(kept.ties * code.max_of(probability(code.lanes(kept.cut))))
+    with code.when(row.top_p < 1.0):
+        mass = code.var(code.lanes(0.0))
+        for x in _tokens(code, row):
+            is_counted = (x >= floor) & (x > counted)
+            mass.set(mass + code.select(is_counted, probability(x), 0.0))
+        total = code.sum_of(mass) + of_ties
+        # what is less probable than that has less than 1 - p in all; half of it, for rounding
+        negligible = (1.0 - row.top_p) * total * 0.5 / code.f32(row.length)
+        logarithm = code.max_of(code.log(code.lanes(negligible)))
+        needed = code.larger(row.best + logarithm * row.temperature, kept.cut)
+        copy = _Copy(code, row.held)
+        for x in _tokens(code, row):
+            copy.add(x, x >= needed)
+        _narrow(code, copy, probability, row.top_p * total, kept)
+    return kept
+
+
+def _tokens(code: Code, row: Row) -> Iterator[Value]:
+    """Sixteen at a time; the last sixteen overlap those before, which are -inf the second time."""
+    for start in code.loop(0, row.length, LANES):
+        first = code.smaller(start, row.length - LANES)
+        is_new = code.steps() >= code.words(code.narrowed(start - first, "i32"))
+        yield code.select(is_new, row.values.load(first), -math.inf)
+
+
+class _Copy:
+    """Of some values, in their order."""
+
+    def __init__(self, code: Code, held: Pointer) -> None:
+        self._code, self._held = code, held
+        self.count = code.var(0)
+        self._least, self._most = code.var(code.lanes(0.0)), code.var(code.lanes(0.0))
+        self._begin()
+
+    def _begin(self) -> None:
+        self.count.set(0)
+        self._least.set(math.inf)
+        self._most.set(-math.inf)
+
+    def add(self, x: Value, is_wanted: Value) -> None:
+        code = self._code
+        with code.when(code.any(is_wanted)):
+            self._held.store(self.count, code.compressed(x, is_wanted))
+            self.count.set(self.count + code.count(is_wanted))
+            least, most = code.smaller(x, self._least), code.larger(x, self._most)
+            self._least.set(code.select(is_wanted, least, self._least))
+            self._most.set(code.select(is_wanted, most, self._most))
+
+    def range(self) -> tuple[Value, Value]:
+        """Least and most; what the next `values` read beyond the last is nothing."""
+        self._held.store(self.count, self._code.lanes(-math.inf))
+        return self._code.min_of(self._least), self._code.max_of(self._most)
+
+    def values(self) -> Iterator[Value]:
+        for i in self._code.loop(0, self.count, LANES):
+            yield self._held.load(i)
+
+    def keep(self, above: Value, to: Value) -> None:
+        """Only what is above the one and not above the other."""
+        count = Value(self._code, self.count.ir)
+        self._begin()
+        for i in self._code.loop(0, count, LANES):
+            x = self._held.load(i)
+            self.add(x, (x > above) & (x <= to))
+
+
+def _narrow(
+    code: Code, copy: _Copy, weigh: Callable[[Value], Value], target: Value, kept: Kept
+) -> None:
+    """Keep what has less than the target before it, or all of the copy where that is less."""
+    low, high = map(code.var, copy.range())
+    before = code.var(0.0)
+    for _ in code.while_(low, high):
+        middle = low + (high - low) * 0.5
+        middle = code.select(middle < high, middle, low)  # when it was rounded up, or is too large
+        weight = code.var(code.lanes(0.0))
+        for x in copy.values():
+            weight.set(weight + code.select(x > middle, weigh(x), 0.0))
+        above = before + code.sum_of(weight)
+        is_above = above >= target
+        before.set(code.select(is_above, before, above))
+        copy.keep(code.select(is_above, middle, -math.inf), code.select(is_above, high, middle))
+        least, most = copy.range()
+        low.set(least)
+        high.set(most)
+    found = code.f32(copy.count)
+    wanted = code.lanes(target - before) / weigh(code.lanes(high))
+    wanted = code.smaller(code.larger(wanted, code.lanes(1.0)), code.lanes(found))
+    whole = code.numbers(code.rounded(wanted))
+    ties = code.max_of(whole + code.select(whole < wanted, code.lanes(1.0), 0.0))
+    fewer = code.smaller(ties, kept.ties)
+    kept.ties.set(code.select(kept.cut.equals(high), fewer, ties))
+    kept.cut.set(high)
+    kept.found.set(found)
