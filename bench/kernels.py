@@ -17,6 +17,7 @@ from trouper.bench.roofs import Roofs, seconds_of
 from trouper.errors import TrouperError
 from trouper.kernels.act_mul import silu_mul_reference
 from trouper.kernels.decoder_ops import Ops, Shape, make_ops
+from trouper.kernels.draw import ROW, draw, draw_reference
 from trouper.kernels.kv_write import kv_write_, kv_write_reference
 from trouper.kernels.layer_norm import LayerNorm, layer_norm_reference
 from trouper.kernels.linear import Linear, layout_of, linear, linear_reference
@@ -39,6 +40,7 @@ TOLERANCE = {
     torch.float16: 3e-3,
 }  # relative to the largest
 NUM_CHECKED_TOKENS = 8  # of the noise, whose reference is slow
+NUM_CHECKED_ROWS = 8  # of a draw, whose reference sorts
 NUM_CHECKED_OUTPUTS = 1024  # of a product: a vocabulary in float64 is a gigabyte
 
 
@@ -183,6 +185,25 @@ def noise(s: Shapes) -> Iterator[Case]:
     num_bytes, num_flops = 4 * s.num_tokens * s.vocab, 12 * s.num_tokens * s.vocab
     shape = f"[{s.num_tokens}, {s.vocab}]"
     yield Case(shape, lambda: gumbel(seeds, positions, ids), reference, num_bytes, num_flops)
+
+
+def draws(s: Shapes) -> Iterator[Case]:
+    """A token for each row: of the whole vocabulary, of 50, and of nine tenths of the mass."""
+    logits, positions = 3 * torch.randn(s.num_tokens, s.vocab), np.arange(s.num_tokens)
+    first = slice(NUM_CHECKED_ROWS)
+    for name, top_k, top_p in (("all", 0, 1.0), ("top-k 50", 50, 1.0), ("top-p 0.9", 0, 0.9)):
+        rows = np.zeros(s.num_tokens, dtype=ROW)
+        rows["temperature"], rows["top_k"], rows["top_p"] = 1.0, top_k, top_p
+        rows["log_min_p"], rows["seed"] = -np.inf, positions
+        yield Case(
+            f"[{s.num_tokens}, {s.vocab}], {name}",
+            lambda rows=rows: torch.from_numpy(draw(logits, rows, positions)),
+            lambda rows=rows: torch.from_numpy(
+                draw_reference(logits[first], rows[first], positions[first])
+            ),
+            4 * s.num_tokens * s.vocab,
+            0,
+        )
 
 
 def decode_attention(s: Shapes) -> Iterator[Case]:
@@ -362,6 +383,7 @@ OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
     "varlen_attention": whole_attention,
     "layer_norm": layer_norm,
     "noise": noise,
+    "draw": draws,
 }
 
 

@@ -5,14 +5,15 @@
     positions [R]   int64, of the token that is to be drawn
     token [R]       int64; 0 where all are -inf; what is not a number is never drawn
 
-A row of temperature 0 takes the first of the largest: it is one with a top-k of 1.  Equal logits are in the order of
-their ids.  One call draws any mixture of rows; none costs another anything.
+A row of temperature 0 takes the first of the largest.  Equal logits are in the order of their ids.  One call draws any
+mixture of rows.
 
 Law: a row's token depends on its own row alone.  The noise is `noise.gumbel`'s up to rounding.
 
 Roofline: bytes = 4 R V; but instructions bound it, see `draw_rows.py` and `truncation.py`.
-Measured, one Xeon core (Emerald Rapids), µs a row of 4,096 tokens, of 151,936:
-MEASURED
+Measured, one Xeon core (Emerald Rapids), logits of deviation 3; in brackets with torch's and numpy's partitions:
+256 rows of 4,096, temperature 0.4 and top-p 0.95: 0.98 ms (5.3); 16 rows of 151,936: top-p 0.9 3.3 (365), top-k 50 1.9 (9.2),
+neither 1.2 (4.9), greedy 0.44 (0.45).
 """
 
 import numpy as np

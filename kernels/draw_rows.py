@@ -25,20 +25,21 @@ def draw_rows(code: Code) -> None:
         words = code.pointer(rows, "i32") + i * (ROW.itemsize // 4)
         numbers = words.of("f32")
         temperature = numbers[TEMPERATURE]
-        is_greedy = temperature.equals(0.0)
         row = Row(
             values,
             length,
             _largest(code, values, length),
-            temperature=code.select(is_greedy, 1.0, temperature),
-            log_min_p=code.select(is_greedy, 0.0, numbers[LOG_MIN_P]),
-            top_k=code.select(is_greedy, 1, code.widened(words[TOP_K])),
-            top_p=code.select(is_greedy, 1.0, numbers[TOP_P]),
+            temperature,
+            log_min_p=numbers[LOG_MIN_P],
+            top_k=code.widened(words[TOP_K]),
+            top_p=numbers[TOP_P],
             held=held,
         )
         token = code.pointer(tokens, "i64") + i
         token[0] = 0
-        with code.when(row.best > -math.inf):
+        with code.when((row.best > -math.inf) & temperature.equals(0.0)):
+            token[0] = _first_of_largest(code, row)
+        with code.when((row.best > -math.inf) & (temperature > 0.0)):
             seed = words + SEED
             position = code.narrowed(code.pointer(positions, "i64")[i], "i32")
             keys = _keys(code, *(code.words(x) for x in (position, seed[0], seed[1])))
@@ -57,6 +58,28 @@ def _largest(code: Code, values: Pointer, length: Value) -> Value:
     return code.max_of(largest)
 
 
+def _first_of_largest(code: Code, row: Row) -> Value:
+    first, is_found = code.var(0), code.var(0)
+    token = code.var(0)
+    for _ in code.while_(is_found, 1):
+        start = code.smaller(first, row.length - LANES)
+        is_best = row.values.load(start).equals(row.best)
+        with code.when(code.any(is_best)):
+            is_found.set(1)
+            token.set(_least(code, is_best, _ids(code, start)))
+        first.set(first + LANES)
+    return token
+
+
+def _ids(code: Code, first: Value) -> Value:
+    """Sixteen, from there on."""
+    return code.words(code.narrowed(first, "i32")) + code.steps()
+
+
+def _least(code: Code, is_one: Value, ids: Value) -> Value:
+    return 0 - code.widened(code.max_of(code.select(is_one, 0 - ids, -(2**31))))
+
+
 def _drawn(code: Code, row: Row, keys: tuple[Value, Value]) -> Value:
     kept = truncated(code, row)
     last_tie = code.words(code.narrowed(_last_tie(code, row, kept), "i32"))
@@ -67,7 +90,7 @@ def _drawn(code: Code, row: Row, keys: tuple[Value, Value]) -> Value:
         x = row.values.load(first)
         is_kept = x >= kept.cut
         with code.when(code.any(is_kept)):
-            ids = code.words(code.narrowed(first, "i32")) + code.steps()
+            ids = _ids(code, first)
             bits = _hash32(ids, *keys)
             with code.when(code.any(is_kept & _may_beat(code, x, bits, to_beat, row.temperature))):
                 is_kept = (x > kept.cut) | (x.equals(kept.cut) & (ids <= last_tie))
@@ -76,9 +99,7 @@ def _drawn(code: Code, row: Row, keys: tuple[Value, Value]) -> Value:
                 at.set(code.select(is_better, ids, at))
                 best.set(code.select(is_better, noisy, best))
                 to_beat.set(code.max_of(best))
-    is_best = best.equals(to_beat)
-    others = code.select(is_best, 0 - at, -(2**31))
-    return 0 - code.widened(code.max_of(others))
+    return _least(code, best.equals(to_beat), at)
 
 
 def _may_beat(code: Code, x: Value, bits: Value, to_beat: Value, temperature: Value) -> Value:
