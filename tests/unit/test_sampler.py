@@ -6,7 +6,7 @@ import torch
 
 from trouper.actors.executor.batch import Rows
 from trouper.actors.executor.sampler import Sampler, token_logprobs
-from trouper.actors.messages import NO_VALID_TOKEN, NewRow, Sampling, SequenceId
+from trouper.actors.messages import NO_VALID_TOKEN, Embeds, NewRow, Sampling, SequenceId
 
 V = 50
 
@@ -213,6 +213,17 @@ def test_repetition_counts_the_prompt_and_the_others_the_output_only():
     frequency = Sampling(temperature=0.0, frequency_penalty=0.06)
     assert Bench(frequency, outputs=(1,)).draw(logits).token_ids == [1]
     assert Bench(frequency, outputs=(1, 1, 1)).draw(logits).token_ids == [20]
+
+
+def test_what_stands_for_embeddings_has_not_occurred():
+    logits = torch.zeros(1, V)
+    logits[0, 0], logits[0, 1], logits[0, 20] = 3.0, 3.5, 2.9
+    bench = Bench(Sampling(temperature=0.0, repetition_penalty=1.25))
+    part = Embeds("float32", 2, 1, memoryview(bytes(8)), first=1)
+    new = NewRow(0, SequenceId(0), (1, 0, 0, 3), 4, (1,), bench.rows.sampling[0], (part,))
+    bench.rows.place(new)
+    bench.sampler.place(0)
+    assert bench.draw(logits, end=4).token_ids == [0]
 
 
 def test_negative_logits_are_multiplied_by_the_repetition_penalty():
