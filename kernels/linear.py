@@ -7,6 +7,7 @@
     compressed   bfloat16 where the machine multiplies it, 12 bits a weight: kernels/compressed_matmul.py
     native   the same products of weights that do not fit: kernels/matmul.py
     floats   the same of float32, where the machine has AVX-512
+    split    of float32 too, for many rows, where it has AMX: kernels/split_matmul.py
     oneDNN   both of other machines and shapes: no reorder in every call
     plain    what oneDNN does not pack here (float16), and builds without it
     invariant   on a GPU, where asked for: kernels/cuda/matmul.py; cuBLAS is "plain"
@@ -14,7 +15,7 @@
              where bfloat16 would be native; elsewhere the rounded weights in their own dtype, with no
              gain but the same outputs
 
-Law: the choice depends on the weight, the machine and the use (an encoder's are native), never on a batch.
+Law: the choice depends on the weight, the machine and the use (an encoder's are native, and split), never on a batch.
 """
 
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ from trouper.kernels.quantization import (
 if TYPE_CHECKING:
     from trouper.kernels.matmul import Act, Unit
 
-NATIVE = ("native", "floats")
+NATIVE = ("native", "floats", "split")
 ONEDNN_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -98,14 +99,16 @@ class Linear:
         return f"Linear({self.shape[1]} -> {self.shape[0]}, {self.weight.dtype}, {self.layout})"
 
 
-def layout_of(weight: Tensor) -> str:
+def layout_of(weight: Tensor, *, is_for_many: bool = False) -> str:
+    """`is_for_many`: most products have more than a dozen rows."""
     num_out, num_in = weight.shape
     if weight.device.type != "cpu" or not weight.numel():
         return "plain"
     if weight.dtype == torch.bfloat16 and not num_out % 16 and not num_in % 32 and _has_dot():
         return "native"
     if weight.dtype == torch.float32 and not num_out % 16 and not num_in % 16 and _has_avx512():
-        return "floats"
+        can_split = not num_in % 32 and launch.bf16_unit() == "tiles"
+        return "split" if is_for_many and can_split else "floats"
     if weight.dtype not in ONEDNN_DTYPES or not torch.backends.mkldnn.is_available():
         return "plain"
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -147,6 +150,8 @@ def linear(x_TI: Tensor, layer: Linear) -> Tensor:
 
 def native(x_TI: Tensor, layer: Linear, act: "Act" = "none") -> Tensor:
     """Of a native layer; what it is followed by is computed with it."""
+    if layer.layout == "split":
+        return _split(x_TI, layer, act)
     from trouper.kernels.matmul import SHAPES, matmul
     from trouper.kernels.native_ops import padded
 
@@ -177,6 +182,47 @@ def native(x_TI: Tensor, layer: Linear, act: "Act" = "none") -> Tensor:
 
 def _unit_of(dtype: torch.dtype) -> "Unit":
     return "floats" if dtype == torch.float32 else launch.bf16_unit()
+
+
+def _split(x_TI: Tensor, layer: Linear, act: "Act") -> Tensor:
+    from trouper.kernels.split_matmul import (
+        FEW,
+        SHAPE,
+        parts_bytes,
+        rows_at_once,
+        scratch_bytes,
+        split_matmul,
+        split_rows,
+    )
+
+    num_rows, (num_out, num_in) = len(x_TI), layer.shape
+    num_threads = torch.get_num_threads()
+    y_TO = x_TI.new_empty((num_rows, num_out))
+    most = rows_at_once(num_rows, num_in)
+    own_bytes = num_threads * scratch_bytes(most, num_in)
+    scratch = launch.scratch(own_bytes + parts_bytes(most, num_in))
+    parts = scratch + own_bytes
+    split, product = launch.compiled(split_rows), launch.compiled(split_matmul, act)
+    for first in range(0, num_rows, most):
+        rows = min(most, num_rows - first)
+        x = x_TI.data_ptr() + first * x_TI.stride(0) * 4, x_TI.stride(0)
+        if rows > FEW.rows:
+            split(-(-rows // 16), *x, parts, rows, num_in, num_threads=num_threads)
+        product(
+            SHAPE.num_pieces(rows, num_out, 3 * num_in),
+            *x,
+            parts,
+            layer.weight.data_ptr(),
+            0 if layer.bias is None else layer.bias.data_ptr(),
+            y_TO.data_ptr() + first * num_out * 4,
+            num_out,
+            rows,
+            num_in,
+            num_out // 16,
+            scratch,
+            num_threads=num_threads,
+        )
+    return y_TO
 
 
 def _compressed(x_TI: Tensor, layer: Linear) -> Tensor:
@@ -286,9 +332,23 @@ def _compressed_or_none(weight_OI: Tensor) -> Tensor | None:
 
 
 def _pack_native(weight_OI: Tensor) -> Tensor:
-    from trouper.kernels.matmul import matmul, pack
+    from trouper.kernels.matmul import matmul
 
     launch.compiled(matmul, _unit_of(weight_OI.dtype), "none")  # now, and not in the first step
+    return _packed(weight_OI)
+
+
+def _pack_split(weight_OI: Tensor) -> Tensor:
+    from trouper.kernels.split_matmul import split_matmul, split_rows
+
+    launch.compiled(split_rows)
+    launch.compiled(split_matmul, "none")
+    return _packed(weight_OI)
+
+
+def _packed(weight_OI: Tensor) -> Tensor:
+    from trouper.kernels.matmul import pack
+
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     per_word = 4 // weight_OI.itemsize
@@ -310,6 +370,7 @@ def _pack_onednn(weight_OI: Tensor) -> Tensor:
 _PACKERS = {
     "native": _pack_native,
     "floats": _pack_native,
+    "split": _pack_split,
     "onednn": _pack_onednn,
     "plain": lambda weight: weight,
     "invariant": lambda weight: weight,

@@ -485,10 +485,15 @@ class Code:
 
     def unpaired(self, words: Value) -> tuple[Value, Value]:
         """The low and the high numbers of pairs of bfloat16, as lanes."""
-        low, high = (
-            Value(self, self.builder.bitcast(x.ir, _LANES)) for x in (words << 16, words & -0x10000)
-        )
-        return low, high
+        return self.of_bits(words << 16), self.of_bits(words & -0x10000)
+
+    def bits(self, x: Value) -> Value:
+        """The words that hold lanes."""
+        return Value(self, self.builder.bitcast(x.ir, _WORDS))
+
+    def of_bits(self, words: Value) -> Value:
+        """The lanes that words hold."""
+        return Value(self, self.builder.bitcast(words.ir, _LANES))
 
     def packed(self, first: Value, second: Value) -> Value:
         """Words of sixteen numbers and sixteen more, in their order, rounded to bfloat16."""

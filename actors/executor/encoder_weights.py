@@ -74,7 +74,7 @@ class Tensors:
         weight = torch.cat(rows)
         bias = torch.cat(biases) if biases else None
         # twelve bits would be read faster, and multiplied slower: an encoder's batches are many tokens
-        return Linear(weight, bias, layout=layout_of(weight))
+        return Linear(weight, bias, layout=layout_of(weight, is_for_many=True))
 
     def norm(self, name: str, width: int, eps: float) -> LayerNorm:
         bias = self.read(f"{name}.bias", (width,)) if self.has(f"{name}.bias") else None

@@ -22,17 +22,19 @@ def test_packed_weights_give_the_product_of_the_plain_ones(dtype, has_bias, shap
     weight = (torch.randn(num_out, num_in) / num_in**0.5).to(dtype)
     bias = torch.randn(num_out).to(dtype) if has_bias else None
     expected = linear_reference(x, weight, bias)
-    for layout in {"plain", layout_of(weight)}:
+    for layout in {"plain", layout_of(weight), layout_of(weight, is_for_many=True)}:
         found = linear(x, Linear(weight, bias, layout=layout))
         torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
 @needs_native
 @pytest.mark.parametrize("num_out", [16, 80, 208])
-@pytest.mark.parametrize("layout", ["native", "compressed", "floats"])
-def test_a_row_does_not_depend_on_the_number_of_rows_or_threads(num_out, layout):
+@pytest.mark.parametrize("layout", ["native", "compressed", "floats", "split"])
+def test_a_row_does_not_depend_on_the_number_of_rows_or_threads(num_out, layout, unit):
+    if layout == "split" and unit != "tiles":
+        pytest.skip("is tiles")
     torch.manual_seed(0)
-    dtype = torch.float32 if layout == "floats" else torch.bfloat16
+    dtype = torch.float32 if layout in ("floats", "split") else torch.bfloat16
     weight, bias = torch.randn(num_out, 96).to(dtype), torch.randn(num_out).to(dtype)
     layer = Linear(weight, bias, layout=None if layout == "compressed" else layout)
     assert layer.layout == layout
@@ -45,7 +47,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows_or_threads(num_out, layout)
     try:
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
-            for num_rows in (*range(1, 26), 191, 192, 193, 400):
+            for num_rows in (*range(1, 26), 48, 191, 192, 193, 400):
                 found = linear(x[-num_rows:], layer)
                 assert torch.equal(found, expected[-num_rows:]), num_rows
     finally:

@@ -1,0 +1,259 @@
+"""y = act(x Wᵀ + b) of float32, by tiles that multiply bfloat16: as exact as float32's own products, and faster.
+
+    x [T, I]            tokens × inputs, rows may be strided; I a multiple of 32
+    W [O / 16, I, 16]   panels of sixteen outputs, as `matmul.py` packs float32; O a multiple of 16
+    b [O]               or absent
+    y [T, O]            rows may be strided
+    parts [T / 16, I / 32, 3, 16, 16]   words: x in tiles, T rounded up; of at most sixteen rows each thread makes its own
+
+A float32 has 24 bits of significand, so it is the sum of three bfloat16, exactly: itself rounded, what is then missing
+cut, and the rest.  Of the nine products of the parts of x and w three are below 2^-23 of x w; the other six go into
+one accumulator.  A word pairs inputs i and i + 16 of 32, in x as in W: then no lane moves.
+
+W stays as it is: the parts of a step's panels are made while the step before it is multiplied, instruction by
+instruction, for tiles and lanes are different units.  Of more than sixteen rows the first block of a piece keeps them,
+in memory of the thread that stays in its second cache.
+
+Numbers below 2^-102 lose their last parts, and products below 2^-126 are zeros: tiles know no subnormal numbers.  An
+infinity, or what rounds to one, makes its outputs no numbers.
+
+Law: as in `matmul.py`, a row's result does not depend on the number of rows.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from trouper.kernels.matmul import TILE, TILE_BYTES, Act, Block, Shape, Tiles, pieces_of_many
+from trouper.kernels.simd import LANES, Code, Pointer, Value
+
+PARTS = 3
+STEP = 2 * TILE  # inputs that are multiplied at once
+TILE_WORDS = TILE * LANES
+SIZE = PARTS * TILE_WORDS  # of a step of a panel, or of a tile of rows
+FEW, MANY = Block(4, TILE, 512), Block(2, 2 * TILE, 1024)
+SHAPE = Shape(few=(FEW,), many=MANY, most_rows=512, most_bytes=5 * 2**18)
+MOST_BYTES = 2**22  # of parts of rows
+# of x and of W, the largest last: neighbours share one, and those of one part of W stand together
+PRODUCTS = ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0))
+
+Work = Sequence[Callable[[], None]]
+
+
+def rows_at_once(num_rows: int, num_in: int) -> int:
+    """Of equal stretches whose parts need not much memory."""
+    most = max(MOST_BYTES // (num_in * 2 * PARTS), 1)
+    rows = -(-num_rows // max(1, -(-num_rows // most)))
+    return max(-(-rows // MANY.rows) * MANY.rows, 1)
+
+
+def parts_bytes(num_rows: int, num_in: int) -> int:
+    return 0 if num_rows <= FEW.rows else -(-num_rows // TILE) * TILE * num_in * 2 * PARTS
+
+
+def scratch_bytes(num_rows: int, num_in: int) -> int:
+    """Of a thread: parts of its rows, or of its panels."""
+    rows = TILE if num_rows <= TILE else MANY.panels * LANES
+    return rows * num_in * 2 * PARTS
+
+
+def split_rows(code: Code) -> None:
+    """x, its stride, parts, T, I.  A piece is a tile."""
+    x, stride, parts, num_rows, num_in = code.arguments(5)
+    x, parts = code.pointer(x, "f32"), code.pointer(parts, "i32")
+    for tile in code.pieces():
+        first = code.smaller(tile * TILE, code.larger(num_rows - TILE, 0))
+        own = parts + tile * num_in * (PARTS * LANES // 2)
+        _split_tile(code, x + first * stride, stride, own, code.smaller(num_rows, TILE), num_in)
+
+
+def _split_tile(
+    code: Code, x: Pointer, stride: Value, parts: Pointer, num_rows: Value, num_in: Value
+) -> None:
+    for step in code.loop(0, num_in // STEP):
+        numbers, target = x + step * STEP, parts + step * SIZE
+        for row in code.loop(0, num_rows):
+            here = numbers + row * stride
+            for part, word in enumerate(_parts_of(code, here.load(), here.load(LANES))):
+                target.store(part * TILE_WORDS + row * LANES, word)
+
+
+def _parts_of(code: Code, low: Value, high: Value) -> Iterator[Value]:
+    """Words of pairs of bfloat16 whose sums the lanes are, the largest first."""
+    for part in range(PARTS):
+        bits = [code.bits(x) + (0x8000 if part == 0 else 0) for x in (low, high)]
+        yield ((bits[0] >> 16) & 0xFFFF) | (bits[1] & -0x10000)
+        low, high = (x - code.of_bits(b & -0x10000) for x, b in zip((low, high), bits, strict=True))
+
+
+def split_matmul(code: Code, act: Act) -> None:
+    """x, its stride, parts, W, b or 0, y, its stride, T, I, O / 16, scratch.  A piece is panels of a block of rows.
+
+    Of few rows nobody reads `parts`.
+    """
+    *arguments, scratch = code.arguments(11)
+    product = _Product(code, act, *arguments)
+    num_rows, of_tile = product.num_rows, product.words_of_tile
+    mine = code.pointer(scratch, "i32")
+    with product.begun():
+        with code.when((num_rows > 0) & (num_rows <= FEW.rows)):
+            parts = mine + code.thread() * of_tile
+            product.split_rows(parts)
+            rooms = [code.array("i32", 2 * SIZE) for _ in range(FEW.panels)]
+            for piece in code.pieces():
+                at_panel = product.panels_from(piece * FEW.panels, FEW.panels)
+                product.few(at_panel, parts, rooms)
+        with code.when(num_rows > FEW.rows):
+            first_kept = mine + code.thread() * (MANY.panels * of_tile)
+            kept = [first_kept + p * of_tile for p in range(MANY.panels)]
+            for panel, first, stop in pieces_of_many(code, MANY, num_rows, product.num_panels):
+                at_panel = product.panels_from(panel, MANY.panels)
+                product.many(at_panel, first, kept, is_first=True)
+                for row in code.loop(first + MANY.rows, stop, MANY.rows):
+                    product.many(at_panel, row, kept, is_first=False)
+
+
+class _Product(Tiles):
+    kind = "f32"
+
+    def __init__(
+        self,
+        code: Code,
+        act: Act,
+        x: Value,
+        stride: Value,
+        parts: Value,
+        weight: Value,
+        *others: Value,
+    ) -> None:
+        super().__init__(code, act, x, stride, *others)
+        self._parts, self._weight = code.pointer(parts, "i32"), code.pointer(weight, "f32")
+        self._num_in = self.pairs  # a word is one input
+        self._last = self._num_in // STEP - 1
+        self.words_of_tile = self._num_in * (PARTS * LANES // 2)
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[None]:
+        """Of few rows the last register alone holds weights."""
+        with self.code.tiles(self.tile_rows, narrow=range(7)):
+            yield
+
+    def split_rows(self, parts: Pointer) -> None:
+        _split_tile(self.code, self.x.of("f32"), self.stride, parts, self.num_rows, self._num_in)
+
+    def few(self, at_panel: list[Value], parts: Pointer, rooms: list[Pointer]) -> None:
+        """One tile of rows.  Registers: the sums, the parts of the rows, a part of a panel."""
+        code, start = self.code, self.code.i64(0)
+
+        def room(step: Value) -> list[Pointer]:
+            return [each + step % 2 * SIZE for each in rooms]
+
+        def dots(step: Value) -> Work:
+            return self._dots_of_few(parts + step * SIZE, room(step))
+
+        def split(step: Value) -> Work:
+            return self._split(at_panel, step, room(step), FEW.ahead)
+
+        for tile in range(len(at_panel)):
+            code.tile_zero(tile)
+        _woven(split(start))
+        for step in code.loop(0, self._last):
+            _woven(split(step + 1), dots(step))
+        _woven(dots(self._last))
+        self._finish(at_panel, [start])
+
+    def _dots_of_few(self, rows: Pointer, panels: list[Pointer]) -> Work:
+        """A part of a panel is loaded once: with a load for each product sixteen rows took 1.13 times as long."""
+        code, num = self.code, len(panels)
+        work: list[Callable[[], None]] = [
+            partial(code.tile_load, num + x, rows + x * TILE_WORDS, TILE_BYTES)
+            for x in range(PARTS)
+        ]
+        for w in dict.fromkeys(w for _, w in PRODUCTS):
+            for p, panel in enumerate(panels):
+                work.append(partial(code.tile_load, 7, panel + w * TILE_WORDS, TILE_BYTES))
+                work += [partial(code.tile_dot, p, num + x, 7) for x, own in PRODUCTS if own == w]
+        return work
+
+    def many(
+        self, at_panel: list[Value], first_row: Value, kept: list[Pointer], *, is_first: bool
+    ) -> None:
+        """Two tiles of rows by two panels, whose parts the first block makes and keeps.
+
+        Registers: the sums, a part of each tile of rows, a part of each panel.
+        """
+        code, last_tile = self.code, (self.num_rows - 1) // TILE
+        at_tile = [code.smaller(first_row // TILE + r, last_tile) for r in range(2)]
+        rows = [self._parts + tile * self.words_of_tile for tile in at_tile]
+
+        def at(step: Value, places: list[Pointer]) -> list[Pointer]:
+            return [place + step * SIZE for place in places]
+
+        def dots(step: Value) -> Work:
+            return self._dots_of_many(at(step, rows), at(step, kept))
+
+        def split(step: Value) -> Work:
+            return self._split(at_panel, step, at(step, kept), MANY.ahead)
+
+        for tile in range(4):
+            code.tile_zero(tile)
+        if is_first:
+            _woven(split(code.i64(0)))
+            for step in code.loop(0, self._last):
+                _woven(split(step + 1), dots(step))
+            _woven(dots(self._last))
+        else:
+            for step in code.loop(0, self._last + 1):
+                _woven(dots(step))
+        self._finish(at_panel, [self.tile_at(first_row + r * TILE) for r in range(2)])
+
+    def _dots_of_many(self, rows: list[Pointer], panels: list[Pointer]) -> Work:
+        """14 loads for 24 products."""
+        code = self.code
+        work: list[Callable[[], None]] = []
+
+        def load(first_tile: int, places: list[Pointer], part: int) -> None:
+            for i, place in enumerate(places):
+                work.append(
+                    partial(code.tile_load, first_tile + i, place + part * TILE_WORDS, TILE_BYTES)
+                )
+
+        before: tuple[int, int] | None = None
+        for x, w in PRODUCTS:
+            if before is None or before[0] != x:
+                load(4, rows, x)
+            if before is None or before[1] != w:
+                load(6, panels, w)
+            work += [partial(code.tile_dot, i, 4 + i % 2, 6 + i // 2) for i in range(4)]
+            before = x, w
+        return work
+
+    def _split(self, at_panel: list[Value], step: Value, rooms: list[Pointer], ahead: int) -> Work:
+        """A step of panels into the rooms, sixteen pairs at a time."""
+
+        def split(numbers: Pointer, room: Pointer) -> None:
+            for half in (0, TILE_WORDS):
+                numbers.prefetch(half + ahead)
+            words = _parts_of(self.code, numbers.load(), numbers.load(TILE_WORDS))
+            for part, word in enumerate(words):
+                room.store(part * TILE_WORDS, word)
+
+        starts = [self._weight + (p * self._num_in + step * STEP) * LANES for p in at_panel]
+        return [
+            partial(split, start + i * LANES, room + i * LANES)
+            for start, room in zip(starts, rooms, strict=True)
+            for i in range(TILE)
+        ]
+
+    def _finish(self, at_panel: list[Value], at_row: list[Value]) -> None:
+        for p, panel in enumerate(at_panel):
+            for r, start in enumerate(at_row):
+                self.code.tile_store(p * len(at_row) + r, self._sums, TILE_BYTES)
+                self.write(self._sums, panel, start)
+
+
+def _woven(*works: Work) -> None:
+    """All of them, each in its order, evenly distributed."""
+    marked = [((i + 0.5) / len(work), one) for work in works for i, one in enumerate(work)]
+    for _, one in sorted(marked, key=lambda pair: pair[0]):
+        one()

@@ -1,0 +1,104 @@
+"""Products of float32 by three bfloat16 each: as exact as those by float32's own instructions."""
+
+import pytest
+import torch
+
+from trouper.kernels import split_matmul
+from trouper.kernels.arena import Arena
+from trouper.kernels.linear import Linear, layout_of, linear
+from trouper.kernels.recording import Recording
+
+pytestmark = pytest.mark.skipif(
+    layout_of(torch.empty(16, 32), is_for_many=True) != "split", reason="needs AMX"
+)
+
+
+def spread(*shape):
+    """Of both signs, from 2^-20 to 2^20."""
+    return torch.randn(shape) * torch.exp2(torch.randint(-20, 21, shape))
+
+
+def nearly_round(*shape):
+    """What is cut off them is as much as can be."""
+    return 1 + torch.randint(1, 2**16, shape) * 2.0**-23
+
+
+def positive(*shape):
+    return torch.rand(shape)
+
+
+@pytest.mark.parametrize("numbers", [torch.randn, positive, spread, nearly_round])
+@pytest.mark.parametrize("num_in", [32, 64, 384, 1536])
+def test_the_error_is_not_larger_than_that_of_float32s_own_products(num_in, numbers):
+    torch.manual_seed(0)
+    weight = numbers(48, num_in)
+    layers = [Linear(weight, layout=layout) for layout in ("split", "floats")]
+    x = numbers(700, num_in)
+    exact = x.double() @ weight.double().T
+    sizes = x.double().abs() @ weight.double().abs().T
+    errors = [(linear(x, layer) - exact) / sizes for layer in layers]
+    ours, theirs = (float(error.square().mean().sqrt()) for error in errors)
+    assert ours < theirs
+    ours, theirs = (float(error.abs().max()) for error in errors)
+    assert ours < theirs
+
+
+def test_no_bit_of_a_number_is_lost():
+    """A product by one is the number, if it is neither tiny nor huge."""
+    torch.manual_seed(0)
+    layer = Linear(torch.eye(64), layout="split")
+    for exponent in (-100, -60, 0, 60, 126):
+        x = (1 + torch.rand(200, 64)) * 2.0**exponent
+        assert torch.equal(linear(x, layer), x)
+
+
+@pytest.mark.parametrize("num_rows", [3, 40])
+def test_what_is_no_number_stays_in_its_row(num_rows):
+    torch.manual_seed(0)
+    layer = Linear(torch.randn(32, 64), torch.randn(32), layout="split")
+    x = torch.randn(num_rows, 64)
+    expected = linear(x, layer)
+    others = torch.arange(num_rows) != 1
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        x[1, 7] = bad
+        found = linear(x, layer)
+        assert not found[1].isfinite().any()
+        assert torch.equal(found[others], expected[others])
+
+
+def test_tiny_numbers_are_zeros():
+    layer = Linear(torch.eye(32), layout="split")
+    x = torch.full((20, 32), 1e-40)
+    assert torch.equal(linear(x, layer), torch.zeros(20, 32))
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 97, 700])
+def test_stretches_of_rows_give_the_same(monkeypatch, num_rows):
+    torch.manual_seed(0)
+    layer = Linear(torch.randn(80, 96), torch.randn(80), layout="split")
+    x = torch.randn(num_rows, 96)
+    expected = linear(x, layer)
+    monkeypatch.setattr(split_matmul, "MOST_BYTES", 64 * 96 * 6)
+    assert torch.equal(linear(x, layer), expected)
+
+
+def test_a_recording_computes_what_the_inputs_hold():
+    torch.manual_seed(0)
+    first, second = (Linear(torch.randn(96, 96), layout="split") for _ in range(2))
+    for num_rows in (4, 40):
+        x = torch.randn(num_rows, 96)
+        recording = Recording(Arena(), (x,), lambda x=x: linear(linear(x, first), second))
+        for _ in range(3):
+            x.copy_(torch.randn(num_rows, 96))
+            recording.replay()
+            assert torch.equal(recording.result, linear(linear(x, first), second))
+
+
+def test_stretches_are_equal_and_hold_all_rows():
+    for num_rows in (0, 1, 16, 31, 200, 10_000):
+        for num_in in (32, 1536, 2**20):
+            rows = split_matmul.rows_at_once(num_rows, num_in)
+            assert rows % split_matmul.MANY.rows == 0 or rows == 1
+            assert rows < num_rows + split_matmul.MANY.rows or not num_rows
+            most = split_matmul.MOST_BYTES + split_matmul.MANY.rows * num_in * 6
+            assert split_matmul.parts_bytes(rows, num_in) <= most
