@@ -198,7 +198,7 @@ def _split(x_TI: Tensor, layer: Linear, act: "Act") -> Tensor:
     num_rows, (num_out, num_in) = len(x_TI), layer.shape
     num_threads = torch.get_num_threads()
     y_TO = x_TI.new_empty((num_rows, num_out))
-    most = rows_at_once(num_rows, num_in)
+    most = rows_at_once(num_rows, num_in, num_threads)
     own_bytes = num_threads * scratch_bytes(most, num_in)
     scratch = launch.scratch(own_bytes + parts_bytes(most, num_in))
     parts = scratch + own_bytes
@@ -341,6 +341,7 @@ def _pack_native(weight_OI: Tensor) -> Tensor:
 def _pack_split(weight_OI: Tensor) -> Tensor:
     from trouper.kernels.split_matmul import split_matmul, split_rows
 
+    assert launch.bf16_unit() == "tiles"  # who has not asked may not use them
     launch.compiled(split_rows)
     launch.compiled(split_matmul, "none")
     return _packed(weight_OI)

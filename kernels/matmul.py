@@ -289,14 +289,17 @@ class Tiles(Product):
         self, sums: Pointer, panel: Value, first_row: Value, scale: Value | None = None
     ) -> None:
         """A tile of rows, times the scale, and the bias."""
-        code = self.code
-        own = code.var(code.lanes(0.0))
-        with code.when(self.bias > 0):
-            own.set(self.own_bias(panel))
-        for row in code.loop(0, self.tile_rows):
+        own = self.bias_or_zeros(panel)
+        for row in self.code.loop(0, self.tile_rows):
             total = sums.load(row * LANES)
             scaled = total if scale is None else total * scale
             self.store(first_row + row, panel, scaled + own)
+
+    def bias_or_zeros(self, panel: Value) -> Value:
+        own = self.code.var(self.code.lanes(0.0))
+        with self.code.when(self.bias > 0):
+            own.set(self.own_bias(panel))
+        return own
 
 
 PRODUCTS = {"dots": Dots, "tiles": Tiles, "floats": Floats}

@@ -78,7 +78,8 @@ def test_stretches_of_rows_give_the_same(monkeypatch, num_rows):
     layer = Linear(torch.randn(80, 96), torch.randn(80), layout="split")
     x = torch.randn(num_rows, 96)
     expected = linear(x, layer)
-    monkeypatch.setattr(split_matmul, "MOST_BYTES", 64 * 96 * 6)
+    shape = split_matmul.SHAPE._replace(most_bytes=1)
+    monkeypatch.setattr(split_matmul, "SHAPE", shape)
     assert torch.equal(linear(x, layer), expected)
 
 
@@ -95,10 +96,12 @@ def test_a_recording_computes_what_the_inputs_hold():
 
 
 def test_stretches_are_equal_and_hold_all_rows():
+    step = split_matmul.MANY.rows
     for num_rows in (0, 1, 16, 31, 200, 10_000):
         for num_in in (32, 1536, 2**20):
-            rows = split_matmul.rows_at_once(num_rows, num_in)
-            assert rows % split_matmul.MANY.rows == 0 or rows == 1
-            assert rows < num_rows + split_matmul.MANY.rows or not num_rows
-            most = split_matmul.MOST_BYTES + split_matmul.MANY.rows * num_in * 6
-            assert split_matmul.parts_bytes(rows, num_in) <= most
+            for num_threads in (1, 3):
+                rows = split_matmul.rows_at_once(num_rows, num_in, num_threads)
+                assert rows % step == 0 or not num_rows
+                assert 0 < rows < num_rows + step or not num_rows
+                most = num_threads * split_matmul.SHAPE.most_bytes + step * num_in * 6
+                assert split_matmul.parts_bytes(rows, num_in) <= most
