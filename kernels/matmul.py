@@ -19,7 +19,8 @@ the panels of a piece stay in the second cache.  Rows whose stride is a multiple
 the first cache: activations are padded (`native_ops.py`).
 
 Law: an output is one accumulator over the inputs in their order, whatever the block: a row's result does
-not depend on the number of rows.  A machine has one unit for a dtype: their roundings differ.
+not depend on the number of rows.  A machine has one unit for a dtype and a use: their roundings differ
+(an encoder's float32, where there are tiles, is that of `split_matmul.py`).
 
 Roofline: bytes = e (O I + T I + T O), FLOPs = 2 T O I; bound by memory below about 10 tokens.
 Measured, two EPYC cores that read 41 GB/s, O = 32000, I = 1024: T = 1 41 GB/s (oneDNN's packed weights:

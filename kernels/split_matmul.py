@@ -17,7 +17,14 @@ in memory of the thread that stays in its second cache.
 Numbers below 2^-102 lose their last parts, and products below 2^-126 are zeros: tiles know no subnormal numbers.  An
 infinity, or what rounds to one, makes its outputs no numbers.
 
-Law: as in `matmul.py`, a row's result does not depend on the number of rows.
+Law: as in `matmul.py`, a row's result does not depend on the number of rows.  So not they choose it, but the use: an
+encoder's passes are many rows; a decoder's single ones would take 1.15 to 1.3 times as long, as parts of a panel are
+made for each.
+
+Roofline: bytes = 4 (O I + T O) + 10 T I, FLOPs of tiles = 12 T O I: 940 GFLOP/s of float32 on two Xeon cores.
+Measured there, beside FMAs, GFLOP/s: O = 1536, I = 384: T = 1 10 (13), T = 16 172 (164), T = 512 435 (268);
+O = 384, I = 1536: 10 (13), 186 (180), 327 (305); O = 1024, I = 3072: 12 (13), 208 (184), 305 (279).  Its error is less
+than half of theirs.
 """
 
 import contextlib
