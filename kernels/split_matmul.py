@@ -18,7 +18,7 @@ Numbers below 2^-102 lose their last parts, and products below 2^-126 are zeros:
 infinity, or what rounds to one, makes its outputs no numbers.
 
 Law: as in `matmul.py`, a row's result does not depend on the number of rows.  So not they choose it, but the use: an
-encoder's passes are many rows; a decoder's single ones would take 1.15 to 1.3 times as long, as parts of a panel are
+encoder's passes are many rows; a decoder's single ones would take 1.1 to 1.4 times as long, as parts of a panel are
 made for each.
 
 Roofline: bytes = 4 (O I + T O) + 10 T I, FLOPs of tiles = 12 T O I: 940 GFLOP/s of float32 on two Xeon cores.
