@@ -128,8 +128,10 @@ class Slot(ABC, Generic[Output]):
         while (output := self.read_nowait()) is None:
             if self._is_closed:
                 raise anyio.ClosedResourceError
-            if self._woken is None or self._woken.is_set():  # whoever else waits shares it
+            if self._woken is None:
                 self._woken = anyio.Event()
+            elif self._woken.is_set():  # whoever else waits shares it
+                self._woken = type(self._woken)()  # the backend's, which is looked for but once
             await self._woken.wait()
         return output
 

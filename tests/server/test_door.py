@@ -10,7 +10,7 @@ from trouper import EngineArgs
 from trouper.frontends.cli.serve import ServerOptions, _settings
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.delay import QueueDelay
-from trouper.frontends.server.door import BYTES_PER_TOKEN, Door
+from trouper.frontends.server.door import BYTES_PER_TOKEN, LOOK_S, Door
 from trouper.frontends.server.errors import Refusal, describe
 from trouper.frontends.server.overload import LAG_S, NUM_CALM, Ladder, Level, memory_used
 from trouper.frontends.server.progress import Throughput
@@ -101,6 +101,26 @@ async def test_a_ticket_that_is_cancelled_while_it_waits_is_gone(door):
         with anyio.move_on_after(0), door.enter("", 0) as second:
             await second.wait_turn()
         assert door.admission.num_requests == 1
+        assert not door.admission.waiting()
+
+
+class Read(Opened):
+    is_over = True
+
+
+async def test_a_place_that_only_a_reader_holds_is_looked_for_now_and_then(door, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("trouper.frontends.server.door.anyio.current_time", lambda: now[0])
+    with door.enter("", 0) as first, door.enter("", 0) as second:
+        door.wait(first.entry)
+        first.generations = [Opened()]
+        door.wait(second.entry)
+        assert door.admission.waiting() == [second.entry]
+        first.generations = [Read()]
+        door.let_in()
+        assert door.admission.waiting() == [second.entry]  # all have just been looked at
+        now[0] += LOOK_S
+        door.let_in()
         assert not door.admission.waiting()
 
 
