@@ -60,9 +60,9 @@ class Recording:
         self._kept.append(memory)
 
     def replay(self) -> None:
-        from trouper.kernels.replay import LINE, replay
+        from trouper.kernels.replay import num_counters, replay
 
-        counters = np.zeros(2 * LINE, dtype=np.int64)
+        counters = np.zeros(num_counters(len(self._commands)), dtype=np.int64)
         launch.compiled(replay)(
             self._num_threads,
             self._commands.ctypes.data,

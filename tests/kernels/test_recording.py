@@ -1,6 +1,8 @@
 """What is recorded is what runs, again and again, by any number of threads; and nothing else is recorded."""
 
+import ctypes
 import gc
+import importlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -67,6 +69,37 @@ def test_each_launch_sees_all_that_was_written_before_it(kernel, words, num_thre
             expected = expected[::-1] + np.arange(LENGTH)
         recording.replay()
         assert recording.result.tolist() == expected.tolist()
+
+
+def test_nobody_waits_for_a_thread_that_comes_when_all_is_done(kernel, words):
+    replay = importlib.import_module("trouper.kernels.replay")
+
+    def function():
+        x = words
+        for i in range(20):
+            y = x.new_empty(LENGTH)
+            kernel(LENGTH, x.data_ptr(), y.data_ptr(), 0, num_threads=1 + i % 2)
+            x = y
+        return x
+
+    recording = Recording(Arena(), (words,), function)
+    expected = words.numpy()
+    for _ in range(20):
+        expected = expected[::-1] + np.arange(LENGTH)
+    commands = recording._commands
+    counters = np.zeros(replay.num_counters(len(commands)), dtype=np.int64)
+    two = ctypes.CFUNCTYPE(ctypes.c_int64)(lambda: 2)
+    team_size = ctypes.cast(two, ctypes.c_void_p).value
+    for _ in range(2):  # one thread, then the other
+        launch.compiled(replay.replay)(
+            1, commands.ctypes.data, len(commands), counters.ctypes.data, team_size, 0
+        )
+        assert recording.result.tolist() == expected.tolist()
+        recording.result.zero_()  # the second computes nothing
+        expected = np.zeros(LENGTH)
+    words += 1
+    recording.replay()
+    assert recording.result.sum() == LENGTH + (LENGTH - 1) * LENGTH // 2 * 21
 
 
 def test_nothing_runs_while_recording_and_kernels_run_after_it(kernel, words):

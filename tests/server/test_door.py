@@ -202,8 +202,9 @@ async def test_a_key_over_its_share_hears_429_and_the_other_key_comes_in(engine,
     await wait_idle()
 
 
-async def test_priority_decides_who_starts_first(app, client, wait_idle):
-    app.service.door.admission.max_started = 1
+async def test_priority_decides_who_starts_first(app, client, wait_until, wait_idle):
+    admission = app.service.door.admission
+    admission.max_started = 1
     order = []
 
     async def ask(priority):
@@ -214,9 +215,9 @@ async def test_priority_decides_who_starts_first(app, client, wait_idle):
     async with anyio.create_task_group() as tasks:
         async with client.stream("POST", PATH, body(stream=True), [JSON]) as call:
             await call.wait_for(lambda: call.num_chunks >= 1)
-            for priority in (0, -1, 5):
+            for num, priority in enumerate((0, -1, 5), 1):
                 tasks.start_soon(ask, priority)
-                await anyio.wait_all_tasks_blocked()
+                await wait_until(lambda num=num: len(admission.waiting()) == num)
             assert not order
     assert order == [5, 0, -1]
     await wait_idle()
@@ -306,10 +307,12 @@ async def test_the_worst_level_aborts_the_youngest(app, client, monkeypatch, wai
     await wait_idle()
 
 
-async def test_who_waits_at_the_door_hears_of_an_abort_and_of_the_end(engine, wait_idle):
+async def test_who_waits_at_the_door_hears_of_an_abort_and_of_the_end(
+    engine, wait_until, wait_idle
+):
     app = create_app(engine, ServerSettings(is_dev_mode=True))
-    client = Client(app)
-    app.service.door.admission.max_started = 1
+    client, admission = Client(app), app.service.door.admission
+    admission.max_started = 1
     answers = {}
 
     async def ask(name):
@@ -318,13 +321,12 @@ async def test_who_waits_at_the_door_hears_of_an_abort_and_of_the_end(engine, wa
     async with client.stream("POST", PATH, body(stream=True), [JSON]) as call:
         await call.wait_for(lambda: call.num_chunks >= 1)
         async with anyio.create_task_group() as tasks:
-            for name in ("one", "two"):
+            for num, name in enumerate(("one", "two"), 1):
                 tasks.start_soon(ask, name)
-                await anyio.wait_all_tasks_blocked()
+                await wait_until(lambda num=num: len(admission.waiting()) == num)
             answer = await client.post("/abort_requests", {"request_ids": ["one"]})
             assert answer.json["aborted"] == 1
-            await anyio.wait_all_tasks_blocked()
-            assert set(answers) == {"one"}
+            await wait_until(lambda: set(answers) == {"one"})
             app.service.drain()
             app.service.close_door()
     codes = {name: (answer.status, answer.error["code"]) for name, answer in answers.items()}
