@@ -4,10 +4,10 @@
     counters [24 + 2 C]   int64 zeros: the command they are at, threads asleep, threads that are through, a cache line
                           each; then for each command how many threads have entered it, and how many have left it
 
-A command is done when nobody is in it: who leaves has found no piece left.  So nobody waits for a thread that has not
-come: one that wakes late, or whose core does something else, joins the others where they are.  Who waits asks about as
-long as a system call takes, then sleeps: a thread that spins on keeps a busy core from the one it waits for.  The last
-one through sets the counters of the arguments back, so that the list can be run again.
+A command is done when nobody is in it: who leaves has found no piece left.  So no command waits for a thread that has
+not come, but only the end does: one that wakes late, or whose core does something else, joins the others where they
+are.  Who waits asks about as long as a system call takes, then sleeps: a thread that spins on keeps a busy core from the
+one it waits for.  The last one through sets the counters of the arguments back, so that the list can be run again.
 
 Laws.  Who enters says so before it looks whether there are pieces left, and without any it begins nothing: no thread
 is in the memory of a command that is done.  `left` is read before `entered`: then they were equal at one moment.

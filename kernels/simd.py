@@ -255,9 +255,14 @@ class Code:
         return self._arguments[2]
 
     def pieces(self, count: Value | None = None) -> Iterator[Value]:
-        """Take pieces of work until there are none left; as many as the call says, or `count`."""
+        """Take pieces of work until there are none left; as many as the call says, or `count`.
+
+        Then that is what the call says from now on: who comes later asks it whether there is work left.
+        """
+        if count is not None:
+            self._arguments[2] = count
         with self._repeated() as leave_unless:
-            piece = self.fetch_add(self._arguments, 1, "monotonic")
+            piece = self.fetch_add(self._arguments, 1, "monotonic" if count is None else "acq_rel")
             leave_unless(piece < (self.num_pieces if count is None else count))
             yield piece
 

@@ -114,9 +114,8 @@ class Runner:
         config = self._config
         with ThreadPoolExecutor(1, "trouper-compile") as pool:
             ops = pool.submit(make_ops, ops_shape(self._traits, self._dtype, config.block_size))
-            pool.submit(compile_repetition)
-            pool.submit(compile_draw)
-            return load_decoder(
+            others = [pool.submit(compile) for compile in (compile_repetition, compile_draw)]
+            decoder = load_decoder(
                 Path(config.model.path),
                 self._traits,
                 dtype=self._dtype,
@@ -127,6 +126,9 @@ class Runner:
                 scheme=integer_scheme(config.model.hf_config),
                 ops=ops.result,
             )
+            for compiled in others:
+                compiled.result()
+            return decoder
 
     @property
     def is_tiny(self) -> bool:

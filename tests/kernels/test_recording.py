@@ -102,6 +102,36 @@ def test_nobody_waits_for_a_thread_that_comes_when_all_is_done(kernel, words):
     assert recording.result.sum() == LENGTH + (LENGTH - 1) * LENGTH // 2 * 21
 
 
+def counted(code):
+    """A number of pieces, y: how often each was taken."""
+    count, y = code.arguments(2)
+    for i in code.pieces(code.pointer(count, "i64")[0]):
+        target = code.pointer(y, "i64") + i
+        target[0] = target[0] + 1
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_who_comes_later_is_asked_for_as_many_pieces_as_there_are_now(
+    monkeypatch, words, num_threads
+):
+    monkeypatch.setattr(machine_code, "cache_folder", lambda: None)
+    kernel = launch.compiled.__wrapped__(counted)
+    count, taken = torch.tensor([1]), torch.zeros(LENGTH, dtype=torch.int64)
+
+    def function():
+        kernel(1, count.data_ptr(), taken.data_ptr(), num_threads=num_threads)
+        return words
+
+    recording = Recording(Arena(), (words,), function)
+    arguments = (ctypes.c_int64 * 3).from_address(int(recording._commands[0][1]))
+    for num in (LENGTH, 3, LENGTH):
+        count.fill_(num)
+        taken.zero_()
+        recording.replay()
+        assert taken.tolist() == [1] * num + [0] * (LENGTH - num)
+        assert list(arguments) == [0, 0, num]
+
+
 def test_nothing_runs_while_recording_and_kernels_run_after_it(kernel, words):
     y = torch.zeros_like(words)
     kernel_call = (LENGTH, words.data_ptr(), y.data_ptr(), 0)
