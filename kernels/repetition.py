@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from trouper.kernels import launch
-
-TOKENS_PER_THREAD = 2**15  # 10 µs; to wake a second thread costs 3
+from trouper.kernels.draw import TOKENS_PER_THREAD
 
 
 def penalise_repetition_(

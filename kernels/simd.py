@@ -492,10 +492,6 @@ class Code:
         """The low and the high numbers of pairs of bfloat16, as lanes."""
         return self.of_bits(words << 16), self.of_bits(words & -0x10000)
 
-    def bits(self, x: Value) -> Value:
-        """The words that hold lanes."""
-        return Value(self, self.builder.bitcast(x.ir, _WORDS))
-
     def of_bits(self, words: Value) -> Value:
         """The lanes that words hold."""
         return Value(self, self.builder.bitcast(words.ir, _LANES))
@@ -513,7 +509,7 @@ class Code:
     def split(self, x: Value) -> tuple[Value, Value]:
         """Positive normal lanes as f · 2^e: words e, and lanes f in [½, 1)."""
         bits = self.words_of(x)
-        f = Value(self, self.builder.bitcast(((bits & 0x7FFFFF) | 0x3F000000).ir, _LANES))
+        f = self.of_bits((bits & 0x7FFFFF) | 0x3F000000)
         return (bits >> 23) - 126, f
 
     def steps(self) -> Value:
@@ -590,7 +586,7 @@ class Code:
         whole = self._intrinsic("llvm.rint.v16f32", _LANES, bounded.ir)
         power = self._polynomial(_EXP2, bounded - whole)
         exponent = Value(self, self.builder.fptosi(whole.ir, _WORDS))
-        scale = Value(self, self.builder.bitcast(((exponent + 127) << 23).ir, _LANES))
+        scale = self.of_bits((exponent + 127) << 23)
         return self.select(x < _LOWEST, 0.0, power * scale)
 
     def log(self, x: Value) -> Value:

@@ -88,7 +88,7 @@ def _split_tile(
 def _parts_of(code: Code, low: Value, high: Value) -> Iterator[Value]:
     """Words of pairs of bfloat16 whose sums the lanes are, the largest first."""
     for part in range(PARTS):
-        bits = [code.bits(x) + (0x8000 if part == 0 else 0) for x in (low, high)]
+        bits = [code.words_of(x) + (0x8000 if part == 0 else 0) for x in (low, high)]
         yield ((bits[0] >> 16) & 0xFFFF) | (bits[1] & -0x10000)
         low, high = (x - code.of_bits(b & -0x10000) for x, b in zip((low, high), bits, strict=True))
 
