@@ -1,14 +1,18 @@
 """The channels between actors: bounded, in order, any number of ends.
 
 As anyio's memory streams, but who waits for a message takes one turn of the loop and not two: those give the
-loop away before they look.  A pooling request goes through seven inboxes.
+loop away before they look.  A pooling request goes through seven inboxes.  And a receiver that is at rest may take
+a message in the turn of its sender: a turn of its own takes 15 µs, and some 40 where the core has slept.
 
 Laws.  A message is taken in the same turn in which its receiver goes on, so no cancellation loses it.  Who finds
 a message there, or waits to send, gives the others a turn first.  Waiting ends with the other side's last end.
+Messages are taken in the order of their sending, offered or not: nothing is offered past one that waits, or to a
+receiver that is at work.
 """
 
 import warnings
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, NamedTuple, Self, TypeVar
 
@@ -16,6 +20,7 @@ import anyio
 import anyio.lowlevel
 
 T = TypeVar("T")
+Take = Callable[[T], bool]
 
 
 class Usage(NamedTuple):
@@ -35,6 +40,7 @@ class _Channel(Generic[T]):
         self.num_senders = self.num_inboxes = 0
         self.receiving: deque[anyio.Event] = deque()
         self.sending: deque[anyio.Event] = deque()
+        self.take: Take[T] | None = None  # of a receiver at rest
         self._event_type: type[anyio.Event] | None = None
 
     def __repr__(self) -> str:
@@ -55,6 +61,16 @@ class _Channel(Generic[T]):
             else:  # the turn is somebody else's
                 self.wake(queue)
             raise
+
+    def offer(self, message: T) -> bool:
+        """Whether it was taken at once."""
+        if self.take is None or self.messages or not self.receiving:
+            return False
+        take, self.take = self.take, None  # not from within
+        try:
+            return take(message)
+        finally:
+            self.take = take
 
     def wake(self, queue: deque[anyio.Event]) -> None:
         if queue:
@@ -118,6 +134,13 @@ class Inbox(_End[T]):
         super().__init__(channel)
         channel.num_inboxes += 1
 
+    def take_at_rest(self, take: Take[T]) -> None:
+        """Whatever comes while its one receiver waits is given to `take` first, which says whether it took it.
+
+        It runs in the turn of the sender: it must not wait, and what it raises is the sender's to raise.
+        """
+        self._channel.take = take
+
     def receive_nowait(self) -> T:
         """
         Raises:
@@ -163,6 +186,11 @@ class Sender(_End[T]):
         super().__init__(channel)
         channel.num_senders += 1
 
+    @property
+    def is_full(self) -> bool:
+        """There is no room now."""
+        return len(self._channel.messages) >= self._channel.capacity
+
     def send_nowait(self, message: T) -> None:
         """
         Raises:
@@ -175,20 +203,17 @@ class Sender(_End[T]):
             raise anyio.ClosedResourceError
         if not channel.num_inboxes:
             raise anyio.BrokenResourceError
-        if len(channel.messages) >= channel.capacity:
+        if self.is_full:
             raise anyio.WouldBlock
-        channel.messages.append(message)
-        channel.wake(channel.receiving)
+        if not channel.offer(message):
+            channel.messages.append(message)
+            channel.wake(channel.receiving)
 
     async def send(self, message: T) -> None:
         """Raises as `send_nowait`, but for WouldBlock."""
         channel = self._channel
         await anyio.lowlevel.checkpoint()
-        while (
-            len(channel.messages) >= channel.capacity
-            and channel.num_inboxes
-            and not self._is_closed
-        ):
+        while self.is_full and channel.num_inboxes and not self._is_closed:
             await channel.wait_in(channel.sending)
         self.send_nowait(message)
 

@@ -1,8 +1,8 @@
 """The pooler actor: finishes raw results and writes the reply slots.
 
-Laws.  At most `NUM_QUICK` results, of `QUICK` numbers together, are finished where they are: a thread would take the
-loop more.  All other small results of a step share a thread hop; a large one has a lane of its own, in which they
-wait for each other and for nobody else.  A request that was aborted
+Laws.  At most `NUM_QUICK` results, of `QUICK` numbers together, are finished where they are, in the scheduler's own
+turn: a thread would take the loop more.  All other small results of a step share a thread hop; a large one has a lane
+of its own, in which they wait for each other and for nobody else.  A request that was aborted
 meanwhile is skipped.  A failure ends the request that caused it and no other.  Kept queries of late
 interaction are this actor's alone, at most `MAX_QUERIES` of them: the oldest goes.
 """
@@ -78,13 +78,13 @@ class Pooler:
         with self._inbox, to_lane, lane:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._finish_large, lane, name="pooler, large")
+                self._inbox.take_at_rest(self._take_quick)
                 task_status.started()
                 async for message in self._inbox:
+                    if self._take_quick(message):
+                        continue
                     small: list[_Work] = []
-                    for request in message.requests:
-                        work = self._prepare(request)
-                        if work is None:
-                            continue
+                    for work in self._prepare(message):
                         if work.array.size > LARGE:
                             to_lane.send_nowait(work)
                         else:
@@ -95,15 +95,30 @@ class Pooler:
                         answer.set(None)
                 to_lane.close()
 
+    def _take_quick(self, message: PoolerInbox) -> bool:
+        """All of it, if that is little."""
+        if not _is_quick(message):
+            return False
+        batch = self._prepare(message)
+        self._write(batch, _finish_all(batch, self._spec))
+        for answer in message.answers:
+            answer.set(None)
+        return True
+
     async def _finish_large(self, lane: Inbox[_Work]) -> None:
         async for work in lane:
             await self._finish([work])
 
-    def _prepare(self, request: PooledRequest) -> _Work | None:
+    def _prepare(self, message: PoolerInbox) -> list[_Work]:
+        works = [self._prepare_one(request) for request in message.requests]
+        return [work for work in works if work is not None]
+
+    def _prepare_one(self, request: PooledRequest) -> _Work | None:
         """What is to be computed; None when the request has its end already."""
         slot, late = request.admit.slot, request.admit.params.late_interaction_params
+        is_scored = _is_scored(request)
         query: Array | None = None
-        if late is not None and late.mode == "score_doc":
+        if late is not None and is_scored:
             query = self._use_query(late)
         if request.error is not None:
             code, _, message = request.error.partition(": ")
@@ -112,7 +127,7 @@ class Pooler:
         if slot.is_aborted:
             slot.abort()
             return None
-        if late is not None and late.mode == "score_doc" and query is None:
+        if late is not None and is_scored and query is None:
             rule = "no query is kept under this key: send its cache_query first"
             slot.fail(TrouperValidationError(rule, parameter="query_key", value=late.query_key))
             return None
@@ -120,13 +135,9 @@ class Pooler:
         return _Work(request, request.array, query)
 
     async def _finish(self, batch: Sequence[_Work]) -> None:
-        size = sum(work.array.size for work in batch)
-        is_quick = (
-            size <= QUICK
-            and len(batch) <= NUM_QUICK
-            and not any(work.query is not None for work in batch)
-        )
-        results = await self._threads.run(_finish_all, batch, self._spec, is_quick=is_quick)
+        self._write(batch, await self._threads.run(_finish_all, batch, self._spec))
+
+    def _write(self, batch: Sequence[_Work], results: Sequence[Array | Exception | None]) -> None:
         for work, result in zip(batch, results, strict=True):
             admit = work.request.admit
             late = admit.params.late_interaction_params
@@ -156,8 +167,22 @@ class Pooler:
         return query.embeddings
 
 
+def _is_scored(request: PooledRequest) -> bool:
+    late = request.admit.params.late_interaction_params
+    return late is not None and late.mode == "score_doc"
+
+
+def _is_quick(message: PoolerInbox) -> bool:
+    requests = message.requests
+    return (
+        len(requests) <= NUM_QUICK
+        and sum(0 if r.array is None else r.array.size for r in requests) <= QUICK
+        and not any(_is_scored(r) for r in requests)
+    )
+
+
 def _finish_all(batch: Sequence[_Work], spec: PoolerSpec) -> list[Array | Exception | None]:
-    """In a thread.  None: aborted meanwhile."""
+    """None: aborted meanwhile."""
     return [_finish_one(work, spec) for work in batch]
 
 

@@ -51,7 +51,7 @@ def finish(
 
 
 def normalized(array: Array) -> Array:
-    norms = np.linalg.norm(array, axis=-1, keepdims=True)
+    norms = np.sqrt(np.vecdot(array, array))[..., np.newaxis]
     return array / np.maximum(norms, np.float32(LEAST_NORM))
 
 

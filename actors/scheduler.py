@@ -2,7 +2,7 @@
 
 It waits in one place only, its inbox.  Plans need no waiting because the policy never has more of them
 out than the executor's channel holds; news need none because their reader's channel has room for many
-steps beside everything the Renderers may send.
+steps beside everything the Renderers may send.  What the device answers is handled in the turn that brings it.
 """
 
 from typing import Any, assert_never
@@ -68,6 +68,7 @@ class Scheduler:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox, self._executor, self._reader, self._reporter:
+            self._inbox.take_at_rest(self._take_answer)
             task_status.started()
             async for message in self._inbox:
                 self._handle(message)
@@ -76,9 +77,25 @@ class Scheduler:
                         self._handle(self._inbox.receive_nowait())
                 except (anyio.WouldBlock, anyio.EndOfStream):
                     pass
-                self._plan()
                 # The device first: what it computes next hides what the others do with the news.
-                await self._tell()
+                self._plan()
+                news = self._news()
+                if news is not None:
+                    try:  # a wait, and so a turn of the loop, only where there is no room
+                        self._reader.send_nowait(news)
+                    except anyio.WouldBlock:
+                        await self._reader.send(news)
+
+    def _take_answer(self, message: SchedulerInbox) -> bool:
+        """The device's, at once; False: it is something else, or the news would have to wait."""
+        if not isinstance(message, StepDone | PoolDone) or self._reader.is_full:
+            return False
+        self._handle(message)
+        self._plan()
+        news = self._news()
+        if news is not None:
+            self._reader.send_nowait(news)
+        return True
 
     def _handle(self, message: SchedulerInbox) -> None:  # noqa: C901  # a table, one line a message
         policy: Any = self._policy  # of the kind that these messages are for
@@ -120,14 +137,11 @@ class Scheduler:
             self._num_plans_due = max(0, self._num_plans_due - 1)
             self._executor.send_nowait(plan)
 
-    async def _tell(self) -> None:
+    def _news(self) -> Any:
+        """What the reader is to be told, if there is anything."""
         news = self._policy.take_news(self._due_answers())
         self._report()
-        if news is not None:
-            try:  # a wait, and so a turn of the loop, only where there is no room
-                self._reader.send_nowait(news)
-            except anyio.WouldBlock:
-                await self._reader.send(news)
+        return news
 
     def _report(self) -> None:
         """Whatever changed the numbers: a step, a request that came, a stop string, a pause."""

@@ -1,13 +1,11 @@
 """The executor actor: plans go to the device in order, answers come back in order."""
 
-from typing import assert_never
-
 import anyio
 from anyio.abc import TaskStatus
 
 from trouper.actors.channel import Inbox, Sender
 from trouper.actors.executor.device import Device, DeviceInfo
-from trouper.actors.messages import DeviceCall, ExecutorInbox, PoolPlan, SchedulerInbox, StepPlan
+from trouper.actors.messages import DeviceCall, ExecutorInbox, SchedulerInbox
 
 CLOSE_GRACE_S = 30  # one step under way, then the memory goes back
 
@@ -33,19 +31,24 @@ class Executor:
                     # Room for the answers is reserved: there are never more than the plans in flight.
                     tell = self._scheduler.send_nowait
                     tg.start_soon(self._device.deliver, tell, name="executor answers")
+                    self._inbox.take_at_rest(self._submit)
                     task_status.started(info)
                     async for message in self._inbox:
-                        match message:
-                            case StepPlan() | PoolPlan():
-                                self._device.submit(message)
-                            case DeviceCall():
-                                await self._call(message)
-                            case _:
-                                assert_never(message)
+                        if isinstance(message, DeviceCall):
+                            await self._call(message)
+                        else:
+                            self._submit(message)
                     tg.cancel_scope.cancel()
             finally:
                 with anyio.move_on_after(CLOSE_GRACE_S, shield=True):
                     await self._device.aclose()
+
+    def _submit(self, message: ExecutorInbox) -> bool:
+        """A plan, at once; False: it is something else."""
+        if isinstance(message, DeviceCall):
+            return False
+        self._device.submit(message)
+        return True
 
     async def _call(self, message: DeviceCall) -> None:
         try:

@@ -20,6 +20,7 @@ import anyio
 import anyio.lowlevel
 
 from trouper.actors.executor.device import Answer, DeviceInfo, Later
+from trouper.actors.executor.vigil import Vigil
 from trouper.actors.messages import PoolPlan, StepFailed, StepPlan
 from trouper.config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
@@ -40,6 +41,7 @@ TORCH_ENVIRONMENT = {
 }
 
 Result = TypeVar("Result")
+Soon = Callable[[Callable[[], object]], object]  # calls it on the event loop, from any thread
 DEVICE_THREAD = "trouper-device"
 CALLS = ("sleep", "wake", "start_profile", "stop_profile")
 LOOK = "look"
@@ -58,10 +60,12 @@ class LocalDevice:
         # The executor's credits bound it: max_steps_in_flight steps, a call and the closing.
         # Beside them comes one `LOOK` for each launched step that tells when it is ready.
         self._posts: queue.SimpleQueue[_Post[Any] | str | None] = queue.SimpleQueue()
+        self._vigil = Vigil()
         self._steps: deque[_Post[Answer]] = deque()  # submitted, not delivered
         self._answer: Callable[[Answer], None] | None = None  # who takes the answers
         self._broken = anyio.Event()
         self._error: BaseException | None = None  # that broke it
+        self._soon: Soon | None = None  # the way onto the loop
         self._thread: threading.Thread | None = None
         self._closing: _Post[None] | None = None
         # Touched by the device thread alone:
@@ -83,6 +87,9 @@ class LocalDevice:
         """
         if self._thread is not None:
             raise RuntimeError("a device is loaded once")
+        native: Any = anyio.lowlevel.current_token().native_token
+        # Both return at once: the thread goes on with the next step while the loop wakes up.
+        self._soon = getattr(native, "run_sync_soon", None) or native.call_soon_threadsafe
         self._thread = threading.Thread(target=self._serve, name=DEVICE_THREAD, daemon=True)
         self._thread.start()
         return await self._post(self._load).wait()
@@ -129,9 +136,10 @@ class LocalDevice:
     def _post(
         self, work: Callable[[], Result | Later[Result]], tell: Callable[[], object] | None = None
     ) -> "_Post[Result]":
-        if self._thread is None or self._closing is not None:
+        if self._soon is None or self._closing is not None:
             raise RuntimeError("the device is closed, or was never loaded")
-        post = _Post(work, tell)
+        post = _Post(work, self._soon, tell)
+        self._vigil.call()
         self._posts.put(post)
         return post
 
@@ -141,11 +149,14 @@ class LocalDevice:
         while True:
             while self._launched and self._launched[0].is_ready():
                 self._launched.popleft().finish()
+            if not self._launched and self._posts.empty():
+                self._vigil.keep()
             is_silent = bool(self._launched) and not self._launched[0].tells
             try:
                 post = self._posts.get(timeout=POLL_S if is_silent else None)
             except queue.Empty:
                 continue
+            self._vigil.end()
             if post is None:
                 return
             if isinstance(post, str):  # look
@@ -228,12 +239,13 @@ class _Post(Generic[Result]):
     """
 
     def __init__(
-        self, work: Callable[[], Result | Later[Result]], tell: Callable[[], object] | None = None
+        self,
+        work: Callable[[], Result | Later[Result]],
+        soon: Soon,
+        tell: Callable[[], object] | None,
     ) -> None:
         self._work: Callable[[], Result | Later[Result]] = work
-        native: Any = anyio.lowlevel.current_token().native_token
-        # Both return at once: the thread goes on with the next step while the loop wakes up.
-        self._soon = getattr(native, "run_sync_soon", None) or native.call_soon_threadsafe
+        self._soon = soon
         self._waited: anyio.Event | None = None
         if tell is None:
             self._waited = anyio.Event()

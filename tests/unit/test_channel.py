@@ -141,3 +141,96 @@ async def test_who_finds_messages_gives_others_a_turn():
             tasks.start_soon(take)
             tasks.start_soon(other)
     assert order.index("other") < 3
+
+
+class AtRest:
+    """A receiver that takes even numbers in their sender's turn, and the others in its own."""
+
+    def __init__(self, inbox):
+        self.inbox = inbox
+        self.found = []
+        self.may_go_on = anyio.Event()
+        self.may_go_on.set()
+
+    def take(self, number):
+        if number % 2 == 0:
+            self.found.append((number, "at once"))
+        return number % 2 == 0
+
+    async def run(self):
+        self.inbox.take_at_rest(self.take)
+        async for number in self.inbox:
+            await self.may_go_on.wait()
+            self.found.append((number, "later"))
+
+
+async def test_a_receiver_at_rest_takes_what_it_can_in_the_turn_of_the_sender():
+    sender, inbox = open_channel[int](10)
+    receiver = AtRest(inbox)
+    with inbox:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receiver.run)
+            with sender:
+                sender.send_nowait(0)  # nobody is there yet
+                await anyio.wait_all_tasks_blocked()
+                for number in (2, 4, 1, 6):
+                    sender.send_nowait(number)
+                assert receiver.found[1:] == [(2, "at once"), (4, "at once")]
+    assert receiver.found == [
+        (0, "later"),
+        (2, "at once"),
+        (4, "at once"),
+        (1, "later"),
+        (6, "later"),
+    ]
+
+
+async def test_nothing_passes_a_receiver_that_is_at_work():
+    sender, inbox = open_channel[int](10)
+    receiver = AtRest(inbox)
+    receiver.may_go_on = anyio.Event()
+    with inbox:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receiver.run)
+            with sender:
+                await anyio.wait_all_tasks_blocked()
+                sender.send_nowait(1)
+                await anyio.wait_all_tasks_blocked()
+                sender.send_nowait(2)
+                assert receiver.found == []
+                receiver.may_go_on.set()
+    assert receiver.found == [(1, "later"), (2, "later")]
+
+
+async def test_what_is_raised_while_a_message_is_taken_is_the_senders():
+    sender, inbox = open_channel[int](10)
+    with sender, inbox:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(inbox.receive)
+            await anyio.wait_all_tasks_blocked()
+            inbox.take_at_rest(lambda number: bool(1 // number))
+            with pytest.raises(ZeroDivisionError):
+                sender.send_nowait(0)
+            sender.send_nowait(1)  # taken
+            assert inbox.statistics() == (0, 0, 1)
+            tasks.cancel_scope.cancel()
+
+
+async def test_what_is_sent_while_a_message_is_taken_waits():
+    sender, inbox = open_channel[int](10)
+    found = []
+
+    def take(number):
+        found.append(number)
+        if number:
+            sender.send_nowait(number - 1)
+        return True
+
+    with sender, inbox:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(inbox.receive)
+            await anyio.wait_all_tasks_blocked()
+            inbox.take_at_rest(take)
+            sender.send_nowait(2)
+            assert found == [2]
+            assert inbox.statistics().current_buffer_used == 1
