@@ -135,9 +135,9 @@ class Inbox(_End[T]):
         channel.num_inboxes += 1
 
     def take_at_rest(self, take: Take[T]) -> None:
-        """Whatever comes while its one receiver waits is given to `take` first, which says whether it took it.
+        """Whatever comes while its receiver waits is given to `take` first, which says whether it took it.
 
-        It runs in the turn of the sender: it must not wait, and what it raises is the sender's to raise.
+        Of a channel with one inbox, until that is closed.  It runs in the turn of the sender: it must not wait, and what it raises is the sender's to raise.
         """
         self._channel.take = take
 
@@ -177,6 +177,7 @@ class Inbox(_End[T]):
 
     def _leave(self) -> None:
         self._channel.num_inboxes -= 1
+        self._channel.take = None
 
 
 class Sender(_End[T]):
