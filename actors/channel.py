@@ -137,7 +137,8 @@ class Inbox(_End[T]):
     def take_at_rest(self, take: Take[T]) -> None:
         """Whatever comes while its receiver waits is given to `take` first, which says whether it took it.
 
-        Of a channel with one inbox, until that is closed.  It runs in the turn of the sender: it must not wait, and what it raises is the sender's to raise.
+        Of a channel with one inbox, until that is closed.  It runs in the turn of the sender: it must not wait, and
+        what it raises is the sender's to raise.
         """
         self._channel.take = take
 

@@ -79,7 +79,8 @@ class Scheduler:
                     pass
                 # The device first: what it computes next hides what the others do with the news.
                 self._plan()
-                news = self._news()
+                news = self._policy.take_news(self._due_answers())
+                self._report()
                 if news is not None:
                     try:  # a wait, and so a turn of the loop, only where there is no room
                         self._reader.send_nowait(news)
@@ -92,9 +93,10 @@ class Scheduler:
             return False
         self._handle(message)
         self._plan()
-        news = self._news()
+        news = self._policy.take_news(self._due_answers())
         if news is not None:
             self._reader.send_nowait(news)
+        self._report()
         return True
 
     def _handle(self, message: SchedulerInbox) -> None:  # noqa: C901  # a table, one line a message
@@ -136,12 +138,6 @@ class Scheduler:
                 break
             self._num_plans_due = max(0, self._num_plans_due - 1)
             self._executor.send_nowait(plan)
-
-    def _news(self) -> Any:
-        """What the reader is to be told, if there is anything."""
-        news = self._policy.take_news(self._due_answers())
-        self._report()
-        return news
 
     def _report(self) -> None:
         """Whatever changed the numbers: a step, a request that came, a stop string, a pause."""
