@@ -58,7 +58,7 @@ class DecodeGraphs:
         self._decoder, self._caches, self._arena = decoder, caches, arena
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
         self._x = torch.empty((self._max_rows, decoder.traits.hidden_size), dtype=decoder.dtype)
-        self._positions, self._slots = torch.empty((2, self._max_rows), dtype=torch.int64)
+        self._positions, self._slots = np.empty((2, self._max_rows), dtype=np.int64)
         self._graphs: dict[int, _Graph] = {}
 
     def __repr__(self) -> str:
@@ -76,11 +76,12 @@ class DecodeGraphs:
             NotRecordableError: torch computes in this model's steps.
         """
         num_rows = len(batch.token_ids)
-        x_TE, positions_T, slots_T = (
-            held[:num_rows] for held in (self._x, self._positions, self._slots)
-        )
+        x_TE = self._x[:num_rows]
         graph = self._graphs.get(num_rows)
         if graph is None:
+            positions_T, slots_T = (
+                torch.from_numpy(held[:num_rows]) for held in (self._positions, self._slots)
+            )
             recording = Recording(
                 self._arena,
                 (x_TE, positions_T, slots_T),
@@ -89,9 +90,10 @@ class DecodeGraphs:
                 ),
             )
             graph = self._graphs[num_rows] = _Graph(recording, batch.plans)
-        x_TE.copy_(self._decoder.embed(batch.token_ids))
-        positions_T.copy_(batch.positions)
-        slots_T.copy_(batch.slots)
+        # numpy's copies: each call of torch lets go of the interpreter, and a busy loop keeps it for a while
+        self._decoder.embed(batch.token_ids, out=x_TE)
+        self._positions[:num_rows] = batch.positions.numpy()
+        self._slots[:num_rows] = batch.slots.numpy()
         for window, plan in graph.plans.items():
             plan.words[:] = batch.plans[window].words
         graph.recording.replay()

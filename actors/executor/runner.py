@@ -191,7 +191,7 @@ class Runner:
         columns = np.flatnonzero(plan.needs_sample)
         if len(columns):
             assert self._decoder is not None
-            if batch.read is None:
+            if batch.read is None and len(columns) < len(hidden):
                 hidden = hidden.index_select(0, torch.from_numpy(batch.lasts[columns]))
             logits_RV = self._decoder.logits(hidden)
             sampled = self._sampler.sample(

@@ -29,6 +29,7 @@ from trouper.frontends.server.listeners import BACKLOG
 
 MAX_RECV = 2**16
 CLOSE_S = 1.0  # for the last words of TLS
+SLACK_S = 0.25  # that an idle client may stay longer
 Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]
 
 
@@ -174,8 +175,10 @@ class Connection:
         if self._house.context.terminated.is_set():
             self.leave()
         else:
-            patience_s = self._house.config.keep_alive_timeout
-            self._reading.deadline = trio.current_time() + patience_s
+            # moved once in a while: it takes as long as to read the head of a request
+            least = trio.current_time() + self._house.config.keep_alive_timeout
+            if not least <= self._reading.deadline <= least + SLACK_S:
+                self._reading.deadline = least + SLACK_S
 
     async def _write(self, data: bytes) -> None:
         if not data:

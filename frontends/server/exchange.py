@@ -6,9 +6,9 @@ its limit is ever held.
 
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs
-from uuid import uuid4
 
 import anyio
 import msgspec
@@ -56,10 +56,12 @@ class Exchange:
         path: str = scope["path"]
         self.path = path.removeprefix(root) if path.startswith(f"{root}/") else path
         self.method: str = scope["method"]
-        self.headers: list[tuple[bytes, bytes]] = [
-            (bytes(name).lower(), bytes(value)) for name, value in scope["headers"]
-        ]
-        self.id = uuid4().hex  # 128 bits of ours; what names the request inside
+        self._is_ours = WHOLE_SENDS in scope.get("extensions", ())
+        self.headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if not self._is_ours:  # others may send another type, and capitals
+            self.headers = [(bytes(name).lower(), bytes(value)) for name, value in self.headers]
+        self._firsts = dict(reversed(self.headers))
+        self.id = token_hex(16)  # ours; what names the request inside
         self.client_id = _sanitised(self.header(b"x-request-id"))
         self.is_gone = False
         self.has_started = False
@@ -74,7 +76,6 @@ class Exchange:
         self.own_headers: Headers = ()  # with every answer
         self._query: bytes = scope.get("query_string", b"")
         self._raw_path: bytes = scope.get("raw_path") or path.encode(errors="replace")
-        self._is_whole = WHOLE_SENDS in scope.get("extensions", ())
         self._receive = receive
         self._send = send
         self._is_sending = False
@@ -92,7 +93,8 @@ class Exchange:
         self.client_id = self.client_id or _sanitised((request_id or "").encode(errors="replace"))
 
     def header(self, name: bytes) -> bytes | None:
-        return next((value for key, value in self.headers if key == name), None)
+        """The first of that name."""
+        return self._firsts.get(name)
 
     @property
     def content_length(self) -> int:
@@ -226,7 +228,7 @@ class Exchange:
             # HTTP servers keep their connection's state in here, and tell of the disconnect from within the
             # last call: cancelled half-way, the connection would be lost, or the frame.  Bounded by the
             # kernel, see listeners.UNREAD_MS.  A scope costs as much as all else here, so ours has its own.
-            if self._is_whole:
+            if self._is_ours:
                 await self._send(message)
             else:
                 with anyio.CancelScope(shield=True):

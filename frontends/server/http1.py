@@ -8,6 +8,7 @@ connection open when little is left to come: a client that is cut off while it s
 """
 
 import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -46,13 +47,26 @@ class Head(NamedTuple):
     end: int  # where it ends
 
 
-class Shared(NamedTuple):
+class Shared:
     """What all connections have in common."""
 
-    app: Any
-    greet: Callable[[dict[str, Any]], Answer | None]
-    config: Config
-    context: WorkerContext
+    def __init__(
+        self,
+        app: Any,
+        greet: Callable[[dict[str, Any]], Answer | None],
+        config: Config,
+        context: WorkerContext,
+    ) -> None:
+        self.app, self.greet, self.config, self.context = app, greet, config, context
+        self._second = 0  # of the date
+        self._fields: Fields = ()
+
+    def fields(self) -> Fields:
+        """Of every answer; the date among them changes once a second."""
+        second = int(time.time())
+        if second != self._second:
+            self._second, self._fields = second, self.config.response_headers("h11")
+        return self._fields
 
 
 def plain_head(data: bytes) -> Head | None:
@@ -129,10 +143,9 @@ class Http1:
 
     def fields(self, given: Fields) -> Fields:
         """With those that every answer has."""
-        own = self._shared.config.response_headers("h11")
-        if self._num_requests >= self._shared.config.keep_alive_max_requests:
-            own.append((b"connection", b"close"))
-        return [*given, *own]
+        is_last = self._num_requests >= self._shared.config.keep_alive_max_requests
+        own = ((b"connection", b"close"),) if is_last else ()
+        return (*given, *self._shared.fields(), *own)
 
     async def _read(self, data: bytes) -> None:
         while data and not self._is_over:

@@ -109,7 +109,7 @@ def test_a_step_that_fails_before_its_replay_can_be_done_again(folder, monkeypat
     (expected,) = Driver(runner).run([PROMPTS[0]], 4)
     runner.step(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (3, 1)),)))
     with monkeypatch.context() as patched:
-        patched.setattr(runner._decoder, "embed", lambda _: 1 / 0)
+        patched.setattr(runner._decoder, "embed", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             runner.step(plan_of((0, 9, 1, True)))
     again = [runner.step(plan_of((0, 9 + i, 1, True))).token_ids[0] for i in range(3)]

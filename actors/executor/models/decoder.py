@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.actors.executor.models.rotary import make_rope_table
@@ -98,8 +97,13 @@ class Decoder:
         x_TE = self.embed(token_ids_T, embeds)
         return self.forward_embedded(x_TE, positions_T, slots_T, plans, caches, read)
 
-    def embed(self, token_ids_T: Tensor, embeds: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
-        x_TE = F.embedding(token_ids_T, self._embedding)
+    def embed(
+        self,
+        token_ids_T: Tensor,
+        embeds: Sequence[tuple[int, Tensor]] = (),
+        out: Tensor | None = None,
+    ) -> Tensor:
+        x_TE = torch.index_select(self._embedding, 0, token_ids_T, out=out)
         scale = None if self.traits.embedding_scale == 1 else self._embedding_scale
         if scale is not None:
             x_TE *= scale
