@@ -156,7 +156,7 @@ def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
         scene = _Overload(stage, max_tokens)
         scene.play(SETTLE_S)
         turns = [scene.play(2 * seconds / NUM_OVERLOADS)]
-        rate = OVERLOAD * turns[0].requests["200"] / turns[0].seconds
+        rate = OVERLOAD * turns[0].tokens_s("tokens") / max_tokens
         for _ in range(NUM_OVERLOADS):
             turns += [scene.play(seconds / NUM_OVERLOADS, arrivals_s) for arrivals_s in (rate, 0)]
         scene.is_over = True
