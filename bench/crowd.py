@@ -156,11 +156,12 @@ def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
         scene = _Overload(stage, max_tokens)
         scene.play(SETTLE_S)
         turns = [scene.play(2 * seconds / NUM_OVERLOADS)]
-        rate = OVERLOAD * turns[0].tokens_s("tokens") / max_tokens
+        rate = OVERLOAD * turns[0].num_tokens / turns[0].seconds / max_tokens
         for _ in range(NUM_OVERLOADS):
             turns += [scene.play(seconds / NUM_OVERLOADS, arrivals_s) for arrivals_s in (rate, 0)]
         scene.is_over = True
-        rates = [turn.tokens_s("tokens") for turn in turns]
+        # Generated for those who were let in, who all get their answers: where frames merge, fewer are read.
+        rates = [turn.num_tokens / turn.seconds for turn in turns]
         shares = [
             rates[i] / statistics.mean((rates[i - 1], rates[i + 1]))
             for i in range(1, len(turns), 2)

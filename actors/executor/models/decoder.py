@@ -157,7 +157,9 @@ class Decoder:
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """[R, vocabulary] float32."""
         assert self._head is not None
-        logits = linear(hidden_RE, self._head).float()
+        logits = linear(hidden_RE, self._head)
+        if logits.dtype != torch.float32:  # a call that changes nothing lets go of the interpreter, too
+            logits = logits.float()
         if self.traits.logits_scale != 1:
             logits *= self.traits.logits_scale
         cap = self.traits.final_softcap
