@@ -158,8 +158,8 @@ class Decoder:
         """[R, vocabulary] float32."""
         assert self._head is not None
         logits = linear(hidden_RE, self._head)
-        if logits.dtype != torch.float32:  # a call that changes nothing lets go of the interpreter, too
-            logits = logits.float()
+        # not asked for nothing: each call of torch lets go of the interpreter
+        logits = logits if logits.dtype == torch.float32 else logits.float()
         if self.traits.logits_scale != 1:
             logits *= self.traits.logits_scale
         cap = self.traits.final_softcap
