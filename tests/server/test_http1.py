@@ -6,7 +6,10 @@ import socket
 import pytest
 import trio
 import trio.testing
+from hypercorn.config import Config
+from hypercorn.trio.worker_context import WorkerContext
 
+from trouper.frontends.server import http1
 from trouper.frontends.server.connections import SLACK_S, Connection
 from trouper.frontends.server.exchange import Answer
 from trouper.frontends.server.http1 import MAX_UNREAD
@@ -238,3 +241,30 @@ async def test_who_is_refused_and_idle_is_left_in_time(autojump_clock):
     await Connection(house_of(Full(), keep_alive_timeout=7.0), stream).run()
     assert trio.current_time() - begin == 7.0 + SLACK_S
     client.close()
+
+
+async def test_who_asks_again_has_the_whole_time_anew(autojump_clock):
+    client, stream = pair()
+    client.setblocking(False)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Connection(house_of(echo, keep_alive_timeout=7.0), stream).run)
+        for pause_s in (0.1, 0.1, 6.9, 0.2):
+            await trio.sleep(pause_s)
+            client.sendall(GET)
+            await trio.lowlevel.wait_readable(client)
+            assert client.recv(4096)
+            answered_at = trio.current_time()
+    assert 7.0 <= trio.current_time() - answered_at <= 7.0 + SLACK_S
+    client.close()
+
+
+async def test_the_date_is_that_of_the_second(monkeypatch):
+    seconds = [1_000_000_000.2]
+    monkeypatch.setattr(http1.time, "time", lambda: seconds[0])
+    monkeypatch.setattr("hypercorn.config.time", lambda: seconds[0])
+    shared = http1.Shared(None, lambda _: None, Config(), WorkerContext(None))
+    dates = []
+    for later_s in (0.0, 0.7, 0.2, 60.0):
+        seconds[0] += later_s
+        dates.append(dict(shared.fields())[b"date"][-12:])
+    assert dates == [b"01:46:40 GMT", b"01:46:40 GMT", b"01:46:41 GMT", b"01:47:41 GMT"]
