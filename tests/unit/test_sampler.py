@@ -232,6 +232,17 @@ def test_negative_logits_are_multiplied_by_the_repetition_penalty():
     assert Bench(Sampling(temperature=0.0, repetition_penalty=2.0)).draw(logits).token_ids == [20]
 
 
+@pytest.mark.parametrize("others", [{}, {"logit_bias": ((9, 0.5),)}])  # alone, and not
+@pytest.mark.parametrize(("penalty", "expected"), [(1e308, 4), (1e-308, 1)])
+def test_a_repetition_penalty_beyond_float32_is_a_very_large_or_small_one(
+    penalty, expected, others
+):
+    logits = torch.zeros(1, V)
+    logits[0, [1, 2, 4]] = torch.tensor([3.0, -3.0, 1.0])
+    bench = Bench(Sampling(temperature=0.0, repetition_penalty=penalty, **others))
+    assert bench.draw(logits).token_ids == [expected]
+
+
 def test_drawn_tokens_count_for_the_next_draw():
     logits = torch.zeros(1, V)
     logits[0, 7], logits[0, 8] = 1.0, 0.5
