@@ -165,6 +165,9 @@ class DeviceCall(msgspec.Struct, frozen=True):
     answer: Answer[object]
 
 
+MAX_REPETITION = 1e30  # what is beyond can be told from this by no draw
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """The device's share of the sampling parameters of one sequence; spec section 8."""
 
@@ -184,6 +187,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # -1 = whole vocabulary
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
+
+    @property
+    def repetition(self) -> float:
+        """The repetition penalty, within what float32 holds and leaves logits finite."""
+        return min(max(self.repetition_penalty, 1 / MAX_REPETITION), MAX_REPETITION)
 
 
 class NewRow(msgspec.Struct, frozen=True):

@@ -16,8 +16,6 @@ from trouper.actors.executor.batch import Rows
 from trouper.actors.messages import Sampling
 from trouper.kernels.repetition import penalise_repetition_, penalise_repetition_reference_
 
-MAX_REPETITION = 1e30  # what is beyond can be told from this by no draw
-
 
 class _Row(msgspec.Struct):
     """Owned by `Penalties`; None = not in use."""
@@ -40,7 +38,7 @@ class Penalties:
         self._in_use.pop(row, None)
         edits = s.allowed_token_ids or s.bad_words_ids or s.min_tokens or s.logit_bias
         is_alone = not (edits or self._rows.embeds[row])
-        self._repetition[row] = _repetition(s) if is_alone else 1
+        self._repetition[row] = s.repetition if is_alone else 1
         prompt_ids = None
         if s.repetition_penalty != 1 and not is_alone:
             tokens, spans = self._rows.token_ids[row], self._rows.token_spans(row)
@@ -76,11 +74,6 @@ class Penalties:
         return is_finite_R
 
 
-def _repetition(s: Sampling) -> np.float32:
-    """As a float32 that leaves logits finite."""
-    return np.float32(min(max(s.repetition_penalty, 1 / MAX_REPETITION), MAX_REPETITION))
-
-
 def _edit(logits_V: Tensor, state: _Row, outputs: np.ndarray) -> None:
     s = state.sampling
     if state.allowed is not None:
@@ -100,7 +93,7 @@ def _penalise(logits_V: np.ndarray, state: _Row, outputs: np.ndarray) -> None:
     s = state.sampling
     if state.prompt_ids is not None:
         ids = np.concatenate([state.prompt_ids, outputs])
-        penalise_repetition_reference_(logits_V, ids, _repetition(s))
+        penalise_repetition_reference_(logits_V, ids, np.float32(s.repetition))
     if s.frequency_penalty or s.presence_penalty:
         ids, counts = np.unique(outputs, return_counts=True)
         penalty = counts * s.frequency_penalty + s.presence_penalty

@@ -239,8 +239,9 @@ def test_a_repetition_penalty_beyond_float32_is_a_very_large_or_small_one(
 ):
     logits = torch.zeros(1, V)
     logits[0, [1, 2, 4]] = torch.tensor([3.0, -3.0, 1.0])
-    bench = Bench(Sampling(temperature=0.0, repetition_penalty=penalty, **others))
-    assert bench.draw(logits).token_ids == [expected]
+    s = Sampling(temperature=0.0, repetition_penalty=penalty, **others)
+    assert Bench(s).draw(logits).token_ids == [expected]
+    assert np.isfinite(np.float32([s.repetition, 1 / s.repetition])).all()
 
 
 def test_drawn_tokens_count_for_the_next_draw():

@@ -100,7 +100,7 @@ class Changes:
             "top_p": s.top_p,
             "log_min_p": float(torch.tensor(s.min_p).log()),
             "seed": (s.seed + 2**63) % 2**64 - 2**63,
-            "repetition": s.repetition_penalty,
+            "repetition": s.repetition,
             "frequency": s.frequency_penalty,
             "presence": s.presence_penalty,
             "num_prompt": new.num_prompt,
