@@ -185,6 +185,8 @@ class LocalDevice:
         torch.set_num_threads(min(torch.get_num_threads(), num_physical_cores()))
         self._runner = Runner(self._config)
         info = self._runner.load()
+        if self._config.device == "cpu":  # a GPU's thread needs no code of ours for its processor
+            self._vigil.prepare()
         if self._runner.is_tiny:
             torch.set_num_threads(1)  # on a busy machine a barrier costs a time slice, 4 ms
         return info

@@ -26,6 +26,14 @@ class Vigil:
         self._num_seen = 0
         self._began = 0.0
         self._is_worth_it = False
+        self._watch: launch.Kernel | None = None
+
+    def prepare(self) -> None:
+        """Before the first wait, which compiles nothing; without this, or without native code, the thread sleeps."""
+        if launch.is_available():
+            from trouper.kernels.watch import watch
+
+            self._watch = launch.compiled(watch)
 
     def call(self) -> None:
         self._num_calls[0] += 1
@@ -33,11 +41,9 @@ class Vigil:
     def keep(self) -> None:
         """Begin to wait; returns when there was a call, or it is time to sleep."""
         self._began = self._now()
-        if self._is_worth_it and launch.is_available():
-            from trouper.kernels.watch import watch
-
+        if self._is_worth_it and self._watch is not None:
             calls = ctypes.addressof(self._num_calls)
-            launch.compiled(watch)(1, calls, self._num_seen, int(AWAKE_S / PAUSE_S))
+            self._watch(1, calls, self._num_seen, int(AWAKE_S / PAUSE_S))
 
     def end(self) -> None:
         """What was waited for is there."""

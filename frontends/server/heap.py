@@ -5,7 +5,7 @@ garbage of a server (a connection that has ended leaves some thirty objects in a
 twenty times a second, and everything when nobody is served, or after a while of work, sooner where memory is short.
 
 Measured with 256 streams, 290 objects each: of itself the collector looks when there are more objects than before, at 28,000
-new ones in 10 ms, or with the recent ones in 34; those of a twentieth of a second take 0.2.  A full look takes 25 to 70 ms,
+new ones in 10 ms, or with the recent ones in 34; those of 10 ms take 0.2.  A full look takes 25 to 70 ms,
 most of it for what is alive, and took 90 or 200 while torch's objects were in it.
 """
 

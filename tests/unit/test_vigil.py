@@ -9,6 +9,12 @@ from trouper.actors.executor.vigil import AWAKE_S, Vigil
 from trouper.kernels import launch
 
 
+def prepared(*args):
+    vigil = Vigil(*args)
+    vigil.prepare()
+    return vigil
+
+
 class Clock:
     def __init__(self):
         self.s = 0.0
@@ -36,7 +42,7 @@ def waited(vigil, clock, seconds):
 
 def test_it_is_awake_after_a_short_wait_and_asleep_after_a_long_one(watched):
     clock = Clock()
-    vigil = Vigil(clock)
+    vigil = prepared(clock)
     found = []
     for seconds in (0.9 * AWAKE_S, 2 * AWAKE_S, 0.9 * AWAKE_S, 0.9 * AWAKE_S, 60.0, 1.0):
         waited(vigil, clock, seconds)
@@ -46,7 +52,7 @@ def test_it_is_awake_after_a_short_wait_and_asleep_after_a_long_one(watched):
 
 def test_without_native_code_it_sleeps(watched, monkeypatch):
     monkeypatch.setattr(vigil_module.launch, "is_available", lambda: False)
-    vigil = Vigil(Clock())
+    vigil = prepared(Clock())
     for _ in range(3):
         waited(vigil, vigil._now, 0.0)
     assert watched == []
@@ -56,7 +62,7 @@ def test_without_native_code_it_sleeps(watched, monkeypatch):
 def test_a_call_ends_it_whenever_it_comes(monkeypatch):
     """With patience for an hour: only the calls can end these waits."""
     monkeypatch.setattr(vigil_module, "AWAKE_S", 3600.0)
-    vigil, is_kept = Vigil(), threading.Event()
+    vigil, is_kept = prepared(), threading.Event()
     waited(vigil, Clock(), 0.0)
 
     def wait():
@@ -78,6 +84,6 @@ def test_a_call_ends_it_whenever_it_comes(monkeypatch):
 
 @pytest.mark.skipif(not launch.is_available(), reason="it is native")
 def test_without_a_call_it_gives_up():
-    vigil = Vigil()
+    vigil = prepared()
     waited(vigil, Clock(), 0.0)
     vigil.keep()
