@@ -190,16 +190,18 @@ def noise(s: Shapes) -> Iterator[Case]:
 def draws(s: Shapes) -> Iterator[Case]:
     """A token for each row: of the whole vocabulary, of 50, and of nine tenths of the mass."""
     logits, positions = 3 * torch.randn(s.num_tokens, s.vocab), np.arange(s.num_tokens)
-    first = slice(NUM_CHECKED_ROWS)
+    few, nothing = positions[:NUM_CHECKED_ROWS], np.zeros((s.num_tokens, 1), dtype=np.int64)
     for name, top_k, top_p in (("all", 0, 1.0), ("top-k 50", 50, 1.0), ("top-p 0.9", 0, 0.9)):
         rows = np.zeros(s.num_tokens, dtype=ROW)
         rows["temperature"], rows["top_k"], rows["top_p"] = 1.0, top_k, top_p
-        rows["log_min_p"], rows["seed"] = -np.inf, positions
+        rows["log_min_p"], rows["seed"], rows["repetition"] = -np.inf, positions, 1.0
         yield Case(
             f"[{s.num_tokens}, {s.vocab}], {name}",
-            lambda rows=rows: torch.from_numpy(draw(logits, rows, positions)),
             lambda rows=rows: torch.from_numpy(
-                draw_reference(logits[first], rows[first], positions[first])
+                draw(logits, positions, rows, positions, positions, nothing)
+            ),
+            lambda rows=rows: torch.from_numpy(
+                draw_reference(logits, few, rows, few, few, nothing)
             ),
             4 * s.num_tokens * s.vocab,
             0,

@@ -18,6 +18,7 @@ from torch import Tensor
 from trouper.kernels import launch
 
 LANES = 16
+Integers = Sequence[int] | np.ndarray
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,9 +42,9 @@ class Ops(Protocol):
     def plan(
         self,
         block_ids: np.ndarray,
-        rows: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
+        rows: Integers,
+        starts: Integers,
+        counts: Integers,
         window: int | None,
     ) -> Any:
         """Prepare the attention of a step: column i is counts[i] tokens at positions starts[i] …
@@ -51,6 +52,10 @@ class Ops(Protocol):
         Args:
             block_ids: [rows, blocks] int64.
         """
+        ...
+
+    def look_up(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
+        """scale · table[ids], [T, E]."""
         ...
 
     def begin(self, positions_T: Tensor, slots_T: Tensor, tables: Sequence[Tensor]) -> Any:
@@ -81,6 +86,10 @@ class Ops(Protocol):
     def attend(self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: Any) -> Tensor: ...
 
     def act_mul(self, gate_up_TM: Tensor) -> Tensor: ...
+
+    def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
+        """cap · tanh(scale · product / cap) in float32, where there is a cap."""
+        ...
 
 
 def make_ops(shape: Shape, *, native: bool | None = None) -> Ops:

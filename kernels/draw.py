@@ -1,20 +1,27 @@
-"""A token for each row: the arg max of logit / temperature + Gumbel noise over what top-k, top-p and min-p leave.
+"""A token for each row of a step: the arg max of logit / temperature + Gumbel noise over what top-k, top-p and min-p leave.
 
-    logits [R, V]   float32, rows may be strided
-    rows [R]        `ROW`: a row's seed and parameters
-    positions [R]   int64, of the token that is to be drawn
-    token [R]       int64; 0 where all are -inf; what is not a number is never drawn
+    logits [T, V]     float32, may be strided; row i draws from those at picked[i], in which penalties are written, and
+                      not at all where that is below 0
+    parameters [S]    `ROW`: of the device's rows;  row i is the one at rows[i]
+    tokens [S, L]     int64, the first ends[i] of row rows[i] have occurred: where a penalty is asked for
+    token [R]         int64; NOT_FINITE, or NOTHING_LEFT where all are -inf; what is not a number is never drawn
 
-A row of temperature 0 takes the first of the largest.  Equal logits are in the order of their ids.  One call draws any
+First logits of tokens that have occurred are divided by the repetition penalty if they are above 0, else multiplied.  A
+row of temperature 0 takes the first of the largest.  Equal logits are in the order of their ids.  One call draws any
 mixture of rows.
 
-Law: a row's token depends on its own row alone.  The noise is `noise.gumbel`'s up to rounding.
+Laws:
+  * A row's token depends on its own row alone.  The noise is `noise.gumbel`'s up to rounding.
+  * A token that occurs twice is penalised once: all are read before any is written.  What is no token of the vocabulary
+    counts for nothing.
 
-Roofline: bytes = 4 R V; but instructions bound it, see `draw_rows.py` and `truncation.py`.
+Roofline: bytes = 4 R V from memory; but instructions bound it, see `draw_rows.py` and `truncation.py`.
 Measured, one Xeon core (Emerald Rapids), logits of deviation 3; in brackets with torch's and numpy's partitions:
 256 rows of 4,096, temperature 0.4 and top-p 0.95: 0.98 ms (5.3); 16 rows of 151,936: top-p 0.9 3.3 (365), top-k 50 1.9 (9.2),
 neither 1.2 (4.9), greedy 0.44 (0.45).
 """
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,46 +37,53 @@ ROW = np.dtype(
         ("top_p", np.float32),  # in (0, 1]; 1 = off
         ("log_min_p", np.float32),  # -inf = off
         ("top_k", np.int32),  # ≤ 0, or as many as there are, = off
+        ("repetition", np.float32),  # 1 = off; 0 = nor is it asked whether the logits are finite
     ]
 )
+NOT_FINITE, NOTHING_LEFT = -1, -2
 TOKENS_PER_THREAD = 2**15  # 10 µs; to wake a second thread costs 3
+LEAST = 16  # tokens in a vocabulary of the kernel's
 
 
-def draw(logits_RV: Tensor, rows_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
-    """Tokens [R], int64.
+def draw(
+    logits_TV: Tensor,
+    picked_R: np.ndarray,
+    parameters_S: np.ndarray,
+    rows_R: np.ndarray,
+    ends_R: np.ndarray,
+    tokens_SL: np.ndarray,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """Tokens [R], int64; `ends` are also their positions.  Logits, parameters and tokens as above, the rest int64.
 
-    Args:
-        logits_RV: float32.
-        rows_R: `ROW`.
-        positions_R: int64, of the token that is to be drawn.
+    What is recorded wants an `out`, and other arrays that stay where they are.
     """
-    assert logits_RV.dtype == torch.float32
-    if not launch.is_available():
-        return draw_reference(logits_RV, rows_R, positions_R)
+    assert logits_TV.dtype == torch.float32
+    if not launch.is_available() or logits_TV.shape[1] < LEAST:
+        return draw_reference(logits_TV, picked_R, parameters_S, rows_R, ends_R, tokens_SL, out)
     from trouper.kernels.draw_rows import draw_rows
-    from trouper.kernels.simd import LANES
     from trouper.kernels.truncation import held_bytes
 
-    num_rows, vocab_size = logits_RV.shape
-    if vocab_size < LANES:
-        wide_RV = logits_RV.new_full((num_rows, LANES), -torch.inf)
-        wide_RV[:, :vocab_size] = logits_RV
-        return draw(wide_RV, rows_R, positions_R)
-    rows_R = np.ascontiguousarray(rows_R, ROW)
-    positions_R = np.ascontiguousarray(positions_R, np.int64)
-    token_R = np.empty(num_rows, dtype=np.int64)
-    is_long = num_rows * vocab_size >= 2 * TOKENS_PER_THREAD
+    picked_R, rows_R, ends_R = (np.ascontiguousarray(x) for x in (picked_R, rows_R, ends_R))
+    num_rows, vocab_size = len(rows_R), logits_TV.shape[1]
+    token_R = np.empty(num_rows, dtype=np.int64) if out is None else out
+    is_long = num_rows * vocab_size + int(ends_R.sum()) >= 2 * TOKENS_PER_THREAD
     num_threads = torch.get_num_threads() if is_long else 1
+    num_bytes = max(held_bytes(vocab_size), 4 * tokens_SL.shape[1])
     launch.compiled(draw_rows)(
         num_rows,
-        logits_RV.data_ptr(),
-        logits_RV.stride(0),
+        logits_TV.data_ptr(),
+        logits_TV.stride(0),
+        picked_R.ctypes.data,
+        parameters_S.ctypes.data,
         rows_R.ctypes.data,
-        positions_R.ctypes.data,
+        ends_R.ctypes.data,
+        tokens_SL.ctypes.data,
+        tokens_SL.strides[0] // tokens_SL.itemsize,
         token_R.ctypes.data,
         vocab_size,
-        launch.scratch(num_threads * held_bytes(vocab_size)),
-        held_bytes(vocab_size),
+        launch.scratch(num_threads * num_bytes),
+        num_bytes,
         num_threads=num_threads,
     )
     return token_R
@@ -83,17 +97,47 @@ def compile_draw() -> None:
         launch.compiled(draw_rows)
 
 
-def draw_reference(logits_RV: Tensor, rows_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
-    vocabulary = np.arange(logits_RV.shape[1], dtype=np.uint32)
-    noise_RV = gumbel(rows_R["seed"], positions_R, vocabulary).numpy()
-    token_R = np.empty(len(rows_R), dtype=np.int64)
-    for i, (logits, noise, row) in enumerate(zip(logits_RV.numpy(), noise_RV, rows_R, strict=True)):
+def draw_reference(
+    logits_TV: Tensor,
+    picked_R: np.ndarray,
+    parameters_S: np.ndarray,
+    rows_R: np.ndarray,
+    ends_R: np.ndarray,
+    tokens_SL: np.ndarray,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    token_R = np.empty(len(rows_R), dtype=np.int64) if out is None else out
+    for i, (picked, row, end) in enumerate(zip(picked_R, rows_R, ends_R, strict=True)):
+        if picked < 0:
+            continue
+        logits: np.ndarray = logits_TV[picked].numpy()
+        parameters: Any = parameters_S[row]
+        if parameters["repetition"]:
+            if not np.isfinite(logits).all():
+                token_R[i] = NOT_FINITE
+                continue
+            penalise_repetition_reference_(logits, tokens_SL[row, :end], parameters["repetition"])
         logits = np.where(np.isnan(logits), -np.inf, logits)
-        if row["temperature"]:
-            kept = kept_reference(logits, row)
-            logits = np.where(kept, logits / row["temperature"] + noise, -np.inf)
-        token_R[i] = logits.argmax()
+        if parameters["temperature"] and not np.isneginf(logits).all():
+            kept = kept_reference(logits, parameters)
+            noise = gumbel(
+                parameters["seed"].reshape(1),
+                np.array([end]),
+                np.arange(len(logits), dtype=np.uint32),
+            )
+            noisy = logits / parameters["temperature"] + noise[0].numpy()
+            logits = np.where(kept, noisy, -np.inf)
+        token_R[i] = logits.argmax() if not np.isneginf(logits).all() else NOTHING_LEFT
     return token_R
+
+
+def penalise_repetition_reference_(
+    logits_V: np.ndarray, ids: np.ndarray, penalty: np.float32
+) -> None:
+    ids = ids[(ids >= 0) & (ids < len(logits_V))]
+    logits = logits_V[ids]
+    with np.errstate(all="ignore"):  # a row that is not finite fails later, and alone
+        logits_V[ids] = np.where(logits > 0, logits / penalty, logits * penalty)
 
 
 def kept_reference(logits_V: np.ndarray, row: np.void) -> np.ndarray:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from trouper.kernels.matmul import Act, Unit
 
 NATIVE = ("native", "floats", "split")
+COMPILED = (*NATIVE, "compressed", "int8", "int4")
 ONEDNN_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -86,6 +87,11 @@ class Linear:
                 self.layout, self.weight = "compressed", compressed
                 return
         self.weight = _PACKERS[self.layout](weight)
+
+    @property
+    def is_compiled(self) -> bool:
+        """A kernel of ours multiplies it."""
+        return self.layout in COMPILED
 
     @property
     def num_bytes(self) -> int:

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from trouper.kernels import attention_tile, decode_attention, launch, prefill_attention
 from trouper.kernels.add_norm import add_norm
-from trouper.kernels.decoder_ops import Shape
+from trouper.kernels.decoder_ops import LANES, Integers, Shape
+from trouper.kernels.finish_logits import finish_logits
 from trouper.kernels.finish_qkv import finish_qkv
 from trouper.kernels.gated_act import gated_act
 from trouper.kernels.launch import compiled, float_bits, scratch
+from trouper.kernels.look_up import look_up
+from trouper.kernels.torch_ops import finished_logits
 
 KINDS = {torch.bfloat16: "bf16", torch.float32: "f32"}
 UNLIMITED = 2**62
@@ -55,6 +58,8 @@ class NativeOps:
         self._add_norm = compiled(add_norm, kind)
         self._finish_qkv = compiled(finish_qkv, kind)
         self._gated = compiled(gated_act, kind, shape.activation)
+        self._look_up = compiled(look_up, kind)
+        self._finish_logits = compiled(finish_logits, kind)
         self._span = decode_attention.SPAN
         self._tile = prefill_attention.SIDE // self._group
         self._decode_scratch = decode_attention.scratch_bytes(self._group, shape.head_dim)
@@ -72,47 +77,64 @@ class NativeOps:
     def plan(
         self,
         block_ids: np.ndarray,
-        rows: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
+        rows: Integers,
+        starts: Integers,
+        counts: Integers,
         window: int | None,
     ) -> NativePlan:
-        spans: list[tuple[int, int, int, int, int]] = []
+        rows_C, starts_C, counts_C = (np.asarray(x, np.int64) for x in (rows, starts, counts))
+        firsts_C, ends_C = np.cumsum(counts_C) - counts_C, starts_C + 1
+        begins_C = np.zeros_like(ends_C) if window is None else np.maximum(0, ends_C - window)
+        is_lone_C = counts_C == 1
+        tile = self._tile * self._parts_of_a_piece(counts_C[~is_lone_C])
+        is_one_span_C = is_lone_C & (begins_C // self._span == starts_C // self._span)
+        columns = firsts_C, rows_C, begins_C, ends_C, np.full_like(ends_C, -1)
+        spans = [np.stack(columns, axis=1)[is_one_span_C]]
         merges: list[tuple[int, int, int]] = []
         tiles: list[tuple[int, int, int, int]] = []
-        num_partials = first = 0
-        tile = self._tile * self._parts_of_a_piece(counts)
-        for row, start, count in zip(rows, starts, counts, strict=True):
-            if count > 1:
+        num_partials = 0
+        for i in np.flatnonzero(~is_one_span_C).tolist():
+            first, row, begin, end = (int(x[i]) for x in columns[:4])
+            if is_lone_C[i]:
+                cuts = np.arange(begin // self._span, -(-end // self._span)) * self._span
+                cuts[0] = begin
+                merges.append((first, num_partials, len(cuts)))
+                partials = np.arange(num_partials, num_partials + len(cuts))
+                same = np.full_like(cuts, first), np.full_like(cuts, row)
+                spans.append(np.stack((*same, cuts, [*cuts[1:], end], partials), axis=1))
+                num_partials += len(cuts)
+            else:
+                start, count = int(starts_C[i]), int(counts_C[i])
                 # the last tile sees the most keys: it begins first
                 tiles += [
                     (first + offset, min(tile, count - offset), row, start + offset)
                     for offset in reversed(range(0, count, tile))
                 ]
-            else:
-                end = start + 1
-                begin = 0 if window is None else max(0, end - window)
-                cuts = [
-                    begin,
-                    *range(begin // self._span * self._span + self._span, end, self._span),
-                ]
-                if len(cuts) == 1:
-                    spans.append((first, row, begin, end, -1))
-                else:
-                    merges.append((first, num_partials, len(cuts)))
-                    for cut, following in zip(cuts, [*cuts[1:], end], strict=True):
-                        spans.append((first, row, cut, following, num_partials))
-                        num_partials += 1
-            first += count
+        spans_P = np.concatenate(spans)
         return NativePlan(
             block_ids,
-            np.array(spans, dtype=np.int64).reshape(-1, 5),
+            spans_P,
             np.array(merges, dtype=np.int64).reshape(-1, 3),
             np.empty((num_partials, self._shape.num_q_heads, self._shape.head_dim + 2), np.float32),
-            self._heads_of_a_piece(len(spans)),
+            self._heads_of_a_piece(len(spans_P)),
             np.array(tiles, dtype=np.int64).reshape(-1, 4),
             UNLIMITED if window is None else window,
         )
+
+    def look_up(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
+        assert table_VE.is_contiguous()
+        num_tokens, width = len(ids_T), table_VE.shape[1]
+        x_TE = torch.empty((num_tokens, width), dtype=table_VE.dtype)
+        self._look_up(
+            num_tokens,
+            table_VE.data_ptr(),
+            width,
+            ids_T.data_ptr(),
+            float_bits(scale),
+            x_TE.data_ptr(),
+            num_threads=_threads(num_tokens),
+        )
+        return x_TE
 
     def begin(
         self, positions_T: Tensor, slots_T: Tensor, tables: Sequence[Tensor]
@@ -238,9 +260,9 @@ class NativeOps:
             )
         return out_TN
 
-    def _parts_of_a_piece(self, counts: Sequence[int]) -> int:
+    def _parts_of_a_piece(self, counts: np.ndarray) -> int:
         """As many tiles of queries as leave each thread four pieces.  No result depends on it."""
-        num_tiles = sum(-(-count // self._tile) for count in counts if count > 1)
+        num_tiles = int((-(-counts // self._tile)).sum())
         most = num_tiles * self._shape.num_kv_heads // (4 * torch.get_num_threads())
         return max(1, min(most, prefill_attention.PARTS))
 
@@ -267,6 +289,22 @@ class NativeOps:
             num_threads=_threads(num_tokens),
         )
         return y_TM
+
+    def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
+        num_rows, vocab_size = product_RV.shape
+        if vocab_size < LANES:
+            return finished_logits(product_RV, scale, cap)
+        logits_RV = torch.empty((num_rows, vocab_size), dtype=torch.float32)
+        self._finish_logits(
+            num_rows,
+            product_RV.data_ptr(),
+            logits_RV.data_ptr(),
+            vocab_size,
+            float_bits(scale),
+            float_bits(cap or 0.0),
+            num_threads=_threads(num_rows),
+        )
+        return logits_RV
 
     def _float32(self, weight: Tensor) -> Tensor:
         """A small weight as the kernels read it; kept, together with what it was made of."""

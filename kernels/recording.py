@@ -12,7 +12,7 @@ Laws:
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -21,12 +21,14 @@ from torch.utils._pytree import tree_leaves
 from trouper.kernels import launch
 from trouper.kernels.arena import Arena, Lender
 
+Result = TypeVar("Result")  # tensors
+
 
 class NotRecordableError(Exception):
     """torch computes something from the inputs."""
 
 
-class Recording:
+class Recording(Generic[Result]):
     """What the kernels are asked for while `function` runs.
 
     Args:
@@ -38,7 +40,7 @@ class Recording:
     """
 
     def __init__(
-        self, arena: Arena, inputs: Iterable[Tensor], function: Callable[[], Tensor]
+        self, arena: Arena, inputs: Iterable[Tensor], function: Callable[[], Result]
     ) -> None:
         self._launches: list[tuple[int, int, tuple[int, ...]]] = []
         self._kept: list[object] = []

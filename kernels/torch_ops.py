@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trouper.kernels.act_mul import gelu_tanh_mul, silu_mul
 from trouper.kernels.attention_plan import Tile, plan_attention
-from trouper.kernels.decoder_ops import Shape
+from trouper.kernels.decoder_ops import Integers, Shape
 from trouper.kernels.kv_write import kv_write_
 from trouper.kernels.paged_attention import MAX_TILE_CAPPED, mask_tensors, paged_attention
 from trouper.kernels.rms_norm import rms_norm, rms_norm_heads_
@@ -26,20 +26,25 @@ class TorchOps:
     def plan(
         self,
         block_ids: np.ndarray,
-        rows: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
+        rows: Integers,
+        starts: Integers,
+        counts: Integers,
         window: int | None,
     ) -> tuple[tuple[Tile, ...], dict[int, Tensor]]:
         size = self._shape.block_size
+        chosen, firsts, nums = (np.asarray(x).tolist() for x in (rows, starts, counts))
         tables = [
             block_ids[row, : -(-(start + count) // size)]
-            for row, start, count in zip(rows, starts, counts, strict=True)
+            for row, start, count in zip(chosen, firsts, nums, strict=True)
         ]
         tiles = plan_attention(
-            tables, starts, counts, block_size=size, window=window, max_tile=self._max_tile
+            tables, firsts, nums, block_size=size, window=window, max_tile=self._max_tile
         )
         return tiles, mask_tensors(tiles, self._shape.dtype)
+
+    def look_up(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
+        x_TE = table_VE.index_select(0, ids_T)
+        return x_TE if scale == 1 else x_TE.mul_(scale)
 
     def begin(
         self, positions_T: Tensor, slots_T: Tensor, tables: Sequence[Tensor]
@@ -90,3 +95,13 @@ class TorchOps:
 
     def act_mul(self, gate_up_TM: Tensor) -> Tensor:
         return self._act_mul(gate_up_TM)
+
+    def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
+        return finished_logits(product_RV, scale, cap)
+
+
+def finished_logits(product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
+    logits_RV = product_RV.float()
+    if scale != 1:
+        logits_RV *= scale
+    return logits_RV.div_(cap).tanh_().mul_(cap) if cap else logits_RV

@@ -29,8 +29,9 @@ class Rows:
         self.block_ids = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.sampling: list[Sampling] = [Sampling()] * max_num_seqs
+        self.tell_prompts: set[int] = set()  # rows that want logprobs of their prompts
         # by row: the position of a part's first row, and the part [rows, E], which stands for tokens
-        self.embeds: list[tuple[tuple[int, Tensor], ...]] = [()] * max_num_seqs
+        self.embeds: dict[int, tuple[tuple[int, Tensor], ...]] = {}
 
     def place(self, new: NewRow) -> None:
         """Give a row to a sequence; whatever was in it is forgotten."""
@@ -39,7 +40,12 @@ class Rows:
         self.num_blocks[new.row] = 0
         self.add_blocks(new.row, new.block_ids)
         self.sampling[new.row] = new.sampling
-        self.embeds[new.row] = tuple((part.first, _matrix(part)) for part in new.embeds)
+        self.tell_prompts.discard(new.row)
+        if new.sampling.prompt_logprobs is not None:
+            self.tell_prompts.add(new.row)
+        self.embeds.pop(new.row, None)
+        if new.embeds:
+            self.embeds[new.row] = tuple((part.first, _matrix(part)) for part in new.embeds)
 
     def add_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         first = self.num_blocks[row]
@@ -49,7 +55,7 @@ class Rows:
     def token_spans(self, row: int) -> Iterator[tuple[int, int]]:
         """Begin and end of what is tokens in a prompt of which nothing has been computed yet."""
         begin = 0
-        for first, matrix in self.embeds[row]:
+        for first, matrix in self.embeds.get(row, ()):
             yield begin, first
             begin = first + len(matrix)
         yield begin, int(self.num_prompt[row])
@@ -97,12 +103,11 @@ def make_batch(
     size = rows.block_size
     slots_T = rows.block_ids[rows_T, positions_T // size] * size + positions_T % size
     lasts = firsts + counts - 1
-    has_long_chunks = any(count > 1 for count in attended[2])
+    has_long_chunks = bool((counts > SHORT_CHUNK).any())
     read = None
-    if has_long_chunks and all(rows.sampling[row].prompt_logprobs is None for row in plan.rows):
+    if has_long_chunks and rows.tell_prompts.isdisjoint(plan.rows):
         samples = np.flatnonzero(plan.needs_sample)
-        ends = starts[samples] + counts[samples]
-        lone = columns[samples].tolist(), (ends - 1).tolist(), [1] * len(samples)
+        lone = columns[samples], (starts + counts)[samples] - 1, np.ones_like(samples)
         read = Read(
             torch.from_numpy(lasts[samples]),
             {window: plan_attention(rows.block_ids, *lone, window) for window in windows},
@@ -125,33 +130,30 @@ def make_batch(
 
 def _attended(
     rows: np.ndarray, starts: np.ndarray, counts: np.ndarray
-) -> tuple[list[int], list[int], list[int]]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows, starts and counts of the columns as attention takes them."""
     times = np.where(counts <= SHORT_CHUNK, counts, 1)
     firsts = np.cumsum(times) - times
     offsets = np.arange(times.sum()) - firsts.repeat(times)
     lengths = np.where(counts <= SHORT_CHUNK, 1, counts)
-    return (
-        rows.repeat(times).tolist(),
-        (starts.repeat(times) + offsets).tolist(),
-        lengths.repeat(times).tolist(),
-    )
+    return rows.repeat(times), starts.repeat(times) + offsets, lengths.repeat(times)
 
 
 def embeds_of(plan: StepPlan, rows: Rows, firsts: np.ndarray) -> tuple[tuple[int, Tensor], ...]:
     """What of the embeddings this step computes, by its place in the flat batch; then they are forgotten."""
     found: list[tuple[int, Tensor]] = []
+    if rows.embeds.keys().isdisjoint(plan.rows):
+        return ()
     for row, start, count, place in zip(plan.rows, plan.starts, plan.counts, firsts, strict=True):
-        parts, later = rows.embeds[row], list[tuple[int, Tensor]]()
-        if not parts:
-            continue
+        parts, later = rows.embeds.pop(row, ()), list[tuple[int, Tensor]]()
         for first, matrix in parts:
             begin, end = max(start, first), min(start + count, first + len(matrix))
             if begin < end:
                 found.append((int(place) + begin - start, matrix[begin - first : end - first]))
             if first + len(matrix) > start + count:
                 later.append((first, matrix))
-        rows.embeds[row] = tuple(later)
+        if later:
+            rows.embeds[row] = tuple(later)
     return tuple(found)
 
 

@@ -1,7 +1,7 @@
 """Steps as recordings: one call to the machine in place of some two hundred from Python.
 
 A step of T tokens that are attended one by one is the same for every such step but for its inputs:
-the embeddings, positions and slots, which lie where they lay, and the plan of the attention, which the
+the tokens, positions and slots, which lie where they lay, and the plan of the attention, which the
 kernels find through its words.  So is an encoder's pass of one text of T tokens, but for the embeddings.
 
 Law: a graph belongs to the weights and the KV memory that were there when it was recorded.
@@ -17,13 +17,17 @@ from torch import Tensor
 from trouper.actors.executor.batch import Batch
 from trouper.actors.executor.models.decoder import Decoder
 from trouper.actors.executor.models.encoder import Encoder
+from trouper.actors.executor.sampler import Sampler
 from trouper.kernels.arena import Arena
 from trouper.kernels.recording import Recording
 from trouper.kernels.varlen_attention import Group, tiles_of
 
 # Of more rows, Python is less than a hundredth of the time.  A launch is recorded in about 180 bytes: 50 KiB
-# for 28 layers, 16 MiB if every number of rows occurs.
+# for 28 layers, 16 MiB if every number of rows occurs, 32 if each does drawn and not.
 MAX_ROWS = 320
+# The logits of a recorded step are in the arena, which keeps the memory of each power of two: at most 64 MiB, and half
+# as much for the product of bfloat16 that they are made of.
+MAX_LOGITS = 2**23
 NEWCOMERS = 64  # tokens of short prompts beside those who decode
 MAX_TOKENS = 64  # of one text that has a recording of its own
 # What a pass is rounded up to: rows are multiplied sixteen at a time anyway, and a tile of no queries takes 0.3 µs a head.
@@ -33,18 +37,26 @@ MAX_PASSES = 512  # kept, of some 10 KiB each; texts of one kind need a tenth of
 MAX_PASS = 1024
 
 
+class Passed(NamedTuple):
+    """What a step's pass gives; valid until the next one."""
+
+    hidden_TE: Tensor
+    logits_TV: Tensor | None = None  # of all tokens, if they are there at no cost
+    token_R: np.ndarray | None = None  # drawn for the columns that sample
+
+
 class _Graph(NamedTuple):
-    recording: Recording
+    recording: Recording[tuple[Tensor, Tensor | None]]
     plans: dict[int | None, Any]  # whose words it reads
 
 
 class _TextGraph(NamedTuple):
-    recording: Recording
+    recording: Recording[Tensor]
     tiles: np.ndarray  # that it reads
 
 
 class DecodeGraphs:
-    """Records a step of T rows when it is first asked for one.
+    """Records a step of T rows when it is first asked for one; with the draw, if its rows need no more than that.
 
     Args:
         caches: of each layer.
@@ -53,51 +65,71 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, decoder: Decoder, caches: Sequence[Tensor], max_rows: int, arena: Arena
+        self,
+        decoder: Decoder,
+        caches: Sequence[Tensor],
+        sampler: Sampler,
+        max_rows: int,
+        arena: Arena,
     ) -> None:
-        self._decoder, self._caches, self._arena = decoder, caches, arena
+        self._decoder, self._caches, self._sampler, self._arena = decoder, caches, sampler, arena
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
-        self._x = torch.empty((self._max_rows, decoder.traits.hidden_size), dtype=decoder.dtype)
-        self._positions, self._slots = np.empty((2, self._max_rows), dtype=np.int64)
-        self._graphs: dict[int, _Graph] = {}
+        self._inputs = np.zeros((3, self._max_rows), dtype=np.int64)  # ids, positions, slots
+        self._draws = np.zeros((4, self._max_rows), dtype=np.int64)  # picked, rows, ends, tokens
+        self._graphs: dict[tuple[int, bool], _Graph] = {}  # by rows, and whether they are drawn
 
     def __repr__(self) -> str:
-        return f"<DecodeGraphs of {sorted(self._graphs)} rows in {self._arena!r}>"
+        return f"<DecodeGraphs of {sorted(self._graphs)} in {self._arena!r}>"
 
     def can_forward(self, batch: Batch) -> bool:
         """Every token is attended alone, and from the vocabulary."""
         is_alone = not (batch.has_long_chunks or batch.embeds)
         return is_alone and len(batch.token_ids) <= self._max_rows
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Hidden states [T, E], as the decoder's `forward` gives; valid until the next call.
+    def forward(self, batch: Batch, columns: np.ndarray) -> Passed:
+        """As the decoder's `forward`.  `columns`: those that sample.
 
         Raises:
             NotRecordableError: torch computes in this model's steps.
         """
-        num_rows = len(batch.token_ids)
-        x_TE = self._x[:num_rows]
-        graph = self._graphs.get(num_rows)
+        num_rows, num_drawn = len(batch.token_ids), len(columns)
+        is_drawn = self._has_logits(num_rows) and self._sampler.is_plain(batch.rows.tolist())
+        graph = self._graphs.get((num_rows, is_drawn))
         if graph is None:
-            positions_T, slots_T = (
-                torch.from_numpy(held[:num_rows]) for held in (self._positions, self._slots)
-            )
-            recording = Recording(
-                self._arena,
-                (x_TE, positions_T, slots_T),
-                lambda: self._decoder.forward_embedded(
-                    x_TE, positions_T, slots_T, batch.plans, self._caches
-                ),
-            )
-            graph = self._graphs[num_rows] = _Graph(recording, batch.plans)
+            graph = self._recorded(num_rows, is_drawn, batch)
+            self._graphs[num_rows, is_drawn] = graph
         # numpy's copies: each call of torch lets go of the interpreter, and a busy loop keeps it for a while
-        self._decoder.embed(batch.token_ids, out=x_TE)
-        self._positions[:num_rows] = batch.positions.numpy()
-        self._slots[:num_rows] = batch.slots.numpy()
+        inputs = batch.token_ids, batch.positions, batch.slots
+        for held, now in zip(self._inputs, inputs, strict=True):
+            held[:num_rows] = now.numpy()
+        picked, rows, ends, tokens = self._draws
+        picked[:num_drawn], picked[num_drawn:num_rows] = batch.lasts[columns], -1
+        rows[:num_drawn], ends[:num_drawn] = batch.rows[columns], batch.ends[columns]
         for window, plan in graph.plans.items():
             plan.words[:] = batch.plans[window].words
         graph.recording.replay()
-        return graph.recording.result
+        return Passed(*graph.recording.result, tokens[:num_drawn] if is_drawn else None)
+
+    def _has_logits(self, num_rows: int) -> bool:
+        num = self._decoder.num_logits(num_rows)
+        return num is not None and num <= MAX_LOGITS
+
+    def _recorded(self, num_rows: int, is_drawn: bool, batch: Batch) -> _Graph:
+        decoder = self._decoder
+        inputs = [torch.from_numpy(held[:num_rows]) for held in self._inputs]
+        *draws, tokens = (held[:num_rows] for held in self._draws)
+
+        def step() -> tuple[Tensor, Tensor | None]:
+            ids_T, positions_T, slots_T = inputs
+            hidden_TE = decoder.forward(ids_T, positions_T, slots_T, batch.plans, self._caches)
+            if not self._has_logits(num_rows):
+                return hidden_TE, None
+            logits_TV = decoder.logits(hidden_TE)
+            if is_drawn:
+                self._sampler.draw(logits_TV, *draws, out=tokens)
+            return hidden_TE, logits_TV
+
+        return _Graph(Recording(self._arena, inputs, step), batch.plans)
 
 
 class TextGraphs:

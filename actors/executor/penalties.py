@@ -1,8 +1,8 @@
 """Processors that change one row's logits before anything is drawn; spec section 8.1, steps 3 to 6.
 
 The static part of a row (allowed ids, bias, stop ids) is made once, when the row is placed; rows that use none of it are
-absent from the table and cost nothing.  What was generated is read where the steps have written it.  The repetition
-penalty, which models ask for in their own files, is one call for all rows; where others come before it, it is theirs.
+absent from the table and cost nothing.  What was generated is read where the steps have written it.  A repetition
+penalty that is alone, as models ask for in their own files, is left to the call that draws.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trouper.actors.executor.batch import Rows
 from trouper.actors.messages import Sampling
-from trouper.kernels.repetition import penalise_repetition_, penalise_repetition_reference_
+from trouper.kernels.draw import penalise_repetition_reference_
 
 
 class _Row(msgspec.Struct):
@@ -24,28 +24,27 @@ class _Row(msgspec.Struct):
     allowed: Tensor | None
     stop_ids: Tensor | None
     bias: tuple[Tensor, Tensor] | None  # ids, values
-    prompt_ids: np.ndarray | None  # each once, for a repetition penalty that is not alone
+    prompt_ids: np.ndarray | None  # each once, for a repetition penalty
 
 
 class Penalties:
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self._in_use: dict[int, _Row] = {}
-        self._repetition = np.ones(len(rows.sampling), dtype=np.float32)  # 1 = none, or not alone
 
-    def place(self, row: int) -> None:
+    def place(self, row: int) -> float:
+        """The repetition penalty that is left to `draw`; 1 = none, 0 = the row is edited here, and looked at."""
         s = self._rows.sampling[row]
         self._in_use.pop(row, None)
-        edits = s.allowed_token_ids or s.bad_words_ids or s.min_tokens or s.logit_bias
-        is_alone = not (edits or self._rows.embeds[row])
-        self._repetition[row] = s.repetition if is_alone else 1
+        is_counted = s.frequency_penalty or s.presence_penalty
+        is_edited = s.allowed_token_ids or s.bad_words_ids or s.min_tokens or s.logit_bias
+        is_mixed = row in self._rows.embeds and s.repetition != 1
+        if not (is_counted or is_edited or is_mixed):
+            return s.repetition
         prompt_ids = None
-        if s.repetition_penalty != 1 and not is_alone:
+        if s.repetition != 1:
             tokens, spans = self._rows.token_ids[row], self._rows.token_spans(row)
             prompt_ids = np.unique(np.concatenate([tokens[begin:end] for begin, end in spans]))
-        is_counted = s.frequency_penalty or s.presence_penalty
-        if not (edits or is_counted or prompt_ids is not None):
-            return
         self._in_use[row] = _Row(
             sampling=s,
             allowed=_ids(s.allowed_token_ids),
@@ -56,22 +55,31 @@ class Penalties:
         if s.logit_bias:
             ids, values = zip(*s.logit_bias, strict=True)
             self._in_use[row].bias = (torch.tensor(ids), torch.tensor(values))
+        return 0.0
 
-    def apply(self, logits_RV: Tensor, rows_R: np.ndarray, ends_R: np.ndarray) -> np.ndarray:
-        """In place; `ends` are the positions of the tokens to be drawn.  Tells which rows were finite before."""
-        used: list[tuple[int, _Row, np.ndarray]] = []
-        if self._in_use:
-            for i, (row, end) in enumerate(zip(rows_R.tolist(), ends_R.tolist(), strict=True)):
-                state = self._in_use.get(row)
-                if state is not None:
-                    used.append((i, state, self._rows.outputs_of(row, end)))
-        is_finite_R = penalise_repetition_(
-            logits_RV, self._rows.token_ids, rows_R, ends_R, self._repetition[rows_R]
-        )
-        for i, state, outputs in used:
-            _edit(logits_RV[i], state, outputs)
-            _penalise(logits_RV[i].numpy(), state, outputs)
-        return is_finite_R
+    def leave_alone(self, rows: Sequence[int]) -> bool:
+        return self._in_use.keys().isdisjoint(rows)
+
+    def apply(
+        self, logits_TV: Tensor, rows_R: np.ndarray, ends_R: np.ndarray, picked_R: np.ndarray
+    ) -> list[int]:
+        """In place; `ends` are the positions of the tokens to be drawn.  Tells whose logits were not finite."""
+        spoiled: list[int] = []
+        if not self._in_use:
+            return spoiled
+        columns = zip(rows_R.tolist(), ends_R.tolist(), picked_R.tolist(), strict=True)
+        for i, (row, end, picked) in enumerate(columns):
+            state = self._in_use.get(row)
+            if state is None:
+                continue
+            logits_V = logits_TV[picked]
+            if not np.isfinite(logits_V.numpy()).all():
+                spoiled.append(i)
+                continue
+            outputs = self._rows.outputs_of(row, end)
+            _edit(logits_V, state, outputs)
+            _penalise(logits_V.numpy(), state, outputs)
+        return spoiled
 
 
 def _edit(logits_V: Tensor, state: _Row, outputs: np.ndarray) -> None:

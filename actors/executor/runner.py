@@ -8,7 +8,6 @@ Laws:
 """
 
 import logging
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from trouper.actors.executor.batch import Batch, Rows, make_batch
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.executor.graphs import DecodeGraphs
+from trouper.actors.executor.graphs import DecodeGraphs, Passed
 from trouper.actors.executor.integer_checkpoints import integer_scheme
 from trouper.actors.executor.memory import give_back_free_memory
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_shape
@@ -34,7 +33,6 @@ from trouper.kernels.arena import Arena, Lender
 from trouper.kernels.decoder_ops import make_ops
 from trouper.kernels.draw import compile_draw
 from trouper.kernels.recording import NotRecordableError
-from trouper.kernels.repetition import compile_repetition
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +106,15 @@ class Runner:
             if self._graphs is None:
                 max_rows = self._config.scheduler.max_num_seqs
                 caches = self._kv.unbind(0)
-                self._graphs = DecodeGraphs(self._decoder, caches, max_rows, self._arena)
+                self._graphs = DecodeGraphs(
+                    self._decoder, caches, self._sampler, max_rows, self._arena
+                )
 
     def _load_decoder(self) -> Decoder:
         config = self._config
         with ThreadPoolExecutor(1, "trouper-compile") as pool:
             ops = pool.submit(make_ops, ops_shape(self._traits, self._dtype, config.block_size))
-            others = [pool.submit(compile) for compile in (compile_repetition, compile_draw)]
+            draw = pool.submit(compile_draw)
             decoder = load_decoder(
                 Path(config.model.path),
                 self._traits,
@@ -126,8 +126,7 @@ class Runner:
                 scheme=integer_scheme(config.model.hf_config),
                 ops=ops.result,
             )
-            for compiled in others:
-                compiled.result()
+            draw.result()
             return decoder
 
     @property
@@ -147,9 +146,10 @@ class Runner:
             if not plan.rows:
                 return StepDone(plan.step, ())
             batch = make_batch(plan, self._rows, self._traits.windows, self._decoder.ops.plan)
-            hidden = self._forward(batch, self._decoder, self._kv.unbind(0))
-            prompt_logprobs = self._prompt_logprobs(hidden, batch, self._decoder)
-            return self._sample(plan, hidden, batch, prompt_logprobs)
+            columns = np.flatnonzero(plan.needs_sample)
+            passed = self._forward(batch, columns, self._decoder, self._kv)
+            prompt_logprobs = self._prompt_logprobs(passed.hidden_TE, batch, self._decoder)
+            return self._sample(plan, passed, batch, columns, prompt_logprobs)
 
     def _apply_changes(self, plan: StepPlan, kv: Tensor) -> None:
         for new in plan.new_rows:
@@ -161,42 +161,46 @@ class Runner:
         for source, target in plan.copies:
             kv.narrow(3, target * size, size).copy_(kv.narrow(3, source * size, size))
 
-    def _forward(self, batch: Batch, decoder: Decoder, caches: Sequence[Tensor]) -> Tensor:
+    def _forward(self, batch: Batch, columns: np.ndarray, decoder: Decoder, kv: Tensor) -> Passed:
         if self._graphs is not None and self._graphs.can_forward(batch):
             try:
-                return self._graphs.forward(batch)
+                return self._graphs.forward(batch, columns)
             except NotRecordableError as error:
                 logger.info("steps are not recorded: %s", error)
                 self._graphs = None
         with Lender(self._arena):
-            return decoder.forward(
+            hidden = decoder.forward(
                 batch.token_ids,
                 batch.positions,
                 batch.slots,
                 batch.plans,
-                caches,
+                kv.unbind(0),
                 batch.embeds,
                 batch.read,
             )
+            return Passed(hidden)
 
     def _sample(
         self,
         plan: StepPlan,
-        hidden: Tensor,
+        passed: Passed,
         batch: Batch,
+        columns: np.ndarray,
         prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...],
     ) -> StepDone:
         token_ids = np.full(len(plan.rows), -1)
         logprobs: list[TokenLogprobs | None] = []
-        columns = np.flatnonzero(plan.needs_sample)
-        if len(columns):
+        rows, ends = batch.rows[columns], batch.ends[columns]
+        if passed.token_R is not None:
+            token_ids[columns] = self._sampler.written(passed.token_R, rows, ends)
+        elif len(columns):
             assert self._decoder is not None
-            if batch.read is None and len(columns) < len(hidden):
-                hidden = hidden.index_select(0, torch.from_numpy(batch.lasts[columns]))
-            logits_RV = self._decoder.logits(hidden)
-            sampled = self._sampler.sample(
-                logits_RV, batch.rows[columns].tolist(), batch.ends[columns].tolist()
-            )
+            hidden, logits, picked = passed.hidden_TE, passed.logits_TV, batch.lasts[columns]
+            if logits is None:
+                if batch.read is None and len(columns) < len(hidden):
+                    hidden = hidden.index_select(0, torch.from_numpy(picked))
+                logits, picked = self._decoder.logits(hidden), None
+            sampled = self._sampler.sample(logits, rows, ends, picked)
             token_ids[columns] = sampled.token_ids
             if sampled.logprobs:
                 logprobs = [None] * len(plan.rows)
@@ -215,6 +219,8 @@ class Runner:
     ) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
         """Of the prompt tokens that follow the positions of this step, where they were asked for."""
         found: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
+        if not self._rows.tell_prompts:
+            return ()
         for column, row in enumerate(batch.rows.tolist()):
             num_top = self._rows.sampling[row].prompt_logprobs
             if num_top is None:

@@ -4,8 +4,8 @@
 
 Laws:
   * A row's token is a function of its own logits, parameters, seed and position alone.
-  * A step is a few calls, whatever the number of rows: each call of torch lets go of the interpreter's lock, and a
-    busy event loop takes it.
+  * A step is one call, whatever the number of rows, but for rows that are edited and those who want logprobs: each
+    call lets go of the interpreter's lock, and a busy event loop takes it.
 """
 
 import math
@@ -19,9 +19,10 @@ from torch import Tensor
 from trouper.actors.executor.batch import Rows
 from trouper.actors.executor.penalties import Penalties
 from trouper.actors.messages import NO_VALID_TOKEN, Sampling, TokenLogprobs
-from trouper.kernels.draw import ROW, draw
+from trouper.kernels.draw import NOT_FINITE, NOTHING_LEFT, ROW, draw
 
 NO_TOP_K = 2**31 - 1  # more than any vocabulary
+assert (NOT_FINITE, NOTHING_LEFT) == (-1, NO_VALID_TOKEN)  # they go into messages as they are
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -40,39 +41,67 @@ class Sampler:
 
     def place(self, row: int) -> None:
         """A sequence took the row."""
-        self._penalties.place(row)
+        repetition = self._penalties.place(row)
         s = self._rows.sampling[row]
         log_min_p = math.log(s.min_p) if s.min_p else -math.inf
         top_k = min(s.top_k, NO_TOP_K)
-        self._parameters[row] = (s.seed % 2**64, s.temperature, s.top_p, log_min_p, top_k)
+        seed = s.seed % 2**64
+        self._parameters[row] = (seed, s.temperature, s.top_p, log_min_p, top_k, repetition)
         self._wishes.pop(row, None)
         if s.logprobs is not None or s.logprob_token_ids:
             self._wishes[row] = s
 
-    def sample(self, logits_RV: Tensor, row_ids: Sequence[int], ends: Sequence[int]) -> Sampled:
+    def is_plain(self, rows: Sequence[int]) -> bool:
+        """`draw` and `written` are all that these rows need."""
+        return self._penalties.leave_alone(rows) and self._wishes.keys().isdisjoint(rows)
+
+    def draw(
+        self,
+        logits_TV: Tensor,
+        picked_R: np.ndarray,
+        rows_R: np.ndarray,
+        ends_R: np.ndarray,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """`kernels.draw` with these rows' parameters and tokens; it can be recorded."""
+        tokens_SL = self._rows.token_ids
+        return draw(logits_TV, picked_R, self._parameters, rows_R, ends_R, tokens_SL, out)
+
+    def written(self, token_R: np.ndarray, rows_R: np.ndarray, ends_R: np.ndarray) -> list[int]:
+        """Each into its row, if it is one."""
+        is_drawn_R = token_R >= 0
+        self._rows.token_ids[rows_R[is_drawn_R], ends_R[is_drawn_R]] = token_R[is_drawn_R]
+        return token_R.tolist()
+
+    def sample(
+        self,
+        logits_TV: Tensor,
+        rows_R: np.ndarray,
+        ends_R: np.ndarray,
+        picked_R: np.ndarray | None = None,
+    ) -> Sampled:
         """Draw one token a row and write it into the row, at its end; the logits are overwritten.
 
         Args:
-            logits_RV: raw logits, float32.
-            row_ids: the R device rows.
-            ends: position of the token to be drawn, = number of tokens before it.
+            logits_TV: raw logits, float32.
+            rows_R: the device rows.
+            ends_R: position of the token to be drawn, = number of tokens before it.
+            picked_R: which of the logits are a row's; None: those of the same number.
         """
-        rows_R, ends_R = np.array(row_ids), np.array(ends)
-        raw = {
-            i: logits_RV[i].log_softmax(-1) for i, row in enumerate(row_ids) if row in self._wishes
-        }
-        is_finite_R = self._penalties.apply(logits_RV, rows_R, ends_R)
-        token_R = draw(logits_RV, self._parameters[rows_R], ends_R)
-        # it is drawn only where nothing else is left
-        is_excluded_R = np.isneginf(logits_RV.numpy()[np.arange(len(token_R)), token_R])
-        is_drawn_R = is_finite_R & ~is_excluded_R
-        self._rows.token_ids[rows_R[is_drawn_R], ends_R[is_drawn_R]] = token_R[is_drawn_R]
-        token_R[is_excluded_R] = NO_VALID_TOKEN
-        token_R[~is_finite_R] = -1
-        token_ids = token_R.tolist()
+        if picked_R is None:
+            picked_R = np.arange(len(rows_R))
+        raw: dict[int, Tensor] = {}
+        if self._wishes:
+            for i, (row, picked) in enumerate(zip(rows_R.tolist(), picked_R.tolist(), strict=True)):
+                if row in self._wishes:
+                    raw[i] = logits_TV[picked].log_softmax(-1)
+        spoiled = self._penalties.apply(logits_TV, rows_R, ends_R, picked_R)
+        token_R = self.draw(logits_TV, picked_R, rows_R, ends_R)
+        token_R[spoiled] = NOT_FINITE
+        token_ids = self.written(token_R, rows_R, ends_R)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids) if raw else []
         for i, raw_V in raw.items():
-            s = self._wishes[row_ids[i]]
+            s = self._wishes[int(rows_R[i])]
             if token_ids[i] >= 0:
                 logprobs[i] = token_logprobs(
                     raw_V, token_ids[i], s.logprobs or 0, s.logprob_token_ids

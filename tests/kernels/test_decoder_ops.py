@@ -254,6 +254,35 @@ def test_gated_activation(dtype, activation, shape):
         torch.testing.assert_close(found, (act * up).to(dtype), atol=3e-5, rtol=rtol)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 8.0, 0.3])
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_embeddings_are_looked_up_bit_by_bit(dtype, scale, num_tokens):
+    torch.manual_seed(0)
+    table, ids = torch.randn(50, 64).to(dtype), torch.randint(0, 50, (num_tokens,))
+    shape = shape_of(dtype=dtype)
+    native, by_torch = (kind(shape).look_up(table, ids, scale) for kind in (NativeOps, TorchOps))
+    assert torch.equal(native, by_torch)
+    assert torch.equal(by_torch, (table[ids].float() * scale).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.125, None), (1.0, 30.0), (2.0, 0.5)])
+@pytest.mark.parametrize("vocab_size", [7, 16, 50, 4096])
+def test_logits_are_scaled_and_capped_in_float32(dtype, scale, cap, vocab_size):
+    torch.manual_seed(0)
+    product = (20 * torch.randn(30, vocab_size)).to(dtype)
+    expected = product.double() * scale
+    if cap:
+        expected = cap * (expected / cap).tanh()
+    before = product.clone()
+    for kind in (NativeOps, TorchOps):
+        logits = kind(shape_of(dtype=dtype)).finish_logits(product.clone(), scale, cap)
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits.double(), expected, rtol=1e-6, atol=2e-7 * (cap or 1))
+    assert torch.equal(product, before)
+
+
 def test_the_choice_depends_on_the_model():
     assert isinstance(make_ops(TINY), NativeOps)
     assert isinstance(make_ops(TINY, native=False), TorchOps)

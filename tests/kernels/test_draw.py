@@ -6,10 +6,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.kernels.draw import ROW, draw, draw_reference, kept_reference
+from trouper.kernels import draw as drawing
+from trouper.kernels.draw import (
+    NOT_FINITE,
+    NOTHING_LEFT,
+    ROW,
+    kept_reference,
+    penalise_repetition_reference_,
+)
 from trouper.kernels.noise import gumbel
 
 MASS = 1e-5  # of a sum of float32: whoever is so near a limit may be on either side
+
+
+def drawn(logits, rows, positions, how=drawing.draw):
+    """From logits as they are: nothing has occurred, and they may be anything."""
+    numbers = np.arange(len(logits))
+    nothing = np.zeros((len(logits), 1), dtype=np.int64)
+    return how(logits, numbers, np.ascontiguousarray(rows), numbers, positions, nothing)
 
 
 def rows_of(num_rows, seed=0, /, *, min_p=0.0, **parameters):
@@ -87,10 +101,10 @@ def logits_of_any_shape(draw_from):
 )
 def test_the_token_is_that_of_a_stable_sort(logits, temperature, top_k, top_p, min_p, position):
     row = rows_of(1, position, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    (token,) = draw(logits[None], row, np.array([position]))
+    (token,) = drawn(logits[None], row, np.array([position]))
     without_nan = logits.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if without_nan.isneginf().all():
-        assert token == 0
+        assert token == NOTHING_LEFT
     else:
         assert_drawn_right(without_nan, row[0], position, token)
         assert not logits[token].isnan()
@@ -103,54 +117,56 @@ def test_a_large_vocabulary(scale, dtype):
     logits = (scale * torch.randn(151_936)).to(dtype).float()
     for truncation in ({"top_p": 0.9}, {"top_k": 50}, {"top_k": 3000, "top_p": 0.7}, {}):
         row = rows_of(1, **truncation)
-        (token,) = draw(logits[None], row, np.array([5]))
+        (token,) = drawn(logits[None], row, np.array([5]))
         assert_drawn_right(logits, row[0], 5, token)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 31, 32, 100, 4099, 70_000])
 def test_a_mixture_of_rows_gives_the_tokens_of_the_formulas(vocab_size):
     logits, rows, positions = mixed(40, vocab_size)
-    found = draw(logits, rows, positions)
+    found = drawn(logits, rows, positions)
     for i, token in enumerate(found):
         assert_drawn_right(logits[i], rows[i], i, token)
-    assert np.mean(found == draw_reference(logits, rows, positions)) > 0.9
+    assert np.mean(found == drawn(logits, rows, positions, drawing.draw_reference)) > 0.9
 
 
 @pytest.mark.parametrize("vocab_size", [50, 20_000])
 def test_a_row_is_drawn_alike_among_any_others_and_on_any_threads(vocab_size):
     logits, rows, positions = mixed(12, vocab_size)
-    found = draw(logits, rows, positions)
+    found = drawn(logits, rows, positions)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
         wide = torch.zeros(12, vocab_size + 16)[:, :vocab_size].copy_(logits)
-        assert (draw(wide, rows, positions) == found).all()
-        assert (draw(logits.flip(0), rows[::-1], positions[::-1]) == found[::-1]).all()
+        assert (drawn(wide, rows, positions) == found).all()
+        assert (drawn(logits.flip(0), rows[::-1], positions[::-1]) == found[::-1]).all()
     finally:
         torch.set_num_threads(before)
     for i in range(12):
         one = slice(i, i + 1)
-        assert draw(logits[one], rows[one], positions[one]) == found[one]
+        assert drawn(logits[one], rows[one], positions[one]) == found[one]
 
 
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}])
 def test_excluded_tokens_and_those_that_are_not_numbers_are_never_drawn(truncation):
     rows, positions = rows_of(64, **truncation), np.arange(64)
     logits = torch.full((64, 40), -torch.inf)
-    assert not draw(logits, rows, positions).any()  # the first where all are excluded
-    assert not draw(torch.full((64, 40), torch.nan), rows, positions).any()
+    assert (drawn(logits, rows, positions) == NOTHING_LEFT).all()
+    logits.fill_(torch.nan)
+    assert (drawn(logits, rows, positions) == NOTHING_LEFT).all()
+    logits.fill_(-torch.inf)
     logits[:, 7] = -3.0
     logits[:, 9] = torch.nan
-    assert (draw(logits, rows, positions) == 7).all()
+    assert (drawn(logits, rows, positions) == 7).all()
     logits[:, 39] = torch.inf  # the row fails later; it must end
-    draw(logits, rows, positions)
+    drawn(logits, rows, positions)
 
 
 def test_of_equal_tokens_those_with_the_least_ids_are_kept():
     logits = torch.zeros(500, 100)
     logits[:, 3] = -9.0
     for truncation in ({"top_k": 5}, {"top_p": 4.5 / 99}):
-        found = draw(logits, rows_of(500, **truncation), np.arange(500))
+        found = drawn(logits, rows_of(500, **truncation), np.arange(500))
         assert sorted(set(found.tolist())) == [0, 1, 2, 4, 5]
 
 
@@ -163,7 +179,7 @@ def test_the_draws_follow_the_distribution(truncation, kept):
     count = 20_000
     rows = rows_of(count, **truncation)
     rows["seed"] = 3
-    found = draw(probabilities.log().repeat(count, 1), rows, np.arange(count))
+    found = drawn(probabilities.log().repeat(count, 1), rows, np.arange(count))
     probabilities[kept:] = 0
     shares = np.bincount(found, minlength=20) / count
     expected = (probabilities / probabilities.sum()).numpy()
@@ -175,13 +191,95 @@ def test_greater_temperatures_flatten():
     logits = torch.arange(16.0).repeat(2000, 1)
     rows, positions = rows_of(2000), np.arange(2000)
     rows["seed"], rows["temperature"] = 1, 0.05
-    assert (draw(logits, rows, positions) == 15).all()
+    assert (drawn(logits, rows, positions) == 15).all()
     rows["temperature"] = 100.0
-    assert len(set(draw(logits, rows, positions).tolist())) == 16
+    assert len(set(drawn(logits, rows, positions).tolist())) == 16
 
 
 def test_nearly_equal_tokens_are_all_drawn():
     """What may be passed over without a logarithm is never the best."""
     logits = torch.linspace(0, 1, 4096).repeat(3000, 1)
     rows, positions = rows_of(3000), np.arange(3000)
-    assert (draw(logits, rows, positions) == draw_reference(logits, rows, positions)).all()
+    assert (
+        drawn(logits, rows, positions) == drawn(logits, rows, positions, drawing.draw_reference)
+    ).all()
+
+
+def batch(num_rows, vocab_size, length, seed=0):
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.standard_normal((num_rows, vocab_size), dtype=np.float32))
+    token_ids = rng.integers(0, vocab_size, (2 * num_rows, length))
+    rows, ends = rng.permutation(2 * num_rows)[:num_rows], rng.integers(0, length + 1, num_rows)
+    penalties = rng.choice([1, 1.2, 0.7], num_rows).astype(np.float32)
+    return logits, token_ids, rows, ends, penalties
+
+
+def penalised(logits, token_ids, rows, ends, penalties):
+    """Who drew something."""
+    parameters = np.zeros(len(token_ids), dtype=ROW)
+    parameters["repetition"][rows] = penalties
+    found = drawing.draw(logits, np.arange(len(rows)), parameters, rows, ends, token_ids)
+    return found != NOT_FINITE
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size", "length"), [(1, 3, 9), (7, 100, 30), (300, 60, 400)]
+)
+def test_each_token_that_has_occurred_counts_once(num_rows, vocab_size, length):
+    logits, token_ids, rows, ends, penalties = batch(num_rows, vocab_size, length)
+    expected = logits.numpy().copy()
+    for i in range(num_rows):
+        for token in set(token_ids[rows[i], : ends[i]].tolist()):
+            x = expected[i, token]
+            expected[i, token] = x / penalties[i] if x > 0 else x * penalties[i]
+    alike = logits.clone()
+    penalised(logits, token_ids, rows, ends, penalties)
+    assert (logits.numpy() == expected).all()
+    for i in range(num_rows):
+        ids = token_ids[rows[i], : ends[i]]
+        penalise_repetition_reference_(alike[i].numpy(), ids, penalties[i])
+    assert torch.equal(alike, logits)
+
+
+def test_on_any_number_of_threads_and_with_gaps_between_rows():
+    logits, *others = batch(300, 60, 400)
+    wide = torch.zeros(300, 77)[:, :60].copy_(logits)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        penalised(wide, *others)
+    finally:
+        torch.set_num_threads(before)
+    penalised(logits, *others)
+    assert torch.equal(wide, logits)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("vocab_size", [1, 15, 64, 65, 200])
+def test_one_number_makes_a_row_infinite(vocab_size, poison):
+    logits, *others = batch(vocab_size, vocab_size, 2)
+    logits.fill_diagonal_(poison)
+    logits = torch.cat((logits, torch.full((1, vocab_size), 3e38)))
+    nothing = np.zeros(len(logits), dtype=np.int64)
+    found = penalised(logits, others[0], nothing, nothing, 1.0)
+    assert found.tolist() == [False] * vocab_size + [True]
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_row(poison):
+    logits, *others = batch(5, 40, 50)
+    poisoned = logits.clone()
+    poisoned[2] = poison
+    assert penalised(logits, *others).all()
+    assert penalised(poisoned, *others).tolist() == [True, True, False, True, True]
+    assert not poisoned[2].isfinite().any()
+    kept = [0, 1, 3, 4]
+    assert torch.equal(poisoned[kept], logits[kept])
+
+
+def test_rows_draw_from_those_of_the_logits_that_are_picked():
+    logits, rows, positions = mixed(9, 100)
+    picked = np.array([7, 2, 3])
+    nothing = np.zeros((9, 1), dtype=np.int64)
+    found = drawing.draw(logits, picked, rows, picked - 1, positions[picked], nothing)
+    assert (found == drawn(logits[picked], rows[picked - 1], positions[picked])).all()

@@ -15,6 +15,7 @@ from trouper.actors.messages import PoolColumn, PoolPlan, Sampling
 from trouper.config import EngineArgs
 from trouper.kernels import decode_attention, launch, machine_code
 from trouper.kernels.linear import layout_of
+from trouper.kernels.recording import Recording
 
 from .driver import Driver, engine_config, random_prompts
 from .test_architectures import CASES, VOCAB, tiny_model
@@ -28,13 +29,14 @@ ALL_LOGITS = Sampling(temperature=0.0, logprobs=-1)
 PROMPTS = random_prompts((9, 20, 3, 30, 1), VOCAB, seed=3)
 PROMPTS_OF_FEW = random_prompts((2, 8, 3, 5, 1), VOCAB, seed=4)
 DEFAULT = ("llama-biased-llama3", "mistral-windowed", "qwen3-tied", "gemma2", "olmo2")
+EVEN = {"vocab_size": 224}  # whose head is a kernel's, too
 QUANTIZED = {"int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
-    tiny_model("Llama", {"num_hidden_layers": 2}, path)
+    tiny_model("Llama", {"num_hidden_layers": 2, **EVEN}, path)
     return path
 
 
@@ -49,19 +51,25 @@ def bits_of(path, prompts=PROMPTS, **changes):
     return [(s.token_ids, s.logprobs) for s in found], driver.runner._graphs
 
 
+def sizes_of(made):
+    return sorted({num_rows for num_rows, _ in made._graphs})
+
+
 def check(path, **changes):
     expected, nothing = bits_of(path, enforce_eager=True, **changes)
     assert nothing is None
     found, made = bits_of(path, **changes)
     assert found == expected
-    assert sorted(made._graphs) == [1, 2, 3, 4, 5]
+    assert sizes_of(made) == [1, 2, 3, 4, 5]
+    assert all(graph.recording.result[1] is not None for graph in made._graphs.values())
 
 
 @pytest.mark.parametrize(
     "case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 )
 def test_every_architecture_is_replayed(case, tmp_path):
-    tiny_model(*CASES[case], tmp_path)
+    name, changes = CASES[case]
+    tiny_model(name, changes | EVEN, tmp_path)
     check(tmp_path)
 
 
@@ -86,7 +94,33 @@ def test_short_prompts_are_replayed_among_those_who_decode(folder):
     expected, _ = bits_of(folder, PROMPTS_OF_FEW, enforce_eager=True)
     found, made = bits_of(folder, PROMPTS_OF_FEW)
     assert found == expected
-    assert max(made._graphs) > 5
+    assert max(sizes_of(made)) > 5
+
+
+DRAWN = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.3, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "are_drawn"),
+    [
+        ((DRAWN, Sampling(temperature=0.0)), {True}),
+        ((DRAWN, Sampling(temperature=1.0, presence_penalty=1.5)), {True, False}),
+        ((DRAWN, Sampling(temperature=0.5, logprobs=2)), {True, False}),
+    ],
+    ids=["plain", "edited", "told"],
+)
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS_OF_FEW], ids=["long", "few"])
+def test_tokens_are_drawn_in_the_recording_unless_a_row_needs_more(
+    folder, sampling, are_drawn, prompts
+):
+    each = [sampling[i == 3] for i in range(5)]
+    found, graphs = [], None
+    for is_eager in (True, False):
+        driver = Driver(runner_of(folder, enforce_eager=is_eager), shuffle=1, stagger=4)
+        found.append([(s.token_ids, s.logprobs) for s in driver.run(prompts, 24, each)])
+        graphs = driver.runner._graphs
+    assert found[0] == found[1]
+    assert {is_drawn for _, is_drawn in graphs._graphs} == are_drawn
 
 
 def test_a_graph_ends_with_the_weights_and_the_memory_it_was_recorded_of(folder):
@@ -94,7 +128,7 @@ def test_a_graph_ends_with_the_weights_and_the_memory_it_was_recorded_of(folder)
     driver = Driver(runner)
     expected = [s.token_ids for s in driver.run(PROMPTS[:2], 10)]
     for level in (1, 2):
-        assert list(runner._graphs._graphs) == [2]
+        assert sizes_of(runner._graphs) == [2]
         runner.sleep(level)
         assert runner._graphs is None
         garbage = [torch.full((2**20,), 1e30) for _ in range(4)]
@@ -109,7 +143,7 @@ def test_a_step_that_fails_before_its_replay_can_be_done_again(folder, monkeypat
     (expected,) = Driver(runner).run([PROMPTS[0]], 4)
     runner.step(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (3, 1)),)))
     with monkeypatch.context() as patched:
-        patched.setattr(runner._decoder, "embed", lambda *_, **__: 1 / 0)
+        patched.setattr(Recording, "replay", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             runner.step(plan_of((0, 9, 1, True)))
     again = [runner.step(plan_of((0, 9 + i, 1, True))).token_ids[0] for i in range(3)]
@@ -142,15 +176,32 @@ def test_rows_that_are_preempted_share_blocks_and_take_copies(folder):
         ]
         answers.append([runner.step(plan) for plan in plans])
     assert answers[0] == answers[1]
-    assert list(runner._graphs._graphs) == [2]
+    assert sizes_of(runner._graphs) == [2]
+
+
+def test_a_head_that_torch_multiplies_leaves_the_layers_recorded(tmp_path):
+    tiny_model("Llama", {"num_hidden_layers": 2}, tmp_path)
+    expected, _ = bits_of(tmp_path, enforce_eager=True)
+    found, made = bits_of(tmp_path)
+    assert found == expected
+    assert all(graph.recording.result[1] is None for graph in made._graphs.values())
+
+
+def test_more_logits_than_are_kept_are_not_recorded(folder, monkeypatch):
+    expected, _ = bits_of(folder, enforce_eager=True)
+    monkeypatch.setattr(graphs, "MAX_LOGITS", 3 * EVEN["vocab_size"])
+    found, made = bits_of(folder)
+    assert found == expected
+    for (num_rows, _), graph in made._graphs.items():
+        assert (graph.recording.result[1] is None) == (num_rows > 3)
 
 
 def test_what_is_not_recorded(folder, monkeypatch):
     """Prompts, more rows than the limit, models in whose steps torch computes."""
     monkeypatch.setattr(graphs, "MAX_ROWS", 2)
     made = bits_of(folder)[1]
-    assert sorted(made._graphs) == [1, 2]
-    assert repr(made).startswith("<DecodeGraphs of [1, 2] rows in <Arena of ")
+    assert sizes_of(made) == [1, 2]
+    assert repr(made).startswith("<DecodeGraphs of [(1, False), (2, False)] in <Arena of ")
     plan = plan_of((0, 3, 1, True), (1, 5, 1, True))
     batch = make_batch(plan, Rows(2, 16, 8), (None,), made._decoder.ops.plan)
     assert made.can_forward(batch)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.actors.executor.batch import SHORT_CHUNK, Rows, make_batch
-from trouper.actors.messages import Embeds, NewRow, Sampling, StepPlan
+from trouper.actors.messages import Embeds, NewRow, Sampling, SequenceId, StepPlan
 
 LENGTH, BLOCK_SIZE = 24, 4
 
@@ -42,7 +42,7 @@ def test_each_chunk_has_the_embeddings_of_its_positions(is_embedded, cuts, befor
             seen[at : at + len(matrix)] = matrix[:, 0]
         want = [-1.0] * before + [p if is_embedded[p] else -1.0 for p in range(start, end)]
         assert seen.tolist() == want
-    assert rows.embeds[0] == ()
+    assert not rows.embeds
 
 
 def test_a_short_chunk_is_attended_token_by_token_whatever_its_company():
@@ -72,13 +72,13 @@ def test_only_the_last_tokens_of_columns_that_sample_are_read_of_prompts():
         if batch.read is None:
             return None
         own_rows, positions, counts, _ = batch.read.plans[None]
-        assert counts == [1] * len(own_rows)
-        return batch.read.tokens_R.tolist(), own_rows, positions
+        assert counts.tolist() == [1] * len(own_rows)
+        return batch.read.tokens_R.tolist(), own_rows.tolist(), positions.tolist()
 
     assert read((1, 9, 1, True), (2, 0, 20, False), (0, 4, 12, True)) == ([0, 32], [1, 0], [9, 15])
     assert read((2, 0, 20, False)) == ([], [], [])
     assert read((1, 9, 1, True), (2, 4, 3, True)) is None  # a recording has them all
-    rows.sampling[2] = Sampling(prompt_logprobs=0)
+    rows.place(NewRow(2, SequenceId(0), (1,), 1, (1,), Sampling(prompt_logprobs=0)))
     assert read((1, 9, 1, True), (2, 0, 20, False)) is None
 
 

@@ -25,14 +25,18 @@ class Bench:
 
     def draw(self, logits, rows=None, end=None):
         rows = range(len(logits)) if rows is None else rows
-        return self.sampler.sample(logits.clone(), list(rows), [end or self.end] * len(logits))
+        return self.sampler.sample(
+            logits.clone(), np.array(rows), np.full(len(logits), end or self.end)
+        )
 
 
 def draws(sampling, logits, n, prompt=(1, 2, 3)):
     """Token counts of n draws at different positions; everything else stays the same."""
     bench = Bench(sampling, prompt=prompt)
     ends = list(range(len(prompt), len(prompt) + n))
-    tokens = bench.sampler.sample(logits.repeat(n, 1), [0] * n, ends).token_ids
+    tokens = bench.sampler.sample(
+        logits.repeat(n, 1), np.zeros(n, dtype=int), np.array(ends)
+    ).token_ids
     return torch.bincount(torch.tensor(tokens), minlength=len(logits))
 
 

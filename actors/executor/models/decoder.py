@@ -97,20 +97,12 @@ class Decoder:
         x_TE = self.embed(token_ids_T, embeds)
         return self.forward_embedded(x_TE, positions_T, slots_T, plans, caches, read)
 
-    def embed(
-        self,
-        token_ids_T: Tensor,
-        embeds: Sequence[tuple[int, Tensor]] = (),
-        out: Tensor | None = None,
-    ) -> Tensor:
-        x_TE = torch.index_select(self._embedding, 0, token_ids_T, out=out)
-        scale = None if self.traits.embedding_scale == 1 else self._embedding_scale
-        if scale is not None:
-            x_TE *= scale
+    def embed(self, token_ids_T: Tensor, embeds: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
+        x_TE = self.ops.look_up(self._embedding, token_ids_T, self._embedding_scale)
         for first, rows_PE in embeds:
             part_PE = x_TE.narrow(0, first, len(rows_PE)).copy_(rows_PE)
-            if scale is not None and not self.traits.embeds_are_scaled:
-                part_PE *= scale
+            if not self.traits.embeds_are_scaled:
+                part_PE *= self._embedding_scale
         return x_TE
 
     def forward_embedded(
@@ -157,13 +149,17 @@ class Decoder:
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """[R, vocabulary] float32."""
         assert self._head is not None
-        logits = linear(hidden_RE, self._head)
-        # not asked for nothing: each call of torch lets go of the interpreter
-        logits = logits if logits.dtype == torch.float32 else logits.float()
-        if self.traits.logits_scale != 1:
-            logits *= self.traits.logits_scale
-        cap = self.traits.final_softcap
-        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+        product = linear(hidden_RE, self._head)
+        scale, cap = self.traits.logits_scale, self.traits.final_softcap
+        if product.dtype == torch.float32 and scale == 1 and not cap:
+            return product
+        return self.ops.finish_logits(product, scale, cap)
+
+    def num_logits(self, num_rows: int) -> int | None:
+        """Of so many rows, if their product can be recorded where the layers can."""
+        if self._head is None or not self._head.is_compiled:
+            return None
+        return num_rows * self._head.shape[0]
 
     def _add(
         self, x_TE: Tensor, y_TE: Tensor, post_norm: Tensor | None, next_norm: Tensor | None

@@ -88,6 +88,9 @@ class Batch:
     def truncate(self):
         return top_k_top_p(self.raw, self.edited, self.device_rows, self.sampling)
 
+    def drawn_on_cpu(self):
+        return self.cpu.sample(self.logits.clone(), np.array(self.rows), np.array(self.ends))
+
     def draw(self):
         self.edit()
         rows = self.device_rows, self.device_ends
@@ -130,7 +133,7 @@ def place(rows, row, s, prompt, outputs):
 def test_the_device_draws_the_tokens_of_the_cpu_path(device, vocab_size):
     batch = Batch(list(FEATURES.values()), device=device, vocab_size=vocab_size)
     found = batch.draw()
-    expected = batch.cpu.sample(batch.logits.clone(), batch.rows, batch.ends).token_ids
+    expected = batch.drawn_on_cpu().token_ids
     assert found.tolist() == [-1, *expected, -1]
     drawn = dict(zip(FEATURES, expected, strict=True))
     assert drawn["min tokens"] == 4
@@ -146,7 +149,7 @@ def test_the_device_draws_the_tokens_of_the_cpu_path(device, vocab_size):
 
 def test_the_references_together_are_the_cpu_path():
     batch = Batch(list(FEATURES.values()), device=torch.device("cpu"))
-    expected = batch.cpu.sample(batch.logits.clone(), batch.rows, batch.ends).token_ids
+    expected = batch.drawn_on_cpu().token_ids
     tokens = batch.host.history.new_tensor(batch.cpu_rows.token_ids)
     for i, (row, s) in enumerate(zip(batch.rows, batch.samplings, strict=True)):
         x = edit_logits_reference(batch.logits[i], row, 10, tokens, batch.host)
@@ -325,7 +328,7 @@ def test_logprobs_are_those_of_the_cpu_path(device):
     batch = Batch([Sampling(temperature=0, logprobs=5)], device=device, vocab_size=2100)
     sampled = batch.draw()
     found = top_logprobs(batch.raw, sampled.to(device), 5)
-    (expected,) = batch.cpu.sample(batch.logits.clone(), batch.rows, batch.ends).logprobs
+    (expected,) = batch.drawn_on_cpu().logprobs
     assert expected.token_ids == tuple(found.ids[1, 1:].tolist())  # the best is the token
     assert expected.rank == int(found.ranks[1])
     torch.testing.assert_close(torch.tensor(expected.logprobs), found.logprobs[1, 1:].cpu())
