@@ -20,6 +20,7 @@ import anyio
 import anyio.lowlevel
 
 from trouper.actors.executor.device import Answer, DeviceInfo, Later
+from trouper.actors.executor.slices import take_long_slices
 from trouper.actors.executor.vigil import Vigil
 from trouper.actors.messages import PoolPlan, StepFailed, StepPlan
 from trouper.config import EngineConfig
@@ -173,6 +174,8 @@ class LocalDevice:
     def _load(self) -> DeviceInfo:
         for name, value in TORCH_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        if self._config.device == "cpu":  # where this thread computes; to a GPU it only launches
+            take_long_slices()
         import torch
 
         if self._config.pooler is not None:
