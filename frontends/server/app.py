@@ -129,7 +129,8 @@ class App:
                 exchange.ticket = stack.enter_context(self.service.enter(exchange))
             request = await self._read(exchange, route)
             act = partial(route.handler, self.service, exchange, request)
-            await self._attend(exchange, act, exchange.timeout_s)
+            is_stream = bool(getattr(request, "stream", False))
+            await self._attend(exchange, act, exchange.timeout_s, is_stream=is_stream)
 
     async def _read(self, exchange: Exchange, route: Route) -> Any:
         if route.body is None:
@@ -146,10 +147,32 @@ class App:
             logger.debug("request %s: %d unknown fields ignored", exchange.id, len(decoded.unknown))
         return decoded.request
 
-    async def _attend(self, exchange: Exchange, act: Any, timeout_s: float) -> None:
+    async def _attend(
+        self, exchange: Exchange, act: Any, timeout_s: float, *, is_stream: bool
+    ) -> None:
         """Run the handler until it is done, the client has left, or the time is over."""
-        error: Exception | None = None
         deadline = anyio.CancelScope(deadline=anyio.current_time() + timeout_s)
+        if not is_stream and exchange.when_left(deadline.cancel):  # a stream is also kept awake
+            with deadline:
+                await act()
+        else:
+            await self._attend_beside(exchange, act, deadline)
+        if deadline.cancelled_caught and not exchange.is_gone:
+            num_prompt, num_output = exchange.ticket.cost if exchange.ticket else (0, 0)
+            phase = "decode" if num_output else "prefill" if num_prompt else "queue"
+            raise Refusal(
+                504,
+                "deadline_exceeded",
+                f"the deadline of {timeout_s:g} s has passed",
+                param=phase,
+                usage=Usage(num_prompt, num_output, num_prompt + num_output),
+            )
+
+    async def _attend_beside(
+        self, exchange: Exchange, act: Any, deadline: anyio.CancelScope
+    ) -> None:
+        """With a task that waits for the client's leaving."""
+        error: Exception | None = None
         async with anyio.create_task_group() as tasks:
             interval_s = self._settings.sse_keep_alive_interval_s
             tasks.start_soon(_watch, exchange, tasks.cancel_scope, interval_s, name="disconnect")
@@ -161,16 +184,6 @@ class App:
             tasks.cancel_scope.cancel()
         if error is not None:
             raise error
-        if deadline.cancelled_caught and not exchange.is_gone:
-            num_prompt, num_output = exchange.ticket.cost if exchange.ticket else (0, 0)
-            phase = "decode" if num_output else "prefill" if num_prompt else "queue"
-            raise Refusal(
-                504,
-                "deadline_exceeded",
-                f"the deadline of {timeout_s:g} s has passed",
-                param=phase,
-                usage=Usage(num_prompt, num_output, num_prompt + num_output),
-            )
 
 
 async def _watch(exchange: Exchange, handler: anyio.CancelScope, interval_s: float) -> None:

@@ -33,6 +33,7 @@ DONE = b"data: [DONE]\n\n"
 WHOLE_SENDS = (
     "trouper.whole_sends"  # of a server whose `send` does all or nothing when it is cancelled
 )
+WHEN_LEFT = "trouper.when_left"  # of a server that has read the request: a function that takes what it calls then
 MAX_ID = 128
 MAX_QUERY_FIELDS = 64
 MAX_FRAME = 2**20  # bytes of a body sent at once; whoever writes them copies them, in 0.1 ms
@@ -56,7 +57,9 @@ class Exchange:
         path: str = scope["path"]
         self.path = path.removeprefix(root) if path.startswith(f"{root}/") else path
         self.method: str = scope["method"]
-        self._is_ours = WHOLE_SENDS in scope.get("extensions", ())
+        extensions = scope.get("extensions") or {}
+        self._is_ours = WHOLE_SENDS in extensions
+        self._when_left: Callable[[Callable[[], object]], None] | None = extensions.get(WHEN_LEFT)
         self.headers: list[tuple[bytes, bytes]] = scope["headers"]
         if not self._is_ours:  # others may send another type, and capitals
             self.headers = [(bytes(name).lower(), bytes(value)) for name, value in self.headers]
@@ -150,6 +153,18 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass  # the rest of a body that no handler wanted
         self.is_gone = True
+
+    def when_left(self, act: Callable[[], object]) -> bool:
+        """Call `act` when the client leaves.  False: this server only tells who waits (`wait_disconnect`)."""
+        if self._when_left is None:
+            return False
+
+        def leave() -> None:
+            self.is_gone = True
+            act()
+
+        self._when_left(leave)
+        return True
 
     async def send_json(self, content: object, status: int = 200, headers: Headers = ()) -> None:
         await self.send_body(encode(content), JSON, status, headers)

@@ -7,6 +7,7 @@ answer that says its length leaves with what comes next.  An answer given before
 connection open when little is left to come: a client that is cut off while it speaks hears no answer.
 """
 
+import functools
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,12 +23,14 @@ from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.worker_context import WorkerContext
 
 from trouper.frontends.server.errors import logger
-from trouper.frontends.server.exchange import WHOLE_SENDS, Answer, Message
+from trouper.frontends.server.exchange import WHEN_LEFT, WHOLE_SENDS, Answer, Message
 
 HEAD = re.compile(
     rb"(GET|POST) (/[!-~]*) HTTP/1\.1\r\n"
     rb"((?:[!#$%&'*+.^_`|~\w-]+:[^\x00-\x08\n-\x1f\x7f]*\r\n)+)\r\n"
 )  # no two parts of it can begin alike, so it takes linear time
+HEAD_END = b"\r\n\r\n"
+MAX_HEADS = 64  # that are remembered; as many bytes as a read takes, at most: 4 MiB
 FIELD = re.compile(rb"([^:]+):[ \t]*([^\r]*)\r\n")
 THEIRS = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 MAX_DIGITS = 15
@@ -42,7 +45,7 @@ class Head(NamedTuple):
 
     method: str
     target: bytes
-    headers: list[tuple[bytes, bytes]]
+    headers: tuple[tuple[bytes, bytes], ...]
     num_body: int  # bytes
     end: int  # where it ends
 
@@ -71,11 +74,18 @@ class Shared:
 
 def plain_head(data: bytes) -> Head | None:
     """What `data` begins with, if that is what h11 would make of it, too; None: h11 shall say."""
-    found = HEAD.match(data)
+    end = data.find(HEAD_END) + len(HEAD_END)
+    return _plain_head(data[:end]) if end >= len(HEAD_END) else None
+
+
+@functools.lru_cache(MAX_HEADS)
+def _plain_head(data: bytes) -> Head | None:
+    """A whole head; most clients ask with the same one again and again."""
+    found = HEAD.fullmatch(data)
     if found is None:
         return None
     method, target, lines = found.groups()
-    headers = [(name.lower(), value.rstrip(b" \t")) for name, value in FIELD.findall(lines)]
+    headers = tuple((name.lower(), value.rstrip(b" \t")) for name, value in FIELD.findall(lines))
     fields = dict(headers)
     length = fields.get(b"content-length", b"0")
     is_plain = (
@@ -179,7 +189,7 @@ class Http1:
             "path": unquote(path.decode()),
             "raw_path": path,
             "query_string": query,
-            "headers": head.headers,
+            "headers": list(head.headers),
             "state": {},
             "extensions": {WHOLE_SENDS: {}},
         }
@@ -188,6 +198,7 @@ class Http1:
         if answer is not None:
             return await self._refuse(answer, head.num_body, data[head.end :])
         self._cycle = cycle = Cycle(self, self._write, head.num_body)
+        scope["extensions"][WHEN_LEFT] = cycle.when_left
         await self._theirs.send(Updated(idle=False))
         rest = await cycle.take(data[head.end :])
         self._tasks.spawn(self._perform, scope, cycle)
@@ -221,6 +232,8 @@ class Cycle:
         self._protocol = protocol
         self._write = write
         self._give, self._take = trio.open_memory_channel[Message](MAX_PIECES)
+        self._is_left = False
+        self._on_left: Callable[[], object] | None = None  # who is told
         self._head: bytes | None = None  # of the answer, until it has left
         self._has_begun = False
         self._is_chunked = False
@@ -248,6 +261,9 @@ class Cycle:
     def leave(self) -> None:
         """The client has."""
         self._give.close()
+        self._is_left = True
+        if self._on_left is not None:
+            self._on_left()
 
     async def say(self, answer: Answer) -> None:
         """All of it, at once."""
@@ -274,6 +290,11 @@ class Cycle:
             return await self._take.receive()
         except (trio.EndOfChannel, trio.ClosedResourceError):
             return {"type": "http.disconnect"}
+
+    def when_left(self, act: Callable[[], object]) -> None:
+        self._on_left = act
+        if self._is_left:
+            act()
 
     async def send(self, message: Message) -> None:
         if self.over.is_set():

@@ -8,7 +8,6 @@ from trouper.frontends.server.service import Service
 
 PERIOD_S = 0.01
 NUM_PERIODS = 25  # between two looks: a quarter of a second
-NEW_PERIODS = 5  # between two looks at what is new: what lives for less is not seen
 
 
 async def watch(service: Service, heap: Heap) -> None:
@@ -18,13 +17,12 @@ async def watch(service: Service, heap: Heap) -> None:
         due = anyio.current_time() + PERIOD_S  # looking is part of the lateness
         service.look(worst_s)
         is_busy, is_tight = service.door.admission.num_requests > 0, service.door.level > Level.CALM
-        heap.look(due, is_busy=is_busy, is_tight=is_tight)
+        if not heap.look(due, is_busy=is_busy, is_tight=is_tight):
+            heap.look_at_new()  # what lives for less than this period is not seen
         worst_s = 0.0
-        for i in range(NUM_PERIODS):
+        for _ in range(NUM_PERIODS):
             await anyio.sleep_until(due)
             now = anyio.current_time()
             service.metrics.note_gap(now - due)
             worst_s = max(worst_s, now - due)
-            if i % NEW_PERIODS == 0:
-                heap.look_at_new()
             due = now + PERIOD_S

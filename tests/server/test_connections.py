@@ -8,7 +8,11 @@ import trio
 import trio.testing
 from hypercorn.config import Config
 
+from trouper.frontends.server.app import App
 from trouper.frontends.server.connections import SLACK_S, SMALL, Connection, House
+from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.service import Service
+from trouper.frontends.server.settings import ServerSettings
 
 pytestmark = pytest.mark.trio
 RESET = struct.pack("ii", 1, 0)  # closing throws away what is under way, and says so
@@ -149,3 +153,34 @@ async def test_the_head_of_an_answer_that_says_its_length_leaves_with_what_comes
     status, _, first = head.partition(b"\r\n\r\n")
     assert status.startswith(b"HTTP/1.1 200")
     assert [first, *rest] == bodies
+
+
+@pytest.mark.parametrize("moment", ["before", "while it waits"])
+async def test_a_handler_that_only_waits_is_told_when_its_client_leaves(moment):
+    app = App(Service(ServerSettings()))
+    left, begun = trio.Event(), trio.Event()
+
+    async def ask(scope, receive, send):
+        exchange = Exchange(scope, receive, send)
+
+        async def act():
+            begun.set()
+            try:
+                await trio.sleep_forever()
+            finally:
+                assert exchange.is_gone
+                left.set()
+
+        if moment == "before":
+            client.close()
+            await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(10):
+            await app._attend(exchange, act, 1000.0, is_stream=False)
+
+    client, stream = pair()
+    client.sendall(GET)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Connection(house_of(ask), stream).run)
+        await begun.wait()
+        client.close()
+        await left.wait()
