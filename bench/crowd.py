@@ -147,7 +147,7 @@ def total(turns: Iterable[Turn]) -> Turn:
 
 
 def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
-    """Requests come ten times as fast as they were served, whatever becomes of them.
+    """Requests come ten times as fast as they were served just before, whatever becomes of them.
 
     In turns with as many clients as the house has room for, who ask again when they have their answers.
     """
@@ -155,10 +155,11 @@ def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
         idle = warm(stage, max_tokens)
         scene = _Overload(stage, max_tokens)
         scene.play(SETTLE_S)
-        turns = [scene.play(2 * seconds / NUM_OVERLOADS)]
-        rate = OVERLOAD * turns[0].num_tokens / turns[0].seconds / max_tokens
+        turns = [scene.play(seconds / NUM_OVERLOADS)]
+        arrivals: list[float] = []
         for _ in range(NUM_OVERLOADS):
-            turns += [scene.play(seconds / NUM_OVERLOADS, arrivals_s) for arrivals_s in (rate, 0)]
+            arrivals.append(OVERLOAD * turns[-1].num_tokens / turns[-1].seconds / max_tokens)
+            turns += [scene.play(seconds / NUM_OVERLOADS, each) for each in (arrivals[-1], 0)]
         scene.is_over = True
         # Generated for those who were let in, who all get their answers: where frames merge, fewer are read.
         rates = [turn.num_tokens / turn.seconds for turn in turns]
@@ -171,7 +172,7 @@ def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
         return {
             "saturated": total(turns[::2]).figures(),
             "overloaded": total(turns[1::2]).figures(),
-            "arrivals_s": round(rate, 1),
+            "arrivals_s": round(statistics.mean(arrivals), 1),
             "goodput": _ratio(shares),
             "tokens_s in each turn": [round(rate, 1) for rate in rates],
             "refused_ms": _latencies(refused),
