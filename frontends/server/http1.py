@@ -341,5 +341,6 @@ class Cycle:
     async def _end(self) -> None:
         self._give.close()
         self._take.close()
+        self._on_left = None  # it knows the exchange, which knows us: a circle
         self.over.set()
         await self._protocol.finish(self.num_due, is_last=self.is_last)

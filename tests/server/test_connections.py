@@ -1,7 +1,10 @@
 """Connections under hypercorn's protocols, over sockets."""
 
+import gc
 import socket
 import struct
+import weakref
+from functools import partial
 
 import pytest
 import trio
@@ -153,6 +156,31 @@ async def test_the_head_of_an_answer_that_says_its_length_leaves_with_what_comes
     status, _, first = head.partition(b"\r\n\r\n")
     assert status.startswith(b"HTTP/1.1 200")
     assert [first, *rest] == bodies
+
+
+async def test_an_exchange_is_forgotten_when_its_answer_is_out():
+    app = App(Service(ServerSettings()))
+    exchanges = []
+
+    async def ask(scope, receive, send):
+        exchange = Exchange(scope, receive, send)
+        exchanges.append(weakref.ref(exchange))
+        act = partial(exchange.send_json, "yes")
+        await app._attend(exchange, act, 1000.0, is_stream=False)
+
+    client, stream = pair()
+    gc.disable()
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(Connection(house_of(ask), stream).run)
+            for _ in range(2):
+                client.sendall(GET)
+                assert (await trio.to_thread.run_sync(client.recv, 1000)).endswith(b'"yes"')
+            await trio.testing.wait_all_tasks_blocked()
+            assert [exchange() for exchange in exchanges] == [None, None]
+            client.close()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("moment", ["before", "while it waits"])
