@@ -1,7 +1,7 @@
-"""The draw of `draw.py`: one pass that asks whether a row is finite, two over the tokens that have occurred in it, then the
-largest, what may be drawn (`truncation.py`), and the arg max of that with noise.
+"""The draw of `draw.py`: one pass that asks whether a row is finite, two over the tokens that have occurred in it, then
+the largest, what may be drawn (`truncation.py`), and the arg max of that with noise.
 
-Roofline: bytes = 4 V from memory, then 8 V from the second cache.  2 instructions for 16 tokens to find the largest and for what is not finite, 4
+Roofline: bytes = 4 V from memory, then 8 V from the second cache.  2 instructions for 16 tokens to find what is not finite, 2 for the largest, 4
 where none is kept, some 25 where one is and 70 where its noise may be enough: about ten times in a row.
 """
 
@@ -13,14 +13,8 @@ from trouper.kernels.simd import LANES, Code, Pointer, Value
 from trouper.kernels.truncation import LOG2_E, Kept, Row, truncated
 
 ROUNDING = 2.0**-6  # of logarithms to the base 2, and much more
-SEED, TEMPERATURE, TOP_P, LOG_MIN_P, TOP_K, REPETITION = (
-    0,
-    2,
-    3,
-    4,
-    5,
-    6,
-)  # where they are in a `ROW`, in words
+# Where they are in a `ROW`, in words.
+SEED, TEMPERATURE, TOP_P, LOG_MIN_P, TOP_K, REPETITION = 0, 2, 3, 4, 5, 6
 UNROLLED = 4  # to compare or to add takes four cycles
 
 

@@ -7,7 +7,6 @@ answer that says its length leaves with what comes next.  An answer given before
 connection open when little is left to come: a client that is cut off while it speaks hears no answer.
 """
 
-import functools
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,8 +28,6 @@ HEAD = re.compile(
     rb"(GET|POST) (/[!-~]*) HTTP/1\.1\r\n"
     rb"((?:[!#$%&'*+.^_`|~\w-]+:[^\x00-\x08\n-\x1f\x7f]*\r\n)+)\r\n"
 )  # no two parts of it can begin alike, so it takes linear time
-HEAD_END = b"\r\n\r\n"
-MAX_HEADS = 64  # that are remembered; as many bytes as a read takes, at most: 4 MiB
 FIELD = re.compile(rb"([^:]+):[ \t]*([^\r]*)\r\n")
 THEIRS = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 MAX_DIGITS = 15
@@ -45,7 +42,7 @@ class Head(NamedTuple):
 
     method: str
     target: bytes
-    headers: tuple[tuple[bytes, bytes], ...]
+    headers: list[tuple[bytes, bytes]]
     num_body: int  # bytes
     end: int  # where it ends
 
@@ -74,18 +71,11 @@ class Shared:
 
 def plain_head(data: bytes) -> Head | None:
     """What `data` begins with, if that is what h11 would make of it, too; None: h11 shall say."""
-    end = data.find(HEAD_END) + len(HEAD_END)
-    return _plain_head(data[:end]) if end >= len(HEAD_END) else None
-
-
-@functools.lru_cache(MAX_HEADS)
-def _plain_head(data: bytes) -> Head | None:
-    """A whole head; most clients ask with the same one again and again."""
-    found = HEAD.fullmatch(data)
+    found = HEAD.match(data)
     if found is None:
         return None
     method, target, lines = found.groups()
-    headers = tuple((name.lower(), value.rstrip(b" \t")) for name, value in FIELD.findall(lines))
+    headers = [(name.lower(), value.rstrip(b" \t")) for name, value in FIELD.findall(lines)]
     fields = dict(headers)
     length = fields.get(b"content-length", b"0")
     is_plain = (
@@ -189,7 +179,7 @@ class Http1:
             "path": unquote(path.decode()),
             "raw_path": path,
             "query_string": query,
-            "headers": list(head.headers),
+            "headers": head.headers,
             "state": {},
             "extensions": {WHOLE_SENDS: {}},
         }

@@ -69,7 +69,7 @@ def test_what_is_plain_is_what_h11_makes_of_it(begin, more, end, beyond):
     request = theirs.next_event()
     assert isinstance(request, h11.Request)
     assert (request.method, request.target) == (head.method.encode(), head.target)
-    assert tuple(request.headers) == head.headers
+    assert list(request.headers) == head.headers
     assert theirs.their_state is not h11.MUST_CLOSE
     body, due = b"", head.num_body
     while isinstance(event := theirs.next_event(), h11.Data):
