@@ -87,10 +87,6 @@ class Admission:
         self._count(entry, 1)
         return entry, gone
 
-    def check(self, tenant: str, num_tokens: int) -> None:
-        """Raises Full when `enter` would."""
-        self._victims(Entry(self._num_entered, tenant, num_tokens))
-
     def resize(
         self, entry: Entry, num_sequences: int, num_tokens: int, priority: int
     ) -> list[Entry]:
@@ -200,14 +196,7 @@ class Admission:
             del self._held[entry.tenant]
 
     def _make_room(self, guest: Entry) -> list[Entry]:
-        """Who had to go for a guest that is not counted.  Raises Full."""
-        gone = self._victims(guest)
-        for victim in gone:
-            self.leave(victim)
-        return gone
-
-    def _victims(self, guest: Entry) -> list[Entry]:
-        """Whom to show to the door for it: all at once, or nobody.  Raises Full."""
+        """Who had to go for a guest that is not counted: all at once, or nobody.  Raises Full."""
         num_sequences, num_tokens = self.num_sequences, self.num_waiting_tokens
         held = {tenant: (held[0], held[1]) for tenant, held in self._held.items()}
         mine = held.pop(guest.tenant, (0, 0))
@@ -223,6 +212,8 @@ class Admission:
             num_sequences -= victim.num_sequences
             num_tokens -= victim.num_tokens
             held[victim.tenant] = _without(held[victim.tenant], victim)
+        for victim in gone:
+            self.leave(victim)
         return gone
 
     def _victim(

@@ -2,7 +2,7 @@
 
     head limits → key and route → place in the house → body → handler, with an eye on the client
 
-A full house looks as far as the place before there is a task for the request (`greet`): most of those who come then are refused.
+A full house gives the place before there is a task for the request (`greet`): most of those who come then are refused.
 Leaving, because the client has left or its deadline has passed, is a cancelled scope: the handler's
 generations close, and that is the abort.
 """
@@ -21,6 +21,7 @@ from trouper.frontends.server.cors import cors_headers
 from trouper.frontends.server.decoding import decode
 from trouper.frontends.server.errors import Problem, Refusal, describe, log, logger
 from trouper.frontends.server.exchange import (
+    TICKET,
     Answer,
     ClientGone,
     Exchange,
@@ -71,14 +72,17 @@ class App:
                 raise NotImplementedError(f"no {other} here")
 
     def greet(self, scope: Scope) -> Answer | None:
-        """The refusal of what a full house cannot take; None: it may come in, and `__call__` says what becomes of it."""
+        """The refusal of what a full house cannot take; None: it may come in, and `__call__` says what becomes of it.
+
+        `__call__` with this scope must follow: it gives back the place that the request may have now.
+        """
         if not self.service.door.is_tight:
             return None
         exchange = Exchange(scope, _nothing, _nowhere)
         try:
             route = self._find(exchange)
             if route is not None and route.generates:
-                self.service.check_place(exchange)
+                scope["extensions"][TICKET] = self.service.enter(exchange)
             return None
         except Exception as error:
             answer = exchange.refused(self._describe(exchange, error))
@@ -120,12 +124,14 @@ class App:
         return route
 
     async def _perform(self, exchange: Exchange) -> None:
-        route = self._find(exchange)
-        if route is None:
-            await exchange.send_empty(204)
-            return
         with ExitStack() as stack:
-            if route.generates:
+            if exchange.ticket is not None:
+                stack.enter_context(exchange.ticket)
+            route = self._find(exchange)
+            if route is None:
+                await exchange.send_empty(204)
+                return
+            if route.generates and exchange.ticket is None:
                 exchange.ticket = stack.enter_context(self.service.enter(exchange))
             request = await self._read(exchange, route)
             act = partial(route.handler, self.service, exchange, request)

@@ -36,7 +36,7 @@ Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]
 async def serve(app: Any, config: Config, wait_close: Callable[[], Awaitable[object]]) -> None:
     """Until `wait_close` returns, and then until all have their answers or `graceful_timeout` is over.
 
-    What an ASGI application has as `greet(scope)` is asked first: it answers at once, or says None.
+    What an ASGI application has as `greet(scope)` is asked first: it answers at once, or says None and is called.
     """
     house = House(app, config)
     async with trio.open_nursery() as connections:
@@ -123,6 +123,9 @@ class Connection:
             self._house.idle.discard(self)
             with trio.move_on_after(CLOSE_S, shield=True):
                 await self._close()
+            vars(self).pop(
+                "_protocol", None
+            )  # it knows us: a circle, which only the collector would find
 
     def leave(self) -> None:
         """It is idle, and has been for long enough."""

@@ -61,14 +61,6 @@ class Door:
         self._tickets[entry] = ticket
         return ticket
 
-    def check(self, tenant: str, num_bytes: int) -> None:
-        """Raises what `enter` would, and takes nothing."""
-        self._limit()
-        try:
-            self.admission.check(tenant, num_bytes // BYTES_PER_TOKEN)
-        except Full as full:
-            raise self._refuse_full(full) from None
-
     @property
     def is_tight(self) -> bool:
         """Whoever comes may well be refused."""

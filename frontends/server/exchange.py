@@ -34,6 +34,7 @@ WHOLE_SENDS = (
     "trouper.whole_sends"  # of a server whose `send` does all or nothing when it is cancelled
 )
 WHEN_LEFT = "trouper.when_left"  # of a server that has read the request: a function that takes what it calls then
+TICKET = "trouper.ticket"  # of a request that was let in before it had a task
 MAX_ID = 128
 MAX_QUERY_FIELDS = 64
 MAX_FRAME = 2**20  # bytes of a body sent at once; whoever writes them copies them, in 0.1 ms
@@ -74,7 +75,7 @@ class Exchange:
         self.tenant = ""  # which of the keys
         self.timeout_s = 0.0  # once its head has been read
         self.served: Sequence[Route] = ()  # by the listener it came to
-        self.ticket: Ticket | None = None  # of a request that has to be let in
+        self.ticket: Ticket | None = extensions.get(TICKET)  # of a request that has to be let in
         self.num_body_bytes = 0
         self.own_headers: Headers = ()  # with every answer
         self._query: bytes = scope.get("query_string", b"")

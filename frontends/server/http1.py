@@ -189,10 +189,11 @@ class Http1:
             return await self._refuse(answer, head.num_body, data[head.end :])
         self._cycle = cycle = Cycle(self, self._write, head.num_body)
         scope["extensions"][WHEN_LEFT] = cycle.when_left
+        self._tasks.spawn(
+            self._perform, scope, cycle
+        )  # at once: it gives back what was taken for it
         await self._theirs.send(Updated(idle=False))
-        rest = await cycle.take(data[head.end :])
-        self._tasks.spawn(self._perform, scope, cycle)
-        return rest
+        return await cycle.take(data[head.end :])
 
     async def _refuse(self, answer: Answer, num_body: int, data: bytes) -> bytes:
         """Without a handler; returns what is beyond the request."""

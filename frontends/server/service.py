@@ -111,11 +111,6 @@ class Service:
         self._note_throughput()
         return self.door.enter(exchange.tenant, self.counted_bytes(exchange.content_length, 1))
 
-    def check_place(self, exchange: Exchange) -> None:
-        """Raises what `enter` would, and takes nothing."""
-        self.check_open()
-        self.door.check(exchange.tenant, self.counted_bytes(exchange.content_length, 1))
-
     def counted_bytes(self, num_bytes: int, num_prompts: int) -> int:
         """Of a body: no prompt takes more than the model's length, in whatever form it comes."""
         return min(num_bytes, num_prompts * self.config.max_model_len * BYTES_PER_TOKEN)

@@ -17,8 +17,7 @@ async def watch(service: Service, heap: Heap) -> None:
         due = anyio.current_time() + PERIOD_S  # looking is part of the lateness
         service.look(worst_s)
         is_busy, is_tight = service.door.admission.num_requests > 0, service.door.level > Level.CALM
-        if not heap.look(due, is_busy=is_busy, is_tight=is_tight):
-            heap.look_at_new()  # what lives for less than this period is not seen
+        heap.look(due, is_busy=is_busy, is_tight=is_tight)
         worst_s = 0.0
         for _ in range(NUM_PERIODS):
             await anyio.sleep_until(due)

@@ -35,11 +35,6 @@ class House(RuleBasedStateMachine):
     def enter(self, tenant, tokens):
         legal = self.may_come_in(self.people, tenant, 1, tokens, 0)
         try:
-            self.house.check(tenant, tokens)
-            assert legal is not None
-        except Full:
-            assert legal is None
-        try:
             entry, gone = self.house.enter(tenant, tokens)
         except Full as full:
             assert legal is None

@@ -183,6 +183,29 @@ async def test_an_exchange_is_forgotten_when_its_answer_is_out():
         gc.enable()
 
 
+@pytest.mark.parametrize(
+    ("sent", "is_left"),
+    [(b"", True), (GET, True), (GET, False), (b"GET / HTTP/1.0\r\n\r\n", False)],
+)
+async def test_a_connection_that_has_ended_is_forgotten_without_the_collector(sent, is_left):
+    client, stream = pair()
+    connection = Connection(house_of(answer), stream)
+    forgotten = weakref.ref(connection)
+    gc.disable()
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.run)
+            del connection
+            client.sendall(sent)
+            if not is_left:
+                assert await trio.to_thread.run_sync(client.recv, 1000)
+                await trio.testing.wait_all_tasks_blocked()
+            client.close()
+        assert forgotten() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("moment", ["before", "while it waits"])
 async def test_a_handler_that_only_waits_is_told_when_its_client_leaves(moment):
     app = App(Service(ServerSettings()))

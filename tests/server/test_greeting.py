@@ -5,11 +5,11 @@ import json
 import pytest
 
 from trouper.frontends.server.app import create_app
-from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.exchange import TICKET, Exchange
 from trouper.frontends.server.overload import Level
 from trouper.frontends.server.settings import ServerSettings
 
-from .client import JSON, Client
+from .client import JSON, Call, Client
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +22,7 @@ def asked(path=PATH, *headers, method="POST", num_bytes=80):
     all_headers = [JSON, ("content-length", str(num_bytes)), *headers]
     return {
         "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
-        "root_path": "", "headers": [(n.encode(), v.encode()) for n, v in all_headers],
+        "root_path": "", "extensions": {}, "headers": [(n.encode(), v.encode()) for n, v in all_headers],
     }  # fmt: skip
 
 
@@ -110,8 +110,28 @@ async def test_whoever_may_take_anothers_place_comes_in(make_client, engine, wai
     ):
         await wait_until(lambda: len(app.service.door.admission.waiting()) == 2)
         assert app.greet(asked(PATH, OPENAI)).status == 503
-        assert app.greet(asked(PATH, ("authorization", "Bearer b"))) is None
-        assert not youngest.is_over.is_set()  # so far it was only a question
+        scope = asked(PATH, ("authorization", "Bearer b"))
+        assert app.greet(scope) is None
+        await youngest.wait_complete()
+        assert youngest.answer.status == 429
+        scope["extensions"][TICKET].leave()
+
+
+async def test_the_last_place_is_given_once(engine):
+    app = create_app(engine, ServerSettings(max_requests=2))
+    admission = app.service.door.admission
+    admission.max_started = 1
+    async with Client(app).stream("POST", PATH, json.dumps(LONG).encode(), [JSON]) as call:
+        await call.wait_for(lambda: call.num_chunks >= 1)
+        scope = asked()
+        assert app.greet(scope) is None
+        assert app.greet(asked()).status == 503  # though the first has no handler yet
+        assert admission.num_requests == 2
+        scope["path"] = "/nowhere"  # whatever becomes of it
+        call_later = Call([])
+        await app(scope, call_later._receive, call_later._send)
+        assert call_later.answer.status == 404
+        assert admission.num_requests == 1
 
 
 async def test_at_a_level_that_takes_nobody_nobody_is_taken(app):

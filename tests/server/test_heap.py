@@ -29,25 +29,45 @@ def test_nothing_is_looked_for_while_loading_nor_ever_again_among_what_was_loade
     assert gc.isenabled()
 
 
-def test_what_is_new_is_looked_at_each_time_and_everything_when_the_last_request_has_gone():
+def test_it_looks_when_the_last_request_has_gone():
     heap = Heap()
     heap.look(1000.0, is_busy=True)
-    circles = [Circle(), Circle()]
-    heap.look_at_new()
-    circles.pop()
     Circle()
-    heap.look_at_new()
-    assert not heap.look(1000.5, is_busy=True)
-    assert Circle.num_alive == 2  # the one that is older, and the one that is in use
-    assert heap.look(1000.75, is_busy=False)
+    heap.look(1000.25, is_busy=True)
+    assert Circle.num_alive == 1
+    heap.look(1000.5, is_busy=False)
+    assert Circle.num_alive == 0
+    Circle()
+    heap.look(1000.75, is_busy=False)
+    assert Circle.num_alive == 1
+    gc.collect()
+
+
+def test_it_looks_when_there_is_much_more_than_after_the_last_look(monkeypatch):
+    monkeypatch.setattr("trouper.frontends.server.heap.MAX_MORE", 20_000)
+    heap = Heap()
+    heap.look(1000.0, is_busy=True)
+    circles = [Circle() for _ in range(4_000)]  # two blocks each
+    heap.look(1000.25, is_busy=True)
+    circles = [Circle() for _ in range(12_000)]
+    assert Circle.num_alive == 16_000
+    heap.look(1000.5, is_busy=True)
     assert Circle.num_alive == len(circles)
-    assert not heap.look(1001.0, is_busy=False)
+    circles = None
+    heap.look(1000.75, is_busy=True)
+    assert Circle.num_alive == 12_000
+    gc.collect()
 
 
 def test_garbage_of_a_server_that_is_never_idle_goes_now_and_then():
     heap = Heap()
     heap.look(1000.0, is_busy=True)
-    assert not heap.look(1000.0 + LONGEST_S, is_busy=True)
-    assert heap.look(1000.1 + LONGEST_S, is_busy=True)
-    assert not heap.look(1000.2 + LONGEST_S + TIGHT_S, is_busy=True)
-    assert heap.look(1000.2 + LONGEST_S + TIGHT_S, is_busy=True, is_tight=True)
+    for now, is_tight, is_looked_at in (
+        (1000.0 + LONGEST_S, False, False),
+        (1000.1 + LONGEST_S, False, True),
+        (1000.2 + LONGEST_S + TIGHT_S, False, False),
+        (1000.2 + LONGEST_S + TIGHT_S, True, True),
+    ):
+        Circle()
+        heap.look(now, is_busy=True, is_tight=is_tight)
+        assert (Circle.num_alive == 0) == is_looked_at

@@ -234,6 +234,27 @@ async def test_who_is_refused_at_once_may_ask_again(pieces, num_answers, stays):
     assert is_open == stays
 
 
+async def test_who_was_let_in_is_served_even_when_the_connection_ends_in_that_moment():
+    happened = []
+
+    class Greeter:
+        def greet(self, scope):
+            happened.append("let in")
+            connection.cancel_scope.cancel()
+
+        async def __call__(self, scope, receive, send):
+            happened.append("called")
+            await receive()
+            raise AssertionError("it was cancelled")
+
+    client, stream = pair()
+    client.sendall(POST % 3 + b"abc")
+    async with trio.open_nursery() as connection:
+        connection.start_soon(Connection(house_of(Greeter()), stream).run)
+    client.close()
+    assert happened == ["let in", "called"]
+
+
 async def test_who_is_refused_and_idle_is_left_in_time(autojump_clock):
     client, stream = pair()
     client.sendall(POST % 3)
