@@ -108,8 +108,10 @@ class Service:
     def enter(self, exchange: Exchange) -> Ticket:
         """Raises Refusal while starting or draining, and when all places are taken."""
         self.check_open()
-        self._note_throughput()
-        return self.door.enter(exchange.tenant, self.counted_bytes(exchange.content_length, 1))
+        num_bytes = self.counted_bytes(exchange.content_length, 1)
+        ticket = self.door.enter(exchange.tenant, num_bytes)
+        self._note_throughput()  # not for whoever is refused: it takes as long as the rest
+        return ticket
 
     def counted_bytes(self, num_bytes: int, num_prompts: int) -> int:
         """Of a body: no prompt takes more than the model's length, in whatever form it comes."""
