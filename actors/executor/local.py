@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 import anyio
 import anyio.lowlevel
 
+from trouper.actors.executor.cores import start_nice, take_long_slices
 from trouper.actors.executor.device import Answer, DeviceInfo, Later
-from trouper.actors.executor.slices import take_long_slices
 from trouper.actors.executor.vigil import Vigil
 from trouper.actors.messages import PoolPlan, StepFailed, StepPlan
 from trouper.config import EngineConfig
@@ -46,6 +46,7 @@ Soon = Callable[[Callable[[], object]], object]  # calls it on the event loop, f
 DEVICE_THREAD = "trouper-device"
 CALLS = ("sleep", "wake", "start_profile", "stop_profile")
 LOOK = "look"
+WIDE = 2**17  # numbers, which torch shares out among its threads
 POLL_S = 5e-5  # between two looks at a launched step; a post wakes the thread at once
 
 
@@ -186,6 +187,8 @@ class LocalDevice:
             from trouper.actors.executor.runner import Runner as Runner
 
         torch.set_num_threads(min(torch.get_num_threads(), num_physical_cores()))
+        if self._config.device == "cpu":
+            start_nice(lambda: torch.zeros(WIDE).neg_())  # the threads that help this one
         self._runner = Runner(self._config)
         info = self._runner.load()
         if self._config.device == "cpu":  # a GPU's thread needs no code of ours for its processor

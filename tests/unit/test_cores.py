@@ -1,0 +1,126 @@
+"""What the device's thread asks of Linux's scheduler."""
+
+import ctypes
+import os
+import platform
+import threading
+
+import pytest
+import torch
+
+from trouper.actors.executor import cores
+from trouper.actors.executor.cores import (
+    _ATTRIBUTES,
+    _CALLS,
+    NICER,
+    NICEST,
+    SLICE_NS,
+    start_nice,
+    take_long_slices,
+)
+from trouper.actors.executor.local import WIDE
+
+can_ask = platform.system() == "Linux" and platform.machine() in _CALLS
+pytestmark = pytest.mark.skipif(not can_ask, reason="Linux's system calls")
+
+
+def attributes():
+    held = ctypes.create_string_buffer(_ATTRIBUTES.size)
+    number = _CALLS[platform.machine()][0]
+    assert not ctypes.CDLL(None).syscall(number, 0, held, _ATTRIBUTES.size, 0)
+    _, policy, _, nice, _, runtime, *_ = _ATTRIBUTES.unpack(held.raw)
+    return policy, nice, runtime
+
+
+def in_a_thread(function):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.skipif(
+    can_ask and not attributes()[2], reason="a kernel in which threads have no slices of their own"
+)
+def test_slices_are_long_in_this_thread_and_in_those_it_starts():
+    before = attributes()
+
+    def taken():
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 3)
+        take_long_slices()
+        return attributes(), in_a_thread(attributes)
+
+    assert in_a_thread(taken) == ((os.SCHED_OTHER, 3, SLICE_NS),) * 2
+    assert attributes() == before
+
+
+@pytest.mark.parametrize("part", ["system", "machine", "call"])
+def test_nothing_changes_where_the_kernel_does_not_know_how(part, monkeypatch):
+    before = attributes()
+    with monkeypatch.context() as patched:
+        if part == "call":
+            patched.setattr(cores, "_CALLS", {platform.machine(): (2**20, 2**20)})
+        else:
+            patched.setattr(platform, part, lambda: "other")
+        in_a_thread(take_long_slices)
+    assert attributes() == before
+
+
+def test_other_policies_are_left_alone():
+    def batch():
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        before = attributes()
+        take_long_slices()
+        return before == attributes()
+
+    assert in_a_thread(batch)
+
+
+def nice(thread=0):
+    return os.getpriority(os.PRIO_PROCESS, thread)
+
+
+@pytest.mark.parametrize("own", [0, NICEST - 1])
+def test_torchs_helpers_are_nicer_than_the_thread_that_has_them(own):
+    def computed():
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, max(own, nice()))
+            before = set(os.listdir("/proc/self/task"))
+            start_nice(lambda: torch.zeros(WIDE).neg_())
+            helpers = set(os.listdir("/proc/self/task")) - before
+            torch.zeros(WIDE).neg_()
+            assert set(os.listdir("/proc/self/task")) - before == helpers  # and they stay
+            return nice(), [nice(int(helper)) for helper in helpers]
+        finally:
+            torch.set_num_threads(num_threads)
+
+    mine, helpers = in_a_thread(computed)
+    assert helpers == [min(mine + NICER, NICEST)] * 2
+
+
+def test_threads_of_others_that_start_meanwhile_are_left_alone():
+    may_end = threading.Event()
+    others = [threading.Thread(target=may_end.wait) for _ in range(2)]
+    before = nice()
+
+    def start():
+        for other in others:
+            other.start()
+
+    start_nice(start)
+    assert [nice(other.native_id) for other in others] == [before] * 2
+    may_end.set()
+    for other in others:
+        other.join()
+
+
+@pytest.mark.parametrize("system", ["Darwin", "Windows"])
+def test_where_threads_are_not_nice_one_by_one_they_are_just_started(system, monkeypatch):
+    started = []
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(os, "setpriority", None)
+    start_nice(lambda: started.append(1))
+    assert started == [1]
