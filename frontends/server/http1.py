@@ -9,6 +9,7 @@ connection open when little is left to come: a client that is cut off while it s
 
 import re
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -222,7 +223,12 @@ class Cycle:
         self.over = trio.Event()
         self._protocol = protocol
         self._write = write
-        self._give, self._take = trio.open_memory_channel[Message](MAX_PIECES)
+        self._messages: deque[Message] = (
+            deque()
+        )  # for the handler; mostly one, which is there before it asks
+        self._changed: trio.Event | None = (
+            None  # in `_messages`, or they are over; of the last wait
+        )
         self._is_left = False
         self._on_left: Callable[[], object] | None = None  # who is told
         self._head: bytes | None = None  # of the answer, until it has left
@@ -237,11 +243,12 @@ class Cycle:
         rest = self.skip(data)
         piece = data[: len(data) - len(rest)]
         if piece or not self.num_due:
+            while len(self._messages) >= MAX_PIECES and not self.over.is_set():
+                await self._wait_change()
             message = {"type": "http.request", "body": piece, "more_body": self.num_due > 0}
-            try:
-                await self._give.send(message)
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass  # nobody wants it any more
+            if not self.over.is_set():  # else nobody wants it any more
+                self._messages.append(message)
+                self._note_change()
         return rest
 
     def skip(self, data: bytes) -> bytes:
@@ -251,8 +258,8 @@ class Cycle:
 
     def leave(self) -> None:
         """The client has."""
-        self._give.close()
         self._is_left = True
+        self._note_change()
         if self._on_left is not None:
             self._on_left()
 
@@ -277,10 +284,13 @@ class Cycle:
     # For the handler
 
     async def receive(self) -> Message:
-        try:
-            return await self._take.receive()
-        except (trio.EndOfChannel, trio.ClosedResourceError):
-            return {"type": "http.disconnect"}
+        while not self._messages:
+            if self._is_left or self.over.is_set():
+                return {"type": "http.disconnect"}
+            await self._wait_change()
+        message = self._messages.popleft()
+        self._note_change()
+        return message
 
     def when_left(self, act: Callable[[], object]) -> None:
         self._on_left = act
@@ -329,9 +339,18 @@ class Cycle:
         if is_whole:
             await self._end()
 
+    async def _wait_change(self) -> None:
+        if self._changed is None or self._changed.is_set():
+            self._changed = trio.Event()
+        await self._changed.wait()
+
+    def _note_change(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+
     async def _end(self) -> None:
-        self._give.close()
-        self._take.close()
+        self._messages.clear()
         self._on_left = None  # it knows the exchange, which knows us: a circle
         self.over.set()
+        self._note_change()
         await self._protocol.finish(self.num_due, is_last=self.is_last)

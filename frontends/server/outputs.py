@@ -37,7 +37,8 @@ async def each_output(
         Exception: the first failure among them, perhaps in groups; the others are aborted.
     """
     with _listed(service, exchange, generations):
-        await _submit(exchange, generations, places)
+        await _open(exchange, generations)
+        await _wait_rendered(generations, places)
         if len(generations) == 1:
             await _read(generations[0], 0, consume)
         else:
@@ -54,19 +55,22 @@ async def final_outputs(
     found: dict[int, T] = {}
 
     with _listed(service, exchange, generations):
-        await _submit(exchange, generations, places)
-        for i, generation in enumerate(generations):
-            while (output := generation.next_nowait()) is not None:  # no turn for what is there
-                found[i] = output
-            async for output in generation:
-                found[i] = output
+        await _open(exchange, generations)
+        if (
+            len(generations) > 1
+        ):  # the last may be bad, and is not to be found so after all the others
+            await _wait_rendered(generations, places)
+        for i, (generation, place) in enumerate(zip(generations, places, strict=True)):
+            with _named(place):
+                while (output := generation.next_nowait()) is not None:  # no turn for what is there
+                    found[i] = output
+                async for output in generation:
+                    found[i] = output
     return [found[i] for i in range(len(generations))]
 
 
-async def _submit(
-    exchange: "Exchange", generations: "Sequence[Generation]", places: Sequence[str]
-) -> None:
-    """When it is our turn: all of them at once, and each prompt is good."""
+async def _open(exchange: "Exchange", generations: "Sequence[Generation]") -> None:
+    """When it is our turn: all of them at once."""
     ticket = exchange.ticket
     if ticket is not None:
         await ticket.wait_turn()
@@ -74,6 +78,10 @@ async def _submit(
         generation.open()
     if ticket is not None:
         ticket.generations = generations
+
+
+async def _wait_rendered(generations: "Sequence[Generation]", places: Sequence[str]) -> None:
+    """Each prompt is good."""
     for generation, place in zip(generations, places, strict=True):
         with _named(place):
             await generation.submit()
