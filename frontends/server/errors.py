@@ -28,6 +28,7 @@ from trouper.errors import (
 )
 from trouper.frontends.server.replies import Usage
 
+Headers = tuple[tuple[bytes, bytes], ...]
 logger = logging.getLogger("trouper.server")
 
 MAX_MESSAGE = 1024
@@ -43,6 +44,7 @@ TYPES = {
     431: "HeadersTooLargeError", 500: "InternalServerError", 501: "NotImplementedError",
     503: "ServiceUnavailableError", 504: "DeadlineExceededError",
 }  # fmt: skip
+RETRIED = (429, 503)  # they say when
 NO_RETRY = ((b"x-should-retry", b"false"),)  # what the OpenAI clients look at first
 CONTROLS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]+")
 
@@ -57,7 +59,7 @@ class Refusal(TrouperError):
         message: str,
         *,
         param: str | None = None,
-        headers: tuple[tuple[bytes, bytes], ...] = (),
+        headers: Headers = (),
         usage: Usage | None = None,
     ) -> None:
         super().__init__(message)
@@ -76,7 +78,7 @@ class Problem(msgspec.Struct, frozen=True):
     code: str
     message: str
     param: str | None = None
-    headers: tuple[tuple[bytes, bytes], ...] = ()
+    headers: Headers = ()
     usage: Usage | None = None  # what a request had cost when its time was over
 
     @property
@@ -100,10 +102,10 @@ def describe(error: BaseException) -> Problem:  # noqa: C901  # a table, a line 
         error = error.exceptions[0]
     match error:
         case Refusal():
-            problem = Problem(
-                error.status, error.code, str(error), error.param, error.headers, error.usage
-            )
-            return _with_retry(problem, error.retry_after_s)
+            headers = error.headers
+            if error.status in RETRIED:
+                headers += _retry(error.retry_after_s)
+            return Problem(error.status, error.code, str(error), error.param, headers, error.usage)
         case TrouperUnprocessableEntityError():
             return _told(422, "unprocessable_media", error)
         case TrouperNotFoundError():
@@ -113,12 +115,14 @@ def describe(error: BaseException) -> Problem:  # noqa: C901  # a table, a line 
         case UnsupportedFeatureError():
             return _told(501, "not_supported", error)
         case QueueOverflowError():
-            return _with_retry(Problem(503, "overloaded", "the server is full, try again later"))
+            text = "the server is full, try again later"
+            return Problem(503, "overloaded", text, headers=_retry())
         case GracefulHTTPError():
             code = "overloaded" if error.status == 503 else "conflict"
-            return _with_retry(Problem(error.status, code, clean(str(error), MAX_RULE)))
+            headers = _retry() if error.status in RETRIED else ()
+            return Problem(error.status, code, clean(str(error), MAX_RULE), headers=headers)
         case RetryableRequestError() | EnginePausedError():
-            return _with_retry(_refused_by_engine(error))
+            return _refused_by_engine(error)
         case EngineDeadError():
             return Problem(500, "engine_failed", "the engine has failed", headers=NO_RETRY)
         case ExecutionError():  # it failed alone: the same request would fail again
@@ -168,17 +172,13 @@ def _refused_by_engine(error: Exception) -> Problem:
     """The engine's refusals begin with their code: `engine_paused: …`, `draining: …`."""
     code, colon, _ = str(error).partition(":")
     is_known = bool(colon) and code in ("engine_paused", "draining")
-    return Problem(
-        503, code if is_known else "engine_paused", "the engine takes no requests now, try again"
-    )
+    text = "the engine takes no requests now, try again"
+    return Problem(503, code if is_known else "engine_paused", text, headers=_retry())
 
 
-def _with_retry(problem: Problem, wait_s: float = 1.0) -> Problem:
+def _retry(wait_s: float = 1.0) -> Headers:
     """Clients read either header."""
-    if problem.status not in (429, 503):
-        return problem
-    wait = (
+    return (
         (b"retry-after", b"%d" % math.ceil(wait_s)),
         (b"retry-after-ms", b"%d" % (1000 * wait_s)),
     )
-    return msgspec.structs.replace(problem, headers=problem.headers + wait)

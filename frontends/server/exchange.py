@@ -15,7 +15,7 @@ import msgspec
 
 from trouper.frontends.server.body import Body
 from trouper.frontends.server.door import Ticket
-from trouper.frontends.server.errors import Problem, Refusal
+from trouper.frontends.server.errors import Headers, Problem, Refusal
 from trouper.frontends.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Headers = tuple[tuple[bytes, bytes], ...]
 
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
