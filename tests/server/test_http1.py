@@ -240,7 +240,7 @@ async def test_who_was_let_in_is_served_even_when_the_connection_ends_in_that_mo
     class Greeter:
         def greet(self, scope):
             happened.append("let in")
-            connection.cancel_scope.cancel()
+            scope_of_all.cancel()
 
         async def __call__(self, scope, receive, send):
             happened.append("called")
@@ -249,8 +249,8 @@ async def test_who_was_let_in_is_served_even_when_the_connection_ends_in_that_mo
 
     client, stream = pair()
     client.sendall(POST % 3 + b"abc")
-    async with trio.open_nursery() as connection:
-        connection.start_soon(Connection(house_of(Greeter()), stream).run)
+    with trio.CancelScope() as scope_of_all:
+        await Connection(house_of(Greeter()), stream).run()
     client.close()
     assert happened == ["let in", "called"]
 
