@@ -64,12 +64,8 @@ class Door:
     @property
     def is_tight(self) -> bool:
         """Whoever comes may well be refused."""
-        return self.is_full or self.admission.is_full or self.level >= Level.SHED_ALL
-
-    @property
-    def is_full(self) -> bool:
-        """No place is left."""
-        return self.admission.num_sequences >= self.admission.max_sequences
+        is_full = self.admission.num_sequences >= self.admission.max_sequences
+        return is_full or self.admission.is_full or self.level >= Level.SHED_ALL
 
     def _limit(self) -> None:
         """How much may wait now.  Raises Refusal when nobody may come in, whoever it is."""

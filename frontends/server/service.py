@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
-import msgspec
 
 from trouper.actors.metrics import LIMITS
 from trouper.config import EngineConfig
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 PLACES = 4  # × max_num_seqs sequences may be open: one in the machine, three on the bench
 MAX_ECHO = 200
 MIN_SPARE_SEATS = 2  # in the engine's own queue, so that a seat that falls free is taken at once
-FULL_INTERVAL = 2  # tokens in a frame
 PROOF_S = 1.0  # so long a round trip proves that the next would succeed
 PROBE_S = 5.0  # and so long it may take
 
@@ -179,9 +177,6 @@ class Service:
     ) -> "list[Generation]":
         """One request of the engine for each prompt, under ids that no client can choose.
 
-        Who takes the last place of a full house gets `FULL_INTERVAL` tokens at a time: frames are what the loop is busy
-        with, and others are being refused.
-
         Raises:
             Refusal: there is no place for so much.
         """
@@ -196,9 +191,6 @@ class Service:
         if exchange.ticket is not None:
             num_bytes = self.counted_bytes(exchange.num_body_bytes, len(prompts))
             exchange.ticket.size(num_bytes, len(prompts), params.n, params.max_tokens, priority)
-            if self.door.is_full:
-                interval = max(FULL_INTERVAL, params.stream_interval or 1)
-                params = msgspec.structs.replace(params, stream_interval=interval)
         return [
             self.engine.generate(
                 prompt,

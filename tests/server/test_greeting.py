@@ -134,21 +134,6 @@ async def test_the_last_place_is_given_once(engine):
         assert admission.num_requests == 1
 
 
-@pytest.mark.parametrize(
-    ("max_requests", "asked_interval", "interval"),
-    [(2, None, 1), (1, None, 2), (1, 1, 2), (1, 5, 5)],
-)
-async def test_who_takes_the_last_place_gets_more_tokens_at_a_time(
-    engine, max_requests, asked_interval, interval
-):
-    app = create_app(engine, ServerSettings(max_requests=max_requests))
-    body = {**LONG, "max_tokens": 41, "stream_interval": asked_interval}
-    async with Client(app).stream("POST", PATH, json.dumps(body).encode(), [JSON]) as call:
-        await call.wait_complete()
-    frames = [event for event in call.answer.events if event != "[DONE]"]
-    assert len(frames) == 1 + 40 // interval  # the first token comes alone
-
-
 async def test_at_a_level_that_takes_nobody_nobody_is_taken(app):
     app.service.door.level = Level.SHED_ALL
     answer = app.greet(asked())
