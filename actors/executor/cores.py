@@ -9,7 +9,7 @@ leaves a core to the loop anyway.  Linux weighs a service or a container as a wh
 this orders our own threads and those of programs in the same session.
 
 With 32 streams on two Xeon cores the loop was late by 3.5 to 4.1 ms at p99 without either, by 1.2 to 4.2 with slices, and
-by 1.0 to 1.4 with both; embeddings over HTTP came as fast (1.02 and 1.01 of before, in turn).
+by 1.1 to 2.0 with both; embeddings over HTTP came as fast (1.02 and 1.01 of before, in turn).
 """
 
 import ctypes

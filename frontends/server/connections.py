@@ -123,9 +123,8 @@ class Connection:
             self._house.idle.discard(self)
             with trio.move_on_after(CLOSE_S, shield=True):
                 await self._close()
-            vars(self).pop(
-                "_protocol", None
-            )  # it knows us: a circle, which only the collector would find
+            # it knows us: a circle, which only the collector would find
+            vars(self).pop("_protocol", None)
 
     def leave(self) -> None:
         """It is idle, and has been for long enough."""

@@ -123,7 +123,7 @@ class Door:
             self._tickets[entry].let_in()
 
     def _let_go_of_read(self) -> None:
-        """Now and then."""
+        """Now and then: places of those for whom the engine is done, though not all of it has been read."""
         now = anyio.current_time()
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now

@@ -36,6 +36,7 @@ class Heap:
         """Everything is loaded."""
         gc.collect()
         gc.freeze()
+        self._num_blocks = sys.getallocatedblocks()
 
     def look(self, now: float, *, is_busy: bool, is_tight: bool = False) -> None:
         """When it is time to."""

@@ -110,7 +110,7 @@ class Service:
         self.check_open()
         num_bytes = self.counted_bytes(exchange.content_length, 1)
         ticket = self.door.enter(exchange.tenant, num_bytes)
-        self._note_throughput()  # not for whoever is refused: it takes as long as the rest
+        self._note_throughput()  # not for whoever is refused: a look at all counters
         return ticket
 
     def counted_bytes(self, num_bytes: int, num_prompts: int) -> int:
