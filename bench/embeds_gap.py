@@ -185,7 +185,8 @@ async def _clients(
 ) -> AsyncGenerator[Ask]:
     """A server in this event loop, and a client in a process of its own."""
     from hypercorn.config import Config
-    from hypercorn.trio import serve
+
+    from trouper.frontends.server.connections import serve
 
     request = folder / "request"
     text = base64.b64encode(save({"prompt_embeds": tensor})).decode()
@@ -208,7 +209,7 @@ async def _clients(
         assert client.stdin is not None
         assert client.stdout is not None
         to_client, answers = client.stdin, BufferedByteReceiveStream(client.stdout)
-        tasks.start_soon(lambda: serve(app, config, shutdown_trigger=over.wait, mode="asgi"))
+        tasks.start_soon(serve, app, config, over.wait)
         await answers.receive_until(b"\n", 16)  # it is ready
 
         async def ask() -> None:

@@ -30,6 +30,7 @@ HEAD = re.compile(
     rb"((?:[!#$%&'*+.^_`|~\w-]+:[^\x00-\x08\n-\x1f\x7f]*\r\n)+)\r\n"
 )  # no two parts of it can begin alike, so it takes linear time
 FIELD = re.compile(rb"([^:]+):[ \t]*([^\r]*)\r\n")
+KEEP, CLOSE = b"keep-alive", b"close"
 THEIRS = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 MAX_DIGITS = 15
 MAX_PIECES = 10  # of a body that its handler has not asked for
@@ -45,6 +46,7 @@ class Head(NamedTuple):
     target: bytes
     headers: list[tuple[bytes, bytes]]
     num_body: int  # bytes
+    is_last: bool  # on its connection
     end: int  # where it ends
 
 
@@ -79,15 +81,18 @@ def plain_head(data: bytes) -> Head | None:
     headers = [(name.lower(), value.rstrip(b" \t")) for name, value in FIELD.findall(lines)]
     fields = dict(headers)
     length = fields.get(b"content-length", b"0")
+    connection = fields.get(b"connection", KEEP).lower()
     is_plain = (
         len(fields) == len(headers)  # nothing is there twice
         and b"host" in fields
         and fields.keys().isdisjoint(THEIRS)
-        and fields.get(b"connection", b"keep-alive").lower() == b"keep-alive"
+        and connection in (KEEP, CLOSE)
         and length.isdigit()
         and len(length) <= MAX_DIGITS
     )
-    return Head(method.decode(), target, headers, int(length), found.end()) if is_plain else None
+    if not is_plain:
+        return None
+    return Head(method.decode(), target, headers, int(length), connection == CLOSE, found.end())
 
 
 def answer_head(status: int, headers: Fields) -> bytes:
@@ -118,6 +123,7 @@ class Http1:
         self._cycle: Cycle | None = None
         self._num_unread = 0  # bytes of a body whose answer is out
         self._num_requests = 0
+        self._is_last = False  # the one that has come
         self._is_over = False  # nothing is read any more
 
     async def initiate(self) -> None:
@@ -144,8 +150,7 @@ class Http1:
 
     def fields(self, given: Fields) -> Fields:
         """With those that every answer has."""
-        is_last = self._num_requests >= self._shared.config.keep_alive_max_requests
-        own = ((b"connection", b"close"),) if is_last else ()
+        own = ((b"connection", CLOSE),) if self._is_last else ()
         return (*given, *self._shared.fields(), *own)
 
     async def _read(self, data: bytes) -> None:
@@ -185,6 +190,8 @@ class Http1:
             "extensions": {WHOLE_SENDS: {}},
         }
         self._num_requests += 1
+        most = self._shared.config.keep_alive_max_requests
+        self._is_last = head.is_last or self._num_requests >= most
         answer = self._shared.greet(scope)
         if answer is not None:
             return await self._refuse(answer, head.num_body, data[head.end :])
@@ -201,7 +208,7 @@ class Http1:
         fields = (*self.fields(answer.headers), (b"content-length", b"%d" % len(answer.body)))
         await self._write(answer_head(answer.status, fields) + answer.body)
         num = min(num_body, len(data))
-        await self.finish(num_body - num, is_last=(b"connection", b"close") in fields)
+        await self.finish(num_body - num, is_last=(b"connection", CLOSE) in fields)
         return data[num:]
 
     async def _perform(self, scope: dict[str, Any], cycle: "Cycle") -> None:
@@ -317,7 +324,7 @@ class Cycle:
         self._is_chunked = length is None and status not in (204, 304)
         if self._is_chunked:
             headers = (*headers, (b"transfer-encoding", b"chunked"))
-        self.is_last = named.get(b"connection") == b"close"
+        self.is_last = named.get(b"connection") == CLOSE
         self._head = answer_head(status, headers)
         self._has_begun = True
 

@@ -19,6 +19,7 @@ from .test_connections import answer, house_of, pair
 pytestmark = pytest.mark.trio
 POST = b"POST /x?y=1 HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 GET = b"GET /g HTTP/1.1\r\nhost: x\r\n\r\n"
+LAST = b"GET /g HTTP/1.1\r\nhost: x\r\nConnection: close\r\n\r\n"
 
 
 async def echo(scope, receive, send):
@@ -106,6 +107,13 @@ async def test_the_last_answer_of_a_connection_says_so(options, head):
         await send({"type": "http.response.body"})
 
     assert await played(app, GET, bodies=2, **options) == ([(200, b"")], False)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_who_asks_for_the_last_time_is_left_with_his_answer(refuses):
+    app = Full() if refuses else echo
+    expected = (503, b"full") if refuses else (200, b"/g:")
+    assert await played(app, GET + LAST + GET, bodies=3) == ([expected] * 2, False)
 
 
 @pytest.mark.parametrize("refuses", [False, True])
