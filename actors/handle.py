@@ -36,7 +36,7 @@ from trouper.actors.observer import Observer
 from trouper.actors.pooling_slot import PoolingSlot
 from trouper.actors.questions import Questions
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.actors.reply import ReplySlot
+from trouper.actors.reply import ReplySlot, StreamInterval
 from trouper.actors.scheduler import Scheduler
 from trouper.actors.slot import Slot
 from trouper.config import EngineConfig
@@ -100,6 +100,7 @@ class Engine(Controls):
         self._admission = Admission(
             config.max_num_queued_reqs, config.max_num_queued_tokens, self._note_rejection
         )
+        self._stream_interval = StreamInterval(config.stream_interval)
         self._open: dict[str, tuple[RequestId, Slot[Any]]] = {}
         self._next_id = 0
         self._has_warned_of_tracing = False
@@ -233,10 +234,14 @@ class Engine(Controls):
         return ReplySlot(
             request_id,
             params,
-            self.config.stream_interval,
+            self._stream_interval,
             prefills=prefills,
             shows_stats=shows_stats,
         )
+
+    def set_stream_interval(self, num_tokens: int) -> None:
+        """An output of any stream has at least so many tokens from now on, and never fewer than `config.stream_interval`."""
+        self._stream_interval.num_tokens = max(num_tokens, self.config.stream_interval)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Raises what opening a request of n completions would raise now."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 PLACES = 4  # × max_num_seqs sequences may be open: one in the machine, three on the bench
 MAX_ECHO = 200
 MIN_SPARE_SEATS = 2  # in the engine's own queue, so that a seat that falls free is taken at once
+CROWDED_INTERVAL = 2  # tokens in a frame while others are refused: frames are what the loop is busy with
 PROOF_S = 1.0  # so long a round trip proves that the next would succeed
 PROBE_S = 5.0  # and so long it may take
 
@@ -128,6 +129,7 @@ class Service:
         self._note_throughput()
         self.door.let_in()
         self.door.look(is_paused=self._engine.engine.lifecycle.is_sleeping)
+        self._engine.engine.set_stream_interval(CROWDED_INTERVAL if self.door.is_refusing else 1)
         level = self._ladder.look(memory_used(), lag_s)
         if level != self.door.level:
             logger.warning("overload: %s after %s", level.name, self.door.level.name)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.reply import ReplySlot
+from trouper.actors.reply import ReplySlot, StreamInterval
 from trouper.outputs import Logprob, RequestError
 from trouper.params import RequestOutputKind, SamplingParams
 
@@ -22,7 +22,7 @@ async def open_slot():
 
     def open_slot(kind=CUMULATIVE, *, interval=1, **params):
         params = {"temperature": 1.0, "output_kind": kind} | params
-        slots.append(ReplySlot("mine", SamplingParams(**params), interval))
+        slots.append(ReplySlot("mine", SamplingParams(**params), StreamInterval(interval)))
         return slots[-1]
 
     yield open_slot
@@ -307,7 +307,7 @@ async def test_cancelling_the_scope_aborts_but_leaves_the_slot_readable(open_slo
 )
 async def test_whatever_the_reader_misses_the_whole_arrives_once(kind, pieces, interval):
     """Reads after some of the writes, then to the end: nothing is lost, doubled or reordered."""
-    slot = ReplySlot("mine", SamplingParams(n=3, output_kind=kind), interval)
+    slot = ReplySlot("mine", SamplingParams(n=3, output_kind=kind), StreamInterval(interval))
     whole, got, ends = ["", "", ""], ["", "", ""], 0
 
     def read():
