@@ -134,6 +134,25 @@ async def test_the_last_place_is_given_once(engine):
         assert admission.num_requests == 1
 
 
+async def test_while_others_are_refused_a_frame_has_two_tokens(engine):
+    app = create_app(engine, ServerSettings(max_requests=1))
+    body = {**LONG, "max_tokens": 100, "return_token_ids": True}
+    async with Client(app).stream("POST", PATH, json.dumps(body).encode(), [JSON]) as call:
+        await call.wait_for(lambda: call.num_chunks >= 1)
+        assert app.greet(asked()).status == 503
+        app.service.look(0.0)
+        begin = call.num_chunks + 1  # one may be under way
+        await call.wait_for(lambda: call.num_chunks >= begin + 8)
+        app.service.look(0.0)  # nobody was refused since
+        await call.wait_complete()
+    *events, done = call.answer.events
+    assert done == "[DONE]"
+    sizes = [len(event["choices"][0]["token_ids"]) for event in events]
+    assert min(sizes[begin : begin + 8]) >= 2
+    assert 1 in sizes[begin + 8 :]
+    assert sum(sizes) == 100
+
+
 async def test_at_a_level_that_takes_nobody_nobody_is_taken(app):
     app.service.door.level = Level.SHED_ALL
     answer = app.greet(asked())

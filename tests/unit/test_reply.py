@@ -120,6 +120,18 @@ async def test_a_request_can_only_raise_the_engines_interval(open_slot):
         assert slot.read_nowait() is not None
 
 
+async def test_an_interval_holds_for_what_comes_after_it_was_changed():
+    interval = StreamInterval(1)
+    slot = ReplySlot("mine", SamplingParams(output_kind=DELTA), interval)
+    seen = []
+    for token in range(10):
+        interval.num_tokens = 3 if 2 <= token < 7 else 1
+        slot.write(0, "x", (token,), finish_reason="length" if token == 9 else None)
+        if (output := slot.read_nowait()) is not None:
+            seen.append(ids(output)[0])
+    assert seen == [[0], [1], [2, 3, 4], [5, 6, 7], [8], [9]]
+
+
 async def test_writes_after_the_end_change_nothing(open_slot):
     slot = open_slot()
     slot.write(0, "a", (1,), finish_reason="stop")
