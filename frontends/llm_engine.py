@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+import trio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from trouper.actors.generation import Generation
@@ -41,9 +42,16 @@ class LLMEngine:
                     print(output.outputs[0].text)
 
     `add_request` and `abort_request` may be called from other threads while `step` runs.
+
+    Raises:
+        RuntimeError: called by a task of trio, which must not wait so.
     """
 
     def __init__(self, engine_args: EngineArgs, *, is_stepped: bool = True) -> None:
+        if trio.lowlevel.in_trio_run():
+            raise RuntimeError(
+                "this would hold up trio: use AsyncLLMEngine, or a thread (trio.to_thread.run_sync)"
+            )
         self._is_stepped = is_stepped
         self.generations: dict[str, Generation] = {}  # open, by request id; closed with the engine
         self._owner = threading.get_ident()  # never one of the engine's own threads

@@ -42,6 +42,20 @@ def take_long_slices() -> None:
         call(write, this_thread, asked, 0)
 
 
+def compute_with(num_threads: int, others: int) -> None:
+    """torch's operations in this thread, on so many threads; of `others` that begin later, on as many as before.
+
+    torch keeps a number for them, too: the last that any thread has set.  So one of them sets it back.
+    """
+    import torch
+
+    torch.get_num_threads()  # else this thread takes what is kept when it first computes
+    torch.set_num_threads(num_threads)
+    other = threading.Thread(target=torch.set_num_threads, args=(others,))
+    other.start()
+    other.join()
+
+
 def start_nice(start: Callable[[], object]) -> None:
     """What `start` starts of native threads is nicer from now on; only on Linux, where threads are nice one by one."""
     if platform.system() != "Linux":

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 import anyio.lowlevel
 
-from trouper.actors.executor.cores import start_nice, take_long_slices
+from trouper.actors.executor.cores import compute_with, start_nice, take_long_slices
 from trouper.actors.executor.device import Answer, DeviceInfo, Later
 from trouper.actors.executor.vigil import Vigil
 from trouper.actors.messages import PoolPlan, StepFailed, StepPlan
@@ -186,7 +186,8 @@ class LocalDevice:
         else:
             from trouper.actors.executor.runner import Runner as Runner
 
-        torch.set_num_threads(min(torch.get_num_threads(), num_physical_cores()))
+        others = torch.get_num_threads()
+        compute_with(min(others, num_physical_cores()), others)
         if self._config.device == "cpu":
             start_nice(lambda: torch.zeros(WIDE).neg_())  # the threads that help this one
         self._runner = Runner(self._config)
@@ -194,7 +195,7 @@ class LocalDevice:
         if self._config.device == "cpu":  # a GPU's thread needs no code of ours for its processor
             self._vigil.prepare()
         if self._runner.is_tiny:
-            torch.set_num_threads(1)  # on a busy machine a barrier costs a time slice, 4 ms
+            compute_with(1, others)  # on a busy machine a barrier costs a time slice, 4 ms
         return info
 
     def _call(self, method: str, args: tuple[object, ...]) -> object:

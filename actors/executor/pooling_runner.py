@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.cores import compute_with
 from trouper.actors.executor.device import DeviceInfo, Later
 from trouper.actors.executor.encoder_weights import Tensors, load_encoder
 from trouper.actors.executor.graphs import TextGraphs
@@ -84,7 +85,7 @@ class PoolingRunner:
         self._embed: Project | None = None
         self._classify: Project | None = None
         # At most `max_steps_in_flight` plans wait for them.
-        self._workers = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="pooling")
+        self._workers = _lone_threads(torch.get_num_threads())
         self._num_launched = 0  # plans that are with them, and not finished
         self._profiler = Profiler()
         self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop
@@ -155,7 +156,7 @@ class PoolingRunner:
         return Later(is_ready, finish, when_ready)
 
     def _run_alone(self, columns: Sequence[PoolColumn]) -> list[np.ndarray]:
-        with torch.inference_mode(), _one_thread():
+        with torch.inference_mode():
             return self._run(columns)
 
     def _run(self, columns: Sequence[PoolColumn]) -> list[np.ndarray]:
@@ -285,9 +286,20 @@ def _check_expansion(spec: PoolerSpec, traits: EncoderTraits | DecoderTraits) ->
         )
 
 
+def _lone_threads(num: int) -> ThreadPoolExecutor:
+    """Each computes alone.  All are there already: nobody who begins later meets one that is setting its number."""
+    threads = ThreadPoolExecutor(num, "pooling", initializer=compute_with, initargs=(1, num))
+    all_are_there = threading.Barrier(num)
+    wait([threads.submit(all_are_there.wait) for _ in range(num)])
+    return threads
+
+
 @contextmanager
 def _one_thread() -> Generator[None]:
     before = torch.get_num_threads()
+    if before == 1:  # not set anew: torch keeps it for threads that begin later
+        yield
+        return
     torch.set_num_threads(1)
     try:
         yield

@@ -17,7 +17,7 @@ from transformers import (
 
 from trouper.actors.executor import pooling_runner
 from trouper.actors.executor.device import Later
-from trouper.actors.executor.models.encoder import rounded
+from trouper.actors.executor.models.encoder import Encoder, rounded
 from trouper.actors.executor.pooling_runner import (
     FEW_TOKENS,
     LEAST_TOKENS,
@@ -130,14 +130,20 @@ def test_in_bfloat16_nobody_else_in_the_batch_changes_a_bit(kind, tmp_path):
         np.testing.assert_array_equal(alone, mine)
 
 
-def test_a_step_of_few_tokens_runs_on_one_thread(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("num_tokens", "num_threads"), [(FEW_TOKENS, 1), (FEW_TOKENS + 1, 2)])
+def test_a_step_of_few_tokens_runs_on_one_thread(num_tokens, num_threads, tmp_path, monkeypatch):
     save_tiny("bert", AutoModel, tmp_path)
-    counts = []
-    monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    run(tmp_path, "embed", texts=[(5,) * FEW_TOKENS])
-    assert counts == [1, torch.get_num_threads()]
-    run(tmp_path, "embed", texts=[(5,) * (FEW_TOKENS + 1)])
-    assert len(counts) == 2
+    right, counts = Encoder.forward, []
+
+    def forward(*given):
+        counts.append(torch.get_num_threads())
+        return right(*given)
+
+    monkeypatch.setattr(Encoder, "forward", forward)
+    run(tmp_path, "embed", texts=[(5,) * num_tokens])
+    assert set(counts) == {num_threads}
+    assert torch.get_num_threads() == 2
 
 
 @given(
@@ -219,6 +225,19 @@ def test_a_pass_that_raises_fails_the_step_when_the_others_have_ended(tmp_path, 
         with pytest.raises(IndexError):
             run(tmp_path, "embed", texts=texts)
     assert threading.active_count() == before
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_threads_that_begin_later_compute_with_as_many_as_before(tmp_path, monkeypatch):
+    save_tiny("bert", AutoModel, tmp_path)
+    monkeypatch.setattr(pooling_runner, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(pooling_runner, "SLICE_TOKENS", 20)
+    seen = []
+    run(tmp_path, "embed")
+    later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert seen == [2]
 
 
 def test_batches_come_in_few_sizes():

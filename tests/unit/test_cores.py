@@ -15,6 +15,7 @@ from trouper.actors.executor.cores import (
     NICER,
     NICEST,
     SLICE_NS,
+    compute_with,
     start_nice,
     take_long_slices,
 )
@@ -75,6 +76,17 @@ def test_other_policies_are_left_alone():
         return before == attributes()
 
     assert in_a_thread(batch)
+
+
+def test_a_thread_computes_with_as_many_as_it_says_and_others_as_before():
+    before = in_a_thread(torch.get_num_threads)
+
+    def computed():
+        compute_with(before + 1, before)
+        return torch.get_num_threads()
+
+    assert in_a_thread(computed) == before + 1
+    assert in_a_thread(torch.get_num_threads) == before
 
 
 def nice(thread=0):

@@ -1,8 +1,10 @@
 """`LLMEngine`: the step loop of vLLM's users, on the bundled model."""
 
+import asyncio
 import threading
 
 import pytest
+import trio
 
 from trouper import EngineArgs, LLMEngine, SamplingParams
 from trouper.errors import EngineDeadError, TrouperValidationError
@@ -151,6 +153,22 @@ def test_a_closed_engine_says_so():
     for call in (engine.step, engine.statistics, lambda: engine.add_request("a", "x", greedy())):
         with pytest.raises(EngineDeadError, match="closed"):
             call()
+
+
+def test_a_task_of_trio_is_told_that_it_must_not_wait_so():
+    async def main():
+        with pytest.raises(RuntimeError, match="AsyncLLMEngine"):
+            LLMEngine.from_engine_args(EngineArgs(**SMALL))
+
+    trio.run(main)
+
+
+def test_a_task_of_asyncio_may_wait(engine):  # as in a notebook
+    async def main():
+        engine.add_request("a", "def f(", greedy())
+        return drain(engine)
+
+    assert len(asyncio.run(main())["a"].outputs[0].token_ids) == 6
 
 
 def test_an_engine_dropped_open_warns_and_ends():
