@@ -44,6 +44,7 @@ class LLM(PoolingMethods):
 
     Raises:
         TrouperValidationError: the model or an option does not fit; the message names it.
+        RuntimeError: inside trio, whose loop this would block: use `AsyncLLMEngine`, or a thread.
     """
 
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:

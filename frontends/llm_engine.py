@@ -44,14 +44,11 @@ class LLMEngine:
     `add_request` and `abort_request` may be called from other threads while `step` runs.
 
     Raises:
-        RuntimeError: called by a task of trio, which must not wait so.
+        RuntimeError: inside trio, whose loop all of this would block: use `AsyncLLMEngine`, or a thread.
     """
 
     def __init__(self, engine_args: EngineArgs, *, is_stepped: bool = True) -> None:
-        if trio.lowlevel.in_trio_run():
-            raise RuntimeError(
-                "this would hold up trio: use AsyncLLMEngine, or a thread (trio.to_thread.run_sync)"
-            )
+        _refuse_trio()
         self._is_stepped = is_stepped
         self.generations: dict[str, Generation] = {}  # open, by request id; closed with the engine
         self._owner = threading.get_ident()  # never one of the engine's own threads
@@ -258,7 +255,7 @@ class LLMEngine:
     def close(self) -> None:
         """End the engine; memory, threads and tasks are gone when this returns.  Idempotent.
 
-        Called by one of the engine's own threads it only begins the end, for which that thread must be free.
+        Called by one of the engine's own threads, or inside trio, it only begins the end, for which that thread must be free.
         """
         self._close(waits=not threading.current_thread().name.startswith(THREADS))
 
@@ -271,7 +268,7 @@ class LLMEngine:
         self.generations.clear()
         self._kept.clear()
         arguments = self._portal, generations, self._exit_stack
-        if waits:
+        if waits and not trio.lowlevel.in_trio_run():
             _end(*arguments)
         else:
             threading.Thread(target=_end, args=arguments, name="closing", daemon=True).start()
@@ -304,6 +301,7 @@ class LLMEngine:
         Ctrl-C and any other exception here cancels it there.
         """
         self.check_open()
+        _refuse_trio()
         future = self._portal.start_task_soon(_run, function, args, kwargs)
         try:
             return future.result()
@@ -339,6 +337,13 @@ class LLMEngine:
                 if output.finished:
                     self.generations.pop(request_id, None)
         return outputs, first_error
+
+
+def _refuse_trio() -> None:
+    if trio.lowlevel.in_trio_run():
+        raise RuntimeError(
+            "this would block trio: use AsyncLLMEngine, or a thread (trio.to_thread.run_sync)"
+        )
 
 
 def _end(portal: BlockingPortal, generations: list[Generation], engine: ExitStack) -> None:

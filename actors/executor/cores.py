@@ -1,4 +1,4 @@
-"""Who has a core first, when a device computes on all of them and an event loop wakes now and then.
+"""Who has a core first, when a device computes on all of them and an event loop wakes now and then; and who uses how many.
 
 **Slices.**  Linux (from 6.12) lets who has just woken take the core from a thread that asked for longer slices, whose share of
 the machine stays the same, unless it has had more than its own lately.
@@ -42,16 +42,16 @@ def take_long_slices() -> None:
         call(write, this_thread, asked, 0)
 
 
-def compute_with(num_threads: int, others: int) -> None:
-    """torch's operations in this thread, on so many threads; of `others` that begin later, on as many as before.
+def compute_with(num_threads: int, num_elsewhere: int) -> None:
+    """torch computes with `num_threads` in this thread, and with `num_elsewhere` in those that begin later.
 
-    torch keeps a number for them, too: the last that any thread has set.  So one of them sets it back.
+    It keeps one number for them, the last that any thread has set.  So one of them sets that again.
     """
     import torch
 
     torch.get_num_threads()  # else this thread takes what is kept when it first computes
     torch.set_num_threads(num_threads)
-    other = threading.Thread(target=torch.set_num_threads, args=(others,))
+    other = threading.Thread(target=torch.set_num_threads, args=(num_elsewhere,))
     other.start()
     other.join()
 

@@ -186,8 +186,9 @@ class LocalDevice:
         else:
             from trouper.actors.executor.runner import Runner as Runner
 
-        others = torch.get_num_threads()
-        compute_with(min(others, num_physical_cores()), others)
+        num_elsewhere = torch.get_num_threads()
+        num_threads = min(num_elsewhere, num_physical_cores())
+        compute_with(num_threads, num_elsewhere)
         if self._config.device == "cpu":
             start_nice(lambda: torch.zeros(WIDE).neg_())  # the threads that help this one
         self._runner = Runner(self._config)
@@ -195,7 +196,8 @@ class LocalDevice:
         if self._config.device == "cpu":  # a GPU's thread needs no code of ours for its processor
             self._vigil.prepare()
         if self._runner.is_tiny:
-            compute_with(1, others)  # on a busy machine a barrier costs a time slice, 4 ms
+            num_threads = 1  # on a busy machine a barrier costs a time slice, 4 ms
+        compute_with(num_threads, num_elsewhere)  # the runner may have set it for others
         return info
 
     def _call(self, method: str, args: tuple[object, ...]) -> object:

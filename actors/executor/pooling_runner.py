@@ -12,9 +12,8 @@ Laws:
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Protocol
@@ -45,7 +44,8 @@ from trouper.pooler_config import PoolerSpec
 logger = logging.getLogger(__name__)
 
 TINY_BYTES = 4 * 2**20  # of weights; see runner.TINY_BYTES, and every batch here is many tokens
-FEW_TOKENS = 32  # that one core computes sooner than it wakes another for each operation
+FEW_TOKENS = 32
+START_S = 60.0  # in which a thread must begin
 # Of one forward pass: what a layer makes of so many fits the second cache.  Each pass more costs 0.4 ms of Python.
 SLICE_TOKENS = 512
 LEAST_TOKENS = 128  # of one of several passes: fewer are sooner computed by all threads together
@@ -128,10 +128,15 @@ class PoolingRunner:
         if self._model is None:
             raise RuntimeError("a step while the weights are absent")
         parts = slices(plan.columns, torch.get_num_threads())
-        if len(parts) > 1 or self._num_launched:
+        if len(parts) > 1 or self._num_launched or self._is_for_one(parts[0]):
             return self._launch(plan.step, parts)
         with torch.inference_mode():
             return PoolDone(plan.step, tuple(self._run(*parts)))
+
+    def _is_for_one(self, columns: Sequence[PoolColumn]) -> bool:
+        """One core computes them sooner than it wakes another for each operation; a recording wakes it once."""
+        num_tokens = sum(len(column.token_ids) for column in columns)
+        return num_tokens <= FEW_TOKENS and not self._has_graphs
 
     def _launch(self, step: int, parts: Sequence[Sequence[PoolColumn]]) -> Later[PoolDone]:
         passes = [self._workers.submit(self._run_alone, part) for part in parts]
@@ -189,12 +194,16 @@ class PoolingRunner:
             except NotRecordableError as error:
                 logger.info("steps are not recorded: %s", error)
                 self._is_recorded = False
-        with _one_thread() if len(token_ids_T) <= FEW_TOKENS else nullcontext():
-            return self._model.forward(token_ids_T, positions_T, type_ids_T, groups)
+        return self._model.forward(token_ids_T, positions_T, type_ids_T, groups)
+
+    @property
+    def _has_graphs(self) -> bool:
+        return self._is_recorded and isinstance(self._model, Encoder) and self._model.is_native
 
     def _graphs_of_thread(self) -> TextGraphs | None:
-        if not (self._is_recorded and isinstance(self._model, Encoder) and self._model.is_native):
+        if not self._has_graphs:
             return None
+        assert isinstance(self._model, Encoder)
         me = threading.get_ident()
         if me not in self._graphs:
             self._graphs[me] = TextGraphs(self._model)
@@ -289,22 +298,10 @@ def _check_expansion(spec: PoolerSpec, traits: EncoderTraits | DecoderTraits) ->
 def _lone_threads(num: int) -> ThreadPoolExecutor:
     """Each computes alone.  All are there already: nobody who begins later meets one that is setting its number."""
     threads = ThreadPoolExecutor(num, "pooling", initializer=compute_with, initargs=(1, num))
-    all_are_there = threading.Barrier(num)
-    wait([threads.submit(all_are_there.wait) for _ in range(num)])
+    all_are_there = threading.Barrier(num, timeout=START_S)
+    for there in [threads.submit(all_are_there.wait) for _ in range(num)]:
+        there.result()
     return threads
-
-
-@contextmanager
-def _one_thread() -> Generator[None]:
-    before = torch.get_num_threads()
-    if before == 1:  # not set anew: torch keeps it for threads that begin later
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def causal_name(architecture: str) -> str:

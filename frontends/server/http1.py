@@ -4,7 +4,7 @@ Laws.  What is not plainly of that form goes to hypercorn and h11 unread, and is
 pieces, a body in chunks, two lengths, an upgrade, whatever is odd.  One request at a time: what a client sends beyond
 its body waits until the answer is out.  The frame of an answer cannot be broken by what it says.  The head of an
 answer that says its length leaves with what comes next.  An answer given before its request was read leaves the
-connection open when little is left to come: a client that is cut off while it speaks hears no answer.
+connection open when little is left to come, until it has: a client that is cut off while it speaks hears no answer.
 """
 
 import re
@@ -46,7 +46,7 @@ class Head(NamedTuple):
     target: bytes
     headers: list[tuple[bytes, bytes]]
     num_body: int  # bytes
-    is_last: bool  # on its connection
+    asks_to_close: bool
     end: int  # where it ends
 
 
@@ -123,7 +123,7 @@ class Http1:
         self._cycle: Cycle | None = None
         self._num_unread = 0  # bytes of a body whose answer is out
         self._num_requests = 0
-        self._is_last = False  # the one that has come
+        self._closes_after = False  # the request that has come
         self._is_over = False  # nothing is read any more
 
     async def initiate(self) -> None:
@@ -141,16 +141,16 @@ class Http1:
         """An answer is out, or never will be.  `num_due` bytes of its request have not come."""
         self._cycle = None
         self._num_unread = num_due
-        is_last |= num_due > MAX_UNREAD or self._shared.context.terminated.is_set()
-        self._is_over = is_last
-        if is_last:
-            await self._theirs.send(Closed())
-        else:
+        must_close = num_due > MAX_UNREAD or self._shared.context.terminated.is_set()
+        if must_close or (is_last and not (num_due and self._closes_after)):
+            await self._close()
+        else:  # also when the rest of the last request is still to come
             await self._theirs.send(Updated(idle=True))
 
     def fields(self, given: Fields) -> Fields:
         """With those that every answer has."""
-        own = ((b"connection", CLOSE),) if self._is_last else ()
+        closes = self._closes_after or self._shared.context.terminated.is_set()
+        own = ((b"connection", CLOSE),) if closes and (b"connection", CLOSE) not in given else ()
         return (*given, *self._shared.fields(), *own)
 
     async def _read(self, data: bytes) -> None:
@@ -159,6 +159,8 @@ class Http1:
                 num = min(self._num_unread, len(data))
                 self._num_unread -= num
                 data = data[num:]
+                if self._closes_after and not self._num_unread:
+                    await self._close()
             elif self._cycle is not None:
                 cycle = self._cycle
                 data = await cycle.take(data)
@@ -191,7 +193,7 @@ class Http1:
         }
         self._num_requests += 1
         most = self._shared.config.keep_alive_max_requests
-        self._is_last = head.is_last or self._num_requests >= most
+        self._closes_after = head.asks_to_close or self._num_requests >= most
         answer = self._shared.greet(scope)
         if answer is not None:
             return await self._refuse(answer, head.num_body, data[head.end :])
@@ -205,11 +207,18 @@ class Http1:
 
     async def _refuse(self, answer: Answer, num_body: int, data: bytes) -> bytes:
         """Without a handler; returns what is beyond the request."""
+        num = min(num_body, len(data))
+        self._closes_after |= (
+            num_body - num > MAX_UNREAD or (b"connection", CLOSE) in answer.headers
+        )
         fields = (*self.fields(answer.headers), (b"content-length", b"%d" % len(answer.body)))
         await self._write(answer_head(answer.status, fields) + answer.body)
-        num = min(num_body, len(data))
-        await self.finish(num_body - num, is_last=(b"connection", CLOSE) in fields)
+        await self.finish(num_body - num, is_last=self._closes_after)
         return data[num:]
+
+    async def _close(self) -> None:
+        self._is_over = True
+        await self._theirs.send(Closed())
 
     async def _perform(self, scope: dict[str, Any], cycle: "Cycle") -> None:
         try:

@@ -84,6 +84,8 @@ class Service:
     def drain(self) -> None:
         """From now on new requests are refused, and readiness says so."""
         self.is_draining = True
+        if self._engine is not None:
+            self._engine.engine.set_stream_interval(1)  # nobody looks any more
 
     @property
     def is_starting(self) -> bool:

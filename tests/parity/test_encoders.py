@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from trouper.actors.executor import pooling_runner
+from trouper import LLM
+from trouper.actors.executor import local, pooling_runner
 from trouper.actors.executor.device import Later
 from trouper.actors.executor.models.encoder import Encoder, rounded
 from trouper.actors.executor.pooling_runner import (
@@ -95,6 +97,11 @@ def run(folder, task, type_ids=None, texts=None, columns=None, is_alone=False, *
         runner.close()
 
 
+def in_a_thread(function):
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
 def result(answer):
     return (answer.finish() if isinstance(answer, Later) else answer).arrays
 
@@ -134,16 +141,17 @@ def test_in_bfloat16_nobody_else_in_the_batch_changes_a_bit(kind, tmp_path):
 @pytest.mark.parametrize(("num_tokens", "num_threads"), [(FEW_TOKENS, 1), (FEW_TOKENS + 1, 2)])
 def test_a_step_of_few_tokens_runs_on_one_thread(num_tokens, num_threads, tmp_path, monkeypatch):
     save_tiny("bert", AutoModel, tmp_path)
-    right, counts = Encoder.forward, []
+    right, counts, elsewhere = Encoder.forward, [], []
 
     def forward(*given):
         counts.append(torch.get_num_threads())
+        elsewhere.append(in_a_thread(torch.get_num_threads))
         return right(*given)
 
     monkeypatch.setattr(Encoder, "forward", forward)
     run(tmp_path, "embed", texts=[(5,) * num_tokens])
     assert set(counts) == {num_threads}
-    assert torch.get_num_threads() == 2
+    assert set(elsewhere) == {2}
 
 
 @given(
@@ -228,16 +236,16 @@ def test_a_pass_that_raises_fails_the_step_when_the_others_have_ended(tmp_path, 
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_threads_that_begin_later_compute_with_as_many_as_before(tmp_path, monkeypatch):
+@pytest.mark.parametrize("tiny_bytes", [0, 2**20])
+def test_threads_that_begin_later_compute_with_as_many_as_before(tmp_path, monkeypatch, tiny_bytes):
     save_tiny("bert", AutoModel, tmp_path)
-    monkeypatch.setattr(pooling_runner, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(pooling_runner, "SLICE_TOKENS", 20)
-    seen = []
-    run(tmp_path, "embed")
-    later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    later.start()
-    later.join()
-    assert seen == [2]
+    monkeypatch.setattr(local, "num_physical_cores", lambda: 1)
+    monkeypatch.setattr(pooling_runner, "TINY_BYTES", tiny_bytes)
+    options = {"runner": "pooling", "skip_tokenizer_init": True, "dtype": "float32"}
+    with LLM(str(tmp_path), **options) as llm:
+        llm.embed([{"prompt_token_ids": [5, 6, 7]}] * 20, use_tqdm=False)
+        assert in_a_thread(torch.get_num_threads) == 2
+    assert in_a_thread(torch.get_num_threads) == 2
 
 
 def test_batches_come_in_few_sizes():

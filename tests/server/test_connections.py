@@ -94,7 +94,9 @@ async def test_who_is_idle_is_left_when_the_house_closes_and_who_is_not_gets_the
         await house.close()
         may_answer.set()
     assert idle[0].recv(100) == b""
-    assert busy[0].recv(1000).endswith(b"yes")
+    last = busy[0].recv(1000)
+    assert last.endswith(b"yes")
+    assert last.count(b"connection: close\r\n") == 1
     for client, _ in (idle, busy):
         client.close()
 

@@ -19,6 +19,8 @@ from .test_connections import answer, house_of, pair
 pytestmark = pytest.mark.trio
 POST = b"POST /x?y=1 HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 GET = b"GET /g HTTP/1.1\r\nhost: x\r\n\r\n"
+END = 1000  # more answers than there are: what is waited for is the end
+LAST_POST = b"POST /x HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
 LAST = b"GET /g HTTP/1.1\r\nhost: x\r\nConnection: close\r\n\r\n"
 
 
@@ -35,7 +37,15 @@ async def echo(scope, receive, send):
 
 
 async def played(app, *pieces, bodies=1, **options):
-    """What a client reads that sends these pieces one after the other, until so many answers or the end have come."""
+    """(status, body) of so many answers, or of all until the end."""
+    found, is_open = await heard(
+        app, *pieces, is_enough=lambda found: len(split(found)) >= bodies, **options
+    )
+    return split(found), is_open
+
+
+async def heard(app, *pieces, is_enough=lambda found: False, **options):
+    """What a client reads that sends these pieces one after the other, until it is enough or the end has come."""
     client, stream = pair()
     client.setblocking(False)
     found = b""
@@ -45,7 +55,7 @@ async def played(app, *pieces, bodies=1, **options):
             await trio.testing.wait_all_tasks_blocked()
             client.sendall(piece)
         with trio.fail_after(10):
-            while len(split(found)) < bodies:
+            while not is_enough(found):
                 await trio.lowlevel.wait_readable(client)
                 piece = client.recv(2**16)
                 if not piece:
@@ -54,7 +64,7 @@ async def played(app, *pieces, bodies=1, **options):
         await trio.testing.wait_all_tasks_blocked()
         is_open = stream.socket.fileno() != -1
         client.close()
-    return split(found), is_open
+    return found, is_open
 
 
 def split(found):
@@ -91,22 +101,36 @@ async def test_one_request_after_another_in_whatever_pieces(pieces, answers):
     assert await played(echo, *pieces, bodies=len(answers)) == (answers, True)
 
 
+@pytest.mark.parametrize("length", [[], [(b"content-length", b"0")]])
 @pytest.mark.parametrize(
-    ("options", "head"),
-    [({"keep_alive_max_requests": 1}, ()), ({}, [(b"connection", b"close")])],
+    ("request_", "options", "head"),
+    [
+        (GET, {"keep_alive_max_requests": 1}, ()),
+        (GET, {}, [(b"connection", b"close")]),
+        (LAST, {}, ()),
+        (LAST, {}, [(b"connection", b"close")]),
+    ],
 )
-async def test_the_last_answer_of_a_connection_says_so(options, head):
+async def test_the_last_answer_of_a_connection_says_so_once(request_, options, head, length):
     async def app(scope, receive, send):
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-length", b"0"), *head],
-            }
-        )
+        headers = [*length, *head]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body"})
 
-    assert await played(app, GET, bodies=2, **options) == ([(200, b"")], False)
+    found, is_open = await heard(app, request_, **options)
+    assert (found.count(b"HTTP/1.1 200"), is_open) == (1, False)
+    assert found.count(b"connection: close\r\n") == 1
+
+
+@pytest.mark.parametrize("head", [(), ((b"connection", b"close"),)])
+async def test_the_last_refusal_of_a_connection_says_so_once(head):
+    class App:
+        def greet(self, scope):
+            return Answer(503, head, b"full")
+
+    found, is_open = await heard(App(), LAST)
+    assert found.count(b"connection: close\r\n") == 1
+    assert not is_open
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -234,10 +258,14 @@ class Full:
         ([POST % MAX_UNREAD, b"x" * MAX_UNREAD, GET], 2, True),
         ([POST % (MAX_UNREAD + 1), b""], 1, False),
         ([GET + GET + POST % 3 + b"abc"], 3, True),
+        ([LAST_POST % 3, b""], 1, True),  # he is still speaking
+        ([LAST_POST % 3, b"abc"], 1, False),
+        ([LAST_POST % 3, b"ab", b"c" + GET], 1, False),
+        ([LAST_POST % (MAX_UNREAD + 1), b""], 1, False),
     ],
 )
 async def test_who_is_refused_at_once_may_ask_again(pieces, num_answers, stays):
-    answers, is_open = await played(Full(), *pieces, bodies=num_answers)
+    answers, is_open = await played(Full(), *pieces, bodies=num_answers if stays else END)
     assert answers == [(503, b"full")] * num_answers
     assert is_open == stays
 

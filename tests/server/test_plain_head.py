@@ -76,7 +76,7 @@ def test_what_is_plain_is_what_h11_makes_of_it(begin, more, end, beyond):
     assert body == data[head.end : head.end + due]
     assert (event is h11.NEED_DATA) == (len(body) < due)
     if event is not h11.NEED_DATA:
-        assert (theirs.their_state is h11.MUST_CLOSE) == head.is_last
+        assert (theirs.their_state is h11.MUST_CLOSE) == head.asks_to_close
 
 
 def test_an_odd_head_takes_no_longer_than_it_is_long():

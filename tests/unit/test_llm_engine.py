@@ -155,12 +155,22 @@ def test_a_closed_engine_says_so():
             call()
 
 
-def test_a_task_of_trio_is_told_that_it_must_not_wait_so():
+def test_inside_trio_nothing_that_would_block_is_done_and_an_engine_can_be_closed():
+    before = threading.active_count()
+    made_outside = LLMEngine.from_engine_args(EngineArgs(dtype="float32", **SMALL))
+
     async def main():
         with pytest.raises(RuntimeError, match="AsyncLLMEngine"):
             LLMEngine.from_engine_args(EngineArgs(**SMALL))
+        with pytest.raises(RuntimeError, match="AsyncLLMEngine"):
+            made_outside.add_request("a", "def f(", greedy())
+        made_outside.close()
 
     trio.run(main)
+    for thread in threading.enumerate():
+        if thread.name == "closing":
+            thread.join()
+    assert threading.active_count() == before
 
 
 def test_a_task_of_asyncio_may_wait(engine):  # as in a notebook
