@@ -1,11 +1,12 @@
 """Which prompts a pooling engine runs together, and how their ends are told."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.actors.messages import AdmitPooling, PoolDone, RequestId
 from trouper.actors.pause import Pause
-from trouper.actors.pooling_policy import PoolingPolicy
+from trouper.actors.pooling_policy import PASS_TOKENS, PoolingPolicy
 from trouper.config import SchedulerConfig
 from trouper.pooling import PoolingParams
 
@@ -51,6 +52,23 @@ def test_a_prompt_beyond_the_budget_runs_alone():
     p.admit(admit(2, 2))
     assert ids(p.plan()) == [1]
     assert ids(p.plan()) == [2]
+
+
+@pytest.mark.parametrize(
+    ("num_flights", "length", "sizes"),
+    [
+        (2, PASS_TOKENS // 4, [4, 3]),
+        (1, PASS_TOKENS // 4, [7]),
+        (2, PASS_TOKENS // 7, [7]),  # one pass
+        (2, PASS_TOKENS + 1, [4, 3]),
+    ],
+)
+def test_a_plan_of_several_passes_is_its_part_of_what_is_open(num_flights, length, sizes):
+    p = policy(max_steps_in_flight=num_flights, max_num_scheduled_tokens=100 * PASS_TOKENS)
+    for id in range(1, 8):
+        p.admit(admit(id, length))
+    plans = [plan for _ in range(num_flights) if (plan := p.plan()) is not None]
+    assert [len(ids(plan)) for plan in plans] == sizes
 
 
 def test_the_first_in_line_is_never_passed_over():
