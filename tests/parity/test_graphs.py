@@ -222,9 +222,7 @@ def test_short_texts_of_an_encoder_are_replayed(kind, tmp_path, monkeypatch):
     for length in (1, 5, 40, 5, 41):
         ids = tuple(range(3, 3 + length))
         columns = (PoolColumn(ids, None, "token_embed"),)
-        expected, found = (
-            runner.step(PoolPlan(1, 0, columns)).arrays[0] for runner in (eager, replayed)
-        )
+        expected, found = (pooled(runner, columns).arrays[0] for runner in (eager, replayed))
         assert found.tobytes() == expected.tobytes()
     (made,) = replayed._graphs.values()  # of this thread
     assert sorted(made._short) == [1, 5, 40]
