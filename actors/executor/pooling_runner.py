@@ -135,8 +135,7 @@ class PoolingRunner:
 
     def _is_for_one(self, columns: Sequence[PoolColumn]) -> bool:
         """One core computes them sooner than it wakes another for each operation; a recording wakes it once."""
-        num_tokens = sum(len(column.token_ids) for column in columns)
-        return num_tokens <= FEW_TOKENS and not self._has_graphs
+        return not self._has_graphs and sum(len(c.token_ids) for c in columns) <= FEW_TOKENS
 
     def _launch(self, step: int, parts: Sequence[Sequence[PoolColumn]]) -> Later[PoolDone]:
         passes = [self._workers.submit(self._run_alone, part) for part in parts]

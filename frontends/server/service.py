@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 PLACES = 4  # × max_num_seqs sequences may be open: one in the machine, three on the bench
 MAX_ECHO = 200
 MIN_SPARE_SEATS = 2  # in the engine's own queue, so that a seat that falls free is taken at once
-CROWDED_INTERVAL = (
-    2  # tokens in a frame while others are refused: frames are what the loop is busy with
-)
+CROWDED_INTERVAL = 2  # tokens in a frame while others are refused; one: 0.95 of the tokens
 PROOF_S = 1.0  # so long a round trip proves that the next would succeed
 PROBE_S = 5.0  # and so long it may take
 
