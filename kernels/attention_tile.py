@@ -17,10 +17,12 @@ from typing import Self, TypeVar
 
 from trouper.kernels.decode_attention import HIDDEN
 from trouper.kernels.matmul import TILE, Unit
-from trouper.kernels.simd import LANES, Code, Kind, Operand, Pointer, Value
+from trouper.kernels.simd import LANES, Code, Kind, Operand, Pointer, Value, num_registers
 
 PITCH = 272  # cells from one staged key to the next: constant, and no multiple of a power of two
 WIDEST = 256  # of a head: a key fits its pitch
+# accumulators of a product: cells that are spread to all lanes, by registers of rows
+CELLS, HALVES = (8, 2) if num_registers() > 8 else (4, 1)
 # A weight is at most 2^8: so far a maximum may grow before sums are made smaller, which is seldom.
 SLACK = 8.0
 
@@ -42,6 +44,8 @@ class Tile:
 
     Several tiles of queries that see the same keys share all but their queries and sums: see `part`.
     """
+
+    num_lanes = HALVES * LANES  # rows that are multiplied at once
 
     def __init__(
         self, code: Code, kind: Kind, base: Value, group: Operand, width: Value, side: int
@@ -88,7 +92,8 @@ class Tile:
         return self.code.fma(cells[index], x, total)
 
     def padded_rows(self, count: Value) -> Value:
-        return (count * self.group + (2 * LANES - 1)) // (2 * LANES) * (2 * LANES)
+        step = self.num_lanes
+        return (count * self.group + (step - 1)) // step * step
 
     def read_queries(self, q: Pointer, stride: Value, count: Value) -> None:
         """queries [cells, side] of rows (token, head of the group), padded."""
@@ -148,16 +153,16 @@ class Tile:
     def write_scores(self, num_rows: Value, count: Value) -> None:
         """scores [count, side] = keys · queries."""
         code = self.code
-        for r in code.loop(0, num_rows, 2 * LANES):
-            for key in code.loop(0, count, 8):
-                sums = [[code.var(code.lanes(0.0)) for _ in range(8)] for _ in range(2)]
+        for r in code.loop(0, num_rows, self.num_lanes):
+            for key in code.loop(0, count, CELLS):
+                sums = [[code.var(code.lanes(0.0)) for _ in range(CELLS)] for _ in range(HALVES)]
                 for c in code.loop(0, self.width // self.per_cell):
-                    for half in range(2):
+                    for half in range(HALVES):
                         x = self.queries.load(c * self.side + r + half * LANES)
                         for i, total in enumerate(sums[half]):
                             cell = self.keys + (key * PITCH + c)
                             total.set(self._dot(cell, i * PITCH, x, total))
-                for half in range(2):
+                for half in range(HALVES):
                     for i, total in enumerate(sums[half]):
                         self.scores.store((key + i) * self.side + r + half * LANES, total)
 
@@ -204,14 +209,15 @@ class Tile:
     def add_values(self, num_rows: Value, count: Value) -> None:
         """sums [D, side] += valuesᵀ · weights."""
         code, steps = self.code, (count + (self.per_cell - 1)) // self.per_cell
-        for r in code.loop(0, num_rows, 2 * LANES):
-            for d in code.loop(0, self.width, 8):
+        for r in code.loop(0, num_rows, self.num_lanes):
+            for d in code.loop(0, self.width, CELLS):
                 places = [
-                    [(d + i) * self.side + r + half * LANES for i in range(8)] for half in range(2)
+                    [(d + i) * self.side + r + half * LANES for i in range(CELLS)]
+                    for half in range(HALVES)
                 ]
                 sums = [[code.var(self.sums.load(place)) for place in row] for row in places]
                 for t in code.loop(0, steps):
-                    for half in range(2):
+                    for half in range(HALVES):
                         x = self.pairs.load(t * self.side + r + half * LANES)
                         for i, total in enumerate(sums[half]):
                             cell = self.values + (t * self.width + d)
@@ -236,6 +242,8 @@ class Tile:
 
 class AmxTile(Tile):
     """Of bfloat16.  Cells of queries and keys are zeros up to a multiple of sixteen."""
+
+    num_lanes = 2 * TILE
 
     def __init__(
         self, code: Code, kind: Kind, base: Value, group: Operand, width: Value, side: int

@@ -138,11 +138,25 @@ def kind_of(dtype: "torch.dtype") -> "Kind | None":
     """What kernels call the dtype; None where this machine's do not compute with it."""
     kinds: dict[str, Kind] = {"torch.bfloat16": "bf16", "torch.float32": "f32"}
     kind = kinds.get(str(dtype))
-    if kind is None or not is_available():
-        return None
-    from trouper.kernels.machine_code import has_bf16_dot
+    return kind if can_multiply() or (kind == "f32" and is_available()) else None
 
-    return kind if kind == "f32" or has_bf16_dot() else None
+
+def can_multiply() -> bool:
+    """Products of ours pay: both dtypes, whatever the machine has beyond AVX2."""
+    if not is_available():
+        return False
+    from trouper.kernels.simd import has_fma
+
+    return has_fma()
+
+
+def can_decode() -> bool:
+    """Weights of few bits become numbers as fast as they are read."""
+    if not can_multiply():
+        return False
+    from trouper.kernels.simd import has_permutations
+
+    return has_permutations()
 
 
 @functools.cache

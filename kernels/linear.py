@@ -4,15 +4,15 @@
     W [O, I]   as checkpoints store it; packed, its values are the same
     y [T, O]
 
-    compressed   bfloat16 where the machine multiplies it, 12 bits a weight: kernels/compressed_matmul.py
-    native   the same products of weights that do not fit: kernels/matmul.py
-    floats   the same of float32, where the machine has AVX-512
+    compressed   bfloat16 where the machine has AVX-512, 12 bits a weight: kernels/compressed_matmul.py
+    native   the same products of weights that do not fit, or where it has only AVX2: kernels/matmul.py
+    floats   the same of float32
     split    of float32 too, for many rows, where it has AMX: kernels/split_matmul.py
     oneDNN   both of other machines and shapes: no reorder in every call
     plain    what oneDNN does not pack here (float16), and builds without it
     invariant   on a GPU, where asked for: kernels/cuda/matmul.py; cuBLAS is "plain"
     int8, int4   integers with scales, rounded here or in the checkpoint: kernels/quantized_matmul.py
-             where bfloat16 would be native; elsewhere the rounded weights in their own dtype, with no
+             where bfloat16 would be compressed; elsewhere the rounded weights in their own dtype, with no
              gain but the same outputs
 
 Law: the choice depends on the weight, the machine and the use (an encoder's are native, and split), never on a batch.
@@ -67,21 +67,22 @@ class Linear:
         self.bias = bias_O
         self.scales: Tensor | None = None
         self.zeros: Tensor | None = None
+        can_decode = self.layout == "native" and launch.can_decode()
         if quantization is not None and isinstance(weight, Tensor):
-            if self.layout == "native":
+            if can_decode:
                 self.layout = quantization
                 self.weight, self.scales = _round(weight, quantization)
                 _product_of(quantization, self.scales.dtype, has_zeros=False)
                 return
             weight = quantize(weight, quantization)
         if isinstance(weight, Integers):
-            if self.layout == "native":
+            if can_decode:
                 self.layout = weight.fmt
                 self.weight, self.scales, self.zeros = packed(weight)
                 _product_of(weight.fmt, self.scales.dtype, self.zeros is not None)
                 return
             weight = dequantized(weight).to(weight.dtype)
-        if layout is None and self.layout == "native":
+        if layout is None and can_decode:
             compressed = _compressed_or_none(weight)
             if compressed is not None:
                 self.layout, self.weight = "compressed", compressed
@@ -110,9 +111,19 @@ def layout_of(weight: Tensor, *, is_for_many: bool = False) -> str:
     num_out, num_in = weight.shape
     if weight.device.type != "cpu" or not weight.numel():
         return "plain"
-    if weight.dtype == torch.bfloat16 and not num_out % 16 and not num_in % 32 and _has_dot():
+    if (
+        weight.dtype == torch.bfloat16
+        and not num_out % 16
+        and not num_in % 32
+        and launch.can_multiply()
+    ):
         return "native"
-    if weight.dtype == torch.float32 and not num_out % 16 and not num_in % 16 and _has_avx512():
+    if (
+        weight.dtype == torch.float32
+        and not num_out % 16
+        and not num_in % 16
+        and launch.can_multiply()
+    ):
         can_split = not num_in % 32 and launch.bf16_unit() == "tiles"
         return "split" if is_for_many and can_split else "floats"
     if weight.dtype not in ONEDNN_DTYPES or not torch.backends.mkldnn.is_available():
@@ -120,22 +131,6 @@ def layout_of(weight: Tensor, *, is_for_many: bool = False) -> str:
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "plain"
     return "onednn"
-
-
-def _has_dot() -> bool:
-    if not launch.is_available():
-        return False
-    from trouper.kernels.machine_code import has_bf16_dot
-
-    return has_bf16_dot()
-
-
-def _has_avx512() -> bool:
-    if not launch.is_available():
-        return False
-    from trouper.kernels.machine_code import has_avx512
-
-    return has_avx512()
 
 
 def linear(x_TI: Tensor, layer: Linear) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding
 
-from trouper.kernels.simd import Code
+from trouper.kernels.simd import Code, has_bf16_dot
 
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -46,14 +46,6 @@ def address_of(name: str, write: Callable[[Code], None]) -> tuple[int, object]:
         builder: Any = binding.JITLibraryBuilder()
         library = builder.add_object_img(image).export_symbol(name).link(jit, name)
         return library[name], library
-
-
-def has_avx512() -> bool:
-    return bool(binding.get_host_cpu_features().get("avx512f"))
-
-
-def has_bf16_dot() -> bool:
-    return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
 @functools.cache

@@ -9,7 +9,7 @@
 Instructions that multiply such words are named by `Unit`:
 
     dots    AVX512-BF16: a word of W times a pair of x in all lanes is sixteen outputs and two inputs.  Up to
-            twelve rows are one block of accumulators in registers.
+            twelve rows are one block of accumulators in registers.  Of AVX2 two FMAs of float32, and four rows
     tiles   AMX: sixteen pairs of a panel are a tile as they lie, sixteen rows of 32 inputs another, and
             their product sixteen rows of sixteen outputs
     floats  float32: a word is one input, and the same blocks of accumulators
@@ -35,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from trouper.kernels.gelu import gelu
-from trouper.kernels.simd import LANES, Code, Kind, Pointer, Value
+from trouper.kernels.simd import LANES, Code, Kind, Pointer, Value, num_registers
 
 Unit = Literal["dots", "tiles", "floats"]
 Act = Literal["none", "gelu"]
@@ -69,14 +69,22 @@ class Shape(NamedTuple):
         return -(-num_out // (LANES * panels)) * -(-num_rows // rows)
 
 
-SHAPES = {
+_WIDE = {
     "dots": Shape(
         few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(4, 6), Block(3, 8, 1024), Block(2, 12, 1024)),
         many=Block(3, 8, 1024),
     ),
-    "tiles": Shape(few=(Block(4, 16, 1024),), many=Block(2, 32), most_rows=512),
     "floats": Shape(few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(3, 8, 1024)), many=Block(3, 8, 1024)),
 }  # fmt: skip
+# in eight registers, of which AVX2 makes two each
+_NARROW = {
+    "dots": Shape(few=(Block(4, 1), Block(2, 2), Block(1, 4)), many=Block(1, 4)),
+    "floats": Shape(few=(Block(4, 1), Block(2, 2), Block(1, 4), Block(1, 6)), many=Block(1, 6)),
+}
+SHAPES = {
+    **(_WIDE if num_registers() > 8 else _NARROW),
+    "tiles": Shape(few=(Block(4, 16, 1024),), many=Block(2, 32), most_rows=512),
+}
 
 
 def pack(code: Code) -> None:

@@ -49,7 +49,7 @@ _POINTER: Any = ir.PointerType()
 _LANES, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
 _I16, _I8 = ir.IntType(16), ir.IntType(8)
-_HALFWORDS = ir.VectorType(_I16, HALFWORDS)
+_HALFWORDS, _HALF = ir.VectorType(_I16, HALFWORDS), ir.VectorType(_I16, LANES)
 _ELEMENTS: dict[str, Any] = {
     "bf16": _BFloat16(),
     "f32": _F32,
@@ -183,20 +183,24 @@ class Pointer:
 
     def load(self, index: Operand = 0) -> Value:
         """Sixteen elements from `index` on: numbers as lanes, integers as words."""
-        raw = self._load(index, ir.VectorType(_ELEMENTS[self.kind], LANES))
         if self.kind == "bf16":
-            raw = self.code.builder.fpext(raw, _LANES)
+            halves = Value(
+                self.code, self.code.builder.zext(self.of("i16")._load(index, _HALF), _WORDS)
+            )
+            return self.code.of_bits(halves << 16)
+        raw = self._load(index, ir.VectorType(_ELEMENTS[self.kind], LANES))
         if self.kind in ("i16", "i8"):
             raw = self.code.builder.sext(raw, _WORDS)
         return Value(self.code, raw)
 
     def store(self, index: Operand, x: Value) -> None:
         """Sixteen elements, rounded or cut to the kind."""
+        if self.kind == "bf16":
+            self._store(index, self.code.half(x))
+            return
         raw = x.ir
         if self.kind in ("i16", "i8"):
             raw = self.code.builder.trunc(raw, ir.VectorType(_ELEMENTS[self.kind], LANES))
-        if self.kind == "bf16":
-            raw = self.code.builder.fptrunc(raw, ir.VectorType(_BFloat16(), LANES))
         self._store(index, raw)
 
     def load_halfwords(self, index: Operand = 0) -> Value:
@@ -441,7 +445,10 @@ class Code:
         return self._intrinsic("llvm.fma.v16f32", _LANES, self.like(c, a).ir, b.ir, c.ir)
 
     def dot(self, a: Value, b: Value, c: Value) -> Value:
-        """c + the two products of each pair of words, by the machine's bfloat16 instruction."""
+        """c + the two products of each pair of words: the machine's bfloat16 instruction, or two FMAs."""
+        if not has_bf16_dot():
+            (a_low, a_high), (b_low, b_high) = self.unpaired(a), self.unpaired(b)
+            return self.fma(a_high, b_high, self.fma(a_low, b_low, c))
         x, y = (self.builder.bitcast(v.ir, _PAIRS) for v in (a, b))
         return self._intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", _LANES, c.ir, x, y)
 
@@ -484,6 +491,8 @@ class Code:
 
     def pair(self, low: Value, high: Value) -> Value:
         """Words of the two numbers of each lane, rounded to bfloat16."""
+        if not has_bf16_dot():
+            return self._rounded_bits(low) >> 16 & 0xFFFF | self._rounded_bits(high) & -0x10000
         both = self.halfwords_of(self.packed(low, high))
         alternate = [i // 2 + i % 2 * LANES for i in range(HALFWORDS)]
         return Value(self, self.builder.bitcast(self.shuffle(both, both, alternate).ir, _WORDS))
@@ -498,9 +507,25 @@ class Code:
 
     def packed(self, first: Value, second: Value) -> Value:
         """Words of sixteen numbers and sixteen more, in their order, rounded to bfloat16."""
+        if not has_bf16_dot():
+            halves = [Value(self, self.half(x)) for x in (first, second)]
+            whole = self.shuffle(*halves, range(HALFWORDS))
+            return Value(self, self.builder.bitcast(whole.ir, _WORDS))
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         pairs = self._intrinsic(name, _PAIRS, second.ir, first.ir)
         return Value(self, self.builder.bitcast(pairs.ir, _WORDS))
+
+    def half(self, x: Value) -> Any:
+        """Sixteen numbers rounded to bfloat16: half a register."""
+        if has_bf16_dot():
+            return self.builder.fptrunc(x.ir, ir.VectorType(_BFloat16(), LANES))
+        return self.builder.trunc((self._rounded_bits(x) >> 16).ir, _HALF)
+
+    def _rounded_bits(self, x: Value) -> Value:
+        """Words whose upper halves are the nearest bfloat16, halves to even; what is not a number stays none."""
+        bits = self.words_of(x)
+        rounded = bits + 0x7FFF + (bits >> 16 & 1)
+        return self.select(x.equals(x), rounded, bits | 0x400000)
 
     def numbers(self, integers: Value) -> Value:
         """Words as lanes."""
@@ -549,6 +574,14 @@ class Code:
 
     def looked_up(self, table: Value, indices: Value) -> Value:
         """table[index mod 32] of halfwords."""
+        if not has_permutations():  # for tests: no layout that needs it is chosen there
+            found = ir.Constant(_HALFWORDS, ir.Undefined)
+            places = (indices & HALFWORDS - 1).ir
+            for i in map(_I32, range(HALFWORDS)):
+                place = self.builder.extract_element(places, i)
+                entry = self.builder.extract_element(table.ir, place)
+                found = self.builder.insert_element(found, entry, i)
+            return Value(self, found)
         name = "llvm.x86.avx512.permvar.hi.512"
         return self._intrinsic(name, _HALFWORDS, table.ir, indices.ir)
 
@@ -675,9 +708,34 @@ class Code:
 
 
 @functools.cache
+def has_bf16_dot() -> bool:
+    """AVX512-BF16 multiplies pairs of bfloat16, and rounds to it."""
+    return _has("avx512bf16")
+
+
+def has_fma() -> bool:
+    """A product and a sum of vectors are one instruction."""
+    return _has("fma") and (_has("avx2") or _has("avx512f"))
+
+
+def has_permutations() -> bool:
+    """Thirty-two half words of a register are looked up at once."""
+    return _has("avx512bw")
+
+
+def num_registers() -> int:
+    """That hold sixteen lanes each."""
+    return 32 if _has("avx512f") else 8
+
+
+@functools.cache
 def _has_scaling() -> bool:
     """AVX-512 takes exponents and fractions apart and together."""
-    return bool(binding.get_host_cpu_features().get("avx512dq"))
+    return _has("avx512dq")
+
+
+def _has(feature: str) -> bool:
+    return bool(binding.get_host_cpu_features().get(feature))
 
 
 def _signed(x: int, width: int) -> int:

@@ -7,7 +7,10 @@ from trouper.kernels import launch
 
 @pytest.fixture(scope="module", params=["dots", "tiles"])
 def unit(request):
-    """Each of the instructions that multiply bfloat16, where this machine has both."""
+    """Each of the instructions that multiply bfloat16, where this machine has both.
+
+    Weights of few bits are decoded here also where that is too slow to be chosen.
+    """
     if launch.is_available():
         from trouper.kernels.machine_code import has_tiles
 
@@ -17,4 +20,5 @@ def unit(request):
         pytest.skip("there are no native kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "bf16_unit", lambda: request.param)
+        patch.setattr(launch, "can_decode", launch.is_available)
         yield request.param

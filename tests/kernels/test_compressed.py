@@ -13,7 +13,8 @@ from trouper.kernels.linear import Linear, layout_of, linear
 
 pytestmark = [
     pytest.mark.skipif(
-        layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs AVX512-BF16"
+        layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native",
+        reason="needs native products",
     ),
     pytest.mark.usefixtures("unit"),
 ]

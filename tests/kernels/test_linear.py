@@ -4,7 +4,7 @@ import torch
 from trouper.kernels.linear import Linear, layout_of, linear, linear_reference
 
 needs_native = pytest.mark.skipif(
-    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs AVX512-BF16"
+    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs native products"
 )
 pytestmark = pytest.mark.usefixtures("unit")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -15,7 +15,7 @@ from trouper.kernels.quantization import (
 
 FORMATS = ("int4", "int8")
 needs_native = pytest.mark.skipif(
-    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs AVX512-BF16"
+    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs native products"
 )
 pytestmark = pytest.mark.usefixtures("unit")
 

@@ -13,7 +13,7 @@ from trouper.actors.executor.pooling_runner import PoolingRunner
 from trouper.actors.executor.runner import Runner
 from trouper.actors.messages import PoolColumn, PoolPlan, Sampling
 from trouper.config import EngineArgs
-from trouper.kernels import decode_attention, launch, machine_code
+from trouper.kernels import decode_attention, launch
 from trouper.kernels.linear import layout_of
 from trouper.kernels.recording import Recording
 
@@ -23,7 +23,7 @@ from .test_encoders import WIDE, save_tiny
 from .test_runner import plan_of, row_of
 
 pytestmark = pytest.mark.skipif(
-    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs AVX512-BF16"
+    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs native products"
 )
 ALL_LOGITS = Sampling(temperature=0.0, logprobs=-1)
 PROMPTS = random_prompts((9, 20, 3, 30, 1), VOCAB, seed=3)
@@ -207,7 +207,7 @@ def test_what_is_not_recorded(folder, monkeypatch):
     assert made.can_forward(batch)
     assert not made.can_forward(msgspec.structs.replace(batch, embeds=((0, torch.ones(1, 64)),)))
     with monkeypatch.context() as patched:
-        patched.setattr(machine_code, "has_avx512", lambda: False)
+        patched.setattr(launch, "can_multiply", lambda: False)
         assert bits_of(folder, dtype="float32")[1] is None
     monkeypatch.setattr(launch, "is_available", lambda: False)
     assert bits_of(folder)[1] is None
