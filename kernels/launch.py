@@ -151,12 +151,12 @@ def can_multiply() -> bool:
 
 
 def can_decode() -> bool:
-    """Weights of few bits become numbers as fast as they are read."""
-    if not can_multiply():
+    """Weights of few bits become numbers as fast as they are read: with AVX512-BF16, and what comes with it."""
+    if not is_available():
         return False
-    from trouper.kernels.simd import has_permutations
+    from trouper.kernels.simd import has_bf16_dot
 
-    return has_permutations()
+    return has_bf16_dot()
 
 
 @functools.cache

@@ -4,8 +4,8 @@
     W [O, I]   as checkpoints store it; packed, its values are the same
     y [T, O]
 
-    compressed   bfloat16 where the machine has AVX-512, 12 bits a weight: kernels/compressed_matmul.py
-    native   the same products of weights that do not fit, or where it has only AVX2: kernels/matmul.py
+    compressed   bfloat16 where the machine has AVX512-BF16, 12 bits a weight: kernels/compressed_matmul.py
+    native   the same products of weights that do not fit, or of other machines with AVX2: kernels/matmul.py
     floats   the same of float32
     split    of float32 too, for many rows, where it has AMX: kernels/split_matmul.py
     oneDNN   both of other machines and shapes: no reorder in every call

@@ -9,7 +9,7 @@
 Instructions that multiply such words are named by `Unit`:
 
     dots    AVX512-BF16: a word of W times a pair of x in all lanes is sixteen outputs and two inputs.  Up to
-            twelve rows are one block of accumulators in registers.  Of AVX2 two FMAs of float32, and four rows
+            twelve rows are one block of accumulators in registers.  Elsewhere two FMAs of float32
     tiles   AMX: sixteen pairs of a panel are a tile as they lie, sixteen rows of 32 inputs another, and
             their product sixteen rows of sixteen outputs
     floats  float32: a word is one input, and the same blocks of accumulators
@@ -69,22 +69,21 @@ class Shape(NamedTuple):
         return -(-num_out // (LANES * panels)) * -(-num_rows // rows)
 
 
-_WIDE = {
-    "dots": Shape(
-        few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(4, 6), Block(3, 8, 1024), Block(2, 12, 1024)),
-        many=Block(3, 8, 1024),
-    ),
-    "floats": Shape(few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(3, 8, 1024)), many=Block(3, 8, 1024)),
-}  # fmt: skip
-# in eight registers, of which AVX2 makes two each
-_NARROW = {
-    "dots": Shape(few=(Block(4, 1), Block(2, 2), Block(1, 4)), many=Block(8, 5)),
-    "floats": Shape(few=(Block(4, 1), Block(2, 2), Block(1, 4), Block(1, 6)), many=Block(1, 6)),
-}
-SHAPES = {
-    **(_WIDE if num_registers() > 8 else _NARROW),
+_IS_WIDE = num_registers() == 32
+_WIDE_DOTS = Shape(
+    few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(4, 6), Block(3, 8, 1024), Block(2, 12, 1024)),
+    many=Block(3, 8, 1024),
+)
+# Made of FMAs a dot needs two registers for each word, and of AVX2 eight take what others do in thirty-two.
+_WIDE_FMAS = Shape(few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(2, 8)), many=Block(8, 8))
+_NARROW_FMAS = Shape(few=(Block(4, 1), Block(2, 2), Block(1, 4)), many=Block(8, 5))
+SHAPES: dict[Unit, Shape] = {
+    "dots": _WIDE_DOTS if has_bf16_dot() else _WIDE_FMAS if _IS_WIDE else _NARROW_FMAS,
     "tiles": Shape(few=(Block(4, 16, 1024),), many=Block(2, 32), most_rows=512),
-}
+    "floats": Shape(few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(3, 8, 1024)), many=Block(3, 8, 1024))
+    if _IS_WIDE
+    else Shape(few=(Block(4, 1), Block(2, 2), Block(1, 4), Block(1, 6)), many=Block(1, 6)),
+}  # fmt: skip
 
 
 def pack(code: Code) -> None:
@@ -236,7 +235,7 @@ class Dots(Product):
 
 
 WIDE = 256  # words of a row that become numbers at once: with a panel's, 26 KiB of the first cache
-SOME = 16  # rows that blocks of four divide better than those of five, which are 1.1 times as fast
+SOME = 16  # rows that blocks of four divide better than larger ones, which are 1.1 times as fast
 
 
 def widened_matmul(product: Product, words: Pointer, many: Block) -> None:
