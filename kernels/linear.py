@@ -111,21 +111,12 @@ def layout_of(weight: Tensor, *, is_for_many: bool = False) -> str:
     num_out, num_in = weight.shape
     if weight.device.type != "cpu" or not weight.numel():
         return "plain"
-    if (
-        weight.dtype == torch.bfloat16
-        and not num_out % 16
-        and not num_in % 32
-        and launch.can_multiply()
-    ):
-        return "native"
-    if (
-        weight.dtype == torch.float32
-        and not num_out % 16
-        and not num_in % 16
-        and launch.can_multiply()
-    ):
-        can_split = not num_in % 32 and launch.bf16_unit() == "tiles"
-        return "split" if is_for_many and can_split else "floats"
+    if not num_out % 16 and launch.can_multiply():
+        if weight.dtype == torch.bfloat16 and not num_in % 32:
+            return "native"
+        if weight.dtype == torch.float32 and not num_in % 16:
+            can_split = not num_in % 32 and launch.bf16_unit() == "tiles"
+            return "split" if is_for_many and can_split else "floats"
     if weight.dtype not in ONEDNN_DTYPES or not torch.backends.mkldnn.is_available():
         return "plain"
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

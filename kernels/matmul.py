@@ -74,7 +74,7 @@ _WIDE_DOTS = Shape(
     few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(4, 6), Block(3, 8, 1024), Block(2, 12, 1024)),
     many=Block(3, 8, 1024),
 )
-# Made of FMAs a dot needs two registers for each word, and of AVX2 eight take what others do in thirty-two.
+# Of FMAs: a word is two registers of numbers, and AVX2 has eight in place of thirty-two.
 _WIDE_FMAS = Shape(few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(2, 8)), many=Block(8, 8))
 _NARROW_FMAS = Shape(few=(Block(4, 1), Block(2, 2), Block(1, 4)), many=Block(8, 5))
 SHAPES: dict[Unit, Shape] = {
@@ -235,7 +235,7 @@ class Dots(Product):
 
 
 WIDE = 256  # words of a row that become numbers at once: with a panel's, 26 KiB of the first cache
-SOME = 16  # rows that blocks of four divide better than larger ones, which are 1.1 times as fast
+SOME = 16  # rows that blocks of four fill, and those of five, 1.1 times as fast, do not
 
 
 def widened_matmul(product: Product, words: Pointer, many: Block) -> None:
@@ -244,7 +244,8 @@ def widened_matmul(product: Product, words: Pointer, many: Block) -> None:
     The order of every sum is that of `Dots`.
     """
     code, num_rows = product.code, product.num_rows
-    for rows, is_better in ((4, num_rows <= SOME), (many.rows, num_rows > SOME)):
+    fitting = 4 if SOME % many.rows else many.rows
+    for rows, is_better in ((fitting, num_rows <= SOME), (many.rows, num_rows > SOME)):
         with code.when(is_better):
             block = many._replace(rows=rows)
             widened = _Widened(product, words, block)
