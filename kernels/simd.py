@@ -575,13 +575,12 @@ class Code:
     def looked_up(self, table: Value, indices: Value) -> Value:
         """table[index mod 32] of halfwords."""
         if not has_permutations():  # for tests: no layout that needs it is chosen there
-            found = ir.Constant(_HALFWORDS, ir.Undefined)
-            places = (indices & HALFWORDS - 1).ir
-            for i in map(_I32, range(HALFWORDS)):
-                place = self.builder.extract_element(places, i)
-                entry = self.builder.extract_element(table.ir, place)
-                found = self.builder.insert_element(found, entry, i)
-            return Value(self, found)
+            room = self.array("i16", 3 * HALFWORDS)
+            room.store_halfwords(0, table)
+            room.store_halfwords(HALFWORDS, indices & HALFWORDS - 1)
+            for i in self.loop(0, HALFWORDS):
+                room[i + 2 * HALFWORDS] = room[self.widened(room[i + HALFWORDS])]
+            return room.load_halfwords(2 * HALFWORDS)
         name = "llvm.x86.avx512.permvar.hi.512"
         return self._intrinsic(name, _HALFWORDS, table.ir, indices.ir)
 
