@@ -508,8 +508,8 @@ class Code:
     def packed(self, first: Value, second: Value) -> Value:
         """Words of sixteen numbers and sixteen more, in their order, rounded to bfloat16."""
         if not has_bf16_dot():
-            halves = [Value(self, self.half(x)) for x in (first, second)]
-            whole = self.shuffle(*halves, range(HALFWORDS))
+            low, high = (Value(self, self.half(x)) for x in (first, second))
+            whole = self.shuffle(low, high, range(HALFWORDS))
             return Value(self, self.builder.bitcast(whole.ir, _WORDS))
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         pairs = self._intrinsic(name, _PAIRS, second.ir, first.ir)

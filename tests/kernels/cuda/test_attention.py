@@ -119,6 +119,7 @@ def test_blocks_of_any_size(device, block_size):
     Case([(30, 20), (70, 1)], (2, 1, 16), device=device, block_size=block_size).check()
 
 
+@pytest.mark.usefixtures("ordered_dots")
 def test_a_prompts_rows_do_not_depend_on_its_chunks(device):
     whole = Case([(0, 90)], (4, 2, 16), device=device)
     expected = whole.run(decodes=False, min_count=1)[:90]

@@ -40,6 +40,7 @@ def test_it_is_the_product(num_tokens, num_in, num_out, dtype, device):
         )
 
 
+@pytest.mark.usefixtures("ordered_dots")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("num_in", [96, pytest.param(4096, marks=pytest.mark.gpu)])
 def test_a_row_has_the_same_bits_alone_and_in_a_crowd(num_in, dtype, device):
