@@ -9,8 +9,8 @@ from .engines import PROMPTS, make_model, open_llm, run
 pytest.importorskip("triton", reason="no Triton: pip install 'trouper[cuda]'")
 pytestmark = [
     pytest.mark.usefixtures("machines", "ordered_dots"),
-    pytest.mark.timeout(300),
-]  # interpreted
+    pytest.mark.timeout(300),  # interpreted
+]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=5, logprobs=2),
     SamplingParams(temperature=1.0, seed=4, max_tokens=5, logprobs=0),
