@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -47,7 +48,7 @@ DEVICE_THREAD = "trouper-device"
 CALLS = ("sleep", "wake", "start_profile", "stop_profile")
 LOOK = "look"
 WIDE = 2**17  # numbers, which torch shares out among its threads
-POLL_S = 5e-5  # between two looks at a launched step; a post wakes the thread at once
+POLL_S = 5e-5  # between two looks at a launched step, and at what is posted behind it
 
 
 class LocalDevice:
@@ -153,11 +154,12 @@ class LocalDevice:
                 self._launched.popleft().finish()
             if not self._launched and self._posts.empty():
                 self._vigil.keep()
-            is_silent = bool(self._launched) and not self._launched[0].tells
-            try:
-                post = self._posts.get(timeout=POLL_S if is_silent else None)
-            except queue.Empty:
+            if self._launched and not self._launched[0].tells and self._posts.empty():
+                # Not `get` with a timeout: before CPython 3.13 that may wait for ever, if the thread loses
+                # its processor in the moment in which it sets its clock.
+                time.sleep(POLL_S)
                 continue
+            post = self._posts.get()
             self._vigil.end()
             if post is None:
                 return

@@ -270,6 +270,26 @@ async def test_a_step_is_launched_before_the_one_ahead_of_it_has_its_results(slo
     await device.aclose()
 
 
+class ForgetfulQueue(queue.SimpleQueue):
+    """CPython's before 3.13, when the thread loses its processor just after `get` has set its clock."""
+
+    def get(self, block=True, timeout=None):
+        return super().get(block)
+
+
+@pytest.mark.anyio
+async def test_a_silent_step_ends_though_a_wait_with_a_timeout_might_not(slow, config, monkeypatch):
+    monkeypatch.setattr(queue, "SimpleQueue", ForgetfulQueue)
+    device = LocalDevice(config)
+    await device.load()
+    device.submit(next_plan(1))
+    await launched(SlowRunner.last, 1)
+    SlowRunner.last.ready = {1}
+    with anyio.fail_after(10):
+        assert [answer.step for answer in await answers_of(device)] == [1]
+    await device.aclose()
+
+
 @pytest.mark.anyio
 async def test_nobody_looks_at_a_step_that_tells_when_it_is_ready(slow, config, monkeypatch):
     looks, acts = [], queue.SimpleQueue()
