@@ -7,6 +7,7 @@ learns of it where it waits, and at the latest where it ends.
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -15,7 +16,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from trouper.actors.admission import MAX_OPEN_REQUESTS
 from trouper.actors.blocks import Blocks
-from trouper.actors.channel import Inbox, open_channel
+from trouper.actors.channel import Inbox, Sender, open_channel
 from trouper.actors.detokenizer import Detokenizer
 from trouper.actors.executor.actor import Executor
 from trouper.actors.executor.device import Device, DeviceInfo
@@ -143,30 +144,27 @@ async def _perform(
             async with anyio.create_task_group() as troupe:
                 executor = Executor(executor_inbox, to_scheduler.clone(), device)
                 info, tokenizer = await _load(config, executor, threads, troupe)
-                observer = await _start_observer(config, info, observer_inbox, note_ended, troupe)
-
-                def reporter() -> Reporter:
-                    return Reporter(to_observer.clone() if observer is not None else None)
+                policy = _make_policy(config, info)
+                observer = _make_observer(config, info, observer_inbox, policy, note_ended)
+                if observer is not None:
+                    await troupe.start(observer.run, name="observer")
+                reporter = partial(_make_reporter, to_observer, is_on=observer is not None)
 
                 detokenizer: Detokenizer | None = None
                 if config.pooler is None:
-                    prefix_caching = config.scheduler.enable_prefix_caching
-                    blocks = Blocks(info.num_blocks, info.block_size, prefix_caching)
-                    policy, reader = Policy(config.scheduler, blocks), to_detokenizer
                     detokenizer = Detokenizer(
                         detokenizer_inbox, to_scheduler.clone(), tokenizer, reporter()
                     )
                     await troupe.start(detokenizer.run, name="detokenizer")
                     prompts = Prompts.for_engine(config, tokenizer)
                 else:
-                    policy, reader = PoolingPolicy(config.scheduler), to_pooler
                     pooler = Pooler(pooler_inbox, config.pooler, threads)
                     await troupe.start(pooler.run, name="pooler")
                     prompts = PoolingPrompts.for_engine(config, tokenizer)
                 scheduler = Scheduler(
                     scheduler_inbox,
                     to_executor.clone(),
-                    reader.clone(),
+                    (to_detokenizer if config.pooler is None else to_pooler).clone(),
                     policy,
                     reporter=reporter(),
                     is_stepped=is_stepped,
@@ -202,12 +200,23 @@ async def _perform(
                 engine.hang_up()
 
 
-async def _start_observer(
+def _make_policy(config: EngineConfig, info: DeviceInfo) -> Policy | PoolingPolicy:
+    if config.pooler is not None:
+        return PoolingPolicy(config.scheduler)
+    prefix_caching = config.scheduler.enable_prefix_caching
+    return Policy(config.scheduler, Blocks(info.num_blocks, info.block_size, prefix_caching))
+
+
+def _make_reporter(to_observer: Sender[ObserverInbox], *, is_on: bool) -> Reporter:
+    return Reporter(to_observer.clone() if is_on else None)
+
+
+def _make_observer(
     config: EngineConfig,
     info: DeviceInfo,
     inbox: Inbox[ObserverInbox],
+    policy: Policy | PoolingPolicy,
     note_ended: NoteEnded | None,
-    troupe: TaskGroup,
 ) -> Observer | None:
     """None when there is nothing to observe: no statistics, no tracing."""
     metrics: Metrics | None = None
@@ -221,9 +230,7 @@ async def _start_observer(
         metrics = Metrics(name, config.max_model_len, prefix, cache_config)
     elif note_ended is None:
         return None
-    observer = Observer(inbox, metrics, config.log_stats_interval_s, note_ended)
-    await troupe.start(observer.run, name="observer")
-    return observer
+    return Observer(inbox, metrics, policy.statistics, config.log_stats_interval_s, note_ended)
 
 
 @asynccontextmanager

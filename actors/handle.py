@@ -300,17 +300,22 @@ class Engine(Controls):
         Raises:
             TrouperValidationError: statistics are off.
         """
-        if self.metrics is None or self._observer is None:
+        if self.metrics is None:
             raise TrouperValidationError(
                 "metrics need statistics: disable_log_stats=False", parameter="disable_log_stats"
             )
-        await self._questions.flush_observer(self._observer.hurry)
+        await self.refresh_metrics()
         return self.metrics.values()
+
+    async def refresh_metrics(self) -> None:
+        """Count what has been reported so far."""
+        if self._observer is not None:
+            await self._questions.flush_observer(self._observer.hurry)
 
     async def log_stats(self) -> None:
         """Write the log line now.  Without statistics there is none."""
+        await self.refresh_metrics()
         if self._observer is not None:
-            await self._questions.flush_observer(self._observer.hurry)
             self._observer.log()
 
     async def wait_idle(self) -> None:

@@ -346,9 +346,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """Scheduler -> Observer: its numbers have changed.  A fact: it may be dropped."""
+    """Scheduler -> Observer: so many tokens were computed or sampled since the last.  A fact: it may be dropped."""
 
-    stats: SchedulerStats
+    num_tokens: int
 
 
 class RequestEnded(msgspec.Struct, frozen=True):

@@ -75,10 +75,10 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
-    def note_step(self, stats: SchedulerStats) -> None:
-        num_tokens = _num_tokens(stats) - _num_tokens(self._stats)
-        if num_tokens:
-            self._observe("iteration_tokens_total", num_tokens)
+    def note_step(self, num_tokens: int) -> None:
+        self._observe("iteration_tokens_total", num_tokens)
+
+    def note_stats(self, stats: SchedulerStats) -> None:
         self._stats = stats
 
     def note_told(self, told: Told) -> None:
@@ -232,10 +232,6 @@ class Metrics(Collector):
             "prompt_tokens_by_source", "Prompt tokens, by source.", _keyed(by_source), ("source",),
             is_counter=True,
         )  # fmt: skip
-
-
-def _num_tokens(stats: SchedulerStats) -> int:
-    return stats.num_prompt_tokens + stats.num_generation_tokens
 
 
 def _buckets(observed: Distribution) -> list[tuple[str, int]]:

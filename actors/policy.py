@@ -109,6 +109,11 @@ class Policy:
         sequence = self._sequences.get(id)
         return State.FINISHED if sequence is None else sequence.state
 
+    @property
+    def num_tokens(self) -> int:
+        """Of prompts computed, and sampled, so far."""
+        return self._num_prompt_tokens + self._num_generation_tokens
+
     def statistics(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self._running),

@@ -75,6 +75,11 @@ class PoolingPolicy:
         """Unfinished requests that `Pause.NEW` lets run on: those in flight, and those to be retried."""
         return sum(len(flight.group) for flight in self._flights) + sum(map(len, self._retries))
 
+    @property
+    def num_tokens(self) -> int:
+        """Computed so far."""
+        return self._num_prompt_tokens
+
     def statistics(self) -> SchedulerStats:
         num_running = sum(a.id in self._open for f in self._flights for a in f.group)
         return SchedulerStats(

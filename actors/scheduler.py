@@ -58,7 +58,7 @@ class Scheduler:
         self._policy = policy
         self._reporter = reporter or Reporter(None)
         self._is_stepped = is_stepped
-        self._reported: SchedulerStats | None = None  # what the Observer was told last
+        self._num_reported = 0  # tokens of which the Observer was told
         self._num_plans_due = 0  # when stepped: plans that were asked for and not made
         self._steps: list[Answer[None]] = []
         self._pauses: list[SetPause] = []  # not in full effect yet
@@ -140,10 +140,9 @@ class Scheduler:
             self._executor.send_nowait(plan)
 
     def _report(self) -> None:
-        """Whatever changed the numbers: a step, a request that came, a stop string, a pause."""
-        if self._reporter.is_on and (stats := self._policy.statistics()) != self._reported:
-            self._reported = stats
-            self._reporter.report(Stepped(stats))
+        if num_tokens := self._policy.num_tokens - self._num_reported:
+            self._num_reported += num_tokens
+            self._reporter.report(Stepped(num_tokens))
 
     def _due_answers(self) -> tuple[Answer[None], ...]:
         """Who has waited long enough; they are told behind the news, through the Detokenizer."""

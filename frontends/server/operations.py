@@ -1,12 +1,14 @@
 """Routes for whoever looks after the server: models, health, metrics.  Source: spec section 16.1."""
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import anyio
 import msgspec
 
 from trouper import __version__
+from trouper.errors import EngineDeadError
 from trouper.frontends.server.errors import Refusal, unavailable
 from trouper.frontends.server.exchange import Exchange
 from trouper.frontends.server.metrics import expose
@@ -74,9 +76,12 @@ async def server_info(service: Service, exchange: Exchange, _: None) -> None:
 
 
 async def metrics(service: Service, exchange: Exchange, _: None) -> None:
-    found = service.engine.engine.metrics
+    engine = service.engine.engine
+    found = engine.metrics
     if found is None:
         raise Refusal(404, "not_found", "statistics are switched off")
+    with suppress(EngineDeadError):  # it counts no more, and what it counted stays
+        await engine.refresh_metrics()
     await exchange.send_body(await expose((found, service.metrics)), PROMETHEUS)
 
 
