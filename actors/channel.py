@@ -137,7 +137,7 @@ class Inbox(_End[T]):
     def take_at_rest(self, take: Take[T]) -> None:
         """Whatever comes while its receiver waits is given to `take` first, which says whether it took it.
 
-        Of a channel with one inbox, until that is closed.  It runs in the turn of the sender: it must not wait, and
+        Of several inboxes the last one's does it for all, until one is closed.  It runs in the turn of the sender: it must not wait, and
         what it raises is the sender's to raise.
         """
         self._channel.take = take
@@ -192,6 +192,11 @@ class Sender(_End[T]):
     def is_full(self) -> bool:
         """There is no room now."""
         return len(self._channel.messages) >= self._channel.capacity
+
+    @property
+    def is_empty(self) -> bool:
+        """Whatever was sent has been received."""
+        return not self._channel.messages
 
     def send_nowait(self, message: T) -> None:
         """

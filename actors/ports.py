@@ -16,10 +16,15 @@ Args = TypeVarTuple("Args")
 class Threads(Protocol):
     """A place where blocking work runs while the event loop goes on."""
 
-    async def run(self, function: Callable[[*Args], T], *args: *Args, is_quick: bool = False) -> T:
-        """Call `function` elsewhere and wait for its result or its exception.
+    async def run(self, function: Callable[[*Args], T], *args: *Args) -> T:
+        """Call `function` elsewhere and wait for its result or its exception."""
+        ...
 
-        `is_quick`: the call takes the loop less than handing it over would, so it may run at once.
+    def run_nowait(self, function: Callable[[*Args], T], *args: *Args) -> T:
+        """Call it here and now: it takes the loop less than handing it over would.
+
+        Raises:
+            WouldBlock: not here; nothing has been called.
         """
         ...
 
@@ -35,10 +40,11 @@ class WorkerThreads:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    async def run(self, function: Callable[[*Args], T], *args: *Args, is_quick: bool = False) -> T:
+    def run_nowait(self, function: Callable[[*Args], T], *args: *Args) -> T:
+        return function(*args)
+
+    async def run(self, function: Callable[[*Args], T], *args: *Args) -> T:
         """Raises TimeoutError when the call takes longer than `timeout_s`."""
-        if is_quick:
-            return function(*args)
         call = _Call(lambda: function(*args))
         deadline = anyio.current_time() + self._timeout_s
         with anyio.CancelScope(shield=True, deadline=deadline):

@@ -1,5 +1,5 @@
 """The renderer actor: takes prompts as their callers wrote them, has them rendered in a thread (short ones
-where they are), and hands them on.
+where they are, the first of a turn in its sender's own), and hands them on.
 
 Laws.  One request at a time per actor, or plain texts that are there together, `BATCH_CHARS` of them at most: a
 hop to a thread takes as long as some of them.  The wiring starts several on clones of one inbox.  A request's
@@ -45,16 +45,35 @@ class Renderer:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox, self._scheduler, self._detokenizer:
+            # Who opens many at once gives the loop away between them: the next waits for the scheduler's turn.
+            self._inbox.take_at_rest(lambda m: self._scheduler.is_empty and self._take_quick(m))
             task_status.started()
             async for message in self._inbox:
-                while message is not None:
+                while message is not None and not self._take_quick(message):
                     batch, message = self._gather(message)
                     await (self._serve(*batch) if len(batch) == 1 else self._serve_all(batch))
+
+    def _take_quick(self, message: Render) -> bool:
+        """At once, if it is short: so there is nothing to cancel."""
+        if not _is_quick(message):
+            return False
+        rendered: Rendered | Exception | None = None
+        if not message.slot.is_aborted:
+            try:
+                rendered = self._threads.run_nowait(self._render, message)
+            except anyio.WouldBlock:
+                return False
+            except Exception as error:  # it is this request's, whatever it is
+                rendered = error
+        self._end(message, rendered)
+        return True
 
     def _gather(self, message: Render) -> tuple[list[Render], Render | None]:
         """What is served together with the first that came, and what came behind it and is not."""
         batch, room = [message], BATCH_CHARS - _plain_size(message)
-        if _is_quick(message):
+        if _is_quick(
+            message
+        ):  # and may not be rendered here: it comes alone, as it would have here
             return batch, None
         while room > 0:
             try:
@@ -72,11 +91,8 @@ class Renderer:
         rendered: Rendered | Exception | None = None
         if not slot.is_aborted:
             try:
-                if _is_quick(message):  # at once, so there is nothing to cancel
-                    rendered = await self._threads.run(self._render, message, is_quick=True)
-                else:
-                    with slot.scope:
-                        rendered = await self._threads.run(self._render, message)
+                with slot.scope:
+                    rendered = await self._threads.run(self._render, message)
             except Exception as error:  # it is this request's, whatever it is
                 rendered = error
         self._end(message, rendered)

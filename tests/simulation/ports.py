@@ -36,12 +36,15 @@ class SimThreads:
         self._limiter = trio.CapacityLimiter(limit)
         self.num_begun = self.num_ended = 0
 
-    async def run(self, function: Callable[..., Any], *args: Any, is_quick: bool = False) -> Any:
+    def run_nowait(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self._dice.random() < 0.5:  # the engine's own threads never refuse
+            raise anyio.WouldBlock
+        if isinstance(args[0], Render) and self._fails(args[0]):
+            raise InjectedError("a renderer's quick call")
+        return function(*args)
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         await trio.lowlevel.checkpoint_if_cancelled()
-        if is_quick and self._dice.random() < 0.5:  # as the engine's own threads would, always
-            if args and isinstance(args[0], Render) and self._fails(args[0]):
-                raise InjectedError("a renderer's quick call")
-            return function(*args)
         async with self._limiter:
             with anyio.CancelScope(shield=True):
                 self.num_begun += 1

@@ -146,19 +146,28 @@ class World:
         policy.plan = partial(self._plan, policy.plan)  # type: ignore[method-assign]
 
     def _open(
-        self, right: Callable[..., Any], request_id: str, *args: Any
+        self,
+        right: Callable[..., Any],
+        request_id: str,
+        params: Any,
+        render: Callable[..., Any],
+        arrival_time: float | None,
     ) -> tuple[RequestId, ReplySlot]:
         if request_id in self.engine._open:
             self.duplicates.add(request_id)
         if self.engine.lifecycle.refuses is not None:
             self.refused.add(request_id)
-        id, slot = right(request_id, *args)
         case = self._by_task[trio.lowlevel.current_task()]
-        case.id, case.slot = id, slot
-        self.rendering.add(id)
-        for index in range(case.client.wish.n):
-            self.owners[SequenceId(id + index)] = (case.index, 0)
-        return id, slot
+
+        def noted(id: RequestId, params: Any, slot: ReplySlot) -> Any:
+            """Before anybody else knows it: a short prompt is rendered before `right` returns."""
+            case.id, case.slot = id, slot
+            self.rendering.add(id)
+            for index in range(case.client.wish.n):
+                self.owners[SequenceId(id + index)] = (case.index, 0)
+            return render(id, params, slot)
+
+        return right(request_id, params, noted, arrival_time)
 
     def _abort(self, right: Callable[..., Any], request_ids: str | Iterable[str]) -> None:
         names = {request_ids} if isinstance(request_ids, str) else set(request_ids)

@@ -13,7 +13,7 @@ from trouper.actors.executor.simulated import Conditions, StepError
 from trouper.errors import EngineDeadError, ExecutionError, TrouperValidationError
 from trouper.params import RequestOutputKind, SamplingParams
 
-from .engines import STEP_S, engine_config, expected, simulated_engine
+from .engines import STEP_S, NeverHere, engine_config, expected, simulated_engine
 
 pytestmark = pytest.mark.trio
 
@@ -124,10 +124,10 @@ async def test_a_bad_prompt_fails_its_request_alone(autojump_clock):
 # One test per stage: leaving there leaves nothing behind.
 
 
-class StuckThreads:
+class StuckThreads(NeverHere):
     """Rendering takes one virtual second, and like a real thread it is not interrupted."""
 
-    async def run(self, function, *args, is_quick=False):
+    async def run(self, function, *args):
         with anyio.CancelScope(shield=True):
             await anyio.sleep(1)
         return function(*args)

@@ -15,6 +15,8 @@ from trouper.actors.reply import ReplySlot
 from trouper.errors import GenerationError, TrouperValidationError
 from trouper.params import SamplingParams
 
+from .engines import NeverHere
+
 pytestmark = pytest.mark.anyio
 
 PARAMS = SamplingParams()
@@ -33,7 +35,7 @@ def render(message):
     )
 
 
-class Inline:
+class Inline(NeverHere):
     """Threads that are none: calls run at once, or when the gate opens.
 
     As with real threads, a cancellation waits for a call that has begun.
@@ -43,7 +45,7 @@ class Inline:
         self.gate = None
         self.num_running = self.peak = 0
 
-    async def run(self, function, *args, is_quick=False):
+    async def run(self, function, *args):
         await anyio.lowlevel.checkpoint()
         self.num_running += 1
         self.peak = max(self.peak, self.num_running)
@@ -125,9 +127,9 @@ async def test_plain_texts_that_are_there_together_share_a_hop_and_no_fault():
     batches = []
 
     class Counting(Inline):
-        async def run(self, function, *args, is_quick=False):
+        async def run(self, function, *args):
             batches.append(len(args[0]) if isinstance(args[0], list) else 1)
-            return await super().run(function, *args, is_quick=is_quick)
+            return await super().run(function, *args)
 
     def fussy(message):
         if message.prompt[0] == "b":
@@ -254,6 +256,42 @@ async def test_real_threads_are_limited_and_bring_exceptions_back():
             with pytest.raises(ValueError, match="no"):
                 await bad.read()
             assert (await stage.scheduler_inbox.receive()).id == 1
+
+
+class Here(Inline):
+    """Short calls run in the caller's turn, as the engine's own threads have it."""
+
+    def run_nowait(self, function, *args):
+        return function(*args)
+
+
+async def test_a_short_text_is_handed_over_in_its_senders_turn():
+    async with open_stage(threads=Here()) as stage:
+        stage.ask("ab")
+        assert stage.handed_over() == [[0], [0]]
+
+
+async def test_of_many_sent_at_once_one_is_rendered_in_the_senders_turn_and_the_rest_in_order():
+    async with open_stage(threads=Here()) as stage:
+        for text in ("ab", "x" * (QUICK + 1), "cd", "ef"):
+            stage.ask(text)
+        assert stage.scheduler_inbox.statistics().current_buffer_used == 1
+        await stage.settled()
+        assert stage.handed_over() == [[0, 1, 2, 3]] * 2
+
+
+async def test_a_short_text_that_fails_in_its_senders_turn_fails_alone():
+    def fussy(message):
+        if message.prompt == "b":
+            raise ValueError("no b")
+        return render(message)
+
+    async with open_stage(function=fussy, threads=Here()) as stage:
+        bad = stage.ask("b")
+        with pytest.raises(ValueError, match="no b"):
+            bad.read_nowait()
+        stage.ask("a")
+        assert stage.handed_over() == [[1], [1]]
 
 
 LONG = "x" * (QUICK + 1)
