@@ -41,6 +41,7 @@ class _Channel(Generic[T]):
         self.receiving: deque[anyio.Event] = deque()
         self.sending: deque[anyio.Event] = deque()
         self.take: Take[T] | None = None  # of a receiver at rest
+        self.fault: Exception | None = None  # which that raised
         self._event_type: type[anyio.Event] | None = None
 
     def __repr__(self) -> str:
@@ -69,6 +70,10 @@ class _Channel(Generic[T]):
         take, self.take = self.take, None  # not from within
         try:
             return take(message)
+        except Exception as fault:
+            self.fault = fault
+            self.wake(self.receiving)
+            return True
         finally:
             self.take = take
 
@@ -137,8 +142,8 @@ class Inbox(_End[T]):
     def take_at_rest(self, take: Take[T]) -> None:
         """Whatever comes while its receiver waits is given to `take` first, which says whether it took it.
 
-        Of several inboxes the last one's does it for all, until one is closed.  It runs in the turn of the sender: it must not wait, and
-        what it raises is the sender's to raise.
+        Of several inboxes the last one's does it for all, until one is closed.  It runs in the turn of the sender: it
+        must not wait.  What it raises is the receiver's to raise, as if it had gone on.
         """
         self._channel.take = take
 
@@ -152,6 +157,9 @@ class Inbox(_End[T]):
         channel = self._channel
         if self._is_closed:
             raise anyio.ClosedResourceError
+        if channel.fault is not None:
+            fault, channel.fault = channel.fault, None
+            raise fault
         if channel.messages:
             message = channel.messages.popleft()
             channel.wake(channel.sending)
@@ -163,7 +171,7 @@ class Inbox(_End[T]):
         channel = self._channel
         if channel.messages or self._is_closed or not channel.num_senders:
             await anyio.lowlevel.checkpoint()
-        while not (channel.messages or self._is_closed) and channel.num_senders:
+        while not (channel.messages or channel.fault or self._is_closed) and channel.num_senders:
             await channel.wait_in(channel.receiving)
         return self.receive_nowait()
 

@@ -68,7 +68,7 @@ class Scheduler:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox, self._executor, self._reader, self._reporter:
-            self._inbox.take_at_rest(self._take_answer)
+            self._inbox.take_at_rest(self._take_at_rest)
             task_status.started()
             async for message in self._inbox:
                 self._handle(message)
@@ -87,9 +87,15 @@ class Scheduler:
                     except anyio.WouldBlock:
                         await self._reader.send(news)
 
-    def _take_answer(self, message: SchedulerInbox) -> bool:
-        """The device's, at once; False: it is something else, or the news would have to wait."""
-        if not isinstance(message, StepDone | PoolDone) or self._reader.is_full:
+    def _take_at_rest(self, message: SchedulerInbox) -> bool:
+        """The device's answer, or a text to pool when the device has nothing to do; False: it is something else, or
+        the news would have to wait.
+
+        So the first of many texts runs alone, while the others are rendered.
+        """
+        is_answer = isinstance(message, StepDone | PoolDone)
+        is_first = isinstance(message, AdmitPooling) and not self._policy.num_steps_in_flight
+        if not (is_answer or is_first) or self._reader.is_full:
             return False
         self._handle(message)
         self._plan()
