@@ -42,6 +42,8 @@ def estimate_tokens(prompt: Any, depth: int = 6) -> int:
 
 def embeds_bytes(prompt: Any) -> int:
     """How large a prompt's embeddings are, in the caller's form; those of a conversation together."""
+    if isinstance(prompt, str):
+        return 0
     messages = _items(prompt, "messages")
     parts = [part for message in messages for part in _items(message, "content")]
     return sum(map(_payload_bytes, parts)) if parts else _payload_bytes(prompt)

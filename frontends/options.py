@@ -42,6 +42,8 @@ def tokenization_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def plain_prompt(prompt: Any) -> Any:
     """Arrays of token ids, numpy's and others', as lists; anything else as it is."""
+    if isinstance(prompt, str):
+        return prompt
     if hasattr(prompt, "tolist"):
         return prompt.tolist()
     if isinstance(prompt, Mapping) and hasattr(prompt.get("prompt_token_ids"), "tolist"):
