@@ -72,7 +72,8 @@ async def test_metrics(client):
     await client.post(PATH, FIELDS)
     answer = await client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
-    assert b"trouper:request_success_total" in answer.body
+    ended = [line for line in answer.body.splitlines() if b'finished_reason="length"' in line]
+    assert [line.rsplit(b" ")[-1] for line in ended] == [b"1.0"]  # already
     assert b'trouper:http_requests_total{handler="/v1/completions",status="200"}' in answer.body
 
 
