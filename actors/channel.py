@@ -65,7 +65,7 @@ class _Channel(Generic[T]):
 
     def offer(self, message: T) -> bool:
         """Whether it was taken at once."""
-        if self.take is None or self.messages or not self.receiving:
+        if self.take is None or self.messages or self.fault or not self.receiving:
             return False
         take, self.take = self.take, None  # not from within
         try:
@@ -201,13 +201,9 @@ class Sender(_End[T]):
         """There is no room now."""
         return len(self._channel.messages) >= self._channel.capacity
 
-    @property
-    def is_empty(self) -> bool:
-        """Whatever was sent has been received."""
-        return not self._channel.messages
+    def send_nowait(self, message: T, *, offers: bool = True) -> None:
+        """`offers`: a receiver at rest may take it now.
 
-    def send_nowait(self, message: T) -> None:
-        """
         Raises:
             WouldBlock: there is no room now.
             BrokenResourceError: nobody will receive it.
@@ -220,7 +216,7 @@ class Sender(_End[T]):
             raise anyio.BrokenResourceError
         if self.is_full:
             raise anyio.WouldBlock
-        if not channel.offer(message):
+        if not (offers and channel.offer(message)):
             channel.messages.append(message)
             channel.wake(channel.receiving)
 

@@ -1,5 +1,5 @@
 """The renderer actor: takes prompts as their callers wrote them, has them rendered in a thread (short ones
-where they are, the first of a turn in its sender's own), and hands them on.
+where they are, and at once if nobody else is there), and hands them on.
 
 Laws.  One request at a time per actor, or plain texts that are there together, `BATCH_CHARS` of them at most: a
 hop to a thread takes as long as some of them.  The wiring starts several on clones of one inbox.  A request's
@@ -9,6 +9,7 @@ at the slot and the two sends: a request is known to both actors or to neither.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -45,16 +46,18 @@ class Renderer:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox, self._scheduler, self._detokenizer:
-            # Who opens many at once gives the loop away between them: the next waits for the scheduler's turn.
-            self._inbox.take_at_rest(lambda m: self._scheduler.is_empty and self._take_quick(m))
+            self._inbox.take_at_rest(partial(self._take_quick, is_alone=True))
             task_status.started()
             async for message in self._inbox:
                 while message is not None and not self._take_quick(message):
                     batch, message = self._gather(message)
                     await (self._serve(*batch) if len(batch) == 1 else self._serve_all(batch))
 
-    def _take_quick(self, message: Render) -> bool:
-        """At once, if it is short: so there is nothing to cancel."""
+    def _take_quick(self, message: Render, *, is_alone: bool = False) -> bool:
+        """At once, if it is short: so there is nothing to cancel.
+
+        `is_alone`: nobody else has a request, so the scheduler may take it at once, too.
+        """
         if not _is_quick(message):
             return False
         rendered: Rendered | Exception | None = None
@@ -65,7 +68,7 @@ class Renderer:
                 return False
             except Exception as error:  # it is this request's, whatever it is
                 rendered = error
-        self._end(message, rendered)
+        self._end(message, rendered, is_alone=is_alone)
         return True
 
     def _gather(self, message: Render) -> tuple[list[Render], Render | None]:
@@ -116,23 +119,25 @@ class Renderer:
                 found.append(error)
         return found
 
-    def _end(self, message: Render, rendered: Rendered | Exception | None) -> None:
+    def _end(
+        self, message: Render, rendered: Rendered | Exception | None, *, is_alone: bool = False
+    ) -> None:
         slot = message.slot
         if isinstance(rendered, Exception):
             slot.fail(_typed(rendered))
         elif rendered is None or slot.is_aborted:
             slot.abort()
         else:
-            self._hand_over(rendered)
+            self._hand_over(rendered, is_alone=is_alone)
 
-    def _hand_over(self, rendered: Rendered) -> None:
+    def _hand_over(self, rendered: Rendered, *, is_alone: bool = False) -> None:
         """Room is reserved in both inboxes by the wiring's arithmetic."""
         try:
             if rendered.track is not None:
                 self._detokenizer.send_nowait(rendered.track)
             if isinstance(rendered.admit, AdmitPooling):
                 rendered.admit.slot.start(rendered.admit.prompt_token_ids)
-            self._scheduler.send_nowait(rendered.admit)
+            self._scheduler.send_nowait(rendered.admit, offers=is_alone)
         except anyio.BrokenResourceError:
             pass  # the engine is going down, and its end ends every request
 

@@ -20,13 +20,16 @@ class Reporter:
     def is_on(self) -> bool:
         return self._observer is not None
 
-    def report(self, fact: ObserverInbox) -> None:
+    def report(self, fact: ObserverInbox) -> bool:
+        """Whether it was sent."""
         if self._observer is None:
-            return
+            return False
         try:
             self._observer.send_nowait(fact)
         except (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError):
             self.num_dropped += 1
+            return False
+        return True
 
     def __enter__(self) -> Self:
         return self

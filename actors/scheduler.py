@@ -2,7 +2,8 @@
 
 It waits in one place only, its inbox.  Plans need no waiting because the policy never has more of them
 out than the executor's channel holds; news need none because their reader's channel has room for many
-steps beside everything the Renderers may send.  What the device answers is handled in the turn that brings it.
+steps beside everything the Renderers may send.  What the device answers is handled in the turn that brings it, and
+so is a text that is alone.
 """
 
 from typing import Any, assert_never
@@ -88,14 +89,11 @@ class Scheduler:
                         await self._reader.send(news)
 
     def _take_at_rest(self, message: SchedulerInbox) -> bool:
-        """The device's answer, or a text to pool when the device has nothing to do; False: it is something else, or
-        the news would have to wait.
+        """The device's answer, or a text that is alone; False: it is something else, or the news would have to wait.
 
-        So the first of many texts runs alone, while the others are rendered.
+        A prompt that is alone waits for its turn all the same: the first of many would be read before the others.
         """
-        is_answer = isinstance(message, StepDone | PoolDone)
-        is_first = isinstance(message, AdmitPooling) and not self._policy.num_steps_in_flight
-        if not (is_answer or is_first) or self._reader.is_full:
+        if not isinstance(message, StepDone | PoolDone | AdmitPooling) or self._reader.is_full:
             return False
         self._handle(message)
         self._plan()
@@ -146,9 +144,9 @@ class Scheduler:
             self._executor.send_nowait(plan)
 
     def _report(self) -> None:
-        if num_tokens := self._policy.num_tokens - self._num_reported:
+        num_tokens = self._policy.num_tokens - self._num_reported
+        if num_tokens and self._reporter.report(Stepped(num_tokens)):
             self._num_reported += num_tokens
-            self._reporter.report(Stepped(num_tokens))
 
     def _due_answers(self) -> tuple[Answer[None], ...]:
         """Who has waited long enough; they are told behind the news, through the Detokenizer."""

@@ -150,6 +150,7 @@ class Slot(ABC, Generic[Output]):
         if not self._rendered.is_set:  # of many that were rendered together only the first waits
             await self._rendered.wait()
         if self._error is not None:
+            await anyio.lowlevel.checkpoint()  # who was alone has not waited
             raise self._error
 
     async def wait_over(self) -> None:

@@ -15,6 +15,7 @@ from trouper.frontends.server.metrics import expose
 from trouper.frontends.server.overload import Level
 from trouper.frontends.server.service import Service
 
+REFRESH_S = 1.0
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -80,7 +81,8 @@ async def metrics(service: Service, exchange: Exchange, _: None) -> None:
     found = engine.metrics
     if found is None:
         raise Refusal(404, "not_found", "statistics are switched off")
-    with suppress(EngineDeadError):  # it counts no more, and what it counted stays
+    # One that ends counts no more, and what it counted stays.
+    with suppress(EngineDeadError), anyio.move_on_after(REFRESH_S):
         await engine.refresh_metrics()
     await exchange.send_body(await expose((found, service.metrics)), PROMETHEUS)
 

@@ -128,6 +128,9 @@ async def test_a_dead_engine(anyio_backend):
             assert (answer.status, answer.error["code"]) == (500, "engine_failed")
             assert answer.headers["x-should-retry"] == "false"
             assert "secret" not in answer.error["message"]
+            answer = await client.get("/metrics")  # what it counted while it lived
+            assert answer.status == 200
+            assert b"trouper:request_success_total" in answer.body
             assert app.service.died.is_set()
             app.service.died = anyio.Event()
             app.service.look(0.0)

@@ -28,6 +28,13 @@ class InlineThreads(NeverHere):
         return function(*args)
 
 
+class HereThreads(InlineThreads):
+    """Short calls run in the caller's turn, as the engine's own threads have it."""
+
+    def run_nowait(self, function, *args):
+        return function(*args)
+
+
 def engine_config(**scheduler) -> EngineConfig:
     model = ModelConfig(
         path="", name="simulated", architecture="Simulated", hf_config={}, vocab_size=VOCAB_SIZE,

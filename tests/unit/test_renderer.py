@@ -15,7 +15,7 @@ from trouper.actors.reply import ReplySlot
 from trouper.errors import GenerationError, TrouperValidationError
 from trouper.params import SamplingParams
 
-from .engines import NeverHere
+from .engines import HereThreads, NeverHere
 
 pytestmark = pytest.mark.anyio
 
@@ -66,11 +66,11 @@ class Stage:
         self.threads = threads
         self.slots = []
 
-    def ask(self, prompt):
+    def ask(self, prompt, *, is_alone=True):
         number = len(self.slots)
         self.slots.append(ReplySlot(str(number), PARAMS))
         self.to_renderer.send_nowait(
-            Render(RequestId(number), prompt, PARAMS, self.slots[-1], 0, 0.0)
+            Render(RequestId(number), prompt, PARAMS, self.slots[-1], 0, 0.0), offers=is_alone
         )
         return self.slots[-1]
 
@@ -258,26 +258,20 @@ async def test_real_threads_are_limited_and_bring_exceptions_back():
             assert (await stage.scheduler_inbox.receive()).id == 1
 
 
-class Here(Inline):
-    """Short calls run in the caller's turn, as the engine's own threads have it."""
-
-    def run_nowait(self, function, *args):
-        return function(*args)
-
-
 async def test_a_short_text_is_handed_over_in_its_senders_turn():
-    async with open_stage(threads=Here()) as stage:
+    async with open_stage(threads=HereThreads()) as stage:
         stage.ask("ab")
         assert stage.handed_over() == [[0], [0]]
 
 
-async def test_of_many_sent_at_once_one_is_rendered_in_the_senders_turn_and_the_rest_in_order():
-    async with open_stage(threads=Here()) as stage:
-        for text in ("ab", "x" * (QUICK + 1), "cd", "ef"):
-            stage.ask(text)
-        assert stage.scheduler_inbox.statistics().current_buffer_used == 1
+async def test_a_short_text_that_is_not_alone_is_rendered_in_its_turn():
+    async with open_stage(threads=HereThreads()) as stage:
+        stage.ask("ab", is_alone=False)
+        stage.ask("x" * (QUICK + 1))
+        stage.ask("cd")
+        assert stage.handed_over() == [[], []]
         await stage.settled()
-        assert stage.handed_over() == [[0, 1, 2, 3]] * 2
+        assert stage.handed_over() == [[0, 1, 2]] * 2
 
 
 async def test_a_short_text_that_fails_in_its_senders_turn_fails_alone():
@@ -286,7 +280,7 @@ async def test_a_short_text_that_fails_in_its_senders_turn_fails_alone():
             raise ValueError("no b")
         return render(message)
 
-    async with open_stage(function=fussy, threads=Here()) as stage:
+    async with open_stage(function=fussy, threads=HereThreads()) as stage:
         bad = stage.ask("b")
         with pytest.raises(ValueError, match="no b"):
             bad.read_nowait()

@@ -1,5 +1,7 @@
 """The scheduler actor with hand-held channel ends: what it does in the turn of who asks."""
 
+from contextlib import asynccontextmanager
+
 import anyio
 import pytest
 
@@ -19,44 +21,48 @@ CONFIG = SchedulerConfig(max_num_scheduled_tokens=100, max_steps_in_flight=2)
 
 
 class Stage:
-    def __init__(self, policy):
-        self.to_scheduler, inbox = open_channel(10)
-        to_executor, self.plans = open_channel(10)
-        to_reader, self.news = open_channel(10)
-        self.actor = Scheduler(inbox, to_executor, to_reader, policy)
+    """A scheduler between the ends that this test holds."""
 
-    async def __aenter__(self):
-        self._tasks = await anyio.create_task_group().__aenter__()
-        await self._tasks.start(self.actor.run)
-        await anyio.wait_all_tasks_blocked()
-        return self
-
-    async def __aexit__(self, *error):
-        self._tasks.cancel_scope.cancel()
-        await self._tasks.__aexit__(*error)
-        for end in (self.to_scheduler, self.plans, self.news):
-            end.close()
+    def __init__(self, to_scheduler, plans, news):
+        self.to_scheduler, self._plans, self.news = to_scheduler, plans, news
 
     def planned(self):
         found = []
-        while self.plans.statistics().current_buffer_used:
-            found.append(self.plans.receive_nowait())
+        while self._plans.statistics().current_buffer_used:
+            found.append(self._plans.receive_nowait())
         return found
 
 
-async def test_the_first_text_is_planned_in_its_senders_turn_and_those_behind_it_together():
-    async with Stage(PoolingPolicy(CONFIG)) as stage:
+@asynccontextmanager
+async def open_stage(policy):
+    to_scheduler, inbox = open_channel(10)
+    to_executor, plans = open_channel(10)
+    to_reader, news = open_channel(10)
+    with to_scheduler, plans, news:
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(Scheduler(inbox, to_executor, to_reader, policy).run)
+            await anyio.wait_all_tasks_blocked()
+            yield Stage(to_scheduler, plans, news)
+            tasks.cancel_scope.cancel()
+
+
+async def test_a_text_that_is_alone_is_planned_in_its_senders_turn():
+    async with open_stage(PoolingPolicy(CONFIG)) as stage:
+        stage.to_scheduler.send_nowait(admit(1, 4))
+        assert [ids(plan) for plan in stage.planned()] == [[1]]
+
+
+async def test_texts_that_come_together_are_planned_together():
+    async with open_stage(PoolingPolicy(CONFIG)) as stage:
         for id in (1, 2, 3):
-            stage.to_scheduler.send_nowait(admit(id, 4))
-        (first,) = stage.planned()
-        assert ids(first) == [1]
+            stage.to_scheduler.send_nowait(admit(id, 3), offers=False)
+        assert stage.planned() == []
         await anyio.wait_all_tasks_blocked()
-        (second,) = stage.planned()
-        assert ids(second) == [2, 3]
+        assert [ids(plan) for plan in stage.planned()] == [[1, 2, 3]]
 
 
 async def test_an_answer_is_told_and_the_next_text_planned_in_the_devices_turn():
-    async with Stage(PoolingPolicy(CONFIG)) as stage:
+    async with open_stage(PoolingPolicy(CONFIG)) as stage:
         stage.to_scheduler.send_nowait(admit(1, 4))
         stage.planned()
         stage.to_scheduler.send_nowait(PoolDone(1, ("result",)))
@@ -65,8 +71,8 @@ async def test_an_answer_is_told_and_the_next_text_planned_in_the_devices_turn()
         assert [ids(plan) for plan in stage.planned()] == [[2]]
 
 
-async def test_a_prompt_waits_for_those_of_its_turn():
-    async with Stage(Policy(CONFIG, Blocks(9, 4, True))) as stage:
+async def test_a_prompt_waits_for_those_of_its_turn_even_alone():
+    async with open_stage(Policy(CONFIG, Blocks(9, 4, True))) as stage:
         for id in (1, 2):
             stage.to_scheduler.send_nowait(
                 Admit(
