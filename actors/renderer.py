@@ -74,9 +74,7 @@ class Renderer:
     def _gather(self, message: Render) -> tuple[list[Render], Render | None]:
         """What is served together with the first that came, and what came behind it and is not."""
         batch, room = [message], BATCH_CHARS - _plain_size(message)
-        if _is_quick(
-            message
-        ):  # and may not be rendered here: it comes alone, as it would have here
+        if _is_quick(message):  # refused by `run_nowait`: it goes alone
             return batch, None
         while room > 0:
             try:

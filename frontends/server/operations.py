@@ -15,7 +15,7 @@ from trouper.frontends.server.metrics import expose
 from trouper.frontends.server.overload import Level
 from trouper.frontends.server.service import Service
 
-REFRESH_S = 1.0
+REFRESH_S = 1.0  # for the last facts; an actor that is ending may hold them back for long
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
