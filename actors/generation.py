@@ -23,7 +23,7 @@ from trouper.pooling_outputs import PoolingRequestOutput
 
 Params = SamplingParams | PoolingParams
 Output = TypeVar("Output", bound=RequestOutput | PoolingRequestOutput[Any])
-MakeRender = Callable[[RequestId, Any, Slot[Any]], Render]
+MakeRender = Callable[..., Render]  # of what is not known before it is opened, by name
 
 
 class RequestDesk(Protocol):

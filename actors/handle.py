@@ -7,12 +7,11 @@ Requests are opened, aborted and closed synchronously; only what waits for the d
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 import msgspec
 
 from trouper.actors.admission import Admission, embeds_bytes, estimate_tokens
@@ -20,8 +19,9 @@ from trouper.actors.channel import Sender
 from trouper.actors.controls import Controls
 from trouper.actors.detokenizer import Detokenizer
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.generation import Generation
+from trouper.actors.generation import Generation, MakeRender
 from trouper.actors.lifecycle import EngineState, Event
+from trouper.actors.loop import Loop
 from trouper.actors.messages import (
     Abort,
     ExecutorInbox,
@@ -104,11 +104,7 @@ class Engine(Controls):
         self._open: dict[str, tuple[RequestId, Slot[Any]]] = {}
         self._next_id = 0
         self._has_warned_of_tracing = False
-        token: Any = anyio.lowlevel.current_token().native_token
-        # trio's and asyncio's way onto the loop from any thread
-        self._soon: Callable[[Callable[[], object]], object] = (
-            getattr(token, "run_sync_soon", None) or token.call_soon_threadsafe
-        )
+        self._loop = Loop()
 
     def __repr__(self) -> str:
         return f"<Engine {self.config.model.name!r} {self.lifecycle.state.value}, {len(self._open)} open>"
@@ -141,21 +137,16 @@ class Engine(Controls):
         if trace_headers and self.config.otlp_traces_endpoint is None:
             self._warn_of_tracing()
 
-        def render(id: RequestId, params: SamplingParams, slot: Slot[Any]) -> Render:
-            return Render(
-                id=id,
-                prompt=prompt,
-                params=params,
-                slot=slot,
-                priority=priority,
-                arrival_time=slot.stats.arrival_time,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-                truncation_side=truncation_side,
-                add_special_tokens=add_special_tokens,
-                mm_processor_kwargs=mm_processor_kwargs,
-                trace_headers=trace_headers,
-            )
-
+        render = partial(
+            Render,
+            prompt=prompt,
+            priority=priority,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            truncation_side=truncation_side,
+            add_special_tokens=add_special_tokens,
+            mm_processor_kwargs=mm_processor_kwargs,
+            trace_headers=trace_headers,
+        )
         return Generation(self, request_id, params.clone(), render, arrival_time)
 
     def encode(
@@ -180,26 +171,21 @@ class Engine(Controls):
         self._check_runner(pools=True)
         _check_order(priority, arrival_time)
 
-        def render(id: RequestId, params: PoolingParams, slot: Slot[Any]) -> Render:
-            return Render(
-                id=id,
-                prompt=prompt,
-                params=params,
-                slot=slot,
-                priority=priority,
-                arrival_time=slot.stats.arrival_time,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-                truncation_side=truncation_side,
-                add_special_tokens=add_special_tokens,
-            )
-
+        render = partial(
+            Render,
+            prompt=prompt,
+            priority=priority,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            truncation_side=truncation_side,
+            add_special_tokens=add_special_tokens,
+        )
         return Generation(self, request_id, params.clone(), render, arrival_time)
 
     def open_request(
         self,
         request_id: str,
         params: SamplingParams | PoolingParams,
-        render: Callable[[RequestId, Any, Slot[Any]], Render],
+        render: MakeRender,
         arrival_time: float | None,
     ) -> tuple[RequestId, Slot[Any]]:
         """Register and submit in one synchronous act, so no cancellation can fall in between.
@@ -218,10 +204,10 @@ class Engine(Controls):
         is_alone = not self._open
         now = time.time()
         slot.stats.arrival_time = now if arrival_time is None else arrival_time
-        slot.stats.arrival_ts = anyio.current_time() - max(0.0, now - slot.stats.arrival_time)
+        slot.stats.arrival_ts = self._loop.now() - max(0.0, now - slot.stats.arrival_time)
         self._open[request_id] = id, slot
         self._admission.enter(params.n)
-        message = render(id, params, slot)
+        message = render(id=id, params=params, slot=slot, arrival_time=slot.stats.arrival_time)
         num_tokens = estimate_tokens(message.prompt)
         slot.expect(num_tokens)
         is_large = num_tokens > LARGE_PROMPT or embeds_bytes(message.prompt) > LARGE_EMBEDS
@@ -236,14 +222,18 @@ class Engine(Controls):
 
     def _slot(self, request_id: str, params: SamplingParams | PoolingParams) -> Slot[Any]:
         prefills, shows_stats = self._admission.prefills, self.config.log_stats
+        new_event = self._loop.new_event
         if isinstance(params, PoolingParams):
-            return PoolingSlot(request_id, prefills=prefills, shows_stats=shows_stats)
+            return PoolingSlot(
+                request_id, prefills=prefills, shows_stats=shows_stats, new_event=new_event
+            )
         return ReplySlot(
             request_id,
             params,
             self._stream_interval,
             prefills=prefills,
             shows_stats=shows_stats,
+            new_event=new_event,
         )
 
     def set_stream_interval(self, num_tokens: int) -> None:
@@ -270,7 +260,7 @@ class Engine(Controls):
     def drop_request(self, id: RequestId, slot: Slot[Any]) -> None:
         """Its reader was garbage, in whatever thread: close it on the loop."""
         try:
-            self._soon(partial(self.close_request, id, slot, is_finished=False))
+            self._loop.soon(partial(self.close_request, id, slot, is_finished=False))
         except RuntimeError:
             pass  # the loop has ended, and the request with it
 

@@ -1,6 +1,6 @@
 """The pooler actor: finishes raw results and writes the reply slots.
 
-Laws.  At most `NUM_QUICK` results, of `QUICK` numbers together, are finished where they are, in the scheduler's own
+Laws.  At most `NUM_QUICK` results, of `QUICK` numbers each, are finished where they are, in the scheduler's own
 turn: a thread would take the loop more.  All other small results of a step share a thread hop; a large one has a lane
 of its own, in which they wait for each other and for nobody else.  A request that was aborted
 meanwhile is skipped.  A failure ends the request that caused it and no other.  Kept queries of late
@@ -28,7 +28,7 @@ from trouper.pooling_outputs import Array
 
 logger = logging.getLogger("trouper")
 LARGE = 2**16  # numbers; normalising so many takes 0.1 ms
-QUICK = 2**12  # numbers
+QUICK = 2**12  # numbers, the longest of embeddings
 NUM_QUICK = 2  # results; each takes 12 µs beside its numbers
 MAX_QUERIES = 1024
 
@@ -97,7 +97,8 @@ class Pooler:
 
     def _take_quick(self, message: PoolerInbox) -> bool:
         """All of it, if that is little."""
-        if not _is_quick(message):
+        requests = message.requests
+        if len(requests) > NUM_QUICK or not all(map(_is_quick, requests)):
             return False
         batch = self._prepare(message)
         self._write(batch, _finish_all(batch, self._spec))
@@ -110,7 +111,7 @@ class Pooler:
             await self._finish([work])
 
     def _prepare(self, message: PoolerInbox) -> list[_Work]:
-        works = [self._prepare_one(request) for request in message.requests]
+        works = map(self._prepare_one, message.requests)
         return [work for work in works if work is not None]
 
     def _prepare_one(self, request: PooledRequest) -> _Work | None:
@@ -172,13 +173,9 @@ def _is_scored(request: PooledRequest) -> bool:
     return late is not None and late.mode == "score_doc"
 
 
-def _is_quick(message: PoolerInbox) -> bool:
-    requests = message.requests
-    return (
-        len(requests) <= NUM_QUICK
-        and sum(0 if r.array is None else r.array.size for r in requests) <= QUICK
-        and not any(_is_scored(r) for r in requests)
-    )
+def _is_quick(request: PooledRequest) -> bool:
+    array = request.array
+    return array is None or (array.size <= QUICK and not _is_scored(request))
 
 
 def _finish_all(batch: Sequence[_Work], spec: PoolerSpec) -> list[Array | Exception | None]:

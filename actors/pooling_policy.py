@@ -194,8 +194,8 @@ class PoolingPolicy:
             entry = heappop(self._waiting)
             if entry[1].id in self._open:
                 window.append(entry)
-        if not window:
-            return []
+        if len(window) <= 1:
+            return [admit for _, admit in window]
         head = _length(window[0][1])
         window.sort(key=lambda entry: (abs(_length(entry[1]) - head), entry[0]))
         lengths = [_length(admit) for _, admit in window]

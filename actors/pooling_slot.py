@@ -1,5 +1,8 @@
 """The reply slot of a pooling request: one output, at the end."""
 
+from collections.abc import Callable
+
+import anyio
 import numpy as np
 
 from trouper.actors.admission import Prefills
@@ -10,9 +13,16 @@ from trouper.pooling_outputs import Array, PoolingOutput, PoolingRequestOutput
 
 class PoolingSlot(Slot[PoolingRequestOutput[PoolingOutput]]):
     def __init__(
-        self, request_id: str, *, prefills: Prefills | None = None, shows_stats: bool = True
+        self,
+        request_id: str,
+        *,
+        prefills: Prefills | None = None,
+        shows_stats: bool = True,
+        new_event: Callable[[], anyio.Event] = anyio.Event,
     ) -> None:
-        super().__init__(request_id, 1, prefills=prefills, shows_stats=shows_stats)
+        super().__init__(
+            request_id, 1, prefills=prefills, shows_stats=shows_stats, new_event=new_event
+        )
         self._output: PoolingRequestOutput[PoolingOutput] | None = None
         self._is_taken = False
 

@@ -152,6 +152,8 @@ def _plain_size(message: Render) -> float:
         params.bad_words or params.logit_bias or params.allowed_token_ids or params.stop_token_ids
     ):
         return math.inf
+    if isinstance(prompt, str):
+        return len(prompt)
     parts: list[Any] = [prompt]
     if isinstance(prompt, dict) and prompt.keys() <= QUICK_KEYS:
         parts = [*prompt.values()]

@@ -6,6 +6,7 @@ else.  The output with `finished=True` is handed out exactly once.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import anyio
@@ -46,7 +47,13 @@ class Slot(ABC, Generic[Output]):
     """
 
     def __init__(
-        self, request_id: str, n: int, *, prefills: Prefills | None = None, shows_stats: bool = True
+        self,
+        request_id: str,
+        n: int,
+        *,
+        prefills: Prefills | None = None,
+        shows_stats: bool = True,
+        new_event: Callable[[], anyio.Event] = anyio.Event,
     ) -> None:
         self.request_id = request_id  # the caller's name for it: echoed, never a key
         self._scope: anyio.CancelScope | None = None  # once somebody asks for it
@@ -58,6 +65,7 @@ class Slot(ABC, Generic[Output]):
         self._prompt_token_ids: list[int] = []
         self._error: Exception | None = None
         self._is_closed = False
+        self._new_event = new_event
         self._woken: anyio.Event | None = None  # of the last wait
         self._rendered = Once()
         self._over = Once()
@@ -128,10 +136,8 @@ class Slot(ABC, Generic[Output]):
         while (output := self.read_nowait()) is None:
             if self._is_closed:
                 raise anyio.ClosedResourceError
-            if self._woken is None:
-                self._woken = anyio.Event()
-            elif self._woken.is_set():  # whoever else waits shares it
-                self._woken = type(self._woken)()  # the backend's, which is looked for but once
+            if self._woken is None or self._woken.is_set():  # whoever else waits shares it
+                self._woken = self._new_event()
             await self._woken.wait()
         return output
 
@@ -160,7 +166,8 @@ class Slot(ABC, Generic[Output]):
     def close(self) -> None:
         """Nobody reads any more.  Idempotent; cancels the rendering stage."""
         self._is_closed = True
-        self._end()
+        if not self._over.is_set:
+            self._end()
         if self._scope is not None:
             self._scope.cancel()
         self._wake_reader()

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import anyio
-import anyio.lowlevel
 
 from trouper.actors.executor.cores import compute_with, start_nice, take_long_slices
 from trouper.actors.executor.device import Answer, DeviceInfo, Later
 from trouper.actors.executor.vigil import Vigil
+from trouper.actors.loop import Loop
 from trouper.actors.messages import PoolPlan, StepFailed, StepPlan
 from trouper.config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
@@ -90,9 +90,8 @@ class LocalDevice:
         """
         if self._thread is not None:
             raise RuntimeError("a device is loaded once")
-        native: Any = anyio.lowlevel.current_token().native_token
-        # Both return at once: the thread goes on with the next step while the loop wakes up.
-        self._soon = getattr(native, "run_sync_soon", None) or native.call_soon_threadsafe
+        # It returns at once: the thread goes on with the next step while the loop wakes up.
+        self._soon = Loop().soon
         self._thread = threading.Thread(target=self._serve, name=DEVICE_THREAD, daemon=True)
         self._thread.start()
         return await self._post(self._load).wait()

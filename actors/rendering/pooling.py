@@ -96,7 +96,7 @@ class PoolingPrompts(Prompts):
         wanted = self._wanted_length(message.truncate_prompt_tokens)
         keeps_end = self._keeps_end(message.truncation_side)
         type_ids: Any = None
-        if isinstance(prompt, Mapping):
+        if not isinstance(prompt, str) and isinstance(prompt, Mapping):
             given: dict[str, Any] = dict(prompt)  # pyright: ignore[reportUnknownArgumentType]  # of whatever
             if "text_pair" in given:
                 return self._encode_pair(given, wanted, keeps_end, message.add_special_tokens)

@@ -345,9 +345,9 @@ def template_text(given: str | None) -> str | None:
 
 
 def checked_ids(ids: Any, vocab_size: int) -> list[int]:
-    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+    if not isinstance(ids, list | Sequence) or isinstance(ids, str | bytes):  # mostly a list
         raise bad("prompt_token_ids", "must be a list of token ids", type(ids).__name__)
-    if not all(type(token_id) is int for token_id in ids):
+    if not set(map(type, ids)) <= {int}:
         ids = [_as_int(token_id) for token_id in ids]
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)

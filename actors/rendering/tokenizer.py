@@ -132,12 +132,12 @@ class Tokenizer:
             TrouperValidationError: the text holds lone surrogates.
         """
         try:
-            with _Panics():
-                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
-            raise TrouperValidationError(
-                "the text is not valid Unicode (a lone surrogate)", parameter="prompt"
-            ) from None
+            raise _not_unicode() from None
+        except BaseException as error:
+            _check_panic(error)
+            raise
 
     def encode_within(
         self,
@@ -157,25 +157,25 @@ class Tokenizer:
         """
         backend = self._backend
         try:
-            with _Panics():
-                if max_length is None:
-                    whole = backend.encode(text, pair, add_special_tokens=add_special_tokens)
-                    return whole.ids, whole.type_ids
-                parts = [
-                    backend.encode(part, add_special_tokens=False)
-                    for part in (text, pair)
-                    if part is not None
-                ]
-                num_special = backend.num_special_tokens_to_add(pair is not None)
-                room = max_length - (num_special if add_special_tokens else 0)
-                for part, length in zip(parts, _shares([len(p) for p in parts], room), strict=True):
-                    part.truncate(length, direction="left" if keeps_end else "right")
-                whole = backend.post_process(*parts, add_special_tokens=add_special_tokens)
-                return whole.ids[:max_length], whole.type_ids[:max_length]
+            if max_length is None:
+                whole = backend.encode(text, pair, add_special_tokens=add_special_tokens)
+                return whole.ids, whole.type_ids
+            parts = [
+                backend.encode(part, add_special_tokens=False)
+                for part in (text, pair)
+                if part is not None
+            ]
+            num_special = backend.num_special_tokens_to_add(pair is not None)
+            room = max_length - (num_special if add_special_tokens else 0)
+            for part, length in zip(parts, _shares([len(p) for p in parts], room), strict=True):
+                part.truncate(length, direction="left" if keeps_end else "right")
+            whole = backend.post_process(*parts, add_special_tokens=add_special_tokens)
+            return whole.ids[:max_length], whole.type_ids[:max_length]
         except TypeError:
-            raise TrouperValidationError(
-                "the text is not valid Unicode (a lone surrogate)", parameter="prompt"
-            ) from None
+            raise _not_unicode() from None
+        except BaseException as error:
+            _check_panic(error)
+            raise
 
     def encode_pieces(
         self, pieces: Sequence[str], add_special_tokens: bool = False, *, continues: bool = False
@@ -251,15 +251,15 @@ class Tokenizer:
         return self._backend.decode([token_id], skip_special_tokens=False)
 
 
-class _Panics:
-    """Turns a panic in the library into an error: it is no Exception, and would end the engine."""
+def _not_unicode() -> TrouperValidationError:
+    rule = "the text is not valid Unicode (a lone surrogate)"
+    return TrouperValidationError(rule, parameter="prompt")
 
-    def __enter__(self) -> None:
-        pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
-        if kind is not None and kind.__name__ == "PanicException":
-            raise GenerationError(f"the tokenizer failed: {error}")
+def _check_panic(error: BaseException) -> None:
+    """Raises GenerationError in place of a panic in the library: that is no Exception, and would end the engine."""
+    if type(error).__name__ == "PanicException":
+        raise GenerationError(f"the tokenizer failed: {error}") from None
 
 
 def _shares(lengths: Sequence[int], room: int) -> list[int]:

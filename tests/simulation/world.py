@@ -159,13 +159,13 @@ class World:
             self.refused.add(request_id)
         case = self._by_task[trio.lowlevel.current_task()]
 
-        def noted(id: RequestId, params: Any, slot: ReplySlot) -> Any:
+        def noted(*, id: RequestId, slot: ReplySlot, **rest: Any) -> Any:
             """Before anybody else knows it: a short prompt is rendered before `right` returns."""
             case.id, case.slot = id, slot
             self.rendering.add(id)
             for index in range(case.client.wish.n):
                 self.owners[SequenceId(id + index)] = (case.index, 0)
-            return render(id, params, slot)
+            return render(id=id, slot=slot, **rest)
 
         return right(request_id, params, noted, arrival_time)
 

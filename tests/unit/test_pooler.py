@@ -86,7 +86,7 @@ async def test_the_small_results_of_a_step_share_one_hop(stage, request_of):
 
 @pytest.mark.parametrize(
     ("sizes", "is_quick"),
-    [((2,), True), ((2, QUICK - 2), True), ((2, 2, 2), False), ((QUICK + 1,), False)],
+    [((2,), True), ((2, QUICK), True), ((2, 2, 2), False), ((QUICK + 1,), False)],
 )
 async def test_only_few_and_small_results_need_no_thread(sizes, is_quick, stage, request_of):
     send, threads, _ = stage
