@@ -138,7 +138,7 @@ class PoolingPolicy:
             self._retries.append(group)
             return
         self._epoch += 1
-        if len(group) > 1:
+        if len(flight.group) > 1:  # one whose company is gone is not therefore the cause
             half = len(group) // 2
             self._retries.extend((group[:half], group[half:]))
         elif group:

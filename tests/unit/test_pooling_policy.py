@@ -143,3 +143,16 @@ def test_of_a_plan_that_raises_exactly_the_culprits_fail(culprits, num_flights):
             p.apply(done(plan))
         found |= told(p)
     assert found == {id: "execution_error: bad" if id in culprits else id for id in range(1, 10)}
+
+
+def test_who_failed_beside_one_that_has_left_meanwhile_is_tried_alone():
+    p = policy()
+    p.admit(admit(1, 2))
+    p.admit(admit(2, 2))
+    plan = p.plan()
+    p.abort(RequestId(1))
+    told(p)
+    p.fail_step(plan.step, "bad")
+    assert told(p) == {}
+    p.apply(done(p.plan()))
+    assert told(p) == {2: 2}
