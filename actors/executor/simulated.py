@@ -1,10 +1,11 @@
-"""A device that computes nothing and forgets nothing: for simulations, tests and dry runs.
+"""Devices that compute nothing and forget nothing: for simulations, tests and dry runs.
 
-It is a paged KV cache of *facts*.  The entry of a position is a hash of its token and of every entry
+One that generates is a paged KV cache of *facts*.  The entry of a position is a hash of its token and of every entry
 before it, read through the block table that the scheduler gave; the next token is a hash of all entries,
 read back through the table, with the seed and the position.  Blocks are poisoned when they are given to
 a row for writing.  So a wrong table, a use after free, a stale prefix hit, a copy that was forgotten or
 two writers of one block change tokens, and `simulated_tokens` says what they should have been.
+One that pools makes a result of a column's own facts, as `simulated_result` says.
 
 Time is `anyio.sleep`: virtual when the clock is a mock.
 """
@@ -12,16 +13,20 @@ Time is `anyio.sleep`: virtual when the clock is a mock.
 import hashlib
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from typing import Any, Generic, TypeVar, cast
 
 import anyio
 import msgspec
+import numpy as np
 
 from trouper.actors.executor.device import Answer, DeviceInfo
 from trouper.actors.messages import (
     NewRow,
+    PoolColumn,
+    PoolDone,
     PoolPlan,
     Sampling,
     SequenceId,
@@ -35,6 +40,7 @@ ENTRY_BYTES = 8
 POISON = b"\xee" * ENTRY_BYTES
 MEMORY = frozenset({"weights", "kv_cache"})
 UNKNOWN = -1  # a token id that no step has sampled
+Plan = TypeVar("Plan", StepPlan, PoolPlan)
 
 
 class StepError(msgspec.Struct, frozen=True):
@@ -54,51 +60,33 @@ class Conditions:
         self.step_s = step_s
         self.load_s = load_s
 
-    def duration_s(self, plan: StepPlan) -> float:
+    def duration_s(self, plan: StepPlan | PoolPlan) -> float:
         return self.step_s
 
     def call_s(self, method: str) -> float:
         """The duration of anything but a step; an exception raised here goes to who asked for it."""
         return self.step_s
 
-    def error(self, plan: StepPlan, sequences: tuple[SequenceId, ...]) -> StepError | None:
+    def error(
+        self, plan: StepPlan | PoolPlan, sequences: tuple[SequenceId, ...]
+    ) -> StepError | None:
         """An error to survive, or an exception raised for one that the device does not survive."""
         return None
 
     def is_finite(self, sequence: SequenceId, position: int) -> bool:
-        """Whether the logits that yield the token at `position` are."""
+        """Whether the logits that yield the token at `position` are; of a text that is pooled, its result."""
         return True
 
 
-class _Row:
-    """What the device knows of one sequence."""
-
-    def __init__(self, new: NewRow) -> None:
-        self.sequence = new.sequence
-        self.token_ids = list(new.token_ids)
-        self.num_prompt = new.num_prompt
-        self.table = list(new.block_ids)
-        self.sampling = new.sampling
-
-
-class SimulatedDevice:
-    """A `Device` of `num_blocks` KV blocks, the null block included, on a model of `vocab_size` tokens."""
+class _SimulatedSteps(ABC, Generic[Plan]):
+    """Steps in virtual time, one after the other; what one computes is the subclass's."""
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        vocab_size: int,
-        max_steps_in_flight: int,
-        conditions: Conditions | None = None,
+        self, info: DeviceInfo, max_steps_in_flight: int, conditions: Conditions | None
     ) -> None:
-        self._info = DeviceInfo(num_blocks, block_size, "float32", "simulated")
-        self._vocab_size = vocab_size
+        self._info = info
         self._conditions = conditions or Conditions()
-        self._stride = block_size * ENTRY_BYTES
-        self._cache = bytearray(POISON * (block_size * num_blocks))
-        self._rows: dict[int, _Row] = {}
-        self._queue: deque[tuple[StepPlan, float]] = deque()
+        self._queue: deque[tuple[Plan, float]] = deque()
         self._max_steps_in_flight = max_steps_in_flight
         self._submitted = anyio.Event()
         self._answered = anyio.Event()
@@ -107,29 +95,32 @@ class SimulatedDevice:
         self._refused_epoch = -1
         self._is_closed = False
 
-    def __repr__(self) -> str:
-        return f"<SimulatedDevice {len(self._rows)} rows, {len(self._queue)} steps out>"
+    @abstractmethod
+    def _run(self, plan: Plan) -> Answer: ...
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """The memory is gone."""
 
     async def load(self) -> DeviceInfo:
         await anyio.sleep(self._conditions.load_s)
         return self._info
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
-        assert isinstance(plan, StepPlan)  # it has no model that pools
         if self._is_closed:
             raise RuntimeError("the device is closed")
         if self._absent:
             raise RuntimeError(f"a step while {sorted(self._absent)} are absent")
         if len(self._queue) >= self._max_steps_in_flight:
             raise RuntimeError(f"{len(self._queue)} steps are in flight already")
-        self._queue.append((plan, anyio.current_time()))
+        self._queue.append((cast("Plan", plan), anyio.current_time()))
         self._submitted.set()
 
     async def deliver(self, answer: Callable[[Answer], None]) -> None:
         while True:
             answer(await self._collect())
 
-    async def _collect(self) -> StepDone | StepFailed:
+    async def _collect(self) -> Answer:
         while not self._queue:
             self._submitted = anyio.Event()
             await self._submitted.wait()
@@ -153,8 +144,7 @@ class SimulatedDevice:
         match method:
             case "sleep":
                 self._absent = MEMORY
-                self._rows.clear()
-                self._poison(range(self._info.num_blocks))
+                self._forget()
             case "wake":
                 self._absent -= frozenset(cast("Iterable[str]", args[0]))
             case _:
@@ -165,8 +155,82 @@ class SimulatedDevice:
         """Plans that have not been collected are forgotten."""
         self._is_closed = True
         self._queue.clear()
-        self._rows.clear()
+        self._forget()
         await anyio.lowlevel.checkpoint()
+
+
+class SimulatedEncoder(_SimulatedSteps[PoolPlan]):
+    """A `Device` that pools: the result of a column is made of its tokens and its task, [size] or [tokens, size]."""
+
+    def __init__(
+        self, size: int, max_steps_in_flight: int, conditions: Conditions | None = None
+    ) -> None:
+        super().__init__(DeviceInfo(1, 1, "float32", "simulated"), max_steps_in_flight, conditions)
+        self._size = size
+
+    def __repr__(self) -> str:
+        return f"<SimulatedEncoder {len(self._queue)} steps out>"
+
+    def _owners(self, plan: PoolPlan) -> tuple[SequenceId, ...]:
+        """Whose the columns are, for the conditions; a plan does not say it."""
+        return ()
+
+    def _run(self, plan: PoolPlan) -> PoolDone | StepFailed:
+        lengths = [len(column.token_ids) for column in plan.columns]
+        if not lengths or lengths != sorted(lengths) or lengths[0] == 0:
+            raise ValueError(f"step {plan.step}: columns of {lengths} tokens")
+        if plan.epoch <= self._refused_epoch:
+            return StepFailed(plan.step, "an earlier step failed")
+        owners = self._owners(plan)
+        error = self._conditions.error(plan, owners)
+        if error is not None:
+            self._refused_epoch = plan.epoch
+            return StepFailed(plan.step, error.message)
+        arrays = [simulated_result(column, self._size) for column in plan.columns]
+        for owner, array, length in zip(owners, arrays, lengths, strict=False):
+            if not self._conditions.is_finite(owner, length):
+                array[..., 0] = np.nan
+        return PoolDone(plan.step, tuple(arrays))
+
+    def _forget(self) -> None:
+        """There is nothing but weights."""
+
+
+class _Row:
+    """What the device knows of one sequence."""
+
+    def __init__(self, new: NewRow) -> None:
+        self.sequence = new.sequence
+        self.token_ids = list(new.token_ids)
+        self.num_prompt = new.num_prompt
+        self.table = list(new.block_ids)
+        self.sampling = new.sampling
+
+
+class SimulatedDevice(_SimulatedSteps[StepPlan]):
+    """A `Device` of `num_blocks` KV blocks, the null block included, on a model of `vocab_size` tokens."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        max_steps_in_flight: int,
+        conditions: Conditions | None = None,
+    ) -> None:
+        info = DeviceInfo(num_blocks, block_size, "float32", "simulated")
+        super().__init__(info, max_steps_in_flight, conditions)
+        self._vocab_size = vocab_size
+        self._stride = block_size * ENTRY_BYTES
+        self._cache = bytearray(POISON * (block_size * num_blocks))
+        self._rows: dict[int, _Row] = {}
+
+    def __repr__(self) -> str:
+        return f"<SimulatedDevice {len(self._rows)} rows, {len(self._queue)} steps out>"
+
+    def _forget(self) -> None:
+        self._rows.clear()
+        self._poison(range(self._info.num_blocks))
 
     def _run(self, plan: StepPlan) -> StepDone | StepFailed:
         if plan.epoch <= self._refused_epoch:
@@ -355,3 +419,12 @@ def simulated_logprobs(
     others = [(token + 1 + i) % vocab_size for i in range(min(num_candidates, vocab_size - 1))]
     first = -1.0 - position / 8
     return TokenLogprobs((token, *others), (first, *(first - 1 - i for i in range(len(others)))), 1)
+
+
+def simulated_result(column: PoolColumn, size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """What a `SimulatedEncoder` must yield for a column, in whatever company; of a token task a row for each token."""
+    is_of_tokens = column.task.startswith("token_")
+    facts = (column.token_ids, column.token_type_ids, column.task)
+    seed = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=ENTRY_BYTES).digest())
+    shape = (len(column.token_ids), size) if is_of_tokens else (size,)
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)

@@ -6,18 +6,30 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 
-from .bugs import BUGS
 from .explore import Exploration, cancel_everywhere, num_schedules_until_found
+from .pooling_bugs import BUGS
+from .pooling_scenario import PoolingScenario, draw_pooling
+from .run import simulate
 from .scenario import Scenario, draw
-from .world import simulate
+
+
+class Kind(NamedTuple):
+    scenario: type[Any]
+    draw: Callable[[int], Any]
+
+
+KINDS = (Kind(Scenario, draw), Kind(PoolingScenario, draw_pooling))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seconds", type=float, default=10, help="how long to explore")
+    parser.add_argument("--pooling", action="store_true", help="an engine that pools")
     parser.add_argument("--seed", type=int, help="the first seed; random by default")
     parser.add_argument("--cancel", action="store_true", help="cancel before every step instead")
     parser.add_argument("--replay", metavar="SEED_OR_FILE", help="play one schedule, print it")
@@ -25,22 +37,23 @@ def main() -> int:
     parser.add_argument("--bugs", action="store_true", help="how fast is each planted bug found?")
     options = parser.parse_args()
     if options.replay is not None:
-        return replay(options.replay)
+        return replay(options.replay, KINDS[options.pooling])
     if options.digest is not None:
-        print(digest(options.digest))
+        print(digest(options.digest, KINDS[options.pooling].draw))
         return 0
     if options.bugs:
         return print_bugs()
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
-    return explore(seed, options.seconds, cancel=options.cancel)
+    draw = KINDS[options.pooling].draw
+    return explore(seed, options.seconds, draw, cancel=options.cancel)
 
 
-def explore(first_seed: int, seconds: float, *, cancel: bool) -> int:
+def explore(first_seed: int, seconds: float, draw: Callable[[int], Any], *, cancel: bool) -> int:
     print(f"first seed {first_seed}")
     num_runs = num_steps = num_failures = 0
     seed, wall, cpu = first_seed, time.monotonic(), time.process_time()
     while time.monotonic() - wall < seconds:
-        found = _explore_one(seed, cancel=cancel)
+        found = _explore_one(seed, draw, cancel=cancel)
         num_runs += found.num_runs
         num_steps += found.num_steps
         if found.broken is not None:
@@ -55,29 +68,29 @@ def explore(first_seed: int, seconds: float, *, cancel: bool) -> int:
     return 1 if num_failures else 0
 
 
-def _explore_one(seed: int, *, cancel: bool) -> Exploration:
+def _explore_one(seed: int, draw: Callable[[int], Any], *, cancel: bool) -> Exploration:
     scenario = draw(seed)
     if cancel:
         return cancel_everywhere(scenario, seed % len(scenario.clients))
     verdict = simulate(scenario)
-    return Exploration(
-        1, verdict.num_steps, verdict.broken, f"python -m tests.simulation --replay {seed}"
-    )
+    kind = " --pooling" if draw is draw_pooling else ""
+    again = f"python -m tests.simulation{kind} --replay {seed}"
+    return Exploration(1, verdict.num_steps, verdict.broken, again)
 
 
-def replay(which: str) -> int:
+def replay(which: str, kind: Kind) -> int:
     if which.isdecimal():
-        scenario = draw(int(which))
+        scenario = kind.draw(int(which))
     else:
         with open(which, "rb") as file:
-            scenario = msgspec.json.decode(file.read(), type=Scenario)
+            scenario = msgspec.json.decode(file.read(), type=kind.scenario)
     print(json.dumps(msgspec.to_builtins(scenario), indent=1))
     verdict = simulate(scenario, trace=print)
     print(verdict)
     return 0 if verdict.broken is None else 1
 
 
-def digest(count: int) -> str:
+def digest(count: int, draw: Callable[[int], Any]) -> str:
     verdicts = [simulate(draw(seed)) for seed in range(count)]
     return hashlib.sha256(repr(verdicts).encode()).hexdigest()[:16]
 

@@ -30,15 +30,27 @@ from trouper.actors.running import Running
 from trouper.actors.sequences import Sequence
 from trouper.errors import EngineDeadError
 
+from .scenario import draw
+
 Faulty = Callable[..., Any]
-BUGS: dict[str, tuple[Any, str, Callable[[Any], Faulty]]] = {}
+Made = Callable[[Any], Faulty]
 
 
-def bug(owner: Any, attribute: str) -> Callable[[Callable[[Any], Faulty]], Callable[[Any], Faulty]]:
-    """Register a function that makes a faulty `owner.attribute` from the right one."""
+class Bug(msgspec.Struct, frozen=True):
+    """A function that makes a faulty `owner.attribute` from the right one, and the scenarios in which it shows."""
 
-    def register(make: Callable[[Any], Faulty]) -> Callable[[Any], Faulty]:
-        BUGS[make.__name__] = owner, attribute, make
+    owner: Any
+    attribute: str
+    make: Made
+    draw: Callable[[int], Any]
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(owner: Any, attribute: str, draw: Callable[[int], Any] = draw) -> Callable[[Made], Made]:
+    def register(make: Made) -> Made:
+        BUGS[make.__name__] = Bug(owner, attribute, make, draw)
         return make
 
     return register
@@ -46,13 +58,13 @@ def bug(owner: Any, attribute: str) -> Callable[[Callable[[Any], Faulty]], Calla
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    owner, attribute, make = BUGS[name]
-    right = getattr(owner, attribute)
-    setattr(owner, attribute, make(right))
+    bug = BUGS[name]
+    right = getattr(bug.owner, bug.attribute)
+    setattr(bug.owner, bug.attribute, bug.make(right))
     try:
         yield
     finally:
-        setattr(owner, attribute, right)
+        setattr(bug.owner, bug.attribute, right)
 
 
 # Blocks and the prefix cache

@@ -9,7 +9,6 @@ from trouper.actors.engine import Engine
 from trouper.actors.generation import Generation
 from trouper.actors.lifecycle import EngineState
 from trouper.actors.messages import RequestId
-from trouper.actors.reply import ReplySlot
 from trouper.errors import EngineDeadError
 from trouper.outputs import CompletionOutput, RequestOutput
 from trouper.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
@@ -33,18 +32,15 @@ class Completion:
         self.stop_reason: int | str | None = None
 
 
-class Case:
+class Story:
     """One client's request, from its arrival to its end."""
 
-    def __init__(self, index: int, client: Client) -> None:
+    def __init__(self, index: int, client: Any) -> None:
         self.index = index
         self.client = client
         self.id: RequestId | None = None  # none: never opened
-        self.slot: ReplySlot | None = None
-        self.completions = [Completion() for _ in range(client.wish.n)]
+        self.slot: Any = None
         self.prompt: tuple[int, ...] | None = None
-        self.prompt_logprobs: list[Any] | None = None
-        self.num_cached: int | None = None
         self.was_aborted = False  # by somebody else, while it was open
         self.has_left = False
         self.is_finished = False  # it got its final output
@@ -52,15 +48,70 @@ class Case:
         self.is_over = False  # the client is gone
         self.ended_at_plan: int | None = None  # number of plans made when it ended
         self.reads_since: float | None = None  # waits for an output since then
-        self.num_late_plans = 0
 
     def __repr__(self) -> str:
-        end = self.error or [c.finish_reason for c in self.completions]
-        return f"<Case {self.index} {self.client.request_id} id={self.id} {end}>"
+        return (
+            f"<Case {self.index} {self.client.request_id} id={self.id} {self.error or self.ends}>"
+        )
 
     @property
     def is_open(self) -> bool:
         return self.slot is not None and not self.slot.is_closed
+
+    @property
+    def ends(self) -> Any:
+        """How it ended, so far."""
+        raise NotImplementedError
+
+    @property
+    def told(self) -> Any:
+        """What it was told, so far."""
+        raise NotImplementedError
+
+    @property
+    def is_unfinished(self) -> bool:
+        """The engine still owes it something."""
+        raise NotImplementedError
+
+    def ask(self, engine: Engine) -> Generation[Any]:
+        raise NotImplementedError
+
+
+class Case(Story):
+    """A generation."""
+
+    def __init__(self, index: int, client: Client) -> None:
+        super().__init__(index, client)
+        self.completions = [Completion() for _ in range(client.wish.n)]
+        self.prompt_logprobs: list[Any] | None = None
+        self.num_cached: int | None = None
+        self.num_late_plans = 0
+
+    @property
+    def ends(self) -> list[str | None]:
+        return [completion.finish_reason for completion in self.completions]
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self.slot._num_open > 0
+
+    @property
+    def told(self) -> Any:
+        return [completion.token_ids for completion in self.completions]
+
+    def ask(self, engine: Engine) -> Generation[Any]:
+        wish = self.client.wish
+        prompt: Any = wish.prompt
+        if wish.salt is not None:
+            key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+            prompt = {key: prompt, "cache_salt": wish.salt}
+        return engine.generate(
+            prompt,
+            params_of(self.client),
+            self.client.request_id,
+            priority=wish.priority,
+            arrival_time=anyio.current_time(),
+        )
 
     def take(self, output: RequestOutput) -> list[tuple[int, int]]:
         """Merge one output; answer the (index, position) of the first new token of each completion."""
@@ -126,26 +177,15 @@ def params_of(client: Client) -> SamplingParams:
     )
 
 
-async def play(world: Any, engine: Engine, case: Case) -> None:
+async def play(world: Any, engine: Engine, case: Story) -> None:
     """One client, from arrival to end.  `world` hears of everything that happens."""
-    client, wish = case.client, case.client.wish
-    prompt: Any = wish.prompt
-    if wish.salt is not None:
-        key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-        prompt = {key: prompt, "cache_salt": wish.salt}
+    client = case.client
     await anyio.sleep(client.arrival_s)
     patience_s = float("inf") if client.patience_s is None else client.patience_s
     try:
         with anyio.move_on_after(patience_s) as scope:
             world.begin(case, trio.lowlevel.current_task(), scope)
-            generation = engine.generate(
-                prompt,
-                params_of(client),
-                client.request_id,
-                priority=wish.priority,
-                arrival_time=anyio.current_time(),
-            )
-            await _read(world, case, generation)
+            await _read(world, case, case.ask(engine))
     except Broken:
         raise
     except Exception as error:
@@ -157,7 +197,7 @@ async def play(world: Any, engine: Engine, case: Case) -> None:
         world.end(case)
 
 
-async def _read(world: Any, case: Case, generation: Generation) -> None:
+async def _read(world: Any, case: Story, generation: Generation[Any]) -> None:
     client = case.client
     if client.style == "bare":
         case.reads_since = anyio.current_time()
@@ -181,7 +221,7 @@ async def _read(world: Any, case: Case, generation: Generation) -> None:
                 await anyio.sleep(client.pause_s)
 
 
-async def abort_later(engine: Engine, case: Case) -> None:
+async def abort_later(engine: Engine, case: Story) -> None:
     """Somebody else ends the request, by the name that its client gave it."""
     client = case.client
     assert client.aborted_at_s is not None

@@ -1,14 +1,15 @@
 """Ways to walk through the schedules: random seeds, and a cancellation before every step."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
+from typing import Any
 
 import msgspec
 
-from .bugs import planted
-from .scenario import Scenario, draw
+from .pooling_bugs import BUGS, planted
+from .run import simulate
+from .scenario import draw
 from .scheduling import CancelAtStep
-from .world import simulate
 
 
 class Exploration(msgspec.Struct):
@@ -20,7 +21,7 @@ class Exploration(msgspec.Struct):
     where: str = ""
 
 
-def explore_seeds(seeds: Iterable[int]) -> Exploration:
+def explore_seeds(seeds: Iterable[int], draw: Callable[[int], Any] = draw) -> Exploration:
     """Random schedules until one breaks."""
     found = Exploration()
     for seed in seeds:
@@ -33,7 +34,7 @@ def explore_seeds(seeds: Iterable[int]) -> Exploration:
     return found
 
 
-def cancel_everywhere(scenario: Scenario, client: int | None, stride: int = 1) -> Exploration:
+def cancel_everywhere(scenario: Any, client: int | None, stride: int = 1) -> Exploration:
     """Cancel one client (or, with None, the whole program) before its k-th step, for every k."""
     found = Exploration()
     for k in count(1, stride):
@@ -52,5 +53,5 @@ def cancel_everywhere(scenario: Scenario, client: int | None, stride: int = 1) -
 def num_schedules_until_found(bug: str, limit: int) -> tuple[int, str | None]:
     """How many schedules it takes to see a planted bug, and what gave it away."""
     with planted(bug):
-        found = explore_seeds(range(limit))
+        found = explore_seeds(range(limit), BUGS[bug].draw)
     return found.num_runs, found.broken

@@ -107,10 +107,13 @@ class Scenario(msgspec.Struct, kw_only=True):
 
 def draw(seed: int) -> Scenario:
     """The scenario that a seed stands for."""
+    return draw_with(streams_of(seed), seed=seed)
+
+
+def streams_of(seed: int) -> Dice:
+    """Dice for each port."""
     streams: dict[str, random.Random] = {}
-    return draw_with(
-        lambda port: streams.setdefault(port, random.Random(f"{seed}:{port}")), seed=seed
-    )
+    return lambda port: streams.setdefault(port, random.Random(f"{seed}:{port}"))
 
 
 def draw_with(dice: Dice, *, seed: int) -> Scenario:
@@ -181,15 +184,25 @@ def draw_client(
         wish=wish,
         request_id=f"r{index}",
         arrival_s=dice("arrivals").uniform(0, spread_s),
-        style=behaviour.choice(("bare", "with")),
     )
+    draw_behaviour(behaviour, index, client, num_steps=20)
+    return client
+
+
+def draw_behaviour(behaviour: random.Random, index: int, client: Client, *, num_steps: int) -> None:
+    """`num_steps`: about how long its request takes at most."""
+    client.style = behaviour.choice(("bare", "with"))
     kind = behaviour.random()
     if kind < 0.10:
         client.leaves_after = behaviour.randrange(4)
     elif kind < 0.28:
-        client.patience_s = behaviour.choice((0.0, STEP_S, behaviour.uniform(0, 20 * STEP_S)))
+        client.patience_s = behaviour.choice(
+            (0.0, STEP_S, behaviour.uniform(0, num_steps * STEP_S))
+        )
     elif kind < 0.42:
-        client.aborted_at_s = behaviour.choice((0.0, STEP_S, behaviour.uniform(0, 15 * STEP_S)))
+        client.aborted_at_s = behaviour.choice(
+            (0.0, STEP_S, behaviour.uniform(0, 3 * num_steps // 4 * STEP_S))
+        )
     if behaviour.random() < 0.15:
         client.pause_s = behaviour.choice((0.5, 3.0, 12.0)) * STEP_S
     if index and behaviour.random() < 0.06:
@@ -198,7 +211,6 @@ def draw_client(
         )
     if client.leaves_after is not None or client.pause_s:
         client.style = "with"  # who may leave in the loop's body says so
-    return client
 
 
 def draw_wish(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from .bugs import BUGS
 from .explore import num_schedules_until_found
+from .pooling_bugs import BUGS
 
 LIMIT = 500
 

