@@ -7,7 +7,6 @@ end needs nothing else, and whoever may leave early writes `async with`.
 """
 
 import warnings
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -23,7 +22,14 @@ from trouper.pooling_outputs import PoolingRequestOutput
 
 Params = SamplingParams | PoolingParams
 Output = TypeVar("Output", bound=RequestOutput | PoolingRequestOutput[Any])
-MakeRender = Callable[..., Render]  # of what is not known before it is opened, by name
+
+
+class MakeRender(Protocol):
+    """Makes the message when the request is opened, and these are known."""
+
+    def __call__(
+        self, *, id: RequestId, params: Any, slot: Slot[Any], arrival_time: float
+    ) -> Render: ...
 
 
 class RequestDesk(Protocol):

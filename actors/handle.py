@@ -191,12 +191,14 @@ class Engine(Controls):
         """Register and submit in one synchronous act, so no cancellation can fall in between.
 
         Raises:
+            RuntimeError: this is not the thread of the engine's loop.
             ValueError: the id is in flight already.
             RetryableRequestError: the engine is paused, asleep or draining.
             QueueOverflowError: too many open requests.
             MaxQueuedTokensError: too many prompt tokens in prefill.
             EngineDeadError: the engine is gone.
         """
+        self._loop.check_thread()
         self.check_admission(params.n, request_id)
         id = RequestId(self._next_id)
         self._next_id += params.n
@@ -396,7 +398,7 @@ class Engine(Controls):
     def _post_abort(self, id: RequestId, slot: Slot[Any]) -> None:
         if slot.is_aborted:
             return  # once is enough, and once is what the channel has room for
-        slot.scope.cancel()
+        slot.cancel()
         try:
             self._to_scheduler.send_nowait(Abort(id))
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):

@@ -1,11 +1,11 @@
 """What actors need of the event loop they run on, looked for once: anyio asks at every call which backend it is."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import anyio
 import anyio.lowlevel
-import trio
 
 
 class Loop:
@@ -21,5 +21,17 @@ class Loop:
         self.soon: Callable[[Callable[[], object]], object] = (
             getattr(token, "run_sync_soon", None) or token.call_soon_threadsafe
         )
-        self.now: Callable[[], float] = getattr(token, "time", trio.current_time)
+        self.now: Callable[[], float]
+        if hasattr(token, "time"):
+            self.now = token.time
+        else:
+            import trio  # it runs this very loop
+
+            self.now = trio.current_time
         self.new_event: Callable[[], anyio.Event] = type(anyio.Event())
+        self._thread_id = threading.get_ident()
+
+    def check_thread(self) -> None:
+        """Raises RuntimeError in any thread but the loop's: nothing would wake the loop."""
+        if threading.get_ident() != self._thread_id:
+            raise RuntimeError("an engine belongs to the thread of its event loop")

@@ -42,7 +42,7 @@ class Once:
 class Slot(ABC, Generic[Output]):
     """Opened by the frontend, lent to the actors, closed by the frontend.
 
-    `scope` is the request's own: cancelling it ends the rendering stage, and says to everybody who still
+    `scope` is the request's own. To `cancel` it ends the rendering stage, and says to everybody who still
     holds the slot that the request is aborted.
     """
 
@@ -64,7 +64,7 @@ class Slot(ABC, Generic[Output]):
         self._num_prefill = 0  # prompt tokens, until there is a first result
         self._prompt_token_ids: list[int] = []
         self._error: Exception | None = None
-        self._is_closed = False
+        self._is_closed = self._is_cancelled = False
         self._new_event = new_event
         self._woken: anyio.Event | None = None  # of the last wait
         self._rendered = Once()
@@ -86,13 +86,19 @@ class Slot(ABC, Generic[Output]):
     def scope(self) -> anyio.CancelScope:
         if self._scope is None:
             self._scope = anyio.CancelScope()
-            if self._is_closed:
+            if self.is_aborted:
                 self._scope.cancel()
         return self._scope
 
+    def cancel(self) -> None:
+        """Cancel the scope, if there is one or will be.  Legal where no task runs: anyio makes no scope there."""
+        self._is_cancelled = True
+        if self._scope is not None:
+            self._scope.cancel()
+
     @property
     def is_aborted(self) -> bool:
-        return self._is_closed or (self._scope is not None and self._scope.cancel_called)
+        return self._is_closed or self._is_cancelled
 
     @property
     def num_tokens(self) -> tuple[int, int]:
@@ -168,8 +174,7 @@ class Slot(ABC, Generic[Output]):
         self._is_closed = True
         if not self._over.is_set:
             self._end()
-        if self._scope is not None:
-            self._scope.cancel()
+        self.cancel()
         self._wake_reader()
 
     def expect(self, num_prompt_tokens: int) -> None:

@@ -7,6 +7,7 @@ parameters.  Source: spec sections 2.4, 3.3 and 4.2.
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
@@ -347,7 +348,7 @@ def template_text(given: str | None) -> str | None:
 def checked_ids(ids: Any, vocab_size: int) -> list[int]:
     if not isinstance(ids, list | Sequence) or isinstance(ids, str | bytes):  # mostly a list
         raise bad("prompt_token_ids", "must be a list of token ids", type(ids).__name__)
-    if not set(map(type, ids)) <= {int}:
+    if not all(map(operator.is_, map(type, ids), repeat(int))):
         ids = [_as_int(token_id) for token_id in ids]
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)

@@ -259,7 +259,7 @@ def _not_unicode() -> TrouperValidationError:
 def _check_panic(error: BaseException) -> None:
     """Raises GenerationError in place of a panic in the library: that is no Exception, and would end the engine."""
     if type(error).__name__ == "PanicException":
-        raise GenerationError(f"the tokenizer failed: {error}") from None
+        raise GenerationError(f"the tokenizer failed: {error}") from error
 
 
 def _shares(lengths: Sequence[int], room: int) -> list[int]:

@@ -1,9 +1,12 @@
 """`AsyncLLMEngine` in somebody else's program, on asyncio and on trio, with the bundled model."""
 
+import gc
 import json
 import random
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs, RequestOutputKind, SamplingParams
@@ -12,6 +15,8 @@ from trouper.errors import (
     ProfilerAlreadyActiveError,
     TrouperValidationError,
 )
+
+from .engines import HereThreads, simulated_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -187,3 +192,31 @@ async def test_a_storm_of_aborts_and_sleeps_leaves_nothing():
         assert stats.num_tracked == 0
         assert stats.num_open_requests == 0
         assert stats.scheduler.num_blocks_free == idle.num_blocks_free
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["on the loop", "in a thread"])
+async def test_a_stream_that_is_dropped_leaves_nothing_open(is_elsewhere):
+    async with simulated_engine(threads=HereThreads()) as engine:
+        stream = engine.generate({"prompt_token_ids": [1, 2]}, greedy(100), "a")
+        await anext(stream)
+        cycle = [stream]
+        cycle.append(cycle)
+        with pytest.warns(ResourceWarning, match="dropped while open"):
+            del stream, cycle
+            await (anyio.to_thread.run_sync(gc.collect) if is_elsewhere else collect())
+        with anyio.fail_after(30):
+            await last(engine.generate({"prompt_token_ids": [3]}, greedy(), "b"))
+        assert engine.statistics().num_open_requests == 0
+
+
+async def collect():
+    gc.collect()
+    await anyio.lowlevel.checkpoint()
+
+
+async def test_a_request_is_opened_in_the_thread_of_the_loop_only():
+    async with simulated_engine(threads=HereThreads()) as engine:
+        stream = engine.generate({"prompt_token_ids": [1, 2]}, greedy(100), "a")
+        with pytest.raises(RuntimeError, match="thread of its event loop"):
+            await anyio.to_thread.run_sync(stream.open)
+        assert engine.statistics().num_open_requests == 0

@@ -234,7 +234,7 @@ async def test_no_text_work_is_done_for_a_reader_who_left(stage, monkeypatch):
 
 async def test_an_aborted_request_whose_reader_waits_gets_its_last_output(stage):
     id, slot = stage.track()
-    slot.scope.cancel()
+    slot.cancel()
     await stage.tell(news(id, stage.text("cat"), "abort"))
     assert completion(slot).finish_reason == "abort"
 

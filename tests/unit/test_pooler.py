@@ -138,7 +138,7 @@ async def test_a_failure_reaches_exactly_its_request(stage, request_of, monkeypa
 async def test_who_left_while_queued_costs_nothing(stage, request_of):
     send, threads, _ = stage
     gone = request_of([1])
-    gone.admit.slot.scope.cancel()
+    gone.admit.slot.cancel()
     await send(gone)
     assert threads.sizes == []
     assert result(gone).error.code == "aborted"

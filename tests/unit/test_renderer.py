@@ -190,7 +190,7 @@ async def test_a_request_aborted_in_the_queue_is_not_rendered(is_closed):
     calls = []
     async with open_stage(function=calls.append) as stage:
         slot = stage.ask("ab")
-        slot.close() if is_closed else slot.scope.cancel()
+        slot.close() if is_closed else slot.cancel()
         await stage.settled()
         assert calls == []
         assert stage.handed_over() == [[], []]
@@ -205,7 +205,7 @@ async def test_a_request_aborted_while_it_is_rendered_goes_to_nobody(is_closed):
         slot = stage.ask("ab")
         stage.ask("cd")
         await stage.settled()
-        slot.close() if is_closed else slot.scope.cancel()
+        slot.close() if is_closed else slot.cancel()
         await stage.settled()
         assert stage.threads.num_running == 1  # the thread is not abandoned
         stage.threads.gate.set()

@@ -302,7 +302,7 @@ async def test_closing_is_idempotent_aborts_and_swallows_writes(open_slot):
 
 async def test_cancelling_the_scope_aborts_but_leaves_the_slot_readable(open_slot):
     slot = open_slot()
-    slot.scope.cancel()
+    slot.cancel()
     assert slot.is_aborted
     assert not slot.is_closed
     slot.abort()
