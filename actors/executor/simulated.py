@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import anyio
 import msgspec
@@ -81,6 +81,8 @@ class Conditions:
 class _SimulatedSteps(ABC, Generic[Plan]):
     """Steps in virtual time, one after the other; what one computes is the subclass's."""
 
+    _kind: ClassVar[type[Any]]  # of plan
+
     def __init__(
         self, info: DeviceInfo, max_steps_in_flight: int, conditions: Conditions | None
     ) -> None:
@@ -100,13 +102,14 @@ class _SimulatedSteps(ABC, Generic[Plan]):
 
     @abstractmethod
     def _forget(self) -> None:
-        """The memory is gone."""
+        """The memory has gone to sleep."""
 
     async def load(self) -> DeviceInfo:
         await anyio.sleep(self._conditions.load_s)
         return self._info
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
+        assert isinstance(plan, self._kind)
         if self._is_closed:
             raise RuntimeError("the device is closed")
         if self._absent:
@@ -155,25 +158,30 @@ class _SimulatedSteps(ABC, Generic[Plan]):
         """Plans that have not been collected are forgotten."""
         self._is_closed = True
         self._queue.clear()
-        self._forget()
         await anyio.lowlevel.checkpoint()
 
 
 class SimulatedEncoder(_SimulatedSteps[PoolPlan]):
-    """A `Device` that pools: the result of a column is made of its tokens and its task, [size] or [tokens, size]."""
+    """A `Device` that pools: the result of a column is made of its tokens and its task, [size] or [tokens, size].
+
+    `owners` says whose the columns of a plan are, which the plan does not; without it every result is finite.
+    """
+
+    _kind = PoolPlan
 
     def __init__(
-        self, size: int, max_steps_in_flight: int, conditions: Conditions | None = None
+        self,
+        size: int,
+        max_steps_in_flight: int,
+        conditions: Conditions | None = None,
+        owners: Callable[[PoolPlan], tuple[SequenceId, ...]] | None = None,
     ) -> None:
         super().__init__(DeviceInfo(1, 1, "float32", "simulated"), max_steps_in_flight, conditions)
         self._size = size
+        self._owners = owners
 
     def __repr__(self) -> str:
         return f"<SimulatedEncoder {len(self._queue)} steps out>"
-
-    def _owners(self, plan: PoolPlan) -> tuple[SequenceId, ...]:
-        """Whose the columns are, for the conditions; a plan does not say it."""
-        return ()
 
     def _run(self, plan: PoolPlan) -> PoolDone | StepFailed:
         lengths = [len(column.token_ids) for column in plan.columns]
@@ -181,15 +189,16 @@ class SimulatedEncoder(_SimulatedSteps[PoolPlan]):
             raise ValueError(f"step {plan.step}: columns of {lengths} tokens")
         if plan.epoch <= self._refused_epoch:
             return StepFailed(plan.step, "an earlier step failed")
-        owners = self._owners(plan)
+        owners = () if self._owners is None else self._owners(plan)
         error = self._conditions.error(plan, owners)
         if error is not None:
             self._refused_epoch = plan.epoch
             return StepFailed(plan.step, error.message)
         arrays = [simulated_result(column, self._size) for column in plan.columns]
-        for owner, array, length in zip(owners, arrays, lengths, strict=False):
-            if not self._conditions.is_finite(owner, length):
-                array[..., 0] = np.nan
+        if owners:
+            for owner, array, length in zip(owners, arrays, lengths, strict=True):
+                if not self._conditions.is_finite(owner, length):
+                    array[..., 0] = np.nan
         return PoolDone(plan.step, tuple(arrays))
 
     def _forget(self) -> None:
@@ -209,6 +218,8 @@ class _Row:
 
 class SimulatedDevice(_SimulatedSteps[StepPlan]):
     """A `Device` of `num_blocks` KV blocks, the null block included, on a model of `vocab_size` tokens."""
+
+    _kind = StepPlan
 
     def __init__(
         self,
@@ -231,6 +242,10 @@ class SimulatedDevice(_SimulatedSteps[StepPlan]):
     def _forget(self) -> None:
         self._rows.clear()
         self._poison(range(self._info.num_blocks))
+
+    async def aclose(self) -> None:
+        self._rows.clear()
+        await super().aclose()
 
     def _run(self, plan: StepPlan) -> StepDone | StepFailed:
         if plan.epoch <= self._refused_epoch:

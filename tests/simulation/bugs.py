@@ -363,7 +363,7 @@ def abort_of_a_waiting_one_is_silent(right):
 @bug(Engine, "_post_abort")
 def abort_is_not_posted(right):
     def faulty(self, id, slot):
-        slot.scope.cancel()
+        slot.cancel()
 
     return faulty
 

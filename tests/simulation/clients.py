@@ -64,6 +64,11 @@ class Story:
         raise NotImplementedError
 
     @property
+    def ids(self) -> set[int]:
+        """Of its sequences."""
+        return set() if self.id is None else set(range(self.id, self.id + self.client.wish.n))
+
+    @property
     def told(self) -> Any:
         """What it was told, so far."""
         raise NotImplementedError

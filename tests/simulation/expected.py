@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import msgspec
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import Fuse
@@ -11,6 +12,7 @@ from trouper.actors.executor.simulated import simulated_tokens
 from trouper.actors.messages import Sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
 
+from .pooling_scenario import PoolingWish
 from .scenario import EOS, VOCAB_SIZE, Wish
 
 EOS_TEXT = "<e>"
@@ -27,6 +29,9 @@ def build_tokenizer() -> Tokenizer:
     backend.decoder = Fuse()
     backend.add_special_tokens([AddedToken(EOS_TEXT, special=True, normalized=False)])
     return Tokenizer(backend, special_tokens={"eos_token": EOS_TEXT})
+
+
+TOKENIZER = build_tokenizer()
 
 
 class Expected(NamedTuple):
@@ -70,6 +75,25 @@ def expected(
         if end is not None:
             return Expected(tokens[:count], text, *end)
     raise AssertionError("the limit ends every request")
+
+
+def expected_prompt(wish: PoolingWish, max_model_len: int) -> tuple[int, ...]:
+    """The ids of a text that is pooled, as its tokenizer and the wish have them."""
+    is_text = isinstance(wish.prompt, str)
+    ids = tuple(TOKENIZER.encode(wish.prompt)) if is_text else wish.prompt
+    if wish.truncate is None:
+        return ids
+    limit = max_model_len if wish.truncate == -1 else wish.truncate
+    return ids[-limit:] if wish.keeps_end else ids[:limit]
+
+
+def expected_types(wish: PoolingWish, max_model_len: int) -> tuple[int, ...] | None:
+    """Its type ids, cut likewise; None where all are 0."""
+    if wish.type_ids is None:
+        return None
+    types = msgspec.structs.replace(wish, prompt=wish.type_ids)
+    cut = expected_prompt(types, max_model_len)
+    return cut if any(cut) else None
 
 
 def text_of(token_ids: list[int]) -> str:

@@ -319,10 +319,9 @@ def check_cached(world: Any, case: Case, num_cached: int) -> None:
     )  # fmt: skip
 
 
-def check_error(world: Any, case: Case, error: Exception) -> None:
-    """Every error has its cause in what the scenario did."""
-    scenario, trouble, wish = world.scenario, world.trouble, case.client.wish
-    mine = set() if case.id is None else set(range(case.id, case.id + wish.n))
+def check_error(world: Any, case: Any, error: Exception) -> None:
+    """Every error has its cause in what the scenario did.  Of either kind of engine."""
+    scenario, trouble = world.scenario, world.trouble
     match error:
         case EngineDeadError() if trouble.has_crashed:
             is_mine = isinstance(error.__cause__, DeviceCrashError)
@@ -335,24 +334,27 @@ def check_error(world: Any, case: Case, error: Exception) -> None:
         case RetryableRequestError():
             require(case.client.request_id in world.refused, "refused", case)
         case TrouperValidationError():
-            require(
-                len(wish.prompt) >= scenario.max_model_len, "refused a good prompt", case, error
-            )
+            world.oracles.check_refusal(world, case, error)
         case ValueError():
             require(case.id is None and case.client.request_id in world.duplicates, "refused", case)
         case GenerationError():
             is_rendering = case.index in scenario.weather.render_errors
-            is_mine = bool(mine & (trouble.failed_alone | trouble.not_finite.keys()))
+            is_mine = bool(case.ids & (trouble.failed_alone | trouble.not_finite.keys()))
             require(is_rendering or is_mine, "somebody else's fault", case, error)
         case _:
             raise Broken(f"{case}: {error!r}") from error
 
 
+def check_refusal(world: Any, case: Case, error: TrouperValidationError) -> None:
+    is_long = len(case.client.wish.prompt) >= world.scenario.max_model_len
+    require(is_long, "refused a good prompt", case, error)
+
+
 # When all is over
 
 
-def check_faults(world: Any, case: Case) -> None:
-    """Who was ill must have been told, unless it left, was aborted, or the engine ended first."""
+def check_faults(world: Any, case: Any) -> None:
+    """Who was ill must have been told, unless it left, was aborted, or the engine ended first.  Of either kind."""
     if case.has_left or case.was_aborted or world.is_closing or world.trouble.has_crashed:
         return
     weather = world.scenario.weather
@@ -360,10 +362,14 @@ def check_faults(world: Any, case: Case) -> None:
     require(case.is_finished or case.error is not None, "no end", case)
     require(not (must_fail and case.is_finished), "a poisonous request went through", case)
     if case.id is not None and case.is_finished:
-        for index, completion in enumerate(case.completions):
-            position = world.trouble.not_finite.get(case.id + index, 10**9)
-            is_surplus = position >= len(case.prompt or ()) + len(completion.token_ids)
-            require(is_surplus, "not finite, and fine", case)
+        world.oracles.check_finite(world, case)
+
+
+def check_finite(world: Any, case: Case) -> None:
+    for index, completion in enumerate(case.completions):
+        position = world.trouble.not_finite.get(case.id + index, 10**9)
+        is_surplus = position >= len(case.prompt or ()) + len(completion.token_ids)
+        require(is_surplus, "not finite, and fine", case)
 
 
 def check_idle(world: Any) -> None:

@@ -38,6 +38,38 @@ def pooled_budget_is_not_spent(right):
     return faulty
 
 
+@pooling_bug(PoolingPolicy, "_next")
+def one_text_a_plan(right):
+    def faulty(self):
+        group = right(self)
+        for admit in group[1:]:
+            self._push((0, admit.arrival_time, admit.id), admit)
+        return group[:1]
+
+    return faulty
+
+
+@pooling_bug(PoolingPolicy, "statistics")
+def the_running_are_counted_as_waiting(right):
+    def faulty(self):
+        stats = right(self)
+        num = stats.num_running + stats.num_waiting
+        return msgspec.structs.replace(stats, num_running=0, num_waiting=num)
+
+    return faulty
+
+
+@pooling_bug(PoolingPolicy, "_land")
+def pooled_tokens_are_counted_twice(right):
+    def faulty(self, step):
+        flight = right(self, step)
+        for column in flight.plan.columns:
+            self._num_prompt_tokens += len(column.token_ids)
+        return flight
+
+    return faulty
+
+
 @pooling_bug(PoolingPolicy, "_push")
 def pooled_priority_is_inverted(right):
     def faulty(self, order, admit):
@@ -169,9 +201,12 @@ def what_came_behind_a_batch_is_dropped(right):
 @pooling_bug(Renderer, "_serve_all")
 def texts_of_a_hop_are_exchanged(right):
     async def faulty(self, batch):
-        found = await self._threads.run(self._render_all, batch)
-        for message, rendered in zip(batch, found[::-1], strict=True):
-            self._end(message, rendered)
+        prompts = [message.prompt for message in batch]
+        exchanged = [
+            msgspec.structs.replace(message, prompt=prompt)
+            for message, prompt in zip(batch, prompts[::-1], strict=True)
+        ]
+        await right(self, exchanged)
 
     return faulty
 
@@ -188,6 +223,20 @@ def parameters_of_the_text_before(right):
 @pooling_bug(PoolingPrompts, "_keeps_end")
 def the_wrong_end_is_cut(right):
     return lambda self, side: not right(self, side)
+
+
+@pooling_bug(PoolingPrompts, "_encode_text")
+def the_last_token_of_a_text_is_lost(right):
+    def faulty(self, *args):
+        encoded = right(self, *args)
+        return encoded._replace(ids=encoded.ids[:-1] or encoded.ids)
+
+    return faulty
+
+
+@pooling_bug(PoolingPrompts, "_check_length")
+def a_text_that_is_too_long_is_pooled(right):
+    return lambda self, length: None
 
 
 # Results
@@ -219,6 +268,24 @@ def a_query_is_used_for_ever(right):
     def faulty(self, late):
         query = self._queries.get(late.query_key)
         return None if query is None else query.embeddings
+
+    return faulty
+
+
+@pooling_bug(Pooler, "_use_query")
+def the_key_of_a_query_is_ignored(right):
+    def faulty(self, late):
+        key = next(iter(self._queries), late.query_key)
+        return right(self, msgspec.structs.replace(late, query_key=key))
+
+    return faulty
+
+
+@pooling_bug(Pooler, "_keep_query")
+def a_query_is_never_replaced(right):
+    def faulty(self, late, embeddings):
+        before = self._queries.get(late.query_key)
+        right(self, late, embeddings if before is None else before.embeddings)
 
     return faulty
 

@@ -1,5 +1,7 @@
 """What must hold of an engine that pools: the counterpart of `oracles.py`."""
 
+import math
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -7,18 +9,13 @@ import numpy as np
 from trouper.actors.executor.simulated import simulated_result
 from trouper.actors.lifecycle import EngineState
 from trouper.actors.messages import PoolColumn, PoolPlan
-from trouper.actors.pooling_policy import PoolingPolicy
-from trouper.errors import (
-    EngineDeadError,
-    GenerationError,
-    QueueOverflowError,
-    RetryableRequestError,
-    TrouperValidationError,
-)
+from trouper.actors.pooling_policy import PASS_TOKENS, PoolingPolicy
+from trouper.errors import TrouperValidationError
 
-from .clients import Broken
-from .oracles import require
-from .ports import DeviceCrashError
+from .expected import expected_prompt, expected_types
+from .oracles import check_error, check_faults, require
+
+__all__ = ["at_rest", "check_case", "check_delay", "check_faults", "check_idle"]
 
 # While it runs
 
@@ -44,8 +41,14 @@ def at_rest(world: Any) -> None:
     require(
         len(policy._flights) == device.num_steps_out, "steps in flight", policy, device
     )  # fmt: skip
-    if device.num_steps_out == 0 and engine.lifecycle.state is EngineState.AWAKE:
-        require(not policy._open, "the device is idle while texts wait", policy)
+    running = {admit.id for flight in policy._flights for admit in flight.group}
+    running &= policy._open.keys()
+    stats, num_waiting = policy.statistics(), len(policy._open) - len(running)
+    told = (stats.num_running, stats.num_waiting, stats.num_steps_in_flight)
+    require(told == (len(running), num_waiting, len(policy._flights)), "statistics", stats)
+    if num_waiting and engine.lifecycle.state is EngineState.AWAKE:
+        is_busy = device.num_steps_out == world.scenario.steps_in_flight
+        require(is_busy, "the device could have more while texts wait", policy)
     require(not policy._news, "news that nobody is told", policy._news)
     for case in world.cases:
         if case.id is None:
@@ -62,25 +65,36 @@ def at_rest(world: Any) -> None:
 
 
 class Line:
-    """Who waits, before a plan is made."""
+    """Who waits, before a plan is made, and what that must be."""
 
     def __init__(self, policy: PoolingPolicy) -> None:
-        self.retries = [{a.id for a in group} & policy._open.keys() for group in policy._retries]
+        retries = [{a.id for a in group} & policy._open.keys() for group in policy._retries]
         waiting = [entry for entry in policy._waiting if entry[1].id in policy._open]
-        self.head = min(waiting, key=_turn(policy), default=None)
+        self.next_ids = next(filter(None, retries), None) or _nearest(policy, waiting)
         self.in_flight = {
             admit.id for flight in policy._flights for admit in flight.group
         } & policy._open.keys()
 
 
-def _turn(policy: PoolingPolicy) -> Any:
-    """The larger priority first, then the earlier arrival, then the earlier admission."""
+def _nearest(policy: PoolingPolicy, waiting: list[Any]) -> set[int]:
+    """The best, and those nearest to it in length: as many as there are seats, tokens, and, of a long plan, shares."""
 
     def turn(entry: Any) -> Any:
         (_, _, number), admit = entry
         return (0, 0, number) if policy._is_fcfs else (-admit.priority, admit.arrival_time, number)
 
-    return turn
+    def length(entry: Any) -> int:
+        return len(entry[1].prompt_token_ids)
+
+    if not waiting:
+        return set()
+    config, best = policy._config, min(waiting, key=turn)
+    waiting = sorted(waiting, key=lambda e: (abs(length(e) - length(best)), turn(e)))
+    sums = list(accumulate(map(length, waiting[: config.max_num_active_seqs])))
+    num_taken = max(1, sum(total <= config.max_num_scheduled_tokens for total in sums))
+    if sums[num_taken - 1] > PASS_TOKENS:
+        num_taken = min(num_taken, math.ceil(len(policy._open) / config.max_steps_in_flight))
+    return {entry[1].id for entry in waiting[:num_taken]}
 
 
 def check_plan(world: Any, plan: PoolPlan, before: Line) -> None:
@@ -97,11 +111,7 @@ def check_plan(world: Any, plan: PoolPlan, before: Line) -> None:
         case = world.case_of(id)
         is_gone = case is not None and (case.is_over or case.was_aborted)
         require(not is_gone, "work for a request that has ended", case)
-    retries = [group for group in before.retries if group]
-    if retries:
-        require(ids == retries[0], "not what failed last", ids, retries)
-    elif before.head is not None:
-        require(before.head[1].id in ids, "overtaken", before.head[1].id, ids)
+    require(ids == before.next_ids, "not who is next", ids, before.next_ids)
 
 
 # What a reader gets
@@ -125,15 +135,14 @@ def check_case(world: Any, case: Any) -> None:
     if case.array is None:
         require(case.was_aborted or world.is_closing, "an abort that nobody asked for", case)
         return
-    require(case.prompt == world.prompts[case.id], "another prompt", case, case.prompt)
-    check_prompt(world, case)
+    limit = world.scenario.max_model_len
+    prompt = expected_prompt(case.client.wish, limit)
+    require(case.prompt == prompt, "another prompt", case, case.prompt, prompt)
+    require(len(prompt) <= limit, "too long, and pooled", case)
     want = wanted(world, case)
     if case.client.wish.mode == "score_doc":
-        scores = [
-            (wanted(world, query) @ want.T).max(axis=1).sum()
-            for query in _queries_of(world, case)
-            if query.id in world.device.ready
-        ]
+        queries = _kept_queries(world, case)
+        scores = [(wanted(world, query) @ want.T).max(axis=1).sum() for query in queries]
         is_right = any(np.allclose(case.array, score, rtol=1e-4) for score in scores)
         require(is_right, "wrong score", case, case.array, scores)
         check_uses(world, case)
@@ -154,21 +163,12 @@ def check_uses(world: Any, case: Any) -> None:
     require(num_scored <= num_uses, "a query is used up, and used", num_scored, num_uses)
 
 
-def check_prompt(world: Any, case: Any) -> None:
-    wish = case.client.wish
-    if isinstance(wish.prompt, str):
-        return
-    limit = world.scenario.max_model_len if wish.truncate == -1 else wish.truncate
-    whole = wish.prompt
-    if limit is not None:
-        whole = whole[-limit:] if wish.keeps_end else whole[:limit]
-    require(case.prompt == whole, "another prompt than was asked", case)
-
-
 def wanted(world: Any, case: Any) -> Any:
-    """The embedding, from nothing but the tokens and the wish."""
+    """The embedding, from nothing but the wish."""
     wish = case.client.wish
-    column = PoolColumn(world.prompts[case.id], None, wish.task or "token_embed")
+    limit = world.scenario.max_model_len
+    ids, types = expected_prompt(wish, limit), expected_types(wish, limit)
+    column = PoolColumn(ids, types, wish.task or "token_embed")
     raw = simulated_result(column, world.scenario.size)[..., : wish.dimensions]
     if wish.use_activation is False:
         return raw
@@ -184,61 +184,46 @@ def _queries_of(world: Any, case: Any) -> list[Any]:
     ]
 
 
+def _kept_queries(world: Any, case: Any) -> list[Any]:
+    """Those that may have been kept when the document was scored: none that was surely replaced before."""
+    ready = world.device.ready
+    computed = [query for query in _queries_of(world, case) if query.id in ready]
+    told = [query for query in computed if query.array is not None]
+    return [
+        query
+        for query in computed
+        if not any(
+            query.ended_s < ready[later.id] and later.ended_s < ready[case.id] for later in told
+        )
+    ]
+
+
 def _must_be_kept(world: Any, case: Any) -> bool:
     """Whatever else happened, there was a query for this document, with a use left."""
-    queries = _queries_of(world, case)
-    documents = [c for c in world.cases if c.client.wish.mode == "score_doc"]
+    queries, key = _queries_of(world, case), case.client.wish.query_key
+    wishes = [other.client.wish for other in world.cases]
+    documents = [wish for wish in wishes if wish.mode == "score_doc" and wish.query_key == key]
     return any(
         query.array is not None and query.ended_s < case.client.arrival_s
         for query in queries
     ) and all(query.client.wish.query_uses >= len(documents) for query in queries)  # fmt: skip
 
 
-def check_error(world: Any, case: Any, error: Exception) -> None:
-    """Every error has its cause in what the scenario did."""
-    scenario, trouble, wish = world.scenario, world.trouble, case.client.wish
-    match error:
-        case EngineDeadError() if trouble.has_crashed:
-            is_mine = isinstance(error.__cause__, DeviceCrashError)
-            require(is_mine or world.is_closing, "another cause of death", repr(error.__cause__))
-        case EngineDeadError():
-            require(world.is_closing, "the engine died of nothing", error, repr(error.__cause__))
-            require(case.id is None or world.was_cancelled, "closed without an abort output", case)
-        case QueueOverflowError():
-            require(scenario.max_queued is not None, "no limit was set", case)
-        case RetryableRequestError():
-            require(case.client.request_id in world.refused, "refused", case)
-        case TrouperValidationError(parameter="query_key"):
-            require(wish.mode == "score_doc", "it asked for no query", case)
-            require(not _must_be_kept(world, case), "a query is lost", case)
-        case TrouperValidationError():
-            # A character of text is a token at most.
-            is_long = wish.truncate is None and len(wish.prompt) > scenario.max_model_len
-            is_text = isinstance(wish.prompt, str) and not scenario.has_tokenizer
-            require(is_long or is_text, "refused a good prompt", case, error)
-        case ValueError():
-            require(case.id is None and case.client.request_id in world.duplicates, "refused", case)
-        case GenerationError():
-            is_rendering = case.index in scenario.weather.render_errors
-            is_mine = case.id in trouble.failed_alone or case.id in trouble.not_finite
-            require(is_rendering or is_mine, "somebody else's fault", case, error)
-        case _:
-            raise Broken(f"{case}: {error!r}") from error
+def check_refusal(world: Any, case: Any, error: TrouperValidationError) -> None:
+    scenario, wish = world.scenario, case.client.wish
+    if error.parameter == "query_key":
+        require(wish.mode == "score_doc", "it asked for no query", case)
+        require(not _must_be_kept(world, case), "a query is lost", case)
+        return
+    is_long = len(expected_prompt(wish, scenario.max_model_len)) > scenario.max_model_len
+    require(is_long, "refused a good prompt", case, error)
 
 
 # When all is over
 
 
-def check_faults(world: Any, case: Any) -> None:
-    """Who was ill must have been told, unless it left, was aborted, or the engine ended first."""
-    if case.has_left or case.was_aborted or world.is_closing or world.trouble.has_crashed:
-        return
-    weather = world.scenario.weather
-    is_ill = case.index in weather.poison or case.index in weather.render_errors
-    require(case.is_finished or case.error is not None, "no end", case)
-    require(not (is_ill and case.is_finished), "a poisonous request went through", case)
-    is_fine = case.is_finished and case.id in world.trouble.not_finite
-    require(not is_fine, "not finite, and fine", case)
+def check_finite(world: Any, case: Any) -> None:
+    require(case.id not in world.trouble.not_finite, "not finite, and fine", case)
 
 
 def check_idle(world: Any) -> None:
@@ -251,6 +236,11 @@ def check_idle(world: Any) -> None:
     require(stats.num_prefill_tokens == 0, "tokens in prefill", stats)
     require(not (policy._open or policy._waiting or policy._retries), "requests leak", policy)
     require(not policy._flights, "steps in flight", policy)
+    finished = [case.prompt for case in world.cases if case.array is not None]
+    computed = [world.prompts[id] for id in world.device.ready]
+    least, most = (sum(map(len, prompts)) for prompts in (finished, computed))
+    num_tokens = stats.scheduler.num_prompt_tokens
+    require(least <= num_tokens <= most, "tokens counted", least, num_tokens, most)
     require(world.threads.num_begun == world.threads.num_ended, "a thread is lost")
     for case in world.cases:
         require(case.slot is None or case.slot.is_closed, "a slot is open", case)

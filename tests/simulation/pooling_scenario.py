@@ -24,6 +24,7 @@ class PoolingWish(msgspec.Struct, kw_only=True):
     n: ClassVar[int] = 1
 
     prompt: tuple[int, ...] | str
+    type_ids: tuple[int, ...] | None = None
     task: Literal["embed", "token_embed"] | None = None
     dimensions: int | None = None
     use_activation: bool | None = None
@@ -67,13 +68,15 @@ def draw_pooling(seed: int) -> PoolingScenario:
 def draw_pooling_with(dice: Dice, *, seed: int) -> PoolingScenario:
     sizes, arrivals = dice("sizes"), dice("arrivals")
     max_num_seqs = sizes.choice((1, 2, 3, 4, 8))
-    has_tokenizer = sizes.random() < 0.4
+    has_tokenizer = sizes.random() < 0.6
     # Beyond what is finished at once, and with nine tokens what shares no hop.
     size = sizes.choice((3, 3, 3, 8192))
+    late_rate = sizes.choice((0.0, 0.1, 0.8))
     num_clients = arrivals.choice((1, 2, 3, 4, 4, 6, 8, 12))
     spread_s = arrivals.choice((0.0, 0.0, 0.03, 0.1, 0.4))
     clients = tuple(
-        draw_client(dice, index, spread_s, size, has_tokenizer) for index in range(num_clients)
+        draw_client(dice, index, spread_s, size, has_tokenizer, late_rate)
+        for index in range(num_clients)
     )
     weather = draw_weather(dice("faults"), num_clients)
     weather.not_finite = tuple((client, 0) for client, _ in weather.not_finite)
@@ -98,27 +101,31 @@ def draw_pooling_with(dice: Dice, *, seed: int) -> PoolingScenario:
 
 
 def draw_client(
-    dice: Dice, index: int, spread_s: float, size: int, has_tokenizer: bool
+    dice: Dice, index: int, spread_s: float, size: int, has_tokenizer: bool, late_rate: float
 ) -> PoolingClient:
     client = PoolingClient(
-        wish=draw_wish(dice("lengths"), size, has_tokenizer),
+        wish=draw_wish(dice("lengths"), size, has_tokenizer, late_rate),
         request_id=f"r{index}",
         arrival_s=dice("arrivals").uniform(0, spread_s),
     )
-    draw_behaviour(dice("behaviour"), index, client, num_steps=4)
+    draw_behaviour(dice("behaviour"), index, client, num_steps=2)
     return client
 
 
-def draw_wish(dice: random.Random, size: int, has_tokenizer: bool) -> PoolingWish:
-    # Up to 128 are rendered at once; those beyond share a hop to a thread; 200 are the limit.
+def draw_wish(dice: random.Random, size: int, has_tokenizer: bool, late_rate: float) -> PoolingWish:
+    # Up to 128 are rendered at once; those beyond share a hop to a thread; 200 tokens are the limit.
     length = dice.choice((1, 2, 5, 9, 9, 40, 140, 150, 230 if dice.random() < 0.3 else 3))
     if size > 3:
         length = min(length, 9)
     prompt: tuple[int, ...] | str = tuple(dice.randrange(1, VOCAB_SIZE) for _ in range(length))
-    if has_tokenizer and dice.random() < 0.6:
-        prompt = "".join("abcdef"[token % 6] for token in prompt)
+    type_ids = None
+    if has_tokenizer and dice.random() < 0.75:
+        prompt = "".join("abcdef"[token % 6] for token in prompt) * dice.choice((1, 1, 3))
+    elif dice.random() < 0.1:
+        type_ids = tuple(dice.randrange(2) for _ in range(length))
     wish = PoolingWish(
         prompt=prompt,
+        type_ids=type_ids,
         task=dice.choice((None, "embed", "embed", "token_embed")),
         dimensions=dice.choice((None, None, 1, size)),
         use_activation=dice.choice((None, None, True, False)),
@@ -127,8 +134,9 @@ def draw_wish(dice: random.Random, size: int, has_tokenizer: bool) -> PoolingWis
     if dice.random() < 0.2:
         wish.truncate = dice.choice((-1, 1, 4, 100))
         wish.keeps_end = dice.random() < 0.5
-    if dice.random() < 0.25:
+    if dice.random() < late_rate:
         wish.task, wish.dimensions, wish.use_activation = "token_embed", None, None
         wish.mode = dice.choice(("cache_query", "score_doc", "score_doc"))
+        wish.query_key = dice.choice(("q", "q", "q", "r"))
         wish.query_uses = dice.choice((1, 2, 20)) if wish.mode == "cache_query" else None
     return wish

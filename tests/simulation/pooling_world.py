@@ -21,7 +21,7 @@ from trouper.pooling_outputs import PoolingRequestOutput
 from . import pooling_oracles
 from .clients import Broken, Story
 from .pooling_scenario import PoolingScenario
-from .ports import InjectedError, SimThreads
+from .ports import InjectedError, SimThreads, Watched
 from .scenario import Scenario
 from .world import World, config_of
 
@@ -59,8 +59,11 @@ class PoolingCase(Story):
             use_activation=wish.use_activation,
             late_interaction_params=late,
         )
+        prompt: Any = wish.prompt
+        if wish.type_ids is not None:
+            prompt = {"prompt_token_ids": prompt, "token_type_ids": wish.type_ids}
         return engine.encode(
-            wish.prompt,
+            prompt,
             params,
             self.client.request_id,
             priority=wish.priority,
@@ -98,31 +101,19 @@ class PoolingThreads(SimThreads):
             self.num_rendering -= is_rendering
 
 
-class WatchedEncoder(SimulatedEncoder):
+class WatchedEncoder(Watched, SimulatedEncoder):
     """Notes when each result was ready."""
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+        super().__init__(*args, lambda plan: self.groups[plan.step])
         self.groups: dict[int, tuple[SequenceId, ...]] = {}  # whose a step's columns are
         self.ready: dict[SequenceId, float] = {}
-        self.record: Callable[..., None] = lambda *event: None
-
-    @property
-    def num_steps_out(self) -> int:
-        return len(self._queue)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
-
-    def _owners(self, plan: PoolPlan) -> tuple[SequenceId, ...]:
-        return self.groups[plan.step]
 
     def _run(self, plan: PoolPlan) -> PoolDone | StepFailed:
         answer = super()._run(plan)
         if isinstance(answer, PoolDone):
             now = anyio.current_time()
-            self.ready.update(dict.fromkeys(self._owners(plan), now))
+            self.ready.update(dict.fromkeys(self.groups[plan.step], now))
         self.record(type(answer).__name__, answer.step)
         return answer
 

@@ -1,6 +1,7 @@
 """What surrounds the engine in a simulation: threads without threads, and a device under observation."""
 
 import random
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -108,16 +109,12 @@ class Trouble(Conditions):
         return True
 
 
-class WatchedDevice(SimulatedDevice):
-    """Notes when each token was ready, and that nothing comes after the end."""
+class Watched:
+    """What a run wants to know of either device."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.ready: dict[
-            tuple[int, int], float
-        ] = {}  # (sequence, position) -> when it was answered
-        self.sampled: dict[SequenceId, list[int]] = {}
-        self.record: Callable[..., None] = lambda *event: None
+    _queue: deque[Any]
+    _is_closed: bool
+    record: Callable[..., None] = lambda *event: None
 
     @property
     def num_steps_out(self) -> int:
@@ -126,6 +123,17 @@ class WatchedDevice(SimulatedDevice):
     @property
     def is_closed(self) -> bool:
         return self._is_closed
+
+
+class WatchedDevice(Watched, SimulatedDevice):
+    """Notes when each token was ready, and that nothing comes after the end."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ready: dict[
+            tuple[int, int], float
+        ] = {}  # (sequence, position) -> when it was answered
+        self.sampled: dict[SequenceId, list[int]] = {}
 
     async def _collect(self) -> StepDone | StepFailed:
         answer = await super()._collect()

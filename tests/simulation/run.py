@@ -9,14 +9,12 @@ import msgspec
 
 import trouper.actors.engine as engine_module
 
-from .expected import build_tokenizer
+from .expected import TOKENIZER
 from .pooling_scenario import PoolingScenario
 from .pooling_world import PoolingWorld
 from .scenario import Scenario
 from .scheduling import CancelAtStep, run_deterministically
 from .world import World
-
-TOKENIZER = build_tokenizer()
 
 
 class Verdict(msgspec.Struct, frozen=True):

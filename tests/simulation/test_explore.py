@@ -31,7 +31,7 @@ def test_what_broke_once_holds_now(path):
 
 
 @pytest.mark.parametrize(
-    ("draw", "seed"), [(draw, 4), (draw, 12), (draw, 39), *((draw_pooling, s) for s in range(12))]
+    ("draw", "seed"), [(draw, 4), (draw, 12), (draw, 39), *((draw_pooling, s) for s in range(8))]
 )
 def test_a_client_may_be_cancelled_before_any_of_its_steps(draw, seed):
     scenario, num_runs = draw(seed), 0
@@ -39,7 +39,7 @@ def test_a_client_may_be_cancelled_before_any_of_its_steps(draw, seed):
         found = cancel_everywhere(scenario, client)
         assert found.broken is None, f"seed {seed}, {found.where}: {found.broken}"
         num_runs += found.num_runs
-    assert num_runs > len(scenario.clients)
+    assert num_runs > 2 * len(scenario.clients)
 
 
 # 202: while the operator waits for the device to wake up; 219: on the way out of a pause.
