@@ -4,6 +4,8 @@ from typing import Generic, TypeVar, cast
 
 import anyio
 
+from trouper.actors.insist import insist
+
 T = TypeVar("T")
 
 
@@ -33,6 +35,14 @@ class Answer(Generic[T]):
     async def wait(self) -> T:
         """Raises what `fail` was given."""
         await self._is_there.wait()
+        return self.result()
+
+    async def insist(self) -> BaseException | None:
+        """Wait until it is there, whatever cancels; the cancellation is the caller's to raise."""
+        return await insist(self._is_there.wait, self._is_there.is_set)
+
+    def result(self) -> T:
+        """Of an answer that is there.  Raises what `fail` was given."""
         if self._error is not None:
             raise self._error
         return cast("T", self._value)

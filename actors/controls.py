@@ -7,10 +7,12 @@ keeps calls to the device, for which the executor's inbox has one place, from me
 import warnings
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, cast
 
 import anyio
 
+from trouper.actors.insist import insist
 from trouper.actors.lifecycle import (
     MEMORY,
     EngineState,
@@ -78,8 +80,15 @@ class Controls:
             await self.pause(mode, clear_cache=clear_cache)
             yield
         finally:
-            with anyio.move_on_after(RESTORE_GRACE_S, shield=True):
-                await self._release(hold)
+            cancelled = await insist(  # noqa: ASYNC102  # which has a shield and a limit
+                partial(self._release, hold),
+                lambda: not self.lifecycle.has(hold),
+                limit_s=RESTORE_GRACE_S,
+            )
+            if self.lifecycle.has(hold):  # somebody else's change takes that long
+                self.lifecycle.release(hold)
+            if cancelled is not None:
+                raise cancelled
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> bool:
         """Pause, then give memory back; False when it sleeps that deep already.
@@ -118,19 +127,17 @@ class Controls:
             was_short = lifecycle.resident != MEMORY
             try:
                 if missing:
-                    with anyio.CancelScope(shield=True):  # bounded by one load of the weights
-                        await self._questions.call_device("wake", missing)
-                    lifecycle.resident |= missing
+                    done = partial(lifecycle.bring_back, missing)
+                    await self._questions.call_device("wake", missing, done=done)
             finally:
-                if lifecycle.resident != MEMORY and lifecycle.state is EngineState.WAKING:
-                    lifecycle.move(Event.WAKE_PAUSED)
+                if lifecycle.state is EngineState.WAKING:
+                    is_whole = lifecycle.resident == MEMORY
+                    lifecycle.move(Event.WOKEN if is_whole else Event.WAKE_PAUSED)
             if lifecycle.resident != MEMORY:
                 return False
-            lifecycle.move(Event.WOKEN)
             if was_short or "scheduling" in wanted:
+                lifecycle.move(Event.RESUME)
                 await self._resume()
-            else:
-                lifecycle.move(Event.PAUSE)
             return not lifecycle.is_sleeping
 
     async def reset_prefix_cache(self, *, preempt: str = "no") -> bool:
@@ -146,8 +153,8 @@ class Controls:
         async with self._transition:
             if self._is_profiling:
                 raise ProfilerAlreadyActiveError("stop_profile first")
-            await self._questions.call_device("start_profile", folder, prefix)
-            self._is_profiling = True
+            done = partial(setattr, self, "_is_profiling", True)
+            await self._questions.call_device("start_profile", folder, prefix, done=done)
 
     async def stop_profile(self) -> None:
         async with self._transition:
@@ -180,10 +187,8 @@ class Controls:
             lifecycle.pause = Pause.ALL
             await self._questions.ask_scheduler(SetPause, Pause.ALL)
             await self.reset_prefix_cache(preempt="recompute")
-        with anyio.CancelScope(shield=True):  # bounded by one copy of the weights
-            await self._questions.call_device("sleep", level)
-        lifecycle.resident = frozenset()
-        lifecycle.level = max(level, lifecycle.level)
+        done = partial(lifecycle.give_back, level)
+        await self._questions.call_device("sleep", level, done=done)
 
     async def _release(self, hold: Hold) -> None:
         """Whoever slept or ended the engine inside the block has said what is to be now."""

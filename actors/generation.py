@@ -196,5 +196,5 @@ class Generation(Generic[Output]):
 
     def __del__(self) -> None:
         if self._opened is not None:
+            self._desk.drop_request(*self._opened)  # first: the warning may be an error
             warnings.warn(f"dropped while open: {self!r}", ResourceWarning, 2, source=self)
-            self._desk.drop_request(*self._opened)

@@ -191,14 +191,14 @@ class Engine(Controls):
         """Register and submit in one synchronous act, so no cancellation can fall in between.
 
         Raises:
-            RuntimeError: this is not the thread of the engine's loop.
+            RuntimeError: this is not the engine's loop, or its thread.
             ValueError: the id is in flight already.
             RetryableRequestError: the engine is paused, asleep or draining.
             QueueOverflowError: too many open requests.
             MaxQueuedTokensError: too many prompt tokens in prefill.
             EngineDeadError: the engine is gone.
         """
-        self._loop.check_thread()
+        self._loop.check_current()
         self.check_admission(params.n, request_id)
         id = RequestId(self._next_id)
         self._next_id += params.n

@@ -1,7 +1,7 @@
 """Which transition of the engine is legal now, and what it leads to.  Pure.  Source: spec section 10.
 
     STARTING ─▶ AWAKE ⇄ PAUSED          pause, resume
-                AWAKE, PAUSED ─▶ DRAINING ─▶ ASLEEP ─▶ WAKING ─▶ AWAKE      sleep, wake
+                AWAKE, PAUSED ─▶ DRAINING ─▶ ASLEEP ─▶ WAKING ─▶ PAUSED     sleep, wake
                 any ─▶ STOPPING ─▶ STOPPED,   any ─▶ FAILED
 
 ASLEEP means that some device memory is absent; nothing is planned until all of it is back.
@@ -36,7 +36,7 @@ class Event(Enum):
     SLEEP = "sleep"  # the pause has begun, memory will go
     SLEPT = "slept"  # memory has gone
     WAKE = "wake"  # memory is coming back
-    WOKEN = "woken"  # all of it is there
+    WOKEN = "woken"  # all of it is there, and whoever woke it may resume
     WAKE_PAUSED = "wake, still paused"  # only some of it is there, or it failed
     STOP = "stop"
     STOPPED = "stopped"
@@ -58,7 +58,7 @@ TRANSITIONS: dict[tuple[EngineState, Event], EngineState] = {
     (_S.ASLEEP, _E.PAUSE): _S.ASLEEP,
     (_S.ASLEEP, _E.SLEEP): _S.DRAINING,
     (_S.ASLEEP, _E.WAKE): _S.WAKING,
-    (_S.WAKING, _E.WOKEN): _S.AWAKE,
+    (_S.WAKING, _E.WOKEN): _S.PAUSED,
     (_S.WAKING, _E.WAKE_PAUSED): _S.ASLEEP,
     (_S.STOPPING, _E.STOPPED): _S.STOPPED,
     **{(state, _E.STOP): _S.STOPPING for state in _S if state not in (_S.STOPPED, _S.FAILED)},
@@ -81,7 +81,7 @@ class Lifecycle:
         self.pause = Pause.NONE
         self.refuses: str | None = None  # why new requests are refused; None: they are queued
         self.level = 0
-        self.resident = MEMORY
+        self.resident: frozenset[str] = MEMORY
         self._holds: list[Hold] = []  # blocks that are inside `paused()`
         self._found: tuple[Pause, str | None] = Pause.NONE, None  # by the first of them
 
@@ -129,6 +129,17 @@ class Lifecycle:
             self.pause, self.refuses = self._found
             for other in self._holds:
                 self.begin_pause(other.mode, refuses=other.mode != "keep")
+
+    def has(self, hold: "Hold") -> bool:
+        return hold in self._holds
+
+    def give_back(self, level: int) -> None:
+        """The device has put its memory to sleep."""
+        self.resident, self.level = frozenset(), max(level, self.level)
+
+    def bring_back(self, memory: frozenset[str]) -> None:
+        """The device has it again."""
+        self.resident |= memory
 
     def resume(self) -> None:
         self.pause, self.refuses, self.level = Pause.NONE, None, 0

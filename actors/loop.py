@@ -1,6 +1,6 @@
 """What actors need of the event loop they run on, looked for once: anyio asks at every call which backend it is."""
 
-import threading
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -17,21 +17,25 @@ class Loop:
     """
 
     def __init__(self) -> None:
-        token: Any = anyio.lowlevel.current_token().native_token  # asyncio's is the loop itself
-        self.soon: Callable[[Callable[[], object]], object] = (
-            getattr(token, "run_sync_soon", None) or token.call_soon_threadsafe
-        )
+        self._token: Any = anyio.lowlevel.current_token().native_token
+        self.soon: Callable[[Callable[[], object]], object]
         self.now: Callable[[], float]
-        if hasattr(token, "time"):
-            self.now = token.time
+        self._current: Callable[[], object]
+        if isinstance(self._token, asyncio.AbstractEventLoop):
+            self.soon, self.now = self._token.call_soon_threadsafe, self._token.time
+            self._current = asyncio.get_running_loop
         else:
             import trio  # it runs this very loop
 
-            self.now = trio.current_time
+            self.soon, self.now = self._token.run_sync_soon, trio.current_time
+            self._current = trio.lowlevel.current_trio_token
         self.new_event: Callable[[], anyio.Event] = type(anyio.Event())
-        self._thread_id = threading.get_ident()
 
-    def check_thread(self) -> None:
-        """Raises RuntimeError in any thread but the loop's: nothing would wake the loop."""
-        if threading.get_ident() != self._thread_id:
-            raise RuntimeError("an engine belongs to the thread of its event loop")
+    def check_current(self) -> None:
+        """Raises RuntimeError in any other thread or loop: nothing would wake this one."""
+        try:
+            is_current = self._current() is self._token
+        except RuntimeError:  # no loop runs here
+            is_current = False
+        if not is_current:
+            raise RuntimeError("an engine belongs to its event loop, and to the thread of that")

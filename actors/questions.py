@@ -51,12 +51,25 @@ class Questions:
             return await answer.wait()
 
     async def call_device(
-        self, method: Literal["sleep", "wake", "start_profile", "stop_profile"], *args: object
-    ) -> object:
+        self,
+        method: Literal["sleep", "wake", "start_profile", "stop_profile"],
+        *args: object,
+        done: Callable[[], object] = lambda: None,
+    ) -> None:
+        """One at a time, which is what the executor's inbox has room for, and `done` as soon as it is.
+
+        Nobody leaves a device that is at it: a cancellation is raised after `done`, or in place of an error.
+        """
         with self._asking() as answer:
             with suppress(*ACTOR_IS_GONE):
-                await self._executor.send(DeviceCall(method, args, answer))
-            return await answer.wait()
+                self._executor.send_nowait(DeviceCall(method, args, answer))
+            cancelled = await answer.insist()
+        try:
+            answer.result()
+            done()
+        finally:
+            if cancelled is not None:
+                raise cancelled
 
     async def probe(self) -> None:
         """A round trip: to the scheduler, from it through the executor to the device, and back.

@@ -187,7 +187,11 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         self.engine.abort(request_id)
 
     async def start(self) -> None:
-        """Like entering; for a program that cannot nest.  Close it in the same task."""
+        """Like entering; for a program that cannot nest.
+
+        Close it in the same task, and put no scope around one of the two alone: no `fail_after`, and before Python
+        3.12 no `asyncio.wait_for`, which makes a task.
+        """
         await self._stack.enter_async_context(self)
 
     async def close(self, timeout: float | None = None) -> None:  # noqa: ASYNC109  # vLLM's signature
@@ -196,9 +200,11 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         Args:
             timeout: seconds in which open requests may finish; None takes `shutdown_timeout`.
         """
-        if timeout is not None and self._engine is not None:
-            await self._engine.shut_down(timeout)
-        await self._stack.aclose()
+        try:
+            if timeout is not None and self._engine is not None:
+                await self._engine.shut_down(timeout)
+        finally:
+            await self._stack.aclose()
 
     # Lifecycle; spec section 10
 

@@ -1,12 +1,19 @@
 """Pause, resume, sleep, wake and close; spec section 10."""
 
+from contextlib import suppress
+
 import anyio
 import pytest
 import trio.testing
 
 from trouper.actors.executor.simulated import Conditions
 from trouper.actors.lifecycle import TRANSITIONS, EngineState, Event, Lifecycle
-from trouper.errors import EngineDeadError, RetryableRequestError, TrouperValidationError
+from trouper.errors import (
+    EngineDeadError,
+    ProfilerAlreadyActiveError,
+    RetryableRequestError,
+    TrouperValidationError,
+)
 from trouper.params import RequestOutputKind, SamplingParams
 
 from .engines import STEP_S, expected, simulated_engine
@@ -343,3 +350,17 @@ async def test_an_illegal_transition_is_named():
     lifecycle = Lifecycle()
     with pytest.raises(RuntimeError, match=r"woken is not possible"):
         lifecycle.move(Event.WOKEN)
+
+
+async def test_profiles_that_are_given_up_leave_room_for_the_next_question(autojump_clock):
+    async with simulated_engine(conditions=Conditions(1.0)) as engine:
+        stream = engine.generate(PROMPT, greedy(3), "a")
+        stream.open()
+        await anyio.sleep(0.5)  # of a step
+        for _ in range(9):
+            with anyio.move_on_after(0.05), suppress(ProfilerAlreadyActiveError):
+                await engine.start_profile("folder", "x")
+        await engine.probe()
+        await engine.stop_profile()
+        outputs = [output async for output in stream]
+        assert outputs[0].outputs[0].token_ids == expected(PROMPT, 3)
