@@ -80,13 +80,15 @@ class Controls:
             await self.pause(mode, clear_cache=clear_cache)
             yield
         finally:
-            cancelled = await insist(  # noqa: ASYNC102  # which has a shield and a limit
-                partial(self._release, hold),
-                lambda: not self.lifecycle.has(hold),
-                limit_s=RESTORE_GRACE_S,
-            )
-            if self.lifecycle.has(hold):  # somebody else's change takes that long
-                self.lifecycle.release(hold)
+            try:
+                cancelled = await insist(  # noqa: ASYNC102  # which has a shield and a limit
+                    partial(self._release, hold),
+                    lambda: not self.lifecycle.has(hold),
+                    limit_s=RESTORE_GRACE_S,
+                )
+            finally:
+                if self.lifecycle.has(hold):  # somebody else's change takes that long
+                    self.lifecycle.release(hold)
             if cancelled is not None:
                 raise cancelled
 

@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from trouper import SamplingParams
+from trouper.actors import controls
 from trouper.actors.executor.simulated import MEMORY, Conditions
 from trouper.actors.lifecycle import EngineState
 
@@ -85,6 +86,28 @@ async def test_a_paused_block_that_is_cut_leaves_the_engine_as_it_was():
         if was_done:
             break
     assert num_turns > 5
+
+
+async def test_a_block_that_is_cut_while_another_change_takes_too_long_holds_nothing(monkeypatch):
+    monkeypatch.setattr(controls, "RESTORE_GRACE_S", 1e-3)
+
+    async def block(engine, entered, leave):
+        async with engine.paused():
+            entered.set()
+            await leave.wait()
+
+    async with engine_of() as engine:
+        entered, leave = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(block(engine, entered, leave))
+        await entered.wait()
+        async with engine._transition:
+            leave.set()
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+        assert not engine.lifecycle._holds
+        await engine.resume()
+        await check_alive(engine)
 
 
 async def test_a_profile_that_began_can_be_ended_wherever_its_start_was_cut():
