@@ -1,11 +1,10 @@
-"""Devices that compute nothing and forget nothing: for simulations, tests and dry runs.
+"""A device that computes nothing and forgets nothing: for simulations, tests and dry runs.
 
-One that generates is a paged KV cache of *facts*.  The entry of a position is a hash of its token and of every entry
+It is a paged KV cache of *facts*.  The entry of a position is a hash of its token and of every entry
 before it, read through the block table that the scheduler gave; the next token is a hash of all entries,
 read back through the table, with the seed and the position.  Blocks are poisoned when they are given to
 a row for writing.  So a wrong table, a use after free, a stale prefix hit, a copy that was forgotten or
 two writers of one block change tokens, and `simulated_tokens` says what they should have been.
-One that pools makes a result of a column's own facts, as `simulated_result` says.
 
 Time is `anyio.sleep`: virtual when the clock is a mock.
 """
@@ -20,13 +19,10 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import anyio
 import msgspec
-import numpy as np
 
 from trouper.actors.executor.device import Answer, DeviceInfo
 from trouper.actors.messages import (
     NewRow,
-    PoolColumn,
-    PoolDone,
     PoolPlan,
     Sampling,
     SequenceId,
@@ -78,7 +74,7 @@ class Conditions:
         return True
 
 
-class _SimulatedSteps(ABC, Generic[Plan]):
+class SimulatedSteps(ABC, Generic[Plan]):
     """Steps in virtual time, one after the other; what one computes is the subclass's."""
 
     _kind: ClassVar[type[Any]]  # of plan
@@ -161,50 +157,6 @@ class _SimulatedSteps(ABC, Generic[Plan]):
         await anyio.lowlevel.checkpoint()
 
 
-class SimulatedEncoder(_SimulatedSteps[PoolPlan]):
-    """A `Device` that pools: the result of a column is made of its tokens and its task, [size] or [tokens, size].
-
-    `owners` says whose the columns of a plan are, which the plan does not; without it every result is finite.
-    """
-
-    _kind = PoolPlan
-
-    def __init__(
-        self,
-        size: int,
-        max_steps_in_flight: int,
-        conditions: Conditions | None = None,
-        owners: Callable[[PoolPlan], tuple[SequenceId, ...]] | None = None,
-    ) -> None:
-        super().__init__(DeviceInfo(1, 1, "float32", "simulated"), max_steps_in_flight, conditions)
-        self._size = size
-        self._owners = owners
-
-    def __repr__(self) -> str:
-        return f"<SimulatedEncoder {len(self._queue)} steps out>"
-
-    def _run(self, plan: PoolPlan) -> PoolDone | StepFailed:
-        lengths = [len(column.token_ids) for column in plan.columns]
-        if not lengths or lengths != sorted(lengths) or lengths[0] == 0:
-            raise ValueError(f"step {plan.step}: columns of {lengths} tokens")
-        if plan.epoch <= self._refused_epoch:
-            return StepFailed(plan.step, "an earlier step failed")
-        owners = () if self._owners is None else self._owners(plan)
-        error = self._conditions.error(plan, owners)
-        if error is not None:
-            self._refused_epoch = plan.epoch
-            return StepFailed(plan.step, error.message)
-        arrays = [simulated_result(column, self._size) for column in plan.columns]
-        if owners:
-            for owner, array, length in zip(owners, arrays, lengths, strict=True):
-                if not self._conditions.is_finite(owner, length):
-                    array[..., 0] = np.nan
-        return PoolDone(plan.step, tuple(arrays))
-
-    def _forget(self) -> None:
-        """There is nothing but weights."""
-
-
 class _Row:
     """What the device knows of one sequence."""
 
@@ -216,7 +168,7 @@ class _Row:
         self.sampling = new.sampling
 
 
-class SimulatedDevice(_SimulatedSteps[StepPlan]):
+class SimulatedDevice(SimulatedSteps[StepPlan]):
     """A `Device` of `num_blocks` KV blocks, the null block included, on a model of `vocab_size` tokens."""
 
     _kind = StepPlan
@@ -434,12 +386,3 @@ def simulated_logprobs(
     others = [(token + 1 + i) % vocab_size for i in range(min(num_candidates, vocab_size - 1))]
     first = -1.0 - position / 8
     return TokenLogprobs((token, *others), (first, *(first - 1 - i for i in range(len(others)))), 1)
-
-
-def simulated_result(column: PoolColumn, size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What a `SimulatedEncoder` must yield for a column, in whatever company; of a token task a row for each token."""
-    is_of_tokens = column.task.startswith("token_")
-    facts = (column.token_ids, column.token_type_ids, column.task)
-    seed = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=ENTRY_BYTES).digest())
-    shape = (len(column.token_ids), size) if is_of_tokens else (size,)
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)

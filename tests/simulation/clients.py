@@ -1,5 +1,6 @@
 """What clients do, and the record of what they got."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import anyio
@@ -32,7 +33,7 @@ class Completion:
         self.stop_reason: int | str | None = None
 
 
-class Story:
+class Story(ABC):
     """One client's request, from its arrival to its end."""
 
     def __init__(self, index: int, client: Any) -> None:
@@ -59,9 +60,9 @@ class Story:
         return self.slot is not None and not self.slot.is_closed
 
     @property
+    @abstractmethod
     def ends(self) -> Any:
         """How it ended, so far."""
-        raise NotImplementedError
 
     @property
     def ids(self) -> set[int]:
@@ -69,17 +70,22 @@ class Story:
         return set() if self.id is None else set(range(self.id, self.id + self.client.wish.n))
 
     @property
+    @abstractmethod
     def told(self) -> Any:
         """What it was told, so far."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def is_unfinished(self) -> bool:
         """The engine still owes it something."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ask(self, engine: Engine) -> Generation[Any]:
-        raise NotImplementedError
+        """Make the request, unopened."""
+
+    @abstractmethod
+    def take(self, output: Any) -> list[tuple[int, int]]:
+        """Merge one output; answer the (index, position) of the first new token of each completion."""
 
 
 class Case(Story):
@@ -119,7 +125,6 @@ class Case(Story):
         )
 
     def take(self, output: RequestOutput) -> list[tuple[int, int]]:
-        """Merge one output; answer the (index, position) of the first new token of each completion."""
         kind = self.client.wish.output_kind
         if self.is_finished:
             raise Broken(f"{self}: an output after the final one")

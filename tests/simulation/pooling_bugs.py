@@ -6,7 +6,7 @@ import anyio
 import msgspec
 
 import trouper.actors.pooler as pooler_module
-from trouper.actors.executor.simulated import SimulatedEncoder
+from trouper.actors.executor.simulated_encoder import SimulatedEncoder
 from trouper.actors.pooler import Pooler
 from trouper.actors.pooling_policy import PoolingPolicy
 from trouper.actors.pooling_slot import PoolingSlot

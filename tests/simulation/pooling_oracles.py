@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trouper.actors.executor.simulated import simulated_result
+from trouper.actors.executor.simulated_encoder import simulated_result
 from trouper.actors.lifecycle import EngineState
 from trouper.actors.messages import PoolColumn, PoolPlan
 from trouper.actors.pooling_policy import PASS_TOKENS, PoolingPolicy

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from trouper.actors.engine import Engine
-from trouper.actors.executor.simulated import SimulatedEncoder
+from trouper.actors.executor.simulated_encoder import SimulatedEncoder
 from trouper.actors.generation import Generation
 from trouper.actors.messages import PoolDone, PoolPlan, Render, SequenceId, StepFailed
 from trouper.actors.rendering.pooling import PoolingPrompts
@@ -121,21 +121,16 @@ class WatchedEncoder(Watched, SimulatedEncoder):
 class PoolingWorld(World):
     oracles = pooling_oracles
 
-    def __init__(self, scenario: PoolingScenario, *args: Any) -> None:
-        super().__init__(scenario, *args)
-        # The renderers', the pooler's and that of its lane.
-        self.threads: PoolingThreads = PoolingThreads(
-            self._dice("threads"),
-            scenario.num_renderers + 3,
-            scenario.weather.thread_delay_s,
-            lambda message: False,
-        )
-
     def make_case(self, index: int, client: Any) -> PoolingCase:
         return PoolingCase(index, client)
 
     def make_device(self) -> WatchedEncoder:
         return WatchedEncoder(self.scenario.size, self.scenario.steps_in_flight, self.trouble)
+
+    def make_threads(self) -> PoolingThreads:
+        """Those of the renderers, large prompts' too, of the pooler and of its lane; who is ill, `_perform` says."""
+        limit, delay_s = self.scenario.num_renderers + 3, self.scenario.weather.thread_delay_s
+        return PoolingThreads(self._dice("threads"), limit, delay_s, lambda message: False)
 
     def make_config(self) -> EngineConfig:
         shared = set(Scenario.__struct_fields__) & set(PoolingScenario.__struct_fields__)

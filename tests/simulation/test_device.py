@@ -7,11 +7,10 @@ import pytest
 from trouper.actors.executor.simulated import (
     Conditions,
     SimulatedDevice,
-    SimulatedEncoder,
     StepError,
-    simulated_result,
     simulated_tokens,
 )
+from trouper.actors.executor.simulated_encoder import SimulatedEncoder, simulated_result
 from trouper.actors.messages import (
     NewRow,
     PoolColumn,

@@ -46,12 +46,7 @@ class World:
         self.device: Any = self.make_device()
         self.device.record = self.record
         self.rendering: set[RequestId] = set()
-        self.threads = SimThreads(
-            self._dice("threads"),
-            scenario.num_renderers,
-            scenario.weather.thread_delay_s,
-            lambda message: self.owner(message.id) in scenario.weather.render_errors,
-        )
+        self.threads: Any = self.make_threads()
         self.engine: Engine = None  # type: ignore[assignment]  # set when it is open
         self.seeds: dict[int, int] = {}  # request -> the seed of its first sequence
         self.prompts: dict[int, tuple[int, ...]] = {}
@@ -78,6 +73,15 @@ class World:
             VOCAB_SIZE,
             scenario.steps_in_flight,
             self.trouble,
+        )
+
+    def make_threads(self) -> SimThreads:
+        scenario = self.scenario
+        return SimThreads(
+            self._dice("threads"),
+            scenario.num_renderers,
+            scenario.weather.thread_delay_s,
+            lambda message: self.owner(message.id) in scenario.weather.render_errors,
         )
 
     def make_config(self) -> EngineConfig:
