@@ -4,6 +4,8 @@ embeddings  matryoshka slice -> L2 norm                     logits  (x - mean) /
 STEP        the rows of the step tokens, the asked columns  MaxSim  Σ over query tokens of the best match
 """
 
+import math
+
 import numpy as np
 
 from trouper.errors import GenerationError, TrouperValidationError
@@ -28,7 +30,7 @@ def finish(
         GenerationError: the model's result is not finite.
         TrouperValidationError: the document has no token that counts.
     """
-    if not np.isfinite(array).all():
+    if not _is_finite(array):
         raise GenerationError("numerical_error: the result is not finite")
     task = params.task or ""
     if task == "token_classify" and spec.tok_pooling_type == "STEP":
@@ -50,9 +52,16 @@ def finish(
     return np.array(max_sim(query, array), np.float32)
 
 
+def _is_finite(array: Array) -> bool:
+    """If the sum of squares is, so are all; it may be too large, and then each is looked at."""
+    return math.isfinite(np.vdot(array, array)) or bool(np.isfinite(array).all())
+
+
 def normalized(array: Array) -> Array:
-    norms = np.sqrt(np.vecdot(array, array))[..., np.newaxis]
-    return array / np.maximum(norms, np.float32(LEAST_NORM))
+    squares = np.vecdot(array, array)
+    if array.ndim == 1:  # the same bits in half the time: float64's root, rounded, is float32's
+        return array / np.float32(max(math.sqrt(squares), LEAST_NORM))
+    return array / np.maximum(np.sqrt(squares)[..., np.newaxis], np.float32(LEAST_NORM))
 
 
 def max_sim(query: Array, document: Array) -> float:

@@ -12,6 +12,7 @@ Laws:
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -42,6 +43,8 @@ class Recording(Generic[Result]):
     def __init__(
         self, arena: Arena, inputs: Iterable[Tensor], function: Callable[[], Result]
     ) -> None:
+        from trouper.kernels.replay import num_counters, replay
+
         self._launches: list[tuple[int, int, tuple[int, ...]]] = []
         self._kept: list[object] = []
         with launch.recorded_by(self), _Allocations(arena, inputs, self._kept):
@@ -49,6 +52,17 @@ class Recording(Generic[Result]):
         self._num_threads = max((n for _, n, _ in self._launches), default=1)
         self._commands = self._written()
         self._launches.clear()
+        self._counters = np.zeros(num_counters(len(self._commands)), dtype=np.int64)
+        self._replay = partial(
+            launch.compiled(replay),
+            self._num_threads,
+            self._commands.ctypes.data,
+            len(self._commands),
+            self._counters.ctypes.data,
+            launch.address_in_torch("omp_get_num_threads"),
+            launch.address_in_torch("syscall"),
+            num_threads=self._num_threads,
+        )
 
     def __repr__(self) -> str:
         return f"<Recording of {len(self._commands)} launches>"
@@ -62,18 +76,8 @@ class Recording(Generic[Result]):
         self._kept.append(memory)
 
     def replay(self) -> None:
-        from trouper.kernels.replay import num_counters, replay
-
-        counters = np.zeros(num_counters(len(self._commands)), dtype=np.int64)
-        launch.compiled(replay)(
-            self._num_threads,
-            self._commands.ctypes.data,
-            len(self._commands),
-            counters.ctypes.data,
-            launch.address_in_torch("omp_get_num_threads"),
-            launch.address_in_torch("syscall"),
-            num_threads=self._num_threads,
-        )
+        self._counters.fill(0)
+        self._replay()
 
     def _written(self) -> np.ndarray:
         """The commands; each block of arguments begins with a cache line."""

@@ -39,6 +39,11 @@ class Group(NamedTuple):
     num_keys: int = UNLIMITED  # at most the length; each token's window must hold one of them
 
     @property
+    def end(self) -> int:
+        """The first token behind it."""
+        return self.first + self.num_sequences * self.length
+
+    @property
     def keys(self) -> int:
         return min(self.num_keys, self.length)
 
@@ -49,6 +54,11 @@ def is_native(dtype: torch.dtype, width: int) -> bool:
     from trouper.kernels.prefill_attention import can_prefill
 
     return width % 16 == 0 and can_prefill(1, width)
+
+
+def positions_of(groups: Sequence[Group]) -> np.ndarray:
+    """[T] int64: of each token in its sequence."""
+    return np.concatenate([np.tile(np.arange(g.length), g.num_sequences) for g in groups])
 
 
 def tiles_of(groups: Sequence[Group]) -> np.ndarray:

@@ -16,6 +16,7 @@ from trouper.actors.executor.weights import Checkpoint
 from trouper.errors import TrouperValidationError
 from trouper.kernels.layer_norm import LayerNorm
 from trouper.kernels.linear import Linear, layout_of
+from trouper.kernels.token_embedding import TokenEmbedding
 
 OLD_NAMES = {"weight": "gamma", "bias": "beta"}  # of layer norms, in BERT's first checkpoints
 
@@ -102,9 +103,11 @@ def load_encoder(tensors: Tensors, traits: EncoderTraits, max_model_len: int) ->
     assert words is not None
     return Encoder(
         traits,
-        words=words,
-        positions=None if positions is None else positions[traits.position_offset :],
-        types=table(names.types, traits.num_types),
+        embedding=TokenEmbedding(
+            words,
+            table(names.types, traits.num_types),
+            None if positions is None else positions[traits.position_offset :],
+        ),
         norm=tensors.norm(names.norm, hidden, traits.norm_eps),
         layers=[_layer(tensors, traits, i) for i in range(traits.num_layers)],
         final_norm=tensors.norm(names.final_norm, hidden, traits.norm_eps)

@@ -2,7 +2,7 @@
 
 A step of T tokens that are attended one by one is the same for every such step but for its inputs:
 the tokens, positions and slots, which lie where they lay, and the plan of the attention, which the
-kernels find through its words.  So is an encoder's pass of one text of T tokens, but for the embeddings.
+kernels find through its words.  So is an encoder's pass of T tokens, but for the tiles of its attention.
 
 Law: a graph belongs to the weights and the KV memory that were there when it was recorded.
 """
@@ -20,7 +20,7 @@ from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.sampler import Sampler
 from trouper.kernels.arena import Arena
 from trouper.kernels.recording import Recording
-from trouper.kernels.varlen_attention import Group, tiles_of
+from trouper.kernels.varlen_attention import Group, positions_of, tiles_of
 
 # Of more rows, Python is less than a hundredth of the time.  A launch is recorded in about 180 bytes: 50 KiB
 # for 28 layers, 16 MiB if every number of rows occurs, 32 if each does drawn and not.
@@ -143,9 +143,8 @@ class TextGraphs:
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
-        self._x = torch.zeros((MAX_PASS, encoder.hidden_size), dtype=encoder.dtype)
-        # They are in the embeddings: who needs them again rotates, which is torch's, and is refused.
-        self._positions = torch.zeros(MAX_PASS, dtype=torch.int64)
+        self._inputs = np.zeros((3, MAX_PASS), dtype=np.int64)  # ids, token types, positions
+        self._counted = torch.arange(MAX_TOKENS)  # positions of a text alone
         self._arena = Arena()
         self._short: dict[int, _TextGraph] = {}  # by tokens
         self._passes: dict[tuple[int, int], _TextGraph] = {}  # by rows and tiles, the eldest first
@@ -158,28 +157,34 @@ class TextGraphs:
         return num_tokens <= MAX_PASS
 
     def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        type_ids_T: Tensor | None,
-        groups: Sequence[Group],
+        self, token_ids: np.ndarray, type_ids: np.ndarray | None, groups: Sequence[Group]
     ) -> Tensor:
         """Hidden states [T, E], as the encoder's `forward` gives; valid until the next call.
+
+        Args:
+            token_ids: [T] int64.
+            type_ids: likewise; None = all are 0.
 
         Raises:
             NotRecordableError: torch computes in this model's steps.
         """
-        num_tokens = len(token_ids_T)
-        is_short = len(groups) == groups[0].num_sequences == 1 and num_tokens <= MAX_TOKENS
-        graph = self._of_text(groups[0]) if is_short else self._of_pass(num_tokens, groups)
-        self._x[:num_tokens] = self._encoder.embed(token_ids_T, positions_T, type_ids_T)
+        num_tokens = len(token_ids)
+        ids, types, positions = self._inputs
+        ids[:num_tokens] = token_ids
+        types[:num_tokens] = 0 if type_ids is None else type_ids
+        if len(groups) == groups[0].num_sequences == 1 and num_tokens <= MAX_TOKENS:
+            graph = self._of_text(groups[0])
+        else:
+            positions[:num_tokens] = positions_of(groups)
+            graph = self._of_pass(num_tokens, groups)
         graph.recording.replay()
-        return self._encoder.finish(graph.recording.result[:num_tokens])
+        return graph.recording.result[:num_tokens]
 
     def _of_text(self, group: Group) -> _TextGraph:
         graph = self._short.get(group.length)
         if graph is None:
-            graph = self._short[group.length] = self._recorded(group.length, tiles_of((group,)))
+            positions_T = self._counted[: group.length]
+            graph = self._short[group.length] = self._recorded(positions_T, tiles_of((group,)))
         graph.tiles[:, 1] = group.keys
         return graph
 
@@ -191,17 +196,19 @@ class TextGraphs:
             if len(self._passes) >= MAX_PASSES:
                 del self._passes[next(iter(self._passes))]
             held = np.zeros((size[1], tiles.shape[1]), tiles.dtype)
-            graph = self._passes[size] = self._recorded(size[0], held)
+            positions_T = torch.from_numpy(self._inputs[2, : size[0]])
+            graph = self._passes[size] = self._recorded(positions_T, held)
         graph.tiles[: len(tiles)] = tiles
         graph.tiles[len(tiles) :] = 0
         return graph
 
-    def _recorded(self, num_rows: int, tiles: np.ndarray) -> _TextGraph:
-        x_TE, positions_T = self._x[:num_rows], self._positions[:num_rows]
+    def _recorded(self, positions_T: Tensor, tiles: np.ndarray) -> _TextGraph:
+        num_rows = len(positions_T)
+        ids_T, types_T = (torch.from_numpy(held[:num_rows]) for held in self._inputs[:2])
         recording = Recording(
             self._arena,
-            (x_TE, positions_T),
-            lambda: self._encoder.forward_embedded(x_TE, positions_T, (), tiles),
+            (ids_T, types_T, positions_T),
+            lambda: self._encoder.forward_rows(ids_T, positions_T, types_T, (), tiles),
         )
         return _TextGraph(recording, tiles)
 

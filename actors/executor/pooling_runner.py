@@ -26,7 +26,7 @@ from trouper.actors.executor.cores import compute_with
 from trouper.actors.executor.device import DeviceInfo, Later
 from trouper.actors.executor.encoder_weights import Tensors, load_encoder
 from trouper.actors.executor.graphs import TextGraphs
-from trouper.actors.executor.heads import Project, load_head, load_projection, pool
+from trouper.actors.executor.heads import Project, load_head, load_projection, make_pool
 from trouper.actors.executor.memory import give_back_free_memory
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, encoder_traits
@@ -38,7 +38,7 @@ from trouper.actors.messages import PoolColumn, PoolDone, PoolPlan
 from trouper.config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.recording import NotRecordableError
-from trouper.kernels.varlen_attention import UNLIMITED, Group
+from trouper.kernels.varlen_attention import UNLIMITED, Group, positions_of
 from trouper.pooler_config import PoolerSpec
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Model(Protocol):
         self,
         token_ids_T: Tensor,
         positions_T: Tensor,
-        type_ids_T: Tensor | None,
+        type_ids_T: Tensor,
         groups: Sequence[Group],
     ) -> Tensor: ...
 
@@ -79,6 +79,8 @@ class PoolingRunner:
             model.hf_config, model.architecture
         ) or decoder_traits(model.hf_config, causal_name(model.architecture))
         self._dtype: torch.dtype = getattr(torch, config.dtype)
+        size = self._traits.hidden_size
+        self._pool = make_pool(config.pooler.seq_pooling_type, self._dtype, size)
         self._model: Model | None = None
         self._graphs: dict[int, TextGraphs] = {}  # of each thread
         self._is_recorded = not config.enforce_eager
@@ -166,34 +168,29 @@ class PoolingRunner:
     def _run(self, columns: Sequence[PoolColumn]) -> list[np.ndarray]:
         """One forward pass."""
         assert self._model is not None
-        lengths = [len(column.token_ids) for column in columns]
-        groups = _groups(columns)
-        token_ids_T = torch.from_numpy(
-            np.concatenate([np.array(column.token_ids, np.int64) for column in columns])
-        )
         # numpy's: each call of torch lets go of the interpreter, and the loop may keep it for a millisecond
-        positions_T = torch.from_numpy(
-            np.concatenate([np.tile(np.arange(g.length), g.num_sequences) for g in groups])
-        )
-        hidden_TE = self._forward(token_ids_T, positions_T, _type_ids(columns), groups)
-        return self._finish(hidden_TE, columns, lengths, groups)
+        token_ids = np.concatenate([np.array(column.token_ids, np.int64) for column in columns])
+        groups = _groups(columns)
+        hidden_TE = self._forward(token_ids, _type_ids(columns), groups)
+        return self._finish(hidden_TE, columns, groups)
 
     def _forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        type_ids_T: Tensor | None,
-        groups: Sequence[Group],
+        self, token_ids: np.ndarray, type_ids: np.ndarray | None, groups: Sequence[Group]
     ) -> Tensor:
         assert self._model is not None
         graphs = self._graphs_of_thread()
-        if graphs is not None and graphs.can_forward(len(token_ids_T)):
+        if graphs is not None and graphs.can_forward(len(token_ids)):
             try:
-                return graphs.forward(token_ids_T, positions_T, type_ids_T, groups)
+                return graphs.forward(token_ids, type_ids, groups)
             except NotRecordableError as error:
                 logger.info("steps are not recorded: %s", error)
                 self._is_recorded = False
-        return self._model.forward(token_ids_T, positions_T, type_ids_T, groups)
+        if type_ids is None:
+            type_ids = np.zeros_like(token_ids)
+        ids_T, positions_T, types_T = map(
+            torch.from_numpy, (token_ids, positions_of(groups), type_ids)
+        )
+        return self._model.forward(ids_T, positions_T, types_T, groups)
 
     @property
     def _has_graphs(self) -> bool:
@@ -212,20 +209,20 @@ class PoolingRunner:
         self,
         hidden_TE: Tensor,
         columns: Sequence[PoolColumn],
-        lengths: Sequence[int],
         groups: Sequence[Group],
     ) -> list[np.ndarray]:
         tasks = {column.task for column in columns}
         rows: dict[str, np.ndarray] = {}
         if tasks & {"embed", "classify"}:
-            pooled_CE = pool(hidden_TE, groups, self._spec.seq_pooling_type)
+            pooled_CE = self._pool(hidden_TE, groups)
             rows = {
                 task: self._project(task)(pooled_CE).numpy()
                 for task in tasks & {"embed", "classify"}
             }
         arrays: list[np.ndarray] = []
         first = 0
-        for i, (column, length) in enumerate(zip(columns, lengths, strict=True)):
+        for i, column in enumerate(columns):
+            length = len(column.token_ids)
             if column.task in rows:
                 arrays.append(rows[column.task][i])
             else:
@@ -321,9 +318,8 @@ def _groups(columns: Sequence[PoolColumn]) -> list[Group]:
     return groups
 
 
-def _type_ids(columns: Sequence[PoolColumn]) -> Tensor | None:
+def _type_ids(columns: Sequence[PoolColumn]) -> np.ndarray | None:
     if all(column.token_type_ids is None for column in columns):
         return None
-    return torch.tensor(
-        [id for c in columns for id in (c.token_type_ids or (0,) * len(c.token_ids))]
-    )
+    each = (column.token_type_ids or (0,) * len(column.token_ids) for column in columns)
+    return np.array([*chain(*each)], np.int64)

@@ -51,7 +51,7 @@ class WholeDecoder:
         self,
         token_ids_T: Tensor,
         positions_T: Tensor,
-        type_ids_T: Tensor | None,
+        type_ids_T: Tensor,
         groups: Sequence[Group],
     ) -> Tensor:
         """Hidden states [T, E]; a decoder has no types."""

@@ -227,10 +227,18 @@ def test_passes_side_by_side_give_what_each_text_gives_alone(dtype, tmp_path, mo
 def test_a_pass_that_raises_fails_the_step_when_the_others_have_ended(tmp_path, monkeypatch):
     save_tiny("bert", AutoModel, tmp_path)
     monkeypatch.setattr(pooling_runner, "LEAST_TOKENS", 1)
-    texts = [(5, 6, 7), (5, 6, 10_000)]  # no such token
+    finish = PoolingRunner._finish
+
+    def fail(runner, hidden, columns, groups):
+        if columns[0].token_ids == (5, 6, 13):
+            raise ArithmeticError("of one pass")
+        return finish(runner, hidden, columns, groups)
+
+    monkeypatch.setattr(PoolingRunner, "_finish", fail)
+    texts = [(5, 6, 7), (5, 6, 13)]
     before = threading.active_count()
     for _ in range(5):
-        with pytest.raises(IndexError):
+        with pytest.raises(ArithmeticError):
             run(tmp_path, "embed", texts=texts)
     assert threading.active_count() == before
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.actors.postprocessing import cosines, finish, max_sim
+from trouper.actors.postprocessing import cosines, finish, max_sim, normalized
 from trouper.errors import GenerationError
 from trouper.frontends.server.encodings import to_bytes
 from trouper.pooler_config import PoolerSpec
@@ -76,11 +76,25 @@ def test_max_sim_and_cosine_are_what_they_say():
     assert cosines(query, query * 3) == pytest.approx(np.ones(len(query)), rel=1e-6)
 
 
-def test_what_is_not_finite_is_an_error():
-    raw = numbers(8)
-    raw[3] = np.nan
+@pytest.mark.parametrize("wrong", [[np.nan], [np.inf], [np.inf, -np.inf], [-np.inf, 1e30]])
+@pytest.mark.parametrize("shape", [(8,), (3, 8)])
+def test_what_is_not_finite_is_an_error(wrong, shape):
+    raw = numbers(*shape)
+    raw.flat[3 : 3 + len(wrong)] = wrong
     with pytest.raises(GenerationError, match="numerical_error"):
         finish(raw, PoolingParams(task="embed", use_activation=True), spec())
+
+
+def test_what_is_large_is_finite_nonetheless():
+    raw = np.float32([1e30, -2e30, 1.0])  # the sum of their squares is not
+    made = finish(raw, PoolingParams(task="embed", use_activation=False), spec())
+    assert (made == raw).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e15, 1e-30, 0.0])
+def test_an_embedding_alone_is_normalised_to_the_bits_it_has_among_others(scale):
+    raw = np.float32(scale) * numbers(50, 384)
+    assert (normalized(raw) == [normalized(row) for row in raw]).all()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from trouper.kernels.layer_norm import LayerNorm
 from trouper.kernels.linear import Linear, linear
 from trouper.kernels.linear_fused import linear_act, linear_add
 from trouper.kernels.rope import rope_, rotation_of
+from trouper.kernels.token_embedding import TokenEmbedding
 from trouper.kernels.varlen_attention import (
     ROWS,
     Group,
@@ -53,9 +54,7 @@ class Encoder:
         self,
         traits: EncoderTraits,
         *,
-        words: Tensor,  # [vocabulary, E]
-        positions: Tensor | None,  # [P, E], the first row that of the first token
-        types: Tensor | None,
+        embedding: TokenEmbedding,  # whose first position is that of the first token
         norm: LayerNorm,
         layers: Sequence[Layer],
         final_norm: LayerNorm | None,
@@ -63,9 +62,9 @@ class Encoder:
         max_model_len: int,
     ) -> None:
         self.traits = traits
-        self.dtype, self.hidden_size = words.dtype, words.shape[1]
-        self._words, self._positions, self._types = words, positions, types
-        self._norm, self._layers, self._final_norm = norm, layers, final_norm
+        self.dtype = embedding.dtype
+        self._embedding, self._norm = embedding, norm
+        self._layers, self._final_norm = layers, final_norm
         self._bias = None if relative_bias is None else spread_bias(relative_bias, max_model_len)
         self.is_native = is_native(self.dtype, traits.head_dim)
         self._rope_tables = [
@@ -82,27 +81,29 @@ class Encoder:
         self,
         token_ids_T: Tensor,
         positions_T: Tensor,
-        type_ids_T: Tensor | None,
+        type_ids_T: Tensor,
         groups: Sequence[Group],
     ) -> Tensor:
-        """Hidden states [T, E] after the last norm.  `type_ids_T` None: all are 0."""
+        """Hidden states [T, E] after the last norm."""
         num_tokens = len(token_ids_T)
         if self._layers[0].qkv.layout == "onednn":  # more rows, of no sequence: nobody sees them
             more = (0, rounded(num_tokens) - num_tokens)
             token_ids_T, positions_T = F.pad(token_ids_T, more), F.pad(positions_T, more)
-            type_ids_T = None if type_ids_T is None else F.pad(type_ids_T, more)
-        x_TE = self.embed(token_ids_T, positions_T, type_ids_T)
+            type_ids_T = F.pad(type_ids_T, more)
         tiles = tiles_of(groups) if self.is_native else None
-        return self.finish(self.forward_embedded(x_TE, positions_T, groups, tiles)[:num_tokens])
+        x_TE = self.forward_rows(token_ids_T, positions_T, type_ids_T, groups, tiles)
+        return x_TE[:num_tokens]
 
-    def forward_embedded(
+    def forward_rows(
         self,
-        x_TE: Tensor,
+        token_ids_T: Tensor,
         positions_T: Tensor,
+        type_ids_T: Tensor,
         groups: Sequence[Group],
         tiles: np.ndarray | None,
     ) -> Tensor:
-        """All layers.  `tiles`: of the groups; they live as long as this is recorded."""
+        """The same of any rows.  `tiles`: of the groups; they live as long as this is recorded."""
+        x_TE = self._norm(self._embedding(token_ids_T, type_ids_T, positions_T))
         rotations = [rotation_of(table, positions_T) for table in self._rope_tables]
         for i, layer in enumerate(self._layers):
             rotation = rotations[self.traits.layer_ropes[i]] if rotations else None
@@ -116,18 +117,7 @@ class Encoder:
                 assert layer.attention_norm is not None
                 x_TE = layer.attention_norm(linear(attend(x_TE), layer.o), x_TE)
                 x_TE = layer.mlp_norm(linear(self._widen(layer, x_TE), layer.down), x_TE)
-        return x_TE
-
-    def finish(self, x_TE: Tensor) -> Tensor:
         return x_TE if self._final_norm is None else self._final_norm(x_TE)
-
-    def embed(self, token_ids_T: Tensor, positions_T: Tensor, type_ids_T: Tensor | None) -> Tensor:
-        x_TE = F.embedding(token_ids_T, self._words)
-        if self._types is not None:
-            x_TE += self._types[0] if type_ids_T is None else F.embedding(type_ids_T, self._types)
-        if self._positions is not None:
-            x_TE += F.embedding(positions_T, self._positions)
-        return self._norm(x_TE)
 
     def _attend(
         self,

@@ -1,0 +1,24 @@
+"""The kernel of `token_embedding.py`: a row of each table, added up in float32."""
+
+from trouper.kernels.simd import LANES, Code, Kind
+
+
+def embed_tokens(code: Code, kind: Kind) -> None:
+    """Three times a table or 0 and the row of it for each token, then D, y.  The first table is there.
+
+    A piece is a token.
+    """
+    words, ids, types, type_ids, positions, position_ids, width, ys = code.arguments(8)
+    for token in code.pieces():
+        word, kind_of_text, place = (
+            code.pointer(table, kind) + code.pointer(rows, "i64")[token] * width
+            for table, rows in ((words, ids), (types, type_ids), (positions, position_ids))
+        )
+        y = code.pointer(ys, kind) + token * width
+        for d in code.loop(0, width, LANES):
+            x = code.var(word.load(d))
+            with code.when(types > 0):
+                x.set(x + kind_of_text.load(d))
+            with code.when(positions > 0):
+                x.set(x + place.load(d))
+            y.store(d, x)

@@ -1,0 +1,79 @@
+"""x = words[id] + types[type] + positions[position]: what an encoder begins with.
+
+    words, types, positions [., D], the last two may be absent      x [T, D]
+
+    native   bfloat16 and float32, D a multiple of 16: `embed_tokens.py`, added in float32
+    torch    elsewhere
+
+Laws:
+  * The choice depends on the dtype, the width and the machine, never on a batch.
+  * Rows are those of their tables, as the door has checked: the kernel does not look.
+
+Roofline: bytes = 4 e T D.  One launch, which a recording holds, where torch's calls let go of the interpreter.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trouper.kernels import launch
+from trouper.kernels.layer_norm import FEW, LANES
+
+
+class TokenEmbedding:
+    """The tables, and the way they are added."""
+
+    def __init__(
+        self,
+        words: Tensor,
+        types: Tensor | None = None,
+        positions: Tensor | None = None,
+        *,
+        native: bool | None = None,
+    ) -> None:
+        """`native`: None = where it can."""
+        self._words, self._types, self._positions = words, types, positions
+        kind = launch.kind_of(words.dtype)
+        if native is None:
+            native = kind is not None and words.shape[1] % LANES == 0
+        self._kernel: launch.Kernel | None = None
+        if native:
+            from trouper.kernels.embed_tokens import embed_tokens
+
+            self._kernel = launch.compiled(embed_tokens, kind)
+
+    def __repr__(self) -> str:
+        return f"<TokenEmbedding of {tuple(self._words.shape)}, {'torch' if self._kernel is None else 'native'}>"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._words.dtype
+
+    @property
+    def size(self) -> int:
+        return self._words.shape[1]
+
+    def __call__(self, ids_T: Tensor, type_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """[T, D] of three times [T] int64."""
+        if self._kernel is None:
+            x_TD = F.embedding(ids_T, self._words)
+            if self._types is not None:
+                x_TD += F.embedding(type_ids_T, self._types)
+            if self._positions is not None:
+                x_TD += F.embedding(positions_T, self._positions)
+            return x_TD
+        num_tokens = len(ids_T)
+        x_TD = torch.empty((num_tokens, self.size), dtype=self.dtype)
+        self._kernel(
+            num_tokens,
+            self._words.data_ptr(),
+            ids_T.data_ptr(),
+            0 if self._types is None else self._types.data_ptr(),
+            type_ids_T.data_ptr(),
+            0 if self._positions is None else self._positions.data_ptr(),
+            positions_T.data_ptr(),
+            self.size,
+            x_TD.data_ptr(),
+            num_threads=1 if num_tokens < FEW else torch.get_num_threads(),
+        )
+        return x_TD
