@@ -59,7 +59,10 @@ class PoolingPrompts(Prompts):
     def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
         assert config.pooler is not None
         limits = ModelLimits(
-            vocab_size=config.model.vocab_size, max_model_len=config.max_model_len, room=0
+            vocab_size=config.model.vocab_size,
+            max_model_len=config.max_model_len,
+            num_token_types=config.model.hf_config.get("type_vocab_size") or 0,
+            room=0,
         )
         return cls(tokenizer, limits, config.pooler, template_text(config.chat_template))
 
@@ -95,8 +98,10 @@ class PoolingPrompts(Prompts):
         prompt: Any = message.prompt
         wanted = self._wanted_length(message.truncate_prompt_tokens)
         keeps_end = self._keeps_end(message.truncation_side)
+        if isinstance(prompt, str):
+            return self._encode_plain(prompt, message, wanted, keeps_end)
         type_ids: Any = None
-        if not isinstance(prompt, str) and isinstance(prompt, Mapping):
+        if isinstance(prompt, Mapping):
             given: dict[str, Any] = dict(prompt)  # pyright: ignore[reportUnknownArgumentType]  # of whatever
             if "text_pair" in given:
                 return self._encode_pair(given, wanted, keeps_end, message.add_special_tokens)
@@ -106,25 +111,31 @@ class PoolingPrompts(Prompts):
             prompt = given
         form = self._form(prompt)
         if form.ids is None:
-            adds = message.add_special_tokens
-            adds = form.adds_special_tokens if adds is None else adds
-            text = "".join(form.pieces or ())
-            if not form.adds_special_tokens:  # a chat: pieces stay apart
-                return _Encoded(self._encode(form.pieces or [], wanted, adds, keeps_end), None)
-            assert isinstance(message.params, PoolingParams)
-            late = message.params.late_interaction_params
-            if late is not None and late.mode in self._marks:
-                return self._encode_marked(text, wanted, keeps_end, adds, self._marks[late.mode])
-            return self._encode_text(text, None, wanted, keeps_end, adds)
+            pieces = form.pieces or []
+            if form.adds_special_tokens:
+                return self._encode_plain("".join(pieces), message, wanted, keeps_end)
+            adds = message.add_special_tokens is True  # a chat: pieces stay apart
+            return _Encoded(self._encode(pieces, wanted, adds, keeps_end), None)
         ids = checked_ids(form.ids, self._limits.vocab_size)
         if type_ids is not None:
-            type_ids = checked_ids(type_ids, 2)
+            num_types = max(1, self._limits.num_token_types)
+            type_ids = checked_ids(type_ids, num_types, "token_type_ids")
             if len(type_ids) != len(ids):
                 raise bad("token_type_ids", f"must be {len(ids)} in number", len(type_ids))
         if wanted is not None and len(ids) > wanted:
             kept = slice(-wanted, None) if keeps_end else slice(wanted)
             ids, type_ids = ids[kept], type_ids and type_ids[kept]
         return _Encoded(ids, type_ids)
+
+    def _encode_plain(
+        self, text: str, message: Render, wanted: int | None, keeps_end: bool
+    ) -> _Encoded:
+        assert isinstance(message.params, PoolingParams)
+        adds = message.add_special_tokens is not False
+        late = message.params.late_interaction_params
+        if late is not None and late.mode in self._marks:
+            return self._encode_marked(text, wanted, keeps_end, adds, self._marks[late.mode])
+        return self._encode_text(text, None, wanted, keeps_end, adds)
 
     def _encode_pair(
         self, given: dict[str, Any], wanted: int | None, keeps_end: bool, adds: bool | None
@@ -165,6 +176,9 @@ class PoolingPrompts(Prompts):
         ids, type_ids = tokenizer.encode_within(
             text, pair, add_special_tokens=adds, max_length=wanted, keeps_end=keeps_end
         )
+        if any(type_ids):  # a tokenizer's, which may know of more types than the model
+            num_types = self._limits.num_token_types
+            type_ids = checked_ids(type_ids, num_types) if num_types > 1 else None
         return _Encoded(checked_ids(ids, self._limits.vocab_size), type_ids)
 
     def _keeps_end(self, side: str | None) -> bool:

@@ -20,6 +20,7 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     vocab_size: int
     max_model_len: int
+    num_token_types: int = 0  # of an encoder
     room: int = 1  # positions behind the prompt that must stay free
     max_logprobs: int = 20
     eos_token_ids: tuple[int, ...] = ()

@@ -345,24 +345,25 @@ def template_text(given: str | None) -> str | None:
         ) from error
 
 
-def checked_ids(ids: Any, vocab_size: int) -> list[int]:
+def checked_ids(ids: Any, num: int, parameter: str = "prompt_token_ids") -> list[int]:
+    """Those of `parameter`: each below `num`."""
     if not isinstance(ids, list | Sequence) or isinstance(ids, str | bytes):  # mostly a list
-        raise bad("prompt_token_ids", "must be a list of token ids", type(ids).__name__)
+        raise bad(parameter, "must be a list of token ids", type(ids).__name__)
     if not all(map(operator.is_, map(type, ids), repeat(int))):
-        ids = [_as_int(token_id) for token_id in ids]
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-        raise bad("prompt_token_ids", f"token ids must be in [0, {vocab_size})", wrong)
+        ids = [_as_int(token_id, parameter) for token_id in ids]
+    if ids and not (min(ids) >= 0 and max(ids) < num):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < num)
+        raise bad(parameter, f"token ids must be in [0, {num})", wrong)
     return list(ids)
 
 
-def _as_int(token_id: Any) -> int:
+def _as_int(token_id: Any, parameter: str) -> int:
     try:
         if not isinstance(token_id, bool):
             return operator.index(token_id)  # numpy's integers too, floats not
     except TypeError:
         pass  # said below
-    raise bad("prompt_token_ids", "token ids must be integers", token_id)
+    raise bad(parameter, "token ids must be integers", token_id)
 
 
 def _checked_salt(salt: Any) -> str | None:

@@ -291,7 +291,7 @@ def config_of(scenario: Scenario) -> EngineConfig:
             path="",
             name="simulated",
             architecture="Simulated",
-            hf_config={},
+            hf_config={"type_vocab_size": 2},
             vocab_size=VOCAB_SIZE,
             max_position_embeddings=scenario.max_model_len,
             dtype="float32",

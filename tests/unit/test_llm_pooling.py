@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
@@ -83,6 +84,31 @@ def test_a_cross_encoder_reads_both_texts_at_once(save):
         assert output.outputs.score == pytest.approx(want, abs=1e-4)
     assert len(short.prompt_token_ids) == 9
     assert 2 not in short.prompt_token_ids
+
+
+@pytest.mark.parametrize("num_types", [1, 2])
+def test_token_types_are_those_that_the_model_has(num_types, save):
+    folder, _ = save(AutoModel.from_config, type_vocab_size=num_types)
+    file = str(folder / "tokenizer.json")
+    backend = Backend.from_file(file)
+    backend.post_processor = TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    backend.save(file)
+    pair = {"prompt": "the cat", "text_pair": "hello"}
+    assert ids_of(folder, *pair.values())[1].max() == 1  # whatever the model has
+    ids = [5, 6, 7]
+    with LLM(str(folder), dtype="float32") as llm:
+        for wrong in ([0, num_types, 0], [0, -1, 0], ["a", 0, 0], [None] * 3, [0], "000"):
+            with pytest.raises(TrouperValidationError, match="parameter=token_type_ids"):
+                llm.embed({"prompt_token_ids": ids, "token_type_ids": wrong}, use_tqdm=False)
+        plain, typed = llm.embed(
+            [
+                {"prompt_token_ids": ids},
+                {"prompt_token_ids": ids, "token_type_ids": [0, 0, num_types - 1]},
+            ],
+            use_tqdm=False,
+        )
+        assert (plain.outputs.embedding == typed.outputs.embedding) is (num_types == 1)
+        assert llm.embed(pair, use_tqdm=False)
 
 
 def test_a_token_classifier_has_a_row_for_each_token(save):
