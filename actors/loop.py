@@ -2,10 +2,17 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-import anyio
 import anyio.lowlevel
+
+
+class Event(Protocol):
+    """anyio's, or the backend's own, which it wraps: a wait for what is set already may be no checkpoint."""
+
+    def set(self) -> object: ...
+
+    async def wait(self) -> object: ...
 
 
 class Loop:
@@ -13,23 +20,23 @@ class Loop:
 
     soon:       has something called there, from any thread; RuntimeError once the loop has ended
     now:        its clock, in seconds
-    new_event:  an event of its backend
+    new_event:  makes an event of its backend
     """
 
     def __init__(self) -> None:
         self._token: Any = anyio.lowlevel.current_token().native_token
         self.soon: Callable[[Callable[[], object]], object]
         self.now: Callable[[], float]
+        self.new_event: Callable[[], Event]
         self._current: Callable[[], object]
         if isinstance(self._token, asyncio.AbstractEventLoop):
             self.soon, self.now = self._token.call_soon_threadsafe, self._token.time
-            self._current = asyncio.get_running_loop
+            self.new_event, self._current = asyncio.Event, asyncio.get_running_loop
         else:
             import trio  # it runs this very loop
 
             self.soon, self.now = self._token.run_sync_soon, trio.current_time
-            self._current = trio.lowlevel.current_trio_token
-        self.new_event: Callable[[], anyio.Event] = type(anyio.Event())
+            self.new_event, self._current = trio.Event, trio.lowlevel.current_trio_token
 
     def check_current(self) -> None:
         """Raises RuntimeError in any other thread or loop: nothing would wake this one."""

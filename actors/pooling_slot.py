@@ -6,6 +6,7 @@ import anyio
 import numpy as np
 
 from trouper.actors.admission import Prefills
+from trouper.actors.loop import Event
 from trouper.actors.slot import Slot
 from trouper.outputs import RequestError
 from trouper.pooling_outputs import Array, PoolingOutput, PoolingRequestOutput
@@ -18,7 +19,7 @@ class PoolingSlot(Slot[PoolingRequestOutput[PoolingOutput]]):
         *,
         prefills: Prefills | None = None,
         shows_stats: bool = True,
-        new_event: Callable[[], anyio.Event] = anyio.Event,
+        new_event: Callable[[], Event] = anyio.Event,
     ) -> None:
         super().__init__(
             request_id, 1, prefills=prefills, shows_stats=shows_stats, new_event=new_event

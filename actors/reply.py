@@ -10,6 +10,7 @@ import anyio
 import msgspec
 
 from trouper.actors.admission import Prefills
+from trouper.actors.loop import Event
 from trouper.actors.slot import Slot
 from trouper.outputs import (
     CompletionOutput,
@@ -55,7 +56,7 @@ class ReplySlot(Slot[RequestOutput]):
         *,
         prefills: Prefills | None = None,
         shows_stats: bool = True,
-        new_event: Callable[[], anyio.Event] = anyio.Event,
+        new_event: Callable[[], Event] = anyio.Event,
     ) -> None:
         super().__init__(
             request_id, params.n, prefills=prefills, shows_stats=shows_stats, new_event=new_event

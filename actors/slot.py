@@ -13,6 +13,7 @@ import anyio
 import anyio.lowlevel
 
 from trouper.actors.admission import Prefills
+from trouper.actors.loop import Event
 from trouper.outputs import RequestStateStats
 
 Output = TypeVar("Output", covariant=True)
@@ -21,9 +22,8 @@ Output = TypeVar("Output", covariant=True)
 class Once:
     """Happens once.  An event is made for whoever waits, and mostly nobody does."""
 
-    def __init__(self) -> None:
-        self.is_set = False
-        self._event: anyio.Event | None = None
+    is_set = False
+    _event: anyio.Event | None = None
 
     def set(self) -> None:
         self.is_set = True
@@ -53,7 +53,7 @@ class Slot(ABC, Generic[Output]):
         *,
         prefills: Prefills | None = None,
         shows_stats: bool = True,
-        new_event: Callable[[], anyio.Event] = anyio.Event,
+        new_event: Callable[[], Event] = anyio.Event,
     ) -> None:
         self.request_id = request_id  # the caller's name for it: echoed, never a key
         self._scope: anyio.CancelScope | None = None  # once somebody asks for it
@@ -66,7 +66,7 @@ class Slot(ABC, Generic[Output]):
         self._error: Exception | None = None
         self._is_closed = self._is_cancelled = False
         self._new_event = new_event
-        self._woken: anyio.Event | None = None  # of the last wait
+        self._woken: Event | None = None  # of whoever waits
         self._rendered = Once()
         self._over = Once()
 
@@ -142,7 +142,7 @@ class Slot(ABC, Generic[Output]):
         while (output := self.read_nowait()) is None:
             if self._is_closed:
                 raise anyio.ClosedResourceError
-            if self._woken is None or self._woken.is_set():  # whoever else waits shares it
+            if self._woken is None:  # whoever else waits shares it
                 self._woken = self._new_event()
             await self._woken.wait()
         return output
@@ -200,3 +200,4 @@ class Slot(ABC, Generic[Output]):
     def _wake_reader(self) -> None:
         if self._woken is not None:
             self._woken.set()
+            self._woken = None
