@@ -142,7 +142,7 @@ class App:
         if route.body is None:
             return None
         kind = (exchange.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-        body = await exchange.read_body(self._settings)
+        body = await exchange.read_body(self._settings, self.service.rooms)
         if kind != b"application/json" and (body or route.generates):
             raise Refusal(400, "invalid_content_type", "the content type must be application/json")
         if not body and route.access == "admin":

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 import anyio
 import msgspec
 
-from trouper.frontends.server.body import Body
+from trouper.frontends.server.body import Body, Rooms
 from trouper.frontends.server.door import Ticket
 from trouper.frontends.server.errors import Headers, Problem, Refusal
 from trouper.frontends.server.settings import ServerSettings
@@ -124,15 +124,15 @@ class Exchange:
                 f"more than {settings.max_headers} headers or {settings.max_header_bytes} bytes",
             )
 
-    async def read_body(self, settings: ServerSettings) -> bytes | memoryview:
-        """The whole body.  Raises Refusal: too large, too slow, encoded; ClientGone."""
+    async def read_body(self, settings: ServerSettings, rooms: Rooms) -> bytes | memoryview:
+        """The whole body, in one of the rooms if it is large.  Raises Refusal: too large, too slow, encoded; ClientGone."""
         limit = settings.max_body
         too_large = Refusal(413, "body_too_large", f"a body may have {limit} bytes")
         if self.header(b"content-encoding") not in (None, b"", b"identity"):
             raise Refusal(415, "encoded_body", "a body must not have a content encoding")
         if self.content_length > limit:
             raise too_large
-        body = Body(limit)
+        body = Body(rooms)
         with anyio.move_on_after(settings.body_timeout_s):
             while True:
                 message = await self._receive()

@@ -10,6 +10,7 @@ import anyio.to_thread
 from trouper.actors.metrics import LIMITS
 from trouper.config import EngineConfig
 from trouper.errors import RetryableRequestError, TrouperNotFoundError
+from trouper.frontends.server.body import Rooms
 from trouper.frontends.server.delay import QueueDelay
 from trouper.frontends.server.door import BYTES_PER_TOKEN, Door, Ticket
 from trouper.frontends.server.errors import clean, logger, unavailable
@@ -46,6 +47,7 @@ class Service:
         self.died = anyio.Event()  # somebody has met the engine's death
         self.num_unknown_fields = 0
         self.steps = StepClock()
+        self.rooms = Rooms(settings.max_body)
         self.threads = anyio.CapacityLimiter(2)  # large bodies, tokenising
         self.chat_threads = anyio.CapacityLimiter(
             1

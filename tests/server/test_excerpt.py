@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.frontends.server import excerpt as module
-from trouper.frontends.server.body import LARGE, Body
 from trouper.frontends.server.decoding import THREAD_FROM, decode_now
 from trouper.frontends.server.errors import Refusal
 from trouper.frontends.server.excerpt import LONG, excerpt
@@ -124,17 +123,6 @@ def test_any_json_without_its_long_strings_and_with_them_again_is_the_same(value
         return part
 
     assert restored(json.loads(short.rest)) == value
-
-
-@given(st.lists(st.binary(max_size=9), max_size=9), st.sampled_from([1, 5, LARGE]))
-def test_a_body_is_what_its_pieces_were(pieces, large):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trouper.frontends.server.body.LARGE", large)
-        body = Body(100)
-        for piece in pieces:
-            body.add(piece)
-    assert bytes(body.whole()) == b"".join(pieces)
-    assert body.size == len(b"".join(pieces))
 
 
 def test_short_bodies_are_not_searched():
