@@ -1,6 +1,7 @@
 """y = the mean of each span's rows, in float32: how the states of a text become one.
 
-    x [T, D]   D a multiple of 16;  spans [C, 2] int64, first row and how many, never none;  y [C, D] float32
+    x [T, D]   D a multiple of 16, rows may be apart       y [C, D] float32
+    spans [C, 2] int64, the first row and how many, never none
 
 Rows are added one by one: a text's bits do not depend on who is beside it.  One row is copied.
 
@@ -12,14 +13,14 @@ from trouper.kernels.simd import LANES, Code, Kind
 
 
 def pool_rows(code: Code, kind: Kind) -> None:
-    """x, spans, D, y.  A piece is a span."""
-    xs, spans, width, ys = code.arguments(4)
+    """x, its stride, spans, D, y.  A piece is a span."""
+    xs, stride, spans, width, ys = code.arguments(5)
     for i in code.pieces():
         span = code.pointer(spans, "i64") + i * 2
-        x = code.pointer(xs, kind) + span[0] * width
+        x = code.pointer(xs, kind) + span[0] * stride
         y = code.pointer(ys, "f32") + i * width
         for d in code.loop(0, width, LANES):
             total = code.var(code.lanes(0.0))
             for row in code.loop(0, span[1]):
-                total.set(total + (x + row * width).load(d))
+                total.set(total + (x + row * stride).load(d))
             y.store(d, total / code.f32(span[1]))

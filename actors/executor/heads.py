@@ -41,8 +41,8 @@ def make_pool(kind: str, dtype: torch.dtype, width: int, *, native: bool | None 
     def pool(hidden_TE: Tensor, groups: Sequence[Group]) -> Tensor:
         spans_C2 = _spans(kind, groups)
         pooled_CE = torch.empty((len(spans_C2), width))
-        spans = spans_C2.ctypes.data
-        kernel(len(spans_C2), hidden_TE.data_ptr(), spans, width, pooled_CE.data_ptr())
+        states = hidden_TE.data_ptr(), hidden_TE.stride(0)
+        kernel(len(spans_C2), *states, spans_C2.ctypes.data, width, pooled_CE.data_ptr())
         return pooled_CE
 
     return pool
