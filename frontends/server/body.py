@@ -34,7 +34,7 @@ class Rooms:
             room = mmap.mmap(-1, self.capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         held = np.frombuffer(room, np.uint8)  # whose end can be heard of
         weakref.finalize(held, self._give_back, room).atexit = False
-        return memoryview(held)
+        return held.data
 
     def _give_back(self, room: mmap.mmap) -> None:
         if self.capacity > KEPT:

