@@ -100,14 +100,18 @@ def load_encoder(tensors: Tensors, traits: EncoderTraits, max_model_len: int) ->
 
     words = table(names.words, traits.vocab_size)
     positions = table(names.positions, traits.num_positions)
+    if positions is not None:
+        positions = positions[traits.position_offset :]
+        if len(positions) < max_model_len:
+            raise TrouperValidationError(
+                f"must be at most {len(positions)}, the positions that the model has",
+                parameter="max_model_len",
+                value=max_model_len,
+            )
     assert words is not None
     return Encoder(
         traits,
-        embedding=TokenEmbedding(
-            words,
-            table(names.types, traits.num_types),
-            None if positions is None else positions[traits.position_offset :],
-        ),
+        embedding=TokenEmbedding(words, table(names.types, traits.num_types), positions),
         norm=tensors.norm(names.norm, hidden, traits.norm_eps),
         layers=[_layer(tensors, traits, i) for i in range(traits.num_layers)],
         final_norm=tensors.norm(names.final_norm, hidden, traits.norm_eps)

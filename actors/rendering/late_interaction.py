@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from trouper.actors.rendering.sampling import ModelLimits
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import TrouperValidationError
 from trouper.late_interaction import LateInteraction
@@ -48,14 +49,15 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
         return Marked(marked, None if self.is_expansion_seen else num_real, skipped)
 
 
-def marks_of(late: LateInteraction, tokenizer: Tokenizer, max_model_len: int) -> dict[str, Marks]:
+def marks_of(late: LateInteraction, tokenizer: Tokenizer, limits: ModelLimits) -> dict[str, Marks]:
     """By the mode of `LateInteractionParams`.
 
     Documents have their own length, or all of a `max_model_len` that somebody chose beyond both lengths.
 
     Raises:
-        TrouperValidationError: the tokenizer lacks the mask token.
+        TrouperValidationError: the tokenizer lacks the mask token, or the model what the tokenizer marks with.
     """
+    max_model_len = limits.max_model_len
     expansion = tokenizer.mask_token_id if late.do_query_expansion else None
     if late.do_query_expansion and expansion is None:
         rule = "the tokenizer lacks a mask token, with which queries are expanded"
@@ -65,6 +67,10 @@ def marks_of(late: LateInteraction, tokenizer: Tokenizer, max_model_len: int) ->
         (found, "") if (found := tokenizer.token_id(prefix)) is not None else (None, prefix)
         for prefix in (late.query_prefix, late.document_prefix)
     )
+    for id in (expansion, query[0], document[0]):
+        if id is not None and id >= limits.vocab_size:
+            rule = f"marks with token {id}, and the model has {limits.vocab_size}"
+            raise TrouperValidationError(rule, parameter="tokenizer")
     return {
         "cache_query": Marks(
             prefix=query[0],

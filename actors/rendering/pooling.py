@@ -26,6 +26,7 @@ from trouper.config import EngineConfig
 from trouper.pooler_config import PoolerSpec
 from trouper.pooling import PoolingParams
 
+TYPES = "token_type_ids"
 PAIR_KEYS = frozenset({"prompt", "text_pair"})
 
 
@@ -53,7 +54,7 @@ class PoolingPrompts(Prompts):
         self._resolved: tuple[PoolingParams, PoolingParams] | None = None
         self._marks: dict[str, Marks] = {}
         if spec.late is not None and tokenizer is not None:
-            self._marks = marks_of(spec.late, tokenizer, limits.max_model_len)
+            self._marks = marks_of(spec.late, tokenizer, limits)
 
     @classmethod
     def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
@@ -105,7 +106,7 @@ class PoolingPrompts(Prompts):
             given: dict[str, Any] = dict(prompt)  # pyright: ignore[reportUnknownArgumentType]  # of whatever
             if "text_pair" in given:
                 return self._encode_pair(given, wanted, keeps_end, message.add_special_tokens)
-            type_ids = given.pop("token_type_ids", None)
+            type_ids = given.pop(TYPES, None)
             if "messages" in given:
                 given.setdefault("add_generation_prompt", False)
             prompt = given
@@ -114,14 +115,15 @@ class PoolingPrompts(Prompts):
             pieces = form.pieces or []
             if form.adds_special_tokens:
                 return self._encode_plain("".join(pieces), message, wanted, keeps_end)
-            adds = message.add_special_tokens is True  # a chat: pieces stay apart
+            adds = message.add_special_tokens is True
+            # of a chat: the pieces stay apart
             return _Encoded(self._encode(pieces, wanted, adds, keeps_end), None)
         ids = checked_ids(form.ids, self._limits.vocab_size)
         if type_ids is not None:
-            num_types = max(1, self._limits.num_token_types)
-            type_ids = checked_ids(type_ids, num_types, "token_type_ids")
+            num_types = self._limits.num_token_types or 2  # of a model without, which ignores them
+            type_ids = checked_ids(type_ids, num_types, TYPES)
             if len(type_ids) != len(ids):
-                raise bad("token_type_ids", f"must be {len(ids)} in number", len(type_ids))
+                raise bad(TYPES, f"must be {len(ids)} in number", len(type_ids))
         if wanted is not None and len(ids) > wanted:
             kept = slice(-wanted, None) if keeps_end else slice(wanted)
             ids, type_ids = ids[kept], type_ids and type_ids[kept]
@@ -178,7 +180,7 @@ class PoolingPrompts(Prompts):
         )
         if any(type_ids):  # a tokenizer's, which may know of more types than the model
             num_types = self._limits.num_token_types
-            type_ids = checked_ids(type_ids, num_types) if num_types > 1 else None
+            type_ids = checked_ids(type_ids, num_types, TYPES) if num_types > 1 else None
         return _Encoded(checked_ids(ids, self._limits.vocab_size), type_ids)
 
     def _keeps_end(self, side: str | None) -> bool:

@@ -348,12 +348,12 @@ def template_text(given: str | None) -> str | None:
 def checked_ids(ids: Any, num: int, parameter: str = "prompt_token_ids") -> list[int]:
     """Those of `parameter`: each below `num`."""
     if not isinstance(ids, list | Sequence) or isinstance(ids, str | bytes):  # mostly a list
-        raise bad(parameter, "must be a list of token ids", type(ids).__name__)
+        raise bad(parameter, "must be a list of ids", type(ids).__name__)
     if not all(map(operator.is_, map(type, ids), repeat(int))):
         ids = [_as_int(token_id, parameter) for token_id in ids]
     if ids and not (min(ids) >= 0 and max(ids) < num):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < num)
-        raise bad(parameter, f"token ids must be in [0, {num})", wrong)
+        raise bad(parameter, f"ids must be in [0, {num})", wrong)
     return list(ids)
 
 
@@ -363,7 +363,7 @@ def _as_int(token_id: Any, parameter: str) -> int:
             return operator.index(token_id)  # numpy's integers too, floats not
     except TypeError:
         pass  # said below
-    raise bad(parameter, "token ids must be integers", token_id)
+    raise bad(parameter, "ids must be integers", token_id)
 
 
 def _checked_salt(salt: Any) -> str | None:

@@ -354,6 +354,17 @@ def test_what_expands_a_query_must_see_it(tmp_path):
         run(tmp_path, "token_embed")
 
 
+def test_a_model_with_fewer_positions_than_its_config_says_is_refused(tmp_path):
+    save_tiny("roberta", AutoModel, tmp_path)
+    config = tmp_path / "config.json"
+    told = json.loads(config.read_text())
+    del told["model_type"]  # so nobody knows that two of the 64 positions are nobody's
+    config.write_text(json.dumps(told))
+    with pytest.raises(TrouperValidationError, match=r"at most 62.*parameter=max_model_len"):
+        run(tmp_path, "embed")
+    assert len(run(tmp_path, "embed", max_model_len=62)) == len(LENGTHS)
+
+
 def test_the_second_text_of_a_pair_has_its_own_token_type(tmp_path):
     def types(ids):
         return tuple(int(i >= len(ids) // 2) for i in range(len(ids)))

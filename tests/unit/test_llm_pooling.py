@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertConfig,
+    DistilBertConfig,
 )
 
 from trouper import LLM, EngineArgs, LLMEngine, PoolingParams
@@ -86,9 +87,15 @@ def test_a_cross_encoder_reads_both_texts_at_once(save):
     assert 2 not in short.prompt_token_ids
 
 
-@pytest.mark.parametrize("num_types", [1, 2])
+@pytest.mark.parametrize("num_types", [0, 1, 2])
 def test_token_types_are_those_that_the_model_has(num_types, save):
-    folder, _ = save(AutoModel.from_config, type_vocab_size=num_types)
+    """One without types ignores them."""
+    folder, _ = save(AutoModel.from_config, type_vocab_size=num_types or 2)
+    if not num_types:
+        distil = DistilBertConfig(
+            vocab_size=340, dim=32, hidden_dim=48, n_layers=2, n_heads=4, max_position_embeddings=64
+        )
+        AutoModel.from_config(distil).save_pretrained(folder)
     file = str(folder / "tokenizer.json")
     backend = Backend.from_file(file)
     backend.post_processor = TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
@@ -97,17 +104,17 @@ def test_token_types_are_those_that_the_model_has(num_types, save):
     assert ids_of(folder, *pair.values())[1].max() == 1  # whatever the model has
     ids = [5, 6, 7]
     with LLM(str(folder), dtype="float32") as llm:
-        for wrong in ([0, num_types, 0], [0, -1, 0], ["a", 0, 0], [None] * 3, [0], "000"):
+        for wrong in ([0, num_types or 2, 0], [0, -1, 0], ["a", 0, 0], [None] * 3, [0], "000"):
             with pytest.raises(TrouperValidationError, match="parameter=token_type_ids"):
                 llm.embed({"prompt_token_ids": ids, "token_type_ids": wrong}, use_tqdm=False)
         plain, typed = llm.embed(
             [
                 {"prompt_token_ids": ids},
-                {"prompt_token_ids": ids, "token_type_ids": [0, 0, num_types - 1]},
+                {"prompt_token_ids": ids, "token_type_ids": [0, 0, abs(num_types - 1)]},
             ],
             use_tqdm=False,
         )
-        assert (plain.outputs.embedding == typed.outputs.embedding) is (num_types == 1)
+        assert (plain.outputs.embedding == typed.outputs.embedding) is (num_types < 2)
         assert llm.embed(pair, use_tqdm=False)
 
 
@@ -246,6 +253,7 @@ def test_a_colbert_folder_scores_as_sentence_transformers_does(form, save, tmp_p
     [
         ({"query_length": "long"}, "parameter=model"),
         ({"no mask": True}, "lacks a mask token.*parameter=tokenizer"),
+        ({"few rows": True}, "marks with token.*parameter=tokenizer"),
     ],
 )
 def test_a_colbert_folder_that_lacks_something_is_refused(settings, fault, save):
@@ -253,8 +261,12 @@ def test_a_colbert_folder_that_lacks_something_is_refused(settings, fault, save)
     if "no mask" in settings:
         config = folder / "tokenizer_config.json"
         config.write_text(config.read_text().replace("mask_token", "other_token"))
+    if "few rows" in settings:  # the embeddings were not resized for the markers
+        num = Backend.from_file(str(folder / "tokenizer.json")).token_to_id("[D] ")
+        config = folder / "config.json"
+        config.write_text(config.read_text().replace('"vocab_size": 340', f'"vocab_size": {num}'))
     with pytest.raises(TrouperValidationError, match=fault):
-        LLM(str(folder), dtype="float32")
+        LLM(str(folder), dtype="float32", load_format="dummy")
 
 
 def test_a_pooling_model_sleeps_and_wakes(save):
