@@ -214,7 +214,7 @@ class Sender(_End[T]):
             raise anyio.ClosedResourceError
         if not channel.num_inboxes:
             raise anyio.BrokenResourceError
-        if len(channel.messages) >= channel.capacity:
+        if self.is_full:
             raise anyio.WouldBlock
         if not (offers and channel.offer(message)):
             channel.messages.append(message)

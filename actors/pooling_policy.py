@@ -166,9 +166,9 @@ class PoolingPolicy:
 
     def plan(self) -> PoolPlan | None:
         """The next step, or None.  It counts as in flight from now on."""
-        if not (self._waiting or self._retries) or self._pause is Pause.ALL:
+        if not (self._waiting or self._retries):  # mostly: it is asked after each answer
             return None
-        if len(self._flights) >= self._config.max_steps_in_flight:
+        if self._pause is Pause.ALL or len(self._flights) >= self._config.max_steps_in_flight:
             return None
         group = self._retry() or ([] if self._pause is Pause.NEW else self._next())
         if not group:

@@ -22,6 +22,7 @@ Output = TypeVar("Output", covariant=True)
 class Once:
     """Happens once.  An event is made for whoever waits, and mostly nobody does."""
 
+    # Not in an `__init__`, which each request would call twice.
     is_set = False
     _event: anyio.Event | None = None
 

@@ -11,7 +11,8 @@ take turns, one at a time: machines drift by a third within minutes.  A ratio is
     http, http16        `trouper serve`, 32 clients whose requests have one text each, or 16; answers as
                         base64; the clients are one cheap thread on the same cores
     latency             ms, p50, of one short text: through all actors, and the engine's own tokenizer, runner and
-                        post-processing called for the same embedding, a hundred in turn.  Alone, after the
+                        post-processing called for the same embedding by the loop's thread, a hundred in turn:
+                        one model, and recordings of that thread's.  Alone, after the
                         others, a process for each round; told of is the one whose difference is the median.
                         On trio; `latency_asyncio` on asyncio
 
@@ -190,7 +191,7 @@ def latency(model: str, dtype: str, backend: str) -> dict[str, Any]:
 
     def make_known(config: EngineConfig) -> pooling_runner.PoolingRunner:
         runners.append(make(config))
-        return runners[0]
+        return runners[-1]
 
     async def measure() -> None:
         async with AsyncLLMEngine(args) as engine:
@@ -288,6 +289,10 @@ def ratios(results: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _is_latency(engine: str) -> bool:
+    return engine.partition(":")[0] in LATENCIES
+
+
 def _command(given: argparse.Namespace, engine: str, folder: Path) -> list[str]:
     name, _, dtype = engine.partition(":")
     if name == "vllm":
@@ -304,14 +309,14 @@ def _measure(given: argparse.Namespace, engines: list[str], folder: Path) -> lis
         in_turn = [
             Apart(engine, _command(given, engine, folder), stack)
             for engine in engines
-            if not engine.startswith("latency")
+            if not _is_latency(engine)
         ]
         for i in range(given.num_rounds):
             for engine in in_turn if i % 2 else in_turn[::-1]:
                 engine.play(given.num_docs)
         results = [engine.figures() for engine in in_turn]
     for engine in engines:
-        if engine.startswith("latency"):
+        if _is_latency(engine):
             command = _command(given, engine, folder)
             rounds = [_figures_of(command) for _ in range(given.num_rounds)]
             middle = sorted(rounds, key=lambda figures: figures["added_ms"])[len(rounds) // 2]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trouper.kernels.simd import Code, Kind
 
 logger = logging.getLogger(__name__)
+LANES = 16  # of a register, as `simd.py` has them
 _local = threading.local()
 _making = threading.Lock()
 _made: "dict[tuple[object, ...], Kernel]" = {}
@@ -139,6 +140,11 @@ def kind_of(dtype: "torch.dtype") -> "Kind | None":
     kinds: dict[str, Kind] = {"torch.bfloat16": "bf16", "torch.float32": "f32"}
     kind = kinds.get(str(dtype))
     return kind if can_multiply() or (kind == "f32" and is_available()) else None
+
+
+def row_kind(dtype: "torch.dtype", width: int) -> "Kind | None":
+    """`kind_of`, where rows of so many numbers are whole registers."""
+    return kind_of(dtype) if width % LANES == 0 else None
 
 
 def can_multiply() -> bool:

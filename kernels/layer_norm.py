@@ -16,7 +16,6 @@ from torch import Tensor
 
 from trouper.kernels import launch
 
-LANES = 16
 FEW = 16  # rows that one thread computes sooner than it wakes another
 
 
@@ -28,11 +27,9 @@ class LayerNorm:
     ) -> None:
         """`native`: None = where it can."""
         self._weight, self._bias, self._eps = weight, bias, eps
-        kind = launch.kind_of(weight.dtype)
-        if native is None:
-            native = kind is not None and len(weight) % LANES == 0
+        kind = launch.row_kind(weight.dtype, len(weight))
         self._kernel: launch.Kernel | None = None
-        if native:
+        if kind is not None if native is None else native:
             from trouper.kernels.center_norm import center_norm
 
             self._kernel = launch.compiled(center_norm, kind)

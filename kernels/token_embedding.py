@@ -7,7 +7,10 @@
 
 Laws:
   * The choice depends on the dtype, the width and the machine, never on a batch.
-  * Rows are those of their tables, as the door has checked: the kernel does not look.
+  * Rows are those of their tables, as the door and the loading have checked: the kernel does not look.
+
+In bfloat16 the sum is rounded once, where torch rounds twice: of 200 × 384 numbers 22 % differ, by a mean error of
+1.8e-3 in place of 2.6e-3.
 
 Roofline: bytes = 4 e T D.  One launch, which a recording holds, where torch's calls let go of the interpreter.
 """
@@ -17,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.kernels import launch
-from trouper.kernels.layer_norm import FEW, LANES
+from trouper.kernels.layer_norm import FEW
 
 
 class TokenEmbedding:
@@ -32,12 +35,13 @@ class TokenEmbedding:
         native: bool | None = None,
     ) -> None:
         """`native`: None = where it can."""
+        for table in (words, types, positions):  # as the kernel takes them to be
+            assert table is None or (table.dtype, table.shape[1:]) == (words.dtype, words.shape[1:])
+            assert table is None or table.is_contiguous()
         self._words, self._types, self._positions = words, types, positions
-        kind = launch.kind_of(words.dtype)
-        if native is None:
-            native = kind is not None and words.shape[1] % LANES == 0
+        kind = launch.row_kind(words.dtype, words.shape[1])
         self._kernel: launch.Kernel | None = None
-        if native:
+        if kind is not None if native is None else native:
             from trouper.kernels.embed_tokens import embed_tokens
 
             self._kernel = launch.compiled(embed_tokens, kind)

@@ -1,14 +1,11 @@
-"""From hidden states to raw results: pooling, projections, classifiers.  All in float32.
+"""From pooled hidden states to raw results: projections, classifiers.  All in float32.
 
 hidden [C, E] or [L, E] -> embedding [.., size] or logits [.., labels]
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
-import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,60 +13,11 @@ from trouper.actors.executor.dummy import Dummy
 from trouper.actors.executor.encoder_weights import Tensors
 from trouper.actors.executor.models.encoder_traits import Head
 from trouper.actors.executor.weights import Checkpoint
-from trouper.kernels import launch
-from trouper.kernels.layer_norm import LANES, LayerNorm
+from trouper.kernels.layer_norm import LayerNorm
 from trouper.kernels.linear_fused import activate
-from trouper.kernels.varlen_attention import Group
 from trouper.pooler_config import LATE_INTERACTION, Dense, PoolerSpec
 
 Project = Callable[[Tensor], Tensor]
-# Hidden states of whole groups -> a float32 row for each sequence, [C, E], in their order.
-Pool = Callable[[Tensor, Sequence[Group]], Tensor]
-
-
-def make_pool(kind: str, dtype: torch.dtype, width: int, *, native: bool | None = None) -> Pool:
-    """Of hidden states of that dtype and width.  `native`: None = where it can."""
-    kernel_kind = launch.kind_of(dtype)
-    if native is None:
-        native = kernel_kind is not None and width % LANES == 0
-    if not native:
-        return partial(_pool_by_torch, kind)
-    from trouper.kernels.pool_rows import pool_rows
-
-    kernel = launch.compiled(pool_rows, kernel_kind)
-
-    def pool(hidden_TE: Tensor, groups: Sequence[Group]) -> Tensor:
-        spans_C2 = _spans(kind, groups)
-        pooled_CE = torch.empty((len(spans_C2), width))
-        states = hidden_TE.data_ptr(), hidden_TE.stride(0)
-        kernel(len(spans_C2), *states, spans_C2.ctypes.data, width, pooled_CE.data_ptr())
-        return pooled_CE
-
-    return pool
-
-
-def _pool_by_torch(kind: str, hidden_TE: Tensor, groups: Sequence[Group]) -> Tensor:
-    firsts_C = torch.from_numpy(_spans(kind, groups)[:, 0])
-    if kind != "MEAN":
-        return hidden_TE[firsts_C].float()
-    rows_T = torch.arange(len(hidden_TE))
-    return F.embedding_bag(rows_T, hidden_TE.float(), firsts_C, mode="mean")
-
-
-def _spans(kind: str, groups: Sequence[Group]) -> np.ndarray:
-    """[C, 2] int64: of each sequence, the first of the rows that count, and how many there are."""
-    spans: list[tuple[int, int]] = []
-    for group in groups:
-        length = group.length
-        for start in range(group.first, group.end, length):
-            match kind:
-                case "CLS":
-                    spans.append((start, 1))
-                case "LAST":
-                    spans.append((start + length - 1, 1))
-                case _:  # MEAN
-                    spans.append((start, length))
-    return np.array(spans, np.int64)
 
 
 def load_dense(modules: Sequence[Dense], load_format: str) -> Project:

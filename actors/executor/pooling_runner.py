@@ -26,7 +26,7 @@ from trouper.actors.executor.cores import compute_with
 from trouper.actors.executor.device import DeviceInfo, Later
 from trouper.actors.executor.encoder_weights import Tensors, load_encoder
 from trouper.actors.executor.graphs import TextGraphs
-from trouper.actors.executor.heads import Project, load_head, load_projection, make_pool
+from trouper.actors.executor.heads import Project, load_head, load_projection
 from trouper.actors.executor.memory import give_back_free_memory
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, encoder_traits
@@ -38,6 +38,7 @@ from trouper.actors.messages import PoolColumn, PoolDone, PoolPlan
 from trouper.config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.recording import NotRecordableError
+from trouper.kernels.row_pooling import RowPooling
 from trouper.kernels.varlen_attention import UNLIMITED, Group, positions_of
 from trouper.pooler_config import PoolerSpec
 
@@ -80,7 +81,7 @@ class PoolingRunner:
         ) or decoder_traits(model.hf_config, causal_name(model.architecture))
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         size = self._traits.hidden_size
-        self._pool = make_pool(config.pooler.seq_pooling_type, self._dtype, size)
+        self._pool = RowPooling(config.pooler.seq_pooling_type, self._dtype, size)
         self._model: Model | None = None
         self._graphs: dict[int, TextGraphs] = {}  # of each thread
         self._is_recorded = not config.enforce_eager

@@ -9,7 +9,7 @@ TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 40])
+@pytest.mark.parametrize("num_tokens", [0, 1, 40])
 @pytest.mark.parametrize("has_types", [False, True])
 @pytest.mark.parametrize("has_positions", [False, True])
 def test_a_token_is_the_sum_of_its_rows(native, dtype, num_tokens, has_types, has_positions):
@@ -36,3 +36,10 @@ def test_it_is_torchs_where_rows_are_no_whole_registers():
     zeros = torch.zeros(3, dtype=torch.int64)
     assert "torch" in repr(embedding)
     assert torch.equal(embedding(zeros, zeros, zeros), torch.ones(3, 20))
+
+
+def test_tables_that_the_kernel_would_misread_are_a_defect():
+    words = torch.randn(50, 32)
+    for wrong in (words[:, :16], torch.randn(32, 50).T, words.bfloat16()):
+        with pytest.raises(AssertionError):
+            TokenEmbedding(words, wrong)

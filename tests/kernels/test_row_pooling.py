@@ -1,10 +1,8 @@
-"""How a text is pooled does not depend on who is beside it."""
-
 import pytest
 import torch
 
-from trouper.actors.executor.heads import make_pool
 from trouper.kernels import launch
+from trouper.kernels.row_pooling import RowPooling
 from trouper.kernels.varlen_attention import Group
 
 
@@ -18,7 +16,7 @@ def test_a_text_alone_is_pooled_to_the_bits_it_has_among_others(kind, dtype, nat
     groups = [Group(0, 1, 1), Group(1, 2, 7), Group(15, 1, 100)]
     # rows apart from each other, as a decoder's are
     hidden = (3 * torch.randn((115, 80), generator=rng)).to(dtype).narrow(1, 0, 48)
-    pool = make_pool(kind, dtype, 48, native=native)
+    pool = RowPooling(kind, dtype, 48, native=native)
     together = pool(hidden, groups)
     bounds = [(0, 1), (1, 8), (8, 15), (15, 115)]
     alone = [pool(hidden[a:b].clone(), [Group(0, 1, b - a)]) for a, b in bounds]
@@ -32,6 +30,6 @@ def test_a_text_alone_is_pooled_to_the_bits_it_has_among_others(kind, dtype, nat
 @pytest.mark.parametrize("kind", ["MEAN", "CLS", "LAST"])
 def test_what_is_pooled_stays_when_the_next_pass_writes(kind, width):
     hidden = torch.ones((3, width))
-    pooled = make_pool(kind, torch.float32, width)(hidden, [Group(0, 1, 3)])
+    pooled = RowPooling(kind, torch.float32, width)(hidden, [Group(0, 1, 3)])
     hidden.zero_()
     assert torch.equal(pooled, torch.ones((1, width)))
