@@ -12,9 +12,9 @@ take turns, one at a time: machines drift by a third within minutes.  A ratio is
                         base64; the clients are one cheap thread on the same cores
     latency             ms, p50, of one short text: through all actors, and the engine's own tokenizer, runner and
                         post-processing called for the same embedding by the loop's thread, a hundred in turn:
-                        one model, and recordings of that thread's.  Alone, after the
-                        others, a process for each round; told of is the one whose difference is the median.
-                        On trio; `latency_asyncio` on asyncio
+                        one model, and recordings of that thread's.  Alone, after the others, a process for each
+                        round; told of is the one whose difference is the median, or next above it.  On trio;
+                        `latency_asyncio` on asyncio
 
 Lines of JSON, then the ratios.
 """
@@ -256,7 +256,12 @@ class Apart:
     def figures(self) -> dict[str, Any]:
         name, _, dtype = self.engine.partition(":")
         rates = [round(rate, 1) for rate in self.rates]
-        return {"engine": name, "dtype": dtype, "docs_s": statistics.median(rates), "rounds": rates}
+        return {
+            "engine": name,
+            "dtype": dtype,
+            "docs_s": round(statistics.median(rates), 2),
+            "rounds": rates,
+        }
 
 
 def _serve(engine: str, model: str, docs: list[str]) -> None:

@@ -142,9 +142,9 @@ def kind_of(dtype: "torch.dtype") -> "Kind | None":
     return kind if can_multiply() or (kind == "f32" and is_available()) else None
 
 
-def row_kind(dtype: "torch.dtype", width: int) -> "Kind | None":
-    """`kind_of`, where rows of so many numbers are whole registers."""
-    return kind_of(dtype) if width % LANES == 0 else None
+def row_kind(dtype: "torch.dtype", width: int, *, native: bool | None = None) -> "Kind | None":
+    """`kind_of`, where rows of so many numbers are whole registers; None with `native=False`."""
+    return None if native is False or width % LANES else kind_of(dtype)
 
 
 def can_multiply() -> bool:

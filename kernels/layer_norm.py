@@ -27,9 +27,9 @@ class LayerNorm:
     ) -> None:
         """`native`: None = where it can."""
         self._weight, self._bias, self._eps = weight, bias, eps
-        kind = launch.row_kind(weight.dtype, len(weight))
+        kind = launch.row_kind(weight.dtype, len(weight), native=native)
         self._kernel: launch.Kernel | None = None
-        if kind is not None if native is None else native:
+        if kind is not None:
             from trouper.kernels.center_norm import center_norm
 
             self._kernel = launch.compiled(center_norm, kind)

@@ -37,9 +37,9 @@ class RowPooling:
             native: None = where it can.
         """
         self._rows, self._width = rows, width
-        kind = launch.row_kind(dtype, width)
+        kind = launch.row_kind(dtype, width, native=native)
         self._kernel: launch.Kernel | None = None
-        if kind is not None if native is None else native:
+        if kind is not None:
             from trouper.kernels.mean_of_spans import mean_of_spans
 
             self._kernel = launch.compiled(mean_of_spans, kind)

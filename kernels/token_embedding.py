@@ -39,9 +39,9 @@ class TokenEmbedding:
             assert table is None or (table.dtype, table.shape[1:]) == (words.dtype, words.shape[1:])
             assert table is None or table.is_contiguous()
         self._words, self._types, self._positions = words, types, positions
-        kind = launch.row_kind(words.dtype, words.shape[1])
+        kind = launch.row_kind(words.dtype, words.shape[1], native=native)
         self._kernel: launch.Kernel | None = None
-        if kind is not None if native is None else native:
+        if kind is not None:
             from trouper.kernels.embed_tokens import embed_tokens
 
             self._kernel = launch.compiled(embed_tokens, kind)

@@ -28,7 +28,7 @@ from trouper.frontends.server.http1 import SMALL, Http1, Shared
 from trouper.frontends.server.listeners import BACKLOG
 
 MAX_RECV = 2**16
-# Of a body of which so much is still to come: 90 MB take a third less of the loop, at 0.1 ms a piece.
+# Of a body of which so much is still to come: 90 MB take half as much of the loop, at 0.1 ms a piece.
 LARGE_RECV = 2**18
 CLOSE_S = 1.0  # for the last words of TLS
 SLACK_S = 0.25  # that an idle client may stay longer

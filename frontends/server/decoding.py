@@ -57,7 +57,7 @@ def _copied(body: bytes | memoryview) -> bytes:
     if isinstance(body, bytes):
         return body
     whole = bytes(body)
-    body.release()  # here, in a thread: its memory takes a while to go
+    body.release()  # here, in a thread: where its memory is not kept, it takes a while to go
     return whole
 
 
