@@ -63,11 +63,11 @@ class _Channel(Generic[T]):
                 self.wake(queue)
             raise
 
-    def offer(self, message: T) -> bool:
+    def offer(self, take: Take[T], message: T) -> bool:
         """Whether it was taken at once."""
-        if self.take is None or self.messages or self.fault or not self.receiving:
+        if self.messages or self.fault or not self.receiving:
             return False
-        take, self.take = self.take, None  # not from within
+        self.take = None  # not from within
         try:
             return take(message)
         except Exception as fault:
@@ -214,9 +214,10 @@ class Sender(_End[T]):
             raise anyio.ClosedResourceError
         if not channel.num_inboxes:
             raise anyio.BrokenResourceError
-        if self.is_full:
+        if len(channel.messages) >= channel.capacity:
             raise anyio.WouldBlock
-        if not (offers and channel.offer(message)):
+        take = channel.take
+        if take is None or not offers or not channel.offer(take, message):
             channel.messages.append(message)
             channel.wake(channel.receiving)
 

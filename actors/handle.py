@@ -131,8 +131,7 @@ class Engine(Controls):
             TypeError: `request_id` is not a string, or `params` not SamplingParams.
             TrouperValidationError: the model does not generate.
         """
-        _check_types(request_id, params, SamplingParams)
-        self._check_runner(pools=False)
+        self._check_types(request_id, params, SamplingParams)
         _check_order(priority, arrival_time)
         if trace_headers and self.config.otlp_traces_endpoint is None:
             self._warn_of_tracing()
@@ -167,8 +166,7 @@ class Engine(Controls):
             TypeError: `request_id` is not a string, or `params` not PoolingParams.
             TrouperValidationError: the model does not pool.
         """
-        _check_types(request_id, params, PoolingParams)
-        self._check_runner(pools=True)
+        self._check_types(request_id, params, PoolingParams)
         _check_order(priority, arrival_time)
 
         render = partial(
@@ -211,7 +209,7 @@ class Engine(Controls):
         self._admission.enter(params.n)
         message = render(id=id, params=params, slot=slot, arrival_time=slot.stats.arrival_time)
         num_tokens = estimate_tokens(message.prompt)
-        slot.expect(num_tokens)
+        slot.count_prefill(num_tokens)
         is_large = num_tokens > LARGE_PROMPT or embeds_bytes(message.prompt) > LARGE_EMBEDS
         renderer = self._to_large_renderer if is_large else self._to_renderer
         try:
@@ -244,7 +242,7 @@ class Engine(Controls):
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Raises what opening a request of n completions would raise now."""
-        self.check_alive()
+        self._questions.check_alive()
         if self.lifecycle.refuses is not None:
             raise RetryableRequestError(self.lifecycle.refuses)
         if request_id in self._open:
@@ -388,9 +386,13 @@ class Engine(Controls):
             self._has_warned_of_tracing = True
             warnings.warn("trace_headers are ignored: no otlp_traces_endpoint", stacklevel=4)
 
-    def _check_runner(self, *, pools: bool) -> None:
-        if pools != (self.config.pooler is not None):
-            runner = "pooling" if pools else "generate"
+    def _check_types(self, request_id: object, params: object, kind: type[Any]) -> None:
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
+        if not isinstance(params, kind):
+            raise TypeError(f"params must be {kind.__name__}, not {type(params).__name__}")
+        if (kind is PoolingParams) != (self.config.pooler is not None):
+            runner = "pooling" if kind is PoolingParams else "generate"
             raise TrouperValidationError(
                 f"this needs an engine with runner={runner!r}", parameter="runner"
             )
@@ -405,16 +407,9 @@ class Engine(Controls):
             pass  # the troupe is gone, and all its tables with it
 
 
-def _check_types(request_id: object, params: object, kind: type[Any]) -> None:
-    if not isinstance(request_id, str):
-        raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
-    if not isinstance(params, kind):
-        raise TypeError(f"params must be {kind.__name__}, not {type(params).__name__}")
-
-
 def _check_order(priority: object, arrival_time: object) -> None:
     """What decides the order of service must be comparable: the scheduler serves everybody."""
-    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**63:
+    if type(priority) is bool or not isinstance(priority, int) or not -(2**63) < priority < 2**63:
         raise TrouperValidationError(
             "must be a 64-bit integer", parameter="priority", value=priority
         )

@@ -35,7 +35,8 @@ class Loop:
         else:
             import trio  # it runs this very loop
 
-            self.soon, self.now = self._token.run_sync_soon, trio.current_time
+            self.soon = self._token.run_sync_soon
+            self.now = trio.lowlevel.current_clock().current_time
             self.new_event, self._current = trio.Event, trio.lowlevel.current_trio_token
 
     def check_current(self) -> None:

@@ -100,8 +100,9 @@ class Pooler:
         requests = message.requests
         if len(requests) > NUM_QUICK or not all(map(_is_quick, requests)):
             return False
-        batch = self._prepare(message)
-        self._write(batch, _finish_all(batch, self._spec))
+        for request in requests:
+            if (work := self._prepare_one(request)) is not None:
+                self._write_one(work, _finish_one(work, self._spec))
         for answer in message.answers:
             answer.set(None)
         return True
@@ -117,7 +118,7 @@ class Pooler:
     def _prepare_one(self, request: PooledRequest) -> _Work | None:
         """What is to be computed; None when the request has its end already."""
         slot, late = request.admit.slot, request.admit.params.late_interaction_params
-        is_scored = _is_scored(request)
+        is_scored = late is not None and late.mode == "score_doc"
         query: Array | None = None
         if late is not None and is_scored:
             query = self._use_query(late)
@@ -140,16 +141,19 @@ class Pooler:
 
     def _write(self, batch: Sequence[_Work], results: Sequence[Array | Exception | None]) -> None:
         for work, result in zip(batch, results, strict=True):
-            admit = work.request.admit
-            late = admit.params.late_interaction_params
-            if result is None:
-                admit.slot.abort()
-            elif isinstance(result, Exception):
-                admit.slot.fail(result)
-            else:
-                if late is not None and late.mode == "cache_query":
-                    self._keep_query(late, result)
-                admit.slot.write(result)
+            self._write_one(work, result)
+
+    def _write_one(self, work: _Work, result: Array | Exception | None) -> None:
+        admit = work.request.admit
+        late = admit.params.late_interaction_params
+        if result is None:
+            admit.slot.abort()
+        elif isinstance(result, Exception):
+            admit.slot.fail(result)
+        else:
+            if late is not None and late.mode == "cache_query":
+                self._keep_query(late, result)
+            admit.slot.write(result)
 
     def _keep_query(self, late: LateInteractionParams, embeddings: Array) -> None:
         self._queries.pop(late.query_key, None)

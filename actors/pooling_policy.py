@@ -170,10 +170,13 @@ class PoolingPolicy:
             return None
         if self._pause is Pause.ALL or len(self._flights) >= self._config.max_steps_in_flight:
             return None
-        group = self._retry() or ([] if self._pause is Pause.NEW else self._next())
+        group = self._retry() if self._retries else []
+        if not group and self._pause is not Pause.NEW:
+            group = self._next()
         if not group:
             return None
-        group.sort(key=_length)
+        if len(group) > 1:
+            group.sort(key=_length)
         self._step += 1
         columns = tuple(
             PoolColumn(a.prompt_token_ids, a.token_type_ids, a.params.task or "", a.num_keys)

@@ -1,31 +1,15 @@
 """The reply slot of a pooling request: one output, at the end."""
 
-from collections.abc import Callable
-
-import anyio
 import numpy as np
 
-from trouper.actors.admission import Prefills
-from trouper.actors.loop import Event
 from trouper.actors.slot import Slot
 from trouper.outputs import RequestError
 from trouper.pooling_outputs import Array, PoolingOutput, PoolingRequestOutput
 
 
 class PoolingSlot(Slot[PoolingRequestOutput[PoolingOutput]]):
-    def __init__(
-        self,
-        request_id: str,
-        *,
-        prefills: Prefills | None = None,
-        shows_stats: bool = True,
-        new_event: Callable[[], Event] = anyio.Event,
-    ) -> None:
-        super().__init__(
-            request_id, 1, prefills=prefills, shows_stats=shows_stats, new_event=new_event
-        )
-        self._output: PoolingRequestOutput[PoolingOutput] | None = None
-        self._is_taken = False
+    _output: PoolingRequestOutput[PoolingOutput] | None = None
+    _is_taken = False
 
     @property
     def num_unread(self) -> int:
@@ -37,7 +21,7 @@ class PoolingSlot(Slot[PoolingRequestOutput[PoolingOutput]]):
 
     def write(self, array: Array, error: RequestError | None = None) -> None:
         """The result; only the first one counts."""
-        if self._is_closed or self.is_over:
+        if self._is_closed or self._over.is_set:
             return
         self._output = PoolingRequestOutput(
             request_id=self.request_id,

@@ -117,7 +117,7 @@ class ReplySlot(Slot[RequestOutput]):
         if self._is_closed or mine.finish_reason is not None:
             return
         if self._num_prefill and token_ids:
-            self._count_prefill(0)
+            self.count_prefill(0)
         if text:
             mine.texts.append(text)
         mine.token_ids.extend(token_ids)

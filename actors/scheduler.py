@@ -97,10 +97,11 @@ class Scheduler:
             return False
         self._handle(message)
         self._plan()
-        news = self._policy.take_news(self._due_answers())
-        if news is not None:
-            self._reader.send_nowait(news)
-        self._report()
+        if not isinstance(message, AdmitPooling):  # which leaves nothing to tell
+            news = self._policy.take_news(self._due_answers())
+            if news is not None:
+                self._reader.send_nowait(news)
+            self._report()
         return True
 
     def _handle(self, message: SchedulerInbox) -> None:  # noqa: C901  # a table, one line a message
@@ -140,7 +141,8 @@ class Scheduler:
             plan = self._policy.plan()
             if plan is None:
                 break
-            self._num_plans_due = max(0, self._num_plans_due - 1)
+            if self._num_plans_due:
+                self._num_plans_due -= 1
             self._executor.send_nowait(plan)
 
     def _report(self) -> None:

@@ -50,7 +50,7 @@ class Slot(ABC, Generic[Output]):
     def __init__(
         self,
         request_id: str,
-        n: int,
+        n: int = 1,
         *,
         prefills: Prefills | None = None,
         shows_stats: bool = True,
@@ -62,7 +62,7 @@ class Slot(ABC, Generic[Output]):
         self.n = n
         self._shows_stats = shows_stats
         self._prefills = prefills or Prefills()
-        self._num_prefill = 0  # prompt tokens, until there is a first result
+        self._num_prefill = 0  # as `count_prefill` was told
         self._prompt_token_ids: list[int] = []
         self._error: Exception | None = None
         self._is_closed = self._is_cancelled = False
@@ -178,23 +178,20 @@ class Slot(ABC, Generic[Output]):
         self.cancel()
         self._wake_reader()
 
-    def expect(self, num_prompt_tokens: int) -> None:
-        """About so many tokens are about to be rendered."""
-        self._count_prefill(num_prompt_tokens)
-
-    def _start(self, prompt_token_ids: tuple[int, ...]) -> None:
-        """The prompt is rendered."""
-        self._prompt_token_ids = list(prompt_token_ids)
-        self._count_prefill(len(prompt_token_ids))
-        self._rendered.set()
-
-    def _count_prefill(self, num_tokens: int) -> None:
+    def count_prefill(self, num_tokens: int) -> None:
+        """Of the prompt, until there is a first result: about so many before it is rendered, then exactly."""
         if not self._over.is_set:
             self._prefills.num_tokens += num_tokens - self._num_prefill
             self._num_prefill = num_tokens
 
+    def _start(self, prompt_token_ids: tuple[int, ...]) -> None:
+        """The prompt is rendered."""
+        self._prompt_token_ids = list(prompt_token_ids)
+        self.count_prefill(len(prompt_token_ids))
+        self._rendered.set()
+
     def _end(self) -> None:
-        self._count_prefill(0)
+        self.count_prefill(0)
         self._rendered.set()
         self._over.set()
 

@@ -7,7 +7,9 @@ Source: spec sections 2.4, 3.3 and 14.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
+
+import msgspec
 
 from trouper.actors.messages import AdmitPooling, Render
 from trouper.actors.pooling_slot import PoolingSlot
@@ -30,7 +32,7 @@ TYPES = "token_type_ids"
 PAIR_KEYS = frozenset({"prompt", "text_pair"})
 
 
-class _Encoded(NamedTuple):
+class _Encoded(msgspec.Struct, frozen=True):
     ids: list[int]
     type_ids: list[int] | None
     num_keys: int | None = None
@@ -97,8 +99,7 @@ class PoolingPrompts(Prompts):
 
     def _encoded(self, message: Render) -> _Encoded:
         prompt: Any = message.prompt
-        wanted = self._wanted_length(message.truncate_prompt_tokens)
-        keeps_end = self._keeps_end(message.truncation_side)
+        wanted, keeps_end = self._cut(message)
         if isinstance(prompt, str):
             return self._encode_plain(prompt, message, wanted, keeps_end)
         type_ids: Any = None
@@ -132,9 +133,8 @@ class PoolingPrompts(Prompts):
     def _encode_plain(
         self, text: str, message: Render, wanted: int | None, keeps_end: bool
     ) -> _Encoded:
-        assert isinstance(message.params, PoolingParams)
-        adds = message.add_special_tokens is not False
-        late = message.params.late_interaction_params
+        params: Any = message.params
+        adds, late = message.add_special_tokens is not False, params.late_interaction_params
         if late is not None and late.mode in self._marks:
             return self._encode_marked(text, wanted, keeps_end, adds, self._marks[late.mode])
         return self._encode_text(text, None, wanted, keeps_end, adds)
@@ -178,10 +178,14 @@ class PoolingPrompts(Prompts):
         ids, type_ids = tokenizer.encode_within(
             text, pair, add_special_tokens=adds, max_length=wanted, keeps_end=keeps_end
         )
-        if any(type_ids):  # a tokenizer's, which may know of more types than the model
-            num_types = self._limits.num_token_types
-            type_ids = checked_ids(type_ids, num_types, TYPES) if num_types > 1 else None
-        return _Encoded(checked_ids(ids, self._limits.vocab_size), type_ids)
+        num_types = self._limits.num_token_types
+        if num_types <= 1 or not any(type_ids):
+            type_ids = None
+        else:  # a tokenizer's, which may know of more types than the model
+            type_ids = checked_ids(type_ids, num_types, TYPES)
+        if not self._fits:
+            ids = checked_ids(ids, self._limits.vocab_size)
+        return _Encoded(ids, type_ids)
 
     def _keeps_end(self, side: str | None) -> bool:
         """A text is cut at its end unless the request, or else the tokenizer, says otherwise."""

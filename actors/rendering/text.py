@@ -11,6 +11,8 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
+import msgspec
+
 from trouper.actors.executor.device import MAX_BAD_WORD, MAX_EDITS
 from trouper.actors.messages import Admit, AdmitPooling, Embeds, Render, Track
 from trouper.actors.rendering.chat import ChatTemplate
@@ -49,7 +51,7 @@ LATER_KEYS = frozenset(
 )  # fmt: skip
 
 
-class Rendered(NamedTuple):
+class Rendered(msgspec.Struct, frozen=True):
     """The messages that introduce a request: to the Detokenizer (not when pooling), then to the Scheduler."""
 
     track: Track | None
@@ -78,6 +80,8 @@ class Prompts:
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+        # What a text is spelled with need not be looked at one by one.
+        self._fits = tokenizer is not None and tokenizer.gives_below(limits.vocab_size)
         self._chat_template = chat_template
         self._compile: Callable[[str], ChatTemplate] = lru_cache(NUM_TEMPLATES)(self._compiled)
 
@@ -104,8 +108,7 @@ class Prompts:
         embeds = tuple(form.embeds)
         if embeds:
             _check_embeds_request(message)
-        wanted = self._wanted_length(message.truncate_prompt_tokens)
-        keeps_end = self._keeps_end(message.truncation_side)
+        wanted, keeps_end = self._cut(message)
         if form.ids is None:
             adds = message.add_special_tokens
             adds = form.adds_special_tokens if adds is None else adds
@@ -143,6 +146,13 @@ class Prompts:
                 embeds_digests=digests(embeds, self._limits.block_size),
             ),
         )
+
+    def _cut(self, message: Render) -> tuple[int | None, bool]:
+        """How many tokens are wanted, None: all; and whether they are the last ones."""
+        truncate, side = message.truncate_prompt_tokens, message.truncation_side
+        if truncate is None and side is None:
+            return None, False
+        return self._wanted_length(truncate), self._keeps_end(side)
 
     def _keeps_end(self, side: str | None) -> bool:
         """A prompt is cut at its beginning unless the request, or else the tokenizer, says otherwise."""
@@ -274,7 +284,7 @@ class Prompts:
             if num_chars > keep and len(pieces) == 1:
                 pieces = [pieces[0][-keep:] if keeps_end else pieces[0][:keep]]
         ids = tokenizer.encode_pieces(pieces, add_special_tokens)
-        return checked_ids(ids, self._limits.vocab_size)
+        return ids if self._fits else checked_ids(ids, self._limits.vocab_size)
 
     def _encode_mixed(
         self, pieces: list[str], embeds: Sequence[Embeds], add_special_tokens: bool
@@ -303,9 +313,9 @@ class Prompts:
         return self._tokenizer
 
     def _wanted_length(self, truncate: Any) -> int | None:
-        limit = self._limits.max_model_len
         if truncate is None:
             return None
+        limit = self._limits.max_model_len
         if isinstance(truncate, bool) or not isinstance(truncate, int):
             raise bad("truncate_prompt_tokens", "must be an integer", truncate)
         if truncate == -1:

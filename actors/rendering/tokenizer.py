@@ -125,6 +125,11 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"<Tokenizer {self.folder!r}, {self.vocab_size} tokens>"
 
+    def gives_below(self, num: int) -> bool:
+        """Every id of a text is below `num`: those of the vocabulary, and those that are put around a text or a pair."""
+        around = self._backend.encode("").ids + self._backend.encode("", "").ids
+        return max([self.max_id, *around]) < num
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens that the text spells are parsed, as transformers does.
 

@@ -229,7 +229,7 @@ def the_wrong_end_is_cut(right):
 def the_last_token_of_a_text_is_lost(right):
     def faulty(self, *args):
         encoded = right(self, *args)
-        return encoded._replace(ids=encoded.ids[:-1] or encoded.ids)
+        return msgspec.structs.replace(encoded, ids=encoded.ids[:-1] or encoded.ids)
 
     return faulty
 

@@ -1,6 +1,7 @@
 """Prompts of every form, truncation, limits, and what the model fills into sampling parameters."""
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from trouper.actors.messages import Render, RequestId
 from trouper.actors.rendering.sampling import ModelLimits, resolve_sampling
@@ -51,7 +52,8 @@ def refused(prompts, prompt, **options):
 
 
 def test_text_becomes_the_two_messages(prompts, tokenizer):
-    track, admit = prompts.render(message("the cat"))
+    rendered = prompts.render(message("the cat"))
+    track, admit = rendered.track, rendered.admit
     ids = tuple(tokenizer.encode("the cat"))
     assert (track.id, track.prompt_token_ids, track.prompt, track.slot) == (5, ids, "the cat", SLOT)
     assert (admit.id, admit.prompt_token_ids, admit.priority, admit.arrival_time) == (
@@ -73,7 +75,8 @@ def test_text_becomes_the_two_messages(prompts, tokenizer):
     ],
 )
 def test_ids_pass_as_they_are(prompts, prompt, text):
-    track, admit = prompts.render(message(prompt))
+    rendered = prompts.render(message(prompt))
+    track, admit = rendered.track, rendered.admit
     assert (track.prompt_token_ids, admit.prompt_token_ids, track.prompt) == ((5, 6), (5, 6), text)
 
 
@@ -168,6 +171,19 @@ def test_later_stages_are_unsupported_not_ignored(prompts):
 
 def test_a_tokenizer_with_ids_that_the_model_lacks_harms_nobody(tokenizer):
     limits = ModelLimits(vocab_size=100, max_model_len=50)
+    assert refused(Prompts(tokenizer, limits), "hello").parameter == "prompt_token_ids"
+
+
+def test_ids_around_a_text_that_no_vocabulary_has_harm_nobody(make_folder):
+    tokenizer = Tokenizer.load(make_folder("bytes"))
+    limits = ModelLimits(vocab_size=tokenizer.max_id + 1, max_model_len=50)
+    assert Prompts(tokenizer, limits).render(message("hello")).admit.prompt_token_ids
+
+    beyond = TemplateProcessing("$A", "$A $B <x>", special_tokens=[("<x>", limits.vocab_size)])
+    tokenizer._backend.post_processor = beyond
+    assert tokenizer.gives_below(limits.vocab_size + 1)
+    assert not tokenizer.gives_below(limits.vocab_size)
+    tokenizer._backend.post_processor = TemplateProcessing("$A <x>", special_tokens=[("<x>", 999)])
     assert refused(Prompts(tokenizer, limits), "hello").parameter == "prompt_token_ids"
 
 
