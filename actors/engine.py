@@ -21,6 +21,7 @@ from trouper.actors.detokenizer import Detokenizer
 from trouper.actors.executor.actor import Executor
 from trouper.actors.executor.device import Device, DeviceInfo
 from trouper.actors.handle import Engine, EngineStatistics
+from trouper.actors.loop import Loop
 from trouper.actors.messages import (
     DetokenizerInbox,
     ExecutorInbox,
@@ -136,13 +137,14 @@ async def _perform(
     to_observer, observer_inbox = open_channel[ObserverInbox](MAX_FACTS)
     engine: Engine | None = None
     with (
+        Loop() as loop,
         to_renderer, renderer_inbox, to_large_renderer, large_renderer_inbox,
         to_scheduler, scheduler_inbox, to_executor, executor_inbox,
         to_detokenizer, detokenizer_inbox, to_pooler, pooler_inbox, to_observer, observer_inbox,
     ):  # fmt: skip
         try:
             async with anyio.create_task_group() as troupe:
-                executor = Executor(executor_inbox, to_scheduler.clone(), device)
+                executor = Executor(executor_inbox, to_scheduler.clone(), device, loop.soon)
                 info, tokenizer = await _load(config, executor, threads, troupe)
                 policy = _make_policy(config, info)
                 observer = _make_observer(config, info, observer_inbox, policy, note_ended)
@@ -183,7 +185,7 @@ async def _perform(
                     await troupe.start(renderer.run, name=f"renderer {number}")
                 engine = Engine(
                     config, info, tokenizer, to_renderer, to_large_renderer, to_scheduler,
-                    to_executor, to_observer, scheduler, detokenizer, observer,
+                    to_executor, to_observer, scheduler, detokenizer, observer, loop,
                 )  # fmt: skip
                 task_status.started(engine)
         except BaseExceptionGroup as group:

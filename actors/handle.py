@@ -83,6 +83,7 @@ class Engine(Controls):
         scheduler: Scheduler,
         detokenizer: Detokenizer | None,  # None in an engine that pools
         observer: Observer | None,
+        loop: Loop,
     ) -> None:
         super().__init__(
             Questions(to_scheduler, to_executor, to_observer),
@@ -104,7 +105,7 @@ class Engine(Controls):
         self._open: dict[str, tuple[RequestId, Slot[Any]]] = {}
         self._next_id = 0
         self._has_warned_of_tracing = False
-        self._loop = Loop()
+        self._loop = loop
 
     def __repr__(self) -> str:
         return f"<Engine {self.config.model.name!r} {self.lifecycle.state.value}, {len(self._open)} open>"

@@ -1,8 +1,10 @@
 """What actors need of the event loop they run on, looked for once: anyio asks at every call which backend it is."""
 
 import asyncio
+import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import anyio.lowlevel
 
@@ -15,19 +17,24 @@ class Event(Protocol):
     async def wait(self) -> object: ...
 
 
+Soon = Callable[[Callable[[], object]], object]  # calls it on the event loop, from any thread
+
+
 class Loop:
-    """Made on the loop.
+    """Made on the loop, and closed there.
 
     soon:       has something called there, from any thread; RuntimeError once the loop has ended
     now:        its clock, in seconds
     new_event:  makes an event of its backend
+    close:      gives back what it holds; it can be used as before.  Idempotent
     """
 
     def __init__(self) -> None:
         self._token: Any = anyio.lowlevel.current_token().native_token
-        self.soon: Callable[[Callable[[], object]], object]
+        self.soon: Soon
         self.now: Callable[[], float]
         self.new_event: Callable[[], Event]
+        self.close: Callable[[], None] = lambda: None
         self._current: Callable[[], object]
         if isinstance(self._token, asyncio.AbstractEventLoop):
             self.soon, self.now = self._token.call_soon_threadsafe, self._token.time
@@ -35,9 +42,25 @@ class Loop:
         else:
             import trio  # it runs this very loop
 
-            self.soon = self._token.run_sync_soon
+            self.soon, self.new_event = self._token.run_sync_soon, trio.Event
             self.now = trio.lowlevel.current_clock().current_time
-            self.new_event, self._current = trio.Event, trio.lowlevel.current_trio_token
+            self._current = trio.lowlevel.current_trio_token
+            if sys.platform == "linux":
+                from trouper.actors.bell import Bell
+
+                bell = Bell(self.soon)
+                self.soon, self.new_event, self.close = bell.soon, bell.new_event, bell.close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def check_current(self) -> None:
         """Raises RuntimeError in any other thread or loop: nothing would wake this one."""

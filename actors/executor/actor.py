@@ -5,6 +5,7 @@ from anyio.abc import TaskStatus
 
 from trouper.actors.channel import Inbox, Sender
 from trouper.actors.executor.device import Device, DeviceInfo
+from trouper.actors.loop import Soon
 from trouper.actors.messages import DeviceCall, ExecutorInbox, SchedulerInbox
 
 CLOSE_GRACE_S = 30  # one step under way, then the memory goes back
@@ -18,15 +19,17 @@ class Executor:
         inbox: Inbox[ExecutorInbox],
         scheduler: Sender[SchedulerInbox],
         device: Device,
+        soon: Soon | None = None,
     ) -> None:
         self._inbox = inbox
         self._scheduler = scheduler
         self._device = device
+        self._soon = soon
 
     async def run(self, *, task_status: TaskStatus[DeviceInfo] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox, self._scheduler:
             try:
-                info = await self._device.load()
+                info = await self._device.load(self._soon)
                 async with anyio.create_task_group() as tg:
                     # Room for the answers is reserved: there are never more than the plans in flight.
                     tell = self._scheduler.send_nowait

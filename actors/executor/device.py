@@ -5,6 +5,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from trouper.actors.loop import Soon
 from trouper.actors.messages import PoolDone, PoolPlan, StepDone, StepFailed, StepPlan
 
 Result = TypeVar("Result")
@@ -39,8 +40,12 @@ class Device(Protocol):
     which tasks happen to be resumed.
     """
 
-    async def load(self) -> DeviceInfo:
-        """Weights, KV memory, graphs: everything that can fail at start."""
+    async def load(self, soon: Soon | None = None) -> DeviceInfo:
+        """Weights, KV memory, graphs: everything that can fail at start.
+
+        Args:
+            soon: has something called on the event loop, from any thread; None: the loop's own way.
+        """
         ...
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:

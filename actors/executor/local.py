@@ -22,7 +22,7 @@ import anyio
 from trouper.actors.executor.cores import compute_with, start_nice, take_long_slices
 from trouper.actors.executor.device import Answer, DeviceInfo, Later
 from trouper.actors.executor.vigil import Vigil
-from trouper.actors.loop import Loop
+from trouper.actors.loop import Loop, Soon
 from trouper.actors.messages import PoolPlan, StepFailed, StepPlan
 from trouper.config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
@@ -43,7 +43,6 @@ TORCH_ENVIRONMENT = {
 }
 
 Result = TypeVar("Result")
-Soon = Callable[[Callable[[], object]], object]  # calls it on the event loop, from any thread
 DEVICE_THREAD = "trouper-device"
 CALLS = ("sleep", "wake", "start_profile", "stop_profile")
 LOOK = "look"
@@ -81,7 +80,7 @@ class LocalDevice:
         state = f"{len(self._steps)} steps out" if alive else "not running"
         return f"<LocalDevice {self._config.model.name!r} {state}>"
 
-    async def load(self) -> DeviceInfo:
+    async def load(self, soon: Soon | None = None) -> DeviceInfo:
         """Start the thread, import torch, load the model.
 
         Raises:
@@ -91,7 +90,7 @@ class LocalDevice:
         if self._thread is not None:
             raise RuntimeError("a device is loaded once")
         # It returns at once: the thread goes on with the next step while the loop wakes up.
-        self._soon = Loop().soon
+        self._soon = soon or Loop().soon
         self._thread = threading.Thread(target=self._serve, name=DEVICE_THREAD, daemon=True)
         self._thread.start()
         return await self._post(self._load).wait()

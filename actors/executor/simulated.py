@@ -21,6 +21,7 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.device import Answer, DeviceInfo
+from trouper.actors.loop import Soon
 from trouper.actors.messages import (
     NewRow,
     PoolPlan,
@@ -100,7 +101,7 @@ class SimulatedSteps(ABC, Generic[Plan]):
     def _forget(self) -> None:
         """The memory has gone to sleep."""
 
-    async def load(self) -> DeviceInfo:
+    async def load(self, soon: Soon | None = None) -> DeviceInfo:
         await anyio.sleep(self._conditions.load_s)
         return self._info
 
