@@ -71,7 +71,10 @@ class Bell:
         if self._waiting is not None or self._is_closed:
             return False
         if self._file is None:
-            self._file = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            try:
+                self._file = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            except OSError:  # too many are open
+                return False
         file = self._file
         self._waiting = ring
         try:

@@ -80,6 +80,7 @@ class Prompts:
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+        self._keeps_end_untold = self._keeps_end(None)
         # What a text is spelled with need not be looked at one by one.
         self._fits = tokenizer is not None and tokenizer.gives_below(limits.vocab_size)
         self._chat_template = chat_template
@@ -148,10 +149,10 @@ class Prompts:
         )
 
     def _cut(self, message: Render) -> tuple[int | None, bool]:
-        """How many tokens are wanted, None: all; and whether they are the last ones."""
+        """How many tokens are wanted, None: all that there may be; and whether they are the last ones."""
         truncate, side = message.truncate_prompt_tokens, message.truncation_side
         if truncate is None and side is None:
-            return None, False
+            return None, self._keeps_end_untold
         return self._wanted_length(truncate), self._keeps_end(side)
 
     def _keeps_end(self, side: str | None) -> bool:

@@ -1,5 +1,6 @@
 """What other threads give the loop is done by the task that waits for it: in its own turn, and whatever becomes of it."""
 
+import errno
 import os
 import random
 import sys
@@ -166,6 +167,19 @@ async def test_its_file_is_closed_when_the_last_one_has_left(waits):
     with trio.fail_after(10):
         await later.wait()
     assert done == [1]
+
+
+async def test_a_process_with_too_many_files_waits_as_ever(loop, nursery, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "eventfd", refuse)
+    event = loop.new_event()
+    nursery.start_soon(event.wait)
+    await trio.testing.wait_all_tasks_blocked()
+    in_a_thread(partial(loop.soon, event.set))
+    with trio.fail_after(10):
+        await event.wait()
 
 
 async def test_after_the_loop_a_thread_is_told():

@@ -21,6 +21,7 @@ from trouper import LLM, EngineArgs, LLMEngine, PoolingParams
 from trouper.actors.postprocessing import max_sim, normalized
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import EnginePausedError, TrouperValidationError
+from trouper.pooling import LateInteractionParams
 
 SIZES = {
     "vocab_size": 340, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -223,6 +224,20 @@ def test_a_colbert_folder_marks_expands_cuts_and_skips(settings, save):
         assert output.outputs.score == pytest.approx(want, abs=1e-4)
     ids = tokenizer.encode("the cat")
     np.testing.assert_allclose(plain.outputs.data, embedded(ids, len(ids)), atol=1e-4)
+
+
+def test_a_colbert_text_is_cut_where_its_tokenizer_says(save):
+    """Nobody asked for it to be cut: such a text always is."""
+    folder, *_ = pylate_folder(save)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"truncation_side": "left"}))
+    tokenizer = Tokenizer.load(folder)
+    text = " ".join(QUERIES) * 3
+    late = LateInteractionParams(mode="cache_query", query_key="q", query_uses=1)
+    params = PoolingParams(task="token_embed", late_interaction_params=late)
+    with LLM(str(folder), dtype="float32") as llm:
+        (output,) = llm.encode(text, params, pooling_task="token_embed", use_tqdm=False)
+    assert output.prompt_token_ids[-4:] == tokenizer.encode(text)[-4:]
 
 
 @pytest.mark.slow
