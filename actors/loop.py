@@ -26,7 +26,7 @@ class Loop:
     soon:       has something called there, from any thread; RuntimeError once the loop has ended
     now:        its clock, in seconds
     new_event:  makes an event of its backend
-    close:      gives back what it holds; it can be used as before.  Idempotent
+    close:      gives back what it holds; the rest goes on by the backend's own means.  Idempotent
     """
 
     def __init__(self) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
 import trio
 from pytest_trio import trio_fixture
@@ -143,6 +144,27 @@ async def test_ctrl_c_does_not_interrupt_what_is_done(loop, nursery):
     assert protected == [True]
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_it_is_not_done_in_the_context_of_who_waits(loop, is_cancelled):
+    """As numpy keeps there whether an underflow is an error: it would be in everybody's post-processing."""
+    seen = []
+
+    async def reader(scope):
+        with scope, np.errstate(all="raise"):
+            await loop.new_event().wait()
+
+    async with trio.open_nursery() as readers:
+        scope = trio.CancelScope()
+        readers.start_soon(reader, scope)
+        await trio.testing.wait_all_tasks_blocked()
+        if is_cancelled:
+            scope.cancel()
+        in_a_thread(partial(loop.soon, lambda: seen.append(np.geterr()["under"])))
+        await trio.testing.wait_all_tasks_blocked()
+        scope.cancel()
+    assert seen == ["ignore"]
+
+
 @pytest.mark.parametrize("waits", [False, True])
 async def test_its_file_is_closed_when_the_last_one_has_left(waits):
     before = num_files()
@@ -194,13 +216,28 @@ async def test_after_the_loop_a_thread_is_told():
         loop.soon(print)
 
 
-async def test_garbage_that_is_collected_while_something_is_given_gives_its_own(loop):
+async def test_garbage_that_is_collected_while_somebody_rings_gives_its_own(loop, nursery):
     """As in a thread that holds the lock."""
-    done = []
+    done, event = [], loop.new_event()
+    nursery.start_soon(event.wait)
+    await trio.testing.wait_all_tasks_blocked()
     with loop.soon.__self__._lock:
         loop.soon(partial(done.append, 1))
     await trio.testing.wait_all_tasks_blocked()
     assert done == [1]
+    event.set()
+
+
+async def test_what_was_given_before_somebody_came_wakes_him(loop):
+    """It is with trio's queue, and for him."""
+    event, done = loop.new_event(), []
+    loop.soon(partial(done.append, 1))
+    loop.soon(event.set)
+    loop.soon(partial(done.append, 2))
+    with trio.fail_after(10):
+        await event.wait()
+    await trio.testing.wait_all_tasks_blocked()
+    assert done == [1, 2]
 
 
 @pytest.mark.parametrize("seed", range(5))
