@@ -21,7 +21,8 @@ pytestmark = [
 
 
 @trio_fixture
-async def loop():
+def loop(nursery):
+    """Which is made on the loop, and so after the nursery."""
     with Loop() as loop:
         yield loop
 
@@ -266,6 +267,5 @@ async def test_threads_and_readers_that_come_and_go_lose_nothing(loop, seed):
                 readers.start_soon(ask, number, rng.choice((0, 1e-4, 50)))
                 if rng.random() < 0.5:
                     await trio.lowlevel.checkpoint()
-        while len(done) < num:
-            await trio.lowlevel.checkpoint()
+        await trio.testing.wait_all_tasks_blocked()
     assert sorted(done) == list(range(num))
