@@ -6,7 +6,7 @@ learns of it where it waits, and at the latest where it ends.
 """
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -137,7 +137,7 @@ async def _perform(
     to_observer, observer_inbox = open_channel[ObserverInbox](MAX_FACTS)
     engine: Engine | None = None
     with (
-        Loop() as loop,
+        closing(Loop()) as loop,
         to_renderer, renderer_inbox, to_large_renderer, large_renderer_inbox,
         to_scheduler, scheduler_inbox, to_executor, executor_inbox,
         to_detokenizer, detokenizer_inbox, to_pooler, pooler_inbox, to_observer, observer_inbox,

@@ -3,8 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import anyio.lowlevel
 
@@ -50,17 +49,6 @@ class Loop:
 
                 bell = Bell(self.soon)
                 self.soon, self.new_event, self.close = bell.soon, bell.new_event, bell.close
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def check_current(self) -> None:
         """Raises RuntimeError in any other thread or loop: nothing would wake this one."""

@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import threading
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -23,7 +24,7 @@ pytestmark = [
 @trio_fixture
 def loop(nursery):
     """Which is made on the loop, and so after the nursery."""
-    with Loop() as loop:
+    with closing(Loop()) as loop:
         yield loop
 
 
@@ -207,7 +208,7 @@ async def test_a_process_with_too_many_files_waits_as_ever(loop, nursery, monkey
 
 async def test_after_the_loop_a_thread_is_told():
     async def made():
-        with Loop() as loop:
+        with closing(Loop()) as loop:
             with trio.move_on_after(0):
                 await loop.new_event().wait()
         return loop
