@@ -61,7 +61,6 @@ class Recording(Generic[Result]):
             self._counters.ctypes.data,
             launch.address_in_torch("omp_get_num_threads"),
             launch.address_in_torch("syscall"),
-            num_threads=self._num_threads,
         )
 
     def __repr__(self) -> str:
@@ -75,9 +74,10 @@ class Recording(Generic[Result]):
         """For memory whose address a kernel was given, while recording."""
         self._kept.append(memory)
 
-    def replay(self) -> None:
+    def replay(self, *, is_alone: bool = False) -> None:
+        """`is_alone`: in this thread, without those that helped when it was recorded."""
         self._counters.fill(0)
-        self._replay()
+        self._replay(num_threads=1 if is_alone else self._num_threads)
 
     def _written(self) -> np.ndarray:
         """The commands; each block of arguments begins with a cache line."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.batch import Batch
+from trouper.actors.executor.cores import Cores
 from trouper.actors.executor.models.decoder import Decoder
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.sampler import Sampler
@@ -62,6 +63,7 @@ class DecodeGraphs:
         caches: of each layer.
         max_rows: of a step.
         arena: for the activations.
+        cores: to compute on.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class DecodeGraphs:
         sampler: Sampler,
         max_rows: int,
         arena: Arena,
+        cores: Cores,
     ) -> None:
         self._decoder, self._caches, self._sampler, self._arena = decoder, caches, sampler, arena
+        self._cores = cores
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
         self._inputs = np.zeros((3, self._max_rows), dtype=np.int64)  # ids, positions, slots
         self._draws = np.zeros((4, self._max_rows), dtype=np.int64)  # picked, rows, ends, tokens
@@ -107,7 +111,7 @@ class DecodeGraphs:
         rows[:num_drawn], ends[:num_drawn] = batch.rows[columns], batch.ends[columns]
         for window, plan in graph.plans.items():
             plan.words[:] = batch.plans[window].words
-        graph.recording.replay()
+        graph.recording.replay(is_alone=self._cores.is_one_left)
         return Passed(*graph.recording.result, tokens[:num_drawn] if is_drawn else None)
 
     def _has_logits(self, num_rows: int) -> bool:

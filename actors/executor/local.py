@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 
-from trouper.actors.executor.cores import compute_with, start_nice, take_long_slices
+from trouper.actors.executor.cores import Cores, be_nice, compute_with, start_nice, take_long_slices
 from trouper.actors.executor.device import Answer, DeviceInfo, Later
 from trouper.actors.executor.vigil import Vigil
 from trouper.actors.loop import Loop, Soon
@@ -63,6 +63,8 @@ class LocalDevice:
         # Beside them comes one `LOOK` for each launched step that tells when it is ready.
         self._posts: queue.SimpleQueue[_Post[Any] | str | None] = queue.SimpleQueue()
         self._vigil = Vigil()
+        self._cores = Cores()
+        self.leave_core = self._cores.leave_one
         self._steps: deque[_Post[Answer]] = deque()  # submitted, not delivered
         self._answer: Callable[[Answer], None] | None = None  # who takes the answers
         self._broken = anyio.Event()
@@ -179,26 +181,35 @@ class LocalDevice:
             take_long_slices()
         import torch
 
-        if self._config.pooler is not None:
-            from trouper.actors.executor.pooling_runner import PoolingRunner as Runner
-        elif self._config.device == "cuda":
-            from trouper.actors.executor.cuda.runner import CudaRunner as Runner
-        else:
-            from trouper.actors.executor.runner import Runner as Runner
-
         num_elsewhere = torch.get_num_threads()
         num_threads = min(num_elsewhere, num_physical_cores())
         compute_with(num_threads, num_elsewhere)
         if self._config.device == "cpu":
             start_nice(lambda: torch.zeros(WIDE).neg_())  # the threads that help this one
-        self._runner = Runner(self._config)
+        self._runner = self._make_runner()
         info = self._runner.load()
         if self._config.device == "cpu":  # a GPU's thread needs no code of ours for its processor
             self._vigil.prepare()
         if self._runner.is_tiny:
             num_threads = 1  # on a busy machine a barrier costs a time slice, 4 ms
         compute_with(num_threads, num_elsewhere)  # the runner may have set it for others
+        self._cores.num = num_threads
+        if self._config.device == "cpu" and self._config.pooler is None and num_threads > 1:
+            be_nice()  # as those that help
         return info
+
+    def _make_runner(self) -> Any:
+        if self._config.pooler is not None:
+            from trouper.actors.executor.pooling_runner import PoolingRunner
+
+            return PoolingRunner(self._config)
+        if self._config.device == "cuda":
+            from trouper.actors.executor.cuda.runner import CudaRunner
+
+            return CudaRunner(self._config)
+        from trouper.actors.executor.runner import Runner
+
+        return Runner(self._config, self._cores)
 
     def _call(self, method: str, args: tuple[object, ...]) -> object:
         self._finish_launched()

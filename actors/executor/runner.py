@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.batch import Batch, Rows, make_batch
+from trouper.actors.executor.cores import Cores
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.graphs import DecodeGraphs, Passed
 from trouper.actors.executor.integer_checkpoints import integer_scheme
@@ -49,10 +50,12 @@ class Runner:
 
     Args:
         config: resolved; `model.path` holds safetensors unless `load_format` is "dummy".
+        cores: to compute on; None: one.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, cores: Cores | None = None) -> None:
         self._config = config
+        self._cores = cores or Cores()
         self._traits = decoder_traits(config.model.hf_config, config.model.architecture)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._rows = Rows(config.scheduler.max_num_seqs, config.max_model_len, config.block_size)
@@ -107,7 +110,7 @@ class Runner:
                 max_rows = self._config.scheduler.max_num_seqs
                 caches = self._kv.unbind(0)
                 self._graphs = DecodeGraphs(
-                    self._decoder, caches, self._sampler, max_rows, self._arena
+                    self._decoder, caches, self._sampler, max_rows, self._arena, self._cores
                 )
 
     def _load_decoder(self) -> Decoder:

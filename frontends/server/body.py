@@ -11,6 +11,7 @@ the loop for 90 MB, 8 are left where the room has been used before.  So one is k
 import mmap
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,10 +20,15 @@ KEPT = 2**27  # bytes of a room that stay with the server when nobody uses it
 
 
 class Rooms:
-    """Memory for large bodies.  Each room has `capacity` bytes; the one that was given back last is taken first."""
+    """Memory for large bodies.  Each room has `capacity` bytes; the one that was given back last is taken first.
 
-    def __init__(self, capacity: int) -> None:
+    Args:
+        leave_core: called with each megabyte that comes.
+    """
+
+    def __init__(self, capacity: int, leave_core: Callable[[], object] = lambda: None) -> None:
         self.capacity = capacity
+        self.leave_core = leave_core
         # Filled by whichever thread drops the last view of a body.
         self._free: deque[mmap.mmap] = deque(maxlen=1)
 
@@ -61,6 +67,8 @@ class Body:
             self._pieces.append(piece)
         else:
             self._room[self.size : end] = piece
+            if self.size // LARGE < end // LARGE:
+                self._rooms.leave_core()
         self.size = end
 
     def whole(self) -> bytes | memoryview:

@@ -47,7 +47,7 @@ class Service:
         self.died = anyio.Event()  # somebody has met the engine's death
         self.num_unknown_fields = 0
         self.steps = StepClock()
-        self.rooms = Rooms(settings.max_body)
+        self.rooms = Rooms(settings.max_body, self._leave_core)
         self.threads = anyio.CapacityLimiter(2)  # large bodies, tokenising
         self.chat_threads = anyio.CapacityLimiter(
             1
@@ -60,6 +60,10 @@ class Service:
     def __repr__(self) -> str:
         state = "starting" if self._engine is None else "draining" if self.is_draining else "open"
         return f"<Service {state} {self.door!r}>"
+
+    def _leave_core(self) -> None:
+        if self._engine is not None:
+            self._engine.engine.leave_core()
 
     def open(self, engine: "AsyncLLMEngine") -> None:
         """From now on requests are taken."""

@@ -8,6 +8,7 @@ from transformers import AutoModel
 
 from trouper.actors.executor import graphs, pooling_runner
 from trouper.actors.executor.batch import Rows, make_batch
+from trouper.actors.executor.cores import LEFT_S, Cores
 from trouper.actors.executor.device import Later
 from trouper.actors.executor.pooling_runner import PoolingRunner
 from trouper.actors.executor.runner import Runner
@@ -90,6 +91,35 @@ def test_contexts_of_several_spans_by_several_threads(folder, monkeypatch):
         torch.set_num_threads(before)
 
 
+def test_a_step_that_leaves_a_core_to_others_is_the_same_step(folder, monkeypatch):
+    """What two threads have recorded is replayed now by both, now by one."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        expected, _ = bits_of(folder)
+        monkeypatch.setattr(decode_attention, "SPAN", 16)
+        ways, replay = [], Recording.replay
+
+        def watched(self, *, is_alone=False):
+            ways.append((self._num_threads, is_alone))
+            replay(self, is_alone=is_alone)
+
+        monkeypatch.setattr(Recording, "replay", watched)
+        cores = Cores(now=lambda: len(ways) % 3 * LEFT_S)
+        cores.num = 2
+        cores.leave_one()
+        cores.leave_one()  # so one is left in two of three steps
+        driver = Driver(
+            Runner(engine_config(folder, dtype="bfloat16", max_num_seqs=5), cores),
+            shuffle=1, stagger=4,
+        )  # fmt: skip
+        found = driver.run(PROMPTS, 24, ALL_LOGITS)
+    finally:
+        torch.set_num_threads(before)
+    assert {(2, True), (2, False)} <= set(ways)
+    assert [(s.token_ids, s.logprobs) for s in found] == expected
+
+
 def test_short_prompts_are_replayed_among_those_who_decode(folder):
     expected, _ = bits_of(folder, PROMPTS_OF_FEW, enforce_eager=True)
     found, made = bits_of(folder, PROMPTS_OF_FEW)
@@ -143,7 +173,7 @@ def test_a_step_that_fails_before_its_replay_can_be_done_again(folder, monkeypat
     (expected,) = Driver(runner).run([PROMPTS[0]], 4)
     runner.step(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (3, 1)),)))
     with monkeypatch.context() as patched:
-        patched.setattr(Recording, "replay", lambda _: 1 / 0)
+        patched.setattr(Recording, "replay", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             runner.step(plan_of((0, 9, 1, True)))
     again = [runner.step(plan_of((0, 9 + i, 1, True))).token_ids[0] for i in range(3)]

@@ -30,6 +30,16 @@ def test_a_body_is_what_its_pieces_were(pieces, large):
             assert body.size == len(b"".join(sent))
 
 
+def test_a_core_is_asked_for_with_each_megabyte_that_is_added_to_a_large_body():
+    asked = []
+    rooms = Rooms(SIZE, lambda: asked.append(1))
+    filled(rooms, b"a", LARGE)
+    assert not asked
+    body = filled(rooms, b"a", SIZE)
+    assert len(asked) == SIZE // LARGE - 1
+    assert body.size == SIZE
+
+
 def test_a_room_is_used_again_when_nobody_sees_its_body_any_more():
     rooms = Rooms(SIZE)
     body = filled(rooms, b"a")

@@ -12,9 +12,12 @@ from trouper.actors.executor import cores
 from trouper.actors.executor.cores import (
     _ATTRIBUTES,
     _CALLS,
+    LEFT_S,
     NICER,
     NICEST,
     SLICE_NS,
+    Cores,
+    be_nice,
     compute_with,
     start_nice,
     take_long_slices,
@@ -23,6 +26,25 @@ from trouper.actors.executor.local import WIDE
 
 can_ask = platform.system() == "Linux" and platform.machine() in _CALLS
 pytestmark = pytest.mark.skipif(not can_ask, reason="Linux's system calls")
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_of_two_cores_one_is_left_for_as_long_as_was_asked_in_all(num):
+    time = 5.0
+    held = Cores(now=lambda: time)
+    held.num = num
+    assert not held.is_one_left
+    held.leave_one()
+    assert held.is_one_left is (num == 2)
+    assert ("left" in repr(held)) is (num == 2)
+    held.leave_one()
+    time += LEFT_S * 1.5
+    assert held.is_one_left is (num == 2)
+    time += LEFT_S
+    assert not held.is_one_left
+    held.leave_one()  # what was asked long ago is over
+    time += LEFT_S * 1.5
+    assert not held.is_one_left
 
 
 def attributes():
@@ -136,3 +158,4 @@ def test_where_threads_are_not_nice_one_by_one_they_are_just_started(system, mon
     monkeypatch.setattr(os, "setpriority", None)
     start_nice(lambda: started.append(1))
     assert started == [1]
+    be_nice()

@@ -1,6 +1,8 @@
 """The device thread: order, cancellation, failure, the end.  A dummy model of a few thousand weights."""
 
 import json
+import os
+import platform
 import queue
 import subprocess
 import sys
@@ -11,8 +13,9 @@ import anyio.to_thread
 import pytest
 import torch
 
+from trouper.actors.executor.cores import NICER
 from trouper.actors.executor.device import DeviceInfo, Later
-from trouper.actors.executor.local import LocalDevice, num_physical_cores
+from trouper.actors.executor.local import DEVICE_THREAD, LocalDevice, num_physical_cores
 from trouper.actors.messages import NewRow, Sampling, SequenceId, StepDone, StepFailed, StepPlan
 from trouper.config import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -205,7 +208,7 @@ class SlowRunner:
 
     is_tiny = True
 
-    def __init__(self, config):
+    def __init__(self, config, cores):
         self.log = []
         self.launches = threading.Semaphore(0)
         self.ready = set()
@@ -250,6 +253,28 @@ async def launched(runner, num):
     """Until the device thread has launched so many more."""
     for _ in range(num):
         await anyio.to_thread.run_sync(runner.launches.acquire, limiter=anyio.CapacityLimiter(1))
+
+
+@pytest.mark.anyio
+@pytest.mark.skipif(platform.system() != "Linux", reason="threads that are nice one by one")
+@pytest.mark.parametrize(("is_tiny", "nicer"), [(False, NICER), (True, 0)])
+async def test_a_device_that_computes_on_every_core_is_nice_to_the_loop(
+    slow, config, monkeypatch, is_tiny, nicer
+):
+    monkeypatch.setattr(SlowRunner, "is_tiny", is_tiny)
+    monkeypatch.setattr("trouper.actors.executor.local.num_physical_cores", lambda: 2)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    device = LocalDevice(config)
+    try:
+        await device.load()
+        [own] = [
+            thread.native_id for thread in threading.enumerate() if thread.name == DEVICE_THREAD
+        ]
+        assert os.getpriority(os.PRIO_PROCESS, own) == os.getpriority(os.PRIO_PROCESS, 0) + nicer
+    finally:
+        await device.aclose()
+        torch.set_num_threads(num_threads)
 
 
 @pytest.mark.anyio
