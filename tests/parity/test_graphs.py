@@ -96,8 +96,8 @@ def test_a_step_that_leaves_a_core_to_others_is_the_same_step(folder, monkeypatc
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        expected, _ = bits_of(folder)
         monkeypatch.setattr(decode_attention, "SPAN", 16)
+        expected, _ = bits_of(folder)
         ways, replay = [], Recording.replay
 
         def watched(self, *, is_alone=False):
