@@ -268,15 +268,14 @@ def _check_panic(error: BaseException) -> None:
 
 
 def _shares(lengths: Sequence[int], room: int) -> list[int]:
-    """What is left of each part when the longest is cut first."""
+    """What is left of each part when the longer is cut first; of an odd room it, or the second, keeps one more."""
+    room = max(0, room)
     if len(lengths) == 1:
-        return [min(lengths[0], max(0, room))]
+        return [min(lengths[0], room)]
+    shorter = min(*lengths, room // 2)
+    longer = min(max(lengths), room - shorter)
     first, second = lengths
-    excess = max(0, first + second - room)
-    gap = min(excess, abs(first - second))
-    first, second = (first - gap, second) if first > second else (first, second - gap)
-    rest = excess - gap
-    return [max(0, first - rest // 2), max(0, second - (rest + 1) // 2)]
+    return [longer, shorter] if first > second else [shorter, longer]
 
 
 def _add_tokens(backend: Backend, config: dict[str, Any], named: dict[str, str]) -> None:

@@ -1,5 +1,6 @@
 """The light tokenizer: equal to transformers', whole characters in streams, texts for logprobs."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -34,6 +35,18 @@ def test_it_encodes_and_decodes_as_transformers_does(pair, add_special_tokens):
         assert ids == theirs.encode(text, add_special_tokens=add_special_tokens), text
         for skip in (True, False):
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_it_cuts_two_texts_where_transformers_does(pair, side):
+    ours, theirs = pair
+    theirs.truncation_side = side
+    texts = ["one " * num for num in range(1, 6)]
+    longest = max(len(theirs(one, two)["input_ids"]) for one in texts for two in texts)
+    for one, two, length in itertools.product(texts, texts, range(6, longest + 2)):
+        cut = theirs(one, two, truncation=True, max_length=length)["input_ids"]
+        ids, _ = ours.encode_within(one, two, max_length=length, keeps_end=side == "left")
+        assert ids == cut, (one, two, length)
 
 
 def test_it_knows_what_transformers_knows(pair):
