@@ -40,16 +40,20 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_sentence_transformers(
-        cls, config: Mapping[str, Any], transformer: Mapping[str, Any], mask: Mapping[str, Any]
+        cls,
+        config: Mapping[str, Any],
+        transformer: Mapping[str, Any],
+        mask: Mapping[str, Any],
+        max_length: int | None,
     ) -> Self:
-        """Of a MultiVectorEncoder: its own config, its Transformer's, its MultiVectorMask's.
+        """Of a MultiVectorEncoder: its own config, its Transformer's, its MultiVectorMask's; tokens a text.
 
         Raises:
             UnsupportedFeatureError: an option that is not read here.
         """
         prompts: dict[str, Any] = config.get("prompts") or {}
         expansion: dict[str, Any] = transformer.get("query_expansion") or {}
-        longest = transformer.get("max_seq_length") or UNLIMITED
+        longest = max_length or UNLIMITED
         for name, value, known in (
             ("query_expansion.strategy", expansion.get("strategy"), (None, "fixed")),
             ("query_expansion.token", expansion.get("token"), (None,)),

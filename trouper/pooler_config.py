@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.late_interaction import LateInteraction
+from trouper.late_interaction import UNLIMITED, LateInteraction
 
 SeqPooling = Literal["CLS", "LAST", "MEAN"]
 TokPooling = Literal["ALL", "STEP"]
@@ -30,6 +30,8 @@ ST_MODES: dict[str, SeqPooling] = {
     "pooling_mode_cls_token": "CLS", "pooling_mode_mean_tokens": "MEAN",
     "pooling_mode_lasttoken": "LAST", "cls": "CLS", "mean": "MEAN", "lasttoken": "LAST",
 }  # fmt: skip
+# `sentence_…_config.json`: today's name, then those of folders that were saved before there was one for all
+ST_TRANSFORMERS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 DENSE_ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid")
 
 
@@ -134,7 +136,7 @@ class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     step_tag_id: int | None = None
     returned_token_ids: tuple[int, ...] = ()
     lowers_case: bool = False
-    max_length: int | None = None  # sentence_bert_config's max_seq_length
+    max_length: int | None = None  # that of the sentence-transformers files, else the tokenizer's
     late: LateInteraction | None = None  # None: texts are read as they are
 
 
@@ -178,6 +180,7 @@ def pooler_spec(
     """
     is_decoder = _is_decoder(architecture)
     found = _Modules(folder)
+    saved: Any = _read(folder / "config_sentence_transformers.json", {})
     tasks = _tasks(architecture, found, convert)
     task = wishes.task or next(task for task in MODEL_ORDER if task in tasks)
     if task not in tasks:
@@ -193,7 +196,7 @@ def pooler_spec(
         normalizes = activates = wishes.use_activation
     else:
         normalizes, activates = found.normalizes, True
-    late = _late_interaction(folder, found) if tasks == ("token_embed",) else None
+    late = _late_interaction(folder, found, saved) if tasks == ("token_embed",) else None
     spec = PoolerSpec(
         tasks=tasks,
         task=task,
@@ -203,7 +206,7 @@ def pooler_spec(
         embedding_size=embedding_size,
         normalizes=normalizes,
         use_activation=activates,
-        activation=_activation(config, len(labels)),
+        activation=_activation(config, saved, len(labels)),
         labels=labels,
         dense=found.dense,
         is_matryoshka=bool(known or config.get("is_matryoshka")),
@@ -248,13 +251,16 @@ def _embedding_size(found: "_Modules", architecture: str, config: dict[str, Any]
     return int(config.get("dim") or config["hidden_size"])
 
 
-def _late_interaction(folder: Path, found: "_Modules") -> LateInteraction | None:
-    config: Any = _read(folder / "config_sentence_transformers.json", {})
+def _late_interaction(
+    folder: Path, found: "_Modules", saved: dict[str, Any]
+) -> LateInteraction | None:
     stanford: Any = _read(folder / "artifact.metadata", {})
     try:
         if found.mask is not None:
-            return LateInteraction.of_sentence_transformers(config, found.transformer, found.mask)
-        return LateInteraction.of_pylate(config) or LateInteraction.of_stanford(stanford)
+            return LateInteraction.of_sentence_transformers(
+                saved, found.transformer, found.mask, found.max_length
+            )
+        return LateInteraction.of_pylate(saved) or LateInteraction.of_stanford(stanford)
     except msgspec.ValidationError as error:
         raise _bad("model", str(folder), f"its markers of queries and documents: {error}") from None
 
@@ -266,9 +272,14 @@ def _labels(config: dict[str, Any]) -> tuple[str, ...]:
     return tuple(str(names[key]) for key in sorted(names, key=int))
 
 
-def _activation(config: dict[str, Any], num_labels: int) -> Activation:
+def _activation(config: dict[str, Any], saved: dict[str, Any], num_labels: int) -> Activation:
+    """A cross-encoder's own, wherever its release of sentence-transformers wrote it, newest first."""
     modules: dict[str, Any] = config.get("sentence_transformers") or {}
-    own = modules.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    own = (
+        saved.get("activation_fn")
+        or modules.get("activation_fn")
+        or config.get("sbert_ce_default_activation_function")
+    )
     if own:
         name = str(own).rpartition(".")[2].lower()
         if name not in ("identity", "sigmoid", "softmax"):
@@ -284,7 +295,7 @@ def _activation(config: dict[str, Any], num_labels: int) -> Activation:
 
 
 class _Modules:
-    """What modules.json and sentence_bert_config.json say; defaults where there are none."""
+    """What modules.json and the modules' own files say; defaults where there are none."""
 
     def __init__(self, folder: Path) -> None:
         self.pooling: SeqPooling | None = None
@@ -293,7 +304,7 @@ class _Modules:
         self.is_late_interaction = False
         self.transformer: dict[str, Any] = {}
         self.mask: dict[str, Any] | None = None  # of a MultiVectorEncoder
-        self.max_length: int | None = None
+        self.max_length = _tokenizer_length(folder)
         self.lowers_case = False
         if not (folder / "modules.json").is_file():
             return
@@ -314,9 +325,10 @@ class _Modules:
     def _take(self, kind: str, folder: Path) -> None:
         match kind:
             case "Transformer":
-                self.transformer = own = _read(folder / "sentence_bert_config.json", {})
-                length = own.get("max_seq_length")
-                self.max_length = None if length is None else int(length)
+                files = (folder / f"sentence_{name}_config.json" for name in ST_TRANSFORMERS)
+                self.transformer = own = next(filter(None, (_read(f, {}) for f in files)), {})
+                if own.get("max_seq_length") is not None:
+                    self.max_length = int(own["max_seq_length"])
                 self.lowers_case = bool(own.get("do_lower_case", False))
             case "Pooling":
                 self.pooling = _pooling(_read(folder / "config.json"))
@@ -330,6 +342,12 @@ class _Modules:
                 raise UnsupportedFeatureError(
                     f"the sentence-transformers module {kind!r} is not supported"
                 )
+
+
+def _tokenizer_length(folder: Path) -> int | None:
+    """Tokens a text; what is no positive number, or a huge one, is a tokenizer's way to say no limit."""
+    length: Any = _read(folder / "tokenizer_config.json", {}).get("model_max_length")
+    return int(length) if type(length) in (int, float) and 1 <= length < UNLIMITED else None
 
 
 def _pooling(config: dict[str, Any]) -> SeqPooling:

@@ -78,3 +78,44 @@ def test_bad_parameters_are_named(llm):
         llm.encode("a", use_tqdm=False)
     with pytest.raises(TrouperValidationError, match="parameter=runner"):
         llm.generate("a", use_tqdm=False)
+
+
+@pytest.fixture
+def cross_encoder(tmp_path):
+    """A tiny one, as sentence-transformers saves it: raw scores of at most 24 tokens."""
+    import torch
+    from sentence_transformers import CrossEncoder
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    tokenizer = AutoTokenizer.from_pretrained(str(MODEL))
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        num_labels=1,
+        initializer_range=0.3,
+    )
+    for part in (tokenizer, BertForSequenceClassification(config)):
+        part.save_pretrained(tmp_path / "plain")
+    own = {"max_length": 24, "activation_fn": torch.nn.Identity()}
+    CrossEncoder(str(tmp_path / "plain"), device="cpu", **own).save_pretrained(
+        str(tmp_path / "saved")
+    )
+    return CrossEncoder(str(tmp_path / "saved"), device="cpu"), tmp_path / "saved"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of their packages
+def test_a_cross_encoder_scores_as_sentence_transformers_saved_it(cross_encoder):
+    theirs, folder = cross_encoder
+    query, *documents = texts(40)[5:]
+    expected = theirs.predict([(query, document) for document in documents])
+    cut = {"truncate_prompt_tokens": -1}
+    with LLM(str(folder), dtype="float32") as llm:
+        outputs = llm.score(query, documents, use_tqdm=False, tokenization_kwargs=cut)
+    assert max(len(output.prompt_token_ids) for output in outputs) == 24
+    np.testing.assert_allclose([o.outputs.score for o in outputs], expected, atol=1e-4)
+    assert not ((expected >= 0) & (expected <= 1)).all()

@@ -148,6 +148,30 @@ def write(folder, name, **content):
     (folder / name).write_text(json.dumps(content))
 
 
+def test_a_folder_saved_long_ago_says_its_length_under_its_own_models_name(tmp_path):
+    (tmp_path / "modules.json").write_text('[{"path": "", "type": "x.Transformer"}]')
+    write(tmp_path, "sentence_xlm-roberta_config.json", max_seq_length=128)
+    assert spec("XLMRobertaModel", tmp_path).max_length == 128
+    write(tmp_path, "sentence_bert_config.json", max_seq_length=64)
+    assert spec("XLMRobertaModel", tmp_path).max_length == 64
+
+
+def test_without_a_length_of_its_own_a_folder_reads_as_much_as_its_tokenizer_says(tmp_path):
+    assert spec("BertModel", tmp_path).max_length is None
+    write(tmp_path, "tokenizer_config.json", model_max_length=48)
+    assert spec("BertModel", tmp_path).max_length == 48
+    (tmp_path / "modules.json").write_text('[{"path": "", "type": "x.Transformer"}]')
+    assert spec("BertModel", tmp_path).max_length == 48
+    write(tmp_path, "sentence_bert_config.json", max_seq_length=64)
+    assert spec("BertModel", tmp_path).max_length == 64
+
+
+@pytest.mark.parametrize("length", [None, 0, -1, "many", True, 10**30, 1e30, float("inf")])
+def test_a_tokenizer_that_names_no_length_limits_nothing(length, tmp_path):
+    write(tmp_path, "tokenizer_config.json", model_max_length=length)
+    assert spec("BertModel", tmp_path).max_length is None
+
+
 def test_the_folder_says_how_queries_and_documents_are_read(tmp_path):
     assert spec("HF_ColBERT", tmp_path).late is None
     write(tmp_path, "artifact.metadata", query_token_id="[unused7]", doc_maxlen=99, dim=128)
@@ -203,6 +227,19 @@ def test_an_option_of_multi_vectors_that_is_not_read_is_refused(transformer, mas
 )  # fmt: skip
 def test_the_activation_of_logits_is_the_models_own(config, activation):
     assert spec("BertForSequenceClassification", config=config).activation == activation
+
+
+def test_the_activation_that_a_cross_encoder_was_saved_with_comes_first(tmp_path):
+    own = {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}
+    saved = "config_sentence_transformers.json"
+    write(tmp_path, saved, activation_fn="torch.nn.modules.linear.Identity")
+    classifier = "BertForSequenceClassification"
+    assert spec(classifier, tmp_path, own).activation == "identity"
+    write(tmp_path, saved, activation_fn=None)
+    assert spec(classifier, tmp_path, own).activation == "sigmoid"
+    write(tmp_path, saved, activation_fn="their.own.Curve")
+    with pytest.raises(UnsupportedFeatureError, match=r"their\.own\.Curve"):
+        spec(classifier, tmp_path, own)
 
 
 @pytest.mark.parametrize(
