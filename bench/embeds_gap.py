@@ -11,12 +11,10 @@ cache knows the prompt, so what is seen is not the computing of 8192 rows but th
 import argparse
 import base64
 import json
-import socket
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import perf_counter
@@ -24,21 +22,18 @@ from typing import Any
 
 import anyio
 import torch
-from anyio.streams.buffered import BufferedByteReceiveStream
 from safetensors.torch import save
 
 from trouper.bench.figures import percentile, summary
+from trouper.bench.outside import Ask, client_of
 from trouper.bench.report import about, write
 from trouper.config import EngineArgs
 from trouper.frontends.async_engine import AsyncLLMEngine
-from trouper.frontends.server.app import create_app
-from trouper.frontends.server.settings import ServerSettings
 from trouper.params import RequestOutputKind, SamplingParams
 
 ROWS = (2049, 8193)  # one more than whole blocks: all that is left to compute
 WIDTH = 4096
 MODEL_LEN = 16384
-MAX_BODY = 128 * 2**20
 INTERVAL_S = 0.001
 PERCENTILES = (50.0, 99.0, 99.9)
 MODEL = {
@@ -48,18 +43,6 @@ MODEL = {
     "max_position_embeddings": MODEL_LEN, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
     "hidden_act": "silu", "attention_bias": False,
 }  # fmt: skip
-# Sends the file's bytes once for each line on stdin, and says how it was answered.
-CLIENT = """
-import socket, sys
-request = open(sys.argv[2], "rb").read()
-print("ready", flush=True)
-for _ in sys.stdin:
-    with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as client:
-        client.sendall(request)
-        answer = b"".join(iter(lambda: client.recv(2**16), b""))
-    print(answer[9:12].decode(), flush=True)
-"""
-Ask = Callable[[], Awaitable[None]]
 
 
 def main() -> None:
@@ -183,43 +166,10 @@ async def _in_process(engine: AsyncLLMEngine, tensor: torch.Tensor) -> None:
 async def _clients(
     engine: AsyncLLMEngine, tensor: torch.Tensor, folder: Path
 ) -> AsyncGenerator[Ask]:
-    """A server in this event loop, and a client in a process of its own."""
-    from hypercorn.config import Config
-
-    from trouper.frontends.server.connections import serve
-
-    request = folder / "request"
     text = base64.b64encode(save({"prompt_embeds": tensor})).decode()
-    body = json.dumps({"prompt_embeds": text, "max_tokens": 1}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    request.write_bytes(head.encode() + body)
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    config = Config()
-    config.bind = f"fd://{listener.detach()}"
-    config.accesslog = config.errorlog = None
-    app: Any = create_app(engine, ServerSettings(max_body=MAX_BODY))
-    over = anyio.Event()
-    command = [sys.executable, "-c", CLIENT, str(port), str(request)]
-    async with (
-        anyio.create_task_group() as tasks,
-        await anyio.open_process(command, stderr=subprocess.DEVNULL) as client,
-    ):
-        assert client.stdin is not None
-        assert client.stdout is not None
-        to_client, answers = client.stdin, BufferedByteReceiveStream(client.stdout)
-        tasks.start_soon(serve, app, config, over.wait)
-        await answers.receive_until(b"\n", 16)  # it is ready
-
-        async def ask() -> None:
-            await to_client.send(b"\n")
-            if (answer := await answers.receive_until(b"\n", 16)) != b"200":
-                raise SystemExit(f"answered with {answer!r}")
-
+    body = {"prompt_embeds": text, "max_tokens": 1}
+    async with client_of(engine, "/v1/completions", body, folder) as ask:
         yield ask
-        await to_client.aclose()
-        over.set()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Source: spec sections 14.3 and 14.5.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.lowlevel
@@ -12,8 +12,10 @@ import msgspec
 import numpy as np
 
 from trouper.actors.generation import Generation
+from trouper.actors.pooler import MAX_QUERIES
 from trouper.actors.postprocessing import cosines
 from trouper.errors import TrouperValidationError
+from trouper.frontends.turns import InTurns
 from trouper.inputs import PairPrompt, PoolingPrompt
 from trouper.pooler_config import PoolerSpec
 from trouper.pooling import LateInteractionParams, PoolingParams
@@ -24,25 +26,26 @@ if TYPE_CHECKING:
 
 Encoding = Generation[PoolingRequestOutput[PoolingOutput]]
 Pooled = PoolingRequestOutput[PoolingOutput]
-Run = Callable[[Sequence[Encoding], Any], Awaitable[list[Pooled]]]
+Run = Callable[[Iterable[Encoding], Any], Awaitable[list[Pooled]]]
 T = TypeVar("T")
-OPENINGS_PER_TURN = 64  # of 5 µs each
+QUERIES_AT_ONCE = MAX_QUERIES // 4  # whoever else scores keeps some, too
 
 
-async def collect(encodings: Sequence[Encoding], bar: Any = None) -> list[Pooled]:
+async def collect(encodings: Iterable[Encoding], bar: Any = None) -> list[Pooled]:
     """Run all at once; the outputs in order.  The first failure ends the others and is raised as it is."""
+    opened: list[Encoding] = []
     outputs: list[Pooled] = []
     try:
-        for i, encoding in enumerate(encodings):
-            if i % OPENINGS_PER_TURN == 0:
-                await anyio.lowlevel.checkpoint()
+        await anyio.lowlevel.checkpoint()
+        async for encoding in InTurns(encodings):
+            opened.append(encoding)
             encoding.open()
-        for encoding in encodings:
+        for encoding in opened:
             outputs.extend([output async for output in encoding])
             if bar is not None:
                 bar.update(1)
     finally:
-        for encoding in encodings:
+        for encoding in opened:
             encoding.close()
     return outputs
 
@@ -97,7 +100,7 @@ class Scorer:
     ) -> list[Pooled]:
         params = msgspec.structs.replace(self._params, task=task)
         return await self._collect(
-            [
+            (
                 self._engine.encode(
                     prompt,
                     msgspec.structs.replace(params, late_interaction_params=late[i])
@@ -107,7 +110,7 @@ class Scorer:
                     **self._how,
                 )
                 for i, prompt in enumerate(prompts)
-            ],
+            ),
             bar,
         )
 
@@ -118,25 +121,42 @@ class Scorer:
         found = dict(zip(texts, await self._run(texts, "embed", bar=bar), strict=True))
         pairs = [(found[q], found[d]) for q, d in zip(queries, documents, strict=True)]
         arrays = await anyio.to_thread.run_sync(_cosines, pairs, limiter=anyio.CapacityLimiter(1))
-        return [_joined(*pair, array) for pair, array in zip(pairs, arrays, strict=True)]
+        joined = InTurns(zip(pairs, arrays, strict=True))
+        return [_joined(*pair, array) async for pair, array in joined]
 
     async def _interact(
         self, queries: Sequence[str], documents: Sequence[str], bar: Any
     ) -> list[Pooled]:
+        """The Pooler keeps only so many queries: one group of them after the other."""
+        places: dict[str, list[int]] = {}
+        for i, query in enumerate(queries):
+            places.setdefault(query, []).append(i)
+        distinct = list(places)
+        found: dict[int, Pooled] = {}
+        for begin in range(0, len(distinct), QUERIES_AT_ONCE):
+            group = {query: places[query] for query in distinct[begin : begin + QUERIES_AT_ONCE]}
+            found |= await self._interact_with(group, documents, bar)
+        return [found[i] for i in range(len(queries))]
+
+    async def _interact_with(
+        self, places: dict[str, list[int]], documents: Sequence[str], bar: Any
+    ) -> dict[int, Pooled]:
         """The queries' token embeddings stay with the Pooler, until their documents have met them."""
-        uses = {query: queries.count(query) for query in queries}
-        keys = {query: f"{id(self)}-{i}" for i, query in enumerate(uses)}
-        kept = [
-            LateInteractionParams(mode="cache_query", query_key=keys[query], query_uses=num_uses)
-            for query, num_uses in uses.items()
-        ]
-        first = dict(zip(uses, await self._run(list(uses), "token_embed", kept), strict=True))
-        met = [LateInteractionParams(mode="score_doc", query_key=keys[query]) for query in queries]
-        second = await self._run(documents, "token_embed", met, bar)
-        return [
-            _joined(first[query], output, output.outputs.array)
-            for query, output in zip(queries, second, strict=True)
-        ]
+        keep: list[LateInteractionParams] = []
+        meet: list[LateInteractionParams] = []
+        for query_places in places.values():
+            num_uses, key = len(query_places), f"{id(self)}-{query_places[0]}"
+            keep.append(
+                LateInteractionParams(mode="cache_query", query_key=key, query_uses=num_uses)
+            )
+            meet += [LateInteractionParams(mode="score_doc", query_key=key)] * num_uses
+        first = await self._run(list(places), "token_embed", keep)
+        met = [(query, i) for query, own in zip(first, places.values(), strict=True) for i in own]
+        second = await self._run([documents[i] for _, i in met], "token_embed", meet, bar)
+        joined = InTurns(zip(met, second, strict=True))
+        return {
+            i: _joined(query, output, output.outputs.array) async for (query, i), output in joined
+        }
 
     def _next_id(self) -> str | None:
         self._num_requests += 1

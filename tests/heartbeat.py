@@ -4,10 +4,12 @@ Work on the loop would never see a beat, so a test of it could not end: beats ar
 """
 
 import threading
+from collections import Counter
 
 import anyio
 import anyio.from_thread
 import anyio.lowlevel
+import trio
 
 BEATS = 50
 WAIT_S = 30  # only a failure lasts so long
@@ -50,3 +52,25 @@ class Heartbeat:
             return function(*args, **kwargs)
 
         return held
+
+
+class Pace(trio.abc.Instrument):
+    """How often a function is called in one step of a task, which is as long as the loop does nothing else."""
+
+    def __init__(self):
+        self._num_steps = 0
+        self._num_calls = Counter()
+
+    def before_task_step(self, task):
+        self._num_steps += 1
+
+    def counted(self, function):
+        def called(*args, **kwargs):
+            self._num_calls[function.__name__, self._num_steps] += 1
+            return function(*args, **kwargs)
+
+        return called
+
+    def of(self, name):
+        """The calls of a function by step, none of them 0."""
+        return [num for (called, _), num in self._num_calls.items() if called == name]

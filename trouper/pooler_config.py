@@ -326,7 +326,8 @@ class _Modules:
         match kind:
             case "Transformer":
                 files = (folder / f"sentence_{name}_config.json" for name in ST_TRANSFORMERS)
-                self.transformer = own = next(filter(None, (_read(f, {}) for f in files)), {})
+                found: list[dict[str, Any]] = [_read(file, {}) for file in files]
+                self.transformer = own = next(filter(None, found), self.transformer)
                 if own.get("max_seq_length") is not None:
                     self.max_length = int(own["max_seq_length"])
                 self.lowers_case = bool(own.get("do_lower_case", False))

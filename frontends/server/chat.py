@@ -24,6 +24,8 @@ from trouper.frontends.server.wire import ChatRequest
 from trouper.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trouper.actors.generation import Generation
 
 MAX_MESSAGES = 4096
@@ -127,7 +129,7 @@ class _Answer:
             chunk.usage = self._counted.usage
         await self._exchange.send_event(chunk)
 
-    def _generations(self) -> "list[Generation]":
+    def _generations(self) -> "Iterator[Generation]":
         return self._service.generations(
             self._exchange, [self._prompt], self._params, self._request
         )

@@ -14,9 +14,12 @@ from trouper.frontends.server.replies import CompletionChoice, CompletionLogprob
 from trouper.frontends.server.sampling import check_sequences, completion_params
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.wire import CompletionRequest
+from trouper.frontends.turns import InTurns
 from trouper.outputs import CompletionOutput, LogprobsOnePosition, RequestOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trouper.actors.generation import Generation
 
 MAX_PROMPTS = 1024
@@ -67,7 +70,7 @@ class _Answer:
             self._service, self._exchange, self._generations(), self._places
         )
         choices: list[CompletionChoice] = []
-        for i, output in enumerate(outputs):
+        async for i, output in InTurns(enumerate(outputs)):
             choices += await self._choices(i, output)
         reply = self._reply(sorted(choices, key=lambda choice: choice.index))
         reply.usage = self._counted.usage
@@ -92,7 +95,7 @@ class _Answer:
             await self._exchange.send_event(last)
         await self._exchange.end_events()
 
-    def _generations(self) -> "list[Generation]":
+    def _generations(self) -> "Iterator[Generation]":
         return self._service.generations(self._exchange, self._prompts, self._params, self._request)
 
     def _reply(self, choices: list[CompletionChoice]) -> CompletionReply:

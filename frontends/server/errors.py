@@ -96,6 +96,10 @@ def unavailable(code: str, message: str) -> Refusal:
     return Refusal(503, code, message)
 
 
+def aborted() -> Refusal:
+    return unavailable("aborted", "aborted before it was all begun")
+
+
 def describe(error: BaseException) -> Problem:  # noqa: C901  # a table, a line a class
     """The table.  Order matters: the first class that fits decides."""
     while isinstance(error, BaseExceptionGroup):

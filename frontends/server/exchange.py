@@ -15,7 +15,7 @@ import msgspec
 
 from trouper.frontends.server.body import Body, Rooms
 from trouper.frontends.server.door import Ticket
-from trouper.frontends.server.errors import Headers, Problem, Refusal
+from trouper.frontends.server.errors import Headers, Problem, Refusal, aborted
 from trouper.frontends.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class Exchange:
         self.id = token_hex(16)  # ours; what names the request inside
         self.client_id = _sanitised(self.header(b"x-request-id"))
         self.is_gone = False
+        self.is_aborted = False  # by the admin: what it has begun ends, and no more is begun
         self.has_started = False
         self.status = 0  # of the answer
         self.is_stream = False
@@ -148,6 +149,11 @@ class Exchange:
         raise Refusal(
             408, "body_timeout", "the body came too slowly", headers=((b"connection", b"close"),)
         )
+
+    def check_wanted(self) -> None:
+        """Raises Refusal once it is aborted."""
+        if self.is_aborted:
+            raise aborted()
 
     async def wait_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

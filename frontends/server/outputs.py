@@ -1,6 +1,6 @@
 """Outputs of one or several generations, handed to one consumer; and the count of their tokens."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -8,6 +8,7 @@ import anyio
 
 from trouper.errors import TrouperValidationError
 from trouper.frontends.server.replies import CachedTokens, Usage
+from trouper.frontends.turns import InTurns
 from trouper.outputs import RequestOutput
 from trouper.pooling_outputs import PoolingRequestOutput
 
@@ -25,7 +26,7 @@ Consume = Callable[[int, RequestOutput], Awaitable[None]]
 async def each_output(
     service: "Service",
     exchange: "Exchange",
-    generations: "Sequence[Generation]",
+    generations: "Iterable[Generation]",
     places: Sequence[str],
     consume: Consume,
 ) -> None:
@@ -36,53 +37,60 @@ async def each_output(
     Raises:
         Exception: the first failure among them, perhaps in groups; the others are aborted.
     """
-    with _listed(service, exchange, generations):
-        await _open(exchange, generations)
-        await _wait_rendered(generations, places)
-        if len(generations) == 1:
-            await _read(generations[0], 0, consume)
+    with _listed(service) as opened:
+        await _open(service, exchange, generations, opened)
+        await _wait_rendered(opened, places)
+        if len(opened) == 1:
+            await _read(opened[0], 0, consume)
         else:
-            await _interleaved(generations, consume)
+            await _interleaved(opened, consume)
 
 
 async def final_outputs(
     service: "Service",
     exchange: "Exchange",
-    generations: "Sequence[Generation[T]]",
+    generations: "Iterable[Generation[T]]",
     places: Sequence[str],
 ) -> list[T]:
     """The last output of each generation, in order; under FINAL_ONLY that is all of it."""
     found: dict[int, T] = {}
 
-    with _listed(service, exchange, generations):
-        await _open(exchange, generations)
-        if (
-            len(generations) > 1
-        ):  # the last may be bad, and is not to be found so after all the others
-            await _wait_rendered(generations, places)
-        for i, (generation, place) in enumerate(zip(generations, places, strict=True)):
-            with _named(place):
+    with _listed(service) as opened:
+        await _open(service, exchange, generations, opened)
+        if len(opened) > 1:  # the last may be bad, and is not to be found so after all the others
+            await _wait_rendered(opened, places)
+        async for i, generation in InTurns(enumerate(opened)):
+            with _named(places[i]):
                 while (output := generation.next_nowait()) is not None:  # no turn for what is there
                     found[i] = output
                 async for output in generation:
                     found[i] = output
-    return [found[i] for i in range(len(generations))]
+    return [found[i] for i in range(len(found))]
 
 
-async def _open(exchange: "Exchange", generations: "Sequence[Generation]") -> None:
-    """When it is our turn: all of them at once."""
+async def _open(
+    service: "Service",
+    exchange: "Exchange",
+    generations: "Iterable[Generation[T]]",
+    opened: "list[Generation[T]]",
+) -> None:
+    """When it is our turn: all of them, into `opened`.  Raises Refusal when they are aborted meanwhile."""
+    async for generation in InTurns(generations):
+        opened.append(generation)
+        service.note(generation, exchange)
     ticket = exchange.ticket
     if ticket is not None:
         await ticket.wait_turn()
-    for generation in generations:
+    async for generation in InTurns(opened):
+        exchange.check_wanted()
         generation.open()
     if ticket is not None:
-        ticket.generations = generations
+        ticket.generations = opened  # not before: what is not open counts as over
 
 
 async def _wait_rendered(generations: "Sequence[Generation]", places: Sequence[str]) -> None:
     """Each prompt is good."""
-    for generation, place in zip(generations, places, strict=True):
+    async for generation, place in InTurns(zip(generations, places, strict=True)):
         with _named(place):
             await generation.submit()
 
@@ -97,7 +105,7 @@ async def _interleaved(generations: "Sequence[Generation]", consume: Consume) ->
 
     with send, receive:
         async with anyio.create_task_group() as readers:
-            for i, generation in enumerate(generations):
+            async for i, generation in InTurns(enumerate(generations)):
                 readers.start_soon(_read, generation, i, put)
             num_open = len(generations)
             try:
@@ -129,16 +137,14 @@ def _named(place: str) -> "Iterator[None]":
 
 
 @contextmanager
-def _listed(
-    service: "Service", exchange: "Exchange", generations: "Sequence[Generation]"
-) -> "Iterator[None]":
-    """In the table while it runs, closed afterwards."""
-    service.note(generations, exchange)
+def _listed(service: "Service") -> "Iterator[list[Any]]":
+    """What is put there, and in the table, is closed and forgotten afterwards."""
+    opened: list[Generation[Any]] = []
     try:
-        yield
+        yield opened
     finally:
-        service.forget(generations)
-        for generation in generations:
+        for generation in opened:
+            service.forget(generation)
             generation.close()
 
 

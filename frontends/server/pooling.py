@@ -6,7 +6,7 @@ The answer, with all its floats, base64 or bytes, is built in a thread unless it
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -223,7 +223,7 @@ def _inputs(given: str | list[Any] | None, field: str) -> tuple[list[PoolingProm
 async def _encode(
     service: Service, exchange: Exchange, context: PoolingServeContext
 ) -> list[Pooled]:
-    encodings: list[Encoding] = [
+    encodings = (
         service.engine.encode(
             prompt,
             context.pooling_params,
@@ -232,7 +232,7 @@ async def _encode(
             tokenization_kwargs=context.options,
         )
         for i, prompt in enumerate(context.prompts)
-    ]
+    )
     return _whole(await final_outputs(service, exchange, encodings, context.places))
 
 
@@ -266,16 +266,26 @@ async def _score(
 
 
 async def _run_listed(
-    service: Service, exchange: Exchange, encodings: Sequence[Encoding], bar: Any
+    service: Service, exchange: Exchange, encodings: Iterable[Encoding], bar: Any
 ) -> list[Pooled]:
     """Some of the requests that a score is made of."""
-    if exchange.ticket is not None:
-        exchange.ticket.generations = (*exchange.ticket.generations, *encodings)
-    service.note(encodings, exchange)
+    ticket = exchange.ticket
+    noted: list[Any] = [] if ticket is None else [*ticket.generations]
+
+    def note() -> Iterator[Encoding]:
+        for encoding in encodings:
+            exchange.check_wanted()
+            service.note(encoding, exchange)
+            noted.append(encoding)
+            yield encoding
+
+    if ticket is not None:
+        ticket.generations = noted
     try:
-        return await collect(encodings, bar)
+        return await collect(note(), bar)
     finally:
-        service.forget(encodings)
+        for encoding in noted:
+            service.forget(encoding)
 
 
 def _whole(outputs: list[Pooled]) -> list[Pooled]:

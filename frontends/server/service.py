@@ -1,8 +1,8 @@
 """What all handlers share: the engine once it is there, the house rules, and the table of who is in."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -13,7 +13,7 @@ from trouper.errors import RetryableRequestError, TrouperNotFoundError
 from trouper.frontends.server.body import Rooms
 from trouper.frontends.server.delay import QueueDelay
 from trouper.frontends.server.door import BYTES_PER_TOKEN, Door, Ticket
-from trouper.frontends.server.errors import clean, logger, unavailable
+from trouper.frontends.server.errors import aborted, clean, logger, unavailable
 from trouper.frontends.server.exchange import Exchange
 from trouper.frontends.server.metrics import ServerMetrics
 from trouper.frontends.server.overload import Ladder, Level, memory_used
@@ -184,8 +184,8 @@ class Service:
         prompts: Sequence[PromptType],
         params: SamplingParams,
         request: Generating,
-    ) -> "list[Generation]":
-        """One request of the engine for each prompt, under ids that no client can choose.
+    ) -> "Iterator[Generation]":
+        """One request of the engine for each prompt, when it is asked for, under ids that no client can choose.
 
         Raises:
             Refusal: there is no place for so much.
@@ -201,7 +201,7 @@ class Service:
         if exchange.ticket is not None:
             num_bytes = self.counted_bytes(exchange.num_body_bytes, len(prompts))
             exchange.ticket.size(num_bytes, len(prompts), params.n, params.max_tokens, priority)
-        return [
+        return (
             self.engine.generate(
                 prompt,
                 params,
@@ -210,7 +210,7 @@ class Service:
                 tokenization_kwargs=options,
             )
             for i, prompt in enumerate(prompts)
-        ]
+        )
 
     async def prompt_text(self, output: RequestOutput) -> str:
         """What the prompt says, also where it came as token ids."""
@@ -225,13 +225,11 @@ class Service:
         tokenizer = self.engine.engine.tokenizer
         return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
 
-    def note(self, generations: "Iterable[Generation]", exchange: Exchange) -> None:
-        for generation in generations:
-            self._open[generation.request_id] = exchange
+    def note(self, generation: "Generation[Any]", exchange: Exchange) -> None:
+        self._open[generation.request_id] = exchange
 
-    def forget(self, generations: "Iterable[Generation]") -> None:
-        for generation in generations:
-            self._open.pop(generation.request_id, None)
+    def forget(self, generation: "Generation[Any]") -> None:
+        self._open.pop(generation.request_id, None)
 
     def abort(self, request_ids: Iterable[str] | None) -> int:
         """What clients call so, or everything; how many requests of the engine that were or would be."""
@@ -241,8 +239,10 @@ class Service:
             for id, exchange in self._open.items()
             if wanted is None or exchange.request_id in wanted
         }
+        for exchange in found.values():
+            exchange.is_aborted = True
         tickets = {exchange.ticket for exchange in found.values() if exchange.ticket is not None}
-        self.door.close(unavailable("aborted", "aborted before it began"), tickets)
+        self.door.close(aborted(), tickets)
         self.engine.engine.abort(found)
         return len(found)
 

@@ -8,15 +8,18 @@ import anyio
 import numpy as np
 import pybase64
 import pytest
+import trio
 
-from tests.heartbeat import BEATS, Heartbeat
+from tests.heartbeat import BEATS, Heartbeat, Pace
 from trouper import AsyncLLMEngine, EngineArgs
+from trouper.actors.generation import Generation
 from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests
 from trouper.frontends.server import decoding, pooling
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.decoding import decode_now
 from trouper.frontends.server.encodings import numbers
 from trouper.frontends.server.wire import ChatRequest, CompletionRequest
+from trouper.frontends.turns import PER_TURN
 
 from .client import Client
 
@@ -58,6 +61,38 @@ async def test_the_loop_beats_while_an_answer_is_built(kind, beating, monkeypatc
     answer = await client.post(path, body)
     assert answer.status == 200, answer.body
     assert heart.count > BEATS
+
+
+MANY = [f"text {i}" for i in range(5 * PER_TURN)]
+LISTS = {
+    "embeddings": ("embed", "/v1/embeddings", {"input": MANY}),
+    "cosines": ("embed", "/score", {"data_1": MANY, "data_2": MANY[::-1]}),
+    "late interaction": ("token_embed", "/score", {"data_1": MANY, "data_2": MANY[::-1]}),
+    "ranking": ("token_embed", "/rerank", {"query": "one", "documents": MANY}),
+    "completions": (None, "/v1/completions", {"prompt": MANY, "max_tokens": 1}),
+    "a stream": (None, "/v1/completions", {"prompt": MANY, "max_tokens": 1, "stream": True}),
+}
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("kind", LISTS)
+async def test_the_loop_has_its_turns_while_many_inputs_begin_and_end(kind, monkeypatch):
+    task, path, body = LISTS[kind]
+    given = {} if task is None else {"runner": "pooling", "pooler_config": {"task": task}}
+    pace, names = Pace(), ("__init__", "open", "_note")
+    for name in names:
+        monkeypatch.setattr(Generation, name, pace.counted(getattr(Generation, name)))
+    async with AsyncLLMEngine(EngineArgs(max_model_len=32, **given)) as engine:
+        client = Client(create_app(engine))
+        trio.lowlevel.add_instrument(pace)
+        answer = await client.post(path, body)
+        trio.lowlevel.remove_instrument(pace)
+    assert answer.status == 200, answer.body
+    for name in names:
+        assert sum(pace.of(name)) >= len(MANY)
+        assert (
+            max(pace.of(name)) <= 2 * PER_TURN
+        )  # the end of one loop and the beginning of the next
 
 
 @pytest.mark.trio

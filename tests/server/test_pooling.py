@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs
+from trouper.actors.generation import Generation
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.batch import Batch
 
@@ -105,6 +106,32 @@ async def test_scores_are_cosines_of_embeddings(pooling, path):
     assert data[0]["score"] == pytest.approx(1, abs=1e-5)
     other = (await pooling.post(path, {"queries": ["one"], "documents": ["two words"]})).json
     assert other["data"][0]["score"] == pytest.approx(data[1]["score"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["one"] * 9}),
+        ("/score", {"data_1": "query", "data_2": [f"text {i}" for i in range(9)]}),
+    ],
+)
+async def test_an_abort_while_texts_are_being_opened_ends_them_all(
+    pooling_engine, path, body, monkeypatch
+):
+    app, opened, right = create_app(pooling_engine), [], Generation.open
+
+    def open_and_abort(self):
+        opened.append(self)
+        slot = right(self)
+        if len(opened) == 3:
+            assert app.service.abort(None) >= 3
+        return slot
+
+    monkeypatch.setattr(Generation, "open", open_and_abort)
+    answer = await Client(app).post(path, body)
+    assert (answer.status, answer.error["code"], len(opened)) == (503, "aborted", 3)
+    assert app.service.abort(None) == 0
+    assert not pooling_engine.engine.open_slots
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from trouper import LLM, EngineArgs, LLMEngine, PoolingParams
+from trouper.actors.pooler import MAX_QUERIES
 from trouper.actors.postprocessing import max_sim, normalized
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import EnginePausedError, TrouperValidationError
@@ -147,6 +148,20 @@ def test_late_interaction_sums_the_best_matches(save):
     for query, text, output in zip(["hello", *TEXTS[:2]], TEXTS, outputs, strict=True):
         want = max_sim(tokens(query), tokens(text))
         assert output.outputs.score == pytest.approx(want, abs=1e-3)
+
+
+def test_more_queries_than_the_pooler_keeps_meet_their_documents(save):
+    folder, _ = save(AutoModel.from_config)
+    queries = [f"the cat {i}" for i in range(MAX_QUERIES + 6)]
+    task = {"task": "token_embed"}
+    with LLM(str(folder), dtype="float32", pooler_config=task) as llm:
+        scores = llm.score([*queries, queries[0]], [*queries, "the mat"], use_tqdm=False)
+        alone = llm.score(queries[0], [queries[0], "the mat"], use_tqdm=False)
+    for index, want in ((0, alone[0]), (-1, alone[1])):
+        assert scores[index].outputs.score == pytest.approx(want.outputs.score, abs=1e-4)
+    for query, score in zip(queries, scores, strict=False):  # each of its tokens has found itself
+        num_tokens = len(score.prompt_token_ids) / 2
+        assert score.outputs.score == pytest.approx(num_tokens, abs=1e-3), query
 
 
 def pylate_folder(save, **settings):

@@ -1,0 +1,72 @@
+"""A server in this event loop, and a client in a process of its own that asks it one thing, again and again."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from trouper.frontends.async_engine import AsyncLLMEngine
+from trouper.frontends.server.app import create_app
+from trouper.frontends.server.settings import ServerSettings
+
+MAX_BODY = 128 * 2**20
+# Sends the file's bytes once for each line on stdin, and says how it was answered.
+CLIENT = """
+import socket, sys
+request = open(sys.argv[2], "rb").read()
+print("ready", flush=True)
+for _ in sys.stdin:
+    with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as client:
+        client.sendall(request)
+        answer = b"".join(iter(lambda: client.recv(2**16), b""))
+    print(answer[9:12].decode(), flush=True)
+"""
+Ask = Callable[[], Awaitable[None]]
+
+
+@asynccontextmanager
+async def client_of(
+    engine: AsyncLLMEngine, path: str, content: dict[str, Any], folder: Path
+) -> AsyncGenerator[Ask]:
+    """Posts the content to the path; `folder` keeps the request."""
+    from hypercorn.config import Config
+
+    from trouper.frontends.server.connections import serve
+
+    request, body = folder / "request", json.dumps(content).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    request.write_bytes(head.encode() + body)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    config = Config()
+    config.bind = f"fd://{listener.detach()}"
+    config.accesslog = config.errorlog = None
+    app: Any = create_app(engine, ServerSettings(max_body=MAX_BODY))
+    over = anyio.Event()
+    command = [sys.executable, "-c", CLIENT, str(port), str(request)]
+    async with (
+        anyio.create_task_group() as tasks,
+        await anyio.open_process(command, stderr=subprocess.DEVNULL) as client,
+    ):
+        assert client.stdin is not None
+        assert client.stdout is not None
+        to_client, answers = client.stdin, BufferedByteReceiveStream(client.stdout)
+        tasks.start_soon(serve, app, config, over.wait)
+        await answers.receive_until(b"\n", 16)  # it is ready
+
+        async def ask() -> None:
+            await to_client.send(b"\n")
+            if (answer := await answers.receive_until(b"\n", 16)) != b"200":
+                raise SystemExit(f"answered with {answer!r}")
+
+        yield ask
+        await to_client.aclose()
+        over.set()
