@@ -19,11 +19,11 @@ from typing import Any, Literal, NewType
 import msgspec
 import numpy as np
 
-from trouper.actors.answer import Answer
 from trouper.actors.pause import Pause
-from trouper.actors.pooling_slot import PoolingSlot
-from trouper.actors.reply import ReplySlot
-from trouper.actors.slot import Slot
+from trouper.actors.replies.pooling_slot import PoolingSlot
+from trouper.actors.replies.reply_slot import ReplySlot
+from trouper.actors.replies.slot import Slot
+from trouper.actors.runtime.future import Answer
 from trouper.inputs import PoolingPrompt
 from trouper.outputs import FinishReason, RequestStateStats
 from trouper.params import SamplingParams

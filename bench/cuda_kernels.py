@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.bench.kernels import EPS, NUM_CHECKED_OUTPUTS, Case, Shapes
-from trouper.kernels.act_mul import silu_mul_reference
+from trouper.kernels.cpu.linear.layer import linear_reference
 from trouper.kernels.cuda.act_mul import act_mul
 from trouper.kernels.cuda.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from trouper.kernels.cuda.decode_attention import decode_attention
@@ -25,10 +25,10 @@ from trouper.kernels.cuda.qkv_post import qkv_post_, qkv_post_reference
 from trouper.kernels.cuda.sample import sample, sample_reference
 from trouper.kernels.cuda.sampling_rows import SamplingRows, make_sampling_rows
 from trouper.kernels.cuda.top_k_top_p import top_k_top_p, top_k_top_p_reference
-from trouper.kernels.linear import linear_reference
-from trouper.kernels.noise import gumbel
-from trouper.kernels.paged_attention import paged_attention_reference
-from trouper.kernels.rope import rope_table
+from trouper.kernels.reference.act_mul import silu_mul_reference
+from trouper.kernels.reference.noise import gumbel
+from trouper.kernels.reference.paged_attention import paged_attention_reference
+from trouper.kernels.reference.rope import rope_table
 
 NUM_CHECKED = 8  # tokens; a reference in float64 takes longer than everything else
 MAX_ROWS = 256  # that sample in one step

@@ -42,11 +42,11 @@ from unittest.mock import patch
 
 from trouper.bench.callers import Call, Callers
 from trouper.bench.report import about, write
-from trouper.config import EngineConfig
+from trouper.config.args import EngineConfig
 
 if TYPE_CHECKING:
-    from trouper.actors.executor.pooling_runner import PoolingRunner
-    from trouper.frontends.async_engine import AsyncLLMEngine
+    from trouper.actors.executor.cpu.pooling_runner import PoolingRunner
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 DTYPES = ("float32", "bfloat16")
 LATENCIES = {"latency": "trio", "latency_asyncio": "asyncio"}  # and the loop they run on
@@ -181,7 +181,7 @@ def latency(model: str, dtype: str, backend: str) -> dict[str, Any]:
     import anyio
 
     from trouper import AsyncLLMEngine, EngineArgs
-    from trouper.actors.executor import pooling_runner
+    from trouper.actors.executor.cpu import pooling_runner
 
     args = EngineArgs(model=model, dtype=dtype)
     runners: list[PoolingRunner] = []
@@ -219,7 +219,7 @@ def _ways(
     from trouper import PoolingParams
     from trouper.actors.executor.device import Later
     from trouper.actors.messages import PoolColumn, PoolPlan
-    from trouper.actors.postprocessing import finish
+    from trouper.actors.output.postprocessing import finish
 
     tokenizer, spec = engine.engine.tokenizer, engine.engine.config.pooler
     assert tokenizer is not None

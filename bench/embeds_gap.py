@@ -27,8 +27,8 @@ from safetensors.torch import save
 from trouper.bench.figures import percentile, summary
 from trouper.bench.outside import Ask, client_of
 from trouper.bench.report import about, write
-from trouper.config import EngineArgs
-from trouper.frontends.async_engine import AsyncLLMEngine
+from trouper.config.args import EngineArgs
+from trouper.frontends.python.async_engine import AsyncLLMEngine
 from trouper.params import RequestOutputKind, SamplingParams
 
 ROWS = (2049, 8193)  # one more than whole blocks: all that is left to compute

@@ -22,7 +22,7 @@ from trouper.bench import report, steps
 from trouper.bench.goals import DECODE_STEPS, GOALS, Goal, workload
 from trouper.bench.peers import Peer, Settings, Workload, started
 from trouper.bench.throughput import model_folder
-from trouper.geometries import GEOMETRIES
+from trouper.config.presets import GEOMETRIES
 
 NUM_REPEATS = 3
 PEER_STEPS = 32

@@ -24,12 +24,12 @@ import anyio
 import hypercorn.trio
 from hypercorn.config import Config
 
-from trouper.actors.engine import open_engine
-from trouper.actors.executor.simulated import Conditions, SimulatedDevice
-from trouper.actors.ports import WorkerThreads
+from trouper.actors.engine.wiring import open_engine
+from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice
+from trouper.actors.runtime.threads import WorkerThreads
 from trouper.bench.report import about, write
-from trouper.config import EngineArgs
-from trouper.frontends.async_engine import AsyncLLMEngine
+from trouper.config.args import EngineArgs
+from trouper.frontends.python.async_engine import AsyncLLMEngine
 from trouper.frontends.server import connections
 from trouper.frontends.server.app import create_app
 from trouper.params import RequestOutputKind, SamplingParams

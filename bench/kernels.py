@@ -15,23 +15,23 @@ from torch import Tensor
 
 from trouper.bench.roofs import Roofs, seconds_of
 from trouper.errors import TrouperError
-from trouper.kernels.act_mul import silu_mul_reference
-from trouper.kernels.decoder_ops import Ops, Shape, make_ops
-from trouper.kernels.draw import ROW, draw, draw_reference
-from trouper.kernels.kv_write import kv_write_, kv_write_reference
-from trouper.kernels.layer_norm import LayerNorm, layer_norm_reference
-from trouper.kernels.linear import Linear, layout_of, linear, linear_reference
-from trouper.kernels.noise import gumbel, gumbel_reference
-from trouper.kernels.paged_attention import paged_attention_reference
-from trouper.kernels.rms_norm import rms_norm, rms_norm_heads_, rms_norm_reference
-from trouper.kernels.rope import rope_, rope_reference, rope_table, rotation_of
-from trouper.kernels.varlen_attention import (
+from trouper.kernels.cpu.attention.varlen import (
     Group,
     is_native,
     tiles_of,
     varlen_attention,
     varlen_attention_reference,
 )
+from trouper.kernels.cpu.fused.layer_norm import LayerNorm, layer_norm_reference
+from trouper.kernels.cpu.linear.layer import Linear, layout_of, linear, linear_reference
+from trouper.kernels.cpu.sampling.sample import ROW, draw, draw_reference
+from trouper.kernels.reference.act_mul import silu_mul_reference
+from trouper.kernels.reference.kv_write import kv_write_, kv_write_reference
+from trouper.kernels.reference.noise import gumbel, gumbel_reference
+from trouper.kernels.reference.paged_attention import paged_attention_reference
+from trouper.kernels.reference.rms_norm import rms_norm, rms_norm_heads_, rms_norm_reference
+from trouper.kernels.reference.rope import rope_, rope_reference, rope_table, rotation_of
+from trouper.kernels.select import Ops, Shape, make_ops
 
 EPS = 1e-6
 TOLERANCE = {

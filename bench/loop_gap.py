@@ -12,7 +12,7 @@ import anyio
 
 from trouper.bench.datasets import SampleRequest
 from trouper.bench.figures import summary
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.params import RequestOutputKind, SamplingParams
 
 PERCENTILES = (50.0, 99.0, 99.9)
@@ -44,7 +44,7 @@ async def measure(
     Returns:
         {"idle_ms": gaps, "busy_ms": gaps, "num_beats": n, "num_tokens": n, "duration_s": s}
     """
-    from trouper.frontends.async_engine import AsyncLLMEngine
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
     async with AsyncLLMEngine(engine_args, offline=True) as engine:
         idle, busy, num_tokens = Heartbeat(interval_s), Heartbeat(interval_s), 0

@@ -19,9 +19,9 @@ import trio
 from trouper.bench.figures import percentile, summary
 from trouper.bench.outside import client_of
 from trouper.bench.report import about, write
-from trouper.config import EngineArgs
-from trouper.frontends.async_engine import AsyncLLMEngine
-from trouper.frontends.server.heap import Heap
+from trouper.config.args import EngineArgs
+from trouper.frontends.python.async_engine import AsyncLLMEngine
+from trouper.frontends.server.gc_control import Heap
 
 PERCENTILES = (50.0,)
 

@@ -19,9 +19,9 @@ from unittest import mock
 
 import numpy as np
 
-from trouper.actors.executor.runner import Runner
+from trouper.actors.executor.cpu.runner import Runner
 from trouper.bench.report import about, write
-from trouper.frontends.llm import LLM
+from trouper.frontends.python.llm import LLM
 from trouper.params import SamplingParams
 
 PRESENT = np.uint64(1 << 63)  # in an entry of the page map

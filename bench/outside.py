@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from trouper.frontends.async_engine import AsyncLLMEngine
+from trouper.frontends.python.async_engine import AsyncLLMEngine
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.settings import ServerSettings
 

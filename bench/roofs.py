@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from trouper.kernels.linear import Linear, linear
+from trouper.kernels.cpu.linear.layer import Linear, linear
 
 SAMPLE_S = 0.02  # a sample repeats the call for at least so long
 NUM_SAMPLES = 7

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trouper.actors.executor.local import LocalDevice
+from trouper.actors.executor.devices.threaded import LocalDevice
 from trouper.actors.messages import StepPlan
-from trouper.actors.policy import Policy
+from trouper.actors.scheduling.policy import Policy
 
 GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 LEAST_IDLE_US = 5.0  # between two kernels of a graph lie one or two

@@ -20,10 +20,10 @@ import anyio
 import msgspec
 from anyio.from_thread import start_blocking_portal
 
-from trouper.actors.executor.local import DEVICE_THREAD, num_physical_cores
+from trouper.actors.executor.devices.threaded import DEVICE_THREAD, num_physical_cores
 from trouper.bench.datasets import SampleRequest
 from trouper.bench.peers import Settings, Workload, started
-from trouper.config import DEMO_MODEL, EngineArgs, EngineConfig
+from trouper.config.args import DEMO_MODEL, EngineArgs, EngineConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 Backend = Literal["trouper", "trouper-chat", "vllm", "vllm-chat", "hf", "hf-cb"]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.kernels import launch
+from trouper.kernels.codegen import launch
 
 LANES = 16
 Integers = Sequence[int] | np.ndarray
@@ -95,10 +95,10 @@ class Ops(Protocol):
 def make_ops(shape: Shape, *, native: bool | None = None) -> Ops:
     """`native`: None = where it can."""
     if native or (native is None and can_be_native(shape)):
-        from trouper.kernels.native_ops import NativeOps
+        from trouper.kernels.cpu.fused.ops import NativeOps
 
         return NativeOps(shape)
-    from trouper.kernels.torch_ops import TorchOps
+    from trouper.kernels.reference.ops import TorchOps
 
     return TorchOps(shape)
 
@@ -107,6 +107,6 @@ def can_be_native(shape: Shape) -> bool:
     sizes = (shape.head_dim, shape.hidden_size, shape.intermediate_size)
     if any(n % LANES for n in sizes) or launch.kind_of(shape.dtype) is None:
         return False
-    from trouper.kernels.prefill_attention import can_prefill
+    from trouper.kernels.cpu.attention.prefill import can_prefill
 
     return can_prefill(shape.num_q_heads // shape.num_kv_heads, shape.head_dim)

@@ -1,6 +1,6 @@
 """Wait for a number in memory to grow, awake: to wake a thread that sleeps takes 50 µs, and its core is cold then."""
 
-from trouper.kernels.simd import Code
+from trouper.kernels.codegen.builder import Code
 
 
 def watch(code: Code) -> None:

@@ -7,10 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trouper.config import AsyncEngineArgs, EngineArgs
-    from trouper.frontends.async_engine import AsyncLLM, AsyncLLMEngine
-    from trouper.frontends.llm import LLM
-    from trouper.frontends.llm_engine import LLMEngine
+    from trouper.config.args import AsyncEngineArgs, EngineArgs
+    from trouper.config.pooler import PoolerConfig
+    from trouper.frontends.python.async_engine import AsyncLLM, AsyncLLMEngine
+    from trouper.frontends.python.llm import LLM
+    from trouper.frontends.python.llm_engine import LLMEngine
     from trouper.inputs import TextPrompt, TokensPrompt
     from trouper.outputs import CompletionOutput, RequestOutput
     from trouper.params import (
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         RequestOutputKind,
         SamplingParams,
     )
-    from trouper.pooler_config import PoolerConfig
     from trouper.pooling import PoolingParams
     from trouper.pooling_outputs import (
         ClassificationOutput,
@@ -43,16 +43,16 @@ _HOMES = {
     "PoolingRequestOutput": "trouper.pooling_outputs",
     "ScoringOutput": "trouper.pooling_outputs",
     "ScoringRequestOutput": "trouper.pooling_outputs",
-    "PoolerConfig": "trouper.pooler_config",
+    "PoolerConfig": "trouper.config.pooler",
     "PoolingParams": "trouper.pooling",
-    "AsyncEngineArgs": "trouper.config",
+    "AsyncEngineArgs": "trouper.config.args",
     "BeamSearchParams": "trouper.params",
-    "LLMEngine": "trouper.frontends.llm_engine",
-    "AsyncLLM": "trouper.frontends.async_engine",
-    "AsyncLLMEngine": "trouper.frontends.async_engine",
+    "LLMEngine": "trouper.frontends.python.llm_engine",
+    "AsyncLLM": "trouper.frontends.python.async_engine",
+    "AsyncLLMEngine": "trouper.frontends.python.async_engine",
     "CompletionOutput": "trouper.outputs",
-    "EngineArgs": "trouper.config",
-    "LLM": "trouper.frontends.llm",
+    "EngineArgs": "trouper.config.args",
+    "LLM": "trouper.frontends.python.llm",
     "RepetitionDetectionParams": "trouper.params",
     "RequestOutput": "trouper.outputs",
     "RequestOutputKind": "trouper.params",

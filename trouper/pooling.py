@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal, cast, get_args
 
 import msgspec
 
+from trouper.config.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.params import RequestOutputKind
-from trouper.pooler_config import PoolerSpec
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 TASKS: tuple[str, ...] = get_args(PoolingTask)

@@ -12,8 +12,7 @@ from typing import Any, cast
 
 import anyio
 
-from trouper.actors.insist import insist
-from trouper.actors.lifecycle import (
+from trouper.actors.engine.lifecycle import (
     MEMORY,
     EngineState,
     Event,
@@ -24,11 +23,12 @@ from trouper.actors.lifecycle import (
     check_mode,
     check_tags,
 )
+from trouper.actors.engine.requests import Questions
 from trouper.actors.messages import ResetPrefixCache, SetPause, Step
-from trouper.actors.metrics import Metrics
+from trouper.actors.observability.metrics import Metrics
 from trouper.actors.pause import Pause
-from trouper.actors.questions import Questions
-from trouper.actors.slot import Slot
+from trouper.actors.replies.slot import Slot
+from trouper.actors.runtime.shielded import insist
 from trouper.errors import EngineDeadError, ProfilerAlreadyActiveError
 
 RESTORE_GRACE_S = 60  # taking a pause back, while being cancelled

@@ -14,14 +14,13 @@ from typing import Any
 import anyio
 import msgspec
 
-from trouper.actors.admission import Admission, embeds_bytes, estimate_tokens
 from trouper.actors.channel import Sender
-from trouper.actors.controls import Controls
-from trouper.actors.detokenizer import Detokenizer
+from trouper.actors.engine.admission import Admission, embeds_bytes, estimate_tokens
+from trouper.actors.engine.controls import Controls
+from trouper.actors.engine.generation import Generation, MakeRender
+from trouper.actors.engine.lifecycle import EngineState, Event
+from trouper.actors.engine.requests import Questions
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.generation import Generation, MakeRender
-from trouper.actors.lifecycle import EngineState, Event
-from trouper.actors.loop import Loop
 from trouper.actors.messages import (
     Abort,
     ExecutorInbox,
@@ -32,14 +31,15 @@ from trouper.actors.messages import (
     SchedulerInbox,
     SchedulerStats,
 )
-from trouper.actors.observer import Observer
-from trouper.actors.pooling_slot import PoolingSlot
-from trouper.actors.questions import Questions
+from trouper.actors.observability.observer import Observer
+from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.actors.reply import ReplySlot, StreamInterval
-from trouper.actors.scheduler import Scheduler
-from trouper.actors.slot import Slot
-from trouper.config import EngineConfig
+from trouper.actors.replies.pooling_slot import PoolingSlot
+from trouper.actors.replies.reply_slot import ReplySlot, StreamInterval
+from trouper.actors.replies.slot import Slot
+from trouper.actors.runtime.event_loop import Loop
+from trouper.actors.scheduling.scheduler import Scheduler
+from trouper.config.args import EngineConfig
 from trouper.errors import (
     EngineDeadError,
     RetryableRequestError,

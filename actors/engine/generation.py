@@ -14,7 +14,7 @@ import anyio
 import anyio.lowlevel
 
 from trouper.actors.messages import Render, RequestId
-from trouper.actors.slot import Slot
+from trouper.actors.replies.slot import Slot
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import anyio
 
-from trouper.actors.answer import Answer
 from trouper.actors.channel import Sender
 from trouper.actors.messages import (
     DeviceCall,
@@ -16,6 +15,7 @@ from trouper.actors.messages import (
     Probe,
     SchedulerInbox,
 )
+from trouper.actors.runtime.future import Answer
 from trouper.errors import EngineDeadError
 
 # The end of the engine follows at once, and fails the open answers with its cause.

@@ -14,14 +14,11 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
-from trouper.actors.admission import MAX_OPEN_REQUESTS
-from trouper.actors.blocks import Blocks
 from trouper.actors.channel import Inbox, Sender, open_channel
-from trouper.actors.detokenizer import Detokenizer
+from trouper.actors.engine.admission import MAX_OPEN_REQUESTS
+from trouper.actors.engine.engine import Engine, EngineStatistics
 from trouper.actors.executor.actor import Executor
 from trouper.actors.executor.device import Device, DeviceInfo
-from trouper.actors.handle import Engine, EngineStatistics
-from trouper.actors.loop import Loop
 from trouper.actors.messages import (
     DetokenizerInbox,
     ExecutorInbox,
@@ -31,19 +28,22 @@ from trouper.actors.messages import (
     RequestEnded,
     SchedulerInbox,
 )
-from trouper.actors.metrics import Metrics
-from trouper.actors.observer import Observer
-from trouper.actors.policy import Policy
-from trouper.actors.pooler import Pooler
-from trouper.actors.pooling_policy import PoolingPolicy
-from trouper.actors.ports import Threads, WorkerThreads
-from trouper.actors.renderer import Renderer
+from trouper.actors.observability.metrics import Metrics
+from trouper.actors.observability.observer import Observer
+from trouper.actors.observability.reporter import Reporter
+from trouper.actors.output.detokenizer import Detokenizer
+from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.pooling import PoolingPrompts
+from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.actors.reporter import Reporter
-from trouper.actors.scheduler import Scheduler
-from trouper.config import EngineConfig
+from trouper.actors.runtime.event_loop import Loop
+from trouper.actors.runtime.threads import Threads, WorkerThreads
+from trouper.actors.scheduling.kv_blocks import Blocks
+from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.pooling_policy import PoolingPolicy
+from trouper.actors.scheduling.scheduler import Scheduler
+from trouper.config.args import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ async def _tracing(
         yield None
         return
     try:
-        from trouper.actors.tracing import Tracer, otlp_processor
+        from trouper.actors.observability.tracing import Tracer, otlp_processor
 
         processor = processor or otlp_processor(config.otlp_traces_endpoint)
     except ImportError as error:

@@ -5,8 +5,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from trouper.actors.loop import Soon
 from trouper.actors.messages import PoolDone, PoolPlan, StepDone, StepFailed, StepPlan
+from trouper.actors.runtime.event_loop import Soon
 
 Result = TypeVar("Result")
 Answer = StepDone | PoolDone | StepFailed

@@ -11,7 +11,7 @@ import ctypes
 import time
 from collections.abc import Callable
 
-from trouper.kernels import launch
+from trouper.kernels.codegen import launch
 
 AWAKE_S = 6e-4
 PAUSE_S = 6e-8  # 140 cycles of a Xeon; less elsewhere

@@ -7,7 +7,7 @@ first token is that of the first completion to have one, its end that of the las
 import msgspec
 
 from trouper.actors.messages import RequestEnded, Told
-from trouper.actors.reporter import Reporter
+from trouper.actors.observability.reporter import Reporter
 from trouper.outputs import RequestStateStats
 
 

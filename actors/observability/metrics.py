@@ -17,8 +17,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from trouper.actors.distribution import Distribution, one_two_five
 from trouper.actors.messages import RequestEnded, SchedulerStats, Told
+from trouper.actors.observability.distribution import Distribution, one_two_five
 from trouper.metrics import Counter, Gauge, Histogram, Metric
 
 LATENCY_S = (

@@ -23,7 +23,7 @@ from trouper.actors.messages import (
     Stepped,
     Told,
 )
-from trouper.actors.metrics import Metrics
+from trouper.actors.observability.metrics import Metrics
 
 logger = logging.getLogger("trouper")
 # Between two looks at the inbox: facts come when the loop is needed elsewhere, and a look takes a core from a step

@@ -17,7 +17,6 @@ import msgspec
 from anyio.abc import TaskStatus
 
 from trouper.actors.channel import Inbox, Sender
-from trouper.actors.facts import Facts, SequenceTimes
 from trouper.actors.messages import (
     DetokenizerInbox,
     RequestEnded,
@@ -29,11 +28,12 @@ from trouper.actors.messages import (
     Stop,
     Track,
 )
+from trouper.actors.observability.facts import Facts, SequenceTimes
+from trouper.actors.observability.reporter import Reporter
+from trouper.actors.output.stops import TextState
 from trouper.actors.rendering.logprobs import position_logprobs
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.actors.reply import ReplySlot
-from trouper.actors.reporter import Reporter
-from trouper.actors.stops import TextState
+from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.errors import GenerationError, TrouperError
 from trouper.outputs import FinishReason, LogprobsOnePosition, RequestError
 from trouper.params import SamplingParams

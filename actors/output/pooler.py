@@ -15,14 +15,14 @@ import msgspec
 import numpy as np
 from anyio.abc import TaskStatus
 
-from trouper.actors.admission import MAX_OPEN_REQUESTS
 from trouper.actors.channel import Inbox, open_channel
+from trouper.actors.engine.admission import MAX_OPEN_REQUESTS
 from trouper.actors.messages import PooledRequest, PoolerInbox
-from trouper.actors.ports import Threads
-from trouper.actors.postprocessing import finish
+from trouper.actors.output.postprocessing import finish
+from trouper.actors.runtime.threads import Threads
+from trouper.config.pooler import PoolerSpec
 from trouper.errors import GenerationError, TrouperError, TrouperValidationError
 from trouper.outputs import RequestError
-from trouper.pooler_config import PoolerSpec
 from trouper.pooling import LateInteractionParams
 from trouper.pooling_outputs import Array
 

@@ -8,8 +8,8 @@ import math
 
 import numpy as np
 
+from trouper.config.pooler import PoolerSpec
 from trouper.errors import GenerationError, TrouperValidationError
-from trouper.pooler_config import PoolerSpec
 from trouper.pooling import PoolingParams
 from trouper.pooling_outputs import Array
 

@@ -13,8 +13,8 @@ import msgspec
 
 from trouper.actors.rendering.sampling import ModelLimits
 from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.config.late_interaction import LateInteraction
 from trouper.errors import TrouperValidationError
-from trouper.late_interaction import LateInteraction
 
 
 class Marked(NamedTuple):

@@ -12,7 +12,6 @@ from typing import Any, Self
 import msgspec
 
 from trouper.actors.messages import AdmitPooling, Render
-from trouper.actors.pooling_slot import PoolingSlot
 from trouper.actors.rendering.late_interaction import Marks, marks_of
 from trouper.actors.rendering.sampling import ModelLimits
 from trouper.actors.rendering.text import (
@@ -24,8 +23,9 @@ from trouper.actors.rendering.text import (
     template_text,
 )
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.config import EngineConfig
-from trouper.pooler_config import PoolerSpec
+from trouper.actors.replies.pooling_slot import PoolingSlot
+from trouper.config.args import EngineConfig
+from trouper.config.pooler import PoolerSpec
 from trouper.pooling import PoolingParams
 
 TYPES = "token_type_ids"

@@ -17,8 +17,8 @@ from anyio.abc import TaskStatus
 
 from trouper.actors.channel import Inbox, Sender
 from trouper.actors.messages import AdmitPooling, DetokenizerInbox, Render, SchedulerInbox
-from trouper.actors.ports import Threads
 from trouper.actors.rendering.text import Rendered
+from trouper.actors.runtime.threads import Threads
 from trouper.errors import GenerationError, TrouperError, TrouperValidationError
 from trouper.params import SamplingParams
 

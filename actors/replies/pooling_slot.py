@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trouper.actors.slot import Slot
+from trouper.actors.replies.slot import Slot
 from trouper.outputs import RequestError
 from trouper.pooling_outputs import Array, PoolingOutput, PoolingRequestOutput
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import anyio
 import msgspec
 
-from trouper.actors.admission import Prefills
-from trouper.actors.loop import Event
-from trouper.actors.slot import Slot
+from trouper.actors.engine.admission import Prefills
+from trouper.actors.replies.slot import Slot
+from trouper.actors.runtime.event_loop import Event
 from trouper.outputs import (
     CompletionOutput,
     FinishReason,

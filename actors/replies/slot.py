@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 import anyio
 import anyio.lowlevel
 
-from trouper.actors.admission import Prefills
-from trouper.actors.loop import Event
+from trouper.actors.engine.admission import Prefills
+from trouper.actors.runtime.event_loop import Event
 from trouper.outputs import RequestStateStats
 
 Output = TypeVar("Output", covariant=True)

@@ -4,7 +4,7 @@ from typing import Generic, TypeVar, cast
 
 import anyio
 
-from trouper.actors.insist import insist
+from trouper.actors.runtime.shielded import insist
 
 T = TypeVar("T")
 

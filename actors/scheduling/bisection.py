@@ -11,7 +11,7 @@ A cause that is nobody's (a passing fault) is gone when all suspects have passed
 
 from collections.abc import Iterable
 
-from trouper.actors.sequences import Sequence
+from trouper.actors.scheduling.sequences import Sequence
 
 
 class Quarantine:

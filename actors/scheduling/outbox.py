@@ -3,7 +3,7 @@
 import msgspec
 
 from trouper.actors.messages import SequenceId, SequenceTokens, StepTokens, TokenLogprobs
-from trouper.actors.sequences import Sequence
+from trouper.actors.scheduling.sequences import Sequence
 from trouper.outputs import FinishReason
 
 

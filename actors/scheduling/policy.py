@@ -22,9 +22,6 @@ Laws:
 
 from collections import deque
 
-from trouper.actors.answer import Answer
-from trouper.actors.blocks import Blocks
-from trouper.actors.draft import Draft, Flight
 from trouper.actors.messages import (
     NO_VALID_TOKEN,
     Admit,
@@ -37,14 +34,17 @@ from trouper.actors.messages import (
     StepTokens,
     TokenLogprobs,
 )
-from trouper.actors.news import News
 from trouper.actors.pause import Pause
-from trouper.actors.quarantine import Quarantine
-from trouper.actors.running import Running
-from trouper.actors.sequences import Request, Sequence, State, open_request
-from trouper.actors.throttle import Throttle
-from trouper.actors.waiting import Waiting
-from trouper.config import SchedulerConfig
+from trouper.actors.runtime.future import Answer
+from trouper.actors.scheduling.bisection import Quarantine
+from trouper.actors.scheduling.kv_blocks import Blocks
+from trouper.actors.scheduling.outbox import News
+from trouper.actors.scheduling.running import Running
+from trouper.actors.scheduling.sequences import Request, Sequence, State, open_request
+from trouper.actors.scheduling.step_builder import Draft, Flight
+from trouper.actors.scheduling.token_budget import Throttle
+from trouper.actors.scheduling.waiting import Waiting
+from trouper.config.args import SchedulerConfig
 from trouper.outputs import FinishReason
 
 NOT_FINITE = "numerical_error: the logits are not finite"

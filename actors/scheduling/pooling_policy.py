@@ -18,7 +18,6 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from trouper.actors.answer import Answer
 from trouper.actors.messages import (
     Admit,
     AdmitPooling,
@@ -33,7 +32,8 @@ from trouper.actors.messages import (
     StepDone,
 )
 from trouper.actors.pause import Pause
-from trouper.config import SchedulerConfig
+from trouper.actors.runtime.future import Answer
+from trouper.config.args import SchedulerConfig
 
 WINDOW = 256  # sorting them by length takes 0.1 ms
 PASS_TOKENS = 512  # that a device computes in one pass, so it is not worth while to part them

@@ -7,12 +7,12 @@ start again doubles each time, until it starts only where nobody runs; from then
 at most one such sequence runs, and it runs to its end.
 """
 
-from trouper.actors.blocks import Blocks
-from trouper.actors.draft import Draft
 from trouper.actors.messages import SequenceId
-from trouper.actors.sequences import Sequence, State
-from trouper.actors.waiting import Queue
-from trouper.config import SchedulerConfig
+from trouper.actors.scheduling.kv_blocks import Blocks
+from trouper.actors.scheduling.sequences import Sequence, State
+from trouper.actors.scheduling.step_builder import Draft
+from trouper.actors.scheduling.waiting import Queue
+from trouper.config.args import SchedulerConfig
 
 MAX_EVICTIONS = 8
 

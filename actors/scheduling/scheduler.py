@@ -11,7 +11,6 @@ from typing import Any, assert_never
 import anyio
 from anyio.abc import TaskStatus
 
-from trouper.actors.answer import Answer
 from trouper.actors.channel import Inbox, Sender
 from trouper.actors.messages import (
     Abort,
@@ -31,10 +30,11 @@ from trouper.actors.messages import (
     Stepped,
     Stop,
 )
+from trouper.actors.observability.reporter import Reporter
 from trouper.actors.pause import Pause
-from trouper.actors.policy import Policy
-from trouper.actors.pooling_policy import PoolingPolicy
-from trouper.actors.reporter import Reporter
+from trouper.actors.runtime.future import Answer
+from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 
 
 class Scheduler:

@@ -16,10 +16,10 @@ from enum import Enum
 
 import msgspec
 
-from trouper.actors.blocks import FIRST_PARENT, block_hash
 from trouper.actors.messages import Admit, Sampling, SequenceId, TokenLogprobs
-from trouper.actors.repetition import is_repeating
-from trouper.config import SchedulerConfig
+from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, block_hash
+from trouper.actors.scheduling.repetition import is_repeating
+from trouper.config.args import SchedulerConfig
 from trouper.outputs import FinishReason
 
 Order = tuple[int, float, int, int]  # smaller runs first; unique

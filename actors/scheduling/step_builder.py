@@ -7,8 +7,8 @@ advances `num_computed` and counts the samples that are now under way.
 import msgspec
 
 from trouper.actors.messages import NewRow, StepPlan
-from trouper.actors.sequences import Sequence
-from trouper.config import SchedulerConfig
+from trouper.actors.scheduling.sequences import Sequence
+from trouper.config.args import SchedulerConfig
 
 Column = tuple[Sequence, int, int, int, bool]  # sequence, incarnation, start, end, needs_sample
 

@@ -9,7 +9,7 @@ O(live).
 from heapq import heapify, heappop, heappush
 
 from trouper.actors.messages import SequenceId
-from trouper.actors.sequences import Order, Sequence
+from trouper.actors.scheduling.sequences import Order, Sequence
 
 
 class Queue:

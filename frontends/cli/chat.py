@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.errors import RemoteError, TrouperClientError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.options import SamplingOptions, expand_options
@@ -19,7 +19,7 @@ from trouper.inputs import ChatPrompt
 from trouper.params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from trouper.frontends.async_engine import AsyncLLMEngine
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 

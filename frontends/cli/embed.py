@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.frontends.cli.generate import read_prompts
 from trouper.frontends.cli.options import expand_options
 from trouper.frontends.cli.running import Interrupts, run_engine
 from trouper.pooling import PoolingParams
 
 if TYPE_CHECKING:
-    from trouper.frontends.async_engine import AsyncLLMEngine
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 Truncate = Annotated[
     int | None, typer.Option(help="Keep so many tokens of each text; -1 is all that fit.")
@@ -69,7 +69,7 @@ async def _embed(
     engine: "AsyncLLMEngine",
     _: Interrupts,
 ) -> None:
-    from trouper.frontends.pooling import collect
+    from trouper.frontends.python.scoring import collect
 
     encodings = [
         engine.encode(text, params, tokenization_kwargs=_options(truncate)) for text in texts
@@ -86,7 +86,7 @@ async def _score(
     engine: "AsyncLLMEngine",
     _: Interrupts,
 ) -> None:
-    from trouper.frontends.pooling import Scorer
+    from trouper.frontends.python.scoring import Scorer
 
     scorer = Scorer(engine, options=_options(truncate))
     outputs = await scorer.score([query] * len(documents), documents)

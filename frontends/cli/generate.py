@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.options import SamplingOptions, expand_options
@@ -18,8 +18,8 @@ from trouper.outputs import RequestOutput
 from trouper.params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from trouper.actors.generation import Generation
-    from trouper.frontends.async_engine import AsyncLLMEngine
+    from trouper.actors.engine.generation import Generation
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 
 @expand_options

@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.frontends.cli import output
 from trouper.params import SamplingParams
 

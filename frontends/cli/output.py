@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any, Protocol, runtime_checkable
 
-from trouper.config import NOT_IMPLEMENTED
+from trouper.config.args import NOT_IMPLEMENTED
 from trouper.errors import RemoteError, TrouperClientError, UnsupportedFeatureError
 
 EXIT_CRASH = 1

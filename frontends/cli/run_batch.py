@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.options import expand_options, served_names
 from trouper.frontends.cli.running import Interrupts, run_engine
 
 if TYPE_CHECKING:
-    from trouper.frontends.async_engine import AsyncLLMEngine
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 INFLIGHT = 1024
 PART = ".part"  # what the output is called until it is complete
@@ -66,7 +66,7 @@ async def _answer(
     _: Interrupts,
 ) -> None:
     from trouper.frontends.server.app import create_app
-    from trouper.frontends.server.batch import Batch
+    from trouper.frontends.server.batch_files import Batch
     from trouper.frontends.server.settings import ServerSettings
 
     # Who waits in a batch waits for the whole of it: no places, no deadline.

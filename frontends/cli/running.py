@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 from anyio.abc import TaskStatus
 
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.frontends.cli import output
 
 if TYPE_CHECKING:
-    from trouper.frontends.async_engine import AsyncLLMEngine
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 LOADING = "loading …"
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Interrupts:
 def run_engine(engine_args: EngineArgs, act: "Act[AsyncLLMEngine]") -> None:
     """Start an engine on trio, let `act` use it, and close it; raises as `run_open` does."""
     with output.status(LOADING):
-        from trouper.frontends.async_engine import AsyncLLMEngine
+        from trouper.frontends.python.async_engine import AsyncLLMEngine
     run_open(AsyncLLMEngine(engine_args, offline=True), act, LOADING)
 
 

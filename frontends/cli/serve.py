@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import anyio
 import typer
 
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.options import expand_options, json_object, read_config, served_names
@@ -150,9 +150,9 @@ def serve(
 
 
 def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
-    from trouper.frontends.server.lines import log_lines
-    from trouper.frontends.server.listeners import bind_tcp, bind_unix
-    from trouper.frontends.server.running import Server
+    from trouper.frontends.server.http.async_logging import log_lines
+    from trouper.frontends.server.http.listeners import bind_tcp, bind_unix
+    from trouper.frontends.server.server import Server
     from trouper.frontends.server.service import Service
 
     for name, value in vars(options).items():
@@ -173,7 +173,7 @@ def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
             admin.append(stack.enter_context(bind_tcp(LOOPBACK, options.admin_port)))
 
         async def main() -> None:
-            from trouper.frontends.async_engine import AsyncLLMEngine
+            from trouper.frontends.python.async_engine import AsyncLLMEngine
 
             service = Service(_settings(options, engine_args))
             server = Server(

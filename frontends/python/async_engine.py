@@ -10,12 +10,12 @@ import anyio
 import anyio.to_thread
 from anyio import AsyncContextManagerMixin
 
-from trouper.actors.engine import Engine, EngineStatistics, open_engine
-from trouper.actors.executor.local import LocalDevice
-from trouper.actors.generation import Generation
-from trouper.config import EngineArgs, ModelConfig
+from trouper.actors.engine.generation import Generation
+from trouper.actors.engine.wiring import Engine, EngineStatistics, open_engine
+from trouper.actors.executor.devices.threaded import LocalDevice
+from trouper.config.args import EngineArgs, ModelConfig
 from trouper.errors import EngineDeadError, TrouperValidationError, UnsupportedFeatureError
-from trouper.frontends.options import (
+from trouper.frontends.python.options import (
     check_unused,
     default_sampling_params,
     plain_prompt,

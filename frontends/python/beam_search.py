@@ -14,7 +14,7 @@ from trouper.outputs import RequestOutput
 from trouper.params import MAX_LOGPROB_TOKEN_IDS, BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
-    from trouper.frontends.llm import LLM
+    from trouper.frontends.python.llm import LLM
 
 EXTRAS = ("cache_salt", "mm_processor_kwargs")  # of a prompt dict; they hold for every beam
 

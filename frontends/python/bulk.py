@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import anyio
 
-from trouper.actors.generation import Generation
+from trouper.actors.engine.generation import Generation
 from trouper.errors import TrouperValidationError
-from trouper.frontends.options import plain_prompt
+from trouper.frontends.python.options import plain_prompt
 from trouper.inputs import PromptType
 from trouper.outputs import RequestOutput
 from trouper.params import RequestOutputKind, SamplingParams

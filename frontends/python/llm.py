@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, Self, cast
 
-from trouper.config import EngineArgs, ModelConfig
+from trouper.config.args import EngineArgs, ModelConfig
 from trouper.errors import EnginePausedError, TrouperValidationError, UnsupportedFeatureError
-from trouper.frontends.batch import (
+from trouper.frontends.python.beam_search import BeamSearchOutput, beam_search
+from trouper.frontends.python.bulk import (
     ProgressBar,
     as_list,
     final_only,
@@ -18,10 +19,9 @@ from trouper.frontends.batch import (
     progress_bar,
     submit,
 )
-from trouper.frontends.beam_search import BeamSearchOutput, beam_search
-from trouper.frontends.llm_engine import LLMEngine
-from trouper.frontends.llm_pooling import PoolingMethods
-from trouper.frontends.options import default_sampling_params, one_each
+from trouper.frontends.python.llm_engine import LLMEngine
+from trouper.frontends.python.llm_pooling import PoolingMethods
+from trouper.frontends.python.options import default_sampling_params, one_each
 from trouper.inputs import ChatPrompt, PromptType
 from trouper.metrics import Metric
 from trouper.outputs import RequestOutput

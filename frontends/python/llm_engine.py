@@ -16,11 +16,11 @@ from typing import Any, Self
 import trio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from trouper.actors.generation import Generation
-from trouper.actors.handle import EngineStatistics
-from trouper.config import EngineArgs, ModelConfig
+from trouper.actors.engine.engine import EngineStatistics
+from trouper.actors.engine.generation import Generation
+from trouper.config.args import EngineArgs, ModelConfig
 from trouper.errors import EngineDeadError, ExecutionError, TrouperValidationError
-from trouper.frontends.async_engine import AsyncLLMEngine
+from trouper.frontends.python.async_engine import AsyncLLMEngine
 from trouper.inputs import PoolingPrompt
 from trouper.metrics import Metric
 from trouper.outputs import RequestOutput

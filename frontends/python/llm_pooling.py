@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 
 from trouper.errors import EnginePausedError, TrouperValidationError
-from trouper.frontends.batch import ProgressBar, as_list, progress_bar
-from trouper.frontends.llm_engine import LLMEngine
-from trouper.frontends.options import check_unused, one_each
-from trouper.frontends.pooling import Pooled, Scorer, as_pairs, collect
+from trouper.frontends.python.bulk import ProgressBar, as_list, progress_bar
+from trouper.frontends.python.llm_engine import LLMEngine
+from trouper.frontends.python.options import check_unused, one_each
+from trouper.frontends.python.scoring import Pooled, Scorer, as_pairs, collect
 from trouper.inputs import PoolingPrompt
 from trouper.pooling import PoolingParams
 from trouper.pooling_outputs import (

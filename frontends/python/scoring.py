@@ -11,18 +11,18 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 
-from trouper.actors.generation import Generation
-from trouper.actors.pooler import MAX_QUERIES
-from trouper.actors.postprocessing import cosines
+from trouper.actors.engine.generation import Generation
+from trouper.actors.output.pooler import MAX_QUERIES
+from trouper.actors.output.postprocessing import cosines
+from trouper.config.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError
-from trouper.frontends.turns import InTurns
+from trouper.frontends.python.cooperative import InTurns
 from trouper.inputs import PairPrompt, PoolingPrompt
-from trouper.pooler_config import PoolerSpec
 from trouper.pooling import LateInteractionParams, PoolingParams
 from trouper.pooling_outputs import Array, PoolingOutput, PoolingRequestOutput
 
 if TYPE_CHECKING:
-    from trouper.frontends.async_engine import AsyncLLMEngine
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 Encoding = Generation[PoolingRequestOutput[PoolingOutput]]
 Pooled = PoolingRequestOutput[PoolingOutput]

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from trouper.errors import EngineDeadError
-from trouper.frontends.server.access import Gate
-from trouper.frontends.server.cors import cors_headers
-from trouper.frontends.server.decoding import decode
+from trouper.frontends.server.admission.overload import Level
+from trouper.frontends.server.auth import Gate
 from trouper.frontends.server.errors import Problem, Refusal, describe, log, logger
-from trouper.frontends.server.exchange import (
+from trouper.frontends.server.http.cors import cors_headers
+from trouper.frontends.server.http.decoding import decode
+from trouper.frontends.server.http.exchange import (
     TICKET,
     Answer,
     ClientGone,
@@ -30,14 +31,13 @@ from trouper.frontends.server.exchange import (
     Scope,
     Send,
 )
-from trouper.frontends.server.overload import Level
-from trouper.frontends.server.replies import Usage
+from trouper.frontends.server.openai.responses_types import Usage
 from trouper.frontends.server.routes import TABLE, Route
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from trouper.frontends.async_engine import AsyncLLMEngine
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 access_log = logging.getLogger("trouper.access")
 MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000

@@ -7,7 +7,7 @@ import hmac
 from hashlib import sha256
 
 from trouper.frontends.server.errors import Refusal
-from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.http.exchange import Exchange
 from trouper.frontends.server.routes import ROUTES, TABLE, Route
 from trouper.frontends.server.settings import ServerSettings
 

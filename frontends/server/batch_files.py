@@ -17,9 +17,9 @@ import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from trouper.frontends.server.app import App
-from trouper.frontends.server.decoding import decode
 from trouper.frontends.server.errors import Problem, Refusal, describe
-from trouper.frontends.server.exchange import JSON
+from trouper.frontends.server.http.decoding import decode
+from trouper.frontends.server.http.exchange import JSON
 from trouper.frontends.server.routes import ROUTES
 
 URLS = tuple(route.path for route in ROUTES if route.access == "user" and route.body is not None)

@@ -24,8 +24,8 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
+from trouper.frontends.server.http.listeners import BACKLOG
 from trouper.frontends.server.http1 import SMALL, Http1, Shared
-from trouper.frontends.server.listeners import BACKLOG
 
 MAX_RECV = 2**16
 # Of a body of which so much is still to come: 90 MB take half as much of the loop, at 0.1 ms a piece.

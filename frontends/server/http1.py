@@ -23,7 +23,7 @@ from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.worker_context import WorkerContext
 
 from trouper.frontends.server.errors import logger
-from trouper.frontends.server.exchange import WHEN_LEFT, WHOLE_SENDS, Answer, Message
+from trouper.frontends.server.http.exchange import WHEN_LEFT, WHOLE_SENDS, Answer, Message
 
 HEAD = re.compile(
     rb"(GET|POST) (/[!-~]*) HTTP/1\.1\r\n"

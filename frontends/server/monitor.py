@@ -2,8 +2,8 @@
 
 import anyio
 
-from trouper.frontends.server.heap import Heap
-from trouper.frontends.server.overload import Level
+from trouper.frontends.server.admission.overload import Level
+from trouper.frontends.server.gc_control import Heap
 from trouper.frontends.server.service import Service
 
 PERIOD_S = 0.01

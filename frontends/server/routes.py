@@ -5,23 +5,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from trouper.frontends.server import control, operations, pooling, tokens
-from trouper.frontends.server.chat import create_chat
-from trouper.frontends.server.completions import create_completion
-from trouper.frontends.server.exchange import Exchange
-from trouper.frontends.server.openapi import describe
-from trouper.frontends.server.pooling_wire import (
-    ClassifyRequest,
-    CohereEmbedRequest,
-    EmbeddingRequest,
-    PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
-)
-from trouper.frontends.server.replies import ChatReply, CompletionReply
-from trouper.frontends.server.responses import create_response
-from trouper.frontends.server.service import Service
-from trouper.frontends.server.wire import (
+from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.openai import tokens
+from trouper.frontends.server.openai.chat import create_chat
+from trouper.frontends.server.openai.completions import create_completion
+from trouper.frontends.server.openai.requests import (
     AbortRequest,
     ChatRequest,
     CompletionRequest,
@@ -29,6 +17,20 @@ from trouper.frontends.server.wire import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from trouper.frontends.server.openai.responses import create_response
+from trouper.frontends.server.openai.responses_types import ChatReply, CompletionReply
+from trouper.frontends.server.ops import control, operations
+from trouper.frontends.server.ops.openapi import describe
+from trouper.frontends.server.pooling import routes
+from trouper.frontends.server.pooling.requests import (
+    ClassifyRequest,
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from trouper.frontends.server.service import Service
 
 Handler = Callable[[Service, Exchange, Any], Awaitable[None]]
 Access = Literal["public", "user", "admin"]
@@ -75,15 +77,15 @@ ROUTES = (
         Route("POST", path, "user", handler, body, generates=True, reply=reply)
         for path, handler, body, reply in GENERATING
     ),
-    Route("POST", "/v1/embeddings", "user", pooling.create_embedding, EmbeddingRequest, True),
-    Route("POST", "/pooling", "user", pooling.create_pooling, PoolingRequest, True),
-    Route("POST", "/classify", "user", pooling.create_classification, ClassifyRequest, True),
-    Route("POST", "/score", "user", pooling.create_score, ScoreRequest, True),
-    Route("POST", "/v1/score", "user", pooling.create_score, ScoreRequest, True),
-    Route("POST", "/rerank", "user", pooling.create_rerank, RerankRequest, True),
-    Route("POST", "/v1/rerank", "user", pooling.create_rerank, RerankRequest, True),
-    Route("POST", "/v2/rerank", "user", pooling.create_rerank, RerankRequest, True),
-    Route("POST", "/v2/embed", "user", pooling.create_cohere_embedding, CohereEmbedRequest, True),
+    Route("POST", "/v1/embeddings", "user", routes.create_embedding, EmbeddingRequest, True),
+    Route("POST", "/pooling", "user", routes.create_pooling, PoolingRequest, True),
+    Route("POST", "/classify", "user", routes.create_classification, ClassifyRequest, True),
+    Route("POST", "/score", "user", routes.create_score, ScoreRequest, True),
+    Route("POST", "/v1/score", "user", routes.create_score, ScoreRequest, True),
+    Route("POST", "/rerank", "user", routes.create_rerank, RerankRequest, True),
+    Route("POST", "/v1/rerank", "user", routes.create_rerank, RerankRequest, True),
+    Route("POST", "/v2/rerank", "user", routes.create_rerank, RerankRequest, True),
+    Route("POST", "/v2/embed", "user", routes.create_cohere_embedding, CohereEmbedRequest, True),
     Route("POST", "/tokenize", "user", tokens.tokenize, TokenizeRequest),
     Route("POST", "/detokenize", "user", tokens.detokenize, DetokenizeRequest),
     Route(

@@ -20,16 +20,16 @@ import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from trouper.frontends.server.app import App
-from trouper.frontends.server.heap import Heap
-from trouper.frontends.server.listeners import address
+from trouper.frontends.server.gc_control import Heap
+from trouper.frontends.server.http.listeners import address
+from trouper.frontends.server.monitor import watch
 from trouper.frontends.server.service import Service
-from trouper.frontends.server.watch import watch
 
 if TYPE_CHECKING:
     from hypercorn.config import Config
 
-    from trouper.actors.handle import Engine
-    from trouper.frontends.async_engine import AsyncLLMEngine
+    from trouper.actors.engine.engine import Engine
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 GRACE_S = 1.5  # for the final outputs to reach their readers
 GUARD_S = 5.0  # beyond the shutdown's own time

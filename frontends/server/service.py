@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 
-from trouper.actors.metrics import LIMITS
-from trouper.config import EngineConfig
+from trouper.actors.observability.metrics import LIMITS
+from trouper.config.args import EngineConfig
 from trouper.errors import RetryableRequestError, TrouperNotFoundError
-from trouper.frontends.server.body import Rooms
-from trouper.frontends.server.delay import QueueDelay
-from trouper.frontends.server.door import BYTES_PER_TOKEN, Door, Ticket
+from trouper.frontends.server.admission.codel import QueueDelay
+from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, Door, Ticket
+from trouper.frontends.server.admission.overload import Ladder, Level, memory_used
+from trouper.frontends.server.admission.throughput import StepClock
 from trouper.frontends.server.errors import aborted, clean, logger, unavailable
-from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.http.body import Rooms
+from trouper.frontends.server.http.exchange import Exchange
 from trouper.frontends.server.metrics import ServerMetrics
-from trouper.frontends.server.overload import Ladder, Level, memory_used
-from trouper.frontends.server.progress import StepClock
+from trouper.frontends.server.openai.requests import Generating
 from trouper.frontends.server.settings import ServerSettings
-from trouper.frontends.server.wire import Generating
 from trouper.inputs import PromptType
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
 
 if TYPE_CHECKING:
-    from trouper.actors.generation import Generation
-    from trouper.frontends.async_engine import AsyncLLMEngine
+    from trouper.actors.engine.generation import Generation
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 PLACES = 4  # × max_num_seqs sequences may be open: one in the machine, three on the bench
 MAX_ECHO = 200

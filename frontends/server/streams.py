@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 
 from trouper.errors import TrouperValidationError
-from trouper.frontends.server.replies import CachedTokens, Usage
-from trouper.frontends.turns import InTurns
+from trouper.frontends.python.cooperative import InTurns
+from trouper.frontends.server.openai.responses_types import CachedTokens, Usage
 from trouper.outputs import RequestOutput
 from trouper.pooling_outputs import PoolingRequestOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trouper.actors.generation import Generation
-    from trouper.frontends.server.exchange import Exchange
+    from trouper.actors.engine.generation import Generation
+    from trouper.frontends.server.http.exchange import Exchange
     from trouper.frontends.server.service import Service
 
 T = TypeVar("T", bound=RequestOutput | PoolingRequestOutput[Any])

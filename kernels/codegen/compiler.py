@@ -23,7 +23,7 @@ from typing import Any
 from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding
 
-from trouper.kernels.simd import Code, has_bf16_dot
+from trouper.kernels.codegen.builder import Code, has_bf16_dot
 
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -63,7 +63,7 @@ def cache_folder() -> Path | None:
     """Of this user alone; None where there is nowhere to keep anything: compile each time."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
     features = sorted(name for name, has in binding.get_host_cpu_features().items() if has)
     for part in (binding.get_host_cpu_name(), *features, llvmlite_version):

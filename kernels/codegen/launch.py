@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from trouper.kernels.matmul import Unit
-    from trouper.kernels.recording import Recording
-    from trouper.kernels.simd import Code, Kind
+    from trouper.kernels.codegen.builder import Code, Kind
+    from trouper.kernels.codegen.recording import Recording
+    from trouper.kernels.cpu.linear.dense import Unit
 
 logger = logging.getLogger(__name__)
 LANES = 16  # of a register, as `simd.py` has them
@@ -69,7 +69,7 @@ class Kernel:
 @functools.cache
 def compiled(write: "Callable[..., None]", *options: object) -> Kernel:
     """The kernel `write(code, *options)`, from the disk if it was compiled before."""
-    from trouper.kernels.machine_code import address_of
+    from trouper.kernels.codegen.compiler import address_of
 
     name = "_".join((write.__name__, *map(str, options)))
 
@@ -128,11 +128,11 @@ def is_available() -> bool:
     if os.environ.get("TROUPER_KERNELS") == "torch":
         return False
     try:
-        from trouper.kernels import machine_code
+        from trouper.kernels.codegen import compiler
     except ImportError as error:
         logger.warning("llvmlite cannot be imported, the CPU runs on torch alone: %s", error)
         return False
-    return bool(machine_code)
+    return bool(compiler)
 
 
 def kind_of(dtype: "torch.dtype") -> "Kind | None":
@@ -151,7 +151,7 @@ def can_multiply() -> bool:
     """Products of ours pay: both dtypes, whatever the machine has beyond AVX2."""
     if not is_available():
         return False
-    from trouper.kernels.simd import has_fma
+    from trouper.kernels.codegen.builder import has_fma
 
     return has_fma()
 
@@ -160,7 +160,7 @@ def can_decode() -> bool:
     """Weights of few bits become numbers as fast as they are read: with AVX512-BF16, and what comes with it."""
     if not is_available():
         return False
-    from trouper.kernels.simd import has_bf16_dot
+    from trouper.kernels.codegen.builder import has_bf16_dot
 
     return has_bf16_dot()
 
@@ -168,7 +168,7 @@ def can_decode() -> bool:
 @functools.cache
 def bf16_unit() -> "Unit":
     """What multiplies bfloat16 on this machine."""
-    from trouper.kernels.machine_code import has_tiles
+    from trouper.kernels.codegen.compiler import has_tiles
 
     return "tiles" if has_tiles() else "dots"
 

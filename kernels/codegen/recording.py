@@ -19,8 +19,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from trouper.kernels import launch
-from trouper.kernels.arena import Arena, Lender
+from trouper.kernels.codegen import launch
+from trouper.kernels.codegen.arena import Arena, Lender
 
 Result = TypeVar("Result")  # tensors
 
@@ -43,7 +43,7 @@ class Recording(Generic[Result]):
     def __init__(
         self, arena: Arena, inputs: Iterable[Tensor], function: Callable[[], Result]
     ) -> None:
-        from trouper.kernels.replay import num_counters, replay
+        from trouper.kernels.codegen.replay import num_counters, replay
 
         self._launches: list[tuple[int, int, tuple[int, ...]]] = []
         self._kept: list[object] = []
@@ -81,7 +81,7 @@ class Recording(Generic[Result]):
 
     def _written(self) -> np.ndarray:
         """The commands; each block of arguments begins with a cache line."""
-        from trouper.kernels.replay import COMMAND, LINE
+        from trouper.kernels.codegen.replay import COMMAND, LINE
 
         lengths = [-(-len(arguments) // LINE) * LINE for _, _, arguments in self._launches]
         blocks = np.zeros(sum(lengths) + LINE, dtype=np.int64)

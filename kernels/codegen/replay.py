@@ -24,7 +24,7 @@ Two Xeon cores, in turn: 31.5 with such meetings, 30.4 as it is; beside one busy
 
 import platform
 
-from trouper.kernels.simd import Code
+from trouper.kernels.codegen.builder import Code
 
 COMMAND = 3
 LINE = 8  # int64 of a cache line

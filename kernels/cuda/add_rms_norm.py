@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trouper.kernels.cuda.launch import Table, config_of
-from trouper.kernels.rms_norm import rms_norm_reference
+from trouper.kernels.reference.rms_norm import rms_norm_reference
 
 # By E.  One row a program, so that a row's arithmetic never depends on the batch.
 CONFIGS: Table = {

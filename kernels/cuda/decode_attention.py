@@ -14,7 +14,7 @@ sequence is split depends on its own length alone, and with it every bit of its 
 merged in their order.  A sequence of one part is finished by the first kernel.
 
 Roofline: bytes = 2 e H D ΣL, FLOPs = 4 N D ΣL for L keys (fewer with a window); bound by memory.
-Target 85 % from 64 MB of KV.  Reference: `kernels/paged_attention.py`.
+Target 85 % from 64 MB of KV.  Reference: `kernels/reference/paged_attention.py`.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The Gumbel noise of `kernels/noise.py` on the device: the same bits, logarithms within an ulp or two.
+"""The Gumbel noise of `kernels/reference/noise.py` on the device: the same bits, logarithms within an ulp or two.
 
 Device code of `sample`.  The hardware's logarithm is useless near one, where the largest noise comes
 from (its error is 2⁻²² absolute), so `log` is Cephes' logf: an exact split and a polynomial.

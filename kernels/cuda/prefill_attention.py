@@ -10,7 +10,7 @@ come first.  Tiles of keys begin at multiples of TILE and those that a query doe
 of its row, so a query's bits depend neither on its chunk nor on its batch.
 
 Roofline: FLOPs = 4 N D Σ q (start + q / 2) for q queries.  Target 60 % from q = 1024.
-Reference: `kernels/paged_attention.py`.
+Reference: `kernels/reference/paged_attention.py`.
 """
 
 import triton

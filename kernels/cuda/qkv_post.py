@@ -2,7 +2,7 @@
 
     qkv    [T, N + 2 H, D]  tokens × (q heads, k heads, v heads) × head width, rows contiguous
     norm   [N + H, D]       weights of the norm of each q and k head, or None
-    table  [P, 2, R]        positions × (cos, signed sin) × rotated width, as `kernels/rope.py`, or None
+    table  [P, 2, R]        positions × (cos, signed sin) × rotated width, as `kernels/reference/rope.py`, or None
     cache  [2, H, S, D]     one layer; a head's row of a slot contiguous
     slots  [T]              int32; a negative slot is a padding token, of which nothing is written
 
@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from trouper.kernels.cuda.launch import Table, config_of
-from trouper.kernels.kv_write import kv_write_reference
-from trouper.kernels.rms_norm import rms_norm_reference
+from trouper.kernels.reference.kv_write import kv_write_reference
+from trouper.kernels.reference.rms_norm import rms_norm_reference
 
 # By D: HEADS heads a program.
 CONFIGS: Table = {

@@ -153,7 +153,7 @@ def sample(
 
 
 def sample_reference(scaled_V: Tensor, kept_V: Tensor, noise_V: Tensor | None) -> int:
-    """One row: `scaled_V` are its logits by temperature, `noise_V` comes from `kernels/noise.py`."""
+    """One row: `scaled_V` are its logits by temperature, `noise_V` comes from `kernels/reference/noise.py`."""
     if scaled_V.isnan().any() or not scaled_V.isfinite().any():
         return -1
     if noise_V is None:

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from trouper.kernels.act_mul import gelu_tanh_mul, silu_mul
-from trouper.kernels.attention_plan import Tile, plan_attention
-from trouper.kernels.decoder_ops import Integers, Shape
-from trouper.kernels.kv_write import kv_write_
-from trouper.kernels.paged_attention import MAX_TILE_CAPPED, mask_tensors, paged_attention
-from trouper.kernels.rms_norm import rms_norm, rms_norm_heads_
-from trouper.kernels.rope import rope_, rotation_of
+from trouper.kernels.reference.act_mul import gelu_tanh_mul, silu_mul
+from trouper.kernels.reference.attention_plan import Tile, plan_attention
+from trouper.kernels.reference.kv_write import kv_write_
+from trouper.kernels.reference.paged_attention import MAX_TILE_CAPPED, mask_tensors, paged_attention
+from trouper.kernels.reference.rms_norm import rms_norm, rms_norm_heads_
+from trouper.kernels.reference.rope import rope_, rotation_of
+from trouper.kernels.select import Integers, Shape
 
 
 class TorchOps:

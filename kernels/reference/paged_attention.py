@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels.attention_plan import Run, Tile
+from trouper.kernels.reference.attention_plan import Run, Tile
 
 MAX_TILE_CAPPED = (
     256  # queries; a capped score matrix lives in memory: 8 heads x 256 x 8192 x 4 B = 64 MiB

@@ -10,9 +10,9 @@ import torch
 from trouper.bench import plot, roofs, startup
 from trouper.bench import throughput as core
 from trouper.bench.kernels import OPS, TOLERANCE, Case, Shapes, WrongResultError, measure
-from trouper.config import DEMO_MODEL, EngineArgs
+from trouper.config.args import DEMO_MODEL, EngineArgs
+from trouper.config.presets import GEOMETRIES
 from trouper.errors import UnsupportedFeatureError
-from trouper.geometries import GEOMETRIES
 
 SMALL = ["--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "128"]
 SMALL += ["--num-gpu-blocks-override", "8"]

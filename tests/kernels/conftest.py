@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.kernels import launch
+from trouper.kernels.codegen import launch
 
 
 @pytest.fixture(scope="module", params=["dots", "tiles"])
@@ -12,7 +12,7 @@ def unit(request):
     Weights of few bits are decoded here also where that is too slow to be chosen.
     """
     if launch.is_available():
-        from trouper.kernels.machine_code import has_tiles
+        from trouper.kernels.codegen.compiler import has_tiles
 
         if request.param == "tiles" and not has_tiles():
             pytest.skip("needs AMX")

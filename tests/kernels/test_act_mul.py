@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trouper.kernels.act_mul import (
+from trouper.kernels.reference.act_mul import (
     gelu_mul,
     gelu_mul_reference,
     gelu_tanh_mul,

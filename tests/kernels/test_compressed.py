@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.kernels import launch
-from trouper.kernels.linear import Linear, layout_of, linear
+from trouper.kernels.codegen import launch
+from trouper.kernels.cpu.linear.layer import Linear, layout_of, linear
 
 pytestmark = [
     pytest.mark.skipif(
@@ -38,7 +38,7 @@ def products_with_unit_vectors(layer):
 
 def decoded(layer):
     """The bits of the first panels, as a product of many rows leaves them in its scratch memory."""
-    from trouper.kernels.compressed_matmul import SHAPES, scratch_bytes
+    from trouper.kernels.cpu.linear.compressed import SHAPES, scratch_bytes
 
     num_out, num_in = layer.shape
     num_rows, num_panels = 17, SHAPES[launch.bf16_unit()].many.panels

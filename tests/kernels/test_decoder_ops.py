@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from trouper import kernels
-from trouper.kernels import launch
-from trouper.kernels.decoder_ops import Shape, can_be_native, make_ops
-from trouper.kernels.native_ops import NativeOps
-from trouper.kernels.paged_attention import paged_attention_reference
-from trouper.kernels.prefill_attention import PARTS
-from trouper.kernels.rms_norm import rms_norm_reference
-from trouper.kernels.rope import rope_table
-from trouper.kernels.torch_ops import TorchOps
+from trouper.kernels.codegen import launch
+from trouper.kernels.cpu.attention.prefill import PARTS
+from trouper.kernels.cpu.fused.ops import NativeOps
+from trouper.kernels.reference.ops import TorchOps
+from trouper.kernels.reference.paged_attention import paged_attention_reference
+from trouper.kernels.reference.rms_norm import rms_norm_reference
+from trouper.kernels.reference.rope import rope_table
+from trouper.kernels.select import Shape, can_be_native, make_ops
 
 pytestmark = pytest.mark.usefixtures("unit")
 COLUMNS = {  # (start, count) of each sequence
@@ -301,7 +301,7 @@ def test_the_choice_depends_on_the_model():
 
 def test_without_llvmlite_everything_is_torch(monkeypatch):
     launch.is_available.cache_clear()
-    monkeypatch.setitem(sys.modules, "trouper.kernels.machine_code", None)
+    monkeypatch.setitem(sys.modules, "trouper.kernels.codegen.compiler", None)
     monkeypatch.delattr(kernels, "machine_code", raising=False)
     try:
         assert isinstance(make_ops(TINY), TorchOps)

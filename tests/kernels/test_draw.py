@@ -6,15 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.kernels import draw as drawing
-from trouper.kernels.draw import (
+from trouper.kernels.cpu.sampling import sample as drawing
+from trouper.kernels.cpu.sampling.sample import (
     NOT_FINITE,
     NOTHING_LEFT,
     ROW,
     kept_reference,
     penalise_repetition_reference_,
 )
-from trouper.kernels.noise import gumbel
+from trouper.kernels.reference.noise import gumbel
 
 MASS = 1e-5  # of a sum of float32: whoever is so near a limit may be on either side
 

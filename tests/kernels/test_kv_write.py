@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trouper.kernels.kv_write import kv_write_, kv_write_reference
+from trouper.kernels.reference.kv_write import kv_write_, kv_write_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from trouper.kernels import launch
-from trouper.kernels.layer_norm import LayerNorm, layer_norm_reference
+from trouper.kernels.codegen import launch
+from trouper.kernels.cpu.fused.layer_norm import LayerNorm, layer_norm_reference
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trouper.kernels.linear import Linear, layout_of, linear, linear_reference
+from trouper.kernels.cpu.linear.layer import Linear, layout_of, linear, linear_reference
 
 needs_native = pytest.mark.skipif(
     layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs native products"

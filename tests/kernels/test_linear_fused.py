@@ -2,8 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trouper.kernels.linear import NATIVE, Linear, layout_of
-from trouper.kernels.linear_fused import (
+from trouper.kernels.cpu.linear.fused import (
     FUSED,
     activate,
     linear_act,
@@ -11,6 +10,7 @@ from trouper.kernels.linear_fused import (
     linear_add,
     linear_add_reference,
 )
+from trouper.kernels.cpu.linear.layer import NATIVE, Linear, layout_of
 
 pytestmark = pytest.mark.usefixtures("unit")
 KINDS = [

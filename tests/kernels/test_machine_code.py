@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from trouper.kernels import launch
+from trouper.kernels.codegen import launch
 
-machine_code = pytest.importorskip("trouper.kernels.machine_code")
+machine_code = pytest.importorskip("trouper.kernels.codegen.compiler")
 
 
 def write_answer(code):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.kernels.attention_plan import plan_attention, slot_runs
-from trouper.kernels.kv_write import kv_write_
-from trouper.kernels.paged_attention import (
+from trouper.kernels.reference.attention_plan import plan_attention, slot_runs
+from trouper.kernels.reference.kv_write import kv_write_
+from trouper.kernels.reference.paged_attention import (
     mask_tensors,
     paged_attention,
     paged_attention_reference,

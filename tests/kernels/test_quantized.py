@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trouper.kernels.linear import Linear, layout_of, linear
-from trouper.kernels.quantization import (
+from trouper.kernels.cpu.linear.layer import Linear, layout_of, linear
+from trouper.kernels.cpu.linear.quantization import (
     GROUP,
     Integers,
     can_quantize,

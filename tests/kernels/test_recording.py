@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.kernels import launch
-from trouper.kernels.arena import Arena
-from trouper.kernels.recording import NotRecordableError, Recording
+from trouper.kernels.codegen import launch
+from trouper.kernels.codegen.arena import Arena
+from trouper.kernels.codegen.recording import NotRecordableError, Recording
 
-machine_code = pytest.importorskip("trouper.kernels.machine_code")
+machine_code = pytest.importorskip("trouper.kernels.codegen.compiler")
 
 LENGTH = 64
 
@@ -72,7 +72,7 @@ def test_each_launch_sees_all_that_was_written_before_it(kernel, words, num_thre
 
 
 def test_nobody_waits_for_a_thread_that_comes_when_all_is_done(kernel, words):
-    replay = importlib.import_module("trouper.kernels.replay")
+    replay = importlib.import_module("trouper.kernels.codegen.replay")
 
     def function():
         x = words

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trouper.kernels.rms_norm import rms_norm, rms_norm_heads_, rms_norm_reference
+from trouper.kernels.reference.rms_norm import rms_norm, rms_norm_heads_, rms_norm_reference
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trouper.kernels.rope import rope_, rope_reference, rope_table, rotation_of
+from trouper.kernels.reference.rope import rope_, rope_reference, rope_table, rotation_of
 
 
 def frequencies(width, theta=10_000.0):

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from trouper.kernels import launch
-from trouper.kernels.row_pooling import RowPooling
-from trouper.kernels.varlen_attention import Group
+from trouper.kernels.codegen import launch
+from trouper.kernels.cpu.attention.varlen import Group
+from trouper.kernels.cpu.fused.row_pooling import RowPooling
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.kernels.launch import compiled
+from trouper.kernels.codegen.launch import compiled
 
-machine_code = pytest.importorskip("trouper.kernels.machine_code")
+machine_code = pytest.importorskip("trouper.kernels.codegen.compiler")
 
 
 @pytest.fixture(autouse=True)

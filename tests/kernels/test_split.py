@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from trouper.kernels import split_matmul
-from trouper.kernels.arena import Arena
-from trouper.kernels.linear import Linear, layout_of, linear
-from trouper.kernels.recording import Recording
+from trouper.kernels.codegen.arena import Arena
+from trouper.kernels.codegen.recording import Recording
+from trouper.kernels.cpu.linear import split_fp32
+from trouper.kernels.cpu.linear.layer import Linear, layout_of, linear
 
 pytestmark = pytest.mark.skipif(
     layout_of(torch.empty(16, 32), is_for_many=True) != "split", reason="needs AMX"
@@ -78,8 +78,8 @@ def test_stretches_of_rows_give_the_same(monkeypatch, num_rows):
     layer = Linear(torch.randn(80, 96), torch.randn(80), layout="split")
     x = torch.randn(num_rows, 96)
     expected = linear(x, layer)
-    shape = split_matmul.SHAPE._replace(most_bytes=1)
-    monkeypatch.setattr(split_matmul, "SHAPE", shape)
+    shape = split_fp32.SHAPE._replace(most_bytes=1)
+    monkeypatch.setattr(split_fp32, "SHAPE", shape)
     assert torch.equal(linear(x, layer), expected)
 
 
@@ -96,12 +96,12 @@ def test_a_recording_computes_what_the_inputs_hold():
 
 
 def test_stretches_are_equal_and_hold_all_rows():
-    step = split_matmul.MANY.rows
+    step = split_fp32.MANY.rows
     for num_rows in (0, 1, 16, 31, 200, 10_000):
         for num_in in (32, 1536, 2**20):
             for num_threads in (1, 3):
-                rows = split_matmul.rows_at_once(num_rows, num_in, num_threads)
+                rows = split_fp32.rows_at_once(num_rows, num_in, num_threads)
                 assert rows % step == 0 or not num_rows
                 assert 0 < rows < num_rows + step or not num_rows
-                most = num_threads * split_matmul.SHAPE.most_bytes + step * num_in * 6
-                assert split_matmul.parts_bytes(rows, num_in) <= most
+                most = num_threads * split_fp32.SHAPE.most_bytes + step * num_in * 6
+                assert split_fp32.parts_bytes(rows, num_in) <= most

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from trouper.kernels import launch
-from trouper.kernels.token_embedding import TokenEmbedding
+from trouper.kernels.codegen import launch
+from trouper.kernels.cpu.fused.token_embedding import TokenEmbedding
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 

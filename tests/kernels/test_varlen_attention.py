@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from trouper.kernels import launch
-from trouper.kernels import varlen_attention as kernel
-from trouper.kernels.varlen_attention import (
+from trouper.kernels.codegen import launch
+from trouper.kernels.cpu.attention import varlen as kernel
+from trouper.kernels.cpu.attention.varlen import (
     ROWS,
     Group,
     is_native,

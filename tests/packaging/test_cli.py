@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trouper import __version__
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli import options, output, serve
 from trouper.frontends.cli.main import run

@@ -13,7 +13,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 README = (ROOT / "README.md").read_text()
 EXAMPLES = ROOT / "docs" / "examples"
-ENGINE = (ROOT / "actors" / "engine.py").read_text()
+ENGINE = (ROOT / "actors" / "engine" / "wiring.py").read_text()
 
 
 def code_blocks(text, language):

@@ -32,12 +32,14 @@ def test_help_loads_nothing_heavy():
 
 
 def test_the_cpu_path_does_not_load_triton():
-    assert "triton" not in loaded_after("import trouper.actors.executor.local")
+    assert "triton" not in loaded_after("import trouper.actors.executor.devices.threaded")
 
 
 def test_the_cpu_path_does_without_llvmlite():
     absent = "import sys; sys.modules['llvmlite'] = None"
-    assert "llvmlite" in loaded_after(f"{absent}; import trouper.actors.executor.runner")  # as None
+    assert "llvmlite" in loaded_after(
+        f"{absent}; import trouper.actors.executor.cpu.runner"
+    )  # as None
 
 
 def test_all_is_sorted_and_resolves():

@@ -6,10 +6,13 @@ import sys
 import tomllib
 from pathlib import Path
 
+from setuptools import find_namespace_packages
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("actors", "bench", "frontends", "kernels")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+FIND = PYPROJECT["tool"]["setuptools"]["packages"]["find"]
+PACKAGES = find_namespace_packages(str(ROOT), **FIND)
 SOURCES = [
     path
     for folder in (*FOLDERS, "docs", "scripts", "tests", "trouper")
@@ -18,12 +21,12 @@ SOURCES = [
 BARE_IMPORT = re.compile(rf"^\s*(?:from|import)\s+(?:{'|'.join(FOLDERS)})\b", re.MULTILINE)
 
 
-def test_every_package_of_the_tree_is_in_the_list():
-    found = {"trouper", "trouper.demo"}
+def test_every_package_of_the_tree_is_found():
+    found = {"trouper", "trouper.config", "trouper.demo"}
     for folder in FOLDERS:
         for init in (ROOT / folder).rglob("__init__.py"):
             found.add(".".join(("trouper", *init.parent.relative_to(ROOT).parts)))
-    assert sorted(SETUPTOOLS["packages"]) == sorted(found)
+    assert sorted(PACKAGES) == sorted(found)
 
 
 def test_every_folder_with_sources_is_a_package():
@@ -32,9 +35,7 @@ def test_every_folder_with_sources_is_a_package():
             assert (path.parent / "__init__.py").is_file(), f"{path.parent} has no __init__.py"
 
 
-def test_folders_are_mapped_and_linked():
-    mapping = SETUPTOOLS["package-dir"]
-    assert mapping == {"trouper": "trouper"} | {f"trouper.{folder}": folder for folder in FOLDERS}
+def test_folders_are_linked():
     for folder in FOLDERS:
         link = ROOT / "trouper" / folder
         assert link.is_symlink()
@@ -42,9 +43,9 @@ def test_folders_are_mapped_and_linked():
 
 
 def test_packages_but_the_root_are_docstrings():
-    for name in SETUPTOOLS["packages"]:
+    for name in PACKAGES:
         if name not in ("trouper", "trouper.demo"):
-            init = ROOT.joinpath(*name.split(".")[1:], "__init__.py")
+            init = ROOT.joinpath(*name.split("."), "__init__.py")
             text = init.read_text().strip()
             assert re.fullmatch(r'"""[^"]+"""', text), f"{init} is more than a docstring"
 

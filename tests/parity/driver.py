@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from trouper.actors.executor.runner import Runner
+from trouper.actors.executor.cpu.runner import Runner
 from trouper.actors.messages import NewRow, Sampling, SequenceId, StepDone, StepPlan, TokenLogprobs
-from trouper.config import EngineArgs, EngineConfig
+from trouper.config.args import EngineArgs, EngineConfig
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from trouper.actors.executor.runner import Runner
+from trouper.actors.executor.cpu.runner import Runner
 from trouper.actors.messages import Sampling
 
 from .driver import Driver, engine_config, random_prompts

@@ -7,9 +7,9 @@ import torch
 from trouper.actors.executor.batch import Rows, make_batch
 from trouper.actors.executor.models.decoder import ops_shape
 from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.weights import load_decoder
+from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages import NewRow, Sampling, SequenceId, StepPlan
-from trouper.kernels.decoder_ops import make_ops
+from trouper.kernels.select import make_ops
 
 from .driver import engine_config
 from .test_architectures import CASES, VOCAB, tiny_model

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trouper import SamplingParams
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.errors import GenerationError
-from trouper.frontends.async_engine import AsyncLLMEngine
+from trouper.frontends.python.async_engine import AsyncLLMEngine
 from trouper.inputs import TokensPrompt
 
 from .conftest import HAS_GPU

@@ -17,20 +17,21 @@ from transformers import (
 )
 
 from trouper import LLM
-from trouper.actors.executor import local, pooling_runner
-from trouper.actors.executor.device import Later
-from trouper.actors.executor.models.encoder import Encoder, rounded
-from trouper.actors.executor.pooling_runner import (
+from trouper.actors.executor.cpu import pooling_runner
+from trouper.actors.executor.cpu.pooling_runner import (
     FEW_TOKENS,
     LEAST_TOKENS,
     SLICE_TOKENS,
     PoolingRunner,
     slices,
 )
+from trouper.actors.executor.device import Later
+from trouper.actors.executor.devices import threaded
+from trouper.actors.executor.models.encoder import Encoder, rounded
 from trouper.actors.messages import PoolColumn, PoolPlan
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.kernels.linear import layout_of
+from trouper.kernels.cpu.linear.layer import layout_of
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
@@ -247,7 +248,7 @@ def test_a_pass_that_raises_fails_the_step_when_the_others_have_ended(tmp_path, 
 @pytest.mark.parametrize("tiny_bytes", [0, 2**20])
 def test_threads_that_begin_later_compute_with_as_many_as_before(tmp_path, monkeypatch, tiny_bytes):
     save_tiny("bert", AutoModel, tmp_path)
-    monkeypatch.setattr(local, "num_physical_cores", lambda: 1)
+    monkeypatch.setattr(threaded, "num_physical_cores", lambda: 1)
     monkeypatch.setattr(pooling_runner, "TINY_BYTES", tiny_bytes)
     options = {"runner": "pooling", "skip_tokenizer_init": True, "dtype": "float32"}
     with LLM(str(tmp_path), **options) as llm:

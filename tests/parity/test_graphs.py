@@ -6,17 +6,19 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from trouper.actors.executor import graphs, pooling_runner
 from trouper.actors.executor.batch import Rows, make_batch
-from trouper.actors.executor.cores import LEFT_S, Cores
+from trouper.actors.executor.cpu import pooling_runner
+from trouper.actors.executor.cpu import recorded_steps as graphs
+from trouper.actors.executor.cpu.pooling_runner import PoolingRunner
+from trouper.actors.executor.cpu.runner import Runner
+from trouper.actors.executor.cpu.thread_priority import LEFT_S, Cores
 from trouper.actors.executor.device import Later
-from trouper.actors.executor.pooling_runner import PoolingRunner
-from trouper.actors.executor.runner import Runner
 from trouper.actors.messages import PoolColumn, PoolPlan, Sampling
-from trouper.config import EngineArgs
-from trouper.kernels import decode_attention, launch
-from trouper.kernels.linear import layout_of
-from trouper.kernels.recording import Recording
+from trouper.config.args import EngineArgs
+from trouper.kernels.codegen import launch
+from trouper.kernels.codegen.recording import Recording
+from trouper.kernels.cpu.attention import decode
+from trouper.kernels.cpu.linear.layer import layout_of
 
 from .driver import Driver, engine_config, random_prompts
 from .test_architectures import CASES, VOCAB, tiny_model
@@ -80,7 +82,7 @@ def test_rounded_weights_are_replayed(folder, changes):
 
 
 def test_contexts_of_several_spans_by_several_threads(folder, monkeypatch):
-    monkeypatch.setattr(decode_attention, "SPAN", 16)
+    monkeypatch.setattr(decode, "SPAN", 16)
     alone = bits_of(folder)
     before = torch.get_num_threads()
     try:
@@ -96,7 +98,7 @@ def test_a_step_that_leaves_a_core_to_others_is_the_same_step(folder, monkeypatc
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        monkeypatch.setattr(decode_attention, "SPAN", 16)
+        monkeypatch.setattr(decode, "SPAN", 16)
         expected, _ = bits_of(folder)
         ways, replay = [], Recording.replay
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trouper.actors.executor.integer_checkpoints import integer_scheme
-from trouper.actors.executor.runner import Runner
+from trouper.actors.executor.cpu.runner import Runner
+from trouper.actors.executor.weights.quantized import integer_scheme
 from trouper.actors.messages import Sampling
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.kernels import launch
-from trouper.kernels.linear import layout_of
+from trouper.kernels.codegen import launch
+from trouper.kernels.cpu.linear.layer import layout_of
 
 from .driver import Driver, engine_config, random_prompts
 from .test_architectures import VOCAB, tiny_model

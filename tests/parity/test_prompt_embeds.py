@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from trouper import LLM, SamplingParams
+from trouper.config.model import DEMO_MODEL
 from trouper.errors import GenerationError, TrouperValidationError
-from trouper.model_config import DEMO_MODEL
 
 from .driver import random_prompts
 from .test_architectures import CASES, VOCAB, tiny_model

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from trouper.actors.executor.runner import Runner
+from trouper.actors.executor.cpu.runner import Runner
 from trouper.actors.messages import NewRow, Sampling, SequenceId, StepPlan
 from trouper.errors import ProfilerAlreadyActiveError, TrouperValidationError
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trouper.actors.executor import dummy
-from trouper.actors.executor.runner import Runner
+from trouper.actors.executor.cpu.runner import Runner
+from trouper.actors.executor.weights import dummy
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 from .driver import Driver, engine_config, random_prompts

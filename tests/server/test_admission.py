@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from trouper.frontends.server.admission import OUTPUT_WEIGHT, Admission, Full, Phase
+from trouper.frontends.server.admission.fair_queue import OUTPUT_WEIGHT, Admission, Full, Phase
 
 TENANTS = st.sampled_from("abc")
 TOKENS = st.integers(0, 60)

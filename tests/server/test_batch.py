@@ -8,7 +8,7 @@ import pytest
 
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.app import create_app
-from trouper.frontends.server.batch import URLS, Batch
+from trouper.frontends.server.batch_files import URLS, Batch
 from trouper.frontends.server.settings import ServerSettings
 
 pytestmark = pytest.mark.anyio

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.frontends.server import body as module
-from trouper.frontends.server.body import LARGE, Body, Rooms
+from trouper.frontends.server.http import body as module
+from trouper.frontends.server.http.body import LARGE, Body, Rooms
 
 SIZE = 4 * LARGE
 

@@ -13,7 +13,7 @@ from hypercorn.config import Config
 
 from trouper.frontends.server.app import App
 from trouper.frontends.server.connections import SLACK_S, SMALL, Connection, House
-from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.http.exchange import Exchange
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
 

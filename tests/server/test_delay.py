@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.frontends.server.admission import Admission
-from trouper.frontends.server.delay import INTERVAL_S, QueueDelay
-from trouper.frontends.server.door import BYTES_PER_TOKEN, Door
+from trouper.frontends.server.admission.codel import INTERVAL_S, QueueDelay
+from trouper.frontends.server.admission.fair_queue import Admission
+from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, Door
 from trouper.frontends.server.errors import Refusal
 
 PACE = 1000  # tokens a second

@@ -8,12 +8,12 @@ import pytest
 
 from trouper import EngineArgs
 from trouper.frontends.cli.serve import ServerOptions, _settings
+from trouper.frontends.server.admission.codel import QueueDelay
+from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, LOOK_S, Door
+from trouper.frontends.server.admission.overload import LAG_S, NUM_CALM, Ladder, Level, memory_used
+from trouper.frontends.server.admission.throughput import Throughput
 from trouper.frontends.server.app import create_app
-from trouper.frontends.server.delay import QueueDelay
-from trouper.frontends.server.door import BYTES_PER_TOKEN, LOOK_S, Door
 from trouper.frontends.server.errors import Refusal, describe
-from trouper.frontends.server.overload import LAG_S, NUM_CALM, Ladder, Level, memory_used
-from trouper.frontends.server.progress import Throughput
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
 
@@ -110,7 +110,9 @@ class Read(Opened):
 
 async def test_a_place_that_only_a_reader_holds_is_looked_for_now_and_then(door, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("trouper.frontends.server.door.anyio.current_time", lambda: now[0])
+    monkeypatch.setattr(
+        "trouper.frontends.server.admission.gate.anyio.current_time", lambda: now[0]
+    )
     with door.enter("", 0) as first, door.enter("", 0) as second:
         door.wait(first.entry)
         first.generations = [Opened()]
@@ -244,7 +246,7 @@ async def test_a_queue_that_stands_is_cut_from_its_end_but_not_while_paused(
     door, answers = app.service.door, {}
     door.admission.max_started = 1
     door.delay = QueueDelay(0.0)
-    monkeypatch.setattr("trouper.frontends.server.delay.INTERVAL_S", 0.0)
+    monkeypatch.setattr("trouper.frontends.server.admission.codel.INTERVAL_S", 0.0)
 
     async def ask(number):
         answers[number] = await client.post(PATH, {**LONG, "max_tokens": 2})

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trouper.frontends.server.wire import (
+from trouper.frontends.server.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

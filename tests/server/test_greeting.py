@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.app import create_app
-from trouper.frontends.server.exchange import TICKET, Exchange
-from trouper.frontends.server.overload import Level
+from trouper.frontends.server.http.exchange import TICKET, Exchange
 from trouper.frontends.server.settings import ServerSettings
 
 from .client import JSON, Call, Client

@@ -11,7 +11,7 @@ from hypercorn.trio.worker_context import WorkerContext
 
 from trouper.frontends.server import http1
 from trouper.frontends.server.connections import SLACK_S, Connection
-from trouper.frontends.server.exchange import Answer
+from trouper.frontends.server.http.exchange import Answer
 from trouper.frontends.server.http1 import MAX_UNREAD
 
 from .test_connections import answer, house_of, pair

@@ -12,14 +12,15 @@ import trio
 
 from tests.heartbeat import BEATS, Heartbeat, Pace
 from trouper import AsyncLLMEngine, EngineArgs
-from trouper.actors.generation import Generation
+from trouper.actors.engine.generation import Generation
 from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests
-from trouper.frontends.server import decoding, pooling
+from trouper.frontends.python.cooperative import PER_TURN
 from trouper.frontends.server.app import create_app
-from trouper.frontends.server.decoding import decode_now
-from trouper.frontends.server.encodings import numbers
-from trouper.frontends.server.wire import ChatRequest, CompletionRequest
-from trouper.frontends.turns import PER_TURN
+from trouper.frontends.server.http import decoding
+from trouper.frontends.server.http.decoding import decode_now
+from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
+from trouper.frontends.server.pooling import routes
+from trouper.frontends.server.pooling.encodings import numbers
 
 from .client import Client
 
@@ -56,8 +57,8 @@ ANSWERS = {
 async def test_the_loop_beats_while_an_answer_is_built(kind, beating, monkeypatch):
     client, heart = beating
     path, name, body = ANSWERS[kind]
-    monkeypatch.setattr(pooling, "QUICK_BASE64", pooling.QUICK)  # that many numbers are a long body
-    monkeypatch.setattr(pooling, name, heart.hold_up(getattr(pooling, name)))
+    monkeypatch.setattr(routes, "QUICK_BASE64", routes.QUICK)  # that many numbers are a long body
+    monkeypatch.setattr(routes, name, heart.hold_up(getattr(routes, name)))
     answer = await client.post(path, body)
     assert answer.status == 200, answer.body
     assert heart.count > BEATS
@@ -108,7 +109,7 @@ async def test_the_loop_beats_while_a_large_body_is_parsed(beating, monkeypatch)
 async def test_a_large_answer_is_sent_in_parts(beating, monkeypatch):
     client, _ = beating
     whole = await client.post("/v1/embeddings", {"input": ["one"] * 5})
-    monkeypatch.setattr("trouper.frontends.server.exchange.MAX_FRAME", 1000)
+    monkeypatch.setattr("trouper.frontends.server.http.exchange.MAX_FRAME", 1000)
     parts = await client.post("/v1/embeddings", {"input": ["one"] * 5})
     assert parts.json["data"] == whole.json["data"]
     assert int(parts.headers["content-length"]) == len(parts.body) > 1000

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from jsonschema_rs import Draft202012Validator
 
 from trouper.frontends.server.app import App
-from trouper.frontends.server.openapi import document
+from trouper.frontends.server.ops.openapi import document
 from trouper.frontends.server.routes import ROUTES
 
 from .client import Client

@@ -7,10 +7,10 @@ import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs, __version__
 from trouper.errors import EngineDeadError
+from trouper.frontends.server.admission.throughput import StepClock
 from trouper.frontends.server.app import App, create_app
-from trouper.frontends.server.lines import log_lines
+from trouper.frontends.server.http.async_logging import log_lines
 from trouper.frontends.server.metrics import expose
-from trouper.frontends.server.progress import StepClock
 from trouper.frontends.server.routes import ROUTES
 from trouper.frontends.server.settings import ServerSettings
 
@@ -255,9 +255,13 @@ async def test_what_is_refused_is_told_from_the_level_of_debug_on(client, capsys
 
 
 def test_lines_that_nobody_reads_are_dropped(capsys, monkeypatch):
-    monkeypatch.setattr("trouper.frontends.server.lines.MAX_LINES", 1)
-    monkeypatch.setattr("trouper.frontends.server.lines.QueueListener.start", lambda self: None)
-    monkeypatch.setattr("trouper.frontends.server.lines.QueueListener.stop", lambda self: None)
+    monkeypatch.setattr("trouper.frontends.server.http.async_logging.MAX_LINES", 1)
+    monkeypatch.setattr(
+        "trouper.frontends.server.http.async_logging.QueueListener.start", lambda self: None
+    )
+    monkeypatch.setattr(
+        "trouper.frontends.server.http.async_logging.QueueListener.stop", lambda self: None
+    )
     with log_lines("trouper.access", "info"):
         for _ in range(3):
             logging.getLogger("trouper.access").info("line")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs
-from trouper.actors.generation import Generation
+from trouper.actors.engine.generation import Generation
 from trouper.frontends.server.app import create_app
-from trouper.frontends.server.batch import Batch
+from trouper.frontends.server.batch_files import Batch
 
 from .client import Client
 

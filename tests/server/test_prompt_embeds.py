@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save
 
 from trouper import AsyncLLMEngine, EngineArgs
+from trouper.config.model import DEMO_MODEL
 from trouper.frontends.server.app import create_app
-from trouper.frontends.server.excerpt import LONG
-from trouper.model_config import DEMO_MODEL
+from trouper.frontends.server.http.large_json import LONG
 
 from .client import Client
 from .conftest import SMALL

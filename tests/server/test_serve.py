@@ -199,8 +199,8 @@ def test_a_reader_that_never_reads_does_not_hold_up_the_end():
 
 LOADS_FOR_EVER = """
 import anyio, sys, threading
-from trouper.frontends.server.listeners import bind_tcp
-from trouper.frontends.server.running import Server
+from trouper.frontends.server.http.listeners import bind_tcp
+from trouper.frontends.server.server import Server
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
 

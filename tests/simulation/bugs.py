@@ -11,23 +11,23 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
-import trouper.actors.policy as policy_module
-import trouper.actors.renderer as renderer_module
-import trouper.actors.sequences as sequences_module
-from trouper.actors.blocks import FIRST_PARENT, Blocks
-from trouper.actors.detokenizer import Detokenizer
-from trouper.actors.draft import Draft
-from trouper.actors.executor.simulated import SimulatedDevice
-from trouper.actors.facts import Facts
-from trouper.actors.generation import Generation
-from trouper.actors.handle import Engine
+import trouper.actors.rendering.renderer as renderer_module
+import trouper.actors.scheduling.policy as policy_module
+import trouper.actors.scheduling.sequences as sequences_module
+from trouper.actors.engine.engine import Engine
+from trouper.actors.engine.generation import Generation
+from trouper.actors.executor.devices.simulated import SimulatedDevice
+from trouper.actors.observability.facts import Facts
+from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.pause import Pause
-from trouper.actors.policy import Policy
-from trouper.actors.quarantine import Quarantine
-from trouper.actors.renderer import Renderer
-from trouper.actors.reply import ReplySlot
-from trouper.actors.running import Running
-from trouper.actors.sequences import Sequence
+from trouper.actors.rendering.renderer import Renderer
+from trouper.actors.replies.reply_slot import ReplySlot
+from trouper.actors.scheduling.bisection import Quarantine
+from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, Blocks
+from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.running import Running
+from trouper.actors.scheduling.sequences import Sequence
+from trouper.actors.scheduling.step_builder import Draft
 from trouper.errors import EngineDeadError
 
 from .scenario import draw

@@ -6,9 +6,9 @@ from typing import Any
 import anyio
 import trio
 
-from trouper.actors.engine import Engine
-from trouper.actors.generation import Generation
-from trouper.actors.lifecycle import EngineState
+from trouper.actors.engine.generation import Generation
+from trouper.actors.engine.lifecycle import EngineState
+from trouper.actors.engine.wiring import Engine
 from trouper.actors.messages import RequestId
 from trouper.errors import EngineDeadError
 from trouper.outputs import CompletionOutput, RequestOutput

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
-from trouper.actors.executor.simulated import simulated_tokens
+from trouper.actors.executor.devices.simulated import simulated_tokens
 from trouper.actors.messages import Sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
 

@@ -7,12 +7,12 @@ itself would believe its lies.
 from collections import Counter
 from typing import Any
 
-from trouper.actors.engine import Engine
-from trouper.actors.executor.simulated import simulated_logprobs
-from trouper.actors.lifecycle import EngineState
+from trouper.actors.engine.lifecycle import EngineState
+from trouper.actors.engine.wiring import Engine
+from trouper.actors.executor.devices.simulated import simulated_logprobs
 from trouper.actors.pause import Pause
-from trouper.actors.policy import Policy
-from trouper.actors.sequences import Sequence, State
+from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.sequences import Sequence, State
 from trouper.errors import (
     EngineDeadError,
     GenerationError,

@@ -5,14 +5,14 @@ from functools import partial
 import anyio
 import msgspec
 
-import trouper.actors.pooler as pooler_module
-from trouper.actors.executor.simulated_encoder import SimulatedEncoder
-from trouper.actors.pooler import Pooler
-from trouper.actors.pooling_policy import PoolingPolicy
-from trouper.actors.pooling_slot import PoolingSlot
-from trouper.actors.renderer import Renderer
+import trouper.actors.output.pooler as pooler_module
+from trouper.actors.executor.devices.simulated_pooling import SimulatedEncoder
+from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.pooling import PoolingPrompts
-from trouper.actors.scheduler import Scheduler
+from trouper.actors.rendering.renderer import Renderer
+from trouper.actors.replies.pooling_slot import PoolingSlot
+from trouper.actors.scheduling.pooling_policy import PoolingPolicy
+from trouper.actors.scheduling.scheduler import Scheduler
 
 from .bugs import BUGS, bug, planted
 from .pooling_scenario import draw_pooling

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from trouper.actors.executor.simulated_encoder import simulated_result
-from trouper.actors.lifecycle import EngineState
+from trouper.actors.engine.lifecycle import EngineState
+from trouper.actors.executor.devices.simulated_pooling import simulated_result
 from trouper.actors.messages import PoolColumn, PoolPlan
-from trouper.actors.pooling_policy import PASS_TOKENS, PoolingPolicy
+from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
 from trouper.errors import TrouperValidationError
 
 from .expected import expected_prompt, expected_types

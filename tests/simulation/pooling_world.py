@@ -8,13 +8,13 @@ import anyio
 import msgspec
 import numpy as np
 
-from trouper.actors.engine import Engine
-from trouper.actors.executor.simulated_encoder import SimulatedEncoder
-from trouper.actors.generation import Generation
+from trouper.actors.engine.generation import Generation
+from trouper.actors.engine.wiring import Engine
+from trouper.actors.executor.devices.simulated_pooling import SimulatedEncoder
 from trouper.actors.messages import PoolDone, PoolPlan, Render, SequenceId, StepFailed
 from trouper.actors.rendering.pooling import PoolingPrompts
-from trouper.config import EngineConfig
-from trouper.pooler_config import PoolerSpec
+from trouper.config.args import EngineConfig
+from trouper.config.pooler import PoolerSpec
 from trouper.pooling import LateInteractionParams, PoolingParams
 from trouper.pooling_outputs import PoolingRequestOutput
 

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import trio
 
-from trouper.actors.executor.simulated import Conditions, SimulatedDevice, StepError
+from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice, StepError
 from trouper.actors.messages import Render, SequenceId, StepDone, StepFailed, StepPlan
 
 from .scenario import STEP_S, Scenario

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-import trouper.actors.engine as engine_module
+import trouper.actors.engine.wiring as engine_module
 
 from .expected import TOKENIZER
 from .pooling_scenario import PoolingScenario

@@ -4,13 +4,13 @@ import anyio
 import numpy as np
 import pytest
 
-from trouper.actors.executor.simulated import (
+from trouper.actors.executor.devices.simulated import (
     Conditions,
     SimulatedDevice,
     StepError,
     simulated_tokens,
 )
-from trouper.actors.executor.simulated_encoder import SimulatedEncoder, simulated_result
+from trouper.actors.executor.devices.simulated_pooling import SimulatedEncoder, simulated_result
 from trouper.actors.messages import (
     NewRow,
     PoolColumn,

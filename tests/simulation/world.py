@@ -10,9 +10,9 @@ from typing import Any
 import anyio
 import trio
 
-from trouper.actors.engine import Engine, open_engine
+from trouper.actors.engine.wiring import Engine, open_engine
 from trouper.actors.messages import Admit, RequestId, SequenceId, StepPlan
-from trouper.config import EngineConfig, ModelConfig, SchedulerConfig
+from trouper.config.args import EngineConfig, ModelConfig, SchedulerConfig
 from trouper.errors import EngineDeadError
 
 from . import oracles

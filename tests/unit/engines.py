@@ -4,10 +4,10 @@ from contextlib import asynccontextmanager
 
 import anyio.lowlevel
 
-from trouper.actors.engine import open_engine
-from trouper.actors.executor.simulated import Conditions, SimulatedDevice, simulated_tokens
+from trouper.actors.engine.wiring import open_engine
+from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice, simulated_tokens
 from trouper.actors.messages import Sampling
-from trouper.config import EngineConfig, ModelConfig, SchedulerConfig
+from trouper.config.args import EngineConfig, ModelConfig, SchedulerConfig
 
 VOCAB_SIZE = 97
 STEP_S = 0.01

@@ -13,7 +13,7 @@ import pytest
 import trio
 from pytest_trio import trio_fixture
 
-from trouper.actors.loop import Loop
+from trouper.actors.runtime.event_loop import Loop
 
 pytestmark = [
     pytest.mark.trio,

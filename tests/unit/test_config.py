@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from trouper.config import (
+from trouper.config.args import (
     DEFAULT_KV_CACHE_BYTES,
     DEMO_MODEL,
     DTYPES,
@@ -16,8 +16,8 @@ from trouper.config import (
     EngineArgs,
     ModelConfig,
 )
+from trouper.config.presets import GEOMETRIES
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.geometries import GEOMETRIES
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -311,5 +311,5 @@ def test_async_scheduling_plans_one_step_ahead(folder, wish, steps):
 
 
 def test_the_vocabulary_needs_no_torch():
-    code = "import sys, trouper.config, trouper.params, trouper.outputs; sys.exit('torch' in sys.modules)"
+    code = "import sys, trouper.config.args, trouper.params, trouper.outputs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

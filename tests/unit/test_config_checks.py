@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import trouper
-from trouper.config import AsyncEngineArgs, EngineArgs
+from trouper.config.args import AsyncEngineArgs, EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 CONFIG = {

@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from trouper.actors.executor import cores
-from trouper.actors.executor.cores import (
+from trouper.actors.executor.cpu import thread_priority
+from trouper.actors.executor.cpu.thread_priority import (
     _ATTRIBUTES,
     _CALLS,
     LEFT_S,
@@ -22,7 +22,7 @@ from trouper.actors.executor.cores import (
     start_nice,
     take_long_slices,
 )
-from trouper.actors.executor.local import WIDE
+from trouper.actors.executor.devices.threaded import WIDE
 
 can_ask = platform.system() == "Linux" and platform.machine() in _CALLS
 pytestmark = pytest.mark.skipif(not can_ask, reason="Linux's system calls")
@@ -83,7 +83,7 @@ def test_nothing_changes_where_the_kernel_does_not_know_how(part, monkeypatch):
     before = attributes()
     with monkeypatch.context() as patched:
         if part == "call":
-            patched.setattr(cores, "_CALLS", {platform.machine(): (2**20, 2**20)})
+            patched.setattr(thread_priority, "_CALLS", {platform.machine(): (2**20, 2**20)})
         else:
             patched.setattr(platform, part, lambda: "other")
         in_a_thread(take_long_slices)

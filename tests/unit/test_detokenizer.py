@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trouper.actors.channel import open_channel
-from trouper.actors.detokenizer import Detokenizer
 from trouper.actors.messages import (
     RequestId,
     SequenceTokens,
@@ -19,7 +18,8 @@ from trouper.actors.messages import (
     TokenLogprobs,
     Track,
 )
-from trouper.actors.reply import ReplySlot
+from trouper.actors.output.detokenizer import Detokenizer
+from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.errors import GenerationError
 from trouper.outputs import Logprob, RequestError
 from trouper.params import RequestOutputKind, SamplingParams

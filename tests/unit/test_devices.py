@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from trouper import devices
-from trouper.config import EngineArgs
-from trouper.devices import choose_device, cuda_problem
+from trouper.config import devices
+from trouper.config.args import EngineArgs
+from trouper.config.devices import choose_device, cuda_problem
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 

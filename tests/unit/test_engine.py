@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from trouper.actors.executor.simulated import Conditions, StepError
+from trouper.actors.executor.devices.simulated import Conditions, StepError
 from trouper.actors.rendering.text import Prompts
 from trouper.errors import EngineDeadError, ExecutionError, TrouperValidationError
 from trouper.params import RequestOutputKind, SamplingParams

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import trio
 
-from trouper.actors.executor.simulated import simulated_logprobs, simulated_tokens
+from trouper.actors.executor.devices.simulated import simulated_logprobs, simulated_tokens
 from trouper.actors.messages import Sampling
 from trouper.errors import TrouperValidationError
 from trouper.outputs import Logprob

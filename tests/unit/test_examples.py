@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import trouper.model_config
+import trouper.config.model
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 SHOWS = {
@@ -23,9 +23,9 @@ SHOWS = {
 def no_hub(monkeypatch):
     """The hub's model is not to be had; the bundled one stands in for it."""
     monkeypatch.setattr(
-        trouper.model_config,
+        trouper.config.model,
         "_download",
-        lambda args, repo_id, revision: trouper.model_config.DEMO_MODEL,
+        lambda args, repo_id, revision: trouper.config.model.DEMO_MODEL,
     )
 
 

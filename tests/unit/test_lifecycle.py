@@ -6,8 +6,8 @@ import anyio
 import pytest
 import trio.testing
 
-from trouper.actors.executor.simulated import Conditions
-from trouper.actors.lifecycle import TRANSITIONS, EngineState, Event, Lifecycle
+from trouper.actors.engine.lifecycle import TRANSITIONS, EngineState, Event, Lifecycle
+from trouper.actors.executor.devices.simulated import Conditions
 from trouper.errors import (
     EngineDeadError,
     ProfilerAlreadyActiveError,

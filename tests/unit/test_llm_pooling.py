@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from trouper import LLM, EngineArgs, LLMEngine, PoolingParams
-from trouper.actors.pooler import MAX_QUERIES
-from trouper.actors.postprocessing import max_sim, normalized
+from trouper.actors.output.pooler import MAX_QUERIES
+from trouper.actors.output.postprocessing import max_sim, normalized
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import EnginePausedError, TrouperValidationError
 from trouper.pooling import LateInteractionParams

@@ -13,11 +13,11 @@ import anyio.to_thread
 import pytest
 import torch
 
-from trouper.actors.executor.cores import NICER
+from trouper.actors.executor.cpu.thread_priority import NICER
 from trouper.actors.executor.device import DeviceInfo, Later
-from trouper.actors.executor.local import DEVICE_THREAD, LocalDevice, num_physical_cores
+from trouper.actors.executor.devices.threaded import DEVICE_THREAD, LocalDevice, num_physical_cores
 from trouper.actors.messages import NewRow, Sampling, SequenceId, StepDone, StepFailed, StepPlan
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 CONFIG = {
@@ -246,7 +246,7 @@ class SlowRunner:
 
 @pytest.fixture
 def slow(monkeypatch):
-    monkeypatch.setattr("trouper.actors.executor.runner.Runner", SlowRunner)
+    monkeypatch.setattr("trouper.actors.executor.cpu.runner.Runner", SlowRunner)
 
 
 async def launched(runner, num):
@@ -262,7 +262,7 @@ async def test_a_device_that_computes_on_every_core_is_nice_to_the_loop(
     slow, config, monkeypatch, is_tiny, nicer
 ):
     monkeypatch.setattr(SlowRunner, "is_tiny", is_tiny)
-    monkeypatch.setattr("trouper.actors.executor.local.num_physical_cores", lambda: 2)
+    monkeypatch.setattr("trouper.actors.executor.devices.threaded.num_physical_cores", lambda: 2)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     device = LocalDevice(config)
@@ -391,7 +391,7 @@ async def test_a_gpu_that_is_lost_ends_the_engine(slow, config):
 
 
 def test_the_module_does_not_import_torch():
-    code = "import sys, trouper.actors.executor.local; assert 'torch' not in sys.modules"
+    code = "import sys, trouper.actors.executor.devices.threaded; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import save
 
 from tests.heartbeat import BEATS, WAIT_S, Heartbeat
-from trouper.actors import handle as handle_module
-from trouper.actors import pooler as pooler_module
+from trouper.actors.engine import engine as handle_module
+from trouper.actors.output import pooler as pooler_module
 from trouper.actors.rendering.pooling import PoolingPrompts
 from trouper.actors.rendering.text import Prompts
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.errors import UnsupportedFeatureError
-from trouper.frontends import pooling as pooling_frontend
-from trouper.frontends.async_engine import AsyncLLMEngine
-from trouper.frontends.pooling import Scorer
+from trouper.frontends.python import scoring as pooling_frontend
+from trouper.frontends.python.async_engine import AsyncLLMEngine
+from trouper.frontends.python.scoring import Scorer
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
 

@@ -5,9 +5,9 @@ import pytest
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
-from trouper.actors.admission import embeds_bytes, estimate_tokens
-from trouper.actors.executor.simulated import Conditions
-from trouper.actors.metrics import FINISH_REASONS, FIRST_TOKEN_S, LATENCY_S, Metrics
+from trouper.actors.engine.admission import embeds_bytes, estimate_tokens
+from trouper.actors.executor.devices.simulated import Conditions
+from trouper.actors.observability.metrics import FINISH_REASONS, FIRST_TOKEN_S, LATENCY_S, Metrics
 from trouper.errors import MaxQueuedTokensError, QueueOverflowError, TrouperValidationError
 from trouper.metrics import Counter, Gauge, Histogram
 from trouper.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
@@ -174,7 +174,7 @@ async def test_rendering_counts_into_latency_and_not_into_the_queue(autojump_clo
 
 @in_virtual_time
 async def test_an_arrival_time_given_by_the_caller_counts(autojump_clock, monkeypatch):
-    monkeypatch.setattr("trouper.actors.handle.time.time", lambda: 1000.0)
+    monkeypatch.setattr("trouper.actors.engine.engine.time.time", lambda: 1000.0)
     async with simulated_engine() as engine:
         stats = (await finish(engine, "a", greedy(1), arrival_time=997.0)).metrics
     assert stats.arrival_time == 997.0

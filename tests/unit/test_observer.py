@@ -5,7 +5,6 @@ import logging
 import pytest
 import trio.testing
 
-from trouper.actors.answer import Answer
 from trouper.actors.channel import open_channel
 from trouper.actors.messages import (
     Flush,
@@ -15,9 +14,10 @@ from trouper.actors.messages import (
     Stepped,
     Told,
 )
-from trouper.actors.metrics import Metrics
-from trouper.actors.observer import REST_S, Observer, interval_line
-from trouper.actors.reporter import Reporter
+from trouper.actors.observability.metrics import Metrics
+from trouper.actors.observability.observer import REST_S, Observer, interval_line
+from trouper.actors.observability.reporter import Reporter
+from trouper.actors.runtime.future import Answer
 from trouper.metrics import Counter
 from trouper.outputs import RequestStateStats
 from trouper.params import SamplingParams

@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from trouper.actors.blocks import Blocks
 from trouper.actors.messages import Admit, StepDone, TokenLogprobs
 from trouper.actors.pause import Pause
-from trouper.actors.policy import Policy
-from trouper.actors.sequences import State
-from trouper.config import SchedulerConfig
+from trouper.actors.scheduling.kv_blocks import Blocks
+from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.sequences import State
+from trouper.config.args import SchedulerConfig
 from trouper.params import SamplingParams
 
 EOS = 99

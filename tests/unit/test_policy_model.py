@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trouper.actors.blocks import Blocks
 from trouper.actors.messages import Admit, StepDone
 from trouper.actors.pause import Pause
-from trouper.actors.policy import Policy
-from trouper.config import SchedulerConfig
+from trouper.actors.scheduling.kv_blocks import Blocks
+from trouper.actors.scheduling.policy import Policy
+from trouper.config.args import SchedulerConfig
 from trouper.params import SamplingParams
 
 EOS, SECOND_EOS, VOCABULARY, POISON = 0, 1, 40, -7

@@ -4,12 +4,12 @@ import anyio
 import numpy as np
 import pytest
 
-from trouper.actors import pooler as pooler_module
-from trouper.actors.answer import Answer
 from trouper.actors.channel import open_channel
 from trouper.actors.messages import AdmitPooling, Pooled, PooledRequest, RequestId
-from trouper.actors.pooler import LARGE, QUICK, Pooler
-from trouper.actors.pooling_slot import PoolingSlot
+from trouper.actors.output import pooler as pooler_module
+from trouper.actors.output.pooler import LARGE, QUICK, Pooler
+from trouper.actors.replies.pooling_slot import PoolingSlot
+from trouper.actors.runtime.future import Answer
 from trouper.errors import GenerationError, TrouperValidationError
 from trouper.pooling import LateInteractionParams, PoolingParams
 

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from trouper.config.pooler import PoolerConfig, is_pooling, pooler_spec
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.outputs import RequestError
 from trouper.params import RequestOutputKind
-from trouper.pooler_config import PoolerConfig, is_pooling, pooler_spec
 from trouper.pooling import LateInteractionParams, PoolingParams
 from trouper.pooling_outputs import (
     ClassificationRequestOutput,

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from trouper.actors.messages import AdmitPooling, PoolDone, RequestId
 from trouper.actors.pause import Pause
-from trouper.actors.pooling_policy import PASS_TOKENS, PoolingPolicy
-from trouper.config import SchedulerConfig
+from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
+from trouper.config.args import SchedulerConfig
 from trouper.pooling import PoolingParams
 
 

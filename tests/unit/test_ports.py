@@ -5,7 +5,7 @@ import threading
 import anyio
 import pytest
 
-from trouper.actors.ports import WorkerThreads, _Call, _Interrupted
+from trouper.actors.runtime.threads import WorkerThreads, _Call, _Interrupted
 
 pytestmark = pytest.mark.anyio
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.actors.postprocessing import cosines, finish, max_sim, normalized
+from trouper.actors.output.postprocessing import cosines, finish, max_sim, normalized
+from trouper.config.pooler import PoolerSpec
 from trouper.errors import GenerationError
-from trouper.frontends.server.encodings import to_bytes
-from trouper.pooler_config import PoolerSpec
+from trouper.frontends.server.pooling.encodings import to_bytes
 from trouper.pooling import PoolingParams
 
 RANDOM = np.random.default_rng(0)

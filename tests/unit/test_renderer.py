@@ -8,10 +8,10 @@ import pytest
 
 from trouper.actors.channel import open_channel
 from trouper.actors.messages import Admit, Render, RequestId, Track
-from trouper.actors.ports import WorkerThreads
-from trouper.actors.renderer import QUICK, Renderer, _is_quick
+from trouper.actors.rendering.renderer import QUICK, Renderer, _is_quick
 from trouper.actors.rendering.text import Rendered
-from trouper.actors.reply import ReplySlot
+from trouper.actors.replies.reply_slot import ReplySlot
+from trouper.actors.runtime.threads import WorkerThreads
 from trouper.errors import GenerationError, TrouperValidationError
 from trouper.params import SamplingParams
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.actors.repetition import is_repeating
+from trouper.actors.scheduling.repetition import is_repeating
 from trouper.params import RepetitionDetectionParams, SamplingParams
 
 from .engines import simulated_engine

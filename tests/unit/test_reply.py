@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.reply import ReplySlot, StreamInterval
+from trouper.actors.replies.reply_slot import ReplySlot, StreamInterval
 from trouper.outputs import Logprob, RequestError
 from trouper.params import RequestOutputKind, SamplingParams
 

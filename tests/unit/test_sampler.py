@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from trouper.actors.executor.batch import Rows
-from trouper.actors.executor.sampler import Sampler, token_logprobs
+from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
 from trouper.actors.messages import NO_VALID_TOKEN, Embeds, NewRow, Sampling, SequenceId
 
 V = 50

@@ -5,13 +5,13 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from trouper.actors.blocks import Blocks
 from trouper.actors.channel import open_channel
 from trouper.actors.messages import Admit, PoolDone, RequestId, StepPlan
-from trouper.actors.policy import Policy
-from trouper.actors.pooling_policy import PoolingPolicy
-from trouper.actors.scheduler import Scheduler
-from trouper.config import SchedulerConfig
+from trouper.actors.scheduling.kv_blocks import Blocks
+from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.pooling_policy import PoolingPolicy
+from trouper.actors.scheduling.scheduler import Scheduler
+from trouper.config.args import SchedulerConfig
 from trouper.params import SamplingParams
 
 from .test_pooling_policy import admit, ids

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.actors.stops import TextState
+from trouper.actors.output.stops import TextState
 
 
 def state(texts, stop=(), **options):

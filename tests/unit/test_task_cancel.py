@@ -6,9 +6,9 @@ import itertools
 import pytest
 
 from trouper import SamplingParams
-from trouper.actors import controls
-from trouper.actors.executor.simulated import MEMORY, Conditions
-from trouper.actors.lifecycle import EngineState
+from trouper.actors.engine import controls
+from trouper.actors.engine.lifecycle import EngineState
+from trouper.actors.executor.devices.simulated import MEMORY, Conditions
 
 from .engines import HereThreads, expected, simulated_engine
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.actors.throttle import PATIENCE, Throttle
+from trouper.actors.scheduling.token_budget import PATIENCE, Throttle
 
 from .test_policy import Desk
 

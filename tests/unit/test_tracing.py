@@ -10,8 +10,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from trouper.actors.engine import open_engine
-from trouper.actors.executor.simulated import Conditions, SimulatedDevice
+from trouper.actors.engine.wiring import open_engine
+from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice
 from trouper.errors import GenerationError, UnsupportedFeatureError
 from trouper.params import RequestOutputKind, SamplingParams
 
@@ -159,7 +159,9 @@ async def test_trace_headers_without_tracing_are_ignored_with_one_warning(autoju
 )
 async def test_a_missing_package_names_the_extra(missing, monkeypatch):
     for name in [
-        name for name in sys.modules if name.startswith((missing, "trouper.actors.tracing"))
+        name
+        for name in sys.modules
+        if name.startswith((missing, "trouper.actors.observability.tracing"))
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
@@ -170,7 +172,9 @@ async def test_a_missing_package_names_the_extra(missing, monkeypatch):
 
 async def test_without_an_endpoint_opentelemetry_is_not_even_imported(autojump_clock, monkeypatch):
     for name in [
-        name for name in sys.modules if name.startswith(("opentelemetry", "trouper.actors.tracing"))
+        name
+        for name in sys.modules
+        if name.startswith(("opentelemetry", "trouper.actors.observability.tracing"))
     ]:
         monkeypatch.delitem(sys.modules, name)
     async with tracing_engine(None, endpoint=None) as engine:

@@ -3,8 +3,8 @@
 import anyio
 import pytest
 
-from trouper.frontends import turns
-from trouper.frontends.turns import PER_TURN, InTurns
+from trouper.frontends.python import cooperative
+from trouper.frontends.python.cooperative import PER_TURN, InTurns
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +22,7 @@ async def test_the_loop_has_a_turn_after_so_many_items(num_items, num_turns, mon
         at.append(len(seen))
         await right()
 
-    monkeypatch.setattr(turns.anyio.lowlevel, "checkpoint", checkpoint)
+    monkeypatch.setattr(cooperative.anyio.lowlevel, "checkpoint", checkpoint)
     async for item in InTurns(range(num_items)):
         seen.append(item)  # noqa: PERF401  # a checkpoint looks at it
     assert seen == list(range(num_items))

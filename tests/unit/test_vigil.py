@@ -6,7 +6,7 @@ import pytest
 
 from trouper.actors.executor import vigil as vigil_module
 from trouper.actors.executor.vigil import AWAKE_S, Vigil
-from trouper.kernels import launch
+from trouper.kernels.codegen import launch
 
 
 def prepared(*args):

@@ -15,10 +15,9 @@ from typing import Any, Literal, Self, cast
 
 import msgspec
 
-from trouper.devices import DeviceKind, choose_device
-from trouper.engine_checks import check_engine_args, tell_what_is_idle
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.model_config import (
+from trouper.config.checks import check_engine_args, tell_what_is_idle
+from trouper.config.devices import DeviceKind, choose_device
+from trouper.config.model import (
     DEMO_MODEL,
     DTYPES,
     ModelConfig,
@@ -26,8 +25,9 @@ from trouper.model_config import (
     kv_bytes_per_token,
     tokenizer_path,
 )
-from trouper.pooler_config import PoolerSpec
-from trouper.vllm_names import NOT_IMPLEMENTED, check_not_implemented
+from trouper.config.pooler import PoolerSpec
+from trouper.config.vllm_options import NOT_IMPLEMENTED, check_not_implemented
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 __all__ = [
     "DEMO_MODEL",

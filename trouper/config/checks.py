@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
-    from trouper.config import EngineArgs
+    from trouper.config.args import EngineArgs
 
 logger = logging.getLogger("trouper")
 AT_LEAST = {

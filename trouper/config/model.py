@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import msgspec
 
+from trouper.config.pooler import PoolerConfig, PoolerSpec, is_pooling, pooler_spec
+from trouper.config.presets import GEOMETRIES
 from trouper.errors import TrouperValidationError
-from trouper.geometries import GEOMETRIES
-from trouper.pooler_config import PoolerConfig, PoolerSpec, is_pooling, pooler_spec
 
 if TYPE_CHECKING:
-    from trouper.config import EngineArgs
+    from trouper.config.args import EngineArgs
 
-DEMO_MODEL = Path(__file__).parent / "demo"
+DEMO_MODEL = Path(__file__).parents[1] / "demo"
 DTYPES = {
     "half": "float16", "float16": "float16", "fp16": "float16",
     "bfloat16": "bfloat16", "bf16": "bfloat16",

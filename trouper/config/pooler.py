@@ -10,8 +10,8 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from trouper.config.late_interaction import UNLIMITED, LateInteraction
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.late_interaction import UNLIMITED, LateInteraction
 
 SeqPooling = Literal["CLS", "LAST", "MEAN"]
 TokPooling = Literal["ALL", "STEP"]

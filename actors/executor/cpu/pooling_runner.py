@@ -22,25 +22,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.cores import compute_with
+from trouper.actors.executor.cpu.memory import give_back_free_memory
+from trouper.actors.executor.cpu.recorded_steps import TextGraphs
+from trouper.actors.executor.cpu.thread_priority import compute_with
+from trouper.actors.executor.cpu.unpaged_decoder import WholeDecoder
 from trouper.actors.executor.device import DeviceInfo, Later
-from trouper.actors.executor.encoder_weights import Tensors, load_encoder
-from trouper.actors.executor.graphs import TextGraphs
-from trouper.actors.executor.heads import Project, load_head, load_projection
-from trouper.actors.executor.memory import give_back_free_memory
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, encoder_traits
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.profiler import Profiler
-from trouper.actors.executor.whole_decoder import WholeDecoder
+from trouper.actors.executor.weights.encoder import Tensors, load_encoder
+from trouper.actors.executor.weights.heads import Project, load_head, load_projection
 from trouper.actors.messages import PoolColumn, PoolDone, PoolPlan
-from trouper.config import EngineConfig
+from trouper.config.args import EngineConfig
+from trouper.config.pooler import PoolerSpec
 from trouper.errors import UnsupportedFeatureError
-from trouper.kernels.recording import NotRecordableError
-from trouper.kernels.row_pooling import RowPooling
-from trouper.kernels.varlen_attention import UNLIMITED, Group, positions_of
-from trouper.pooler_config import PoolerSpec
+from trouper.kernels.codegen.recording import NotRecordableError
+from trouper.kernels.cpu.attention.varlen import UNLIMITED, Group, positions_of
+from trouper.kernels.cpu.fused.row_pooling import RowPooling
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.batch import Batch
-from trouper.actors.executor.cores import Cores
+from trouper.actors.executor.cpu.thread_priority import Cores
 from trouper.actors.executor.models.decoder import Decoder
 from trouper.actors.executor.models.encoder import Encoder
-from trouper.actors.executor.sampler import Sampler
-from trouper.kernels.arena import Arena
-from trouper.kernels.recording import Recording
-from trouper.kernels.varlen_attention import Group, positions_of, tiles_of
+from trouper.actors.executor.sampling.sampler import Sampler
+from trouper.kernels.codegen.arena import Arena
+from trouper.kernels.codegen.recording import Recording
+from trouper.kernels.cpu.attention.varlen import Group, positions_of, tiles_of
 
 # Of more rows, Python is less than a hundredth of the time.  A launch is recorded in about 180 bytes: 50 KiB
 # for 28 layers, 16 MiB if every number of rows occurs, 32 if each does drawn and not.

@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.batch import Batch, Rows, make_batch
-from trouper.actors.executor.cores import Cores
+from trouper.actors.executor.cpu.memory import give_back_free_memory
+from trouper.actors.executor.cpu.recorded_steps import DecodeGraphs, Passed
+from trouper.actors.executor.cpu.thread_priority import Cores
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.executor.graphs import DecodeGraphs, Passed
-from trouper.actors.executor.integer_checkpoints import integer_scheme
-from trouper.actors.executor.memory import give_back_free_memory
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_shape
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.profiler import Profiler
-from trouper.actors.executor.sampler import Sampler, token_logprobs
-from trouper.actors.executor.weights import load_decoder
+from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
+from trouper.actors.executor.weights.decoder import load_decoder
+from trouper.actors.executor.weights.quantized import integer_scheme
 from trouper.actors.messages import StepDone, StepPlan, TokenLogprobs
-from trouper.config import EngineConfig
+from trouper.config.args import EngineConfig
 from trouper.errors import TrouperValidationError
-from trouper.kernels.arena import Arena, Lender
-from trouper.kernels.decoder_ops import make_ops
-from trouper.kernels.draw import compile_draw
-from trouper.kernels.recording import NotRecordableError
+from trouper.kernels.codegen.arena import Arena, Lender
+from trouper.kernels.codegen.recording import NotRecordableError
+from trouper.kernels.cpu.sampling.sample import compile_draw
+from trouper.kernels.select import make_ops
 
 logger = logging.getLogger(__name__)
 

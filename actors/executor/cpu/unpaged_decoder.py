@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.integer_checkpoints import integer_scheme
 from trouper.actors.executor.models.decoder import Decoder, ops_shape
 from trouper.actors.executor.models.traits import DecoderTraits
-from trouper.actors.executor.weights import load_decoder
-from trouper.config import EngineConfig
-from trouper.kernels.decoder_ops import make_ops
-from trouper.kernels.varlen_attention import Group
+from trouper.actors.executor.weights.decoder import load_decoder
+from trouper.actors.executor.weights.quantized import integer_scheme
+from trouper.config.args import EngineConfig
+from trouper.kernels.cpu.attention.varlen import Group
+from trouper.kernels.select import make_ops
 
 BLOCK_SIZE = 16
 

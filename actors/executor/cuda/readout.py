@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trouper.actors.executor.cuda.machine import Machine
 from trouper.actors.executor.device import Later
-from trouper.actors.executor.sampler import token_logprobs
+from trouper.actors.executor.sampling.sampler import token_logprobs
 from trouper.actors.messages import Sampling, StepDone, StepPlan, TokenLogprobs
 from trouper.kernels.cuda.logprobs import top_logprobs
 

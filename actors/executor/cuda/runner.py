@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from trouper.actors.executor.batch import Rows, embeds_of
+from trouper.actors.executor.cpu.runner import num_kv_blocks
 from trouper.actors.executor.cuda import memory
 from trouper.actors.executor.cuda.inputs import Inputs, inputs_of, pack
 from trouper.actors.executor.cuda.machine import CudaMachine, Graph, Machine
@@ -27,19 +28,18 @@ from trouper.actors.executor.cuda.resident import Resident
 from trouper.actors.executor.cuda.shapes import Shape, graph_shapes, padded, shape_of
 from trouper.actors.executor.cuda.tables import Changes, Layout, is_penalised
 from trouper.actors.executor.device import DeviceInfo, Later
-from trouper.actors.executor.integer_checkpoints import integer_scheme
 from trouper.actors.executor.models.cuda_decoder import CudaDecoder, DeviceBatch
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, ops_shape
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
-from trouper.actors.executor.runner import num_kv_blocks
-from trouper.actors.executor.weights import load_decoder
+from trouper.actors.executor.weights.decoder import load_decoder
+from trouper.actors.executor.weights.quantized import integer_scheme
 from trouper.actors.messages import StepDone, StepPlan
-from trouper.config import EngineConfig
+from trouper.config.args import EngineConfig
 from trouper.kernels.cuda.logits import edit_logits
 from trouper.kernels.cuda.sample import sample
 from trouper.kernels.cuda.top_k_top_p import top_k_top_p
-from trouper.kernels.decoder_ops import make_ops
+from trouper.kernels.select import make_ops
 
 Part = tuple[int, Tensor]  # first token of the batch, and the embeddings from there on
 

@@ -21,7 +21,6 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.device import Answer, DeviceInfo
-from trouper.actors.loop import Soon
 from trouper.actors.messages import (
     NewRow,
     PoolPlan,
@@ -32,6 +31,7 @@ from trouper.actors.messages import (
     StepPlan,
     TokenLogprobs,
 )
+from trouper.actors.runtime.event_loop import Soon
 
 ENTRY_BYTES = 8
 POISON = b"\xee" * ENTRY_BYTES

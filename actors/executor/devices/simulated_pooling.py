@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.executor.simulated import ENTRY_BYTES, Conditions, SimulatedSteps
+from trouper.actors.executor.devices.simulated import ENTRY_BYTES, Conditions, SimulatedSteps
 from trouper.actors.messages import PoolColumn, PoolDone, PoolPlan, SequenceId, StepFailed
 
 

@@ -19,12 +19,18 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 
-from trouper.actors.executor.cores import Cores, be_nice, compute_with, start_nice, take_long_slices
+from trouper.actors.executor.cpu.thread_priority import (
+    Cores,
+    be_nice,
+    compute_with,
+    start_nice,
+    take_long_slices,
+)
 from trouper.actors.executor.device import Answer, DeviceInfo, Later
 from trouper.actors.executor.vigil import Vigil
-from trouper.actors.loop import Loop, Soon
 from trouper.actors.messages import PoolPlan, StepFailed, StepPlan
-from trouper.config import EngineConfig
+from trouper.actors.runtime.event_loop import Loop, Soon
+from trouper.config.args import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 
 logger = logging.getLogger(__name__)
@@ -200,14 +206,14 @@ class LocalDevice:
 
     def _make_runner(self) -> Any:
         if self._config.pooler is not None:
-            from trouper.actors.executor.pooling_runner import PoolingRunner
+            from trouper.actors.executor.cpu.pooling_runner import PoolingRunner
 
             return PoolingRunner(self._config)
         if self._config.device == "cuda":
             from trouper.actors.executor.cuda.runner import CudaRunner
 
             return CudaRunner(self._config)
-        from trouper.actors.executor.runner import Runner
+        from trouper.actors.executor.cpu.runner import Runner
 
         return Runner(self._config, self._cores)
 

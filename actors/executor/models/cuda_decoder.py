@@ -11,13 +11,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from trouper.actors.executor.models.decoder import Decoder, Layer
+from trouper.kernels.cpu.linear.layer import Linear, linear
 from trouper.kernels.cuda.act_mul import act_mul
 from trouper.kernels.cuda.add_rms_norm import add_rms_norm
 from trouper.kernels.cuda.decode_attention import decode_attention
 from trouper.kernels.cuda.prefill_attention import prefill_attention
 from trouper.kernels.cuda.prepare import prepare
 from trouper.kernels.cuda.qkv_post import qkv_post_
-from trouper.kernels.linear import Linear, linear
 
 
 class DeviceBatch(NamedTuple):

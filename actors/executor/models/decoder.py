@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trouper.actors.executor.models.rotary import make_rope_table
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
-from trouper.kernels.decoder_ops import Ops, Shape
-from trouper.kernels.linear import Linear, linear
+from trouper.kernels.cpu.linear.layer import Linear, linear
+from trouper.kernels.select import Ops, Shape
 
 LOGITS_AT_ONCE = 256  # rows; 256 x 152k vocabulary x 4 B = 150 MiB
 

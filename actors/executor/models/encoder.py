@@ -14,19 +14,19 @@ from torch import Tensor
 
 from trouper.actors.executor.models.encoder_traits import EncoderTraits
 from trouper.actors.executor.models.rotary import make_rope_table
-from trouper.kernels.act_mul import gelu_mul, gelu_tanh_mul, silu_mul
-from trouper.kernels.layer_norm import LayerNorm
-from trouper.kernels.linear import Linear, linear
-from trouper.kernels.linear_fused import linear_act, linear_add
-from trouper.kernels.rope import rope_, rotation_of
-from trouper.kernels.token_embedding import TokenEmbedding
-from trouper.kernels.varlen_attention import (
+from trouper.kernels.cpu.attention.varlen import (
     ROWS,
     Group,
     is_native,
     tiles_of,
     varlen_attention,
 )
+from trouper.kernels.cpu.fused.layer_norm import LayerNorm
+from trouper.kernels.cpu.fused.token_embedding import TokenEmbedding
+from trouper.kernels.cpu.linear.fused import linear_act, linear_add
+from trouper.kernels.cpu.linear.layer import Linear, linear
+from trouper.kernels.reference.act_mul import gelu_mul, gelu_tanh_mul, silu_mul
+from trouper.kernels.reference.rope import rope_, rotation_of
 
 ACT_MUL = {"silu": silu_mul, "gelu": gelu_mul, "gelu_tanh": gelu_tanh_mul}
 MAX_DISTANCE = 128  # of MPNet's buckets

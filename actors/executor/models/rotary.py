@@ -1,4 +1,4 @@
-"""RopeTraits -> the table of `kernels/rope.py`.
+"""RopeTraits -> the table of `kernels/reference/rope.py`.
 
 Formulas: linear, Chen et al. 2023; llama3, Meta's reference code; yarn, Peng et al. 2023 (2309.00071);
 longrope, Ding et al. 2024 (2402.13753).  All as transformers evaluates them, in float32.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.models.traits import RopeTraits
-from trouper.kernels.rope import rope_table
+from trouper.kernels.reference.rope import rope_table
 
 
 def make_rope_table(rope: RopeTraits, num_positions: int, dtype: torch.dtype) -> Tensor:

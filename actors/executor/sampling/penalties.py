@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trouper.actors.executor.batch import Rows
 from trouper.actors.messages import Sampling
-from trouper.kernels.draw import penalise_repetition_reference_
+from trouper.kernels.cpu.sampling.sample import penalise_repetition_reference_
 
 
 class _Row(msgspec.Struct):

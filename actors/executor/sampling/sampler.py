@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.batch import Rows
-from trouper.actors.executor.penalties import Penalties
+from trouper.actors.executor.sampling.penalties import Penalties
 from trouper.actors.messages import NO_VALID_TOKEN, Sampling, TokenLogprobs
-from trouper.kernels.draw import NOT_FINITE, NOTHING_LEFT, ROW, draw
+from trouper.kernels.cpu.sampling.sample import NOT_FINITE, NOTHING_LEFT, ROW, draw
 
 NO_TOP_K = 2**31 - 1  # more than any vocabulary
 assert (NOT_FINITE, NOTHING_LEFT) == (-1, NO_VALID_TOKEN)  # they go into messages as they are

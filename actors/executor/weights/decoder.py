@@ -17,8 +17,6 @@ import safetensors
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.dummy import Dummy
-from trouper.actors.executor.integer_checkpoints import Scheme, Stored, joined, unsupported
 from trouper.actors.executor.models.decoder import Decoder, Layer
 from trouper.actors.executor.models.registry import (
     EMBEDDING,
@@ -28,10 +26,18 @@ from trouper.actors.executor.models.registry import (
     outer_parameters,
 )
 from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.weights.dummy import Dummy
+from trouper.actors.executor.weights.quantized import Scheme, Stored, joined, unsupported
 from trouper.errors import TrouperValidationError
-from trouper.kernels.decoder_ops import Ops
-from trouper.kernels.linear import Linear
-from trouper.kernels.quantization import GROUP, Format, Integers, can_quantize, dequantized
+from trouper.kernels.cpu.linear.layer import Linear
+from trouper.kernels.cpu.linear.quantization import (
+    GROUP,
+    Format,
+    Integers,
+    can_quantize,
+    dequantized,
+)
+from trouper.kernels.select import Ops
 
 BASE = "model."
 INDEX = "model.safetensors.index.json"
@@ -256,7 +262,7 @@ def _layer(traits: DecoderTraits, index: int, source: Source, place: Placement) 
 def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:
     """The fused tensor, in memory of its own: the file may go away."""
     shapes = [shape for _, shape in parameter.sources]
-    # 1 + w of Gemma's norms would lose w's last bits in bf16; see kernels/rms_norm.py
+    # 1 + w of Gemma's norms would lose w's last bits in bf16; see kernels/reference/rms_norm.py
     kept = torch.float32 if parameter.offset else place.dtype
     size = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     fused = torch.empty(size, dtype=kept, device=place.device)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.local import num_physical_cores
+from trouper.actors.executor.devices.threaded import num_physical_cores
 from trouper.actors.executor.models.registry import Parameter
 
 DUMMY_STD = 0.02

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.dummy import Dummy
 from trouper.actors.executor.models.encoder import Encoder, Layer
 from trouper.actors.executor.models.encoder_traits import EncoderTraits
-from trouper.actors.executor.weights import Checkpoint
+from trouper.actors.executor.weights.decoder import Checkpoint
+from trouper.actors.executor.weights.dummy import Dummy
 from trouper.errors import TrouperValidationError
-from trouper.kernels.layer_norm import LayerNorm
-from trouper.kernels.linear import Linear, layout_of
-from trouper.kernels.token_embedding import TokenEmbedding
+from trouper.kernels.cpu.fused.layer_norm import LayerNorm
+from trouper.kernels.cpu.fused.token_embedding import TokenEmbedding
+from trouper.kernels.cpu.linear.layer import Linear, layout_of
 
 OLD_NAMES = {"weight": "gamma", "bias": "beta"}  # of layer norms, in BERT's first checkpoints
 

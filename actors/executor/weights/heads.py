@@ -9,13 +9,13 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.actors.executor.dummy import Dummy
-from trouper.actors.executor.encoder_weights import Tensors
 from trouper.actors.executor.models.encoder_traits import Head
-from trouper.actors.executor.weights import Checkpoint
-from trouper.kernels.layer_norm import LayerNorm
-from trouper.kernels.linear_fused import activate
-from trouper.pooler_config import LATE_INTERACTION, Dense, PoolerSpec
+from trouper.actors.executor.weights.decoder import Checkpoint
+from trouper.actors.executor.weights.dummy import Dummy
+from trouper.actors.executor.weights.encoder import Tensors
+from trouper.config.pooler import LATE_INTERACTION, Dense, PoolerSpec
+from trouper.kernels.cpu.fused.layer_norm import LayerNorm
+from trouper.kernels.cpu.linear.fused import activate
 
 Project = Callable[[Tensor], Tensor]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trouper.errors import UnsupportedFeatureError
-from trouper.kernels.quantization import Integers
+from trouper.kernels.cpu.linear.quantization import Integers
 
 Method = Literal["gptq", "awq", "compressed-tensors"]
 Stored = tuple[str, tuple[int, ...]]  # a tensor's name and shape

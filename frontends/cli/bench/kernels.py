@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from trouper.devices import cuda_problem
+from trouper.config.devices import cuda_problem
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli.bench.options import ReportOptions, note
 from trouper.frontends.cli.options import expand_options, integers
@@ -64,7 +64,7 @@ def kernels(
         os.environ["TRITON_INTERPRET"] = "1"
     config: dict[str, Any] | None = None
     if model is not None:
-        from trouper.config import EngineArgs
+        from trouper.config.args import EngineArgs
 
         config = EngineArgs(model=model, load_format="dummy").resolve().model.hf_config
 

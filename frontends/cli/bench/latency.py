@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.bench.options import ReportOptions, progress, reporting, tokenizer_of
 from trouper.frontends.cli.options import expand_options, integers

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import anyio
 import typer
 
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.frontends.cli.bench.options import DatasetOptions, ReportOptions, tokenizer_of
 from trouper.frontends.cli.options import expand_options
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.frontends.cli.bench.options import ReportOptions, note, terminable, tokenizer_of
 from trouper.frontends.cli.options import expand_options
 
@@ -53,7 +53,7 @@ def peers(
     report: ReportOptions,
 ) -> None:
     """Everybody on the same prompts, in turn; medians, spread and ratios."""
-    from trouper.actors.executor.local import num_physical_cores
+    from trouper.actors.executor.devices.threaded import num_physical_cores
     from trouper.bench import peers as core
 
     works = [core.parse_workload(text) for text in workload or core.WORKLOADS]

@@ -23,7 +23,7 @@ def startup(
 ) -> None:
     """Time to import, --help, the first text and a ready server; each start is a process."""
     from trouper.bench import startup as core
-    from trouper.config import EngineArgs
+    from trouper.config.args import EngineArgs
 
     report.check()
     EngineArgs(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trouper.config import EngineArgs
+from trouper.config.args import EngineArgs
 from trouper.frontends.cli import output
 from trouper.frontends.cli.bench.options import (
     DatasetOptions,

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Self
 
 import anyio
 
-from trouper.actors.admission import CHARACTERS_PER_TOKEN
-from trouper.frontends.server.admission import Admission, Entry, Full
-from trouper.frontends.server.delay import QueueDelay
+from trouper.actors.engine.admission import CHARACTERS_PER_TOKEN
+from trouper.frontends.server.admission.codel import QueueDelay
+from trouper.frontends.server.admission.fair_queue import Admission, Entry, Full
+from trouper.frontends.server.admission.overload import Level
+from trouper.frontends.server.admission.throughput import Throughput
 from trouper.frontends.server.errors import Refusal
-from trouper.frontends.server.overload import Level
-from trouper.frontends.server.progress import Throughput
 
 if TYPE_CHECKING:
-    from trouper.actors.generation import Generation
+    from trouper.actors.engine.generation import Generation
 
 BYTES_PER_TOKEN = CHARACTERS_PER_TOKEN  # of a body that nobody has read yet
 TTFT_TARGET_S = 10.0  # as much work may wait as is done in this time

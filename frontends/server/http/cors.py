@@ -4,7 +4,7 @@ Source: the Fetch standard, section 3.2.
 """
 
 from trouper.frontends.server.errors import Headers
-from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.http.exchange import Exchange
 from trouper.frontends.server.settings import ServerSettings
 
 MAX_AGE_S = b"600"

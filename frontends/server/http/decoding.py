@@ -13,7 +13,7 @@ import anyio.to_thread
 import msgspec
 
 from trouper.frontends.server.errors import Refusal, clean
-from trouper.frontends.server.excerpt import excerpt
+from trouper.frontends.server.http.large_json import excerpt
 
 T = TypeVar("T", bound=msgspec.Struct)
 THREAD_FROM = 2**16  # bytes; below it a thread hop costs more than the reading

@@ -13,9 +13,9 @@ from urllib.parse import parse_qs
 import anyio
 import msgspec
 
-from trouper.frontends.server.body import Body, Rooms
-from trouper.frontends.server.door import Ticket
+from trouper.frontends.server.admission.gate import Ticket
 from trouper.frontends.server.errors import Headers, Problem, Refusal, aborted
+from trouper.frontends.server.http.body import Body, Rooms
 from trouper.frontends.server.settings import ServerSettings
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.frontends.server.exchange import Exchange
-from trouper.frontends.server.logprobs import chat_logprobs, prompt_logprobs
-from trouper.frontends.server.outputs import Counted, each_output, final_outputs
-from trouper.frontends.server.replies import (
+from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from trouper.frontends.server.openai.requests import ChatRequest
+from trouper.frontends.server.openai.responses_types import (
     ChatChoice,
     ChatChunk,
     ChatDelta,
@@ -17,16 +17,16 @@ from trouper.frontends.server.replies import (
     ChatReply,
     Message,
 )
-from trouper.frontends.server.sampling import chat_params
+from trouper.frontends.server.openai.sampling import chat_params
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
-from trouper.frontends.server.wire import ChatRequest
+from trouper.frontends.server.streams import Counted, each_output, final_outputs
 from trouper.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trouper.actors.generation import Generation
+    from trouper.actors.engine.generation import Generation
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256  # in one message

@@ -7,20 +7,24 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from trouper.errors import TrouperValidationError
-from trouper.frontends.server.exchange import Exchange
-from trouper.frontends.server.logprobs import completion_logprobs, prompt_logprobs
-from trouper.frontends.server.outputs import Counted, each_output, final_outputs
-from trouper.frontends.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply
-from trouper.frontends.server.sampling import check_sequences, completion_params
+from trouper.frontends.python.cooperative import InTurns
+from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.openai.logprobs import completion_logprobs, prompt_logprobs
+from trouper.frontends.server.openai.requests import CompletionRequest
+from trouper.frontends.server.openai.responses_types import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionReply,
+)
+from trouper.frontends.server.openai.sampling import check_sequences, completion_params
 from trouper.frontends.server.service import Service
-from trouper.frontends.server.wire import CompletionRequest
-from trouper.frontends.turns import InTurns
+from trouper.frontends.server.streams import Counted, each_output, final_outputs
 from trouper.outputs import CompletionOutput, LogprobsOnePosition, RequestOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trouper.actors.generation import Generation
+    from trouper.actors.engine.generation import Generation
 
 MAX_PROMPTS = 1024
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trouper.frontends.server.replies import (
+from trouper.frontends.server.openai.responses_types import (
     ChatLogprobs,
     ChatToken,
     CompletionLogprobs,

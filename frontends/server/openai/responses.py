@@ -7,12 +7,12 @@ import time
 from typing import Any
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.frontends.server.chat import chat_prompt
-from trouper.frontends.server.exchange import Exchange
-from trouper.frontends.server.outputs import Counted, each_output, final_outputs
-from trouper.frontends.server.sampling import chat_params
+from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.openai.chat import chat_prompt
+from trouper.frontends.server.openai.requests import ChatRequest, ResponsesRequest
+from trouper.frontends.server.openai.sampling import chat_params
 from trouper.frontends.server.service import Service
-from trouper.frontends.server.wire import ChatRequest, ResponsesRequest
+from trouper.frontends.server.streams import Counted, each_output, final_outputs
 from trouper.outputs import CompletionOutput, RequestOutput
 
 CHAT_NAMES = {

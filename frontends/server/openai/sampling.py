@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.frontends.server.wire import ChatRequest, CompletionRequest, Generating
+from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest, Generating
 from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, RequestOutputKind, SamplingParams
 
 SAME_NAME = (

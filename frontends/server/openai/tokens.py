@@ -8,12 +8,12 @@ import anyio.to_thread
 from trouper.actors.messages import Render, RequestId
 from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.actors.reply import ReplySlot
+from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.errors import TrouperValidationError
-from trouper.frontends.server.chat import chat_prompt
-from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.openai.chat import chat_prompt
+from trouper.frontends.server.openai.requests import DetokenizeRequest, TokenizeRequest
 from trouper.frontends.server.service import Service
-from trouper.frontends.server.wire import DetokenizeRequest, TokenizeRequest
 from trouper.params import SamplingParams
 
 

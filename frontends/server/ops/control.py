@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from trouper.errors import TrouperError, TrouperValidationError
 from trouper.frontends.server.errors import Refusal
-from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.openai.requests import AbortRequest
 from trouper.frontends.server.service import Service
-from trouper.frontends.server.wire import AbortRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

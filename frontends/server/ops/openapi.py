@@ -7,7 +7,7 @@ import msgspec
 
 from trouper import __version__
 from trouper.frontends.server.errors import TYPES
-from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.http.exchange import Exchange
 from trouper.frontends.server.service import Service
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import msgspec
 
 from trouper import __version__
 from trouper.errors import EngineDeadError
+from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.errors import Refusal, unavailable
-from trouper.frontends.server.exchange import Exchange
+from trouper.frontends.server.http.exchange import Exchange
 from trouper.frontends.server.metrics import expose
-from trouper.frontends.server.overload import Level
 from trouper.frontends.server.service import Service
 
 REFRESH_S = 1.0  # for the last facts; an actor that is ending may hold them back for long

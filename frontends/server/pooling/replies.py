@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from trouper.frontends.pooling import Pooled
-from trouper.frontends.server.encodings import Encoding, as_json, encode, listed, numbers
-from trouper.frontends.server.exchange import JSON
+from trouper.frontends.python.scoring import Pooled
+from trouper.frontends.server.http.exchange import JSON
+from trouper.frontends.server.pooling.encodings import Encoding, as_json, encode, listed, numbers
 from trouper.pooling import PoolingParams
 
 OCTETS = b"application/octet-stream"

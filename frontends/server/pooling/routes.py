@@ -13,13 +13,13 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from trouper.config.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.frontends.pooling import Encoding, Pooled, Scorer, as_pairs, collect
-from trouper.frontends.server.chat import chat_prompt
-from trouper.frontends.server.encodings import Encoding as HowEncoded
-from trouper.frontends.server.exchange import Exchange
-from trouper.frontends.server.outputs import final_outputs
-from trouper.frontends.server.pooling_replies import (
+from trouper.frontends.python.scoring import Encoding, Pooled, Scorer, as_pairs, collect
+from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.openai.chat import chat_prompt
+from trouper.frontends.server.pooling.encodings import Encoding as HowEncoded
+from trouper.frontends.server.pooling.replies import (
     PoolingServeContext,
     Reply,
     build_classes,
@@ -28,7 +28,7 @@ from trouper.frontends.server.pooling_replies import (
     build_ranking,
     build_scores,
 )
-from trouper.frontends.server.pooling_wire import (
+from trouper.frontends.server.pooling.requests import (
     ClassifyRequest,
     CohereEmbedRequest,
     EmbeddingRequest,
@@ -41,8 +41,8 @@ from trouper.frontends.server.pooling_wire import (
     Shared,
 )
 from trouper.frontends.server.service import Service
+from trouper.frontends.server.streams import final_outputs
 from trouper.inputs import PoolingPrompt
-from trouper.pooler_config import PoolerSpec
 from trouper.pooling import PoolingParams
 
 MAX_INPUTS = 2048

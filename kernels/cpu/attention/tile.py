@@ -15,9 +15,17 @@ import math
 from collections.abc import Callable
 from typing import Self, TypeVar
 
-from trouper.kernels.decode_attention import HIDDEN
-from trouper.kernels.matmul import TILE, Unit
-from trouper.kernels.simd import LANES, Code, Kind, Operand, Pointer, Value, num_registers
+from trouper.kernels.codegen.builder import (
+    LANES,
+    Code,
+    Kind,
+    Operand,
+    Pointer,
+    Value,
+    num_registers,
+)
+from trouper.kernels.cpu.attention.decode import HIDDEN
+from trouper.kernels.cpu.linear.dense import TILE, Unit
 
 PITCH = 272  # cells from one staged key to the next: constant, and no multiple of a power of two
 WIDEST = 256  # of a head: a key fits its pitch

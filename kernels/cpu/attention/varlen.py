@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels import launch
+from trouper.kernels.codegen import launch
 
 ROWS = 64  # queries of a tile: `SIDE` of whole_attention.py
 QUERY_TILE = 256  # in torch
@@ -51,7 +51,7 @@ class Group(NamedTuple):
 def is_native(dtype: torch.dtype, width: int) -> bool:
     if launch.kind_of(dtype) is None:
         return False
-    from trouper.kernels.prefill_attention import can_prefill
+    from trouper.kernels.cpu.attention.prefill import can_prefill
 
     return width % 16 == 0 and can_prefill(1, width)
 
@@ -110,8 +110,8 @@ def varlen_attention(
 def _native(
     qkv_T3ND: Tensor, tiles: np.ndarray, scale: float, window: int | None, bias: Tensor | None
 ) -> Tensor:
-    from trouper.kernels.attention_tile import scratch_bytes
-    from trouper.kernels.whole_attention import whole_attention
+    from trouper.kernels.cpu.attention.tile import scratch_bytes
+    from trouper.kernels.cpu.attention.unpaged import whole_attention
 
     num_tokens, _, num_heads, width = qkv_T3ND.shape
     out_TE = qkv_T3ND.new_empty((num_tokens, num_heads * width))

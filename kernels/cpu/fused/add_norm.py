@@ -8,7 +8,7 @@ Roofline: bytes = 4 e T D, FLOPs = 6 T D; 0.3 µs a row of 1024 bfloat16 from ca
 Measured, one EPYC core: 9 µs for 16 rows, 26 in torch.
 """
 
-from trouper.kernels.simd import LANES, Code, Kind
+from trouper.kernels.codegen.builder import LANES, Code, Kind
 
 
 def add_norm(code: Code, kind: Kind) -> None:

@@ -1,6 +1,6 @@
 """The kernel of `token_embedding.py`: a row of each table, added up in float32."""
 
-from trouper.kernels.simd import LANES, Code, Kind
+from trouper.kernels.codegen.builder import LANES, Code, Kind
 
 
 def embed_tokens(code: Code, kind: Kind) -> None:

@@ -5,7 +5,7 @@
 Roofline: bytes = 2 e T D.  One launch, which a recording holds, where torch's two calls let go of the interpreter.
 """
 
-from trouper.kernels.simd import LANES, Code, Kind
+from trouper.kernels.codegen.builder import LANES, Code, Kind
 
 
 def look_up(code: Code, kind: Kind) -> None:

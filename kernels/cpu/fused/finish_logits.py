@@ -5,8 +5,8 @@
 Roofline: bytes = (e + 4) R V.
 """
 
-from trouper.kernels.decode_attention import capped
-from trouper.kernels.simd import LANES, Code, Kind
+from trouper.kernels.codegen.builder import LANES, Code, Kind
+from trouper.kernels.cpu.attention.decode import capped
 
 
 def finish_logits(code: Code, kind: Kind) -> None:

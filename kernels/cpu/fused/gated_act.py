@@ -11,7 +11,7 @@ Measured, one EPYC core, M = 3072, bf16: 27 µs for 16 rows, 40 in torch.
 import math
 from typing import Literal
 
-from trouper.kernels.simd import LANES, Code, Kind
+from trouper.kernels.codegen.builder import LANES, Code, Kind
 
 LOG2_E = math.log2(math.e)
 GELU_A = 2 * math.sqrt(2 / math.pi) * LOG2_E

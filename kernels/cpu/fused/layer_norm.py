@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels import launch
+from trouper.kernels.codegen import launch
 
 FEW = 16  # rows that one thread computes sooner than it wakes another
 
@@ -30,7 +30,7 @@ class LayerNorm:
         kind = launch.row_kind(weight.dtype, len(weight), native=native)
         self._kernel: launch.Kernel | None = None
         if kind is not None:
-            from trouper.kernels.center_norm import center_norm
+            from trouper.kernels.cpu.fused.center_norm import center_norm
 
             self._kernel = launch.compiled(center_norm, kind)
             self._eps_bits = launch.float_bits(eps)

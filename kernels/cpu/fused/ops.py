@@ -8,15 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.kernels import attention_tile, decode_attention, launch, prefill_attention
-from trouper.kernels.add_norm import add_norm
-from trouper.kernels.decoder_ops import LANES, Integers, Shape
-from trouper.kernels.finish_logits import finish_logits
-from trouper.kernels.finish_qkv import finish_qkv
-from trouper.kernels.gated_act import gated_act
-from trouper.kernels.launch import compiled, float_bits, scratch
-from trouper.kernels.look_up import look_up
-from trouper.kernels.torch_ops import finished_logits
+from trouper.kernels.codegen import launch
+from trouper.kernels.codegen.launch import compiled, float_bits, scratch
+from trouper.kernels.cpu.attention import decode, prefill
+from trouper.kernels.cpu.attention import tile as attention_tile
+from trouper.kernels.cpu.fused.add_norm import add_norm
+from trouper.kernels.cpu.fused.embedding_lookup import look_up
+from trouper.kernels.cpu.fused.finish_logits import finish_logits
+from trouper.kernels.cpu.fused.gated_act import gated_act
+from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import finish_qkv
+from trouper.kernels.reference.ops import finished_logits
+from trouper.kernels.select import LANES, Integers, Shape
 
 KINDS = {torch.bfloat16: "bf16", torch.float32: "f32"}
 UNLIMITED = 2**62
@@ -52,19 +54,19 @@ class NativeOps:
         kind = KINDS[shape.dtype]
         self._shape = shape
         self._group = shape.num_q_heads // shape.num_kv_heads
-        self._prefill = compiled(prefill_attention.prefill_attention, kind, launch.bf16_unit())
-        self._decode = compiled(decode_attention.decode_attention, kind)
-        self._merge = compiled(decode_attention.merge_partials, kind)
+        self._prefill = compiled(prefill.prefill_attention, kind, launch.bf16_unit())
+        self._decode = compiled(decode.decode_attention, kind)
+        self._merge = compiled(decode.merge_partials, kind)
         self._add_norm = compiled(add_norm, kind)
         self._finish_qkv = compiled(finish_qkv, kind)
         self._gated = compiled(gated_act, kind, shape.activation)
         self._look_up = compiled(look_up, kind)
         self._finish_logits = compiled(finish_logits, kind)
-        self._span = decode_attention.SPAN
-        self._tile = prefill_attention.SIDE // self._group
-        self._decode_scratch = decode_attention.scratch_bytes(self._group, shape.head_dim)
+        self._span = decode.SPAN
+        self._tile = prefill.SIDE // self._group
+        self._decode_scratch = decode.scratch_bytes(self._group, shape.head_dim)
         self._prefill_scratch = attention_tile.scratch_bytes(
-            shape.head_dim, prefill_attention.SIDE, prefill_attention.PARTS
+            shape.head_dim, prefill.SIDE, prefill.PARTS
         )
         self._eps, self._alpha = float_bits(shape.norm_eps), float_bits(shape.residual_scale)
         self._scale, self._cap = float_bits(shape.scale), float_bits(shape.softcap or 0.0)
@@ -264,7 +266,7 @@ class NativeOps:
         """As many tiles of queries as leave each thread four pieces.  No result depends on it."""
         num_tiles = int((-(-counts // self._tile)).sum())
         most = num_tiles * self._shape.num_kv_heads // (4 * torch.get_num_threads())
-        return max(1, min(most, prefill_attention.PARTS))
+        return max(1, min(most, prefill.PARTS))
 
     def _heads_of_a_piece(self, num_spans: int) -> int:
         """As many as leave each thread four pieces: a thread that goes on to the next head knows

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels import launch
-from trouper.kernels.varlen_attention import Group
+from trouper.kernels.codegen import launch
+from trouper.kernels.cpu.attention.varlen import Group
 
 
 class RowPooling:
@@ -40,7 +40,7 @@ class RowPooling:
         kind = launch.row_kind(dtype, width, native=native)
         self._kernel: launch.Kernel | None = None
         if kind is not None:
-            from trouper.kernels.mean_of_spans import mean_of_spans
+            from trouper.kernels.cpu.fused.mean_pool import mean_of_spans
 
             self._kernel = launch.compiled(mean_of_spans, kind)
 

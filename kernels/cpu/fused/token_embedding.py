@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels import launch
-from trouper.kernels.layer_norm import FEW
+from trouper.kernels.codegen import launch
+from trouper.kernels.cpu.fused.layer_norm import FEW
 
 
 class TokenEmbedding:
@@ -42,7 +42,7 @@ class TokenEmbedding:
         kind = launch.row_kind(words.dtype, words.shape[1], native=native)
         self._kernel: launch.Kernel | None = None
         if kind is not None:
-            from trouper.kernels.embed_tokens import embed_tokens
+            from trouper.kernels.cpu.fused.embed_tokens import embed_tokens
 
             self._kernel = launch.compiled(embed_tokens, kind)
 

@@ -25,9 +25,9 @@ Roofline: bytes = 1.5 O I + e (T I + T O), FLOPs = 2 T O I.
 
 from typing import TypeVar
 
-from trouper.kernels import matmul
-from trouper.kernels.matmul import TILE, Block, Steps, Unit, product_of
-from trouper.kernels.simd import HALFWORDS, LANES, Code, Pointer, Value
+from trouper.kernels.codegen.builder import HALFWORDS, LANES, Code, Pointer, Value
+from trouper.kernels.cpu.linear import dense
+from trouper.kernels.cpu.linear.dense import TILE, Block, Steps, Unit, product_of
 
 VECTORS = 4  # of a group: as many codes as fit a halfword
 PLACES = VECTORS * HALFWORDS  # of a group
@@ -38,10 +38,10 @@ END = 2**62
 AHEAD = 16  # groups asked for, into the second cache: 1.13 times as fast as without
 BEYOND = TILE // VECTORS  # groups that are decoded after the last
 # of one row eight panels read 1.1 to 1.2 times as fast as four: a piece begins slowly
-_DOTS = matmul.SHAPES["dots"]
+_DOTS = dense.SHAPES["dots"]
 SHAPES = {
     "dots": _DOTS._replace(few=(Block(8, 1), Block(8, 2), *_DOTS.few[2:])),
-    "tiles": matmul.SHAPES["tiles"],
+    "tiles": dense.SHAPES["tiles"],
 }
 
 N = TypeVar("N", int, Value)
@@ -167,7 +167,7 @@ def compressed_matmul(code: Code, unit: Unit) -> None:
             length = (pairs + BEYOND * VECTORS) * LANES
             own = code.pointer(scratch, "i32") + code.thread() * panels * length
             kept = [own + p * length for p in range(panels)]
-            for panel, first, stop in matmul.pieces_of_many(
+            for panel, first, stop in dense.pieces_of_many(
                 code, shape.many, num_rows, product.num_panels
             ):
                 at_panel = product.panels_from(panel, panels)

@@ -34,8 +34,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from trouper.kernels.gelu import gelu
-from trouper.kernels.simd import LANES, Code, Kind, Pointer, Value, has_bf16_dot, num_registers
+from trouper.kernels.codegen.builder import (
+    LANES,
+    Code,
+    Kind,
+    Pointer,
+    Value,
+    has_bf16_dot,
+    num_registers,
+)
+from trouper.kernels.cpu.linear.gelu import gelu
 
 Unit = Literal["dots", "tiles", "floats"]
 Act = Literal["none", "gelu"]

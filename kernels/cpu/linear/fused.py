@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels.linear import NATIVE, Linear, linear, native
+from trouper.kernels.cpu.linear.layer import NATIVE, Linear, linear, native
 
 # oneDNN's name of the function and of its variant
 FUSED = {

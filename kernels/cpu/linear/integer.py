@@ -35,7 +35,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from trouper.kernels.matmul import (
+from trouper.kernels.codegen.builder import LANES, Code, Kind, Pointer, Value, Var
+from trouper.kernels.cpu.linear.dense import (
     TILE,
     TILE_BYTES,
     Block,
@@ -45,8 +46,7 @@ from trouper.kernels.matmul import (
     Unit,
     pieces_of_many,
 )
-from trouper.kernels.quantization import PANELS, STEP, Format
-from trouper.kernels.simd import LANES, Code, Kind, Pointer, Value, Var
+from trouper.kernels.cpu.linear.quantization import PANELS, STEP, Format
 
 # of dots accumulators and totals fill the registers of int4; int8 has one group, so no totals
 SHAPES: dict[tuple[Unit, Format], Shape] = {

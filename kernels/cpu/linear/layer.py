@@ -4,14 +4,14 @@
     W [O, I]   as checkpoints store it; packed, its values are the same
     y [T, O]
 
-    compressed   bfloat16 where the machine has AVX512-BF16, 12 bits a weight: kernels/compressed_matmul.py
-    native   the same products of weights that do not fit, or of other machines with AVX2: kernels/matmul.py
+    compressed   bfloat16 where the machine has AVX512-BF16, 12 bits a weight: kernels/cpu/linear/compressed.py
+    native   the same products of weights that do not fit, or of other machines with AVX2: kernels/cpu/linear/dense.py
     floats   the same of float32
-    split    of float32 too, for many rows, where it has AMX: kernels/split_matmul.py
+    split    of float32 too, for many rows, where it has AMX: kernels/cpu/linear/split_fp32.py
     oneDNN   both of other machines and shapes: no reorder in every call
     plain    what oneDNN does not pack here (float16), and builds without it
     invariant   on a GPU, where asked for: kernels/cuda/matmul.py; cuBLAS is "plain"
-    int8, int4   integers with scales, rounded here or in the checkpoint: kernels/quantized_matmul.py
+    int8, int4   integers with scales, rounded here or in the checkpoint: kernels/cpu/linear/integer.py
              where bfloat16 would be compressed; elsewhere the rounded weights in their own dtype, with no
              gain but the same outputs
 
@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels import launch
-from trouper.kernels.quantization import (
+from trouper.kernels.codegen import launch
+from trouper.kernels.cpu.linear.quantization import (
     LANES,
     PANELS,
     Format,
@@ -38,7 +38,7 @@ from trouper.kernels.quantization import (
 )
 
 if TYPE_CHECKING:
-    from trouper.kernels.matmul import Act, Unit
+    from trouper.kernels.cpu.linear.dense import Act, Unit
 
 NATIVE = ("native", "floats", "split")
 COMPILED = (*NATIVE, "compressed", "int8", "int4")
@@ -144,8 +144,8 @@ def native(x_TI: Tensor, layer: Linear, act: "Act" = "none") -> Tensor:
     """Of a native layer; what it is followed by is computed with it."""
     if layer.layout == "split":
         return _split(x_TI, layer, act)
-    from trouper.kernels.matmul import SHAPES, matmul
-    from trouper.kernels.native_ops import padded
+    from trouper.kernels.cpu.fused.ops import padded
+    from trouper.kernels.cpu.linear.dense import SHAPES, matmul
 
     unit = _unit_of(x_TI.dtype)
     num_rows, (num_out, num_in) = len(x_TI), layer.shape
@@ -177,7 +177,7 @@ def _unit_of(dtype: torch.dtype) -> "Unit":
 
 
 def _split(x_TI: Tensor, layer: Linear, act: "Act") -> Tensor:
-    from trouper.kernels.split_matmul import (
+    from trouper.kernels.cpu.linear.split_fp32 import (
         FEW,
         SHAPE,
         parts_bytes,
@@ -218,7 +218,7 @@ def _split(x_TI: Tensor, layer: Linear, act: "Act") -> Tensor:
 
 
 def _compressed(x_TI: Tensor, layer: Linear) -> Tensor:
-    from trouper.kernels.compressed_matmul import SHAPES, compressed_matmul, scratch_bytes
+    from trouper.kernels.cpu.linear.compressed import SHAPES, compressed_matmul, scratch_bytes
 
     unit = launch.bf16_unit()
     num_rows, (num_out, num_in) = len(x_TI), layer.shape
@@ -243,7 +243,7 @@ def _compressed(x_TI: Tensor, layer: Linear) -> Tensor:
 
 
 def _quantized(x_TI: Tensor, layer: Linear) -> Tensor:
-    from trouper.kernels.quantized_matmul import SHAPES, scratch_bytes
+    from trouper.kernels.cpu.linear.integer import SHAPES, scratch_bytes
 
     assert layer.scales is not None
     unit = launch.bf16_unit()
@@ -275,7 +275,7 @@ def _quantized(x_TI: Tensor, layer: Linear) -> Tensor:
 
 def _product_of(fmt: Format, scales: torch.dtype, has_zeros: bool) -> launch.Kernel:
     """Asked for on loading too, so that no step compiles it."""
-    from trouper.kernels.quantized_matmul import quantized_matmul
+    from trouper.kernels.cpu.linear.integer import quantized_matmul
 
     kind = "bf16" if scales == torch.bfloat16 else "f32"
     return launch.compiled(quantized_matmul, launch.bf16_unit(), fmt, kind, has_zeros)
@@ -283,7 +283,7 @@ def _product_of(fmt: Format, scales: torch.dtype, has_zeros: bool) -> launch.Ker
 
 def _round(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     """Packed integers and scales, as `packed(quantize(...))`."""
-    from trouper.kernels.quantize import quantize_panels
+    from trouper.kernels.cpu.linear.pack_integer import quantize_panels
 
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
@@ -305,7 +305,7 @@ def _round(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
 
 def _compressed_or_none(weight_OI: Tensor) -> Tensor | None:
     """None where too many weights have an exponent of their own."""
-    from trouper.kernels.compressed_matmul import compress, compressed_matmul, weight_words
+    from trouper.kernels.cpu.linear.compressed import compress, compressed_matmul, weight_words
 
     launch.compiled(compressed_matmul, launch.bf16_unit())  # now, and not in the first step
     weight_OI = weight_OI.contiguous()
@@ -324,14 +324,14 @@ def _compressed_or_none(weight_OI: Tensor) -> Tensor | None:
 
 
 def _pack_native(weight_OI: Tensor) -> Tensor:
-    from trouper.kernels.matmul import matmul
+    from trouper.kernels.cpu.linear.dense import matmul
 
     launch.compiled(matmul, _unit_of(weight_OI.dtype), "none")  # now, and not in the first step
     return _packed(weight_OI)
 
 
 def _pack_split(weight_OI: Tensor) -> Tensor:
-    from trouper.kernels.split_matmul import split_matmul, split_rows
+    from trouper.kernels.cpu.linear.split_fp32 import split_matmul, split_rows
 
     assert launch.bf16_unit() == "tiles"  # who has not asked may not use them
     launch.compiled(split_rows)
@@ -340,7 +340,7 @@ def _pack_split(weight_OI: Tensor) -> Tensor:
 
 
 def _packed(weight_OI: Tensor) -> Tensor:
-    from trouper.kernels.matmul import pack
+    from trouper.kernels.cpu.linear.dense import pack
 
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape

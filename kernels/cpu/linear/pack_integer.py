@@ -9,8 +9,8 @@ Roofline: bytes = O I (2 + bits / 8).
 
 from collections.abc import Iterator
 
-from trouper.kernels.quantization import PANELS, STEP, Format
-from trouper.kernels.simd import LANES, Code, Pointer, Value
+from trouper.kernels.codegen.builder import LANES, Code, Pointer, Value
+from trouper.kernels.cpu.linear.quantization import PANELS, STEP, Format
 
 
 def quantize_panels(code: Code, fmt: Format) -> None:

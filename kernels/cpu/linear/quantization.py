@@ -7,7 +7,7 @@ Rounded when a model is loaded, by `quantize`, z = 0:
     int8  -127 … 127, a scale for each output
 
 Scales are bfloat16 and are rounded before the integers are.  Checkpoints bring int4 in groups of any
-multiple of 32, float32 scales and zeros (`actors/executor/integer_checkpoints.py`).
+multiple of 32, float32 scales and zeros (`actors/executor/weights/quantized.py`).
 """
 
 from typing import Literal, NamedTuple
@@ -45,7 +45,7 @@ def group_of(num_in: int, fmt: Format) -> int:
 
 
 def quantize(weight_OI: Tensor, fmt: Format) -> Integers:
-    """I divides by the group.  `kernels/quantize.py` does the same faster."""
+    """I divides by the group.  `kernels/cpu/linear/pack_integer.py` does the same faster."""
     groups = weight_OI.float().unflatten(1, (-1, group_of(weight_OI.shape[1], fmt)))
     if fmt == "int4":
         largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))

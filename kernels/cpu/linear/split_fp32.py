@@ -31,8 +31,16 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from trouper.kernels.matmul import TILE, TILE_BYTES, Act, Block, Shape, Tiles, pieces_of_many
-from trouper.kernels.simd import LANES, Code, Pointer, Value
+from trouper.kernels.codegen.builder import LANES, Code, Pointer, Value
+from trouper.kernels.cpu.linear.dense import (
+    TILE,
+    TILE_BYTES,
+    Act,
+    Block,
+    Shape,
+    Tiles,
+    pieces_of_many,
+)
 
 PARTS = 3
 STEP = 2 * TILE  # inputs that are multiplied at once

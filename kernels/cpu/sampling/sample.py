@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.kernels import launch
-from trouper.kernels.noise import gumbel
+from trouper.kernels.codegen import launch
+from trouper.kernels.reference.noise import gumbel
 
 ROW = np.dtype(
     [
@@ -61,8 +61,8 @@ def draw(
     assert logits_TV.dtype == torch.float32
     if not launch.is_available() or logits_TV.shape[1] < LEAST:
         return draw_reference(logits_TV, picked_R, parameters_S, rows_R, ends_R, tokens_SL, out)
-    from trouper.kernels.draw_rows import draw_rows
-    from trouper.kernels.truncation import held_bytes
+    from trouper.kernels.cpu.sampling.sample_rows import draw_rows
+    from trouper.kernels.cpu.sampling.top_k_top_p import held_bytes
 
     picked_R, rows_R, ends_R = (np.ascontiguousarray(x) for x in (picked_R, rows_R, ends_R))
     num_rows, vocab_size = len(rows_R), logits_TV.shape[1]
@@ -92,7 +92,7 @@ def draw(
 def compile_draw() -> None:
     """Before the first step, which would else wait."""
     if launch.is_available():
-        from trouper.kernels.draw_rows import draw_rows
+        from trouper.kernels.cpu.sampling.sample_rows import draw_rows
 
         launch.compiled(draw_rows)
 

@@ -7,10 +7,10 @@ where none is kept, some 25 where one is and 70 where its noise may be enough: a
 
 import math
 
-from trouper.kernels.draw import NOT_FINITE, NOTHING_LEFT, ROW
-from trouper.kernels.noise import MULTIPLIERS
-from trouper.kernels.simd import LANES, Code, Pointer, Value
-from trouper.kernels.truncation import LOG2_E, Kept, Row, truncated
+from trouper.kernels.codegen.builder import LANES, Code, Pointer, Value
+from trouper.kernels.cpu.sampling.sample import NOT_FINITE, NOTHING_LEFT, ROW
+from trouper.kernels.cpu.sampling.top_k_top_p import LOG2_E, Kept, Row, truncated
+from trouper.kernels.reference.noise import MULTIPLIERS
 
 ROUNDING = 2.0**-6  # of logarithms to the base 2, and much more
 # Where they are in a `ROW`, in words.

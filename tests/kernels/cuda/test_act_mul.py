@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from trouper.kernels.act_mul import gelu_tanh_mul_reference, silu_mul_reference
 from trouper.kernels.cuda.act_mul import act_mul
+from trouper.kernels.reference.act_mul import gelu_tanh_mul_reference, silu_mul_reference
 
 REFERENCES = {"silu": silu_mul_reference, "gelu_tanh": gelu_tanh_mul_reference}
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -7,7 +7,7 @@ import torch
 
 from trouper.kernels.cuda.decode_attention import decode_attention
 from trouper.kernels.cuda.prefill_attention import prefill_attention
-from trouper.kernels.paged_attention import paged_attention_reference
+from trouper.kernels.reference.paged_attention import paged_attention_reference
 
 COLUMNS = {  # (start, count) of each sequence; those without tokens pad the batch
     "one token": [(0, 1)],

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from trouper.kernels.cpu.linear.layer import Linear, linear, linear_reference
 from trouper.kernels.cuda.matmul import matmul
-from trouper.kernels.linear import Linear, linear, linear_reference
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from trouper.kernels.cuda.noise import gumbel, log, row_keys
-from trouper.kernels.noise import gumbel as gumbel_of_the_cpu_path
-from trouper.kernels.noise import row_keys as row_keys_of_the_cpu_path
+from trouper.kernels.reference.noise import gumbel as gumbel_of_the_cpu_path
+from trouper.kernels.reference.noise import row_keys as row_keys_of_the_cpu_path
 
 
 @triton.jit

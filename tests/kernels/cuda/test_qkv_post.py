@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from trouper.kernels.cuda.qkv_post import qkv_post_, qkv_post_reference
-from trouper.kernels.rms_norm import rms_norm_heads_
-from trouper.kernels.rope import rope_, rope_table, rotation_of
+from trouper.kernels.reference.rms_norm import rms_norm_heads_
+from trouper.kernels.reference.rope import rope_, rope_table, rotation_of
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
 # tokens, q heads, KV heads, head width, rotated width

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from trouper.actors.executor.batch import Rows
-from trouper.actors.executor.sampler import Sampler
+from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.messages import NewRow, Sampling, SequenceId
 from trouper.kernels.cuda.logits import edit_logits, edit_logits_reference
 from trouper.kernels.cuda.logprobs import TopLogprobs, top_logprobs, top_logprobs_reference
 from trouper.kernels.cuda.sample import sample, sample_reference
 from trouper.kernels.cuda.sampling_rows import NEVER, SamplingRows, make_sampling_rows
 from trouper.kernels.cuda.top_k_top_p import top_k_top_p, top_k_top_p_reference
-from trouper.kernels.noise import gumbel
+from trouper.kernels.reference.noise import gumbel
 
 V = 4500  # two blocks, the second ragged
 RAISED = ((5, 300.0), (9, 200.0), (4, 100.0))

@@ -1,0 +1,1 @@
+"""Open, run and stop the actors of one engine."""

@@ -1,0 +1,1 @@
+"""Model runners of the CPU."""

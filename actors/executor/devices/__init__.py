@@ -1,0 +1,1 @@
+"""The devices behind the executor: a thread, a simulation."""

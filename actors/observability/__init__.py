@@ -1,0 +1,1 @@
+"""Count, report and trace what an engine does."""

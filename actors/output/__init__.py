@@ -1,0 +1,1 @@
+"""Turn tokens into text and pooled tensors into answers."""

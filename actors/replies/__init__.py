@@ -1,0 +1,1 @@
+"""Slots in which a client finds the outputs of its request."""

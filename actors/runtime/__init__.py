@@ -1,0 +1,1 @@
+"""Bridges between event loops, threads and tasks."""

@@ -1,0 +1,1 @@
+"""The Python interfaces: offline, step by step, async."""

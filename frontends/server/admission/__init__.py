@@ -1,0 +1,1 @@
+"""Decide which HTTP requests may enter, and when."""

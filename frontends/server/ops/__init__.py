@@ -1,0 +1,1 @@
+"""Control, operations and the API's description."""

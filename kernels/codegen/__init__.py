@@ -1,0 +1,1 @@
+"""Build, compile, launch and record CPU kernels."""

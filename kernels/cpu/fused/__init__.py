@@ -1,0 +1,1 @@
+"""Small fused operations on the CPU."""

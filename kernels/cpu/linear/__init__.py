@@ -1,0 +1,1 @@
+"""Products with weights on the CPU."""

@@ -1,0 +1,1 @@
+"""Plain torch versions that define what the kernels compute."""
