@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trouper import kernels
+from trouper.kernels import codegen
 from trouper.kernels.codegen import launch
 from trouper.kernels.cpu.attention.prefill import PARTS
 from trouper.kernels.cpu.fused.ops import NativeOps
@@ -302,7 +302,7 @@ def test_the_choice_depends_on_the_model():
 def test_without_llvmlite_everything_is_torch(monkeypatch):
     launch.is_available.cache_clear()
     monkeypatch.setitem(sys.modules, "trouper.kernels.codegen.compiler", None)
-    monkeypatch.delattr(kernels, "machine_code", raising=False)
+    monkeypatch.delattr(codegen, "compiler", raising=False)
     try:
         assert isinstance(make_ops(TINY), TorchOps)
     finally:
