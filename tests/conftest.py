@@ -3,6 +3,7 @@
 import inspect
 import os
 
+import hypothesis
 import pytest
 import torch
 
@@ -12,6 +13,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # `auto` is the CPU in tests, also where there is a GPU: what is meant for it says so.
 os.environ.setdefault("TROUPER_DEVICE", "cpu")
+
+# A deadline is a wall clock: on a busy machine any example may miss it.
+hypothesis.settings.register_profile("trouper", deadline=None)
+hypothesis.settings.load_profile("trouper")
 
 # Before anything imports Triton, which reads it when a function is decorated.
 if not torch.cuda.is_available():

@@ -6,6 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import hypothesis
 from setuptools import find_namespace_packages
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,14 @@ def test_nothing_imports_a_folder_by_its_bare_name():
     for path in SOURCES:
         found = BARE_IMPORT.search(path.read_text())
         assert found is None, f"{path}: write trouper.… in {found.group().strip()!r}"
+
+
+def test_no_example_has_a_deadline():
+    """A deadline is a wall clock, which a busy machine fails: the profile of the tests has none."""
+    assert hypothesis.settings().deadline is None
+    for path in (ROOT / "tests").rglob("*.py"):
+        found = re.search(r"\bdeadline=(?!None\b)[\dt]", path.read_text())
+        assert found is None, f"{path}: an example with a deadline"
 
 
 def test_no_module_has_two_names():
