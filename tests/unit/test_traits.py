@@ -6,6 +6,7 @@ import pytest
 from trouper.actors.executor.models.registry import (
     READERS,
     decoder_traits,
+    generating_sibling,
     layer_parameters,
     outer_parameters,
 )
@@ -38,6 +39,19 @@ def test_every_architecture_reads_the_common_numbers_alone(architecture):
 def test_an_unknown_architecture_is_answered_with_the_known_ones():
     with pytest.raises(UnsupportedFeatureError, match=r"'NoSuchModel'.*LlamaForCausalLM.*Qwen3"):
         decoder_traits(BASE, "NoSuchModel")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sibling"),
+    [
+        ("Qwen3Model", "Qwen3ForCausalLM"),
+        ("LlamaForSequenceClassification", "LlamaForCausalLM"),
+        ("Qwen2ForCausalLM", "Qwen2ForCausalLM"),
+        ("GPT2LMHeadModel", "GPT2LMHeadModel"),
+    ],
+)
+def test_a_decoder_that_pools_is_read_as_its_known_sibling(architecture, sibling):
+    assert generating_sibling(architecture) == sibling
 
 
 @pytest.mark.parametrize("name", BASE.keys() - {"num_key_value_heads"})

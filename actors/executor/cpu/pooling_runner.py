@@ -29,7 +29,7 @@ from trouper.actors.executor.cpu.unpaged_decoder import WholeDecoder
 from trouper.actors.executor.device import DeviceInfo, Later
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, encoder_traits
-from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.registry import decoder_traits, generating_sibling
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.weights.encoder import Tensors, load_encoder
@@ -50,7 +50,6 @@ START_S = 60.0  # in which a thread must begin
 # Of one forward pass: what a layer makes of so many fits the second cache.  Each pass more costs 0.4 ms of Python.
 SLICE_TOKENS = 512
 LEAST_TOKENS = 128  # of one of several passes: fewer are sooner computed by all threads together
-SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "ForCausalLM", "Model")
 
 
 class Model(Protocol):
@@ -78,7 +77,7 @@ class PoolingRunner:
         model = config.model
         self._traits: EncoderTraits | DecoderTraits = encoder_traits(
             model.hf_config, model.architecture
-        ) or decoder_traits(model.hf_config, causal_name(model.architecture))
+        ) or decoder_traits(model.hf_config, generating_sibling(model.architecture))
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         size = self._traits.hidden_size
         self._pool = RowPooling(config.pooler.seq_pooling_type, self._dtype, size)
@@ -299,14 +298,6 @@ def _lone_threads(num: int) -> ThreadPoolExecutor:
     for there in [threads.submit(all_are_there.wait) for _ in range(num)]:
         there.result()
     return threads
-
-
-def causal_name(architecture: str) -> str:
-    """The generating sibling of a decoder: Qwen3Model -> Qwen3ForCausalLM."""
-    for suffix in SUFFIXES:
-        if architecture.endswith(suffix):
-            return architecture.removesuffix(suffix) + "ForCausalLM"
-    return architecture
 
 
 def _groups(columns: Sequence[PoolColumn]) -> list[Group]:

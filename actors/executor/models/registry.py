@@ -18,6 +18,8 @@ from trouper.actors.executor.models.traits import (
 )
 from trouper.errors import UnsupportedFeatureError
 
+SIBLING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "Model")
+
 
 def decoder_traits(config: HfConfig, architecture: str) -> DecoderTraits:
     """Read a Hugging Face config.
@@ -33,6 +35,18 @@ def decoder_traits(config: HfConfig, architecture: str) -> DecoderTraits:
             f"architecture {architecture!r} is not supported; known are {known}"
         )
     return reader(config)
+
+
+def generating_sibling(architecture: str) -> str:
+    """The known decoder that generates with the same body: Qwen3Model -> Qwen3ForCausalLM.
+
+    A name without such a sibling is returned as it is, so that an error names the model's own.
+    """
+    for suffix in SIBLING_SUFFIXES:
+        sibling = architecture.removesuffix(suffix) + "ForCausalLM"
+        if architecture.endswith(suffix) and sibling in READERS:
+            return sibling
+    return architecture
 
 
 def _llama(config: HfConfig) -> DecoderTraits:
