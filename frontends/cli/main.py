@@ -62,7 +62,7 @@ def run(arguments: list[str] | None = None) -> int:
     output.prepare_streams()
     try:
         code = app(arguments, prog_name="trouper", standalone_mode=False, obj=state)
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         if state.get("debug"):
             raise
         if isinstance(error, output.Interrupted) and output.is_terminal(sys.stderr):

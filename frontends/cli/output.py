@@ -39,7 +39,7 @@ class _UsageError(Protocol):
 def explain(error: BaseException) -> tuple[int, str]:
     """The exit code and the line for an error."""
     while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+        error = (error.subgroup(KeyboardInterrupt) or error).exceptions[0]
     match error:
         case Interrupted():
             return error.exit_code, str(error)

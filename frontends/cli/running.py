@@ -64,21 +64,25 @@ class Interrupts:
             os._exit(output.EXIT_SIGNALLED + number)
 
 
-def run_engine(engine_args: EngineArgs, act: "Act[AsyncLLMEngine]") -> None:
-    """Start an engine on trio, let `act` use it, and close it; raises as `run_open` does."""
+def run_engine(
+    engine_args: EngineArgs, act: "Act[AsyncLLMEngine]", *, backend: str = "trio"
+) -> None:
+    """Start an engine, let `act` use it, and close it; raises as `run_open` does."""
     with output.status(LOADING):
         from trouper.frontends.python.async_engine import AsyncLLMEngine
-    run_open(AsyncLLMEngine(engine_args, offline=True), act, LOADING)
+    run_open(AsyncLLMEngine(engine_args, offline=True), act, LOADING, backend=backend)
 
 
-def run_open(unopened: AbstractAsyncContextManager[T], act: Act[T], status: str) -> None:
-    """Open it on trio, showing `status` meanwhile, let `act` use it, and close it.
+def run_open(
+    unopened: AbstractAsyncContextManager[T], act: Act[T], status: str, *, backend: str = "trio"
+) -> None:
+    """Open it on the event loop `backend`, showing `status` meanwhile, let `act` use it, and close it.
 
     Raises:
         Interrupted: a signal ended the command.
         Exception: what `act` or the opened thing raised, as it is.
     """
-    anyio.run(_run, unopened, act, status, backend="trio")
+    anyio.run(_run, unopened, act, status, backend=backend)
 
 
 async def _run(unopened: AbstractAsyncContextManager[T], act: Act[T], status: str) -> None:

@@ -1,8 +1,10 @@
 """Every benchmark on the bundled model, as small as it can be; mistakes in one line."""
 
 import json
+import signal
 import struct
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,11 @@ import torch
 from trouper.bench import plot, roofs, startup
 from trouper.bench import throughput as core
 from trouper.bench.kernels import OPS, TOLERANCE, Case, Shapes, WrongResultError, measure
+from trouper.bench.loop_gap import Heartbeat
 from trouper.config.args import DEMO_MODEL, EngineArgs
 from trouper.config.presets import GEOMETRIES
 from trouper.errors import UnsupportedFeatureError
+from trouper.frontends.cli.main import run
 
 SMALL = ["--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "128"]
 SMALL += ["--num-gpu-blocks-override", "8"]
@@ -175,6 +179,21 @@ def test_the_gaps_of_the_loop(report, loop):
     assert found["num_beats"] > 0
     for state in ("idle_ms", "busy_ms"):
         assert 0 <= found[state]["p50"] <= found[state]["p99.9"] <= found[state]["max"]
+
+
+@pytest.mark.parametrize("loop", ["trio", "asyncio"])
+def test_ctrl_c_while_gaps_are_measured_is_one_line(loop, monkeypatch, capsys):
+    hearts = []
+
+    async def interrupted(heart):
+        hearts.append(heart)
+        if len(hearts) == 2:  # the one beside the streams
+            signal.raise_signal(signal.SIGINT)
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(Heartbeat, "run", interrupted)
+    assert run(["bench", "loop-gap", *TINY, "--loop", loop, "--idle", "0"]) == 130
+    assert capsys.readouterr() == ("", "trouper: interrupted\n")
 
 
 def test_quantization_tells_what_each_method_costs(report):

@@ -214,6 +214,7 @@ def test_debug_shows_the_traceback(monkeypatch):
         (UnsupportedFeatureError("not yet"), 2, "not yet"),
         (ExceptionGroup("two", [TrouperValidationError("first"), KeyError("second")]), 2, "first"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (BaseExceptionGroup("two", [KeyError("x"), KeyboardInterrupt()]), 130, "interrupted"),
         (output.Interrupted(signal.SIGTERM), 143, "terminated"),
     ],
 )

@@ -1,14 +1,16 @@
 """`trouper bench loop-gap`: is the event loop ever kept from running?"""
 
-from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import anyio
 import typer
 
 from trouper.config.args import EngineArgs
 from trouper.frontends.cli.bench.options import DatasetOptions, ReportOptions, tokenizer_of
 from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.running import Interrupts, run_engine
+
+if TYPE_CHECKING:
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 
 @expand_options
@@ -23,7 +25,7 @@ def loop_gap(
     report: ReportOptions,
     engine_args: EngineArgs,
 ) -> None:
-    """How late a heartbeat wakes beside streaming requests."""
+    """Measure how late a heartbeat wakes beside streaming requests."""
     from trouper.bench import loop_gap as core
     from trouper.bench.datasets import check_fit
 
@@ -33,13 +35,18 @@ def loop_gap(
     tokenizer, vocabulary = tokenizer_of(config.tokenizer)
     requests = dataset.requests(tokenizer, vocabulary, seed, texts=False)
     check_fit(requests, config.max_model_len)
-    act = partial(core.measure, engine_args, requests, interval_s=interval_ms / 1000, idle_s=idle)
-    record = anyio.run(act, backend=loop)
+    record: dict[str, Any] = {}
+
+    async def act(engine: "AsyncLLMEngine", _: Interrupts) -> None:
+        interval_s = interval_ms / 1000
+        record.update(await core.measure(engine, requests, interval_s=interval_s, idle_s=idle))
+
+    run_engine(engine_args, act, backend=loop)
     report.finish(ctx, {"loop": loop, **record}, _lines(record))
 
 
 def _lines(record: dict[str, Any]) -> list[str]:
-    """Milliseconds by which a heartbeat was late."""
+    """Make a table of the milliseconds by which heartbeats were late."""
     names = ("p50", "p99", "p99.9", "max")
     lines = [f"{'late by, ms':12}" + "".join(f"{name:>10}" for name in names)]
     for state in ("idle", "busy"):
