@@ -1,0 +1,193 @@
+"""Decide what a worker's death means: its cause, whether it is started again, and when.  Pure.
+
+    STARTING -> UP -> LOST -> STARTING ...      FAILED once the budget is spent, CLOSED when the engine ends
+
+A loss is ordinary: the sequences that ran are computed again, and their streams go on. What bounds it is a
+budget of unexplained losses; a loss whose poisonous request has been found costs nothing of it.
+"""
+
+import signal
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+
+import msgspec
+
+BACKOFF_S = (0.0, 1.0, 4.0)  # before the first, second and any later start in a row
+MAX_LOSSES = 16  # explained or not, within the window
+STDERR_LINES = 64  # of a worker's last words that are kept for the report of its death
+
+MIN_STEP_S, FIRST_STEP_S = 10.0, 120.0  # the first step of a shape may compile its kernels
+DEADLINE_FACTOR = 20.0  # over the slow end of what such steps have taken
+NUM_STEPS_KEPT = 100  # durations by bucket, from which that end is read
+
+
+class WorkerState(Enum):
+    STARTING = "starting"
+    UP = "up"
+    LOST = "lost"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class WorkerEvent(Enum):
+    LOADED = "loaded"
+    LOSS = "loss"
+    RESTART = "restart"
+    BUDGET_SPENT = "budget spent"
+    CLOSE = "close"
+
+
+_TRANSITIONS = {
+    (WorkerState.STARTING, WorkerEvent.LOADED): WorkerState.UP,
+    (WorkerState.STARTING, WorkerEvent.LOSS): WorkerState.LOST,
+    (WorkerState.UP, WorkerEvent.LOSS): WorkerState.LOST,
+    (WorkerState.LOST, WorkerEvent.RESTART): WorkerState.STARTING,
+    (WorkerState.LOST, WorkerEvent.BUDGET_SPENT): WorkerState.FAILED,
+    **{(state, WorkerEvent.CLOSE): WorkerState.CLOSED for state in WorkerState},
+}
+
+
+def next_state(state: WorkerState, event: WorkerEvent) -> WorkerState:
+    """Follow the table.
+
+    Raises:
+        RuntimeError: the event cannot come in this state.
+    """
+    following = _TRANSITIONS.get((state, event))
+    if following is None:
+        raise RuntimeError(f"a worker that is {state.value} cannot take {event.value!r}")
+    return following
+
+
+class RestartBudget:
+    """Counts the losses of one device and says whether, and after how long, it starts again.
+
+    Args:
+        max_restarts: unexplained losses within the window; 0: the first ends the engine.
+        window_s: the length of the window.
+    """
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self._max_restarts, self._window_s = max_restarts, window_s
+        # When each loss came, and whether its cause has been found; at most MAX_LOSSES + 1.
+        self._losses: deque[list[float | bool]] = deque(maxlen=MAX_LOSSES + 1)
+        self._num_in_a_row = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<RestartBudget: {len(self._losses)} losses, {self._max_restarts} unexplained allowed>"
+        )
+
+    def note_loss(self, now: float) -> float | None:
+        """Count a loss.
+
+        Returns:
+            Seconds to wait before the restart, or None: the budget is spent.
+        """
+        while self._losses and self._losses[0][0] <= now - self._window_s:
+            self._losses.popleft()
+        self._losses.append([now, False])
+        num_unexplained = sum(not is_explained for _, is_explained in self._losses)
+        if num_unexplained > self._max_restarts or len(self._losses) > MAX_LOSSES:
+            return None
+        wait_s = BACKOFF_S[min(self._num_in_a_row, len(BACKOFF_S) - 1)]
+        self._num_in_a_row += 1
+        return wait_s
+
+    def note_progress(self) -> None:
+        """A step has been answered: the next loss is the first in a row."""
+        self._num_in_a_row = 0
+
+    def explain(self, num_losses: int) -> None:
+        """The last `num_losses` were one request's doing, which has been found: they cost nothing."""
+        for loss in list(self._losses)[-num_losses:] if num_losses > 0 else ():
+            loss[1] = True
+
+
+class StepDeadlines:
+    """How long a step may take before its worker counts as hung, learnt from the steps before.
+
+    Steps of about as many tokens (within a power of two) share a figure.
+
+    Args:
+        fixed_s: what `step_timeout` says, instead of all that.
+    """
+
+    def __init__(self, fixed_s: float | None = None) -> None:
+        self._fixed_s = fixed_s
+        self._taken: dict[int, deque[float]] = {}  # one deque for each power of two, at most 32
+
+    def deadline_s(self, num_tokens: int) -> float:
+        """Seconds for a step of so many tokens, from when it is the eldest that is not answered."""
+        if self._fixed_s is not None:
+            return self._fixed_s
+        taken = self._taken.get(num_tokens.bit_length())
+        if not taken:
+            return FIRST_STEP_S
+        slow_end = sorted(taken)[-1 - len(taken) // NUM_STEPS_KEPT]
+        return max(MIN_STEP_S, DEADLINE_FACTOR * slow_end)
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens has taken so long."""
+        kept = self._taken.setdefault(num_tokens.bit_length(), deque(maxlen=NUM_STEPS_KEPT))
+        kept.append(seconds)
+
+
+class Death(msgspec.Struct, frozen=True):
+    """What is known of a worker's end."""
+
+    rank: int
+    step: int | None = None  # the eldest that was not answered
+    exit_status: int | None = None  # as `subprocess` has it: negative is a signal
+    hung_s: float | None = None  # it was killed because a step took longer than this
+    was_out_of_memory: bool = False  # the kernel's count of such kills has grown meanwhile
+    broken: str | None = None  # its own last message
+    stderr: tuple[str, ...] = ()  # its last lines
+
+    @property
+    def cause(self) -> str:
+        """One of few words, for metrics: hang, out_of_memory, signal, exit, error or closed."""
+        if self.hung_s is not None:
+            return "hang"
+        if self.was_out_of_memory:
+            return "out_of_memory"
+        if self.broken is not None:
+            return "error"
+        if self.exit_status is None:
+            return "closed"
+        return "signal" if self.exit_status < 0 else "exit"
+
+    def describe(self) -> str:
+        """Tell it in one line, as in "worker 0 died of SIGSEGV in step 812: last line of its stderr"."""
+        where = "" if self.step is None else f" in step {self.step}"
+        last = next((line.strip() for line in reversed(self.stderr) if line.strip()), "")
+        words = self.broken or last
+        return f"worker {self.rank} {self._verb()}{where}" + (f": {words}" if words else "")
+
+    def _verb(self) -> str:
+        match self.cause:
+            case "hang":
+                return f"was killed after {self.hung_s:.0f} s without an answer"
+            case "out_of_memory":
+                return "was killed by the kernel, which had no memory left,"
+            case "error":
+                return "gave up"
+            case "closed":
+                return "closed its connection"
+            case "exit":
+                return f"exited with status {self.exit_status}"
+            case _:
+                return f"died of {_signal_name(-(self.exit_status or 0))}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def keep_last_lines(lines: Sequence[str]) -> tuple[str, ...]:
+    """The last lines that a report of a death keeps."""
+    return tuple(lines[-STDERR_LINES:])

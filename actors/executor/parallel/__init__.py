@@ -1,0 +1,1 @@
+"""Rules that processes of one device share: which layers, which messages."""

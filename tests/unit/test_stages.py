@@ -1,0 +1,111 @@
+"""Pipeline stages: the cut of the layers, what is sent and awaited, and the model check of both."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.simulation import stage_protocol
+from trouper.actors.executor.parallel import stages
+from trouper.errors import TrouperValidationError
+
+COSTS = st.lists(st.integers(1, 9), min_size=1, max_size=9)
+
+
+@given(COSTS, st.integers(1, 9), st.integers(0, 20))
+def test_no_cut_has_a_cheaper_dearest_stage(costs, num_stages, head_cost):
+    num_stages = min(num_stages, len(costs))
+    found = stages.split_layers(costs, num_stages, head_cost=head_cost)
+    assert [stage.first for stage in found[1:]] == [stage.last for stage in found[:-1]]
+    assert (found[0].first, found[-1].last) == (0, len(costs))
+
+    def dearest(cuts):
+        bounds = [0, *cuts, len(costs)]
+        parts = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
+        parts[-1] += head_cost
+        return max(parts)
+
+    every = itertools.combinations(range(1, len(costs)), num_stages - 1)
+    assert dearest([stage.first for stage in found[1:]]) == min(map(dearest, every))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "partition", "parameter"),
+    [
+        (28, 32, None, "pipeline_parallel_size"),
+        (28, 0, None, "pipeline_parallel_size"),
+        (28, 2, (10, 17), stages.PARTITION),
+        (28, 2, (28,), stages.PARTITION),
+        (28, 2, (28, 0), stages.PARTITION),
+    ],
+)
+def test_a_cut_that_does_not_fit_is_refused(num_layers, num_stages, partition, parameter):
+    with pytest.raises(TrouperValidationError) as caught:
+        stages.split_layers([1.0] * num_layers, num_stages, partition=partition)
+    assert caught.value.parameter == parameter
+
+
+def test_a_partition_is_read_and_kept():
+    partition = stages.read_partition("10, 18")
+    found = stages.split_layers([1.0] * 28, 2, partition=partition)
+    assert [(stage.first, stage.last) for stage in found] == [(0, 10), (10, 28)]
+    for text in ("", "10;18", "-1,29", "a", "1" * 10):
+        with pytest.raises(TrouperValidationError):
+            stages.read_partition(text)
+
+
+def test_only_a_token_that_a_plan_reads_is_waited_for():
+    feedback = stages.Feedback()
+    feedback.note_plan(1, new_rows=[0], rows=[0], ends=[128], num_wanted=[0])
+    assert not feedback.must_wait(0)  # an unfinished chunk: no token is sent
+    feedback.note_plan(2, new_rows=[], rows=[0], ends=[130], num_wanted=[1])
+    assert not feedback.must_wait(0)
+    assert feedback.must_wait(2)
+    assert feedback.take(2, [7]) == [stages.TokenWrite(0, 130, 7)]
+    assert not feedback.must_wait(2)
+    with pytest.raises(RuntimeError, match="step 2"):
+        feedback.take(2, [7])
+
+
+def test_a_token_does_not_reach_a_row_that_another_sequence_has_taken():
+    feedback = stages.Feedback()
+    feedback.note_plan(1, new_rows=[0, 1], rows=[0, 1], ends=[5, 6], num_wanted=[1, 1])
+    feedback.note_plan(2, new_rows=[0], rows=[0], ends=[3], num_wanted=[0])
+    assert feedback.take(1, [7, 8]) == [stages.TokenWrite(1, 6, 8)]
+
+
+def test_a_failed_entry_writes_no_token():
+    feedback = stages.Feedback()
+    feedback.note_plan(1, new_rows=[0, 1], rows=[0, 1], ends=[5, 6], num_wanted=[1, 1])
+    assert feedback.take(1, [-2, 8]) == [stages.TokenWrite(1, 6, 8)]
+
+
+@given(st.integers(1, 64), st.integers(1, 8))
+def test_all_rows_decode_once_in_as_many_plans_as_there_are_stages(num_decoding, num_stages):
+    quota = stages.decode_quota(num_decoding, num_stages)
+    assert quota * num_stages >= num_decoding > (quota - 1) * num_stages
+
+
+@given(st.integers(1, 100_000), st.integers(1, 8), st.integers(128, 8192))
+def test_a_prompt_that_is_alone_is_cut_so_that_all_stages_work(num_tokens, num_stages, budget):
+    chunk = stages.max_chunk(num_tokens, num_stages, budget)
+    assert 0 < chunk <= budget
+    if num_stages > 1 and num_tokens >= 128 * 4 * num_stages:
+        assert -(-num_tokens // chunk) >= 4 * num_stages
+
+
+def test_no_interleaving_of_two_stages_deadlocks():
+    num_runs, num_states = stage_protocol.check_all(max_stages=2, extra_steps=3)
+    assert num_runs > 50
+    assert num_states > 1000
+
+
+@pytest.mark.slow
+def test_no_interleaving_of_up_to_four_stages_deadlocks():
+    stage_protocol.check_all(max_stages=4, extra_steps=2)
+
+
+@pytest.mark.parametrize("name", stage_protocol.FAULTS)
+def test_the_model_check_finds_known_mistakes(name):
+    assert stage_protocol.find(name)
