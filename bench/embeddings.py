@@ -218,7 +218,7 @@ def _ways(
 
     from trouper import PoolingParams
     from trouper.actors.executor.device import Later
-    from trouper.actors.messages import PoolColumn, PoolPlan
+    from trouper.actors.messages.plans import PoolEntry, PoolPlan
     from trouper.actors.output.postprocessing import finish
 
     tokenizer, spec = engine.engine.tokenizer, engine.engine.config.pooler
@@ -229,7 +229,7 @@ def _ways(
 
     def plan() -> PoolPlan:
         ids = tuple(tokenizer.encode(SHORT))
-        return PoolPlan(1, 0, (PoolColumn(ids, None, "embed"),))
+        return PoolPlan(1, 0, (PoolEntry(ids, None, "embed"),))
 
     def end(answer: Any) -> None:
         done = answer.finish() if isinstance(answer, Later) else answer

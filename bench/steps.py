@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trouper.actors.executor.devices.threaded import LocalDevice
-from trouper.actors.messages import StepPlan
+from trouper.actors.messages.plans import StepPlan
 from trouper.actors.scheduling.policy import Policy
 
 GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")

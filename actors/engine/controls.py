@@ -24,9 +24,8 @@ from trouper.actors.engine.lifecycle import (
     check_tags,
 )
 from trouper.actors.engine.requests import Questions
-from trouper.actors.messages import ResetPrefixCache, SetPause, Step
+from trouper.actors.messages.controls import Pause, ResetPrefixCache, SetPause, Step
 from trouper.actors.observability.metrics import Metrics
-from trouper.actors.pause import Pause
 from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.shielded import insist
 from trouper.errors import EngineDeadError, ProfilerAlreadyActiveError

@@ -21,16 +21,15 @@ from trouper.actors.engine.generation import Generation, MakeRender
 from trouper.actors.engine.lifecycle import EngineState, Event
 from trouper.actors.engine.requests import Questions
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.messages import (
-    Abort,
+from trouper.actors.messages.identifiers import RequestId
+from trouper.actors.messages.inboxes import (
     ExecutorInbox,
     ObserverInbox,
-    Render,
     RendererInbox,
-    RequestId,
     SchedulerInbox,
-    SchedulerStats,
 )
+from trouper.actors.messages.requests import Abort, Render
+from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.rendering.tokenizer import Tokenizer

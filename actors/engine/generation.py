@@ -13,7 +13,8 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import anyio
 import anyio.lowlevel
 
-from trouper.actors.messages import Render, RequestId
+from trouper.actors.messages.identifiers import RequestId
+from trouper.actors.messages.requests import Render
 from trouper.actors.replies.slot import Slot
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Literal, get_args
 
-from trouper.actors.pause import Pause
+from trouper.actors.messages.controls import Pause
 from trouper.errors import TrouperValidationError
 
 Mode = Literal["abort", "wait", "keep"]
@@ -108,7 +108,7 @@ class Lifecycle:
 
     def begin_pause(self, mode: Mode, *, refuses: bool) -> None:
         """The stricter of what is in force and what is asked for now."""
-        wanted = Pause.ALL if mode == "keep" else Pause.NEW
+        wanted = Pause.ALL if mode == "keep" else Pause.NO_NEW_REQUESTS
         if self.pause is not Pause.ALL:
             self.pause = wanted
         if refuses:

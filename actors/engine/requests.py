@@ -7,14 +7,8 @@ from typing import Any, Literal
 import anyio
 
 from trouper.actors.channel import Sender
-from trouper.actors.messages import (
-    DeviceCall,
-    ExecutorInbox,
-    Flush,
-    ObserverInbox,
-    Probe,
-    SchedulerInbox,
-)
+from trouper.actors.messages.controls import DeviceCall, Flush, Probe
+from trouper.actors.messages.inboxes import ExecutorInbox, ObserverInbox, SchedulerInbox
 from trouper.actors.runtime.future import Answer
 from trouper.errors import EngineDeadError
 

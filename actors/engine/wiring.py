@@ -19,15 +19,15 @@ from trouper.actors.engine.admission import MAX_OPEN_REQUESTS
 from trouper.actors.engine.engine import Engine, EngineStatistics
 from trouper.actors.executor.actor import Executor
 from trouper.actors.executor.device import Device, DeviceInfo
-from trouper.actors.messages import (
+from trouper.actors.messages.inboxes import (
     DetokenizerInbox,
     ExecutorInbox,
     ObserverInbox,
     PoolerInbox,
     RendererInbox,
-    RequestEnded,
     SchedulerInbox,
 )
+from trouper.actors.messages.stats import RequestEnded
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.observability.reporter import Reporter

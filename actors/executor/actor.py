@@ -5,7 +5,8 @@ from anyio.abc import TaskStatus
 
 from trouper.actors.channel import Inbox, Sender
 from trouper.actors.executor.device import Device, DeviceInfo
-from trouper.actors.messages import DeviceCall, ExecutorInbox, SchedulerInbox
+from trouper.actors.messages.controls import DeviceCall
+from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
 from trouper.actors.runtime.event_loop import Soon
 
 CLOSE_GRACE_S = 30  # one step under way, then the memory goes back

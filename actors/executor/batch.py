@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.models.decoder import Read
-from trouper.actors.messages import Embeds, NewRow, Sampling, StepPlan
+from trouper.actors.messages.embeds import Embeds
+from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 
 
 class Rows:
@@ -33,7 +34,7 @@ class Rows:
         # by row: the position of a part's first row, and the part [rows, E], which stands for tokens
         self.embeds: dict[int, tuple[tuple[int, Tensor], ...]] = {}
 
-    def place(self, new: NewRow) -> None:
+    def place(self, new: NewSequence) -> None:
         """Give a row to a sequence; whatever was in it is forgotten."""
         self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
         self.num_prompt[new.row] = new.num_prompt

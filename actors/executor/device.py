@@ -5,7 +5,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from trouper.actors.messages import PoolDone, PoolPlan, StepDone, StepFailed, StepPlan
+from trouper.actors.messages.plans import PoolPlan, StepPlan
+from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
 from trouper.actors.runtime.event_loop import Soon
 
 Result = TypeVar("Result")

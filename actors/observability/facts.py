@@ -6,7 +6,7 @@ first token is that of the first completion to have one, its end that of the las
 
 import msgspec
 
-from trouper.actors.messages import RequestEnded, Told
+from trouper.actors.messages.stats import OutputStats, RequestEnded
 from trouper.actors.observability.reporter import Reporter
 from trouper.outputs import RequestStateStats
 
@@ -69,7 +69,9 @@ class Facts:
         """Tell the Observer, if there is anything to tell."""
         if self._first_token_s or self._inter_token_s or self._ended:
             self.reporter.report(
-                Told(tuple(self._first_token_s), tuple(self._inter_token_s), tuple(self._ended))
+                OutputStats(
+                    tuple(self._first_token_s), tuple(self._inter_token_s), tuple(self._ended)
+                )
             )
             self._first_token_s.clear()
             self._inter_token_s.clear()

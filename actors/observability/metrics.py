@@ -17,7 +17,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from trouper.actors.messages import RequestEnded, SchedulerStats, Told
+from trouper.actors.messages.stats import OutputStats, RequestEnded, SchedulerStats
 from trouper.actors.observability.distribution import Distribution, one_two_five
 from trouper.metrics import Counter, Gauge, Histogram, Metric
 
@@ -81,7 +81,7 @@ class Metrics(Collector):
     def note_stats(self, stats: SchedulerStats) -> None:
         self._stats = stats
 
-    def note_told(self, told: Told) -> None:
+    def note_output_stats(self, told: OutputStats) -> None:
         self._histograms["time_to_first_token_seconds"].observe_all(told.first_token_s)
         self._histograms["inter_token_latency_seconds"].observe_all(told.inter_token_s)
         for ended in told.ended:

@@ -15,14 +15,9 @@ import anyio
 from anyio.abc import TaskStatus
 
 from trouper.actors.channel import Inbox
-from trouper.actors.messages import (
-    Flush,
-    ObserverInbox,
-    RequestEnded,
-    SchedulerStats,
-    Stepped,
-    Told,
-)
+from trouper.actors.messages.controls import Flush
+from trouper.actors.messages.inboxes import ObserverInbox
+from trouper.actors.messages.stats import OutputStats, RequestEnded, SchedulerStats, StepStats
 from trouper.actors.observability.metrics import Metrics
 
 logger = logging.getLogger("trouper")
@@ -119,11 +114,11 @@ class Observer:
     def _note(self, fact: ObserverInbox) -> None:
         try:
             match fact:
-                case Stepped(num_tokens):
+                case StepStats(num_tokens):
                     if self.metrics is not None:
                         self.metrics.note_step(num_tokens)
-                case Told():
-                    self._note_told(fact)
+                case OutputStats():
+                    self._note_output_stats(fact)
                 case Flush(answer):
                     self._look()
                     answer.set(None)
@@ -132,9 +127,9 @@ class Observer:
         except Exception:  # statistics never touch requests
             logger.exception("a fact could not be recorded")
 
-    def _note_told(self, told: Told) -> None:
+    def _note_output_stats(self, told: OutputStats) -> None:
         if self.metrics is not None:
-            self.metrics.note_told(told)
+            self.metrics.note_output_stats(told)
         for ended in told.ended:
             self._prompts.append((ended.num_prompt_tokens, ended.num_cached_tokens))
             if self._note_ended is not None:

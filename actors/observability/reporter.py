@@ -6,7 +6,7 @@ from typing import Self
 import anyio
 
 from trouper.actors.channel import Sender
-from trouper.actors.messages import ObserverInbox
+from trouper.actors.messages.inboxes import ObserverInbox
 
 
 class Reporter:

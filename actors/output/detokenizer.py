@@ -17,23 +17,17 @@ import msgspec
 from anyio.abc import TaskStatus
 
 from trouper.actors.channel import Inbox, Sender
-from trouper.actors.messages import (
-    DetokenizerInbox,
-    RequestEnded,
-    RequestId,
-    SchedulerInbox,
-    SequenceId,
-    SequenceTokens,
-    StepTokens,
-    Stop,
-    Track,
-)
+from trouper.actors.messages.identifiers import RequestId, SequenceId
+from trouper.actors.messages.inboxes import DetokenizerInbox, SchedulerInbox
+from trouper.actors.messages.outputs import SequenceTokens, StepTokens, Stop
+from trouper.actors.messages.requests import Track
+from trouper.actors.messages.sinks import GenerationSink
+from trouper.actors.messages.stats import RequestEnded
 from trouper.actors.observability.facts import Facts, SequenceTimes
 from trouper.actors.observability.reporter import Reporter
 from trouper.actors.output.stops import TextState
 from trouper.actors.rendering.logprobs import position_logprobs
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.errors import GenerationError, TrouperError
 from trouper.outputs import FinishReason, LogprobsOnePosition, RequestError
 from trouper.params import SamplingParams
@@ -50,7 +44,7 @@ class DetokenizerStatistics(msgspec.Struct, frozen=True):
 
 class _Request(msgspec.Struct):
     id: RequestId
-    slot: ReplySlot
+    slot: GenerationSink
     params: SamplingParams
     prompt_token_ids: tuple[int, ...]
     trace_headers: Mapping[str, str] | None

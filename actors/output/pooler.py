@@ -17,7 +17,8 @@ from anyio.abc import TaskStatus
 
 from trouper.actors.channel import Inbox, open_channel
 from trouper.actors.engine.admission import MAX_OPEN_REQUESTS
-from trouper.actors.messages import PooledRequest, PoolerInbox
+from trouper.actors.messages.inboxes import PoolerInbox
+from trouper.actors.messages.outputs import PooledRequest
 from trouper.actors.output.postprocessing import finish
 from trouper.actors.runtime.threads import Threads
 from trouper.config.pooler import PoolerSpec

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from trouper.actors.messages import TokenLogprobs
+from trouper.actors.messages.results import TokenLogprobs
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.outputs import Logprob, LogprobsOnePosition
 

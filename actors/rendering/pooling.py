@@ -7,11 +7,12 @@ Source: spec sections 2.4, 3.3 and 14.
 """
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 
-from trouper.actors.messages import AdmitPooling, Render
+from trouper.actors.messages.requests import AdmitPooling, Render
+from trouper.actors.messages.sinks import PoolingSink
 from trouper.actors.rendering.late_interaction import Marks, marks_of
 from trouper.actors.rendering.sampling import ModelLimits
 from trouper.actors.rendering.text import (
@@ -23,7 +24,6 @@ from trouper.actors.rendering.text import (
     template_text,
 )
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.actors.replies.pooling_slot import PoolingSlot
 from trouper.config.args import EngineConfig
 from trouper.config.pooler import PoolerSpec
 from trouper.pooling import PoolingParams
@@ -71,7 +71,6 @@ class PoolingPrompts(Prompts):
 
     def render(self, message: Render) -> Rendered:
         assert isinstance(message.params, PoolingParams)
-        assert isinstance(message.slot, PoolingSlot)
         params = self._resolve(message.params)
         encoded = self._encoded(message)
         ids, type_ids = encoded.ids, encoded.type_ids
@@ -85,7 +84,7 @@ class PoolingPrompts(Prompts):
                 num_keys=encoded.num_keys,
                 skipped_rows=encoded.skipped_rows,
                 params=params,
-                slot=message.slot,
+                slot=cast("PoolingSink", message.slot),  # goes with the parameters
                 priority=message.priority,
                 arrival_time=message.arrival_time,
             ),

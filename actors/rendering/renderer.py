@@ -16,7 +16,8 @@ import anyio
 from anyio.abc import TaskStatus
 
 from trouper.actors.channel import Inbox, Sender
-from trouper.actors.messages import AdmitPooling, DetokenizerInbox, Render, SchedulerInbox
+from trouper.actors.messages.inboxes import DetokenizerInbox, SchedulerInbox
+from trouper.actors.messages.requests import AdmitPooling, Render
 from trouper.actors.rendering.text import Rendered
 from trouper.actors.runtime.threads import Threads
 from trouper.errors import GenerationError, TrouperError, TrouperValidationError

@@ -14,14 +14,15 @@ from typing import Any, NamedTuple, Self, cast
 import msgspec
 
 from trouper.actors.executor.device import MAX_BAD_WORD, MAX_EDITS
-from trouper.actors.messages import Admit, AdmitPooling, Embeds, Render, Track
+from trouper.actors.messages.embeds import Embeds
+from trouper.actors.messages.requests import Admit, AdmitPooling, Render, Track
+from trouper.actors.messages.sinks import GenerationSink
 from trouper.actors.rendering.chat import ChatTemplate
 from trouper.actors.rendering.confined import ConfinedTemplate
 from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests, from_tensor
 from trouper.actors.rendering.mixed import encode_mixed, take_embeds, unmarked
 from trouper.actors.rendering.sampling import ModelLimits, resolve_sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.config.args import EngineConfig
 from trouper.errors import (
     ChatTemplateResolutionError,
@@ -104,7 +105,7 @@ class Prompts:
     def render(self, message: Render) -> Rendered:
         """Raises what spec section 2.1 says about bad prompts, or anything on a defect."""
         assert isinstance(message.params, SamplingParams)
-        slot = cast("ReplySlot", message.slot)  # goes with the parameters
+        slot = cast("GenerationSink", message.slot)  # goes with the parameters
         form = self._form(message.prompt)
         embeds = tuple(form.embeds)
         if embeds:

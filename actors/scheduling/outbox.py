@@ -2,7 +2,9 @@
 
 import msgspec
 
-from trouper.actors.messages import SequenceId, SequenceTokens, StepTokens, TokenLogprobs
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.outputs import SequenceTokens, StepTokens
+from trouper.actors.messages.results import TokenLogprobs
 from trouper.actors.scheduling.sequences import Sequence
 from trouper.outputs import FinishReason
 

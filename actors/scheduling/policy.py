@@ -22,20 +22,14 @@ Laws:
 
 from collections import deque
 
-from trouper.actors.messages import (
-    NO_VALID_TOKEN,
-    Admit,
-    RequestId,
-    SchedulerStats,
-    SequenceId,
-    SequenceTokens,
-    StepDone,
-    StepPlan,
-    StepTokens,
-    TokenLogprobs,
-)
-from trouper.actors.pause import Pause
-from trouper.actors.runtime.future import Answer
+from trouper.actors.messages.controls import Pause
+from trouper.actors.messages.identifiers import RequestId, SequenceId
+from trouper.actors.messages.outputs import SequenceTokens, StepTokens
+from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.promise import Promise
+from trouper.actors.messages.requests import Admit
+from trouper.actors.messages.results import NO_VALID_TOKEN, StepDone, TokenLogprobs
+from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.scheduling.bisection import Quarantine
 from trouper.actors.scheduling.kv_blocks import Blocks
 from trouper.actors.scheduling.outbox import News
@@ -91,7 +85,7 @@ class Policy:
 
     @property
     def num_started(self) -> int:
-        """Unfinished sequences that `Pause.NEW` lets run on."""
+        """Unfinished sequences that `Pause.NO_NEW_REQUESTS` lets run on."""
         # The deferred siblings are not counted; a leader that was started is, for as long as they wait.
         return self.num_unfinished - len(self._waiting.fresh) - self._num_deferred
 
@@ -245,7 +239,7 @@ class Policy:
                 self._running.preempt(sequence, drop_results=True)
         return self._blocks.reset_cache()
 
-    def take_news(self, answers: tuple[Answer[None], ...] = ()) -> StepTokens | None:
+    def take_news(self, answers: tuple[Promise[None], ...] = ()) -> StepTokens | None:
         """What there is to tell since the last call: at most one entry for each sequence."""
         news = self._news.take()
         if news is None and not answers:
@@ -298,7 +292,7 @@ class Policy:
 
     def _plan_waiting(self, draft: Draft) -> None:
         while draft.budget > 0 and len(self._running) < self._num_seats:
-            sequence = self._waiting.head(only_returning=self._pause is Pause.NEW)
+            sequence = self._waiting.head(only_returning=self._pause is Pause.NO_NEW_REQUESTS)
             if sequence is None or not self._running.start(sequence, draft):
                 break
             self._waiting.discard(sequence)

@@ -18,21 +18,14 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from trouper.actors.messages import (
-    Admit,
-    AdmitPooling,
-    PoolColumn,
-    PoolDone,
-    Pooled,
-    PooledRequest,
-    PoolPlan,
-    RequestId,
-    SchedulerStats,
-    SequenceId,
-    StepDone,
-)
-from trouper.actors.pause import Pause
-from trouper.actors.runtime.future import Answer
+from trouper.actors.messages.controls import Pause
+from trouper.actors.messages.identifiers import RequestId, SequenceId
+from trouper.actors.messages.outputs import Pooled, PooledRequest
+from trouper.actors.messages.plans import PoolEntry, PoolPlan
+from trouper.actors.messages.promise import Promise
+from trouper.actors.messages.requests import Admit, AdmitPooling
+from trouper.actors.messages.results import PoolDone, StepDone
+from trouper.actors.messages.stats import SchedulerStats
 from trouper.config.args import SchedulerConfig
 
 WINDOW = 256  # sorting them by length takes 0.1 ms
@@ -72,7 +65,7 @@ class PoolingPolicy:
 
     @property
     def num_started(self) -> int:
-        """Unfinished requests that `Pause.NEW` lets run on: those in flight, and those to be retried."""
+        """Unfinished requests that `Pause.NO_NEW_REQUESTS` lets run on: those in flight, and those to be retried."""
         return sum(len(flight.group) for flight in self._flights) + sum(map(len, self._retries))
 
     @property
@@ -155,7 +148,7 @@ class PoolingPolicy:
         """There is none."""
         return True
 
-    def take_news(self, answers: tuple[Answer[None], ...] = ()) -> Pooled | None:
+    def take_news(self, answers: tuple[Promise[None], ...] = ()) -> Pooled | None:
         """What there is to tell since the last call."""
         if not self._news and not answers:
             return None
@@ -171,7 +164,7 @@ class PoolingPolicy:
         if self._pause is Pause.ALL or len(self._flights) >= self._config.max_steps_in_flight:
             return None
         group = self._retry() if self._retries else []
-        if not group and self._pause is not Pause.NEW:
+        if not group and self._pause is not Pause.NO_NEW_REQUESTS:
             group = self._next()
         if not group:
             return None
@@ -179,7 +172,7 @@ class PoolingPolicy:
             group.sort(key=_length)
         self._step += 1
         columns = tuple(
-            PoolColumn(a.prompt_token_ids, a.token_type_ids, a.params.task or "", a.num_keys)
+            PoolEntry(a.prompt_token_ids, a.token_type_ids, a.params.task or "", a.num_keys)
             for a in group
         )
         plan = PoolPlan(self._step, self._epoch, columns)

@@ -7,7 +7,7 @@ start again doubles each time, until it starts only where nobody runs; from then
 at most one such sequence runs, and it runs to its end.
 """
 
-from trouper.actors.messages import SequenceId
+from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.scheduling.kv_blocks import Blocks
 from trouper.actors.scheduling.sequences import Sequence, State
 from trouper.actors.scheduling.step_builder import Draft

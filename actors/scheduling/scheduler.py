@@ -12,27 +12,21 @@ import anyio
 from anyio.abc import TaskStatus
 
 from trouper.actors.channel import Inbox, Sender
-from trouper.actors.messages import (
-    Abort,
-    Admit,
-    AdmitPooling,
+from trouper.actors.messages.controls import (
     DeviceCall,
-    ExecutorInbox,
-    PoolDone,
+    Pause,
     Probe,
     ResetPrefixCache,
-    SchedulerInbox,
-    SchedulerStats,
     SetPause,
     Step,
-    StepDone,
-    StepFailed,
-    Stepped,
-    Stop,
 )
+from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
+from trouper.actors.messages.outputs import Stop
+from trouper.actors.messages.promise import Promise
+from trouper.actors.messages.requests import Abort, Admit, AdmitPooling
+from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
+from trouper.actors.messages.stats import SchedulerStats, StepStats
 from trouper.actors.observability.reporter import Reporter
-from trouper.actors.pause import Pause
-from trouper.actors.runtime.future import Answer
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 
@@ -61,7 +55,7 @@ class Scheduler:
         self._is_stepped = is_stepped
         self._num_reported = 0  # tokens of which the Observer was told
         self._num_plans_due = 0  # when stepped: plans that were asked for and not made
-        self._steps: list[Answer[None]] = []
+        self._steps: list[Promise[None]] = []
         self._pauses: list[SetPause] = []  # not in full effect yet
 
     def statistics(self) -> SchedulerStats:
@@ -147,15 +141,17 @@ class Scheduler:
 
     def _report(self) -> None:
         num_tokens = self._policy.num_tokens - self._num_reported
-        if num_tokens and self._reporter.report(Stepped(num_tokens)):
+        if num_tokens and self._reporter.report(StepStats(num_tokens)):
             self._num_reported += num_tokens
 
-    def _due_answers(self) -> tuple[Answer[None], ...]:
+    def _due_answers(self) -> tuple[Promise[None], ...]:
         """Who has waited long enough; they are told behind the news, through the Detokenizer."""
         if not (self._steps or self._pauses) or self._policy.num_steps_in_flight:
             return ()
         due, self._steps, self._num_plans_due = self._steps, [], 0
         is_quiet = self._policy.num_started == 0
         due += [pause.answer for pause in self._pauses if is_quiet or pause.pause is Pause.ALL]
-        self._pauses = [p for p in self._pauses if not is_quiet and p.pause is Pause.NEW]
+        self._pauses = [
+            p for p in self._pauses if not is_quiet and p.pause is Pause.NO_NEW_REQUESTS
+        ]
         return tuple(due)

@@ -16,7 +16,10 @@ from enum import Enum
 
 import msgspec
 
-from trouper.actors.messages import Admit, Sampling, SequenceId, TokenLogprobs
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.requests import Admit
+from trouper.actors.messages.results import TokenLogprobs
 from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, block_hash
 from trouper.actors.scheduling.repetition import is_repeating
 from trouper.config.args import SchedulerConfig

@@ -6,7 +6,7 @@ advances `num_computed` and counts the samples that are now under way.
 
 import msgspec
 
-from trouper.actors.messages import NewRow, StepPlan
+from trouper.actors.messages.plans import NewSequence, StepPlan
 from trouper.actors.scheduling.sequences import Sequence
 from trouper.config.args import SchedulerConfig
 
@@ -64,7 +64,7 @@ class Draft:
         rows: list[int] = []
         starts: list[int] = []
         needs_sample: list[bool] = []
-        new_rows: list[NewRow] = []
+        new_rows: list[NewSequence] = []
         columns: list[Column] = []
         for sequence, count in zip(self.sequences, self.counts, strict=True):
             start = sequence.num_computed
@@ -104,8 +104,8 @@ def _max_count(config: SchedulerConfig, num_competing: int) -> int:
     return threshold
 
 
-def _new_row(sequence: Sequence) -> NewRow:
-    return NewRow(
+def _new_row(sequence: Sequence) -> NewSequence:
+    return NewSequence(
         row=sequence.row,
         sequence=sequence.id,
         token_ids=sequence.token_ids(0, sequence.num_tokens),

@@ -8,7 +8,7 @@ O(live).
 
 from heapq import heapify, heappop, heappush
 
-from trouper.actors.messages import SequenceId
+from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.scheduling.sequences import Order, Sequence
 
 

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from trouper.actors.executor.cpu.runner import Runner
-from trouper.actors.messages import NewRow, Sampling, SequenceId, StepDone, StepPlan, TokenLogprobs
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
+from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.config.args import EngineArgs, EngineConfig
 
 GREEDY = Sampling(temperature=0.0)
@@ -83,7 +85,9 @@ class Driver:
             blocks = tuple(self.free.pop() for _ in range(needed))
             s.blocks += blocks
             if s.num_computed == 0:
-                row = NewRow(s.row, SequenceId(s.row), s.prompt, len(s.prompt), blocks, s.sampling)
+                row = NewSequence(
+                    s.row, SequenceId(s.row), s.prompt, len(s.prompt), blocks, s.sampling
+                )
                 new_rows.append(row)
             elif blocks:
                 new_blocks.append((s.row, blocks))

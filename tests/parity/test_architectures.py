@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from trouper.actors.executor.cpu.runner import Runner
-from trouper.actors.messages import Sampling
+from trouper.actors.messages.plans import Sampling
 
 from .driver import Driver, engine_config, random_prompts
 

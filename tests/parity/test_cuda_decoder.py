@@ -8,7 +8,8 @@ from trouper.actors.executor.batch import Rows, make_batch
 from trouper.actors.executor.models.decoder import ops_shape
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.weights.decoder import load_decoder
-from trouper.actors.messages import NewRow, Sampling, SequenceId, StepPlan
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.kernels.select import make_ops
 
 from .driver import engine_config
@@ -29,7 +30,7 @@ def make_rows():
     blocks = 1 + rng.permutation(36)
     for row, mine in enumerate(blocks.reshape(3, 12).tolist()):
         ids = tuple(rng.integers(VOCAB, size=48).tolist())
-        rows.place(NewRow(row, SequenceId(row), ids, 48, tuple(mine), Sampling()))
+        rows.place(NewSequence(row, SequenceId(row), ids, 48, tuple(mine), Sampling()))
     return rows
 
 

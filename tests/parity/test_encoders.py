@@ -28,7 +28,7 @@ from trouper.actors.executor.cpu.pooling_runner import (
 from trouper.actors.executor.device import Later
 from trouper.actors.executor.devices import threaded
 from trouper.actors.executor.models.encoder import Encoder, rounded
-from trouper.actors.messages import PoolColumn, PoolPlan
+from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.cpu.linear.layer import layout_of
@@ -89,7 +89,7 @@ def run(folder, task, type_ids=None, texts=None, columns=None, is_alone=False, *
     runner = PoolingRunner(config)
     runner.load()
     columns = columns or [
-        PoolColumn(ids, type_ids and type_ids(ids), task) for ids in texts or prompts()
+        PoolEntry(ids, type_ids and type_ids(ids), task) for ids in texts or prompts()
     ]
     plans = [(column,) for column in columns] if is_alone else [tuple(columns)]
     try:
@@ -160,7 +160,7 @@ def test_a_step_of_few_tokens_runs_on_one_thread(num_tokens, num_threads, tmp_pa
     num_threads=st.integers(1, 4),
 )
 def test_a_plan_is_cut_into_passes_of_about_equal_tokens(sizes, num_threads):
-    columns = tuple(PoolColumn((7,) * size, None, "embed") for size in sizes)
+    columns = tuple(PoolEntry((7,) * size, None, "embed") for size in sizes)
     parts = slices(columns, num_threads)
     assert tuple(column for part in parts for column in part) == columns
     lengths = [sum(len(column.token_ids) for column in part) for part in parts]
@@ -170,7 +170,7 @@ def test_a_plan_is_cut_into_passes_of_about_equal_tokens(sizes, num_threads):
 
 
 def test_equal_texts_are_as_many_in_each_threads_pass():
-    column = PoolColumn((7,) * LEAST_TOKENS, None, "embed")
+    column = PoolEntry((7,) * LEAST_TOKENS, None, "embed")
     assert [len(part) for part in slices((column,) * 6, 2)] == [3, 3]
     assert [len(part) for part in slices((column,) * 2, 2)] == [1, 1]
     assert [len(part) for part in slices((column,), 2)] == [1]
@@ -197,14 +197,14 @@ def test_who_is_done_with_a_plan_begins_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "_run", run)
 
     def plan(step, first, length):
-        columns = [PoolColumn((first, *(7,) * (length - 1)), None, "embed")] * 20
-        return PoolPlan(step, 0, (*columns, *[PoolColumn((6,) * length, None, "embed")] * 20))
+        columns = [PoolEntry((first, *(7,) * (length - 1)), None, "embed")] * 20
+        return PoolPlan(step, 0, (*columns, *[PoolEntry((6,) * length, None, "embed")] * 20))
 
     try:
         first, second = runner.step(plan(1, 5, 20)), runner.step(plan(2, 6, 10))
         first.when_ready(told.set)
         assert told.wait(30)
-        alone = runner._run([PoolColumn((6,) * 20, None, "embed")])
+        alone = runner._run([PoolEntry((6,) * 20, None, "embed")])
         arrays = [result(answer) for answer in (first, second)]
         assert [len(found) for found in arrays] == [40, 40]
         np.testing.assert_allclose(arrays[0][-1], alone[0], atol=1e-5)
@@ -314,7 +314,7 @@ def test_a_classifier_embeds_when_asked_to(kind, place, tmp_path):
 
 
 EXPANDED = [
-    PoolColumn(prompts()[-1][:length], None, "token_embed", num_keys)
+    PoolEntry(prompts()[-1][:length], None, "token_embed", num_keys)
     for length, num_keys in ((5, 3), (9, 9), (9, 6), (9, 6), (20, 17))
 ]
 

@@ -13,7 +13,7 @@ from trouper.actors.executor.cpu.pooling_runner import PoolingRunner
 from trouper.actors.executor.cpu.runner import Runner
 from trouper.actors.executor.cpu.thread_priority import LEFT_S, Cores
 from trouper.actors.executor.device import Later
-from trouper.actors.messages import PoolColumn, PoolPlan, Sampling
+from trouper.actors.messages.plans import PoolEntry, PoolPlan, Sampling
 from trouper.config.args import EngineArgs
 from trouper.kernels.codegen import launch
 from trouper.kernels.codegen.recording import Recording
@@ -253,7 +253,7 @@ def test_short_texts_of_an_encoder_are_replayed(kind, tmp_path, monkeypatch):
     eager, replayed = (encoder_runner(tmp_path, enforce_eager=eager) for eager in (True, False))
     for length in (1, 5, 40, 5, 41):
         ids = tuple(range(3, 3 + length))
-        columns = (PoolColumn(ids, None, "token_embed"),)
+        columns = (PoolEntry(ids, None, "token_embed"),)
         expected, found = (pooled(runner, columns).arrays[0] for runner in (eager, replayed))
         assert found.tobytes() == expected.tobytes()
     (made,) = replayed._graphs.values()  # of this thread
@@ -270,7 +270,7 @@ def test_passes_of_several_texts_are_replayed_whatever_their_lengths(tmp_path, m
     eager, replayed = (encoder_runner(tmp_path, enforce_eager=eager) for eager in (True, False))
     for seed in range(5):
         lengths = np.random.default_rng(seed).integers(1, 60, 12)
-        columns = tuple(PoolColumn((7,) * n, None, "token_embed") for n in sorted(lengths))
+        columns = tuple(PoolEntry((7,) * n, None, "token_embed") for n in sorted(lengths))
         expected, found = (pooled(runner, columns) for runner in (eager, replayed))
         for one, other in zip(expected.arrays, found.arrays, strict=True):
             assert one.tobytes() == other.tobytes()
@@ -289,7 +289,7 @@ def test_a_recorded_pass_serves_all_of_about_its_size_and_the_eldest_is_forgotte
     eager, replayed = (encoder_runner(tmp_path, enforce_eager=eager) for eager in (True, False))
     sizes: list[list[tuple[int, int]]] = []
     for lengths in ((5, 9), (3, 4, 6), (40, 50), (7, 9), (30, 40, 50), (1, 2)):
-        columns = tuple(PoolColumn((7,) * n, None, "token_embed") for n in lengths)
+        columns = tuple(PoolEntry((7,) * n, None, "token_embed") for n in lengths)
         expected, found = (pooled(runner, columns) for runner in (eager, replayed))
         for one, other in zip(expected.arrays, found.arrays, strict=True):
             assert one.tobytes() == other.tobytes()
@@ -304,7 +304,7 @@ def test_a_recorded_pass_serves_all_of_about_its_size_and_the_eldest_is_forgotte
 def test_an_encoder_in_whose_steps_torch_computes_is_not_recorded(tmp_path):
     save_tiny("modernbert", AutoModel, tmp_path, **WIDE)
     runner = encoder_runner(tmp_path, enforce_eager=False)
-    runner.step(PoolPlan(1, 0, (PoolColumn((5, 6, 7), None, "token_embed"),)))
+    runner.step(PoolPlan(1, 0, (PoolEntry((5, 6, 7), None, "token_embed"),)))
     assert not runner._is_recorded
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from trouper.actors.executor.cpu.runner import Runner
 from trouper.actors.executor.weights.quantized import integer_scheme
-from trouper.actors.messages import Sampling
+from trouper.actors.messages.plans import Sampling
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.codegen import launch

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from trouper.actors.executor.cpu.runner import Runner
-from trouper.actors.messages import NewRow, Sampling, SequenceId, StepPlan
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.errors import ProfilerAlreadyActiveError, TrouperValidationError
 
 from .driver import GREEDY, Driver, engine_config, random_prompts
@@ -38,7 +39,7 @@ PROMPTS = random_prompts((9, 20, 3), VOCAB, seed=3)
 
 def row_of(row, tokens, blocks, *, num_prompt=None, sampling=GREEDY):
     num_prompt = len(tokens) if num_prompt is None else num_prompt
-    return NewRow(row, SequenceId(row), tuple(tokens), num_prompt, tuple(blocks), sampling)
+    return NewSequence(row, SequenceId(row), tuple(tokens), num_prompt, tuple(blocks), sampling)
 
 
 def plan_of(*columns, **changes):

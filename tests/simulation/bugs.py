@@ -17,9 +17,9 @@ import trouper.actors.scheduling.sequences as sequences_module
 from trouper.actors.engine.engine import Engine
 from trouper.actors.engine.generation import Generation
 from trouper.actors.executor.devices.simulated import SimulatedDevice
+from trouper.actors.messages.controls import Pause
 from trouper.actors.observability.facts import Facts
 from trouper.actors.output.detokenizer import Detokenizer
-from trouper.actors.pause import Pause
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.actors.scheduling.bisection import Quarantine

@@ -9,7 +9,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
 from trouper.actors.executor.devices.simulated import simulated_tokens
-from trouper.actors.messages import Sampling
+from trouper.actors.messages.plans import Sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
 
 from .pooling_scenario import PoolingWish

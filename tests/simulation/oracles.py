@@ -10,7 +10,7 @@ from typing import Any
 from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.engine.wiring import Engine
 from trouper.actors.executor.devices.simulated import simulated_logprobs
-from trouper.actors.pause import Pause
+from trouper.actors.messages.controls import Pause
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.sequences import Sequence, State
 from trouper.errors import (

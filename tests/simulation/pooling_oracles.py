@@ -8,7 +8,7 @@ import numpy as np
 
 from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.executor.devices.simulated_pooling import simulated_result
-from trouper.actors.messages import PoolColumn, PoolPlan
+from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
 from trouper.errors import TrouperValidationError
 
@@ -168,7 +168,7 @@ def wanted(world: Any, case: Any) -> Any:
     wish = case.client.wish
     limit = world.scenario.max_model_len
     ids, types = expected_prompt(wish, limit), expected_types(wish, limit)
-    column = PoolColumn(ids, types, wish.task or "token_embed")
+    column = PoolEntry(ids, types, wish.task or "token_embed")
     raw = simulated_result(column, world.scenario.size)[..., : wish.dimensions]
     if wish.use_activation is False:
         return raw

@@ -11,7 +11,10 @@ import numpy as np
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.wiring import Engine
 from trouper.actors.executor.devices.simulated_pooling import SimulatedEncoder
-from trouper.actors.messages import PoolDone, PoolPlan, Render, SequenceId, StepFailed
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import PoolPlan
+from trouper.actors.messages.requests import Render
+from trouper.actors.messages.results import PoolDone, StepFailed
 from trouper.actors.rendering.pooling import PoolingPrompts
 from trouper.config.args import EngineConfig
 from trouper.config.pooler import PoolerSpec

@@ -9,7 +9,10 @@ import anyio
 import trio
 
 from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice, StepError
-from trouper.actors.messages import Render, SequenceId, StepDone, StepFailed, StepPlan
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.requests import Render
+from trouper.actors.messages.results import StepDone, StepFailed
 
 from .scenario import STEP_S, Scenario
 

@@ -11,17 +11,9 @@ from trouper.actors.executor.devices.simulated import (
     simulated_tokens,
 )
 from trouper.actors.executor.devices.simulated_pooling import SimulatedEncoder, simulated_result
-from trouper.actors.messages import (
-    NewRow,
-    PoolColumn,
-    PoolDone,
-    PoolPlan,
-    Sampling,
-    SequenceId,
-    StepDone,
-    StepFailed,
-    StepPlan,
-)
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, PoolEntry, PoolPlan, Sampling, StepPlan
+from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
 
 VOCAB = 50
 GREEDY = Sampling(temperature=0.0)
@@ -31,7 +23,7 @@ pytestmark = pytest.mark.trio
 
 
 def new_row(row, blocks, tokens=PROMPT, sampling=GREEDY, num_prompt=None):
-    return NewRow(row, SequenceId(row), tokens, num_prompt or len(tokens), blocks, sampling)
+    return NewSequence(row, SequenceId(row), tokens, num_prompt or len(tokens), blocks, sampling)
 
 
 def plan(step, row, start, count, *, needs_sample=True, epoch=0, **more):
@@ -178,7 +170,7 @@ async def test_no_more_steps_than_agreed_and_none_after_the_end():
 
 # Of one that pools
 
-SHORT, LONG = PoolColumn((3, 1), None, "embed"), PoolColumn(PROMPT, None, "token_embed")
+SHORT, LONG = PoolEntry((3, 1), None, "embed"), PoolEntry(PROMPT, None, "token_embed")
 
 
 async def test_a_result_depends_on_its_own_column_alone():
@@ -193,7 +185,7 @@ async def test_a_result_depends_on_its_own_column_alone():
 @pytest.mark.parametrize("other", [{"token_ids": (1, 3)}, {"token_type_ids": (0, 1)}])
 async def test_another_column_has_another_result(other):
     facts = {"token_ids": SHORT.token_ids, "token_type_ids": None, "task": "embed"}
-    result = simulated_result(PoolColumn(**facts | other), 4)
+    result = simulated_result(PoolEntry(**facts | other), 4)
     assert not np.allclose(result, simulated_result(SHORT, 4))
 
 

@@ -11,7 +11,9 @@ import anyio
 import trio
 
 from trouper.actors.engine.wiring import Engine, open_engine
-from trouper.actors.messages import Admit, RequestId, SequenceId, StepPlan
+from trouper.actors.messages.identifiers import RequestId, SequenceId
+from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.requests import Admit
 from trouper.config.args import EngineConfig, ModelConfig, SchedulerConfig
 from trouper.errors import EngineDeadError
 

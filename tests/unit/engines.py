@@ -6,7 +6,7 @@ import anyio.lowlevel
 
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice, simulated_tokens
-from trouper.actors.messages import Sampling
+from trouper.actors.messages.plans import Sampling
 from trouper.config.args import EngineConfig, ModelConfig, SchedulerConfig
 
 VOCAB_SIZE = 97

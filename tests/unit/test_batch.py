@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.actors.executor.batch import SHORT_CHUNK, Rows, make_batch
-from trouper.actors.messages import Embeds, NewRow, Sampling, SequenceId, StepPlan
+from trouper.actors.messages.embeds import Embeds
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 
 LENGTH, BLOCK_SIZE = 24, 4
 
@@ -22,13 +24,13 @@ def test_each_chunk_has_the_embeddings_of_its_positions(is_embedded, cuts, befor
     """`before`: tokens of another row that stand first in the flat batch."""
     length = len(is_embedded)
     rows = Rows(2, 2 * LENGTH, BLOCK_SIZE)
-    rows.place(NewRow(1, 1, (5,) * LENGTH, LENGTH, tuple(range(12)), Sampling()))
+    rows.place(NewSequence(1, 1, (5,) * LENGTH, LENGTH, tuple(range(12)), Sampling()))
     numbers = np.arange(length, dtype=np.float32)  # the row of position p holds p
     parts = tuple(
         Embeds("float32", int(last - first), 1, numbers[first:last].data.cast("B"), int(first))
         for first, last in runs(is_embedded)
     )
-    rows.place(NewRow(0, 0, (7,) * length, length, tuple(range(12)), Sampling(), parts))
+    rows.place(NewSequence(0, 0, (7,) * length, length, tuple(range(12)), Sampling(), parts))
     spans = list(rows.token_spans(0))
     spelled = [p for begin, end in spans for p in range(begin, end)]
     assert spelled == [p for p in range(length) if not is_embedded[p]]
@@ -78,7 +80,7 @@ def test_only_the_last_tokens_of_columns_that_sample_are_read_of_prompts():
     assert read((1, 9, 1, True), (2, 0, 20, False), (0, 4, 12, True)) == ([0, 32], [1, 0], [9, 15])
     assert read((2, 0, 20, False)) == ([], [], [])
     assert read((1, 9, 1, True), (2, 4, 3, True)) is None  # a recording has them all
-    rows.place(NewRow(2, SequenceId(0), (1,), 1, (1,), Sampling(prompt_logprobs=0)))
+    rows.place(NewSequence(2, SequenceId(0), (1,), 1, (1,), Sampling(prompt_logprobs=0)))
     assert read((1, 9, 1, True), (2, 0, 20, False)) is None
 
 

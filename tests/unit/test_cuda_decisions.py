@@ -12,7 +12,8 @@ from trouper.actors.executor.cuda.inputs import Inputs, inputs_of, pack
 from trouper.actors.executor.cuda.memory import kv_budget
 from trouper.actors.executor.cuda.shapes import Shape, graph_shapes, padded, shape_of
 from trouper.actors.executor.cuda.tables import Changes, Layout, views
-from trouper.actors.messages import NewRow, Sampling, SequenceId, StepPlan
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.errors import TrouperValidationError
 
 POISON = -(2**30)
@@ -117,7 +118,9 @@ def new_rows(draw, row):
     tokens = draw(st.lists(st.integers(0, 44), min_size=1, max_size=LONGEST + 1))
     blocks = draw(st.lists(st.integers(1, 9), max_size=NUM_BLOCKS))
     num_prompt = draw(st.integers(1, len(tokens)))
-    return NewRow(row, SequenceId(row), tuple(tokens), num_prompt, tuple(blocks), draw(samplings))
+    return NewSequence(
+        row, SequenceId(row), tuple(tokens), num_prompt, tuple(blocks), draw(samplings)
+    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,14 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trouper.actors.channel import open_channel
-from trouper.actors.messages import (
-    RequestId,
-    SequenceTokens,
-    StepTokens,
-    Stop,
-    TokenLogprobs,
-    Track,
-)
+from trouper.actors.messages.identifiers import RequestId
+from trouper.actors.messages.outputs import SequenceTokens, StepTokens, Stop
+from trouper.actors.messages.requests import Track
+from trouper.actors.messages.results import TokenLogprobs
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.errors import GenerationError

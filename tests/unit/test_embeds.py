@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from trouper.actors.messages import Embeds
+from trouper.actors.messages.embeds import Embeds
 from trouper.actors.rendering.embeds import (
     ITEM_BYTES,
     decode_base64,

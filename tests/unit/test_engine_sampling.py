@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from trouper.actors.executor.devices.simulated import simulated_logprobs, simulated_tokens
-from trouper.actors.messages import Sampling
+from trouper.actors.messages.plans import Sampling
 from trouper.errors import TrouperValidationError
 from trouper.outputs import Logprob
 from trouper.params import RequestOutputKind, SamplingParams

@@ -16,7 +16,9 @@ import torch
 from trouper.actors.executor.cpu.thread_priority import NICER
 from trouper.actors.executor.device import DeviceInfo, Later
 from trouper.actors.executor.devices.threaded import DEVICE_THREAD, LocalDevice, num_physical_cores
-from trouper.actors.messages import NewRow, Sampling, SequenceId, StepDone, StepFailed, StepPlan
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
+from trouper.actors.messages.results import StepDone, StepFailed
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
@@ -40,7 +42,7 @@ def config(tmp_path):
 
 
 def first_plan(row=0, epoch=0):
-    new = NewRow(row, SequenceId(row), (1, 2, 3), 3, (1, 2), Sampling(temperature=0.0))
+    new = NewSequence(row, SequenceId(row), (1, 2, 3), 3, (1, 2), Sampling(temperature=0.0))
     return StepPlan(0, epoch, (row,), (0,), (3,), (True,), new_rows=(new,))
 
 

@@ -6,14 +6,9 @@ import pytest
 import trio.testing
 
 from trouper.actors.channel import open_channel
-from trouper.actors.messages import (
-    Flush,
-    ObserverInbox,
-    RequestEnded,
-    SchedulerStats,
-    Stepped,
-    Told,
-)
+from trouper.actors.messages.controls import Flush
+from trouper.actors.messages.inboxes import ObserverInbox
+from trouper.actors.messages.stats import OutputStats, RequestEnded, SchedulerStats, StepStats
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import REST_S, Observer, interval_line
 from trouper.actors.observability.reporter import Reporter
@@ -105,7 +100,7 @@ async def test_the_line_comes_in_time_however_many_facts_there_are(autojump_cloc
         with Stage(nursery) as stage:
             stage.stats = stats(num_steps=1, num_running=1)
             for _ in range(300):
-                stage.reporter.report(Stepped(1))
+                stage.reporter.report(StepStats(1))
                 await trio.sleep(0.1)
     assert len(levels(caplog)) in (2, 3)
 
@@ -128,7 +123,7 @@ async def test_facts_without_room_are_dropped_and_counted_and_nobody_waits():
     to_observer, inbox = open_channel[ObserverInbox](2)
     with inbox, Reporter(to_observer) as reporter:
         for _ in range(5):
-            reporter.report(Stepped(1))
+            reporter.report(StepStats(1))
         assert reporter.num_dropped == 3
 
 
@@ -136,8 +131,8 @@ async def test_reporting_to_an_observer_that_is_gone_is_harmless():
     to_observer, inbox = open_channel[ObserverInbox](2)
     inbox.close()
     with Reporter(to_observer) as reporter:
-        reporter.report(Stepped(1))
-    reporter.report(Stepped(1))
+        reporter.report(StepStats(1))
+    reporter.report(StepStats(1))
     assert reporter.num_dropped == 2
 
 
@@ -146,7 +141,7 @@ async def test_counters_are_the_schedulers_own_whatever_was_dropped():
         with Stage(nursery) as stage:
             stage.stats = stats(num_generation_tokens=9)
             for num_tokens in (5, 3):  # what came in between was dropped
-                stage.reporter.report(Stepped(num_tokens))
+                stage.reporter.report(StepStats(num_tokens))
             await flushed(stage)
             assert value(stage.metrics, "generation_tokens") == 9
             assert value(stage.metrics, "iteration_tokens_total") == 2
@@ -158,8 +153,8 @@ async def test_a_failure_inside_is_logged_and_the_next_fact_is_taken(caplog):
 
     async with trio.open_nursery() as nursery:
         with Stage(nursery, note_ended=note_ended) as stage:
-            stage.reporter.report(Told((), (), (ended(),)))
-            stage.reporter.report(Told((0.5,), (), ()))
+            stage.reporter.report(OutputStats((), (), (ended(),)))
+            stage.reporter.report(OutputStats((0.5,), (), ()))
             await stage.settle()
             assert value(stage.metrics, "time_to_first_token_seconds") == 1
             assert value(stage.metrics, "request_params_n") == 1  # counted before it failed
@@ -168,11 +163,11 @@ async def test_a_failure_inside_is_logged_and_the_next_fact_is_taken(caplog):
 
 
 async def test_a_broken_observer_is_not_noticed_by_requests(autojump_clock, monkeypatch, caplog):
-    def note_told(self, told):
+    def note_output_stats(self, told):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(Metrics, "note_told", note_told)
-    monkeypatch.setattr(Metrics, "note_step", note_told)
+    monkeypatch.setattr(Metrics, "note_output_stats", note_output_stats)
+    monkeypatch.setattr(Metrics, "note_step", note_output_stats)
     async with simulated_engine() as engine:
         params = SamplingParams(temperature=0, max_tokens=4)
         outputs = [o async for o in engine.generate(PROMPT, params, "a")]
@@ -185,7 +180,7 @@ async def test_it_rests_between_two_looks_unless_somebody_waits(mock_clock):
         with Stage(nursery) as stage:
 
             async def count():
-                stage.reporter.report(Stepped(1))
+                stage.reporter.report(StepStats(1))
                 await stage.settle()
                 return value(stage.metrics, "iteration_tokens_total")
 
@@ -205,7 +200,7 @@ async def test_a_flush_is_answered_behind_the_facts_before_it():
     async with trio.open_nursery() as nursery:
         with Stage(nursery) as stage:
             for _ in range(50):
-                stage.reporter.report(Stepped(1))
+                stage.reporter.report(StepStats(1))
             await flushed(stage)
             assert value(stage.metrics, "iteration_tokens_total") == 50
 
@@ -215,7 +210,7 @@ async def test_what_is_in_the_inbox_at_the_end_is_still_counted():
         with Stage(nursery) as stage:
             await stage.settle()
             for _ in range(5):
-                stage.reporter.report(Stepped(1))
+                stage.reporter.report(StepStats(1))
             stage.stats = stats(num_generation_tokens=4)
             nursery.cancel_scope.cancel()
     assert value(stage.metrics, "iteration_tokens_total") == 5
@@ -228,8 +223,8 @@ async def test_for_tracing_alone_it_writes_no_lines(autojump_clock, caplog):
     async with trio.open_nursery() as nursery:
         with Stage(nursery, is_on=False, note_ended=seen.append) as stage:
             stage.stats = stats(num_steps=1, num_running=1)
-            stage.reporter.report(Stepped(1))
-            stage.reporter.report(Told((), (), (ended(),)))
+            stage.reporter.report(StepStats(1))
+            stage.reporter.report(OutputStats((), (), (ended(),)))
             await trio.sleep(60)
     assert [fact.request_id for fact in seen] == ["a"]
     assert levels(caplog) == []

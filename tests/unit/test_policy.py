@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from trouper.actors.messages import Admit, StepDone, TokenLogprobs
-from trouper.actors.pause import Pause
+from trouper.actors.messages.controls import Pause
+from trouper.actors.messages.requests import Admit
+from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.actors.scheduling.kv_blocks import Blocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.sequences import State
@@ -217,7 +218,7 @@ def test_a_prompt_that_can_never_fit_ends_with_an_error_instead_of_waiting_for_e
 
 
 def in_waiting(desk):
-    desk.policy.set_pause(Pause.NEW)
+    desk.policy.set_pause(Pause.NO_NEW_REQUESTS)
 
 
 def in_prefill(desk):
@@ -367,7 +368,7 @@ def test_a_pause_of_the_new_lets_run_what_has_run_and_its_siblings():
     desk = Desk()
     desk.admit(0, n=3, max_tokens=2)
     desk.step()
-    desk.policy.set_pause(Pause.NEW)
+    desk.policy.set_pause(Pause.NO_NEW_REQUESTS)
     desk.policy.preempt_all()
     desk.admit(10)
     assert desk.policy.num_started > 0

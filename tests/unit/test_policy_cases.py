@@ -2,7 +2,8 @@
 
 import pytest
 
-from trouper.actors.messages import Admit, StepDone
+from trouper.actors.messages.requests import Admit
+from trouper.actors.messages.results import StepDone
 from trouper.actors.scheduling.kv_blocks import Blocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.sequences import State

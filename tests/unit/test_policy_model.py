@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trouper.actors.messages import Admit, StepDone
-from trouper.actors.pause import Pause
+from trouper.actors.messages.controls import Pause
+from trouper.actors.messages.requests import Admit
+from trouper.actors.messages.results import StepDone
 from trouper.actors.scheduling.kv_blocks import Blocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.config.args import SchedulerConfig
@@ -201,7 +202,7 @@ class PolicyMachine(RuleBasedStateMachine):
             self.stopped.add(id)
             self.policy.stop((id,))
 
-    @rule(pause=st.sampled_from([Pause.NONE, Pause.NONE, Pause.NEW, Pause.ALL]))
+    @rule(pause=st.sampled_from([Pause.NONE, Pause.NONE, Pause.NO_NEW_REQUESTS, Pause.ALL]))
     def set_pause(self, pause):
         self.pause = pause
         self.policy.set_pause(pause)

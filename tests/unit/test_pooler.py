@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from trouper.actors.channel import open_channel
-from trouper.actors.messages import AdmitPooling, Pooled, PooledRequest, RequestId
+from trouper.actors.messages.identifiers import RequestId
+from trouper.actors.messages.outputs import Pooled, PooledRequest
+from trouper.actors.messages.requests import AdmitPooling
 from trouper.actors.output import pooler as pooler_module
 from trouper.actors.output.pooler import LARGE, QUICK, Pooler
 from trouper.actors.replies.pooling_slot import PoolingSlot

@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.actors.messages import AdmitPooling, PoolDone, RequestId
-from trouper.actors.pause import Pause
+from trouper.actors.messages.controls import Pause
+from trouper.actors.messages.identifiers import RequestId
+from trouper.actors.messages.requests import AdmitPooling
+from trouper.actors.messages.results import PoolDone
 from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
 from trouper.config.args import SchedulerConfig
 from trouper.pooling import PoolingParams
@@ -115,7 +117,7 @@ def test_who_is_aborted_is_dropped_waiting_or_in_flight():
 def test_a_pause_stops_new_plans():
     p = policy()
     p.admit(admit(1, 2))
-    for pause in (Pause.NEW, Pause.ALL):
+    for pause in (Pause.NO_NEW_REQUESTS, Pause.ALL):
         p.set_pause(pause)
         assert p.plan() is None
     p.set_pause(Pause.NONE)

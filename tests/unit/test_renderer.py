@@ -7,7 +7,8 @@ import anyio.lowlevel
 import pytest
 
 from trouper.actors.channel import open_channel
-from trouper.actors.messages import Admit, Render, RequestId, Track
+from trouper.actors.messages.identifiers import RequestId
+from trouper.actors.messages.requests import Admit, Render, Track
 from trouper.actors.rendering.renderer import QUICK, Renderer, _is_quick
 from trouper.actors.rendering.text import Rendered
 from trouper.actors.replies.reply_slot import ReplySlot

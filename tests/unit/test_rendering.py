@@ -3,7 +3,8 @@
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from trouper.actors.messages import Render, RequestId
+from trouper.actors.messages.identifiers import RequestId
+from trouper.actors.messages.requests import Render
 from trouper.actors.rendering.sampling import ModelLimits, resolve_sampling
 from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer

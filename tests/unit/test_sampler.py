@@ -6,7 +6,10 @@ import torch
 
 from trouper.actors.executor.batch import Rows
 from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
-from trouper.actors.messages import NO_VALID_TOKEN, Embeds, NewRow, Sampling, SequenceId
+from trouper.actors.messages.embeds import Embeds
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, Sampling
+from trouper.actors.messages.results import NO_VALID_TOKEN
 
 V = 50
 
@@ -20,7 +23,7 @@ class Bench:
         self.end = len(prompt) + len(outputs)
         for row, s in enumerate(sampling):
             tokens = (*prompt, *outputs)
-            self.rows.place(NewRow(row, SequenceId(row), tokens, len(prompt), (1,), s))
+            self.rows.place(NewSequence(row, SequenceId(row), tokens, len(prompt), (1,), s))
             self.sampler.place(row)
 
     def draw(self, logits, rows=None, end=None):
@@ -224,7 +227,7 @@ def test_what_stands_for_embeddings_has_not_occurred():
     logits[0, 0], logits[0, 1], logits[0, 20] = 3.0, 3.5, 2.9
     bench = Bench(Sampling(temperature=0.0, repetition_penalty=1.25))
     part = Embeds("float32", 2, 1, memoryview(bytes(8)), first=1)
-    new = NewRow(0, SequenceId(0), (1, 0, 0, 3), 4, (1,), bench.rows.sampling[0], (part,))
+    new = NewSequence(0, SequenceId(0), (1, 0, 0, 3), 4, (1,), bench.rows.sampling[0], (part,))
     bench.rows.place(new)
     bench.sampler.place(0)
     assert bench.draw(logits, end=4).token_ids == [0]
@@ -276,7 +279,7 @@ def test_a_row_given_to_another_sequence_forgets_the_first():
     logits[0, 1], logits[0, 20] = 2.0, 1.5
     bench = Bench(Sampling(temperature=0.0, repetition_penalty=2.0))
     assert bench.draw(logits).token_ids == [20]
-    bench.rows.place(NewRow(0, SequenceId(9), (1, 2), 2, (1,), Sampling(temperature=0.0)))
+    bench.rows.place(NewSequence(0, SequenceId(9), (1, 2), 2, (1,), Sampling(temperature=0.0)))
     bench.sampler.place(0)
     assert bench.draw(logits, end=2).token_ids == [1]
 

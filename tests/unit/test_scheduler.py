@@ -6,7 +6,10 @@ import anyio
 import pytest
 
 from trouper.actors.channel import open_channel
-from trouper.actors.messages import Admit, PoolDone, RequestId, StepPlan
+from trouper.actors.messages.identifiers import RequestId
+from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.requests import Admit
+from trouper.actors.messages.results import PoolDone
 from trouper.actors.scheduling.kv_blocks import Blocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy

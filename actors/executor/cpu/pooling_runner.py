@@ -34,7 +34,8 @@ from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.weights.encoder import Tensors, load_encoder
 from trouper.actors.executor.weights.heads import Project, load_head, load_projection
-from trouper.actors.messages import PoolColumn, PoolDone, PoolPlan
+from trouper.actors.messages.plans import PoolEntry, PoolPlan
+from trouper.actors.messages.results import PoolDone
 from trouper.config.args import EngineConfig
 from trouper.config.pooler import PoolerSpec
 from trouper.errors import UnsupportedFeatureError
@@ -135,11 +136,11 @@ class PoolingRunner:
         with torch.inference_mode():
             return PoolDone(plan.step, tuple(self._run(*parts)))
 
-    def _is_for_one(self, columns: Sequence[PoolColumn]) -> bool:
+    def _is_for_one(self, columns: Sequence[PoolEntry]) -> bool:
         """One core computes them sooner than it wakes another for each operation; a recording wakes it once."""
         return not self._has_graphs and sum(len(c.token_ids) for c in columns) <= FEW_TOKENS
 
-    def _launch(self, step: int, parts: Sequence[Sequence[PoolColumn]]) -> Later[PoolDone]:
+    def _launch(self, step: int, parts: Sequence[Sequence[PoolEntry]]) -> Later[PoolDone]:
         passes = [self._workers.submit(self._run_alone, part) for part in parts]
         self._num_launched += 1
 
@@ -161,11 +162,11 @@ class PoolingRunner:
 
         return Later(is_ready, finish, when_ready)
 
-    def _run_alone(self, columns: Sequence[PoolColumn]) -> list[np.ndarray]:
+    def _run_alone(self, columns: Sequence[PoolEntry]) -> list[np.ndarray]:
         with torch.inference_mode():
             return self._run(columns)
 
-    def _run(self, columns: Sequence[PoolColumn]) -> list[np.ndarray]:
+    def _run(self, columns: Sequence[PoolEntry]) -> list[np.ndarray]:
         """One forward pass."""
         assert self._model is not None
         # numpy's: each call of torch lets go of the interpreter, and the loop may keep it for a millisecond
@@ -208,7 +209,7 @@ class PoolingRunner:
     def _finish(
         self,
         hidden_TE: Tensor,
-        columns: Sequence[PoolColumn],
+        columns: Sequence[PoolEntry],
         groups: Sequence[Group],
     ) -> list[np.ndarray]:
         tasks = {column.task for column in columns}
@@ -264,13 +265,13 @@ class PoolingRunner:
             self._classify = load_head(wide, head, traits.hidden_size, len(spec.labels), eps)
 
 
-def slices(columns: Sequence[PoolColumn], num_threads: int) -> list[Sequence[PoolColumn]]:
+def slices(columns: Sequence[PoolEntry], num_threads: int) -> list[Sequence[PoolEntry]]:
     """The columns in order, in passes of about equal tokens: at most about `SLICE_TOKENS`, and as many for each thread."""
     total = sum(len(column.token_ids) for column in columns)
     num_passes = -(-total // SLICE_TOKENS)
     if total >= num_threads * LEAST_TOKENS:
         num_passes = -(-num_passes // num_threads) * num_threads
-    parts: list[list[PoolColumn]] = [[] for _ in range(num_passes)]
+    parts: list[list[PoolEntry]] = [[] for _ in range(num_passes)]
     before = 0
     for column in columns:
         middle = before + len(column.token_ids) // 2
@@ -300,7 +301,7 @@ def _lone_threads(num: int) -> ThreadPoolExecutor:
     return threads
 
 
-def _groups(columns: Sequence[PoolColumn]) -> list[Group]:
+def _groups(columns: Sequence[PoolEntry]) -> list[Group]:
     groups: list[Group] = []
     first = 0
     for (length, num_keys), same in groupby(columns, lambda c: (len(c.token_ids), c.num_keys)):
@@ -310,7 +311,7 @@ def _groups(columns: Sequence[PoolColumn]) -> list[Group]:
     return groups
 
 
-def _type_ids(columns: Sequence[PoolColumn]) -> np.ndarray | None:
+def _type_ids(columns: Sequence[PoolEntry]) -> np.ndarray | None:
     if all(column.token_type_ids is None for column in columns):
         return None
     each = (column.token_type_ids or (0,) * len(column.token_ids) for column in columns)

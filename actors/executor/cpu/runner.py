@@ -27,7 +27,8 @@ from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.executor.weights.quantized import integer_scheme
-from trouper.actors.messages import StepDone, StepPlan, TokenLogprobs
+from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.config.args import EngineConfig
 from trouper.errors import TrouperValidationError
 from trouper.kernels.codegen.arena import Arena, Lender

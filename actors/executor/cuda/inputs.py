@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from trouper.actors.messages import StepPlan
+from trouper.actors.messages.plans import StepPlan
 
 
 class Inputs(NamedTuple):

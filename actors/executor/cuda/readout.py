@@ -13,7 +13,8 @@ from torch import Tensor
 from trouper.actors.executor.cuda.machine import Machine
 from trouper.actors.executor.device import Later
 from trouper.actors.executor.sampling.sampler import token_logprobs
-from trouper.actors.messages import Sampling, StepDone, StepPlan, TokenLogprobs
+from trouper.actors.messages.plans import Sampling, StepPlan
+from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.kernels.cuda.logprobs import top_logprobs
 
 MAX_TOP = 128  # of the kernel

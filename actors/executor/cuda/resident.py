@@ -11,7 +11,7 @@ from trouper.actors.executor.cuda.inputs import pack
 from trouper.actors.executor.cuda.machine import Machine
 from trouper.actors.executor.cuda.tables import Layout, Views, views
 from trouper.actors.executor.models.traits import DecoderTraits
-from trouper.actors.messages import NewRow
+from trouper.actors.messages.plans import NewSequence
 
 
 class Resident(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class Resident(msgspec.Struct, frozen=True):
             inputs=machine.upload(pack(None, layout.num_rows + 1)),
         )
 
-    def write_history(self, new: NewRow, prompt_spans: Iterable[tuple[int, int]]) -> None:
+    def write_history(self, new: NewSequence, prompt_spans: Iterable[tuple[int, int]]) -> None:
         """Count the row's tokens, as `sampling_rows.py` says; those of its prompt lie in the spans."""
         history = self.views.sampling.history[new.row].zero_()
         tokens = self.views.tokens[new.row].narrow(0, 0, len(new.token_ids))

@@ -34,7 +34,8 @@ from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.executor.weights.quantized import integer_scheme
-from trouper.actors.messages import StepDone, StepPlan
+from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.results import StepDone
 from trouper.config.args import EngineConfig
 from trouper.kernels.cuda.logits import edit_logits
 from trouper.kernels.cuda.sample import sample

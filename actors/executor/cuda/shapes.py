@@ -9,7 +9,7 @@ A larger batch runs as it is, uncaptured: a layer of it takes longer on the GPU 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from trouper.actors.messages import StepPlan
+from trouper.actors.messages.plans import StepPlan
 
 DECODE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 MIXED = tuple(2**i for i in range(4, 12))

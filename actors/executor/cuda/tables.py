@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.device import MAX_BAD_WORD, MAX_EDITS
-from trouper.actors.messages import NewRow, Sampling
+from trouper.actors.messages.plans import NewSequence, Sampling
 from trouper.kernels.cuda.sampling_rows import NEVER, SamplingRows, make_sampling_rows
 
 
@@ -87,7 +87,7 @@ class Changes:
             return None
         return np.stack((np.concatenate(self._addresses), np.concatenate(self._words)))
 
-    def place(self, new: NewRow) -> None:
+    def place(self, new: NewSequence) -> None:
         """A sequence takes a row; its history is not in the arena."""
         row, s = new.row, new.sampling
         self.put("tokens", row, new.token_ids)

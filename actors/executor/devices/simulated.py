@@ -21,16 +21,9 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.device import Answer, DeviceInfo
-from trouper.actors.messages import (
-    NewRow,
-    PoolPlan,
-    Sampling,
-    SequenceId,
-    StepDone,
-    StepFailed,
-    StepPlan,
-    TokenLogprobs,
-)
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, PoolPlan, Sampling, StepPlan
+from trouper.actors.messages.results import StepDone, StepFailed, TokenLogprobs
 from trouper.actors.runtime.event_loop import Soon
 
 ENTRY_BYTES = 8
@@ -164,7 +157,7 @@ class SimulatedSteps(ABC, Generic[Plan]):
 class _Row:
     """What the device knows of one sequence."""
 
-    def __init__(self, new: NewRow) -> None:
+    def __init__(self, new: NewSequence) -> None:
         self.sequence = new.sequence
         self.token_ids = list(new.token_ids)
         self.num_prompt = new.num_prompt

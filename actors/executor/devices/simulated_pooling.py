@@ -8,7 +8,9 @@ import numpy as np
 
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.devices.simulated import ENTRY_BYTES, Conditions, SimulatedSteps
-from trouper.actors.messages import PoolColumn, PoolDone, PoolPlan, SequenceId, StepFailed
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import PoolEntry, PoolPlan
+from trouper.actors.messages.results import PoolDone, StepFailed
 
 
 class SimulatedEncoder(SimulatedSteps[PoolPlan]):
@@ -55,7 +57,7 @@ class SimulatedEncoder(SimulatedSteps[PoolPlan]):
         """There is nothing but weights."""
 
 
-def simulated_result(column: PoolColumn, size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def simulated_result(column: PoolEntry, size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     """What a `SimulatedEncoder` must yield for a column, in whatever company; of a token task a row for each token."""
     is_of_tokens = column.task.startswith("token_")
     facts = (column.token_ids, column.token_type_ids, column.task)

@@ -28,7 +28,8 @@ from trouper.actors.executor.cpu.thread_priority import (
 )
 from trouper.actors.executor.device import Answer, DeviceInfo, Later
 from trouper.actors.executor.vigil import Vigil
-from trouper.actors.messages import PoolPlan, StepFailed, StepPlan
+from trouper.actors.messages.plans import PoolPlan, StepPlan
+from trouper.actors.messages.results import StepFailed
 from trouper.actors.runtime.event_loop import Loop, Soon
 from trouper.config.args import EngineConfig
 from trouper.errors import UnsupportedFeatureError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.batch import Rows
-from trouper.actors.messages import Sampling
+from trouper.actors.messages.plans import Sampling
 from trouper.kernels.cpu.sampling.sample import penalise_repetition_reference_
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from trouper.actors.executor.batch import Rows
 from trouper.actors.executor.sampling.penalties import Penalties
-from trouper.actors.messages import NO_VALID_TOKEN, Sampling, TokenLogprobs
+from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.results import NO_VALID_TOKEN, TokenLogprobs
 from trouper.kernels.cpu.sampling.sample import NOT_FINITE, NOTHING_LEFT, ROW, draw
 
 NO_TOP_K = 2**31 - 1  # more than any vocabulary

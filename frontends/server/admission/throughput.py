@@ -2,7 +2,7 @@
 
 import math
 
-from trouper.actors.messages import SchedulerStats
+from trouper.actors.messages.stats import SchedulerStats
 
 MEMORY_S = 10.0  # what the throughput forgets
 MIN_S = 0.2  # of work, before it is believed

@@ -5,7 +5,8 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from trouper.actors.messages import Render, RequestId
+from trouper.actors.messages.identifiers import RequestId
+from trouper.actors.messages.requests import Render
 from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.replies.reply_slot import ReplySlot

@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from trouper.actors.executor.batch import Rows, make_batch
-from trouper.actors.messages import NewRow, Sampling, SequenceId, StepPlan
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.kernels.cuda.prepare import Prepared, prepare, prepare_reference
 
 # (row, start, count) of each column; those without tokens pad the batch
@@ -51,7 +52,7 @@ def test_the_reference_is_the_batch_of_the_cpu_path():
     rows = Rows(5, 16, 4)
     for row in range(5):
         ids, blocks_of = tokens[row, :16].tolist(), blocks[row].tolist()
-        rows.place(NewRow(row, SequenceId(row), tuple(ids), 16, tuple(blocks_of), Sampling()))
+        rows.place(NewSequence(row, SequenceId(row), tuple(ids), 16, tuple(blocks_of), Sampling()))
     counts = np.diff(bounds.numpy()).tolist()
     columns = row_ids.tolist(), starts.tolist(), counts
     plan = StepPlan(0, 0, *map(tuple, columns), (True,) * len(counts))

@@ -6,7 +6,8 @@ import torch
 
 from trouper.actors.executor.batch import Rows
 from trouper.actors.executor.sampling.sampler import Sampler
-from trouper.actors.messages import NewRow, Sampling, SequenceId
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, Sampling
 from trouper.kernels.cuda.logits import edit_logits, edit_logits_reference
 from trouper.kernels.cuda.logprobs import TopLogprobs, top_logprobs, top_logprobs_reference
 from trouper.kernels.cuda.sample import sample, sample_reference
@@ -60,7 +61,7 @@ class Batch:
         on_device = make_sampling_rows(2 * num, vocab_size, max_edits=8, max_condition=7)
         tokens = torch.full((2 * num, 21), -5, dtype=torch.int32)
         for row, s in zip(self.rows, samplings, strict=True):
-            new = NewRow(row, SequenceId(row), prompt + outputs, len(prompt), (), s)
+            new = NewSequence(row, SequenceId(row), prompt + outputs, len(prompt), (), s)
             self.cpu_rows.place(new)
             self.cpu.place(row)
             tokens[row, :10] = torch.tensor(new.token_ids)

@@ -1,0 +1,69 @@
+"""Orders that steer the engine as a whole; each is answered."""
+
+from enum import Enum
+from typing import Literal
+
+import msgspec
+
+from trouper.actors.messages.promise import Promise
+
+
+class Pause(Enum):
+    """What may be planned."""
+
+    NONE = "none"
+    NO_NEW_REQUESTS = "no new requests"  # what has run before runs on; nothing else starts
+    ALL = "all"  # nothing is planned
+
+
+class SetPause(msgspec.Struct, frozen=True):
+    """Frontend → Scheduler: what may be planned from now on.
+
+    Answered when it has taken full effect: no step is in flight, with `Pause.NO_NEW_REQUESTS` nothing is
+    left that may still run, and all outputs have been handed over.
+    """
+
+    pause: Pause
+    answer: Promise[None]
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True):
+    """Frontend → Scheduler: forget all prefixes.  Answered with False while a block is held.
+
+    `preempt` frees the blocks first: `"recompute"` keeps results in flight, `"resample"` drops them.
+    """
+
+    preempt: Literal["no", "recompute", "resample"]
+    answer: Promise[bool]
+
+
+class Step(msgspec.Struct, frozen=True):
+    """Frontend → Scheduler: one iteration, for an engine that is stepped by hand.
+
+    Answered when its outputs are in the reply slots.
+    """
+
+    answer: Promise[None]
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """Frontend → Scheduler: a round trip to the device and back.  Passed on as a `DeviceCall`."""
+
+    answer: Promise[object]
+
+
+class DeviceCall(msgspec.Struct, frozen=True):
+    """Frontend, Scheduler → Executor: anything but a step, to be done after the plans already sent.
+
+    An error goes to the caller, and the engine lives.
+    """
+
+    method: Literal["sleep", "wake", "start_profile", "stop_profile", "probe"]
+    args: tuple[object, ...]
+    answer: Promise[object]
+
+
+class Flush(msgspec.Struct, frozen=True):
+    """Frontend → Observer: answered when everything reported before it has been counted."""
+
+    answer: Promise[None]

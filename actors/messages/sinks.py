@@ -1,0 +1,83 @@
+"""The writing ends of reply slots, as a request lends them to the actors that work for it.
+
+Writing never waits and never fails: a slot merges what has not been read, and swallows what comes after
+it was closed.
+"""
+
+from typing import Protocol
+
+import anyio
+
+from trouper.outputs import (
+    FinishReason,
+    LogprobsOnePosition,
+    RequestError,
+    RequestStateStats,
+)
+from trouper.pooling_outputs import Array
+
+
+class ReplySink(Protocol):
+    """The part of a sink that requests of every kind have."""
+
+    request_id: str  # the client's name for it: echoed, never a key
+    stats: RequestStateStats
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the client has stopped reading."""
+        ...
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the request is no longer wanted: closed, or cancelled while it is still read."""
+        ...
+
+    @property
+    def scope(self) -> anyio.CancelScope:
+        """The scope of the rendering stage, which an abort cancels."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an exception for its client."""
+
+    def abort(self) -> None:
+        """End with `abort` what has not ended."""
+
+
+class GenerationSink(ReplySink, Protocol):
+    """Text, tokens and logprobs of `n` completions."""
+
+    def start(self, prompt: str | None, prompt_token_ids: tuple[int, ...]) -> None:
+        """Note the rendered prompt."""
+
+    def note_cached_tokens(self, num_cached_tokens: int) -> None:
+        """Note how many prompt tokens the prefix cache held."""
+
+    def note_error(self, error: RequestError) -> None:
+        """Note why completions end with `error`."""
+
+    def extend_prompt_logprobs(self, positions: list[LogprobsOnePosition]) -> None:
+        """Append the logprobs of the next prompt positions."""
+
+    def write(
+        self,
+        index: int,
+        text: str,
+        token_ids: tuple[int, ...],
+        *,
+        logprobs: list[LogprobsOnePosition] | None = None,
+        finish_reason: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+    ) -> None:
+        """Append to one completion, and end it where a finish reason is given."""
+
+
+class PoolingSink(ReplySink, Protocol):
+    """One array, at the end."""
+
+    def start(self, prompt_token_ids: tuple[int, ...]) -> None:
+        """Note the rendered prompt."""
+
+    def write(self, array: Array, error: RequestError | None = None) -> None:
+        """Deliver the result; only the first one counts."""

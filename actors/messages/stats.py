@@ -1,0 +1,55 @@
+"""Numbers for the observer, and for whatever asks how the engine does.  All but snapshots may be dropped."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from trouper.outputs import FinishReason, RequestStateStats
+from trouper.params import SamplingParams
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the scheduler in numbers; the counters only grow."""
+
+    num_running: int
+    num_waiting: int  # for a request slot, for blocks, or for a result in flight
+    num_deferred: int  # siblings that wait for their leader's prompt
+    num_steps_in_flight: int
+    num_blocks_free: int
+    num_blocks_total: int  # the null block not counted
+    kv_cache_usage: float  # 0 … 1
+    num_steps: int  # made so far
+    num_preemptions: int
+    num_prompt_tokens: int  # prompt positions computed
+    num_generation_tokens: int  # tokens sampled
+    prefix_cache_queries: int  # tokens; each sequence counts once
+    prefix_cache_hits: int
+    recompute_cache_queries: int  # the same after preemptions
+    recompute_cache_hits: int
+
+
+class StepStats(msgspec.Struct, frozen=True):
+    """Scheduler → Observer: the number of tokens computed or sampled since the last `StepStats`."""
+
+    num_tokens: int
+
+
+class RequestEnded(msgspec.Struct, frozen=True):
+    """One request as it ended; part of `OutputStats`."""
+
+    request_id: str
+    stats: RequestStateStats
+    finish_reason: FinishReason  # "error" if any of its sequences had one, else that of the last
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    params: SamplingParams
+    trace_headers: Mapping[str, str] | None
+    error_code: str | None = None
+
+
+class OutputStats(msgspec.Struct, frozen=True):
+    """Detokenizer → Observer: latencies and ends that the clients saw with one `StepTokens`."""
+
+    first_token_s: tuple[float, ...]  # since arrival, for each request that got its first token
+    inter_token_s: tuple[float, ...]  # since the token before, for each sequence that got another
+    ended: tuple[RequestEnded, ...]
