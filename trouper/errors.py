@@ -33,6 +33,11 @@ class TrouperValidationError(TrouperClientError, ValueError):
         return f"{self.message} ({', '.join(facts)})" if facts else self.message
 
 
+def invalid(parameter: str, rule: str, value: object = None) -> TrouperValidationError:
+    """Make the error for a parameter that breaks `rule`; the message begins with the parameter's name."""
+    return TrouperValidationError(f"{parameter}: {rule}", parameter=parameter, value=value)
+
+
 class ChatTemplateResolutionError(TrouperClientError):
     """No usable chat template."""
 

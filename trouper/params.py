@@ -7,7 +7,7 @@ engine's limits is checked by `verify`.
 import math
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from enum import IntEnum
 from numbers import Real
@@ -15,13 +15,18 @@ from typing import Any, cast
 
 import msgspec
 
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 MAX_N = 16_384
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 LOWEST_TEMPERATURE = 1e-2
 INT64 = 2**63
 MAX_LOGPROB_TOKEN_IDS = 128
+# A stop string is looked for in every token's text, and bad words are tokenised twice each: their number and
+# their length bound what one request costs the others.  16,384 characters take a tokenizer some 30 ms.
+MAX_STRINGS = {"stop": 64, "bad_words": 128}
+MAX_STRING_CHARS = 256  # of each
+MAX_STRINGS_CHARS = 16_384  # of all strings of one list
 PLAIN = (bool, int, float, str, type(None))  # what needs no copy
 
 
@@ -54,15 +59,17 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise _bad(name, value, "must be an integer ≥ 0")
+                raise invalid(name, "must be an integer ≥ 0", value)
         if self.min_pattern_size > self.max_pattern_size:
-            raise _bad("min_pattern_size", self.min_pattern_size, "must be ≤ max_pattern_size")
+            raise invalid("min_pattern_size", "must be ≤ max_pattern_size", self.min_pattern_size)
         if self.max_pattern_size > 0 and self.min_count < 2:
-            raise _bad("min_count", self.min_count, "must be at least 2")
+            raise invalid("min_count", "must be at least 2", self.min_count)
 
 
 class SamplingParams(msgspec.Struct):
     """How one request is sampled, stopped and returned; defaults and rules as in vLLM.
+
+    `stop` may hold 64 strings and `bad_words` 128, each of 256 characters and all of a list of 16,384.
 
     Raises:
         TrouperValidationError: a value outside its range; the message names the parameter.
@@ -157,15 +164,15 @@ class SamplingParams(msgspec.Struct):
         for name in _ID_LISTS:
             for token in getattr(self, name) or ():
                 if not 0 <= token < vocab_size:
-                    raise _bad(name, token, f"token ids must be in [0, {vocab_size})")
+                    raise invalid(name, f"token ids must be in [0, {vocab_size})", token)
         for token in self.logit_bias or ():
             if not 0 <= token < vocab_size:
-                raise _bad("logit_bias", token, f"token ids must be in [0, {vocab_size})")
+                raise invalid("logit_bias", f"token ids must be in [0, {vocab_size})", token)
         limit = vocab_size if max_logprobs == -1 else max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
             if wanted is not None and (vocab_size if wanted == -1 else wanted) > limit:
-                raise _bad(name, wanted, f"at most {limit} (max_logprobs) can be asked for")
+                raise invalid(name, f"at most {limit} (max_logprobs) can be asked for", wanted)
 
     def _check_supported(self) -> None:
         if self.thinking_token_budget == -1:
@@ -192,16 +199,14 @@ class SamplingParams(msgspec.Struct):
         for name, types, rule in _CONTAINERS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, types):
-                raise _bad(name, value, rule)
+                raise invalid(name, rule, value)
         for name in _ID_LISTS:
             for token in getattr(self, name) or ():
                 if isinstance(token, bool) or not isinstance(token, int):
-                    raise _bad(name, token, "must hold integers")
-        for name in ("stop", "bad_words"):
-            value = getattr(self, name)
-            for text in [value] if isinstance(value, str) else value or ():
-                if not isinstance(text, str) or not text:
-                    raise _bad(name, text, "must hold non-empty strings")
+                    raise invalid(name, "must hold integers", token)
+        for name, limit in MAX_STRINGS.items():
+            value: Any = getattr(self, name)
+            _check_strings(name, [value] if isinstance(value, str) else value or (), limit)
 
     def _normalise(self) -> None:
         if isinstance(self.stop, str):
@@ -226,36 +231,38 @@ class SamplingParams(msgspec.Struct):
             if value is None and name in _MAY_BE_NONE:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise _bad(name, value, "must be an integer")
+                raise invalid(name, "must be an integer", value)
         for name in _NUMBERS:
             _check_finite(name, getattr(self, name))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise _bad(name, getattr(self, name), "must be True or False")
+                raise invalid(name, "must be True or False", getattr(self, name))
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
-            raise _bad("output_kind", self.output_kind, "must be a RequestOutputKind") from None
+            raise invalid("output_kind", "must be a RequestOutputKind", self.output_kind) from None
 
     def _check_ranges(self) -> None:
         for name, holds, rule in _RULES:
             value = getattr(self, name)
             if value is not None and not holds(value):
-                raise _bad(name, value, rule)
+                raise invalid(name, rule, value)
         if 0 < self.temperature < LOWEST_TEMPERATURE and not self.is_greedy:
             warnings.warn(
                 f"temperature {self.temperature} is raised to {LOWEST_TEMPERATURE}", stacklevel=4
             )
             self.temperature = LOWEST_TEMPERATURE
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _bad("min_tokens", self.min_tokens, f"must be ≤ max_tokens ({self.max_tokens})")
+            raise invalid(
+                "min_tokens", f"must be ≤ max_tokens ({self.max_tokens})", self.min_tokens
+            )
         if self.stop and not self.detokenize:
-            raise _bad("stop", self.stop, "stop strings need detokenize=True")
+            raise invalid("stop", "stop strings need detokenize=True", self.stop)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise _bad("allowed_token_ids", self.allowed_token_ids, "must not be empty")
+            raise invalid("allowed_token_ids", "must not be empty", self.allowed_token_ids)
         ids = self.logprob_token_ids
         if ids is not None and self.logprobs is not None and self.logprobs != len(ids):
-            raise _bad("logprobs", self.logprobs, f"must equal the {len(ids)} logprob_token_ids")
+            raise invalid("logprobs", f"must equal the {len(ids)} logprob_token_ids", self.logprobs)
 
 
 class BeamSearchParams(msgspec.Struct):
@@ -284,14 +291,14 @@ class BeamSearchParams(msgspec.Struct):
             value = _plain(getattr(self, name))
             setattr(self, name, value)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise _bad(name, value, "must be at least 1")
+                raise invalid(name, "must be at least 1", value)
         for name in ("temperature", "length_penalty"):
             value = _plain(getattr(self, name))
             setattr(self, name, value)
             _check_finite(name, value)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise _bad(name, getattr(self, name), "must be True or False")
+                raise invalid(name, "must be True or False", getattr(self, name))
         if self.allowed_token_ids is not None:
             # Its rules are those of sampling.
             self.allowed_token_ids = SamplingParams(
@@ -299,15 +306,27 @@ class BeamSearchParams(msgspec.Struct):
             ).allowed_token_ids
 
 
-def _bad(name: str, value: object, rule: str) -> TrouperValidationError:
-    return TrouperValidationError(f"{name}: {rule}", parameter=name, value=value)
+def _check_strings(name: str, texts: Collection[Any], limit: int) -> None:
+    """Refuse a list that is too long before any of its strings is looked at."""
+    if len(texts) > limit:
+        raise invalid(name, f"may hold {limit} strings", len(texts))
+    num_chars = 0
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise invalid(name, "must hold non-empty strings", text)
+        num_chars += len(text)
+        if len(text) > MAX_STRING_CHARS:
+            raise invalid(name, f"a string may have {MAX_STRING_CHARS} characters", text[:64] + "…")
+    if num_chars > MAX_STRINGS_CHARS:
+        rule = f"its strings may have {MAX_STRINGS_CHARS} characters together"
+        raise invalid(name, rule, num_chars)
 
 
 def _check_finite(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _bad(name, value, "must be a number")
+        raise invalid(name, "must be a number", value)
     if not math.isfinite(value):
-        raise _bad(name, value, "must be finite")
+        raise invalid(name, "must be finite", value)
 
 
 def _plain(value: Any) -> Any:
@@ -327,13 +346,13 @@ def _logit_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
         try:
             token = int(key)
         except (TypeError, ValueError):
-            raise _bad("logit_bias", key, "keys must be token ids") from None
+            raise invalid("logit_bias", "keys must be token ids", key) from None
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
             or not math.isfinite(value)
         ):
-            raise _bad("logit_bias", value, "values must be finite numbers")
+            raise invalid("logit_bias", "values must be finite numbers", value)
         clean[token] = min(100.0, max(-100.0, float(value)))
     return clean
 

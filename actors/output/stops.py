@@ -41,6 +41,9 @@ class TextState:
     ) -> None:
         self._decode_next = decode_next
         self._stop = tuple(stop)
+        self._ending_with: dict[str, list[str]] = {}  # the stop strings by their last character
+        for text in self._stop:
+            self._ending_with.setdefault(text[-1], []).append(text)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._reach = max(map(len, self._stop), default=1) - 1  # a match may begin so far back
@@ -89,15 +92,13 @@ class TextState:
         return self._find(new_from) if text else None
 
     def _find(self, new_from: int) -> tuple[str, int] | None:
-        best: tuple[int, int, str] | None = None
-        for stop in self._stop:
-            begin = self._tail.find(stop, max(self._floor, new_from - len(stop) + 1))
-            if begin >= 0 and (best is None or begin + len(stop) < best[0]):
-                best = (begin + len(stop), begin, stop)
-        if best is None:
-            return None
-        end, begin, stop = best
-        return stop, end if self._include_stop else begin
+        """Look at each new character that ends a stop string: most texts have none."""
+        tail, floor = self._tail, self._floor
+        for position in range(new_from, len(tail)):
+            for stop in self._ending_with.get(tail[position], ()):
+                if tail.endswith(stop, floor, position + 1):
+                    return stop, position + 1 - (0 if self._include_stop else len(stop))
+        return None
 
     def _release(self, withheld: int) -> str:
         """Return what may be shown now, and forget what no later match can reach."""

@@ -1,7 +1,4 @@
-"""Sampling parameters as the caller wrote them -> with everything the model decides filled in.  Pure.
-
-Source: spec sections 2.2 (EOS handling) and 8.1 (bad words).
-"""
+"""Sampling parameters as the caller wrote them -> with everything the model decides filled in.  Pure."""
 
 import copy
 from typing import NamedTuple
@@ -9,14 +6,12 @@ from typing import NamedTuple
 import msgspec
 
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, invalid
 from trouper.params import SamplingParams
-
-MAX_BAD_WORDS = 128  # sequences after tokenisation
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What rendering must know of the model and the engine."""
+    """Sizes and names of the model and the engine that rendering depends on."""
 
     vocab_size: int
     max_model_len: int
@@ -40,14 +35,16 @@ class ResolvedSampling(NamedTuple):
 def resolve_sampling(
     params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits, tokenizer: Tokenizer | None
 ) -> ResolvedSampling:
-    """Raises TrouperValidationError for what this model or an engine without tokenizer cannot do."""
+    """Fill in the model's stop tokens, the longest output and the tokens of bad words.
+
+    Raises:
+        TrouperValidationError: a parameter that this model, or an engine without a tokenizer, cannot follow.
+    """
     params.verify(vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
     if tokenizer is None:
         for name in ("stop", "bad_words"):
             if getattr(params, name):
-                raise TrouperValidationError(
-                    f"{name}: this engine has no tokenizer (skip_tokenizer_init)", parameter=name
-                )
+                raise invalid(name, "this engine has no tokenizer (skip_tokenizer_init)")
     params = copy.copy(params)
     if params.max_tokens is None:
         params.max_tokens = limits.max_model_len - num_prompt_tokens
@@ -66,13 +63,10 @@ def resolve_sampling(
 
 
 def _check_room(resolved: ResolvedSampling, limits: ModelLimits) -> None:
-    """The device's rows have room for so much."""
+    """Refuse a request with more edits of its logits than a row of the device holds."""
     params, words = resolved.params, resolved.bad_words_ids
     if limits.max_bad_word is not None and max(map(len, words), default=0) > limits.max_bad_word:
-        raise TrouperValidationError(
-            f"bad_words: at most {limits.max_bad_word} tokens each on this device",
-            parameter="bad_words",
-        )
+        raise invalid("bad_words", f"at most {limits.max_bad_word} tokens each on this device")
     num_stops = 1 + len(resolved.stop_token_ids) if params.min_tokens else 0
     num_edits = len(params.logit_bias or ()) + len(words) + num_stops
     if limits.max_edits is not None and num_edits > limits.max_edits:
@@ -83,7 +77,7 @@ def _check_room(resolved: ResolvedSampling, limits: ModelLimits) -> None:
 
 
 def _eos(limits: ModelLimits, tokenizer: Tokenizer | None) -> list[int]:
-    """The primary EOS, then the others.
+    """List the primary EOS token, then the others.
 
     Where the tokenizer names one it is the primary: Llama 3's config lists <|end_of_text|> first, but
     its conversations end with the tokenizer's <|eot_id|>.
@@ -96,23 +90,17 @@ def _eos(limits: ModelLimits, tokenizer: Tokenizer | None) -> list[int]:
 def _bad_words(
     params: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], ...]:
-    """Each word with and without a leading space, as it stands inside a text and at its beginning."""
+    """Tokenise each word with and without a leading space, as it stands inside a text and at its beginning.
+
+    At most two sequences per word; `params` bounds the number of words and their characters.
+    """
     found: dict[tuple[int, ...], None] = {}
     for word in params.bad_words or ():
         forms = [tokenizer.encode(s + word.lstrip(), add_special_tokens=False) for s in ("", " ")]
         if not any(forms):
-            raise _bad_word(word, "does not become any token")
+            raise invalid("bad_words", "does not become any token", word)
         for ids in filter(None, forms):
             if max(ids) >= limits.vocab_size:
-                raise _bad_word(word, "becomes tokens that the model does not have")
+                raise invalid("bad_words", "becomes tokens that the model does not have", word)
             found[tuple(ids)] = None
-    if len(found) > MAX_BAD_WORDS:
-        raise TrouperValidationError(
-            f"bad_words become {len(found)} token sequences; at most {MAX_BAD_WORDS} are allowed",
-            parameter="bad_words",
-        )
     return tuple(found)
-
-
-def _bad_word(word: str, rule: str) -> TrouperValidationError:
-    return TrouperValidationError(f"bad_words: {rule}", parameter="bad_words", value=word)

@@ -8,6 +8,9 @@ import pytest
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.outputs import CompletionOutput, RequestError, RequestOutput
 from trouper.params import (
+    MAX_STRING_CHARS,
+    MAX_STRINGS,
+    MAX_STRINGS_CHARS,
     RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
@@ -319,3 +322,35 @@ def test_numbers_of_numpy_become_pythons():
             SamplingParams(temperature=wrong)
     with pytest.raises(TrouperValidationError, match="parameter=max_tokens"):
         SamplingParams(max_tokens=np.float32(2))
+
+
+class Unseen(list):
+    """A list that fails when its items are looked at."""
+
+    def __iter__(self):
+        raise AssertionError("looked at before it was counted")
+
+
+@pytest.mark.parametrize(("name", "limit"), MAX_STRINGS.items())
+def test_a_list_of_strings_is_counted_before_it_is_looked_at(name, limit):
+    with pytest.raises(TrouperValidationError, match=f"may hold {limit} strings") as caught:
+        SamplingParams(**{name: Unseen(["x"] * (limit + 1))})
+    assert (caught.value.parameter, caught.value.value) == (name, limit + 1)
+
+
+@pytest.mark.parametrize("name", MAX_STRINGS)
+def test_each_string_of_a_list_has_a_length(name):
+    longest = "x" * MAX_STRING_CHARS
+    assert getattr(SamplingParams(**{name: [longest]}), name) == [longest]
+    with pytest.raises(TrouperValidationError, match=f"{MAX_STRING_CHARS} characters") as caught:
+        SamplingParams(**{name: ["ok", longest + "x"]})
+    assert caught.value.parameter == name
+    assert len(str(caught.value)) < 300
+
+
+def test_all_strings_of_a_list_have_a_length_together():
+    fitting = [f"{i:0256}" for i in range(MAX_STRINGS_CHARS // 256)]
+    assert SamplingParams(bad_words=fitting).bad_words == fitting
+    with pytest.raises(TrouperValidationError, match="characters together") as caught:
+        SamplingParams(bad_words=[*fitting, "x"])
+    assert (caught.value.parameter, caught.value.value) == ("bad_words", MAX_STRINGS_CHARS + 1)

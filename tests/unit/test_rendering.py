@@ -13,7 +13,7 @@ from trouper.errors import (
     TrouperValidationError,
     UnsupportedFeatureError,
 )
-from trouper.params import SamplingParams
+from trouper.params import MAX_STRINGS, SamplingParams
 
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 VOCAB = 400
@@ -294,9 +294,9 @@ def test_bad_words_are_tokenised_with_and_without_a_leading_space_once(tokenizer
     assert answer.bad_words_ids == tuple(map(tuple, forms))
 
 
-def test_too_many_bad_words_are_refused(tokenizer):
-    with pytest.raises(TrouperValidationError, match="128"):
-        resolved(tokenizer, bad_words=[f"w{i}" for i in range(65)])
+def test_as_many_bad_words_as_the_parameters_allow_are_tokenised(tokenizer):
+    words = [f"w{i}" for i in range(MAX_STRINGS["bad_words"])]
+    assert len(resolved(tokenizer, bad_words=words).bad_words_ids) == 2 * len(words)
 
 
 def test_what_the_rows_of_a_device_have_no_room_for_is_refused(tokenizer):

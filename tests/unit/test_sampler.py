@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trouper.actors.executor.batch import Rows
+from trouper.actors.executor.sampling.bad_words import BadWords
 from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.identifiers import SequenceId
@@ -191,6 +194,34 @@ def test_bad_words_mask_the_last_token_once_the_output_ends_with_the_others():
     assert prompt_does_not_count.draw(logits).token_ids == [9]
     one_token = Sampling(temperature=0.0, bad_words_ids=((9,), (8,)))
     assert Bench(one_token).draw(logits).token_ids == [0]
+
+
+@given(
+    words=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=9),
+    outputs=st.lists(st.integers(0, 3), max_size=8),
+)
+def test_a_bad_word_is_found_wherever_the_output_ends_with_its_beginning(words, outputs):
+    found = BadWords(words).next_after(np.array(outputs, dtype=np.int64))
+    expected = [w[-1] for w in words if len(w) <= len(outputs) + 1 and ends_with(outputs, w[:-1])]
+    assert sorted(found) == sorted(expected)
+
+
+def ends_with(tokens, end):
+    return tokens[len(tokens) - len(end) :] == end
+
+
+def test_a_step_looks_at_one_token_however_many_bad_words_there_are():
+    class Once(dict):
+        looks = 0
+
+        def get(self, key):
+            Once.looks += 1
+            return super().get(key)
+
+    words = BadWords([(first, second, 9) for first in range(16) for second in range(16)])
+    words._root.before = Once(words._root.before)
+    assert words.next_after(np.array([1, 2, 40])) == []
+    assert Once.looks == 1
 
 
 def test_stop_ids_are_masked_until_min_tokens_outputs_exist():

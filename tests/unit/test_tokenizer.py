@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from trouper.actors.rendering import token_stream
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from trouper.errors import GenerationError, TrouperValidationError, UnsupportedFeatureError
 
 TEXTS = [
@@ -35,6 +36,36 @@ def test_it_encodes_and_decodes_as_transformers_does(pair, add_special_tokens):
         assert ids == theirs.encode(text, add_special_tokens=add_special_tokens), text
         for skip in (True, False):
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_long_text_is_encoded_as_a_short_one(pair):
+    ours, theirs = pair
+    text = "the cat sat on the mat " * LONG_TEXT_CHARS
+    assert ours.encode(text) == theirs.encode(text)
+    with pytest.raises(TrouperValidationError, match="surrogate"):
+        ours.encode("\ud800" * LONG_TEXT_CHARS)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(byte_tokenizer):
+    ran, is_over = [], threading.Event()
+
+    def beat():
+        while not is_over.wait(0.0001):
+            ran.append(True)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # so that only who gives the interpreter away is interrupted
+    beats = threading.Thread(target=beat)
+    try:
+        beats.start()
+        ran.clear()
+        byte_tokenizer.encode("xyz, " * 10**5)
+        num_beats = len(ran)
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        beats.join()
+    assert num_beats > 0
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

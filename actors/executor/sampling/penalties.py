@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.batch import Rows
+from trouper.actors.executor.sampling.bad_words import BadWords
 from trouper.actors.messages.plans import Sampling
 from trouper.kernels.cpu.sampling.sample import penalise_repetition_reference_
 
@@ -25,6 +26,7 @@ class _Row(msgspec.Struct):
     stop_ids: Tensor | None
     bias: tuple[Tensor, Tensor] | None  # ids, values
     prompt_ids: np.ndarray | None  # each once, for a repetition penalty
+    bad_words: BadWords | None
 
 
 class Penalties:
@@ -51,6 +53,7 @@ class Penalties:
             stop_ids=_ids(s.stop_ids) if s.min_tokens else None,
             bias=None,
             prompt_ids=prompt_ids,
+            bad_words=BadWords(s.bad_words_ids) if s.bad_words_ids else None,
         )
         if s.logit_bias:
             ids, values = zip(*s.logit_bias, strict=True)
@@ -88,8 +91,8 @@ def _edit(logits_V: Tensor, state: _Row, outputs: np.ndarray) -> None:
         allowed = logits_V[state.allowed]
         logits_V.fill_(-torch.inf)
         logits_V[state.allowed] = allowed
-    if s.bad_words_ids:
-        logits_V[_last_of_bad_words(outputs, s.bad_words_ids)] = -torch.inf
+    if state.bad_words is not None:
+        logits_V[state.bad_words.next_after(outputs)] = -torch.inf
     if state.stop_ids is not None and len(outputs) < s.min_tokens:
         logits_V[state.stop_ids] = -torch.inf
     if state.bias is not None:
@@ -111,14 +114,3 @@ def _penalise(logits_V: np.ndarray, state: _Row, outputs: np.ndarray) -> None:
 
 def _ids(token_ids: Sequence[int]) -> Tensor | None:
     return torch.tensor(token_ids) if token_ids else None
-
-
-def _last_of_bad_words(outputs: np.ndarray, bad_words_ids: Sequence[Sequence[int]]) -> list[int]:
-    """The last token of each bad sequence that the output ends with all but the last token of."""
-    longest = max(map(len, bad_words_ids))
-    tail = tuple(outputs[len(outputs) - min(len(outputs), longest - 1) :].tolist())
-    return [
-        word[-1]
-        for word in bad_words_ids
-        if len(word) == 1 or tail[-len(word) + 1 :] == tuple(word[:-1])
-    ]
