@@ -243,7 +243,7 @@ def _ways(
         end(await anyio.to_thread.run_sync(runner.step, plan()))
 
     def direct() -> None:
-        end(runner.step(plan()))
+        end(runner.execute(plan()))
 
     return {"engine_ms": through, "thread_ms": in_a_thread, "direct_ms": direct}
 

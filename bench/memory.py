@@ -19,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 
-from trouper.actors.executor.cpu.runner import Runner
+from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.bench.report import about, write
 from trouper.frontends.python.llm import LLM
 from trouper.params import SamplingParams
@@ -42,7 +42,7 @@ def measure(given: argparse.Namespace) -> dict[str, float]:
         assert decoder is not None
         assert kv is not None
         weights = decoder.num_bytes + decoder._embedding.nbytes  # pyright: ignore[reportPrivateUsage]  # the same
-        touched = resident(kv.data_ptr(), kv.nbytes)
+        touched = sum(resident(group.data_ptr(), group.nbytes) for group in kv.groups)
         whole = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     parts = {
         "resident": whole,
@@ -63,16 +63,16 @@ def resident(address: int, num_bytes: int) -> int:
 
 
 @contextmanager
-def _caught() -> Iterator[list[Runner]]:
+def _caught() -> Iterator[list[CpuRunner]]:
     """The runners that are loaded in the block."""
-    runners: list[Runner] = []
-    load = Runner.load
+    runners: list[CpuRunner] = []
+    load = CpuRunner.load
 
-    def load_and_tell(self: Runner) -> Any:
+    def load_and_tell(self: CpuRunner) -> Any:
         runners.append(self)
         return load(self)
 
-    with mock.patch.object(Runner, "load", load_and_tell):
+    with mock.patch.object(CpuRunner, "load", load_and_tell):
         yield runners
 
 

@@ -9,18 +9,15 @@ from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
 from trouper.actors.runtime.event_loop import Soon
 
-Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
 Answer = StepDone | PoolDone | StepFailed
-# What a row of a GPU has room for; a request that needs more is refused when it is rendered.
-MAX_EDITS = 1024  # biased, banned and, until min_tokens, stop tokens
-MAX_BAD_WORD = 16  # tokens of a bad word, without its last
 
 
-class Later(NamedTuple, Generic[Result]):
+class Later(NamedTuple, Generic[Result_co]):
     """A result on its way from the device: whoever launched the work goes on with the next."""
 
     is_ready: Callable[[], bool]
-    finish: Callable[[], Result]  # waits if it is not ready
+    finish: Callable[[], Result_co]  # waits if it is not ready
     # Calls back once it is ready, from whatever thread; None: nobody does, look now and then.
     when_ready: Callable[[Callable[[], None]], None] | None = None
 

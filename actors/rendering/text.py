@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, cast
 
 import msgspec
 
-from trouper.actors.executor.device import MAX_BAD_WORD, MAX_EDITS
+from trouper.actors.limits import MAX_BAD_WORD, MAX_EDITS
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.requests import Admit, AdmitPooling, Render, Track
 from trouper.actors.messages.sinks import GenerationSink

@@ -1,1 +1,1 @@
-"""Parity with transformers: tiny random models, driven plan by plan through `Runner.step`."""
+"""Parity with transformers: tiny random models, driven plan by plan through `CpuRunner.step`."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trouper.actors.executor.cpu.runner import Runner
+from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
@@ -45,7 +45,7 @@ class Driver:
     """
 
     def __init__(
-        self, runner: Runner, *, chunk: int = 10**6, shuffle: int | None = None, stagger: int = 0
+        self, runner: CpuRunner, *, chunk: int = 10**6, shuffle: int | None = None, stagger: int = 0
     ) -> None:
         self.runner, self.chunk, self.stagger = runner, chunk, stagger
         info = runner.load()
@@ -104,7 +104,7 @@ class Driver:
             new_rows=tuple(new_rows),
             new_blocks=tuple(new_blocks),
         )
-        done = self.runner.step(plan)
+        done = self.runner.execute(plan)
         self.step += 1
         for i, (s, count) in enumerate(zip(sequences, counts, strict=True)):
             s.num_computed += count

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from trouper.actors.executor.cpu.runner import Runner
+from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.messages.plans import Sampling
 
 from .driver import Driver, engine_config, random_prompts
@@ -97,7 +97,7 @@ def check_against(model, sequences):
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_and_logprobs_equal_those_of_transformers(case, tmp_path):
     model = tiny_model(*CASES[case], tmp_path)
-    runner = Runner(engine_config(tmp_path))
+    runner = CpuRunner(engine_config(tmp_path))
     driver = Driver(runner, chunk=13, shuffle=1, stagger=2)
     prompts = random_prompts((1, 7, 40, 61), VOCAB)
     sequences = driver.run(prompts, NUM_OUTPUTS, Sampling(temperature=0.0, logprobs=-1))
@@ -111,7 +111,7 @@ def test_greedy_tokens_and_logprobs_equal_those_of_transformers(case, tmp_path):
 def test_neither_chunks_nor_blocks_change_what_is_generated(block_size, chunk, shuffle, tmp_path):
     changes = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}
     model = tiny_model("Qwen2", changes, tmp_path)
-    runner = Runner(engine_config(tmp_path, block_size=block_size))
+    runner = CpuRunner(engine_config(tmp_path, block_size=block_size))
     driver = Driver(runner, chunk=chunk, shuffle=shuffle, stagger=3)
     prompts = random_prompts((33, 2, 50), VOCAB)
     check_against(model, driver.run(prompts, 12, Sampling(temperature=0.0, logprobs=-1)))
@@ -120,7 +120,7 @@ def test_neither_chunks_nor_blocks_change_what_is_generated(block_size, chunk, s
 @torch.no_grad()
 def test_prompt_logprobs_equal_those_of_transformers(tmp_path):
     model = tiny_model("Llama", {}, tmp_path)
-    driver = Driver(Runner(engine_config(tmp_path)), chunk=6)
+    driver = Driver(CpuRunner(engine_config(tmp_path)), chunk=6)
     (prompt,) = random_prompts((20,), VOCAB)
     (s,) = driver.run([prompt], 2, Sampling(temperature=0.0, prompt_logprobs=-1))
     expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -135,7 +135,7 @@ def test_prompt_logprobs_equal_those_of_transformers(tmp_path):
 
 def test_bfloat16_stays_near_transformers_in_bfloat16(tmp_path):
     model = tiny_model("Qwen3", {"tie_word_embeddings": True}, tmp_path).to(torch.bfloat16)
-    runner = Runner(engine_config(tmp_path, dtype="bfloat16"))
+    runner = CpuRunner(engine_config(tmp_path, dtype="bfloat16"))
     (prompt,) = random_prompts((30,), VOCAB)
     (s,) = Driver(runner, chunk=11).run([prompt], 1, Sampling(temperature=0.0, logprobs=-1))
     with torch.no_grad():

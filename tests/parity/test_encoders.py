@@ -93,7 +93,7 @@ def run(folder, task, type_ids=None, texts=None, columns=None, is_alone=False, *
     ]
     plans = [(column,) for column in columns] if is_alone else [tuple(columns)]
     try:
-        return [array for plan in plans for array in result(runner.step(PoolPlan(1, 0, plan)))]
+        return [array for plan in plans for array in result(runner.execute(PoolPlan(1, 0, plan)))]
     finally:
         runner.close()
 
@@ -201,7 +201,7 @@ def test_who_is_done_with_a_plan_begins_the_next(tmp_path, monkeypatch):
         return PoolPlan(step, 0, (*columns, *[PoolEntry((6,) * length, None, "embed")] * 20))
 
     try:
-        first, second = runner.step(plan(1, 5, 20)), runner.step(plan(2, 6, 10))
+        first, second = runner.execute(plan(1, 5, 20)), runner.execute(plan(2, 6, 10))
         first.when_ready(told.set)
         assert told.wait(30)
         alone = runner._run([PoolEntry((6,) * 20, None, "embed")])

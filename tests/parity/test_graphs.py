@@ -7,10 +7,9 @@ import torch
 from transformers import AutoModel
 
 from trouper.actors.executor.batch import Rows, make_batch
-from trouper.actors.executor.cpu import pooling_runner
-from trouper.actors.executor.cpu import recorded_steps as graphs
+from trouper.actors.executor.cpu import pooling_runner, recorded_steps
 from trouper.actors.executor.cpu.pooling_runner import PoolingRunner
-from trouper.actors.executor.cpu.runner import Runner
+from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.cpu.thread_priority import LEFT_S, Cores
 from trouper.actors.executor.device import Later
 from trouper.actors.messages.plans import PoolEntry, PoolPlan, Sampling
@@ -44,18 +43,18 @@ def folder(tmp_path_factory):
 
 
 def runner_of(path, dtype="bfloat16", **changes):
-    return Runner(engine_config(path, dtype=dtype, max_num_seqs=5, **changes))
+    return CpuRunner(engine_config(path, dtype=dtype, max_num_seqs=5, **changes))
 
 
 def bits_of(path, prompts=PROMPTS, **changes):
-    """All logits of a crowd that grows from one to five rows and shrinks again; and the graphs it took."""
+    """All logits of a crowd that grows from one to five rows and shrinks again; and the recorded steps it took."""
     driver = Driver(runner_of(path, **changes), shuffle=1, stagger=4)
     found = driver.run(prompts, 24, ALL_LOGITS)
-    return [(s.token_ids, s.logprobs) for s in found], driver.runner._graphs
+    return [(s.token_ids, s.logprobs) for s in found], driver.runner._recorded_steps
 
 
 def sizes_of(made):
-    return sorted({num_rows for num_rows, _ in made._graphs})
+    return sorted({num_rows for num_rows, _ in made._steps})
 
 
 def check(path, **changes):
@@ -64,7 +63,7 @@ def check(path, **changes):
     found, made = bits_of(path, **changes)
     assert found == expected
     assert sizes_of(made) == [1, 2, 3, 4, 5]
-    assert all(graph.recording.result[1] is not None for graph in made._graphs.values())
+    assert all(step.recording.result[1] is not None for step in made._steps.values())
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def test_a_step_that_leaves_a_core_to_others_is_the_same_step(folder, monkeypatc
         cores.leave_one()
         cores.leave_one()  # so one is left in two of three steps
         driver = Driver(
-            Runner(engine_config(folder, dtype="bfloat16", max_num_seqs=5), cores),
+            CpuRunner(engine_config(folder, dtype="bfloat16", max_num_seqs=5), cores),
             shuffle=1, stagger=4,
         )  # fmt: skip
         found = driver.run(PROMPTS, 24, ALL_LOGITS)
@@ -146,23 +145,23 @@ def test_tokens_are_drawn_in_the_recording_unless_a_row_needs_more(
     folder, sampling, are_drawn, prompts
 ):
     each = [sampling[i == 3] for i in range(5)]
-    found, graphs = [], None
+    found, made = [], None
     for is_eager in (True, False):
         driver = Driver(runner_of(folder, enforce_eager=is_eager), shuffle=1, stagger=4)
         found.append([(s.token_ids, s.logprobs) for s in driver.run(prompts, 24, each)])
-        graphs = driver.runner._graphs
+        made = driver.runner._recorded_steps
     assert found[0] == found[1]
-    assert {is_drawn for _, is_drawn in graphs._graphs} == are_drawn
+    assert {is_drawn for _, is_drawn in made._steps} == are_drawn
 
 
-def test_a_graph_ends_with_the_weights_and_the_memory_it_was_recorded_of(folder):
+def test_a_recorded_step_ends_with_the_weights_and_the_memory_it_was_recorded_of(folder):
     runner = runner_of(folder)
     driver = Driver(runner)
     expected = [s.token_ids for s in driver.run(PROMPTS[:2], 10)]
     for level in (1, 2):
-        assert sizes_of(runner._graphs) == [2]
+        assert sizes_of(runner._recorded_steps) == [2]
         runner.sleep(level)
-        assert runner._graphs is None
+        assert runner._recorded_steps is None
         garbage = [torch.full((2**20,), 1e30) for _ in range(4)]
         runner.wake(frozenset({"kv_cache"}))
         runner.wake(frozenset({"weights"}))
@@ -173,12 +172,12 @@ def test_a_graph_ends_with_the_weights_and_the_memory_it_was_recorded_of(folder)
 def test_a_step_that_fails_before_its_replay_can_be_done_again(folder, monkeypatch):
     runner = runner_of(folder)
     (expected,) = Driver(runner).run([PROMPTS[0]], 4)
-    runner.step(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (3, 1)),)))
+    runner.execute(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (3, 1)),)))
     with monkeypatch.context() as patched:
         patched.setattr(Recording, "replay", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            runner.step(plan_of((0, 9, 1, True)))
-    again = [runner.step(plan_of((0, 9 + i, 1, True))).token_ids[0] for i in range(3)]
+            runner.execute(plan_of((0, 9, 1, True)))
+    again = [runner.execute(plan_of((0, 9 + i, 1, True))).token_ids[0] for i in range(3)]
     assert again == expected.token_ids[1:]
 
 
@@ -206,9 +205,9 @@ def test_rows_that_are_preempted_share_blocks_and_take_copies(folder):
             plan_of((2, 23, 1, True), (1, 21, 1, True)),
             plan_of((1, 22, 1, True), (2, 24, 1, True), new_blocks=((2, (8,)),)),
         ]
-        answers.append([runner.step(plan) for plan in plans])
+        answers.append([runner.execute(plan) for plan in plans])
     assert answers[0] == answers[1]
-    assert sizes_of(runner._graphs) == [2]
+    assert sizes_of(runner._recorded_steps) == [2]
 
 
 def test_a_head_that_torch_multiplies_leaves_the_layers_recorded(tmp_path):
@@ -216,24 +215,24 @@ def test_a_head_that_torch_multiplies_leaves_the_layers_recorded(tmp_path):
     expected, _ = bits_of(tmp_path, enforce_eager=True)
     found, made = bits_of(tmp_path)
     assert found == expected
-    assert all(graph.recording.result[1] is None for graph in made._graphs.values())
+    assert all(step.recording.result[1] is None for step in made._steps.values())
 
 
 def test_more_logits_than_are_kept_are_not_recorded(folder, monkeypatch):
     expected, _ = bits_of(folder, enforce_eager=True)
-    monkeypatch.setattr(graphs, "MAX_LOGITS", 3 * EVEN["vocab_size"])
+    monkeypatch.setattr(recorded_steps, "MAX_LOGITS", 3 * EVEN["vocab_size"])
     found, made = bits_of(folder)
     assert found == expected
-    for (num_rows, _), graph in made._graphs.items():
-        assert (graph.recording.result[1] is None) == (num_rows > 3)
+    for (num_rows, _), step in made._steps.items():
+        assert (step.recording.result[1] is None) == (num_rows > 3)
 
 
 def test_what_is_not_recorded(folder, monkeypatch):
     """Prompts, more rows than the limit, models in whose steps torch computes."""
-    monkeypatch.setattr(graphs, "MAX_ROWS", 2)
+    monkeypatch.setattr(recorded_steps, "MAX_ROWS", 2)
     made = bits_of(folder)[1]
     assert sizes_of(made) == [1, 2]
-    assert repr(made).startswith("<DecodeGraphs of [(1, False), (2, False)] in <Arena of ")
+    assert repr(made).startswith("<RecordedDecoderSteps of [(1, False), (2, False)] in <Arena of ")
     plan = plan_of((0, 3, 1, True), (1, 5, 1, True))
     batch = make_batch(plan, Rows(2, 16, 8), (None,), made._decoder.ops.plan)
     assert made.can_forward(batch)
@@ -247,7 +246,7 @@ def test_what_is_not_recorded(folder, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["bert", "mpnet", "distilbert"])
 def test_short_texts_of_an_encoder_are_replayed(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(graphs, "MAX_TOKENS", 40)
+    monkeypatch.setattr(recorded_steps, "MAX_TOKENS", 40)
     sizes = {"dim": 64, "hidden_dim": 96} if kind == "distilbert" else WIDE
     save_tiny(kind, AutoModel, tmp_path, **sizes)
     eager, replayed = (encoder_runner(tmp_path, enforce_eager=eager) for eager in (True, False))
@@ -256,10 +255,10 @@ def test_short_texts_of_an_encoder_are_replayed(kind, tmp_path, monkeypatch):
         columns = (PoolEntry(ids, None, "token_embed"),)
         expected, found = (pooled(runner, columns).arrays[0] for runner in (eager, replayed))
         assert found.tobytes() == expected.tobytes()
-    (made,) = replayed._graphs.values()  # of this thread
+    (made,) = replayed._recorded_steps.values()  # of this thread
     assert sorted(made._short) == [1, 5, 40]
     replayed.sleep(2)
-    assert not replayed._graphs
+    assert not replayed._recorded_steps
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -274,8 +273,8 @@ def test_passes_of_several_texts_are_replayed_whatever_their_lengths(tmp_path, m
         expected, found = (pooled(runner, columns) for runner in (eager, replayed))
         for one, other in zip(expected.arrays, found.arrays, strict=True):
             assert one.tobytes() == other.tobytes()
-    assert 1 <= len(replayed._graphs) <= torch.get_num_threads()  # who is first takes all
-    for made in replayed._graphs.values():
+    assert 1 <= len(replayed._recorded_steps) <= torch.get_num_threads()  # who is first takes all
+    for made in replayed._recorded_steps.values():
         assert all(rows % 16 == tiles % 8 == 0 for rows, tiles in made._passes)
     for runner in (eager, replayed):
         runner.close()
@@ -284,7 +283,7 @@ def test_passes_of_several_texts_are_replayed_whatever_their_lengths(tmp_path, m
 def test_a_recorded_pass_serves_all_of_about_its_size_and_the_eldest_is_forgotten(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(graphs, "MAX_PASSES", 2)
+    monkeypatch.setattr(recorded_steps, "MAX_PASSES", 2)
     save_tiny("bert", AutoModel, tmp_path, **WIDE)
     eager, replayed = (encoder_runner(tmp_path, enforce_eager=eager) for eager in (True, False))
     sizes: list[list[tuple[int, int]]] = []
@@ -293,7 +292,7 @@ def test_a_recorded_pass_serves_all_of_about_its_size_and_the_eldest_is_forgotte
         expected, found = (pooled(runner, columns) for runner in (eager, replayed))
         for one, other in zip(expected.arrays, found.arrays, strict=True):
             assert one.tobytes() == other.tobytes()
-        (made,) = replayed._graphs.values()
+        (made,) = replayed._recorded_steps.values()
         sizes.append(list(made._passes))
     small, middle, large = (16, 8), (96, 8), (128, 8)
     assert sizes == [
@@ -304,12 +303,12 @@ def test_a_recorded_pass_serves_all_of_about_its_size_and_the_eldest_is_forgotte
 def test_an_encoder_in_whose_steps_torch_computes_is_not_recorded(tmp_path):
     save_tiny("modernbert", AutoModel, tmp_path, **WIDE)
     runner = encoder_runner(tmp_path, enforce_eager=False)
-    runner.step(PoolPlan(1, 0, (PoolEntry((5, 6, 7), None, "token_embed"),)))
+    runner.execute(PoolPlan(1, 0, (PoolEntry((5, 6, 7), None, "token_embed"),)))
     assert not runner._is_recorded
 
 
 def pooled(runner, columns):
-    answer = runner.step(PoolPlan(1, 0, columns))
+    answer = runner.execute(PoolPlan(1, 0, columns))
     return answer.finish() if isinstance(answer, Later) else answer
 
 

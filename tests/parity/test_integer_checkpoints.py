@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trouper.actors.executor.cpu.runner import Runner
+from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.weights.quantized import integer_scheme
 from trouper.actors.messages.plans import Sampling
 from trouper.config.args import EngineArgs
@@ -138,7 +138,7 @@ def write(tmp_path, kind, *, is_symmetric=False, changes=None):
 
 def run(folder, dtype="float32"):
     """Greedy tokens, and log-probabilities of the prompts' tokens."""
-    runner = Runner(engine_config(folder, dtype=dtype))
+    runner = CpuRunner(engine_config(folder, dtype=dtype))
     sampling = Sampling(temperature=0.0, prompt_logprobs=0)
     sequences = Driver(runner).run(random_prompts((3, 40), VOCAB), 4, sampling)
     found = [position.logprobs[0] for s in sequences for position in s.prompt_logprobs]
@@ -147,7 +147,7 @@ def run(folder, dtype="float32"):
 
 
 def load(folder, **changes):
-    Runner(engine_config(folder, **changes)).load()
+    CpuRunner(engine_config(folder, **changes)).load()
 
 
 @pytest.mark.parametrize(

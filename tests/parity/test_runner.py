@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from trouper.actors.executor.cpu.runner import Runner
+from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.errors import ProfilerAlreadyActiveError, TrouperValidationError
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def runner(folder):
-    runner = Runner(engine_config(folder))
+    runner = CpuRunner(engine_config(folder))
     runner.load()
     return runner
 
@@ -30,7 +30,7 @@ def runner(folder):
 @pytest.fixture(scope="module")
 def answers(folder):
     """The greedy answers to three prompts, each alone."""
-    runner = Runner(engine_config(folder))
+    runner = CpuRunner(engine_config(folder))
     return [Driver(runner).run([prompt], 10)[0].token_ids for prompt in PROMPTS]
 
 
@@ -51,7 +51,7 @@ def test_plans_are_made_before_the_results_of_earlier_ones_are_known(runner, ans
     """Ten plans, none of which says what a token is, then their results."""
     plans = [plan_of((2, 0, 9, True), new_rows=(row_of(2, PROMPTS[0], (5, 4, 9)),))]
     plans += [plan_of((2, 9 + i, 1, True)) for i in range(9)]
-    assert [runner.step(plan).token_ids[0] for plan in plans] == answers[0]
+    assert [runner.execute(plan).token_ids[0] for plan in plans] == answers[0]
 
 
 def test_the_same_request_is_the_same_in_a_crowd(runner, answers):
@@ -65,7 +65,7 @@ def test_a_sampled_answer_is_the_same_in_a_crowd(folder):
         Sampling(seed=2, top_k=20, top_p=0.9),
         Sampling(seed=3, min_p=0.01, presence_penalty=0.5),
     ]
-    runner = Runner(engine_config(folder))
+    runner = CpuRunner(engine_config(folder))
     alone = [
         Driver(runner).run([p], 10, s)[0].token_ids for p, s in zip(PROMPTS, sampling, strict=True)
     ]
@@ -74,32 +74,32 @@ def test_a_sampled_answer_is_the_same_in_a_crowd(folder):
 
 
 def test_a_row_is_given_to_another_sequence_by_the_very_next_plan(runner, answers):
-    runner.step(plan_of((0, 0, 20, True), new_rows=(row_of(0, PROMPTS[1], (1, 2, 3)),)))
+    runner.execute(plan_of((0, 0, 20, True), new_rows=(row_of(0, PROMPTS[1], (1, 2, 3)),)))
     plans = [plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (3, 1)),))]
     plans += [plan_of((0, 9 + i, 1, True)) for i in range(5)]
-    assert [runner.step(plan).token_ids[0] for plan in plans] == answers[0][:6]
+    assert [runner.execute(plan).token_ids[0] for plan in plans] == answers[0][:6]
 
 
 def test_a_preempted_sequence_comes_back_with_what_it_had_generated(runner, answers):
     tokens = [*PROMPTS[0], *answers[0][:4]]
     row = row_of(1, tokens, (7, 8), num_prompt=len(PROMPTS[0]))
-    done = runner.step(plan_of((1, 0, len(tokens), True), new_rows=(row,)))
+    done = runner.execute(plan_of((1, 0, len(tokens), True), new_rows=(row,)))
     assert done.token_ids == (answers[0][4],)
 
 
 def test_sequences_share_the_blocks_of_a_common_prefix(runner, answers):
     """Block size 8: the second sequence computes from position 16 on, over two foreign blocks."""
-    runner.step(plan_of((0, 0, 20, False), new_rows=(row_of(0, PROMPTS[1], (4, 2, 7)),)))
+    runner.execute(plan_of((0, 0, 20, False), new_rows=(row_of(0, PROMPTS[1], (4, 2, 7)),)))
     plans = [plan_of((1, 16, 4, True), new_rows=(row_of(1, PROMPTS[1], (4, 2, 9)),))]
     plans += [plan_of((1, 20 + i, 1, True)) for i in range(3)]
-    assert [runner.step(plan).token_ids[0] for plan in plans] == answers[1][:4]
+    assert [runner.execute(plan).token_ids[0] for plan in plans] == answers[1][:4]
 
 
 def test_a_block_is_copied_before_anything_is_computed(runner, answers):
     """Copy-on-write: both sequences go on from the same half-full block, each in its own copy."""
     with torch.inference_mode():
-        runner._kv.fill_(torch.nan)
-    runner.step(plan_of((0, 0, 20, False), new_rows=(row_of(0, PROMPTS[1], (4, 2, 7)),)))
+        runner._kv.groups[0].fill_(torch.nan)
+    runner.execute(plan_of((0, 0, 20, False), new_rows=(row_of(0, PROMPTS[1], (4, 2, 7)),)))
     other = [*PROMPTS[1], 17]
     plan = plan_of(
         (0, 19, 1, True),
@@ -107,9 +107,9 @@ def test_a_block_is_copied_before_anything_is_computed(runner, answers):
         new_rows=(row_of(1, other, (4, 2, 9)),),
         copies=((7, 9),),
     )
-    done = runner.step(plan)
+    done = runner.execute(plan)
     assert done.token_ids[0] == answers[1][0]
-    whole = runner.step(plan_of((2, 0, 21, True), new_rows=(row_of(2, other, (10, 11, 12)),)))
+    whole = runner.execute(plan_of((2, 0, 21, True), new_rows=(row_of(2, other, (10, 11, 12)),)))
     assert done.token_ids[1] == whole.token_ids[0]
 
 
@@ -118,17 +118,17 @@ def test_new_blocks_extend_a_row(runner, answers):
     for i in range(9):
         new_blocks = ((0, (6,)),) if 9 + i == 16 else ()
         plans.append(plan_of((0, 9 + i, 1, True), new_blocks=new_blocks))
-    assert [runner.step(plan).token_ids[0] for plan in plans] == answers[0]
+    assert [runner.execute(plan).token_ids[0] for plan in plans] == answers[0]
 
 
 def test_chunks_that_need_no_sample_yield_minus_one(runner):
     plan = plan_of((0, 0, 5, False), new_rows=(row_of(0, PROMPTS[0], (1, 2)),))
-    done = runner.step(plan)
+    done = runner.execute(plan)
     assert (done.token_ids, done.logprobs, done.failed) == ((-1,), (), ())
 
 
 def test_an_empty_plan_is_answered(runner):
-    assert runner.step(StepPlan(3, 0, (), (), (), ())).token_ids == ()
+    assert runner.execute(StepPlan(3, 0, (), (), (), ())).token_ids == ()
 
 
 def test_a_column_whose_logits_are_not_finite_fails_alone(runner, answers):
@@ -147,23 +147,23 @@ def test_a_column_whose_logits_are_not_finite_fails_alone(runner, answers):
             row_of(2, PROMPTS[1], (4, 5, 6)),
         ),
     )
-    done = runner.step(plan)
+    done = runner.execute(plan)
     assert done.token_ids == (answers[0][0], -1, answers[1][0])
     assert done.failed == (1,)
 
 
 def test_a_block_that_held_not_a_number_does_no_harm_to_its_next_owner(runner, answers):
     with torch.inference_mode():
-        runner._kv.fill_(torch.nan)
+        runner._kv.groups[0].fill_(torch.nan)
     plans = [plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (3, 1, 2)),))]
     plans += [plan_of((0, 9 + i, 1, True)) for i in range(9)]
-    assert [runner.step(plan).token_ids[0] for plan in plans] == answers[0]
+    assert [runner.execute(plan).token_ids[0] for plan in plans] == answers[0]
 
 
 def test_prompt_logprobs_come_chunk_by_chunk(folder):
     sampling = Sampling(temperature=0.0, prompt_logprobs=1)
-    whole = Driver(Runner(engine_config(folder))).run([PROMPTS[1]], 2, sampling)
-    parts = Driver(Runner(engine_config(folder)), chunk=3).run([PROMPTS[1]], 2, sampling)
+    whole = Driver(CpuRunner(engine_config(folder))).run([PROMPTS[1]], 2, sampling)
+    parts = Driver(CpuRunner(engine_config(folder)), chunk=3).run([PROMPTS[1]], 2, sampling)
     assert len(whole[0].prompt_logprobs) == len(PROMPTS[1]) - 1
     for a, b in zip(whole[0].prompt_logprobs, parts[0].prompt_logprobs, strict=True):
         assert (a.token_ids, a.rank) == (b.token_ids, b.rank)
@@ -177,7 +177,7 @@ def test_logprobs_are_empty_when_nobody_asked_and_per_column_otherwise(runner):
         (1, 0, 3, True),
         new_rows=(row_of(0, PROMPTS[0], (1, 2)), row_of(1, PROMPTS[2], (3,), sampling=asking)),
     )
-    done = runner.step(plan)
+    done = runner.execute(plan)
     assert done.logprobs[0] is None
     assert done.logprobs[1].token_ids == (done.token_ids[1],)
 
@@ -186,11 +186,11 @@ def test_sleep_and_wake_give_the_same_answers(runner, answers):
     for level in (1, 2):
         runner.sleep(level)
         with pytest.raises(RuntimeError, match="absent"):
-            runner.step(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (1, 2)),)))
+            runner.execute(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (1, 2)),)))
         runner.wake(frozenset({"weights"}))
         runner.wake(frozenset({"kv_cache"}))
         plan = plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (1, 2)),))
-        assert runner.step(plan).token_ids == (answers[0][0],)
+        assert runner.execute(plan).token_ids == (answers[0][0],)
 
 
 @pytest.mark.filterwarnings("ignore")  # the profiler's own
@@ -198,7 +198,7 @@ def test_a_profile_is_written_on_stop(runner, tmp_path):
     runner.start_profile(str(tmp_path / "traces"), "mine")
     with pytest.raises(ProfilerAlreadyActiveError):
         runner.start_profile(str(tmp_path), "other")
-    runner.step(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (1, 2)),)))
+    runner.execute(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (1, 2)),)))
     runner.stop_profile()
     (trace,) = (tmp_path / "traces").iterdir()
     assert trace.name.startswith("mine-")
@@ -206,16 +206,16 @@ def test_a_profile_is_written_on_stop(runner, tmp_path):
 
 
 def test_kv_memory_is_as_large_as_asked_and_no_larger_than_useful(folder):
-    assert Runner(engine_config(folder, num_gpu_blocks_override=40)).load().num_blocks == 41
-    useful = Runner(engine_config(folder, kv_cache_memory_bytes=2**30)).load()
+    assert CpuRunner(engine_config(folder, num_gpu_blocks_override=40)).load().num_blocks == 41
+    useful = CpuRunner(engine_config(folder, kv_cache_memory_bytes=2**30)).load()
     assert useful.num_blocks == 8 * 256 // 8 + 1  # 8 sequences of 256 tokens
     block_bytes = 2 * 2 * 2 * 16 * 8 * 4
-    by_bytes = Runner(engine_config(folder, kv_cache_memory_bytes=50 * block_bytes + 1)).load()
+    by_bytes = CpuRunner(engine_config(folder, kv_cache_memory_bytes=50 * block_bytes + 1)).load()
     assert by_bytes.num_blocks == 51
 
 
 def test_a_sequence_that_cannot_fit_is_refused_with_the_length_that_could(folder):
     config = engine_config(folder, num_gpu_blocks_override=31)
     with pytest.raises(TrouperValidationError, match=r"largest max_model_len that fits is 248"):
-        Runner(config).load()
-    Runner(engine_config(folder, num_gpu_blocks_override=31, max_model_len=248)).load()
+        CpuRunner(config).load()
+    CpuRunner(engine_config(folder, num_gpu_blocks_override=31, max_model_len=248)).load()

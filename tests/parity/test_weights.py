@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trouper.actors.executor.cpu.runner import Runner
+from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.weights import dummy
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
@@ -29,7 +29,7 @@ def rewrite(folder, change):
 
 
 def load(folder, **changes):
-    Runner(engine_config(folder, **changes)).load()
+    CpuRunner(engine_config(folder, **changes)).load()
 
 
 def test_missing_tensors_are_named(folder):
@@ -87,7 +87,7 @@ def test_a_file_that_the_index_promises_and_is_not_there_is_refused(folder):
 
 def test_shards_give_the_answers_of_the_single_file(folder):
     prompts = random_prompts((5, 9), VOCAB)
-    whole = Driver(Runner(engine_config(folder))).run(prompts, 6)
+    whole = Driver(CpuRunner(engine_config(folder))).run(prompts, 6)
     tensors = load_file(folder / FILE)
     (folder / FILE).unlink()
     weight_map = {}
@@ -97,7 +97,7 @@ def test_shards_give_the_answers_of_the_single_file(folder):
         part = {name: tensors[name] for name, where in weight_map.items() if where == file}
         save_file(part, folder / file, metadata={"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    sharded = Driver(Runner(engine_config(folder))).run(prompts, 6)
+    sharded = Driver(CpuRunner(engine_config(folder))).run(prompts, 6)
     assert [s.token_ids for s in sharded] == [s.token_ids for s in whole]
 
 
@@ -106,7 +106,7 @@ def test_dummy_weights_need_no_files_and_depend_on_the_seed(folder):
     prompts = random_prompts((5,), VOCAB)
 
     def answer(seed):
-        runner = Runner(engine_config(folder, load_format="dummy", seed=seed))
+        runner = CpuRunner(engine_config(folder, load_format="dummy", seed=seed))
         return Driver(runner).run(prompts, 8)[0].token_ids
 
     assert answer(1) == answer(1) != answer(2)

@@ -220,7 +220,7 @@ class SlowRunner:
     def load(self):
         return DeviceInfo(9, 8, "float32", "slow")
 
-    def step(self, plan):
+    def execute(self, plan):
         self.log.append(("launch", plan.step))
         self.launches.release()
         return Later(lambda: self._is_ready(plan.step), lambda: self._finish(plan.step))
@@ -248,7 +248,7 @@ class SlowRunner:
 
 @pytest.fixture
 def slow(monkeypatch):
-    monkeypatch.setattr("trouper.actors.executor.cpu.runner.Runner", SlowRunner)
+    monkeypatch.setattr("trouper.actors.executor.cpu.runner.CpuRunner", SlowRunner)
 
 
 async def launched(runner, num):
@@ -320,9 +320,9 @@ async def test_a_silent_step_ends_though_a_wait_with_a_timeout_might_not(slow, c
 @pytest.mark.anyio
 async def test_nobody_looks_at_a_step_that_tells_when_it_is_ready(slow, config, monkeypatch):
     looks, acts = [], queue.SimpleQueue()
-    right = SlowRunner.step
+    right = SlowRunner.execute
 
-    def step(self, plan):
+    def execute(self, plan):
         later = right(self, plan)
 
         def is_ready():
@@ -331,7 +331,7 @@ async def test_nobody_looks_at_a_step_that_tells_when_it_is_ready(slow, config, 
 
         return Later(is_ready, later.finish, acts.put)
 
-    monkeypatch.setattr(SlowRunner, "step", step)
+    monkeypatch.setattr(SlowRunner, "execute", execute)
     device = LocalDevice(config)
     await device.load()
     runner = SlowRunner.last

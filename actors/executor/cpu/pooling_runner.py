@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.cpu.memory import give_back_free_memory
-from trouper.actors.executor.cpu.recorded_steps import TextGraphs
+from trouper.actors.executor.cpu.recorded_steps import RecordedEncoderSteps
 from trouper.actors.executor.cpu.thread_priority import compute_with
-from trouper.actors.executor.cpu.unpaged_decoder import WholeDecoder
+from trouper.actors.executor.cpu.unpaged_decoder import UnpagedDecoder
 from trouper.actors.executor.device import DeviceInfo, Later
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, encoder_traits
@@ -34,7 +34,7 @@ from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.weights.encoder import Tensors, load_encoder
 from trouper.actors.executor.weights.heads import Project, load_head, load_projection
-from trouper.actors.messages.plans import PoolEntry, PoolPlan
+from trouper.actors.messages.plans import PoolEntry, PoolPlan, StepPlan
 from trouper.actors.messages.results import PoolDone
 from trouper.config.args import EngineConfig
 from trouper.config.pooler import PoolerSpec
@@ -83,7 +83,7 @@ class PoolingRunner:
         size = self._traits.hidden_size
         self._pool = RowPooling(config.pooler.seq_pooling_type, self._dtype, size)
         self._model: Model | None = None
-        self._graphs: dict[int, TextGraphs] = {}  # of each thread
+        self._recorded_steps: dict[int, RecordedEncoderSteps] = {}  # by thread
         self._is_recorded = not config.enforce_eager
         self._embed: Project | None = None
         self._classify: Project | None = None
@@ -109,10 +109,15 @@ class PoolingRunner:
         """There is no KV memory; level 2 discards the weights."""
         if level >= 2:
             self._model = self._embed = self._classify = None
-            self._graphs.clear()
+            self._recorded_steps.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Give free memory back to the system."""
         give_back_free_memory()
 
     def wake(self, tags: frozenset[str]) -> None:
+        """Read the weights, if `tags` names them and they are absent."""
         if "weights" in tags and self._model is None:
             with torch.inference_mode():
                 self._load()
@@ -126,8 +131,9 @@ class PoolingRunner:
         self.sleep(2)
         self._workers.shutdown()
 
-    def step(self, plan: PoolPlan) -> PoolDone | Later[PoolDone]:
+    def execute(self, plan: StepPlan | PoolPlan) -> PoolDone | Later[PoolDone]:
         """Run one plan: a single pass here, if all cores are idle, and otherwise each by a worker."""
+        assert isinstance(plan, PoolPlan), "this model pools"
         if self._model is None:
             raise RuntimeError("a step while the weights are absent")
         parts = slices(plan.columns, torch.get_num_threads())
@@ -138,7 +144,7 @@ class PoolingRunner:
 
     def _is_for_one(self, columns: Sequence[PoolEntry]) -> bool:
         """One core computes them sooner than it wakes another for each operation; a recording wakes it once."""
-        return not self._has_graphs and sum(len(c.token_ids) for c in columns) <= FEW_TOKENS
+        return not self._can_record and sum(len(c.token_ids) for c in columns) <= FEW_TOKENS
 
     def _launch(self, step: int, parts: Sequence[Sequence[PoolEntry]]) -> Later[PoolDone]:
         passes = [self._workers.submit(self._run_alone, part) for part in parts]
@@ -179,10 +185,10 @@ class PoolingRunner:
         self, token_ids: np.ndarray, type_ids: np.ndarray | None, groups: Sequence[Group]
     ) -> Tensor:
         assert self._model is not None
-        graphs = self._graphs_of_thread()
-        if graphs is not None and graphs.can_forward(len(token_ids)):
+        recorded = self._steps_of_thread()
+        if recorded is not None and recorded.can_forward(len(token_ids)):
             try:
-                return graphs.forward(token_ids, type_ids, groups)
+                return recorded.forward(token_ids, type_ids, groups)
             except NotRecordableError as error:
                 logger.info("steps are not recorded: %s", error)
                 self._is_recorded = False
@@ -194,17 +200,17 @@ class PoolingRunner:
         return self._model.forward(ids_T, positions_T, types_T, groups)
 
     @property
-    def _has_graphs(self) -> bool:
+    def _can_record(self) -> bool:
         return self._is_recorded and isinstance(self._model, Encoder) and self._model.is_native
 
-    def _graphs_of_thread(self) -> TextGraphs | None:
-        if not self._has_graphs:
+    def _steps_of_thread(self) -> RecordedEncoderSteps | None:
+        if not self._can_record:
             return None
         assert isinstance(self._model, Encoder)
         me = threading.get_ident()
-        if me not in self._graphs:
-            self._graphs[me] = TextGraphs(self._model)
-        return self._graphs[me]
+        if me not in self._recorded_steps:
+            self._recorded_steps[me] = RecordedEncoderSteps(self._model)
+        return self._recorded_steps[me]
 
     def _finish(
         self,
@@ -256,7 +262,7 @@ class PoolingRunner:
         if isinstance(traits, EncoderTraits):
             self._model = load_encoder(tensors(self._dtype), traits, config.max_model_len)
         else:
-            self._model = WholeDecoder.load(config, traits)
+            self._model = UnpagedDecoder.load(config, traits)
         if "embed" in spec.tasks or "token_embed" in spec.tasks:
             self._embed = load_projection(
                 wide, spec, architecture, traits.hidden_size, config.load_format

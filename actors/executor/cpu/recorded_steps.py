@@ -4,7 +4,7 @@ A step of T tokens that are attended one by one is the same for every such step 
 the tokens, positions and slots, which lie where they lay, and the plan of the attention, which the
 kernels find through its words.  So is an encoder's pass of T tokens, but for the tiles of its attention.
 
-Law: a graph belongs to the weights and the KV memory that were there when it was recorded.
+Law: a recorded step belongs to the weights and the KV memory that were there when it was recorded.
 """
 
 from collections.abc import Sequence
@@ -46,17 +46,17 @@ class Passed(NamedTuple):
     token_R: np.ndarray | None = None  # drawn for the columns that sample
 
 
-class _Graph(NamedTuple):
+class _RecordedStep(NamedTuple):
     recording: Recording[tuple[Tensor, Tensor | None]]
     plans: dict[int | None, Any]  # whose words it reads
 
 
-class _TextGraph(NamedTuple):
+class _RecordedPass(NamedTuple):
     recording: Recording[Tensor]
     tiles: np.ndarray  # that it reads
 
 
-class DecodeGraphs:
+class RecordedDecoderSteps:
     """Records a step of T rows when it is first asked for one; with the draw, if its rows need no more than that.
 
     Args:
@@ -80,10 +80,12 @@ class DecodeGraphs:
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
         self._inputs = np.zeros((3, self._max_rows), dtype=np.int64)  # ids, positions, slots
         self._draws = np.zeros((4, self._max_rows), dtype=np.int64)  # picked, rows, ends, tokens
-        self._graphs: dict[tuple[int, bool], _Graph] = {}  # by rows, and whether they are drawn
+        self._steps: dict[
+            tuple[int, bool], _RecordedStep
+        ] = {}  # by rows, and whether they are drawn
 
     def __repr__(self) -> str:
-        return f"<DecodeGraphs of {sorted(self._graphs)} in {self._arena!r}>"
+        return f"<RecordedDecoderSteps of {sorted(self._steps)} in {self._arena!r}>"
 
     def can_forward(self, batch: Batch) -> bool:
         """Every token is attended alone, and from the vocabulary."""
@@ -98,10 +100,10 @@ class DecodeGraphs:
         """
         num_rows, num_drawn = len(batch.token_ids), len(columns)
         is_drawn = self._has_logits(num_rows) and self._sampler.is_plain(batch.rows.tolist())
-        graph = self._graphs.get((num_rows, is_drawn))
-        if graph is None:
-            graph = self._recorded(num_rows, is_drawn, batch)
-            self._graphs[num_rows, is_drawn] = graph
+        step = self._steps.get((num_rows, is_drawn))
+        if step is None:
+            step = self._recorded(num_rows, is_drawn, batch)
+            self._steps[num_rows, is_drawn] = step
         # numpy's copies: each call of torch lets go of the interpreter, and a busy loop keeps it for a while
         inputs = batch.token_ids, batch.positions, batch.slots
         for held, now in zip(self._inputs, inputs, strict=True):
@@ -109,16 +111,16 @@ class DecodeGraphs:
         picked, rows, ends, tokens = self._draws
         picked[:num_drawn], picked[num_drawn:num_rows] = batch.lasts[columns], -1
         rows[:num_drawn], ends[:num_drawn] = batch.rows[columns], batch.ends[columns]
-        for window, plan in graph.plans.items():
+        for window, plan in step.plans.items():
             plan.words[:] = batch.plans[window].words
-        graph.recording.replay(is_alone=self._cores.is_one_left)
-        return Passed(*graph.recording.result, tokens[:num_drawn] if is_drawn else None)
+        step.recording.replay(is_alone=self._cores.is_one_left)
+        return Passed(*step.recording.result, tokens[:num_drawn] if is_drawn else None)
 
     def _has_logits(self, num_rows: int) -> bool:
         num = self._decoder.num_logits(num_rows)
         return num is not None and num <= MAX_LOGITS
 
-    def _recorded(self, num_rows: int, is_drawn: bool, batch: Batch) -> _Graph:
+    def _recorded(self, num_rows: int, is_drawn: bool, batch: Batch) -> _RecordedStep:
         decoder = self._decoder
         inputs = [torch.from_numpy(held[:num_rows]) for held in self._inputs]
         *draws, tokens = (held[:num_rows] for held in self._draws)
@@ -133,10 +135,10 @@ class DecodeGraphs:
                 self._sampler.draw(logits_TV, *draws, out=tokens)
             return hidden_TE, logits_TV
 
-        return _Graph(Recording(self._arena, inputs, step), batch.plans)
+        return _RecordedStep(Recording(self._arena, inputs, step), batch.plans)
 
 
-class TextGraphs:
+class RecordedEncoderSteps:
     """Passes of an encoder, by one thread.
 
     One short text is recorded when its number of tokens is first asked for; its positions are 0 … T - 1 in every one.
@@ -150,12 +152,14 @@ class TextGraphs:
         self._inputs = np.zeros((3, MAX_PASS), dtype=np.int64)  # ids, token types, positions
         self._counted = torch.arange(MAX_TOKENS)  # positions of a text alone
         self._arena = Arena()
-        self._short: dict[int, _TextGraph] = {}  # by tokens
-        self._passes: dict[tuple[int, int], _TextGraph] = {}  # by rows and tiles, the eldest first
+        self._short: dict[int, _RecordedPass] = {}  # by tokens
+        self._passes: dict[
+            tuple[int, int], _RecordedPass
+        ] = {}  # by rows and tiles, the eldest first
 
     def __repr__(self) -> str:
         passes = f"{len(self._passes)} passes"
-        return f"<TextGraphs of {sorted(self._short)} tokens and {passes} in {self._arena!r}>"
+        return f"<RecordedEncoderSteps of {sorted(self._short)} tokens and {passes} in {self._arena!r}>"
 
     def can_forward(self, num_tokens: int) -> bool:
         return num_tokens <= MAX_PASS
@@ -177,36 +181,36 @@ class TextGraphs:
         ids[:num_tokens] = token_ids
         types[:num_tokens] = 0 if type_ids is None else type_ids
         if len(groups) == groups[0].num_sequences == 1 and num_tokens <= MAX_TOKENS:
-            graph = self._of_text(groups[0])
+            step = self._of_text(groups[0])
         else:
             positions[:num_tokens] = positions_of(groups)
-            graph = self._of_pass(num_tokens, groups)
-        graph.recording.replay()
-        return graph.recording.result[:num_tokens]
+            step = self._of_pass(num_tokens, groups)
+        step.recording.replay()
+        return step.recording.result[:num_tokens]
 
-    def _of_text(self, group: Group) -> _TextGraph:
-        graph = self._short.get(group.length)
-        if graph is None:
+    def _of_text(self, group: Group) -> _RecordedPass:
+        step = self._short.get(group.length)
+        if step is None:
             positions_T = self._counted[: group.length]
-            graph = self._short[group.length] = self._recorded(positions_T, tiles_of((group,)))
-        graph.tiles[:, 1] = group.keys
-        return graph
+            step = self._short[group.length] = self._recorded(positions_T, tiles_of((group,)))
+        step.tiles[:, 1] = group.keys
+        return step
 
-    def _of_pass(self, num_tokens: int, groups: Sequence[Group]) -> _TextGraph:
+    def _of_pass(self, num_tokens: int, groups: Sequence[Group]) -> _RecordedPass:
         tiles = tiles_of(groups)
         size = _rounded(num_tokens, ROW_STEP), _rounded(len(tiles), TILE_STEP)
-        graph = self._passes.get(size)
-        if graph is None:
+        step = self._passes.get(size)
+        if step is None:
             if len(self._passes) >= MAX_PASSES:
                 del self._passes[next(iter(self._passes))]
             held = np.zeros((size[1], tiles.shape[1]), tiles.dtype)
             positions_T = torch.from_numpy(self._inputs[2, : size[0]])
-            graph = self._passes[size] = self._recorded(positions_T, held)
-        graph.tiles[: len(tiles)] = tiles
-        graph.tiles[len(tiles) :] = 0
-        return graph
+            step = self._passes[size] = self._recorded(positions_T, held)
+        step.tiles[: len(tiles)] = tiles
+        step.tiles[len(tiles) :] = 0
+        return step
 
-    def _recorded(self, positions_T: Tensor, tiles: np.ndarray) -> _TextGraph:
+    def _recorded(self, positions_T: Tensor, tiles: np.ndarray) -> _RecordedPass:
         num_rows = len(positions_T)
         ids_T, types_T = (torch.from_numpy(held[:num_rows]) for held in self._inputs[:2])
         recording = Recording(
@@ -214,7 +218,7 @@ class TextGraphs:
             (ids_T, types_T, positions_T),
             lambda: self._encoder.forward_rows(ids_T, positions_T, types_T, (), tiles),
         )
-        return _TextGraph(recording, tiles)
+        return _RecordedPass(recording, tiles)
 
 
 def _rounded(number: int, step: int) -> int:

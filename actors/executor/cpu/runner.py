@@ -9,6 +9,7 @@ Laws:
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,20 +18,19 @@ from torch import Tensor
 
 from trouper.actors.executor.batch import Batch, Rows, make_batch
 from trouper.actors.executor.cpu.memory import give_back_free_memory
-from trouper.actors.executor.cpu.recorded_steps import DecodeGraphs, Passed
+from trouper.actors.executor.cpu.recorded_steps import Passed, RecordedDecoderSteps
 from trouper.actors.executor.cpu.thread_priority import Cores
 from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.kv_memory import KVCache, kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_shape
 from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.executor.weights.quantized import integer_scheme
-from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.config.args import EngineConfig
-from trouper.errors import TrouperValidationError
 from trouper.kernels.codegen.arena import Arena, Lender
 from trouper.kernels.codegen.recording import NotRecordableError
 from trouper.kernels.cpu.sampling.sample import compile_draw
@@ -41,12 +41,9 @@ logger = logging.getLogger(__name__)
 # Weights that one core streams from its cache in about a millisecond: a second one gains nothing alone,
 # and on a busy machine every barrier with it costs a time slice.
 TINY_BYTES = 32 * 2**20
-MAX_PREFIX_BLOCKS = (
-    2**17
-)  # the scheduler keeps some hundred bytes of each; an 8 B model has 50,000 in 110 GB
 
 
-class Runner:
+class CpuRunner:
     """The model, its KV memory and the rows.  Belongs to the thread that calls `load`.
 
     Args:
@@ -62,10 +59,11 @@ class Runner:
         self._rows = Rows(config.scheduler.max_num_seqs, config.max_model_len, config.block_size)
         self._sampler = Sampler(self._rows)
         self._decoder: Decoder | None = None
-        self._kv: Tensor | None = None  # [layers, 2, H, S, D]
-        self._graphs: DecodeGraphs | None = None
+        self._kv_specs = kv_cache_specs(self._traits)
+        self._kv: KVCache | None = None
+        self._recorded_steps: RecordedDecoderSteps | None = None
         self._arena = Arena()  # of activations; of all steps, since each is read before the next
-        self._num_slots = 0
+        self._num_blocks = 0
         self._profiler = Profiler()
         self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop
 
@@ -77,20 +75,26 @@ class Runner:
                 `max_model_len` does not fit the KV memory.
         """
         config = self._config
-        num_blocks = num_kv_blocks(config, self._traits, self._dtype.itemsize)
-        self._num_slots = num_blocks * config.block_size
+        self._num_blocks = num_kv_blocks(config, self._kv_specs, self._dtype.itemsize)
         self.wake(frozenset({"weights", "kv_cache"}))
         return DeviceInfo(
-            num_blocks=num_blocks, block_size=config.block_size, dtype=config.dtype, name="cpu"
+            num_blocks=self._num_blocks,
+            block_size=config.block_size,
+            dtype=config.dtype,
+            name="cpu",
         )
 
     def sleep(self, level: int) -> None:
         """Level 1 discards KV memory (weights are in host memory already), level 2 weights too."""
         if level >= 1:
-            self._kv = self._graphs = None
+            self._kv = self._recorded_steps = None
             self._arena = Arena()
         if level >= 2:
             self._decoder = None
+        self.release()
+
+    def release(self) -> None:
+        """Give free memory back to the system."""
         give_back_free_memory()
 
     def wake(self, tags: frozenset[str]) -> None:
@@ -99,19 +103,23 @@ class Runner:
             if "weights" in tags and self._decoder is None:
                 self._decoder = self._load_decoder()
             if "kv_cache" in tags and self._kv is None:
-                traits = self._traits
                 # empty, not zeros: pages that no sequence has touched take no memory
-                self._kv = torch.empty(
-                    (len(traits.layers), 2, traits.num_kv_heads, self._num_slots, traits.head_dim),
-                    dtype=self._dtype,
+                self._kv = KVCache.allocate(
+                    self._kv_specs,
+                    num_blocks=self._num_blocks,
+                    block_size=self._config.block_size,
+                    empty=partial(torch.empty, dtype=self._dtype),
                 )
             if self._decoder is None or self._kv is None or self._config.enforce_eager:
                 return
-            if self._graphs is None:
-                max_rows = self._config.scheduler.max_num_seqs
-                caches = self._kv.unbind(0)
-                self._graphs = DecodeGraphs(
-                    self._decoder, caches, self._sampler, max_rows, self._arena, self._cores
+            if self._recorded_steps is None:
+                self._recorded_steps = RecordedDecoderSteps(
+                    self._decoder,
+                    self._kv.layers,
+                    self._sampler,
+                    self._config.scheduler.max_num_seqs,
+                    self._arena,
+                    self._cores,
                 )
 
     def _load_decoder(self) -> Decoder:
@@ -141,8 +149,9 @@ class Runner:
         """Give back the memory.  Idempotent."""
         self.sleep(2)
 
-    def step(self, plan: StepPlan) -> StepDone:
+    def execute(self, plan: StepPlan | PoolPlan) -> StepDone:
         """Run one plan.  After an exception the rows of the plan must be given again."""
+        assert isinstance(plan, StepPlan), "this model generates"
         if self._decoder is None or self._kv is None:
             raise RuntimeError("a step while weights or KV memory are absent")
         with torch.inference_mode():
@@ -155,30 +164,28 @@ class Runner:
             prompt_logprobs = self._prompt_logprobs(passed.hidden_TE, batch, self._decoder)
             return self._sample(plan, passed, batch, columns, prompt_logprobs)
 
-    def _apply_changes(self, plan: StepPlan, kv: Tensor) -> None:
+    def _apply_changes(self, plan: StepPlan, kv: KVCache) -> None:
         for new in plan.new_rows:
             self._rows.place(new)
             self._sampler.place(new.row)
         for row, block_ids in plan.new_blocks:
             self._rows.add_blocks(row, block_ids)
-        size = self._config.block_size
-        for source, target in plan.copies:
-            kv.narrow(3, target * size, size).copy_(kv.narrow(3, source * size, size))
+        kv.copy_blocks(plan.copies)
 
-    def _forward(self, batch: Batch, columns: np.ndarray, decoder: Decoder, kv: Tensor) -> Passed:
-        if self._graphs is not None and self._graphs.can_forward(batch):
+    def _forward(self, batch: Batch, columns: np.ndarray, decoder: Decoder, kv: KVCache) -> Passed:
+        if self._recorded_steps is not None and self._recorded_steps.can_forward(batch):
             try:
-                return self._graphs.forward(batch, columns)
+                return self._recorded_steps.forward(batch, columns)
             except NotRecordableError as error:
                 logger.info("steps are not recorded: %s", error)
-                self._graphs = None
+                self._recorded_steps = None
         with Lender(self._arena):
             hidden = decoder.forward(
                 batch.token_ids,
                 batch.positions,
                 batch.slots,
                 batch.plans,
-                kv.unbind(0),
+                kv.layers,
                 batch.embeds,
                 batch.read,
             )
@@ -242,28 +249,3 @@ class Runner:
             ]
             found.append((column, tuple(entries)))
         return tuple(found)
-
-
-def num_kv_blocks(config: EngineConfig, traits: DecoderTraits, item_bytes: int) -> int:
-    """Blocks in all, the null block included.
-
-    Raises:
-        TrouperValidationError: one sequence of `max_model_len` does not fit; names the longest that does.
-    """
-    size, longest = config.block_size, config.max_model_len
-    block_bytes = len(traits.layers) * 2 * traits.kv_size * size * item_bytes
-    usable = config.num_blocks
-    if usable is None:
-        assert config.kv_cache_bytes is not None
-        useful = config.scheduler.max_num_seqs * -(-longest // size)
-        if config.device == "cuda":  # what it was given to use keeps prefixes
-            useful = max(useful, MAX_PREFIX_BLOCKS)
-        usable = min(config.kv_cache_bytes // block_bytes, useful)
-    if usable * size < longest:
-        raise TrouperValidationError(
-            f"the KV memory holds {usable} blocks of {size} tokens ({usable * block_bytes / 2**20:.0f} MiB): "
-            f"the largest max_model_len that fits is {usable * size}",
-            parameter="max_model_len",
-            value=longest,
-        )
-    return usable + 1

@@ -23,7 +23,7 @@ from trouper.kernels.select import make_ops
 BLOCK_SIZE = 16
 
 
-class WholeDecoder:
+class UnpagedDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 

@@ -1,6 +1,6 @@
 """What lies on the device while the engine is awake, beside the weights: KV memory, rows, inputs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import msgspec
@@ -10,14 +10,14 @@ from torch import Tensor
 from trouper.actors.executor.cuda.inputs import pack
 from trouper.actors.executor.cuda.machine import Machine
 from trouper.actors.executor.cuda.tables import Layout, Views, views
-from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.kv_memory import KVCache, KVCacheSpec
 from trouper.actors.messages.plans import NewSequence
 
 
 class Resident(msgspec.Struct, frozen=True):
     """All of it at fixed addresses."""
 
-    kv: Tensor  # [layers, 2, H, S, D]
+    kv: KVCache
     arena: Tensor  # [words] int32
     views: Views
     inputs: Tensor  # [6, M + 1] int32, see inputs.py
@@ -27,9 +27,10 @@ class Resident(msgspec.Struct, frozen=True):
         cls,
         machine: Machine,
         layout: Layout,
-        traits: DecoderTraits,
+        kv_specs: Sequence[KVCacheSpec],
         *,
-        num_slots: int,
+        num_blocks: int,
+        block_size: int,
         dtype: torch.dtype,
     ) -> Self:
         arena = machine.empty((layout.num_words,), torch.int32)
@@ -37,9 +38,13 @@ class Resident(msgspec.Struct, frozen=True):
         tables = views(layout, arena, history)
         # The step behind one whose logits are not finite reads a token that nobody wrote: it must be one.
         tables.tokens.zero_()
-        kv_shape = (len(traits.layers), 2, traits.num_kv_heads, num_slots, traits.head_dim)
         return cls(
-            kv=machine.empty(kv_shape, dtype),
+            kv=KVCache.allocate(
+                kv_specs,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                empty=lambda shape: machine.empty(shape, dtype),
+            ),
             arena=arena,
             views=tables,
             inputs=machine.upload(pack(None, layout.num_rows + 1)),

@@ -19,7 +19,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from trouper.actors.executor.batch import Rows, embeds_of
-from trouper.actors.executor.cpu.runner import num_kv_blocks
 from trouper.actors.executor.cuda import memory
 from trouper.actors.executor.cuda.inputs import Inputs, inputs_of, pack
 from trouper.actors.executor.cuda.machine import CudaMachine, Graph, Machine
@@ -28,13 +27,14 @@ from trouper.actors.executor.cuda.resident import Resident
 from trouper.actors.executor.cuda.shapes import Shape, graph_shapes, padded, shape_of
 from trouper.actors.executor.cuda.tables import Changes, Layout, is_penalised
 from trouper.actors.executor.device import DeviceInfo, Later
+from trouper.actors.executor.kv_memory import kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.models.cuda_decoder import CudaDecoder, DeviceBatch
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, ops_shape
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.executor.weights.quantized import integer_scheme
-from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
 from trouper.config.args import EngineConfig
 from trouper.kernels.cuda.logits import edit_logits
@@ -66,7 +66,8 @@ class CudaRunner:
         self._layout = Layout(
             scheduler.max_num_seqs, longest, max_num_blocks, self._traits.vocab_size
         )
-        self._num_slots = 0
+        self._kv_specs = kv_cache_specs(self._traits)
+        self._num_kv_blocks = 0
         self._decoder: CudaDecoder | None = None
         self._is_on_host = False  # the decoder's weights
         self._resident: Resident | None = None
@@ -82,10 +83,9 @@ class CudaRunner:
         """
         config = self._config
         self._wake_weights()
-        num_blocks = self._num_blocks()
-        self._num_slots = num_blocks * config.block_size
+        self._num_kv_blocks = self._num_blocks_that_fit()
         self.wake(frozenset({"weights", "kv_cache"}))
-        return DeviceInfo(num_blocks, config.block_size, config.dtype, self._machine.name)
+        return DeviceInfo(self._num_kv_blocks, config.block_size, config.dtype, self._machine.name)
 
     # Memory
 
@@ -107,7 +107,7 @@ class CudaRunner:
         if "weights" in tags:
             self._wake_weights()
         if "kv_cache" in tags and self._resident is None:
-            self._resident = self._allocate(self._num_slots)
+            self._resident = self._allocate(self._num_kv_blocks)
         if self._is_resident and not self._graphs:
             self._capture()
 
@@ -149,16 +149,21 @@ class CudaRunner:
             ops=lambda: make_ops(shape, native=False),
         )
 
-    def _allocate(self, num_slots: int) -> Resident:
+    def _allocate(self, num_blocks: int) -> Resident:
         return Resident.allocate(
-            self._machine, self._layout, self._traits, num_slots=num_slots, dtype=self._dtype
+            self._machine,
+            self._layout,
+            self._kv_specs,
+            num_blocks=num_blocks,
+            block_size=self._config.block_size,
+            dtype=self._dtype,
         )
 
-    def _num_blocks(self) -> int:
+    def _num_blocks_that_fit(self) -> int:
         """As many as the memory holds when the largest step has what it needs, unless the user says."""
         config = self._config
         if config.num_blocks is None and config.kv_cache_bytes is None:
-            self._resident = self._allocate(config.block_size)
+            self._resident = self._allocate(1)
             shapes, scheduler = self._shapes, config.scheduler
             largest = Shape(scheduler.max_num_scheduled_tokens, scheduler.max_num_seqs, False)
             reserved = self._machine.peak_of(partial(self._run, largest))
@@ -174,7 +179,7 @@ class CudaRunner:
             )
             self._resident = None
             config = msgspec.structs.replace(config, kv_cache_bytes=budget)
-        return num_kv_blocks(config, self._traits, self._dtype.itemsize)
+        return num_kv_blocks(config, self._kv_specs, self._dtype.itemsize)
 
     @property
     def _shapes(self) -> tuple[Shape, ...]:
@@ -194,8 +199,9 @@ class CudaRunner:
 
     # Steps
 
-    def step(self, plan: StepPlan) -> Later[StepDone] | StepDone:
+    def execute(self, plan: StepPlan | PoolPlan) -> Later[StepDone] | StepDone:
         """Launch one plan.  After an exception the rows of the plan must be given again."""
+        assert isinstance(plan, StepPlan), "this model generates"
         resident = self._resident
         if resident is None or not self._is_resident:
             raise RuntimeError("a step while weights or KV memory are absent")
@@ -232,10 +238,7 @@ class CudaRunner:
         for new in plan.new_rows:
             if is_penalised(new.sampling):
                 resident.write_history(new, self._rows.token_spans(new.row))
-        size = self._config.block_size
-        for source, target in plan.copies:
-            kv = resident.kv
-            kv.narrow(3, target * size, size).copy_(kv.narrow(3, source * size, size))
+        resident.kv.copy_blocks(plan.copies)
 
     @torch.inference_mode()
     def _run(self, shape: Shape, embeds: tuple[Part, ...] = ()) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,7 +260,7 @@ class CudaRunner:
             block_size=self._config.block_size,
             is_invariant=self._config.batch_invariant,
         )
-        hidden_TE = decoder.forward_rows(batch, resident.kv.unbind(0), embeds)
+        hidden_TE = decoder.forward_rows(batch, resident.kv.layers, embeds)
         logits_CV = decoder.logits(hidden_TE.index_select(0, inputs.last))
         rows, ends = inputs.sampled, inputs.ends
         edited_CV = edit_logits(logits_CV, rows, ends, tokens, sampling)

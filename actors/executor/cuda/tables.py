@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.device import MAX_BAD_WORD, MAX_EDITS
+from trouper.actors.limits import MAX_BAD_WORD, MAX_EDITS
 from trouper.actors.messages.plans import NewSequence, Sampling
 from trouper.kernels.cuda.sampling_rows import NEVER, SamplingRows, make_sampling_rows
 

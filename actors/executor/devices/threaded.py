@@ -27,6 +27,7 @@ from trouper.actors.executor.cpu.thread_priority import (
     take_long_slices,
 )
 from trouper.actors.executor.device import Answer, DeviceInfo, Later
+from trouper.actors.executor.model_runner import ModelRunner
 from trouper.actors.executor.vigil import Vigil
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepFailed
@@ -80,7 +81,7 @@ class LocalDevice:
         self._thread: threading.Thread | None = None
         self._closing: _Post[None] | None = None
         # Touched by the device thread alone:
-        self._runner: Any = None  # a Runner, a CudaRunner or a PoolingRunner
+        self._runner: ModelRunner | None = None
         self._launched: deque[_Post[Any]] = deque()  # whose results come later
         self._refused_epoch = -1
 
@@ -193,11 +194,11 @@ class LocalDevice:
         compute_with(num_threads, num_elsewhere)
         if self._config.device == "cpu":
             start_nice(lambda: torch.zeros(WIDE).neg_())  # the threads that help this one
-        self._runner = self._make_runner()
-        info = self._runner.load()
+        self._runner = runner = self._make_runner()
+        info = runner.load()
         if self._config.device == "cpu":  # a GPU's thread needs no code of ours for its processor
             self._vigil.prepare()
-        if self._runner.is_tiny:
+        if runner.is_tiny:
             num_threads = 1  # on a busy machine a barrier costs a time slice, 4 ms
         compute_with(num_threads, num_elsewhere)  # the runner may have set it for others
         self._cores.num = num_threads
@@ -205,7 +206,7 @@ class LocalDevice:
             be_nice()  # as those that help
         return info
 
-    def _make_runner(self) -> Any:
+    def _make_runner(self) -> ModelRunner:
         if self._config.pooler is not None:
             from trouper.actors.executor.cpu.pooling_runner import PoolingRunner
 
@@ -214,18 +215,19 @@ class LocalDevice:
             from trouper.actors.executor.cuda.runner import CudaRunner
 
             return CudaRunner(self._config)
-        from trouper.actors.executor.cpu.runner import Runner
+        from trouper.actors.executor.cpu.runner import CpuRunner
 
-        return Runner(self._config, self._cores)
+        return CpuRunner(self._config, self._cores)
 
     def _call(self, method: str, args: tuple[object, ...]) -> object:
         self._finish_launched()
         return None if method == "probe" else getattr(self._runner, method)(*args)
 
     def _step(self, plan: StepPlan | PoolPlan) -> Answer | Later[Answer]:
-        if self._runner is None:
+        runner = self._runner
+        if runner is None:
             raise RuntimeError("a step before load")
-        return self._guarded(plan, lambda: self._runner.step(plan))
+        return self._guarded(plan, lambda: runner.execute(plan))
 
     def _guarded(self, plan: StepPlan | PoolPlan, work: Callable[[], Any]) -> Any:
         """An error of the step fails its epoch, whose later steps may have been launched already."""
@@ -240,7 +242,9 @@ class LocalDevice:
                 finish = partial(self._guarded, plan, answer.finish)
                 return Later(answer.is_ready, finish, answer.when_ready)
             return answer
-        if failed.is_out_of_memory:  # only now does nobody hold what the step had taken
+        if (
+            failed.is_out_of_memory and self._runner
+        ):  # only now does nobody hold what the step had taken
             self._runner.release()
         return failed
 

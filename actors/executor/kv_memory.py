@@ -1,0 +1,115 @@
+"""KV memory: what the layers keep of each token, how many blocks of tokens there are, and their tensors.
+
+H  KV heads    D  head width    S  slots = blocks × tokens of a block
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import msgspec
+from torch import Tensor
+
+from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.config.args import EngineConfig
+from trouper.errors import TrouperValidationError
+
+# The scheduler keeps some hundred bytes of each block; an 8 B model has 50,000 blocks in 110 GB.
+MAX_PREFIX_BLOCKS = 2**17
+
+
+class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What one group of layers keeps of a token: keys and values of one shape, all in one tensor.
+
+    The layers of a group find their blocks in the same block table.
+    """
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]  # of its layers, each once; a step plans its attention by these
+
+    @property
+    def token_size(self) -> int:
+        """The numbers that all layers of the group keep of one token."""
+        return self.num_layers * 2 * self.num_heads * self.head_dim
+
+    def shape(self, num_slots: int) -> tuple[int, ...]:
+        """[layers, 2, H, S, D]."""
+        return (self.num_layers, 2, self.num_heads, num_slots, self.head_dim)
+
+
+class KVCache:
+    """The keys and values of all layers.
+
+    Args:
+        groups: one tensor [layers, 2, H, S, D] for each spec, in the order of the layers.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, groups: Sequence[Tensor], block_size: int) -> None:
+        self.groups = tuple(groups)
+        self.layers = tuple(layer for group in groups for layer in group.unbind(0))
+        self._block_size = block_size
+
+    @classmethod
+    def allocate(
+        cls,
+        specs: Sequence[KVCacheSpec],
+        *,
+        num_blocks: int,
+        block_size: int,
+        empty: Callable[[tuple[int, ...]], Tensor],
+    ) -> Self:
+        return cls([empty(spec.shape(num_blocks * block_size)) for spec in specs], block_size)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(group.nbytes for group in self.groups)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy each source block over its target, one pair after the other."""
+        size = self._block_size
+        for source, target in copies:
+            for group in self.groups:
+                block = group.narrow(3, source * size, size)
+                group.narrow(3, target * size, size).copy_(block)
+
+
+def kv_cache_specs(traits: DecoderTraits) -> tuple[KVCacheSpec, ...]:
+    """One group: the layers of today's models differ in their windows alone, and a sequence keeps all its blocks."""
+    return (
+        KVCacheSpec(
+            num_layers=len(traits.layers),
+            num_heads=traits.num_kv_heads,
+            head_dim=traits.head_dim,
+            windows=traits.windows,
+        ),
+    )
+
+
+def num_kv_blocks(config: EngineConfig, specs: Sequence[KVCacheSpec], item_bytes: int) -> int:
+    """The number of blocks, the null block included.
+
+    Args:
+        item_bytes: of one number in the cache.
+
+    Raises:
+        TrouperValidationError: one sequence of `max_model_len` does not fit; it names the longest that does.
+    """
+    size, longest = config.block_size, config.max_model_len
+    block_bytes = sum(spec.token_size for spec in specs) * size * item_bytes
+    usable = config.num_blocks
+    if usable is None:
+        assert config.kv_cache_bytes is not None
+        useful = config.scheduler.max_num_seqs * -(-longest // size)
+        if config.device == "cuda":  # a GPU's memory is given to be used: the rest keeps prefixes
+            useful = max(useful, MAX_PREFIX_BLOCKS)
+        usable = min(config.kv_cache_bytes // block_bytes, useful)
+    if usable * size < longest:
+        raise TrouperValidationError(
+            f"the KV memory holds {usable} blocks of {size} tokens ({usable * block_bytes / 2**20:.0f} MiB): "
+            f"the largest max_model_len that fits is {usable * size}",
+            parameter="max_model_len",
+            value=longest,
+        )
+    return usable + 1

@@ -1,0 +1,61 @@
+"""The seam between a device and the model that computes its plans: on the CPU, on a GPU, generating or pooling."""
+
+from typing import Protocol
+
+from trouper.actors.executor.device import Answer, DeviceInfo, Later
+from trouper.actors.messages.plans import PoolPlan, StepPlan
+
+
+class ModelRunner(Protocol):
+    """A model with its memory on one device, synchronous and without scheduling state.
+
+    It belongs to the thread that calls `load`.  Plans run in the order of the calls.
+    """
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether one thread computes the model sooner than several, which wait for each other."""
+        ...
+
+    def load(self) -> DeviceInfo:
+        """Read the weights and take all memory: everything that can fail at start.
+
+        Raises:
+            TrouperValidationError: the checkpoint does not fit the config, or the memory is too small.
+        """
+        ...
+
+    def execute(self, plan: StepPlan | PoolPlan) -> Answer | Later[Answer]:
+        """Run a plan of the kind that the model is for, or launch it.
+
+        After an exception the rows of the plan must be given again.
+        """
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Give memory back: at level 1 the KV memory, and weights as far as the host keeps them; at level 2 both."""
+        ...
+
+    def wake(self, tags: frozenset[str]) -> None:
+        """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are not."""
+        ...
+
+    def start_profile(self, folder: str, prefix: str) -> None:
+        """Trace what follows.
+
+        Raises:
+            ProfilerAlreadyActiveError: a trace has begun already.
+        """
+        ...
+
+    def stop_profile(self) -> None:
+        """Write the trace; without one, warn and do nothing else."""
+        ...
+
+    def release(self) -> None:
+        """Give back memory that nothing refers to any more."""
+        ...
+
+    def close(self) -> None:
+        """Give back all memory and threads.  Idempotent."""
+        ...
