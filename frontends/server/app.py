@@ -31,10 +31,10 @@ from trouper.frontends.server.http.exchange import (
     Scope,
     Send,
 )
-from trouper.frontends.server.openai.responses_types import Usage
 from trouper.frontends.server.routes import TABLE, Route
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.usage import Usage
 
 if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine

@@ -26,7 +26,7 @@ from trouper.errors import (
     TrouperUnprocessableEntityError,
     UnsupportedFeatureError,
 )
-from trouper.frontends.server.openai.responses_types import Usage
+from trouper.frontends.server.usage import Usage
 
 Headers = tuple[tuple[bytes, bytes], ...]
 logger = logging.getLogger("trouper.server")

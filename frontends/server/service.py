@@ -1,7 +1,7 @@
 """What all handlers share: the engine once it is there, the house rules, and the table of who is in."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -18,11 +18,8 @@ from trouper.frontends.server.errors import aborted, clean, logger, unavailable
 from trouper.frontends.server.http.body import Rooms
 from trouper.frontends.server.http.exchange import Exchange
 from trouper.frontends.server.metrics import ServerMetrics
-from trouper.frontends.server.openai.requests import Generating
 from trouper.frontends.server.settings import ServerSettings
-from trouper.inputs import PromptType
 from trouper.outputs import RequestOutput
-from trouper.params import SamplingParams
 
 if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
@@ -178,39 +175,20 @@ class Service:
             raise TrouperNotFoundError(f"the model {clean(name, MAX_ECHO)!r} does not exist")
         return name
 
-    def generations(
-        self,
-        exchange: Exchange,
-        prompts: Sequence[PromptType],
-        params: SamplingParams,
-        request: Generating,
-    ) -> "Iterator[Generation]":
-        """One request of the engine for each prompt, when it is asked for, under ids that no client can choose.
+    def size(
+        self, exchange: Exchange, num_prompts: int, n: int, max_tokens: int | None, priority: int
+    ) -> int:
+        """Count what a request asks for against the limits; return the priority that the engine gets.
 
         Raises:
             Refusal: there is no place for so much.
         """
-        priority = request.priority or 0
         if self.settings.is_smaller_priority_first:
             priority = ~priority  # turns the order round, and no int64 falls out
-        options = {
-            name: value
-            for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
-            if (value := getattr(request, name)) is not None
-        }
         if exchange.ticket is not None:
-            num_bytes = self.counted_bytes(exchange.num_body_bytes, len(prompts))
-            exchange.ticket.size(num_bytes, len(prompts), params.n, params.max_tokens, priority)
-        return (
-            self.engine.generate(
-                prompt,
-                params,
-                f"{exchange.id}-{i}",
-                priority=priority,
-                tokenization_kwargs=options,
-            )
-            for i, prompt in enumerate(prompts)
-        )
+            num_bytes = self.counted_bytes(exchange.num_body_bytes, num_prompts)
+            exchange.ticket.size(num_bytes, num_prompts, n, max_tokens, priority)
+        return priority
 
     async def prompt_text(self, output: RequestOutput) -> str:
         """What the prompt says, also where it came as token ids."""

@@ -8,7 +8,6 @@ import anyio
 
 from trouper.errors import TrouperValidationError
 from trouper.frontends.python.cooperative import InTurns
-from trouper.frontends.server.openai.responses_types import CachedTokens, Usage
 from trouper.outputs import RequestOutput
 from trouper.pooling_outputs import PoolingRequestOutput
 
@@ -146,28 +145,3 @@ def _listed(service: "Service") -> "Iterator[list[Any]]":
         for generation in opened:
             service.forget(generation)
             generation.close()
-
-
-class Counted:
-    """Tokens of one answer so far."""
-
-    def __init__(self, num_prompts: int, *, shows_cached: bool) -> None:
-        self._prompt = [0] * num_prompts
-        self._cached = [0] * num_prompts
-        self._shows_cached = shows_cached
-        self.num_completion_tokens = 0
-
-    def add(self, i: int, output: RequestOutput) -> None:
-        self._prompt[i] = len(output.prompt_token_ids)
-        self._cached[i] = output.num_cached_tokens or 0
-        self.num_completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
-
-    @property
-    def usage(self) -> Usage:
-        num_prompt = sum(self._prompt)
-        usage = Usage(
-            num_prompt, self.num_completion_tokens, num_prompt + self.num_completion_tokens
-        )
-        if self._shows_cached:
-            usage.prompt_tokens_details = CachedTokens(sum(self._cached))
-        return usage

@@ -1,12 +1,19 @@
-"""`POST /v1/chat/completions`: whole or as a stream.  Source: spec sections 16.2 and 16.3."""
+"""`POST /v1/chat/completions`: the adapter of chats."""
 
-import time
-from typing import TYPE_CHECKING, Any
+from typing import ClassVar
 
 from msgspec import UNSET
 
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.http.exchange import DONE, Exchange
+from trouper.frontends.server.openai.adapter import (
+    ChoiceUpdate,
+    ParsedRequest,
+    ReplyHead,
+    ServedModel,
+    StreamEvent,
+)
+from trouper.frontends.server.openai.chat_prompt import chat_prompt
+from trouper.frontends.server.openai.driver import drive
 from trouper.frontends.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.openai.responses_types import (
@@ -17,145 +24,127 @@ from trouper.frontends.server.openai.responses_types import (
     ChatReply,
     Message,
 )
-from trouper.frontends.server.openai.sampling import chat_params
+from trouper.frontends.server.openai.sampling import chat_params, parsed_request
 from trouper.frontends.server.service import Service
-from trouper.frontends.server.settings import ServerSettings
-from trouper.frontends.server.streams import Counted, each_output, final_outputs
+from trouper.frontends.server.usage import Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from trouper.actors.engine.generation import Generation
-
-MAX_MESSAGES = 4096
-MAX_PARTS = 256  # in one message
+NEW_NAMES = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
 
 
 async def create_chat(service: Service, exchange: Exchange, request: ChatRequest) -> None:
-    try:
-        answer = _Answer(service, exchange, request)
-        if request.is_stream:
-            await answer.stream()
-        else:
-            await answer.whole()
-    except TrouperValidationError as error:
-        for name, new_name in (
-            ("logprobs", "top_logprobs"),
-            ("max_tokens", "max_completion_tokens"),
-        ):
-            if error.parameter == name and getattr(request, new_name) is not None:
-                error.parameter = new_name  # what the client calls it
-        raise
+    """Answer a conversation, whole or as a stream."""
+    await drive(service, exchange, request, ChatAdapter)
 
 
-class _Answer:
-    """One request on its way: checked when made, and the state of its choices."""
+class ChatAdapter:
+    """n choices of one conversation; a stream begins with the role of each choice."""
 
-    def __init__(self, service: Service, exchange: Exchange, request: ChatRequest) -> None:
-        settings = service.settings
-        self._service = service
-        self._exchange = exchange
+    STREAM_END: ClassVar[bytes] = DONE
+
+    @staticmethod
+    def parse(request: ChatRequest, model: ServedModel) -> ParsedRequest:
+        prompt = chat_prompt(request, model.settings)
+        params = chat_params(request, model.default_sampling, model.max_model_len)
+        return parsed_request(request, model.settings, [prompt], ["messages"], params)
+
+    @staticmethod
+    def client_name(request: ChatRequest, parameter: str) -> str:
+        new_name = NEW_NAMES.get(parameter)
+        is_used = new_name is not None and getattr(request, new_name) is not None
+        return new_name if new_name and is_used else parameter
+
+    def __init__(
+        self, request: ChatRequest, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
+    ) -> None:
         self._request = request
-        self._model = service.check_model(request.model)
-        self._prompt: Any = chat_prompt(request, settings)
-        self._params = chat_params(
-            request, service.config.model.default_sampling, service.config.max_model_len
-        )
-        exchange.name_by(request.request_id)
-        self._id = f"chatcmpl-{exchange.request_id}"
-        self._created = int(time.time())
+        self._num_choices = parsed.params.n
+        self._ends_with_usage = parsed.ends_with_usage
+        self._id = f"chatcmpl-{head.request_id}"
+        self._created = head.created
+        self._model = model.name
         self._as_ids = bool(request.return_tokens_as_token_ids)
-        self._as_ids |= settings.return_tokens_as_token_ids
-        self._role = settings.response_role
+        self._as_ids |= model.settings.return_tokens_as_token_ids
+        self._role = model.settings.response_role
         if request.add_generation_prompt is False:
             self._role = str(request.messages[-1].get("role", self._role))
         self._echo = _echoed(request, self._role)
-        self._counted = Counted(1, shows_cached=settings.enable_prompt_tokens_details)
-        options = request.stream_options
-        forced = settings.force_include_usage
-        self._ends_with_usage = forced or bool(options and options.include_usage)
-        self._shows_usage = forced or bool(options and options.continuous_usage_stats)
+        self._choices: list[ChatChoice] = []
+        self._output: RequestOutput | None = None
 
-    async def whole(self) -> None:
-        (output,) = await final_outputs(
-            self._service, self._exchange, self._generations(), ["messages"]
-        )
-        self._counted.add(0, output)
-        wants_ids = self._request.return_token_ids
-        reply = ChatReply(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=[self._choice(completion) for completion in output.outputs],
-            usage=self._counted.usage,
-            prompt_token_ids=output.prompt_token_ids if wants_ids else UNSET,
-        )
-        if output.prompt_logprobs is not None:
-            reply.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        await self._exchange.send_json(reply)
+    # Streamed
 
-    async def stream(self) -> None:
-        async def pump(_: int, output: RequestOutput) -> None:
-            self._counted.add(0, output)
-            if not self._exchange.has_started:
-                await self._begin(output)
-            for completion in output.outputs:
-                if _says_something(completion):
-                    await self._send(self._delta(completion))
-
-        await each_output(self._service, self._exchange, self._generations(), ["messages"], pump)
-        if self._ends_with_usage:
-            last = self._chunk([])
-            last.usage = self._counted.usage
-            await self._exchange.send_event(last)
-        await self._exchange.end_events()
-
-    async def _begin(self, output: RequestOutput) -> None:
-        """Whose turn it is, for each choice; an echo is the first thing said."""
-        await self._exchange.start_events()
-        for index in range(self._params.n):
-            delta = ChatDelta(index=index, delta=Message(role=self._role, content=""))
-            chunk = self._chunk([delta])
-            if self._request.return_token_ids and index == 0:
-                chunk.prompt_token_ids = output.prompt_token_ids
-            await self._exchange.send_event(chunk)
+    def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
+        """Render the role of each choice, and the message that is echoed."""
+        chunks: list[ChatChunk] = []
+        for index in range(self._num_choices):
+            role = Message(role=self._role, content="")
+            chunks.append(self._chunk(ChatDelta(index=index, delta=role)))
             if self._echo:
-                await self._send(ChatDelta(index=index, delta=Message(content=self._echo)))
+                echo = Message(content=self._echo)
+                chunks.append(self._chunk(ChatDelta(index=index, delta=echo), usage))
+        if self._request.return_token_ids:
+            chunks[0].prompt_token_ids = output.prompt_token_ids
+        return [StreamEvent(chunk) for chunk in chunks]
 
-    async def _send(self, delta: ChatDelta) -> None:
-        chunk = self._chunk([delta])
-        if self._shows_usage:
-            chunk.usage = self._counted.usage
-        await self._exchange.send_event(chunk)
-
-    def _generations(self) -> "Iterator[Generation]":
-        return self._service.generations(
-            self._exchange, [self._prompt], self._params, self._request
-        )
-
-    def _chunk(self, choices: list[ChatDelta]) -> ChatChunk:
-        return ChatChunk(id=self._id, created=self._created, model=self._model, choices=choices)
-
-    def _choice(self, completion: CompletionOutput) -> ChatChoice:
-        return ChatChoice(
-            index=completion.index,
-            message=Message(role=self._role, content=self._echo + completion.text),
-            logprobs=self._logprobs(completion),
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-            token_ids=completion.token_ids if self._request.return_token_ids else UNSET,
-        )
-
-    def _delta(self, completion: CompletionOutput) -> ChatDelta:
+    def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
+        completion, text = update.completion, update.text
+        if not (text or completion.finish_reason or completion.logprobs):
+            return []
         stop_reason = completion.stop_reason
-        return ChatDelta(
-            index=completion.index,
-            delta=Message(content=completion.text) if completion.text else Message(),
+        delta = ChatDelta(
+            index=update.index,
+            delta=Message(content=text) if text else Message(),
             logprobs=self._logprobs(completion) or UNSET,
             finish_reason=completion.finish_reason,
             stop_reason=UNSET if stop_reason is None else stop_reason,
             token_ids=completion.token_ids if self._request.return_token_ids else UNSET,
+        )
+        return [StreamEvent(self._chunk(delta, usage))]
+
+    def end(self, usage: Usage) -> list[StreamEvent]:
+        return [StreamEvent(self._chunk(None, usage))] if self._ends_with_usage else []
+
+    # Whole
+
+    def add(self, update: ChoiceUpdate) -> None:
+        completion = update.completion
+        self._output = update.output
+        self._choices.append(
+            ChatChoice(
+                index=update.index,
+                message=Message(role=self._role, content=self._echo + update.text),
+                logprobs=self._logprobs(completion),
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
+                token_ids=completion.token_ids if self._request.return_token_ids else UNSET,
+            )
+        )
+
+    def reply(self, usage: Usage) -> ChatReply:
+        reply = ChatReply(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=self._choices,
+            usage=usage,
+        )
+        if self._output is not None:
+            if self._request.return_token_ids:
+                reply.prompt_token_ids = self._output.prompt_token_ids
+            if self._output.prompt_logprobs is not None:
+                reply.prompt_logprobs = prompt_logprobs(self._output.prompt_logprobs)
+        return reply
+
+    # Both
+
+    def _chunk(self, delta: ChatDelta | None, usage: Usage | None = None) -> ChatChunk:
+        return ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[] if delta is None else [delta],
+            usage=UNSET if usage is None else usage,
         )
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
@@ -169,58 +158,9 @@ class _Answer:
         )
 
 
-def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
-    """A conversation in the engine's form, from a ChatRequest or TokenizeRequest.
-
-    Raises:
-        TrouperValidationError, UnsupportedFeatureError: naming the field.
-    """
-    messages: list[dict[str, Any]] = request.messages
-    if not messages:
-        raise _bad("messages", "must not be empty")
-    if len(messages) > MAX_MESSAGES:
-        raise _bad("messages", f"at most {MAX_MESSAGES} messages")
-    for i, message in enumerate(messages):
-        content = message.get("content")
-        if isinstance(content, list) and len(content) > MAX_PARTS:
-            raise _bad(f"messages[{i}].content", f"at most {MAX_PARTS} parts")
-    if request.chat_template is not None and not settings.trust_request_chat_template:
-        raise _bad("chat_template", "this server renders its own template only")
-    _check_tools(request.tools, getattr(request, "tool_choice", "none"))
-    variables = dict(settings.default_chat_template_kwargs)
-    if (effort := getattr(request, "reasoning_effort", None)) is not None:
-        variables["reasoning_effort"] = effort
-    variables |= request.chat_template_kwargs or {}
-    prompt: dict[str, Any] = {"messages": messages, "chat_template_kwargs": variables}
-    if request.chat_template is not None:
-        prompt["foreign_chat_template"] = request.chat_template
-    for name in ("add_generation_prompt", "continue_final_message", "tools", "cache_salt"):
-        if (value := getattr(request, name, None)) is not None:
-            prompt[name] = value
-    return prompt
-
-
-def _check_tools(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> None:
-    if tools is None:
-        if choice not in (None, "none"):
-            raise _bad("tool_choice", "needs tools")
-    elif not tools:
-        raise _bad("tools", "must not be empty")
-    elif choice != "none":
-        raise UnsupportedFeatureError("tools: only tool_choice none is supported yet")
-
-
 def _echoed(request: ChatRequest, role: str) -> str:
-    """The message that the answer goes on with, where the client wants to see it again."""
+    """Return the message that the reply continues, where the client wants to see it again."""
     last = request.messages[-1]
     content = last.get("content")
     is_wanted = request.echo and last.get("role") == role and isinstance(content, str)
     return str(content) if is_wanted else ""
-
-
-def _says_something(completion: CompletionOutput) -> bool:
-    return bool(completion.text or completion.finish_reason or completion.logprobs)
-
-
-def _bad(name: str, rule: str) -> TrouperValidationError:
-    return TrouperValidationError(f"{name}: {rule}", parameter=name)

@@ -1,14 +1,20 @@
-"""`POST /v1/completions`: n × m choices, whole or as a stream.  Source: spec sections 16.2 and 16.3."""
+"""`POST /v1/completions`: the adapter of completions, of which m prompts have n each."""
 
-import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from msgspec import UNSET
 
 from trouper.errors import TrouperValidationError
-from trouper.frontends.python.cooperative import InTurns
-from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.http.exchange import DONE, Exchange
+from trouper.frontends.server.openai.adapter import (
+    ChoiceUpdate,
+    ParsedRequest,
+    ReplyHead,
+    ServedModel,
+    StreamEvent,
+)
+from trouper.frontends.server.openai.driver import drive
 from trouper.frontends.server.openai.logprobs import completion_logprobs, prompt_logprobs
 from trouper.frontends.server.openai.requests import CompletionRequest
 from trouper.frontends.server.openai.responses_types import (
@@ -16,15 +22,14 @@ from trouper.frontends.server.openai.responses_types import (
     CompletionLogprobs,
     CompletionReply,
 )
-from trouper.frontends.server.openai.sampling import check_sequences, completion_params
+from trouper.frontends.server.openai.sampling import (
+    check_sequences,
+    completion_params,
+    parsed_request,
+)
 from trouper.frontends.server.service import Service
-from trouper.frontends.server.streams import Counted, each_output, final_outputs
-from trouper.outputs import CompletionOutput, LogprobsOnePosition, RequestOutput
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from trouper.actors.engine.generation import Generation
+from trouper.frontends.server.usage import Usage
+from trouper.outputs import LogprobsOnePosition, RequestOutput
 
 MAX_PROMPTS = 1024
 
@@ -32,134 +37,101 @@ MAX_PROMPTS = 1024
 async def create_completion(
     service: Service, exchange: Exchange, request: CompletionRequest
 ) -> None:
-    answer = _Answer(service, exchange, request)
-    if request.is_stream:
-        await answer.stream()
-    else:
-        await answer.whole()
+    """Complete prompts, whole or as a stream."""
+    await drive(service, exchange, request, CompletionAdapter)
 
 
-class _Answer:
-    """One request on its way: checked when made, and the state of its choices."""
+class CompletionAdapter:
+    """n choices for each prompt; chunks of a stream have the form of whole replies."""
 
-    def __init__(self, service: Service, exchange: Exchange, request: CompletionRequest) -> None:
-        settings = service.settings
-        self._service = service
-        self._exchange = exchange
+    STREAM_END: ClassVar[bytes] = DONE
+
+    @staticmethod
+    def parse(request: CompletionRequest, model: ServedModel) -> ParsedRequest:
+        prompts, places = _prompts(request)
+        params = completion_params(request, model.default_sampling, model.max_model_len)
+        check_sequences(len(prompts), params.n)
+        parsed = parsed_request(request, model.settings, prompts, places, params)
+        parsed.is_prompt_only = request.max_tokens == 0
+        parsed.shows_prompt = bool(request.echo)
+        return parsed
+
+    @staticmethod
+    def client_name(request: CompletionRequest, parameter: str) -> str:
+        return parameter
+
+    def __init__(
+        self, request: CompletionRequest, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
+    ) -> None:
         self._request = request
-        self._model = service.check_model(request.model)
-        self._prompts, self._places = _prompts(request)
-        self._params = completion_params(
-            request, service.config.model.default_sampling, service.config.max_model_len
-        )
-        check_sequences(len(self._prompts), self._params.n)
-        exchange.name_by(request.request_id)
-        self._id = f"cmpl-{exchange.request_id}"
-        self._created = int(time.time())
+        self._ends_with_usage = parsed.ends_with_usage
+        self._id = f"cmpl-{head.request_id}"
+        self._created = head.created
+        self._model = model
         self._as_ids = bool(request.return_tokens_as_token_ids)
-        self._as_ids |= settings.return_tokens_as_token_ids
-        self._is_prompt_only = request.max_tokens == 0
-        self._counted = Counted(
-            len(self._prompts), shows_cached=settings.enable_prompt_tokens_details
-        )
-        options = request.stream_options
-        forced = settings.force_include_usage
-        self._ends_with_usage = forced or bool(options and options.include_usage)
-        self._shows_usage = forced or bool(options and options.continuous_usage_stats)
+        self._as_ids |= model.settings.return_tokens_as_token_ids
         self._offsets: dict[int, int] = defaultdict(int)  # of the next token's text, by choice
-        self._begun: set[int] = set()  # choices that have been heard of
+        self._choices: list[CompletionChoice] = []
 
-    async def whole(self) -> None:
-        outputs = await final_outputs(
-            self._service, self._exchange, self._generations(), self._places
-        )
-        choices: list[CompletionChoice] = []
-        async for i, output in InTurns(enumerate(outputs)):
-            choices += await self._choices(i, output)
-        reply = self._reply(sorted(choices, key=lambda choice: choice.index))
-        reply.usage = self._counted.usage
-        await self._exchange.send_json(reply)
+    def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
+        return []
 
-    async def stream(self) -> None:
-        async def pump(i: int, output: RequestOutput) -> None:
-            choices = await self._choices(i, output)
-            if not self._exchange.has_started:
-                await self._exchange.start_events()
-            for choice in choices:
-                if _says_something(choice):
-                    chunk = self._reply([choice])
-                    if self._shows_usage:
-                        chunk.usage = self._counted.usage
-                    await self._exchange.send_event(chunk)
+    def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
+        choice = self._choice(update)
+        return [StreamEvent(self._reply([choice], usage))] if _says_something(choice) else []
 
-        await each_output(self._service, self._exchange, self._generations(), self._places, pump)
-        if self._ends_with_usage:
-            last = self._reply([])
-            last.usage = self._counted.usage
-            await self._exchange.send_event(last)
-        await self._exchange.end_events()
+    def end(self, usage: Usage) -> list[StreamEvent]:
+        return [StreamEvent(self._reply([], usage))] if self._ends_with_usage else []
 
-    def _generations(self) -> "Iterator[Generation]":
-        return self._service.generations(self._exchange, self._prompts, self._params, self._request)
+    def add(self, update: ChoiceUpdate) -> None:
+        self._choices.append(self._choice(update))
 
-    def _reply(self, choices: list[CompletionChoice]) -> CompletionReply:
+    def reply(self, usage: Usage) -> CompletionReply:
+        return self._reply(sorted(self._choices, key=lambda choice: choice.index), usage)
+
+    def _reply(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionReply:
         return CompletionReply(
-            id=self._id, created=self._created, model=self._model, choices=choices
+            id=self._id,
+            created=self._created,
+            model=self._model.name,
+            choices=choices,
+            usage=UNSET if usage is None else usage,
         )
 
-    async def _choices(self, i: int, output: RequestOutput) -> list[CompletionChoice]:
-        if self._is_prompt_only:
-            for completion in output.outputs:
-                completion.text, completion.token_ids, completion.logprobs = "", [], []
-        self._counted.add(i, output)
-        is_echoed = self._request.echo and any(
-            self._index(i, completion) not in self._begun for completion in output.outputs
-        )
-        prompt = await self._service.prompt_text(output) if is_echoed else ""
-        return [self._choice(i, output, completion, prompt) for completion in output.outputs]
-
-    def _choice(
-        self, i: int, output: RequestOutput, completion: CompletionOutput, prompt: str
-    ) -> CompletionChoice:
-        index = self._index(i, completion)
-        is_first = index not in self._begun
-        self._begun.add(index)
+    def _choice(self, update: ChoiceUpdate) -> CompletionChoice:
+        completion, output = update.completion, update.output
         choice = CompletionChoice(
-            index=index,
-            text=(prompt if is_first else "") + completion.text,
+            index=update.index,
+            text=update.prompt_text + update.text,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
         )
-        token_ids: list[int] = list(completion.token_ids)
-        positions: list[LogprobsOnePosition | None] = list(completion.logprobs or ())
         if self._request.return_token_ids:
             choice.token_ids = completion.token_ids
-            choice.prompt_token_ids = output.prompt_token_ids if is_first else UNSET
+            choice.prompt_token_ids = output.prompt_token_ids if update.is_first else UNSET
         if self._request.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
         if self._request.logprobs is not None:
-            if self._request.echo and is_first:
-                token_ids = [*output.prompt_token_ids, *token_ids]
-                positions = [*(output.prompt_logprobs or ()), *positions]
-            choice.logprobs = self._logprobs(index, token_ids, positions)
+            choice.logprobs = self._logprobs(update)
         return choice
 
-    def _logprobs(
-        self, index: int, token_ids: list[int], positions: list[LogprobsOnePosition | None]
-    ) -> CompletionLogprobs:
+    def _logprobs(self, update: ChoiceUpdate) -> CompletionLogprobs:
+        completion, output = update.completion, update.output
+        token_ids: list[int] = list(completion.token_ids)
+        positions: list[LogprobsOnePosition | None] = list(completion.logprobs or ())
+        if self._request.echo and update.is_first:
+            token_ids = [*output.prompt_token_ids, *token_ids]
+            positions = [*(output.prompt_logprobs or ()), *positions]
         made = completion_logprobs(
             token_ids,
             positions,
             self._request.logprobs or 0,
-            text_of=self._service.token_text,
-            offset=self._offsets[index],
+            text_of=self._model.token_text,
+            offset=self._offsets[update.index],
             as_ids=self._as_ids,
         )
-        self._offsets[index] += sum(map(len, made.tokens))
+        self._offsets[update.index] += sum(map(len, made.tokens))
         return made
-
-    def _index(self, i: int, completion: CompletionOutput) -> int:
-        return i * self._params.n + completion.index
 
 
 def _says_something(choice: CompletionChoice) -> bool:

@@ -1,22 +1,13 @@
-"""What clients get.  `UNSET` leaves a field out.  Source: spec section 16.3."""
+"""The replies of completions and chats.  `UNSET` leaves a field out."""
 
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from trouper.frontends.server.usage import Usage
+
 PromptLogprobs = list[dict[int, dict[str, Any]] | None]
-
-
-class CachedTokens(msgspec.Struct):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):

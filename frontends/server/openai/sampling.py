@@ -1,4 +1,4 @@
-"""A request's fields -> `SamplingParams`.  Pure.
+"""A request's fields as `SamplingParams` and the rest of a `ParsedRequest`.  Pure.
 
 Precedence: the request, then the model's generation_config.json, then OpenAI's default.
 """
@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.frontends.server.openai.adapter import ParsedRequest
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest, Generating
+from trouper.frontends.server.settings import ServerSettings
 from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, RequestOutputKind, SamplingParams
 
 SAME_NAME = (
@@ -61,6 +63,33 @@ def chat_params(
     if max_tokens is None:
         max_tokens = defaults.get("max_tokens")
     return _make(request, {**defaults, **given, "max_tokens": max_tokens}, max_model_len)
+
+
+def parsed_request(
+    request: Generating,
+    settings: ServerSettings,
+    prompts: list[Any],
+    places: list[str],
+    params: SamplingParams,
+) -> ParsedRequest:
+    """Return a request in the engine's terms, as far as completions and chats are alike."""
+    options = request.stream_options
+    is_forced = settings.force_include_usage
+    return ParsedRequest(
+        prompts=prompts,
+        places=places,
+        params=params,
+        priority=request.priority or 0,
+        tokenization={
+            name: value
+            for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
+            if (value := getattr(request, name)) is not None
+        },
+        is_stream=request.is_stream,
+        shows_usage=is_forced or bool(options and options.continuous_usage_stats),
+        ends_with_usage=is_forced or bool(options and options.include_usage),
+        shows_cached=settings.enable_prompt_tokens_details,
+    )
 
 
 def check_common(request: Generating) -> None:

@@ -12,7 +12,7 @@ from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.errors import TrouperValidationError
 from trouper.frontends.server.http.exchange import Exchange
-from trouper.frontends.server.openai.chat import chat_prompt
+from trouper.frontends.server.openai.chat_prompt import chat_prompt
 from trouper.frontends.server.openai.requests import DetokenizeRequest, TokenizeRequest
 from trouper.frontends.server.service import Service
 from trouper.params import SamplingParams

@@ -17,7 +17,7 @@ from trouper.config.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.python.scoring import Encoding, Pooled, Scorer, as_pairs, collect
 from trouper.frontends.server.http.exchange import Exchange
-from trouper.frontends.server.openai.chat import chat_prompt
+from trouper.frontends.server.openai.chat_prompt import chat_prompt
 from trouper.frontends.server.pooling.encodings import Encoding as HowEncoded
 from trouper.frontends.server.pooling.replies import (
     PoolingServeContext,
@@ -166,12 +166,7 @@ def _context(
 ) -> PoolingServeContext:
     model = service.check_model(request.model)
     exchange.name_by(request.request_id)
-    priority = request.priority or 0
-    if service.settings.is_smaller_priority_first:
-        priority = ~priority  # turns the order round, and no int64 falls out
-    if exchange.ticket is not None:
-        num_bytes = service.counted_bytes(exchange.num_body_bytes, len(prompts))
-        exchange.ticket.size(num_bytes, len(prompts), 1, 1, priority)
+    priority = service.size(exchange, len(prompts), 1, 1, request.priority or 0)
     names = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
     return PoolingServeContext(
         prompts=prompts,

@@ -1,0 +1,113 @@
+"""What the streaming driver asks of an API: how its requests are read, and how its replies are written.
+
+An adapter is pure and synchronous.  It sees one request, never the engine or the connection; everything that
+waits is the driver's.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import msgspec
+
+from trouper.frontends.server.openai.parsers import ParserChain, Part
+from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.usage import Usage
+from trouper.outputs import CompletionOutput, RequestOutput
+from trouper.params import SamplingParams
+
+
+class ServedModel(NamedTuple):
+    """What an adapter may know of the server and its model."""
+
+    settings: ServerSettings
+    name: str  # as the client knows it
+    default_sampling: Mapping[str, Any]  # of the model's generation_config.json
+    max_model_len: int
+    token_text: Callable[[int], str]
+
+
+class ReplyHead(NamedTuple):
+    """What identifies a reply."""
+
+    request_id: str  # the client's name for the request, or else the server's
+    unique_id: str  # the server's own
+    created: int  # seconds of the wall clock
+
+
+class ParsedRequest(msgspec.Struct, kw_only=True):
+    """A request in the engine's terms."""
+
+    prompts: Sequence[Any]
+    places: Sequence[str]  # the client's name for each prompt, as errors have it
+    params: SamplingParams
+    priority: int = 0
+    tokenization: dict[str, Any] = {}
+    is_stream: bool = False
+    shows_usage: bool = False  # with every event of a stream
+    ends_with_usage: bool = False
+    shows_cached: bool = False  # in the usage
+    shows_prompt: bool = False  # its text begins each choice
+    is_prompt_only: bool = False  # what is generated is dropped
+    make_parsers: Callable[[], ParserChain] = ParserChain  # for each choice
+
+
+class ChoiceUpdate(msgspec.Struct, frozen=True):
+    """What a choice has said since its last update; everything, when the reply is not streamed."""
+
+    index: int  # among all choices of the reply
+    is_first: bool
+    parts: Sequence[Part]
+    completion: CompletionOutput
+    output: RequestOutput
+    prompt_text: str  # with the first update, where the request wants it shown
+
+    @property
+    def text(self) -> str:
+        return "".join([part.text for part in self.parts])
+
+
+class StreamEvent(NamedTuple):
+    """One server-sent event."""
+
+    content: object
+    name: str | None = None
+
+
+class Adapter(Protocol):
+    """The meaning of one API's requests and the form of its replies.
+
+    A stream is `begin`, then `render` for each update, then `end`; a whole reply is `add` for each update,
+    then `reply`.  The usage is that of all tokens so far; None: the client has not asked for it yet.
+    """
+
+    STREAM_END: ClassVar[bytes]
+
+    @staticmethod
+    def parse(request: Any, model: ServedModel) -> ParsedRequest:
+        """Read a request.
+
+        Raises:
+            TrouperValidationError, UnsupportedFeatureError: naming the field.
+        """
+        ...
+
+    @staticmethod
+    def client_name(request: Any, parameter: str) -> str:
+        """Return the client's name for a parameter of the engine that is wrong."""
+        ...
+
+    def __init__(
+        self, request: Any, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
+    ) -> None: ...
+
+    def begin(self, output: RequestOutput, usage: Usage | None) -> Iterable[StreamEvent]:
+        """Render what comes before the first update; `output` is the first of all."""
+        ...
+
+    def render(self, update: ChoiceUpdate, usage: Usage | None) -> Iterable[StreamEvent]: ...
+
+    def end(self, usage: Usage) -> Iterable[StreamEvent]: ...
+
+    def add(self, update: ChoiceUpdate) -> None: ...
+
+    def reply(self, usage: Usage) -> object: ...

@@ -1,0 +1,54 @@
+"""Conversations as clients send them, in the engine's form.  Pure."""
+
+from typing import Any
+
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.frontends.server.settings import ServerSettings
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 256  # in one message
+
+
+def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
+    """Return a conversation in the engine's form, from any request that carries one.
+
+    Raises:
+        TrouperValidationError, UnsupportedFeatureError: naming the field.
+    """
+    messages: list[dict[str, Any]] = request.messages
+    if not messages:
+        raise _bad("messages", "must not be empty")
+    if len(messages) > MAX_MESSAGES:
+        raise _bad("messages", f"at most {MAX_MESSAGES} messages")
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list) and len(content) > MAX_PARTS:
+            raise _bad(f"messages[{i}].content", f"at most {MAX_PARTS} parts")
+    if request.chat_template is not None and not settings.trust_request_chat_template:
+        raise _bad("chat_template", "this server renders its own template only")
+    _check_tools(request.tools, getattr(request, "tool_choice", "none"))
+    variables = dict(settings.default_chat_template_kwargs)
+    if (effort := getattr(request, "reasoning_effort", None)) is not None:
+        variables["reasoning_effort"] = effort
+    variables |= request.chat_template_kwargs or {}
+    prompt: dict[str, Any] = {"messages": messages, "chat_template_kwargs": variables}
+    if request.chat_template is not None:
+        prompt["foreign_chat_template"] = request.chat_template
+    for name in ("add_generation_prompt", "continue_final_message", "tools", "cache_salt"):
+        if (value := getattr(request, name, None)) is not None:
+            prompt[name] = value
+    return prompt
+
+
+def _check_tools(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> None:
+    if tools is None:
+        if choice not in (None, "none"):
+            raise _bad("tool_choice", "needs tools")
+    elif not tools:
+        raise _bad("tools", "must not be empty")
+    elif choice != "none":
+        raise UnsupportedFeatureError("tools: only tool_choice none is supported yet")
+
+
+def _bad(name: str, rule: str) -> TrouperValidationError:
+    return TrouperValidationError(f"{name}: {rule}", parameter=name)

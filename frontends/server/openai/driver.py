@@ -1,0 +1,158 @@
+"""The streaming driver: generation → parser chain → events, under an adapter for each API.
+
+Everything of a generation request that waits is here; adapters and parsers are pure.  Leaving, on whatever
+way, closes the generations, and that aborts them; a failure in mid-stream becomes the stream's last event
+where every failure becomes a reply, in the application.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from trouper.errors import TrouperValidationError
+from trouper.frontends.python.cooperative import InTurns
+from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.openai.adapter import (
+    Adapter,
+    ChoiceUpdate,
+    ParsedRequest,
+    ReplyHead,
+    ServedModel,
+    StreamEvent,
+)
+from trouper.frontends.server.openai.requests import Generating, ResponsesRequest
+from trouper.frontends.server.service import Service
+from trouper.frontends.server.streams import each_output, final_outputs
+from trouper.frontends.server.usage import UsageCounter
+from trouper.outputs import CompletionOutput, RequestOutput
+
+if TYPE_CHECKING:
+    from trouper.actors.engine.generation import Generation
+    from trouper.frontends.server.openai.parsers import ParserChain
+
+
+async def drive(
+    service: Service,
+    exchange: Exchange,
+    request: Generating | ResponsesRequest,
+    api: type[Adapter],
+) -> None:
+    """Answer one request, whole or as a stream.
+
+    Raises:
+        Exception: the request is bad, or its generation has failed; parameters have the client's names.
+    """
+    try:
+        model = _served_model(service, request.model)
+        parsed = api.parse(request, model)
+        exchange.name_by(request.request_id)
+        head = ReplyHead(exchange.request_id, exchange.id, int(time.time()))
+        driver = Driver(service, exchange, parsed, api(request, parsed, model, head))
+        await (driver.send_stream() if parsed.is_stream else driver.send_reply())
+    except TrouperValidationError as error:
+        if error.parameter is not None:
+            error.parameter = api.client_name(request, error.parameter)
+        raise
+
+
+class Driver:
+    """One parsed request on its way through the engine to the client."""
+
+    def __init__(
+        self, service: Service, exchange: Exchange, parsed: ParsedRequest, adapter: Adapter
+    ) -> None:
+        self._service = service
+        self._exchange = exchange
+        self._parsed = parsed
+        self._adapter = adapter
+        self._counter = UsageCounter(len(parsed.prompts), shows_cached=parsed.shows_cached)
+        self._chains: dict[int, ParserChain] = {}  # of the choices that have begun
+
+    async def send_reply(self) -> None:
+        parsed = self._parsed
+        outputs = await final_outputs(
+            self._service, self._exchange, self._generations(), parsed.places
+        )
+        async for i, output in InTurns(enumerate(outputs)):
+            for update in await self._updates(i, output):
+                self._adapter.add(update)
+        await self._exchange.send_json(self._adapter.reply(self._counter.usage))
+
+    async def send_stream(self) -> None:
+        exchange, parsed = self._exchange, self._parsed
+        await each_output(
+            self._service, exchange, self._generations(), parsed.places, self._send_output
+        )
+        await self._send_events(self._adapter.end(self._counter.usage))
+        await exchange.end_events(self._adapter.STREAM_END)
+
+    async def _send_output(self, i: int, output: RequestOutput) -> None:
+        updates = await self._updates(i, output)
+        usage = self._counter.usage if self._parsed.shows_usage else None
+        if not self._exchange.has_started:
+            await self._exchange.start_events()
+            await self._send_events(self._adapter.begin(output, usage))
+        for update in updates:
+            await self._send_events(self._adapter.render(update, usage))
+
+    async def _send_events(self, events: Iterable[StreamEvent]) -> None:
+        for event in events:
+            await self._exchange.send_event(event.content, event.name)
+
+    async def _updates(self, i: int, output: RequestOutput) -> list[ChoiceUpdate]:
+        """Return what an output of prompt `i` says for each of its choices."""
+        if self._parsed.is_prompt_only:
+            for completion in output.outputs:
+                completion.text, completion.token_ids, completion.logprobs = "", [], []
+        self._counter.add(i, output)
+        first = i * self._parsed.params.n
+        is_new = any(first + each.index not in self._chains for each in output.outputs)
+        shows_prompt = is_new and self._parsed.shows_prompt
+        prompt_text = await self._service.prompt_text(output) if shows_prompt else ""
+        return [
+            self._update(first + completion.index, completion, output, prompt_text)
+            for completion in output.outputs
+        ]
+
+    def _update(
+        self, index: int, completion: CompletionOutput, output: RequestOutput, prompt_text: str
+    ) -> ChoiceUpdate:
+        chain = self._chains.get(index)
+        is_first = chain is None
+        if chain is None:
+            chain = self._chains[index] = self._parsed.make_parsers()
+        parts = chain.feed(completion.text, is_last=completion.finish_reason is not None)
+        prompt_text = prompt_text if is_first else ""
+        return ChoiceUpdate(index, is_first, parts, completion, output, prompt_text)
+
+    def _generations(self) -> "Iterator[Generation]":
+        """Make one request of the engine for each prompt, under ids that no client can choose.
+
+        Raises:
+            Refusal: there is no place for so much.
+        """
+        service, exchange, parsed = self._service, self._exchange, self._parsed
+        params, num_prompts = parsed.params, len(parsed.prompts)
+        priority = service.size(exchange, num_prompts, params.n, params.max_tokens, parsed.priority)
+        return (
+            service.engine.generate(
+                prompt,
+                params,
+                f"{exchange.id}-{i}",
+                priority=priority,
+                tokenization_kwargs=parsed.tokenization,
+            )
+            for i, prompt in enumerate(parsed.prompts)
+        )
+
+
+def _served_model(service: Service, name: str | None) -> ServedModel:
+    """Raises TrouperNotFoundError."""
+    config = service.config
+    return ServedModel(
+        service.settings,
+        service.check_model(name),
+        config.model.default_sampling,
+        config.max_model_len,
+        service.token_text,
+    )

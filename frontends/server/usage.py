@@ -1,0 +1,41 @@
+"""Counts of tokens, as replies and errors give them to clients."""
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from trouper.outputs import RequestOutput
+
+
+class CachedTokens(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | UnsetType = UNSET
+
+
+class UsageCounter:
+    """The tokens of one reply so far."""
+
+    def __init__(self, num_prompts: int, *, shows_cached: bool) -> None:
+        self._num_prompt = [0] * num_prompts
+        self._num_cached = [0] * num_prompts
+        self._shows_cached = shows_cached
+        self._num_completion = 0
+
+    def add(self, i: int, output: RequestOutput) -> None:
+        """Count a new output of prompt `i`, which holds only tokens that no output before it held."""
+        self._num_prompt[i] = len(output.prompt_token_ids)
+        self._num_cached[i] = output.num_cached_tokens or self._num_cached[i]
+        self._num_completion += sum(len(choice.token_ids) for choice in output.outputs)
+
+    @property
+    def usage(self) -> Usage:
+        num_prompt = sum(self._num_prompt)
+        usage = Usage(num_prompt, self._num_completion, num_prompt + self._num_completion)
+        if self._shows_cached:
+            usage.prompt_tokens_details = CachedTokens(sum(self._num_cached))
+        return usage
