@@ -34,7 +34,7 @@ from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.replies.pooling_slot import PoolingSlot
-from trouper.actors.replies.reply_slot import ReplySlot, StreamInterval
+from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.event_loop import Loop
 from trouper.actors.scheduling.scheduler import Scheduler
@@ -102,7 +102,6 @@ class Engine(Controls):
         self._admission = Admission(
             config.max_num_queued_reqs, config.max_num_queued_tokens, self._note_rejection
         )
-        self._stream_interval = StreamInterval(config.stream_interval)
         self._open: dict[str, tuple[RequestId, Slot[Any]]] = {}
         self._next_id = 0
         self._has_warned_of_tracing = False
@@ -232,15 +231,11 @@ class Engine(Controls):
         return ReplySlot(
             request_id,
             params,
-            self._stream_interval,
+            self.config.stream_interval,
             prefills=prefills,
             shows_stats=shows_stats,
             new_event=new_event,
         )
-
-    def set_stream_interval(self, num_tokens: int) -> None:
-        """An output of any stream has at least so many tokens from now on, and never fewer than `config.stream_interval`."""
-        self._stream_interval.num_tokens = max(num_tokens, self.config.stream_interval)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Raises what opening a request of n completions would raise now."""

@@ -39,12 +39,6 @@ class _Completion(msgspec.Struct):
     num_sent_tokens: int = 0
 
 
-class StreamInterval(msgspec.Struct):
-    """Tokens between two outputs of a stream, of all streams that share it."""
-
-    num_tokens: int = 1
-
-
 class ReplySlot(Slot[RequestOutput]):
     """What a generation writes: text, tokens and logprobs of n completions."""
 
@@ -52,7 +46,7 @@ class ReplySlot(Slot[RequestOutput]):
         self,
         request_id: str,
         params: SamplingParams,
-        stream_interval: StreamInterval | None = None,
+        stream_interval: int = 1,
         *,
         prefills: Prefills | None = None,
         shows_stats: bool = True,
@@ -64,8 +58,7 @@ class ReplySlot(Slot[RequestOutput]):
         self._kind = params.output_kind
         self._wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
         self._wants_prompt_logprobs = params.prompt_logprobs is not None
-        self._own_interval = params.stream_interval or 1
-        self._least_interval = stream_interval or StreamInterval()
+        self._interval = max(params.stream_interval or 1, stream_interval)
         self._completions = [_Completion() for _ in range(params.n)]
         self._num_open = params.n  # completions without a finish reason
         self._due: set[int] = set()  # completions with something that the reader should get now
@@ -137,7 +130,7 @@ class ReplySlot(Slot[RequestOutput]):
                 self._end()
         num_new = mine.num_tokens - mine.num_sent_tokens
         is_first = mine.num_sent_tokens == 0 and num_new > 0
-        interval = max(self._own_interval, self._least_interval.num_tokens)
+        interval = self._interval
         if is_first or num_new >= interval or finish_reason is not None:
             self._due.add(index)
             if self._kind != RequestOutputKind.FINAL_ONLY or self._num_open == 0:

@@ -199,16 +199,6 @@ async def test_the_first_token_then_every_interval_then_the_last(
     assert [id for o in outputs for id in o.outputs[0].token_ids] == expected(PROMPT, 10)
 
 
-async def test_an_interval_that_is_set_later_is_never_less_than_the_engines(autojump_clock):
-    async with engine_with_eos(stream_interval=4) as engine:
-        sizes = []
-        for interval, name in ((1, "a"), (5, "b"), (1, "c")):
-            engine.set_stream_interval(interval)
-            outputs = await run(engine, greedy(10, output_kind=DELTA), name)
-            sizes.append([len(o.outputs[0].token_ids) for o in outputs])
-    assert sizes == [[1, 4, 4, 1], [1, 5, 4], [1, 4, 4, 1]]
-
-
 # Order and n
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.replies.reply_slot import ReplySlot, StreamInterval
+from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.outputs import Logprob, RequestError
 from trouper.params import RequestOutputKind, SamplingParams
 
@@ -22,7 +22,7 @@ async def open_slot():
 
     def open_slot(kind=CUMULATIVE, *, interval=1, **params):
         params = {"temperature": 1.0, "output_kind": kind} | params
-        slots.append(ReplySlot("mine", SamplingParams(**params), StreamInterval(interval)))
+        slots.append(ReplySlot("mine", SamplingParams(**params), interval))
         return slots[-1]
 
     yield open_slot
@@ -118,18 +118,6 @@ async def test_a_request_can_only_raise_the_engines_interval(open_slot):
         assert slot.read_nowait() is None
         slot.write(0, "", (5,))
         assert slot.read_nowait() is not None
-
-
-async def test_an_interval_holds_for_what_comes_after_it_was_changed():
-    interval = StreamInterval(1)
-    slot = ReplySlot("mine", SamplingParams(output_kind=DELTA), interval)
-    seen = []
-    for token in range(10):
-        interval.num_tokens = 3 if 2 <= token < 7 else 1
-        slot.write(0, "x", (token,), finish_reason="length" if token == 9 else None)
-        if (output := slot.read_nowait()) is not None:
-            seen.append(ids(output)[0])
-    assert seen == [[0], [1], [2, 3, 4], [5, 6, 7], [8], [9]]
 
 
 async def test_writes_after_the_end_change_nothing(open_slot):
@@ -319,7 +307,7 @@ async def test_cancelling_the_scope_aborts_but_leaves_the_slot_readable(open_slo
 )
 async def test_whatever_the_reader_misses_the_whole_arrives_once(kind, pieces, interval):
     """Reads after some of the writes, then to the end: nothing is lost, doubled or reordered."""
-    slot = ReplySlot("mine", SamplingParams(n=3, output_kind=kind), StreamInterval(interval))
+    slot = ReplySlot("mine", SamplingParams(n=3, output_kind=kind), interval)
     whole, got, ends = ["", "", ""], ["", "", ""], 0
 
     def read():

@@ -38,12 +38,11 @@ class Door:
         self.min_waiting_tokens = 0  # may wait whatever the throughput
         self.is_adaptive = True  # more may wait where more is done
         self.delay = QueueDelay(math.inf)
-        self.is_refusing = False  # somebody, between the last two looks
         self.full_reason = "overloaded"  # for the metric: which limit it is
         self.max_prefill_tokens: int | None = None  # max_num_queued_tokens
         self.num_prefill_tokens: Callable[[], int] = int
         self._note_rejection = note_rejection
-        self._num_refused = self._num_refused_before = 0  # in all; until the last look
+        self._num_refused = 0
         self._resumed_at = self._looked_at = -math.inf
         self._tickets: dict[Entry, Ticket] = {}
 
@@ -106,8 +105,6 @@ class Door:
             self._resumed_at = now
         elif entry is not None:
             wait_s = now - max(self._tickets[entry].waits_since, self._resumed_at)
-        self.is_refusing = self._num_refused > self._num_refused_before
-        self._num_refused_before = self._num_refused
         self.delay.look(wait_s, now)
         if self.delay.stands:
             for gone in self.admission.trim(self._done_in_time):
