@@ -17,6 +17,7 @@ from trouper.frontends.server.admission.throughput import StepClock
 from trouper.frontends.server.errors import aborted, clean, logger, unavailable
 from trouper.frontends.server.http.body import Rooms
 from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.http.trace_context import trace_headers
 from trouper.frontends.server.metrics import ServerMetrics
 from trouper.frontends.server.settings import ServerSettings
 from trouper.outputs import RequestOutput
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 PLACES = 4  # × max_num_seqs sequences may be open: one in the machine, three on the bench
 MAX_ECHO = 200
 MIN_SPARE_SEATS = 2  # in the engine's own queue, so that a seat that falls free is taken at once
-CROWDED_INTERVAL = 2  # tokens in a frame while others are refused; one: 0.95 of the tokens
 PROOF_S = 1.0  # so long a round trip proves that the next would succeed
 PROBE_S = 5.0  # and so long it may take
 
@@ -85,8 +85,6 @@ class Service:
     def drain(self) -> None:
         """From now on new requests are refused, and readiness says so."""
         self.is_draining = True
-        if self._engine is not None:
-            self._engine.engine.set_stream_interval(1)  # nobody looks any more
 
     @property
     def is_starting(self) -> bool:
@@ -134,7 +132,6 @@ class Service:
         self._note_throughput()
         self.door.let_in()
         self.door.look(is_paused=self._engine.engine.lifecycle.is_sleeping)
-        self._engine.engine.set_stream_interval(CROWDED_INTERVAL if self.door.is_refusing else 1)
         level = self._ladder.look(memory_used(), lag_s)
         if level != self.door.level:
             logger.warning("overload: %s after %s", level.name, self.door.level.name)
@@ -189,6 +186,12 @@ class Service:
             num_bytes = self.counted_bytes(exchange.num_body_bytes, num_prompts)
             exchange.ticket.size(num_bytes, num_prompts, n, max_tokens, priority)
         return priority
+
+    def trace_parent(self, exchange: Exchange) -> dict[str, str] | None:
+        """Return the headers that name the caller's span, where requests are traced."""
+        if self.config.otlp_traces_endpoint is None:
+            return None
+        return trace_headers(exchange.headers)
 
     async def prompt_text(self, output: RequestOutput) -> str:
         """What the prompt says, also where it came as token ids."""

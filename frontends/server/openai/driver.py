@@ -134,6 +134,7 @@ class Driver:
         service, exchange, parsed = self._service, self._exchange, self._parsed
         params, num_prompts = parsed.params, len(parsed.prompts)
         priority = service.size(exchange, num_prompts, params.n, params.max_tokens, parsed.priority)
+        parent = service.trace_parent(exchange)
         return (
             service.engine.generate(
                 prompt,
@@ -141,6 +142,7 @@ class Driver:
                 f"{exchange.id}-{i}",
                 priority=priority,
                 tokenization_kwargs=parsed.tokenization,
+                trace_headers=parent,
             )
             for i, prompt in enumerate(parsed.prompts)
         )
