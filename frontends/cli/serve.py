@@ -142,6 +142,7 @@ def serve(
         if engine_args.model is not None:
             raise typer.BadParameter("give it once", param_hint="MODEL and --model")
         engine_args.model = model_name
+    _check_keys(options)
     engine_args.seed = options.seed
     engine_args.resolve()  # here, because it finds mistakes before torch loads
     # As in `run_engine`: read when torch is loaded, and threads that spin would starve the event loop.
@@ -187,6 +188,16 @@ def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
             await server.run(AsyncLLMEngine(engine_args), [public], admin, options.loop)
 
         anyio.run(main, backend=options.loop)
+
+
+def _check_keys(options: ServerOptions) -> None:
+    """Refuse an empty variable: it asks for a key, and the parser takes it for no variable at all."""
+    for name, given in (("api_key", options.api_key), ("admin_key", options.admin_key)):
+        keys = [given] if isinstance(given, str) else given or []
+        if not keys and f"TROUPER_{name.upper()}" in os.environ:
+            keys = [""]
+        if not all(key.strip() for key in keys):
+            raise TrouperValidationError(f"{name}: a key must not be empty", parameter=name)
 
 
 def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:

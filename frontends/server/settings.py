@@ -1,15 +1,21 @@
-"""What whoever starts the server decides; nothing in it changes afterwards."""
+"""The settings of a server, which are fixed when it starts."""
 
 import math
 from typing import Any
 
 import msgspec
 
+from trouper.errors import TrouperValidationError
+
 KIB, MIB = 2**10, 2**20
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits are those of docs/security.md; None means "derived from the engine" or "off"."""
+    """Keys, limits and habits.  Limits are described in docs/security.md; None means "derived from the engine" or "off".
+
+    Raises:
+        TrouperValidationError: an empty key, which would protect nothing.
+    """
 
     served_model_names: tuple[str, ...] = ()  # empty: the model's own name
     api_keys: tuple[str, ...] = ()  # empty: everybody may ask
@@ -40,3 +46,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow_credentials: bool = False
     logs_access: bool = False
     unlogged_paths: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, keys in (("api_key", self.api_keys), ("admin_key", (self.admin_key,))):
+            if any(key is not None and not key.strip() for key in keys):
+                raise TrouperValidationError(f"{name}: a key must not be empty", parameter=name)

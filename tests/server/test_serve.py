@@ -181,6 +181,25 @@ def test_without_the_extra_it_says_so(capsys, monkeypatch):
     assert "pip install 'trouper[server]'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["api_key", "admin_key"])
+@pytest.mark.parametrize("key", ["", "  "])
+@pytest.mark.parametrize("is_in_environment", [False, True])
+def test_an_empty_key_ends_the_start_with_2_and_says_so(
+    name, key, is_in_environment, monkeypatch, capsys
+):
+    from trouper.frontends.cli.main import run
+
+    variable, flag = f"TROUPER_{name.upper()}", f"--{name.replace('_', '-')}"
+    if is_in_environment:
+        monkeypatch.setenv(variable, key)
+        assert run(["serve"]) == 2
+    else:
+        assert run(["serve", flag, key]) == 2
+    message = capsys.readouterr().err
+    assert name in message
+    assert "empty" in message
+
+
 @pytest.mark.slow
 def test_a_reader_that_never_reads_does_not_hold_up_the_end():
     """Nothing can cancel the write to it, so the connection is left behind."""
