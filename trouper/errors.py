@@ -64,7 +64,11 @@ class TrouperUnprocessableEntityError(TrouperClientError):
 
 
 class UnsupportedFeatureError(TrouperError, NotImplementedError):
-    """The model or this build lacks the feature."""
+    """The model or this build lacks the feature; `parameter` names what asked for it."""
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class GracefulHTTPError(TrouperError):

@@ -6,6 +6,7 @@ engine's limits is checked by `verify`.
 
 import math
 import operator
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
@@ -27,6 +28,8 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STRINGS = {"stop": 64, "bad_words": 128}
 MAX_STRING_CHARS = 256  # of each
 MAX_STRINGS_CHARS = 16_384  # of all strings of one list
+MAX_ECHO = 40  # characters of a key that is refused
+TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}", re.ASCII)  # one spelling for each number
 PLAIN = (bool, int, float, str, type(None))  # what needs no copy
 
 
@@ -180,7 +183,9 @@ class SamplingParams(msgspec.Struct):
         for name, default in _NOT_IMPLEMENTED.items():
             value = getattr(self, name)
             if type(value) is not type(default) or value != default:
-                raise UnsupportedFeatureError(f"{name} is not supported yet; leave it at {default}")
+                raise UnsupportedFeatureError(
+                    f"{name} is not supported yet; leave it at {default}", parameter=name
+                )
 
     def _convert(self) -> None:
         """Numbers of other libraries, numpy's say, become Python's."""
@@ -342,11 +347,12 @@ def _plain(value: Any) -> Any:
 def _logit_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
     clean: dict[int, float] = {}
     for key, given in bias.items():
-        value = _plain(given)
-        try:
-            token = int(key)
-        except (TypeError, ValueError):
-            raise invalid("logit_bias", "keys must be token ids", key) from None
+        token, value = _plain(key), _plain(given)
+        if isinstance(token, str) and TOKEN_ID.fullmatch(token):
+            token = int(token)
+        if not isinstance(token, int):
+            rule = f"the key {str(key)[:MAX_ECHO]!r} is no token id in plain decimal digits"
+            raise invalid("logit_bias", rule, key)
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)

@@ -169,7 +169,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     if kind == "prompt_embeds" and isinstance(part.get("index"), int):  # of `mixed.py`
         return {"type": "text", "text": f"{MARK}{part['index']}{MARK}"}
     if kind not in ("text", "input_text", "output_text", "refusal"):
-        raise UnsupportedFeatureError(f"{where}: only text parts, not {kind!r}")
+        raise UnsupportedFeatureError(f"{where}: only text parts, not {kind!r}", parameter=where)
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
         raise TrouperValidationError("a part must hold text", parameter=f"{where}.text")

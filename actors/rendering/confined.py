@@ -69,8 +69,8 @@ class ConfinedTemplate:
         match json.loads(done.stdout):
             case {"pieces": pieces}:
                 return pieces
-            case {"unsupported": message}:
-                raise UnsupportedFeatureError(message)
+            case {"unsupported": message, "parameter": parameter}:
+                raise UnsupportedFeatureError(message, parameter=parameter)
             case {"message": message, "parameter": parameter}:
                 raise TrouperValidationError(message, parameter=parameter)
             case other:
@@ -100,7 +100,7 @@ def _answer(order: str) -> dict[str, Any]:
         arguments, messages, options = json.loads(order)
         pieces = ChatTemplate(*arguments).render(messages, **options)
     except UnsupportedFeatureError as error:
-        return {"unsupported": str(error)}
+        return {"unsupported": str(error), "parameter": error.parameter}
     except TrouperValidationError as error:
         return {"message": error.message, "parameter": error.parameter}
     except RecursionError:

@@ -1,7 +1,7 @@
-"""Every exception -> one answer, in one table.  Source: spec section 2.1, robustness chapter 3.
+"""Map every exception to one response, in one table.
 
-Laws.  What the client is told is a rule that it broke, or nothing: messages of failures that are ours
-go to the log.  An answer never grows with the question.
+Laws.  Only an error that trouper raises on purpose for a request becomes a 4xx.  Any other exception, whatever its class, is
+a 500 with a neutral message, and its text and traceback go to the log.  A response never grows with the request.
 """
 
 import logging
@@ -41,7 +41,7 @@ TYPES = {
     404: "NotFoundError", 405: "MethodNotAllowedError", 408: "RequestTimeoutError",
     409: "Conflict", 413: "RequestTooLargeError", 414: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError", 422: "UnprocessableEntityError", 429: "RateLimitError",
-    431: "HeadersTooLargeError", 500: "InternalServerError", 501: "NotImplementedError",
+    431: "HeadersTooLargeError", 500: "InternalServerError",
     503: "ServiceUnavailableError", 504: "DeadlineExceededError",
 }  # fmt: skip
 RETRIED = (429, 503)  # they say when
@@ -117,7 +117,7 @@ def describe(error: BaseException) -> Problem:  # noqa: C901  # a table, a line 
         case TrouperClientError():
             return _told(400, _client_code(error), error)
         case UnsupportedFeatureError():
-            return _told(501, "not_supported", error)
+            return _told(400, "not_supported", error)  # no 5xx: clients retry those
         case QueueOverflowError():
             text = "the server is full, try again later"
             return Problem(503, "overloaded", text, headers=_retry())
@@ -135,10 +135,8 @@ def describe(error: BaseException) -> Problem:  # noqa: C901  # a table, a line 
         case GenerationError(code="numerical_error" | "no_valid_token"):  # nor this one
             text = clean(str(error), MAX_RULE)
             return Problem(500, error.code, text, headers=NO_RETRY)
-        case TrouperError():  # GenerationError and whatever else is ours
+        case TrouperError():  # GenerationError and the others that are not the client's
             return Problem(500, "internal_error", "the request failed inside the engine")
-        case ValueError() | TypeError() | OverflowError():
-            return _told(400, "invalid_value", error)
         case _:
             return Problem(500, "internal_error", "internal server error")
 

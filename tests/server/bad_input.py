@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trouper.frontends.server.unsupported import CHAT, COMPLETION
+
 C, H = "/v1/completions", "/v1/chat/completions"
 JSON = [("content-type", "application/json")]
 VOCAB = 4096  # at least the demo's
@@ -36,6 +38,14 @@ def raw(name, body, code="invalid_json", status=400, path=C, **more):
     return Case(name, path, body, status, code, **more)
 
 
+def nested(depth):
+    """A list in a list in a list …"""
+    found = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 SUITE = {
     "B01": [
         raw("empty body", b""),
@@ -55,6 +65,14 @@ SUITE = {
         raw("not utf-8", b'{"prompt": "\xff"}'),
         raw("not utf-8 in an unknown field", b'{"prompt": "x", "zz": "\xff"}'),
         raw("long integer", b'{"prompt": "x", "zz": 1' + b"0" * 5000 + b"}"),
+        *(
+            raw(f"{depth} deep {where}", before + b"[" * depth + b"]" * depth + after)
+            for depth in (129, 300, 901, 950)
+            for where, before, after in (
+                ("in a field", b'{"prompt": "x", "zz": ', b"}"), ("prompt", b'{"prompt": ', b"}"),
+                ("in user data", b'{"prompt": "x", "metadata": {"a": ', b"}}"),
+            )
+        ),
         raw("a list", b"[]", "invalid_schema"),
         raw("values without end", b'{"prompt": [' + b"1," * (2**20 + 1) + b"1]}", "schema_too_complex"),
         raw("no messages", b"{}", "invalid_schema", path=H, param="messages"),
@@ -107,7 +125,7 @@ SUITE = {
           messages=[{"role": "user", "content": "x" * 200_000}]),
         h("tools", 400, "invalid_value", "tools", tools=[]),
         h("tool choice", 400, "invalid_value", "tool_choice", tool_choice="auto"),
-        h("real tools", 501, "not_supported", tools=[{"type": "function"}]),
+        h("real tools", 400, "not_supported", "tools", tools=[{"type": "function"}]),
     ],
     "B11": [
         c("no prompt", 400, "invalid_value", "prompt", prompt=None),
@@ -185,6 +203,10 @@ SUITE = {
         c("allowed none", 400, "invalid_value", "allowed_token_ids", allowed_token_ids=[]),
         c("allowed outside", 400, "invalid_value", "allowed_token_ids", allowed_token_ids=[10**6]),
         c("bias key", 400, "invalid_value", "logit_bias", logit_bias={"abc": 1}),
+        *(
+            c(f"bias key {key!r}", 400, "invalid_value", "logit_bias", logit_bias={key: 1})
+            for key in ("1_0", "+5", "05", "-0", " 5", "5 ", "\u0665", "1e1", "0x1", "9" * 5000, "")
+        ),
         c("bias outside", 400, "invalid_value", "logit_bias", logit_bias={"1000000": 1}),
         c("bias text", 400, "invalid_schema", "logit_bias[...]", logit_bias={"1": "x"}),
         c("many biases", 400, "invalid_value", "logit_bias", logit_bias={str(i): 1 for i in range(1025)}),
@@ -202,7 +224,7 @@ SUITE = {
     ],
     "B35": [
         *(
-            h(url, 501, "not_supported",
+            h(url, 400, "not_supported", "messages[0].content[0]",
               messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
             for url in ("http://169.254.169.254/", "http://127.0.0.1:1/", "file:///etc/passwd", "data:,x")
         ),
@@ -215,6 +237,11 @@ SUITE = {
     ],
     "B44": [
         c("long user", 400, "invalid_schema", "user", user="u" * 20_000),
+        *(
+            c(f"xargs {depth} deep", 400, "invalid_schema", "vllm_xargs[...][0]", vllm_xargs={"a": nested(depth)})
+            for depth in (2, 100)
+        ),
+        raw("xargs 901 deep", json.dumps({"prompt": "x", "vllm_xargs": {"a": nested(901)}}).encode(), "invalid_schema"),
         c("long metadata", 400, "invalid_schema", "metadata", metadata={"x": "u" * 20_000}),
         c("long unknown field", 400, "invalid_schema", "zz", zz="u" * 20_000),
     ],
@@ -241,10 +268,15 @@ SUITE = {
             )
         ),
     ],
-    "501": [
-        c("suffix", 501, "not_supported", suffix="x"),
-        c("beam search", 501, "not_supported", use_beam_search=True),
-        c("json", 501, "not_supported", response_format={"type": "json_object"}),
+    "unbuilt": [
+        *(c(name, 400, "not_supported", name, **{name: "x"}) for name in COMPLETION),
+        *(h(name, 400, "not_supported", name, **{name: "x"}) for name in CHAT),
+        c("best_of", 400, "not_supported", "best_of", best_of=2),
+        c("no thinking", 400, "not_supported", "thinking_token_budget", thinking_token_budget=0),
+        *(
+            c(kind, 400, "not_supported", "response_format", response_format={"type": kind, kind: {}})
+            for kind in ("json_object", "json_schema", "structural_tag")
+        ),
     ],
     "tokens": [
         Case("tokenize nothing", "/tokenize", b"{}", 400, "invalid_value", "prompt"),
@@ -288,6 +320,8 @@ def check(case, status, headers, body):
         "0x7",
         ".py",
         "<function",
+        "zip()",
+        "set_int_max_str_digits",
     ):
         assert secret not in error["message"], (case.name, error)
     for letter in "mxu":

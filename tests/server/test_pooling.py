@@ -188,7 +188,7 @@ async def test_cohere_embeds_texts(pooling):
             "truncate_prompt_tokens",
         ),
         ("/v1/embeddings", {"input": "a", "model": "other"}, 404, None),
-        ("/v1/embeddings", {"input": "a", "padding": True}, 501, None),
+        ("/v1/embeddings", {"input": "a", "padding": True}, 400, "padding"),
         ("/pooling", {"input": "a", "task": "score"}, 400, "task"),
         ("/classify", {"input": "a"}, 400, "task"),
         ("/score", {"text_1": "a"}, 400, "data_1"),

@@ -66,9 +66,9 @@ async def test_instructions_and_parts(client):
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"max_output_tokens": 513}, 400, "max_output_tokens"),
         ({"input": "x" * 100_000}, 400, "input"), ({"temperature": 3}, 400, "temperature"),
-        ({"previous_response_id": "x"}, 501, None), ({"tools": [{}]}, 501, None),
-        ({"input": [{"type": "function_call_output"}]}, 501, None),
-        ({"text": {"format": {"type": "json_object"}}}, 501, None), ({"model": "x"}, 404, None),
+        ({"previous_response_id": "x"}, 400, "previous_response_id"), ({"tools": [{}]}, 400, "tools"),
+        ({"input": [{"type": "function_call_output"}]}, 400, "input[0]"),
+        ({"text": {"format": {"type": "json_object"}}}, 400, "text.format"), ({"model": "x"}, 404, None),
     ],
 )  # fmt: skip
 async def test_what_is_refused(client, fields, status, param):

@@ -1,7 +1,8 @@
-"""Bodies -> wire types.  What parsers read differently is refused, so nobody behind us is fooled.
+"""Decode JSON bodies into request types.
 
-msgspec refuses nearly everything that is no JSON.  A second reading finds keys that are there twice,
-and names the fields that nobody here knows: they are ignored, and counted.
+Bodies that two parsers could read differently are refused, so a proxy and this server never see two different requests.
+msgspec refuses nearly everything that is not JSON.  A second reading finds duplicate keys and counts the unknown fields,
+which are ignored.  The texts of errors are ours or msgspec's; those of the interpreter tell of its insides and are replaced.
 """
 
 import json
@@ -14,14 +15,19 @@ import msgspec
 
 from trouper.frontends.server.errors import Refusal, clean
 from trouper.frontends.server.http.large_json import excerpt
+from trouper.frontends.server.unsupported import check_supported
 
 T = TypeVar("T", bound=msgspec.Struct)
 THREAD_FROM = 2**16  # bytes; below it a thread hop costs more than the reading
 MAX_COMMAS = (
     2**20
 )  # 32 MiB could be 16 M integers, which take 0.5 GiB and a second of the interpreter
-MAX_FIELD = 16 * 2**10  # of a field that we only pass over
+MAX_DEPTH = (
+    128  # of arrays and objects; copying, encoding and rendering recurse, and stop at about 300
+)
+MAX_FIELD = 16 * 2**10  # bytes of a field that is not used
 MAX_ECHO = 200
+TOO_DEEP = f"arrays and objects may be nested {MAX_DEPTH} deep"
 WHERE = re.compile(r" - at (?:`(?P<path>[^`]*)`|\S+)$")
 MISSING = re.compile(r"missing required field `(\w+)`")
 
@@ -69,13 +75,15 @@ def _decode_whole(body: bytes, kind: type[T]) -> Decoded:
         plain: dict[str, Any] = json.loads(
             body, object_pairs_hook=_unique, parse_constant=_refuse_constant
         )
+        _check_depth(body, plain)
     except msgspec.ValidationError as error:
         raise _bad_schema(error) from None
     except (ValueError, RecursionError) as error:  # DecodeError is a ValueError
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        message = f"the body is not valid JSON: {clean(reason, MAX_ECHO)}"
+        message = f"the body is not valid JSON: {clean(_reason(error), MAX_ECHO)}"
         raise Refusal(400, "invalid_json", message) from None
-    unknown = plain.keys() - set(kind.__struct_encode_fields__)
+    known_unsupported = getattr(kind, "UNSUPPORTED", {})
+    check_supported(plain, known_unsupported)
+    unknown = plain.keys() - set(kind.__struct_encode_fields__) - known_unsupported.keys()
     for name in (*unknown, *getattr(kind, "PASSED_OVER", ())):
         if len(msgspec.json.encode(plain.get(name))) > MAX_FIELD:
             raise Refusal(
@@ -84,15 +92,45 @@ def _decode_whole(body: bytes, kind: type[T]) -> Decoded:
     return Decoded(request, tuple(unknown))
 
 
+class _InvalidJsonError(ValueError):
+    """A rule of JSON that is broken, in words for the client."""
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise _InvalidJsonError("a key is there twice")
     return found
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise _InvalidJsonError(f"{name} is no number")
+
+
+def _check_depth(body: bytes, plain: Any) -> None:
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    level = [plain]
+    for _ in range(MAX_DEPTH):
+        level = [
+            value
+            for holder in level
+            for value in (holder.values() if type(holder) is dict else holder)
+            if type(value) is dict or type(value) is list
+        ]
+        if not level:
+            return
+    raise _InvalidJsonError(TOO_DEEP)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, _InvalidJsonError | msgspec.DecodeError):
+        return str(error)
+    if isinstance(error, RecursionError):
+        return TOO_DEEP
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    return "a number has too many digits"
 
 
 def _bad_schema(error: msgspec.ValidationError) -> Refusal:

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import TrouperValidationError
 from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.unsupported import NO_TOOLS, unsupported
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256  # in one message
@@ -47,7 +48,7 @@ def _check_tools(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any
     elif not tools:
         raise _bad("tools", "must not be empty")
     elif choice != "none":
-        raise UnsupportedFeatureError("tools: only tool_choice none is supported yet")
+        raise unsupported("tools", f"only tool_choice none is; {NO_TOOLS}")
 
 
 def _bad(name: str, rule: str) -> TrouperValidationError:

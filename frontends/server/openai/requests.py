@@ -1,12 +1,15 @@
-"""What clients send.  Unknown fields are ignored; null means "not given".  Source: spec section 16.2.
+"""The bodies that clients send.  Unknown fields are ignored; null means "not given".
 
 Ranges that the engine checks itself are not checked here a second time: one validator, one answer.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
+
+from trouper.frontends.server import unsupported
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Timestamp = Annotated[int, Meta(ge=0)]
@@ -25,11 +28,7 @@ class Generating(msgspec.Struct, kw_only=True):
     """What completions and chat have in common."""
 
     PASSED_OVER: ClassVar[tuple[str, ...]] = ("user", "metadata")
-    # Known, and not built yet: refused unless it says nothing.
-    NOT_YET: ClassVar[tuple[str, ...]] = (
-        "structured_outputs", "thinking_token_budget", "repetition_detection",
-        "kv_transfer_params", "use_beam_search", "logits_processors",
-    )  # fmt: skip
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.GENERATING
 
     model: str | None = None
     n: int | None = None
@@ -70,13 +69,7 @@ class Generating(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    vllm_xargs: dict[str, Any] | None = None
-    structured_outputs: Any = None
-    thinking_token_budget: Any = None
-    repetition_detection: Any = None
-    kv_transfer_params: Any = None
-    use_beam_search: Any = None
-    logits_processors: Any = None
+    vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
 
     @property
     def is_stream(self) -> bool:
@@ -86,12 +79,11 @@ class Generating(msgspec.Struct, kw_only=True):
 class CompletionRequest(Generating, kw_only=True):
     """`POST /v1/completions`."""
 
-    NOT_YET: ClassVar[tuple[str, ...]] = (*Generating.NOT_YET, "suffix")
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.COMPLETION
 
     prompt: str | list[Any] | None = None
     prompt_embeds: str | list[str] | None = None  # base64
     logprobs: int | None = None
-    suffix: str | None = None
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
         """Take from `strings` what they stand for, as bytes: only payloads."""
@@ -105,10 +97,7 @@ class CompletionRequest(Generating, kw_only=True):
 class ChatRequest(Generating, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    NOT_YET: ClassVar[tuple[str, ...]] = (
-        *Generating.NOT_YET, "documents", "media_io_kwargs", "mm_processor_kwargs", "functions",
-        "audio",
-    )  # fmt: skip
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.CHAT
 
     messages: list[dict[str, Any]]
     logprobs: bool | None = None
@@ -123,11 +112,6 @@ class ChatRequest(Generating, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: Any = None
-    media_io_kwargs: Any = None
-    mm_processor_kwargs: Any = None
-    functions: Any = None
-    audio: Any = None
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
         """The same, of the parts that are embeddings."""
@@ -143,6 +127,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """`POST /v1/responses`, as far as it is a conversation without memory."""
 
     PASSED_OVER: ClassVar[tuple[str, ...]] = ("user", "metadata")
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.RESPONSES
 
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -156,9 +141,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     priority: Int64 | None = None
     request_id: str | None = None
     cache_salt: str | None = None
-    previous_response_id: str | None = None
-    background: bool | None = None
-    tools: list[dict[str, Any]] | None = None
     text: dict[str, Any] | None = None
     store: bool | None = None  # nothing is stored, and the answer says so
     user: str | None = None

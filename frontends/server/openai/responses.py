@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import TrouperValidationError
 from trouper.frontends.server.http.exchange import Exchange
 from trouper.frontends.server.openai.adapter import (
     ChoiceUpdate,
@@ -20,6 +20,7 @@ from trouper.frontends.server.openai.chat import ChatAdapter
 from trouper.frontends.server.openai.driver import drive
 from trouper.frontends.server.openai.requests import ChatRequest, ResponsesRequest
 from trouper.frontends.server.service import Service
+from trouper.frontends.server.unsupported import NO_GRAMMAR, unsupported
 from trouper.frontends.server.usage import Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 
@@ -160,11 +161,8 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _as_chat(request: ResponsesRequest) -> ChatRequest:
-    for name in ("previous_response_id", "background", "tools"):
-        if getattr(request, name):
-            raise UnsupportedFeatureError(f"{name} is not supported yet")
     if (request.text or {}).get("format") not in (None, {"type": "text"}):
-        raise UnsupportedFeatureError("text.format: only text is supported yet")
+        raise unsupported("text.format", f"only text is; {NO_GRAMMAR}")
     messages: list[dict[str, Any]] = []
     if request.instructions is not None:
         messages.append({"role": "system", "content": request.instructions})
@@ -181,6 +179,6 @@ def _as_chat(request: ResponsesRequest) -> ChatRequest:
 def _message(i: int, item: dict[str, Any]) -> dict[str, Any]:
     kind = item.get("type", "message")
     if kind != "message":
-        raise UnsupportedFeatureError(f"input[{i}]: only messages are supported yet")
+        raise unsupported(f"input[{i}]", "only messages are")
     role = item.get("role")
     return {"role": "system" if role == "developer" else role, "content": item.get("content")}

@@ -6,10 +6,11 @@ Precedence: the request, then the model's generation_config.json, then OpenAI's 
 from collections.abc import Mapping
 from typing import Any
 
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import TrouperValidationError
 from trouper.frontends.server.openai.adapter import ParsedRequest
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest, Generating
 from trouper.frontends.server.settings import ServerSettings
+from trouper.frontends.server.unsupported import NO_GRAMMAR, unsupported
 from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, RequestOutputKind, SamplingParams
 
 SAME_NAME = (
@@ -94,12 +95,9 @@ def parsed_request(
 
 def check_common(request: Generating) -> None:
     """What both kinds of request must keep to."""
-    for name in request.NOT_YET:
-        if getattr(request, name) not in (None, False, [], {}, ""):
-            raise UnsupportedFeatureError(f"{name} is not supported yet")
     kind = request.response_format
     if kind is not None and kind.type != "text":
-        raise UnsupportedFeatureError("response_format: only text is supported yet")
+        raise unsupported("response_format", f"only text is; {NO_GRAMMAR}")
     if request.stream_options is not None and not request.stream:
         raise _bad("stream_options", "needs stream")
     if request.prompt_logprobs is not None and request.stream:

@@ -31,7 +31,7 @@ ERROR = {
     },
 }
 ANYWHERE = (400, 401, 408, 413, 414, 415, 431, 500, 503)
-TAKING_WORK = (404, 429, 501, 504)
+TAKING_WORK = (404, 429, 504)
 
 
 async def describe(service: Service, exchange: Exchange, _: None) -> None:

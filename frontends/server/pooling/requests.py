@@ -3,10 +3,12 @@
 Source: spec section 16.2.  Ranges that the engine checks itself are not checked here a second time.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from trouper.frontends.server import unsupported
 from trouper.frontends.server.openai.requests import Int64
 
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
@@ -18,6 +20,7 @@ class Shared(msgspec.Struct, kw_only=True):
     """What all of them have in common."""
 
     PASSED_OVER: ClassVar[tuple[str, ...]] = ("user",)
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.POOLING
 
     model: str | None = None
     user: str | None = None
@@ -28,8 +31,6 @@ class Shared(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     use_activation: bool | None = None
     cache_salt: str | None = None  # there is no cache to salt
-    padding: Any = None
-    mm_processor_kwargs: Any = None
     normalize: Any = None
 
 
@@ -69,9 +70,9 @@ class ClassifyRequest(InputRequest, kw_only=True):
 
 
 class Scoring(Shared, kw_only=True):
-    max_tokens_per_query: int | None = None
-    max_tokens_per_doc: int | None = None
-    instruction: Any = None
+    """Fields of requests that compare texts."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.SCORING
 
 
 class ScoreRequest(Scoring, kw_only=True):
@@ -102,6 +103,8 @@ class RerankRequest(Scoring, kw_only=True):
 class CohereEmbedRequest(msgspec.Struct, kw_only=True):
     """`POST /v2/embed`, Cohere's form."""
 
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.COHERE
+
     texts: list[str] | None = None
     model: str | None = None
     input_type: str | None = None
@@ -110,5 +113,3 @@ class CohereEmbedRequest(msgspec.Struct, kw_only=True):
     truncate: Literal["NONE", "START", "END"] | None = None
     max_tokens: int | None = None
     priority: Int64 | None = None
-    images: Any = None
-    inputs: Any = None

@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 
 from trouper.config.pooler import PoolerSpec
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import TrouperValidationError
 from trouper.frontends.python.scoring import Encoding, Pooled, Scorer, as_pairs, collect
 from trouper.frontends.server.http.exchange import Exchange
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
@@ -106,8 +106,6 @@ async def create_rerank(service: Service, exchange: Exchange, request: RerankReq
 async def create_cohere_embedding(
     service: Service, exchange: Exchange, request: CohereEmbedRequest
 ) -> None:
-    if request.images or request.inputs:
-        raise UnsupportedFeatureError("images and inputs are not supported yet; send texts")
     for kind in request.embedding_types or ():
         if kind not in COHERE_TYPES:
             raise _bad("embedding_types", f"{kind[:40]} is not supported; float is")
@@ -190,9 +188,6 @@ def _spec(service: Service) -> PoolerSpec:
 def _check_shared(request: Shared) -> None:
     if request.normalize is not None:
         raise _bad("normalize", "is no parameter any more: use use_activation")
-    for name in ("padding", "mm_processor_kwargs"):
-        if getattr(request, name):
-            raise UnsupportedFeatureError(f"{name} is not supported yet")
 
 
 def _inputs(given: str | list[Any] | None, field: str) -> tuple[list[PoolingPrompt], list[str]]:
@@ -240,9 +235,6 @@ async def _score(
 ) -> tuple[list[Pooled], PoolingServeContext]:
     _spec(service)
     _check_shared(request)
-    for name in ("max_tokens_per_query", "max_tokens_per_doc", "instruction"):
-        if getattr(request, name):
-            raise UnsupportedFeatureError(f"{name} is not supported yet")
     if len(documents) > MAX_INPUTS:
         raise _bad("documents", f"at most {MAX_INPUTS} pairs")
     params = PoolingParams(use_activation=request.use_activation)

@@ -1,0 +1,89 @@
+"""The table of fields that are known from other servers and are not built here.
+
+Ignoring such a field would give an answer that is not what was asked for, so a request that uses one is a 400 that names it
+and what to use in its place.  A value that asks for nothing (null, false, an empty value or `NEUTRAL`) is allowed.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trouper.errors import UnsupportedFeatureError
+
+NO_GRAMMAR = "describe the format in the prompt and check the answer"
+NO_MEDIA = "send text only"
+NO_TOOLS = "describe the functions in a message and parse the answer"
+NO_MEMORY = "send the whole conversation with every request"
+STRUCTURE = dict.fromkeys(
+    (
+        "structured_outputs", "guided_json", "guided_choice", "guided_regex", "guided_grammar",
+        "guided_decoding_backend", "guided_whitespace_pattern", "grammar", "json_schema", "regex",
+        "ebnf", "structural_tag",
+    ),
+    NO_GRAMMAR,
+)  # fmt: skip
+GENERATING = {
+    **STRUCTURE,
+    "best_of": "use n and choose among the completions",
+    "use_beam_search": "use n with a temperature, or LLM.beam_search in Python",
+    "length_penalty": "it belongs to beam search; leave it out",
+    "early_stopping": "it belongs to beam search; leave it out",
+    "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
+    "thinking_token_budget": "use max_tokens",
+    "repetition_detection": "use repetition_penalty, or stop",
+    "kv_transfer_params": "leave it out",
+}
+COMPLETION = {**GENERATING, "suffix": "put the text after the gap into the prompt"}
+CHAT = {
+    **GENERATING,
+    "documents": "put the documents into a message",
+    "media_io_kwargs": NO_MEDIA,
+    "mm_processor_kwargs": NO_MEDIA,
+    "audio": NO_MEDIA,
+    "modalities": NO_MEDIA,
+    "functions": NO_TOOLS,
+    "function_call": NO_TOOLS,
+    "web_search_options": "put what was found into a message",
+    "prediction": "leave it out",
+}
+RESPONSES = {
+    **STRUCTURE,
+    "previous_response_id": NO_MEMORY,
+    "conversation": NO_MEMORY,
+    "background": "use stream",
+    "tools": NO_TOOLS,
+    "prompt": "put the text of the prompt into input or instructions",
+}
+POOLING = {"padding": "texts are never padded; leave it out", "mm_processor_kwargs": NO_MEDIA}
+COHERE = {"images": NO_MEDIA, "inputs": NO_MEDIA}
+SCORING = {
+    **POOLING,
+    "max_tokens_per_query": "use truncate_prompt_tokens",
+    "max_tokens_per_doc": "use truncate_prompt_tokens",
+    "instruction": "put it into the query",
+}
+NEUTRAL: dict[str, Any] = {
+    "best_of": 1,
+    "length_penalty": 1.0,
+    "thinking_token_budget": -1,
+    "modalities": ["text"],
+    "function_call": "none",
+    "max_tokens_per_query": 0,
+    "max_tokens_per_doc": 0,
+}
+
+
+def check_supported(fields: Mapping[str, Any], table: Mapping[str, str]) -> None:
+    """Raises UnsupportedFeatureError for the first field of the table that asks for something."""
+    for name, value in fields.items():
+        if name in table and not _asks_for_nothing(name, value):
+            raise unsupported(name, table[name])
+
+
+def unsupported(name: str, advice: str) -> UnsupportedFeatureError:
+    """The refusal of a field whose name, or whose value, is not built."""
+    return UnsupportedFeatureError(f"{name} is not supported: {advice}", parameter=name)
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    is_empty = value is None or value is False or value in ("", [], {})  # 0 is not: it is a number
+    return is_empty or (name in NEUTRAL and value == NEUTRAL[name])
