@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
+LOGS = sorted((ROOT / "docs" / "log").glob("*.md"))  # they name files as these were called then
 README = (ROOT / "README.md").read_text()
 EXAMPLES = ROOT / "docs" / "examples"
 ENGINE = (ROOT / "actors" / "engine" / "wiring.py").read_text()
@@ -49,7 +50,7 @@ def test_the_readmes_commands_are_the_scripts():
         assert part in script
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *LOGS], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
@@ -94,6 +95,10 @@ def test_the_diagram_shows_every_actor():
     for name, path in described:
         assert f"class {name}:" in (ROOT / path).read_text()
         assert name in page[: page.index("| channel |")]
+
+
+def test_the_results_are_a_page_and_not_a_book():
+    assert len((ROOT / "docs" / "performance.md").read_text().split()) <= 1200
 
 
 def test_the_glossary_is_short():
