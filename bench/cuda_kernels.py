@@ -14,18 +14,21 @@ from torch import Tensor
 
 from trouper.bench.kernels import EPS, NUM_CHECKED_OUTPUTS, Case, Shapes
 from trouper.kernels.cpu.linear.layer import linear_reference
-from trouper.kernels.cuda.act_mul import act_mul
-from trouper.kernels.cuda.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from trouper.kernels.cuda.act_and_mul import act_and_mul
+from trouper.kernels.cuda.apply_penalties import apply_penalties, apply_penalties_reference
 from trouper.kernels.cuda.decode_attention import decode_attention
-from trouper.kernels.cuda.logits import edit_logits, edit_logits_reference
+from trouper.kernels.cuda.embed import embed
+from trouper.kernels.cuda.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_reference
 from trouper.kernels.cuda.logprobs import top_logprobs, top_logprobs_reference
 from trouper.kernels.cuda.prefill_attention import prefill_attention
-from trouper.kernels.cuda.prepare import prepare
-from trouper.kernels.cuda.qkv_post import qkv_post_, qkv_post_reference
+from trouper.kernels.cuda.qk_norm_rope_kv_write import (
+    qk_norm_rope_kv_write_,
+    qk_norm_rope_kv_write_reference,
+)
 from trouper.kernels.cuda.sample import sample, sample_reference
 from trouper.kernels.cuda.sampling_rows import SamplingRows, make_sampling_rows
 from trouper.kernels.cuda.top_k_top_p import top_k_top_p, top_k_top_p_reference
-from trouper.kernels.reference.act_mul import silu_mul_reference
+from trouper.kernels.reference.act_and_mul import silu_and_mul_reference
 from trouper.kernels.reference.noise import gumbel
 from trouper.kernels.reference.paged_attention import paged_attention_reference
 from trouper.kernels.reference.rope import rope_table
@@ -123,7 +126,7 @@ def prefill(s: Shapes) -> Iterator[Case]:
     )
 
 
-def qkv_post(s: Shapes) -> Iterator[Case]:
+def qkv_writing(s: Shapes) -> Iterator[Case]:
     num_heads = s.num_q + 2 * s.num_kv
     qkv = _normal(s, s.num_tokens, num_heads, s.width)
     cache = _normal(s, 2, s.num_kv, s.num_tokens + s.block_size, s.width)
@@ -136,25 +139,27 @@ def qkv_post(s: Shapes) -> Iterator[Case]:
     positions = _ids(s, np.arange(s.num_tokens))
 
     def run() -> Tensor:
-        qkv_post_(qkv, cache, positions, positions, **options)
+        qk_norm_rope_kv_write_(qkv, cache, positions, positions, **options)
         return qkv[:, : s.num_q]
 
     def reference() -> Tensor:
         few = slice(NUM_CHECKED)
-        return qkv_post_reference(qkv[few], cache, positions[few], positions[few], **options)[0]
+        return qk_norm_rope_kv_write_reference(
+            qkv[few], cache, positions[few], positions[few], **options
+        )[0]
 
     num_items = s.num_tokens * num_heads * s.width
     shape = f"[{s.num_tokens}, {num_heads}, {s.width}]"
     yield Case(shape, run, reference, 2 * s.item * num_items, 10 * num_items)
 
 
-def add_norm(s: Shapes) -> Iterator[Case]:
+def residual_norm(s: Shapes) -> Iterator[Case]:
     x, y, weight = (_normal(s, *shape) for shape in [(s.num_tokens, s.hidden)] * 2 + [(s.hidden,)])
     num_items = s.num_tokens * s.hidden
     yield Case(
         f"[{s.num_tokens}, {s.hidden}]",
-        lambda: add_rms_norm(x, y, weight, EPS),
-        lambda: add_rms_norm_reference(x[:NUM_CHECKED], y[:NUM_CHECKED], weight, EPS)[1],
+        lambda: fused_add_rms_norm(x, y, weight, EPS),
+        lambda: fused_add_rms_norm_reference(x[:NUM_CHECKED], y[:NUM_CHECKED], weight, EPS)[1],
         4 * s.item * num_items,
         6 * num_items,
     )
@@ -165,8 +170,8 @@ def activation(s: Shapes) -> Iterator[Case]:
     num_items = s.num_tokens * s.mlp
     yield Case(
         f"[{s.num_tokens}, {2 * s.mlp}]",
-        lambda: act_mul(x, "silu"),
-        lambda: silu_mul_reference(x[:NUM_CHECKED]),
+        lambda: act_and_mul(x, "silu"),
+        lambda: silu_and_mul_reference(x[:NUM_CHECKED]),
         3 * s.item * num_items,
         6 * num_items,
     )
@@ -180,7 +185,7 @@ def preparation(s: Shapes) -> Iterator[Case]:
     options: dict[str, Any] = {"num_tokens": num, "block_size": s.block_size}
     yield Case(
         f"[{num}, {s.hidden}]",
-        lambda: prepare(bounds, rows, zeros, tokens, zeros[:, None], embedding, **options).x,
+        lambda: embed(bounds, rows, zeros, tokens, zeros[:, None], embedding, **options).x,
         lambda: embedding[tokens[:NUM_CHECKED, 0].long()],
         2 * s.item * num * s.hidden,
         0,
@@ -219,9 +224,9 @@ def edits(s: Shapes) -> Iterator[Case]:
 
     def reference() -> Tensor:
         first = SamplingRows(*(x[:1].cpu() for x in d.sampling))
-        return edit_logits_reference(d.logits[0].cpu(), 0, 3, d.tokens[:1].cpu(), first)[None]
+        return apply_penalties_reference(d.logits[0].cpu(), 0, 3, d.tokens[:1].cpu(), first)[None]
 
-    run = lambda: edit_logits(d.logits, d.rows, d.ends, d.tokens, d.sampling, out=d.edited)  # noqa: E731
+    run = lambda: apply_penalties(d.logits, d.rows, d.ends, d.tokens, d.sampling, out=d.edited)  # noqa: E731
     yield d.case(run, reference, s.item + 8)
 
 
@@ -274,11 +279,11 @@ OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
     "linear (cuBLAS)": products,
     "decode_attention": decode,
     "prefill_attention": prefill,
-    "qkv_post": qkv_post,
-    "add_rms_norm": add_norm,
-    "act_mul": activation,
-    "prepare": preparation,
-    "edit_logits": edits,
+    "qk_norm_rope_kv_write": qkv_writing,
+    "fused_add_rms_norm": residual_norm,
+    "act_and_mul": activation,
+    "embed": preparation,
+    "apply_penalties": edits,
     "top_k_top_p": thresholds,
     "sample": draws,
     "top_logprobs": logprobs,

@@ -25,13 +25,14 @@ from trouper.kernels.cpu.attention.varlen import (
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm, layer_norm_reference
 from trouper.kernels.cpu.linear.layer import Linear, layout_of, linear, linear_reference
 from trouper.kernels.cpu.sampling.sample import ROW, draw, draw_reference
-from trouper.kernels.reference.act_mul import silu_mul_reference
+from trouper.kernels.ops import Ops, OpsConfig
+from trouper.kernels.reference.act_and_mul import silu_and_mul_reference
 from trouper.kernels.reference.kv_write import kv_write_, kv_write_reference
 from trouper.kernels.reference.noise import gumbel, gumbel_reference
 from trouper.kernels.reference.paged_attention import paged_attention_reference
 from trouper.kernels.reference.rms_norm import rms_norm, rms_norm_heads_, rms_norm_reference
 from trouper.kernels.reference.rope import rope_, rope_reference, rope_table, rotation_of
-from trouper.kernels.select import Ops, Shape, make_ops
+from trouper.kernels.select import make_ops
 
 EPS = 1e-6
 TOLERANCE = {
@@ -75,7 +76,7 @@ class Shapes(NamedTuple):
     def ops(self) -> Ops:
         """As a model of these shapes gets them."""
         return make_ops(
-            Shape(
+            OpsConfig(
                 dtype=self.dtype,
                 num_q_heads=self.num_q,
                 num_kv_heads=self.num_kv,
@@ -116,12 +117,12 @@ class Case(NamedTuple):
     num_flops: float
 
 
-def act_mul(s: Shapes) -> Iterator[Case]:
+def act_and_mul(s: Shapes) -> Iterator[Case]:
     x = torch.randn(s.num_tokens, 2 * s.mlp).to(s.dtype)
     yield Case(
         f"[{s.num_tokens}, {2 * s.mlp}]",
-        partial(s.ops().act_mul, x),
-        lambda: silu_mul_reference(x),
+        partial(s.ops().act_and_mul, x),
+        lambda: silu_and_mul_reference(x),
         3 * s.item * s.num_tokens * s.mlp,
         6 * s.num_tokens * s.mlp,
     )
@@ -252,7 +253,7 @@ def _attention(
     )
 
 
-def finish_qkv(s: Shapes) -> Iterator[Case]:
+def qk_norm_rope_kv_write(s: Shapes) -> Iterator[Case]:
     """Norm and rotation of q and k, and the write; checked by what is left of q."""
     num_heads = s.num_q + 2 * s.num_kv
     qkv = torch.randn(s.num_tokens, num_heads, s.width).to(s.dtype)
@@ -264,7 +265,7 @@ def finish_qkv(s: Shapes) -> Iterator[Case]:
     step = ops.begin(positions, slots, [rope_table(frequencies, s.num_tokens, 1.0, s.dtype)])
 
     def run() -> Tensor:
-        ops.finish_qkv(qkv, weight, step, 0, cache)
+        ops.qk_norm_rope_kv_write(qkv, weight, step, 0, cache)
         return qkv[:, : s.num_q]
 
     def reference() -> Tensor:
@@ -276,13 +277,13 @@ def finish_qkv(s: Shapes) -> Iterator[Case]:
     yield Case(shape, run, reference, 2 * s.item * num_items, 7 * num_items)
 
 
-def add_norm(s: Shapes) -> Iterator[Case]:
+def fused_add_rms_norm(s: Shapes) -> Iterator[Case]:
     x, y = torch.randn(2, s.num_tokens, s.hidden).to(s.dtype)
     weight, ops = torch.randn(s.hidden).to(s.dtype), s.ops()
     total, num_items = x + y, s.num_tokens * s.hidden
     yield Case(
         f"[{s.num_tokens}, {s.hidden}]",
-        lambda: ops.add_norm(x, y, weight),
+        lambda: ops.fused_add_rms_norm(x, y, weight),
         lambda: rms_norm_reference(total, weight, EPS),
         4 * s.item * num_items,
         6 * num_items,
@@ -377,11 +378,11 @@ OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
     "paged_attention, prefill": prefill_attention,
     "kv_write": kv_write,
     "rope": rope,
-    "finish_qkv": finish_qkv,
-    "add_norm": add_norm,
+    "qk_norm_rope_kv_write": qk_norm_rope_kv_write,
+    "fused_add_rms_norm": fused_add_rms_norm,
     "rms_norm": norm,
     "rms_norm, heads": head_norm,
-    "act_mul": act_mul,
+    "act_and_mul": act_and_mul,
     "varlen_attention": whole_attention,
     "layer_norm": layer_norm,
     "noise": noise,

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from trouper.kernels.cuda import (
-    act_mul,
-    add_rms_norm,
+    act_and_mul,
+    apply_penalties,
     decode_attention,
-    logits,
+    embed,
+    fused_add_rms_norm,
     logprobs,
     matmul,
     prefill_attention,
-    prepare,
-    qkv_post,
+    qk_norm_rope_kv_write,
     sample,
     sampling_rows,
     top_k_top_p,
@@ -41,39 +41,39 @@ class Case(NamedTuple):
 
 
 def _norms() -> Iterator[Case]:
-    for width, config in add_rms_norm.CONFIGS["sm_90"]:
+    for width, config in fused_add_rms_norm.CONFIGS["sm_90"]:
         x, weight = meta(256, width), meta(width)
         for label, y, post in (("", None, None), (", sum", x, None), (", post norm", x, weight)):
 
             def launch(
                 x: Tensor = x, y: Tensor | None = y, w: Tensor = weight, post: Tensor | None = post
             ) -> object:
-                return add_rms_norm.add_rms_norm(x, y, w, 1e-6, post_weight_E=post)
+                return fused_add_rms_norm.fused_add_rms_norm(x, y, w, 1e-6, post_weight_E=post)
 
             yield Case(f"E {width}{label}", config, "none", launch)
 
 
 def _acts() -> Iterator[Case]:
-    for width, config in act_mul.CONFIGS["sm_90"]:
-        activations: tuple[act_mul.Activation, ...] = ("silu", "gelu_tanh")
+    for width, config in act_and_mul.CONFIGS["sm_90"]:
+        activations: tuple[act_and_mul.Activation, ...] = ("silu", "gelu_tanh")
         for activation in activations:
             gate_up = meta(256, 2 * min(width, 14_336))
             yield Case(
                 f"M {gate_up.shape[1] // 2}, {activation}",
                 config,
                 "none",
-                partial(act_mul.act_mul, gate_up, activation),
+                partial(act_and_mul.act_and_mul, gate_up, activation),
             )
 
 
 def _qkv_posts() -> Iterator[Case]:
-    for width, config in qkv_post.CONFIGS["sm_90"]:
+    for width, config in qk_norm_rope_kv_write.CONFIGS["sm_90"]:
         for has_norm in (False, True):
             yield Case(
                 f"32/8 × {width}" + ", norm" * has_norm,
                 config,
                 "none",
-                lambda d=width, has_norm=has_norm: qkv_post.qkv_post_(
+                lambda d=width, has_norm=has_norm: qk_norm_rope_kv_write.qk_norm_rope_kv_write_(
                     meta(256, 48, d),
                     meta(2, 8, 4096, d),
                     ids(256),
@@ -136,13 +136,13 @@ def _prefills() -> Iterator[Case]:
 
 
 def _prepares() -> Iterator[Case]:
-    for largest, config in prepare.CONFIGS["sm_90"]:
+    for largest, config in embed.CONFIGS["sm_90"]:
         width = min(largest, 8192)
         yield Case(
             f"E {width}",
             config,
             "none",
-            lambda e=width: prepare.prepare(
+            lambda e=width: embed.embed(
                 ids(257), ids(256), ids(256), ids(256, 4097), ids(256, 256),
                 meta(VOCABULARY, e), num_tokens=2048, block_size=16,
             ),
@@ -159,7 +159,7 @@ def _samplings() -> Iterator[Case]:
         "256 × 152 k, edits",
         blocks,
         "none",
-        lambda: logits.edit_logits(raw, ids(256), ids(256), tokens, rows),
+        lambda: apply_penalties.apply_penalties(raw, ids(256), ids(256), tokens, rows),
     )
     yield Case(
         "256 × 152 k, top-k, top-p",
@@ -213,10 +213,10 @@ def ids(*shape: int) -> Tensor:
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "decode_attention": _decodes,
     "prefill_attention": _prefills,
-    "qkv_post": _qkv_posts,
-    "add_rms_norm": _norms,
-    "act_mul": _acts,
-    "prepare": _prepares,
+    "qk_norm_rope_kv_write": _qkv_posts,
+    "fused_add_rms_norm": _norms,
+    "act_and_mul": _acts,
+    "embed": _prepares,
     "sampling": _samplings,
     "matmul": _matmuls,
 }

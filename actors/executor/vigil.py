@@ -11,7 +11,7 @@ import ctypes
 import time
 from collections.abc import Callable
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import launch, units
 
 AWAKE_S = 6e-4
 PAUSE_S = 6e-8  # 140 cycles of a Xeon; less elsewhere
@@ -30,7 +30,7 @@ class Vigil:
 
     def prepare(self) -> None:
         """Before the first wait, which compiles nothing; without this, or without native code, the thread sleeps."""
-        if launch.is_available():
+        if units.is_available():
             from trouper.kernels.watch import watch
 
             self._watch = launch.compiled(watch)

@@ -17,18 +17,18 @@ Laws:
 """
 
 import contextlib
-import functools
 import math
 import platform
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
-LANES = 16
+from trouper.kernels.codegen.features import has_bf16_dot, has_permutations, has_scaling
+from trouper.kernels.codegen.units import LANES, Kind
+
 HALFWORDS = 2 * LANES
-Kind = Literal["bf16", "f32", "i64", "i32", "i16", "i8"]
 
 
 class _BFloat16(ir.Type):
@@ -610,7 +610,7 @@ class Code:
     def exp2(self, x: Value) -> Value:
         """2^x to 2e-7; 0 below 2^-126, 2^127 above; not a number where x is not."""
         bounded = self.select(x > _HIGHEST, _HIGHEST, x)
-        if _has_scaling():
+        if has_scaling():
             bounded = self.select(x < _LOWEST, -math.inf, bounded)
             power = self._polynomial(_EXP2_UP, self._above_floor(bounded))
             return self._masked("scalef", power, bounded)
@@ -704,36 +704,6 @@ class Code:
                     swapped[i + distance] = self.shuffle(a, b, high)
             vectors = swapped
         return vectors
-
-
-def has_bf16_dot() -> bool:
-    """AVX512-BF16 multiplies pairs of bfloat16, and rounds to it."""
-    return _has("avx512bf16")
-
-
-def has_fma() -> bool:
-    """A product and a sum of vectors are one instruction."""
-    return _has("fma") and (_has("avx2") or _has("avx512f"))
-
-
-def has_permutations() -> bool:
-    """Thirty-two half words of a register are looked up at once."""
-    return _has("avx512bw")
-
-
-def num_registers() -> int:
-    """That hold sixteen lanes each."""
-    return 32 if _has("avx512f") else 8
-
-
-def _has_scaling() -> bool:
-    """AVX-512 takes exponents and fractions apart and together."""
-    return _has("avx512dq")
-
-
-@functools.cache  # to ask takes 0.3 ms
-def _has(feature: str) -> bool:
-    return bool(binding.get_host_cpu_features().get(feature))
 
 
 def _signed(x: int, width: int) -> int:

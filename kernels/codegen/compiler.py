@@ -8,7 +8,6 @@ Laws:
 """
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import logging
@@ -23,9 +22,8 @@ from typing import Any
 from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding
 
-from trouper.kernels.codegen.builder import Code, has_bf16_dot
+from trouper.kernels.codegen.builder import Code
 
-ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 logger = logging.getLogger(__name__)
@@ -46,16 +44,6 @@ def address_of(name: str, write: Callable[[Code], None]) -> tuple[int, object]:
         builder: Any = binding.JITLibraryBuilder()
         library = builder.add_object_img(image).export_symbol(name).link(jit, name)
         return library[name], library
-
-
-@functools.cache
-def has_tiles() -> bool:
-    """AMX for bfloat16, and this process may use it: Linux wants to be asked, once for all threads."""
-    features = binding.get_host_cpu_features()
-    if not (has_bf16_dot() and features.get("amx-tile") and features.get("amx-bf16")):
-        return False
-    syscall = ctypes.CDLL(None).syscall
-    return syscall(ARCH_PRCTL, *(ctypes.c_long(x) for x in (REQUEST_PERMISSION, TILE_DATA))) == 0
 
 
 @functools.cache

@@ -17,26 +17,30 @@ Measured on one EPYC core: 2.5 µs a launch with ten arguments, most of it ctype
 import contextlib
 import ctypes
 import functools
-import logging
-import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    import torch
+    from trouper.kernels.codegen.builder import Code
 
-    from trouper.kernels.codegen.builder import Code, Kind
-    from trouper.kernels.codegen.recording import Recording
-    from trouper.kernels.cpu.linear.dense import Unit
-
-logger = logging.getLogger(__name__)
-LANES = 16  # of a register, as `simd.py` has them
 _local = threading.local()
 _making = threading.Lock()
 _made: "dict[tuple[object, ...], Kernel]" = {}
+
+
+class Recorder(Protocol):
+    """Takes launches down in place of running them; `recording.Recording` is one."""
+
+    def add(self, address: int, num_threads: int, arguments: tuple[int, ...]) -> None:
+        """Take one launch of a kernel down."""
+        ...
+
+    def keep(self, memory: object) -> None:
+        """Hold memory whose address a launch was given."""
+        ...
 
 
 class Kernel:
@@ -54,9 +58,9 @@ class Kernel:
 
     def __call__(self, num_pieces: int, *arguments: int, num_threads: int = 1) -> None:
         """Run all pieces.  `arguments` are addresses and numbers."""
-        recording: Recording | None = getattr(_local, "recording", None)
-        if recording is not None:
-            recording.add(self._address, num_threads, (0, 0, num_pieces, *arguments))
+        recorder: Recorder | None = getattr(_local, "recorder", None)
+        if recorder is not None:
+            recorder.add(self._address, num_threads, (0, 0, num_pieces, *arguments))
             return
         args = (ctypes.c_int64 * (3 + len(arguments)))(0, 0, num_pieces, *arguments)
         # always torch's own number: a team of another size would be ended and made anew
@@ -94,20 +98,20 @@ def scratch(num_bytes: int) -> int:
     held: ctypes.Array[Any] | None = getattr(_local, "scratch", None)
     if held is None or len(held) < num_bytes + 64:
         held = _local.scratch = (ctypes.c_char * (2 * num_bytes + 64))()
-    recording: Recording | None = getattr(_local, "recording", None)
-    if recording is not None:
-        recording.keep(held)
+    recorder: Recorder | None = getattr(_local, "recorder", None)
+    if recorder is not None:
+        recorder.keep(held)
     return -(-ctypes.addressof(held) // 64) * 64
 
 
 @contextlib.contextmanager
-def recorded_by(recording: "Recording") -> Iterator[None]:
-    """Within the block this thread's kernels do not run: `recording` is told what they are asked."""
-    _local.recording = recording
+def recorded_by(recorder: Recorder) -> Iterator[None]:
+    """Within the block, give this thread's launches to `recorder`; no kernel runs."""
+    _local.recorder = recorder
     try:
         yield
     finally:
-        _local.recording = None
+        _local.recorder = None
 
 
 @functools.cache
@@ -120,57 +124,6 @@ def address_in_torch(name: str) -> int:
         return ctypes.cast(ctypes.CDLL(str(library))[name], ctypes.c_void_p).value or 0
     except (OSError, AttributeError):
         return 0
-
-
-@functools.cache
-def is_available() -> bool:
-    """llvmlite can be imported, and TROUPER_KERNELS=torch does not ask for the other path."""
-    if os.environ.get("TROUPER_KERNELS") == "torch":
-        return False
-    try:
-        from trouper.kernels.codegen import compiler
-    except ImportError as error:
-        logger.warning("llvmlite cannot be imported, the CPU runs on torch alone: %s", error)
-        return False
-    return bool(compiler)
-
-
-def kind_of(dtype: "torch.dtype") -> "Kind | None":
-    """What kernels call the dtype; None where this machine's do not compute with it."""
-    kinds: dict[str, Kind] = {"torch.bfloat16": "bf16", "torch.float32": "f32"}
-    kind = kinds.get(str(dtype))
-    return kind if can_multiply() or (kind == "f32" and is_available()) else None
-
-
-def row_kind(dtype: "torch.dtype", width: int, *, native: bool | None = None) -> "Kind | None":
-    """`kind_of`, where rows of so many numbers are whole registers; None with `native=False`."""
-    return None if native is False or width % LANES else kind_of(dtype)
-
-
-def can_multiply() -> bool:
-    """Products of ours pay: both dtypes, whatever the machine has beyond AVX2."""
-    if not is_available():
-        return False
-    from trouper.kernels.codegen.builder import has_fma
-
-    return has_fma()
-
-
-def can_decode() -> bool:
-    """Weights of few bits become numbers as fast as they are read: with AVX512-BF16, and what comes with it."""
-    if not is_available():
-        return False
-    from trouper.kernels.codegen.builder import has_bf16_dot
-
-    return has_bf16_dot()
-
-
-@functools.cache
-def bf16_unit() -> "Unit":
-    """What multiplies bfloat16 on this machine."""
-    from trouper.kernels.codegen.compiler import has_tiles
-
-    return "tiles" if has_tiles() else "dots"
 
 
 @functools.cache

@@ -5,20 +5,22 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from trouper.kernels.reference.act_mul import gelu_tanh_mul, silu_mul
+from trouper.kernels.ops import Integers, OpsConfig
+from trouper.kernels.reference.act_and_mul import gelu_tanh_and_mul, silu_and_mul
 from trouper.kernels.reference.attention_plan import Tile, plan_attention
 from trouper.kernels.reference.kv_write import kv_write_
 from trouper.kernels.reference.paged_attention import MAX_TILE_CAPPED, mask_tensors, paged_attention
 from trouper.kernels.reference.rms_norm import rms_norm, rms_norm_heads_
 from trouper.kernels.reference.rope import rope_, rotation_of
-from trouper.kernels.select import Integers, Shape
 
 
 class TorchOps:
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
-        self._max_tile = MAX_TILE_CAPPED if shape.softcap else None
-        self._act_mul = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}[shape.activation]
+    def __init__(self, config: OpsConfig) -> None:
+        self._config = config
+        self._max_tile = MAX_TILE_CAPPED if config.softcap else None
+        self._act_and_mul = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}[
+            config.activation
+        ]
 
     def __repr__(self) -> str:
         return "<TorchOps>"
@@ -31,7 +33,7 @@ class TorchOps:
         counts: Integers,
         window: int | None,
     ) -> tuple[tuple[Tile, ...], dict[int, Tensor]]:
-        size = self._shape.block_size
+        size = self._config.block_size
         chosen, firsts, nums = (np.asarray(x).tolist() for x in (rows, starts, counts))
         tables = [
             block_ids[row, : -(-(start + count) // size)]
@@ -40,9 +42,9 @@ class TorchOps:
         tiles = plan_attention(
             tables, firsts, nums, block_size=size, window=window, max_tile=self._max_tile
         )
-        return tiles, mask_tensors(tiles, self._shape.dtype)
+        return tiles, mask_tensors(tiles, self._config.dtype)
 
-    def look_up(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
+    def embed(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
         x_TE = table_VE.index_select(0, ids_T)
         return x_TE if scale == 1 else x_TE.mul_(scale)
 
@@ -51,17 +53,17 @@ class TorchOps:
     ) -> tuple[Tensor, list[Tensor]]:
         return slots_T, [rotation_of(table, positions_T) for table in tables]
 
-    def norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x_TE, weight, self._shape.norm_eps)
+    def rms_norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x_TE, weight, self._config.norm_eps)
 
-    def norm_(self, x_TX: Tensor, weight: Tensor) -> None:
-        x_TX.copy_(self.norm(x_TX, weight))
+    def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
+        x_TX.copy_(self.rms_norm(x_TX, weight))
 
-    def add_norm(self, x_TE: Tensor, y_TE: Tensor, weight: Tensor | None) -> Tensor:
-        x_TE.add_(y_TE, alpha=self._shape.residual_scale)
-        return x_TE if weight is None else self.norm(x_TE, weight)
+    def fused_add_rms_norm(self, x_TE: Tensor, y_TE: Tensor, weight: Tensor | None) -> Tensor:
+        x_TE.add_(y_TE, alpha=self._config.residual_scale)
+        return x_TE if weight is None else self.rms_norm(x_TE, weight)
 
-    def finish_qkv(
+    def qk_norm_rope_kv_write(
         self,
         qkv_TND: Tensor,
         head_norm: Tensor | None,
@@ -69,11 +71,11 @@ class TorchOps:
         rope: int | None,
         cache_2HSD: Tensor,
     ) -> None:
-        num_q, num_kv = self._shape.num_q_heads, self._shape.num_kv_heads
+        num_q, num_kv = self._config.num_q_heads, self._config.num_kv_heads
         slots_T, rotations = step
         qk_TND = qkv_TND.narrow(1, 0, num_q + num_kv)
         if head_norm is not None:
-            rms_norm_heads_(qk_TND, head_norm, self._shape.norm_eps)
+            rms_norm_heads_(qk_TND, head_norm, self._config.norm_eps)
         if rope is not None:
             rope_(qk_TND, rotations[rope])
         kv_T2HD = qkv_TND.narrow(1, num_q, 2 * num_kv).unflatten(1, (2, num_kv))
@@ -82,19 +84,19 @@ class TorchOps:
     def attend(
         self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: tuple[tuple[Tile, ...], dict[int, Tensor]]
     ) -> Tensor:
-        num_q, num_kv = self._shape.num_q_heads, self._shape.num_kv_heads
+        num_q, num_kv = self._config.num_q_heads, self._config.num_kv_heads
         return paged_attention(
             qkv_TND.narrow(1, 0, num_q),
             qkv_TND.narrow(1, num_q, num_kv),
             qkv_TND.narrow(1, num_q + num_kv, num_kv),
             cache_2HSD,
             *plan,
-            scale=self._shape.scale,
-            softcap=self._shape.softcap,
+            scale=self._config.scale,
+            softcap=self._config.softcap,
         )
 
-    def act_mul(self, gate_up_TM: Tensor) -> Tensor:
-        return self._act_mul(gate_up_TM)
+    def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:
+        return self._act_and_mul(gate_up_TM)
 
     def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
         return finished_logits(product_RV, scale, cap)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from trouper.actors.executor.batch import Rows, make_batch
-from trouper.actors.executor.models.decoder import ops_shape
+from trouper.actors.executor.models.decoder import ops_config
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.identifiers import SequenceId
@@ -65,7 +65,7 @@ def test_hidden_states_and_caches_equal_those_of_the_cpu_path(case, tmp_path):
     tiny_model(*CASES[case], tmp_path)
     config = engine_config(tmp_path)
     traits = decoder_traits(config.model.hf_config, config.model.architecture)
-    shape = ops_shape(traits, torch.float32, BLOCK_SIZE)
+    shape = ops_config(traits, torch.float32, BLOCK_SIZE)
     options = {
         "dtype": torch.float32,
         "max_model_len": 64,

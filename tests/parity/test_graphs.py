@@ -14,7 +14,7 @@ from trouper.actors.executor.cpu.thread_priority import LEFT_S, Cores
 from trouper.actors.executor.device import Later
 from trouper.actors.messages.plans import PoolEntry, PoolPlan, Sampling
 from trouper.config.args import EngineArgs
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import units
 from trouper.kernels.codegen.recording import Recording
 from trouper.kernels.cpu.attention import decode
 from trouper.kernels.cpu.linear.layer import layout_of
@@ -238,9 +238,9 @@ def test_what_is_not_recorded(folder, monkeypatch):
     assert made.can_forward(batch)
     assert not made.can_forward(msgspec.structs.replace(batch, embeds=((0, torch.ones(1, 64)),)))
     with monkeypatch.context() as patched:
-        patched.setattr(launch, "can_multiply", lambda: False)
+        patched.setattr(units, "can_multiply", lambda: False)
         assert bits_of(folder, dtype="float32")[1] is None
-    monkeypatch.setattr(launch, "is_available", lambda: False)
+    monkeypatch.setattr(units, "is_available", lambda: False)
     assert bits_of(folder)[1] is None
 
 

@@ -11,7 +11,7 @@ from trouper.actors.executor.weights.quantized import integer_scheme
 from trouper.actors.messages.plans import Sampling
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import units
 from trouper.kernels.cpu.linear.layer import layout_of
 
 from .driver import Driver, engine_config, random_prompts
@@ -171,7 +171,7 @@ def test_the_answers_are_those_of_the_plain_weights(tmp_path, kind, is_symmetric
 @needs_native
 @pytest.mark.parametrize("kind", ["gptq", "awq", "compressed"])
 def test_beside_bfloat16_the_integers_stay_integers(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(launch, "can_decode", launch.is_available)  # also where that is slow
+    monkeypatch.setattr(units, "can_decode", units.is_available)  # also where that is slow
     plain, packed = write(tmp_path, kind, is_symmetric=kind == "compressed")
     (rounded, _, logprobs), (runner, _, found) = run(plain, "bfloat16"), run(packed, "auto")
     assert runner._decoder.num_bytes < 0.6 * rounded._decoder.num_bytes  # of twelve bits a weight

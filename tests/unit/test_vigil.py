@@ -6,7 +6,7 @@ import pytest
 
 from trouper.actors.executor import vigil as vigil_module
 from trouper.actors.executor.vigil import AWAKE_S, Vigil
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import units
 
 
 def prepared(*args):
@@ -27,9 +27,9 @@ class Clock:
 def watched(monkeypatch):
     """How often a thread stayed awake."""
     calls = []
-    monkeypatch.setattr(vigil_module.launch, "is_available", lambda: True)
+    monkeypatch.setattr(vigil_module.units, "is_available", lambda: True)
     monkeypatch.setattr(
-        vigil_module.launch, "compiled", lambda kernel: lambda *args: calls.append(args)
+        vigil_module.units, "compiled", lambda kernel: lambda *args: calls.append(args)
     )
     return calls
 
@@ -51,14 +51,14 @@ def test_it_is_awake_after_a_short_wait_and_asleep_after_a_long_one(watched):
 
 
 def test_without_native_code_it_sleeps(watched, monkeypatch):
-    monkeypatch.setattr(vigil_module.launch, "is_available", lambda: False)
+    monkeypatch.setattr(vigil_module.units, "is_available", lambda: False)
     vigil = prepared(Clock())
     for _ in range(3):
         waited(vigil, vigil._now, 0.0)
     assert watched == []
 
 
-@pytest.mark.skipif(not launch.is_available(), reason="it is native")
+@pytest.mark.skipif(not units.is_available(), reason="it is native")
 def test_a_call_ends_it_whenever_it_comes(monkeypatch):
     """With patience for an hour: only the calls can end these waits."""
     monkeypatch.setattr(vigil_module, "AWAKE_S", 3600.0)
@@ -82,7 +82,7 @@ def test_a_call_ends_it_whenever_it_comes(monkeypatch):
     assert not thread.is_alive()
 
 
-@pytest.mark.skipif(not launch.is_available(), reason="it is native")
+@pytest.mark.skipif(not units.is_available(), reason="it is native")
 def test_without_a_call_it_gives_up():
     vigil = prepared()
     waited(vigil, Clock(), 0.0)

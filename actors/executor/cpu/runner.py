@@ -22,7 +22,7 @@ from trouper.actors.executor.cpu.recorded_steps import Passed, RecordedDecoderSt
 from trouper.actors.executor.cpu.thread_priority import Cores
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.kv_memory import KVCache, kv_cache_specs, num_kv_blocks
-from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_shape
+from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_config
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
@@ -125,7 +125,7 @@ class CpuRunner:
     def _load_decoder(self) -> Decoder:
         config = self._config
         with ThreadPoolExecutor(1, "trouper-compile") as pool:
-            ops = pool.submit(make_ops, ops_shape(self._traits, self._dtype, config.block_size))
+            ops = pool.submit(make_ops, ops_config(self._traits, self._dtype, config.block_size))
             draw = pool.submit(compile_draw)
             decoder = load_decoder(
                 Path(config.model.path),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.decoder import Decoder, ops_shape
+from trouper.actors.executor.models.decoder import Decoder, ops_config
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.executor.weights.quantized import integer_scheme
@@ -39,7 +39,7 @@ class UnpagedDecoder:
             seed=config.seed,
             scheme=integer_scheme(config.model.hf_config),
             has_head=False,
-            ops=lambda: make_ops(ops_shape(traits, dtype, BLOCK_SIZE)),
+            ops=lambda: make_ops(ops_config(traits, dtype, BLOCK_SIZE)),
         )
         return cls(decoder)
 

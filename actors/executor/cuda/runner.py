@@ -29,7 +29,7 @@ from trouper.actors.executor.cuda.tables import Changes, Layout, is_penalised
 from trouper.actors.executor.device import DeviceInfo, Later
 from trouper.actors.executor.kv_memory import kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.models.cuda_decoder import CudaDecoder, DeviceBatch
-from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, ops_shape
+from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, ops_config
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.weights.decoder import load_decoder
@@ -37,7 +37,7 @@ from trouper.actors.executor.weights.quantized import integer_scheme
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
 from trouper.config.args import EngineConfig
-from trouper.kernels.cuda.logits import edit_logits
+from trouper.kernels.cuda.apply_penalties import apply_penalties
 from trouper.kernels.cuda.sample import sample
 from trouper.kernels.cuda.top_k_top_p import top_k_top_p
 from trouper.kernels.select import make_ops
@@ -133,7 +133,7 @@ class CudaRunner:
 
     def _load_decoder(self) -> CudaDecoder:
         config = self._config
-        shape = ops_shape(self._traits, self._dtype, config.block_size)
+        shape = ops_config(self._traits, self._dtype, config.block_size)
         return load_decoder(
             Path(config.model.path),
             self._traits,
@@ -263,7 +263,7 @@ class CudaRunner:
         hidden_TE = decoder.forward_rows(batch, resident.kv.layers, embeds)
         logits_CV = decoder.logits(hidden_TE.index_select(0, inputs.last))
         rows, ends = inputs.sampled, inputs.ends
-        edited_CV = edit_logits(logits_CV, rows, ends, tokens, sampling)
+        edited_CV = apply_penalties(logits_CV, rows, ends, tokens, sampling)
         kept = top_k_top_p(logits_CV, edited_CV, rows, sampling)
         sampled_C = sample(logits_CV, edited_CV, rows, ends, *kept, tokens, sampling)
         return hidden_TE, logits_CV, sampled_C

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from trouper.actors.executor.models.decoder import Decoder, Layer
 from trouper.kernels.cpu.linear.layer import Linear, linear
-from trouper.kernels.cuda.act_mul import act_mul
-from trouper.kernels.cuda.add_rms_norm import add_rms_norm
+from trouper.kernels.cuda.act_and_mul import act_and_mul
 from trouper.kernels.cuda.decode_attention import decode_attention
+from trouper.kernels.cuda.embed import embed
+from trouper.kernels.cuda.fused_add_rms_norm import fused_add_rms_norm
 from trouper.kernels.cuda.prefill_attention import prefill_attention
-from trouper.kernels.cuda.prepare import prepare
-from trouper.kernels.cuda.qkv_post import qkv_post_
+from trouper.kernels.cuda.qk_norm_rope_kv_write import qk_norm_rope_kv_write_
 
 
 class DeviceBatch(NamedTuple):
@@ -59,7 +59,7 @@ class CudaDecoder(Decoder):
         """Hidden states [T, E] after the last norm, as `forward`; those of padding tokens are arbitrary."""
         traits = self.traits
         scale = self._embedding_scale
-        x_TE, positions_T, slots_T = prepare(
+        x_TE, positions_T, slots_T = embed(
             batch.bounds,
             batch.rows,
             batch.starts,
@@ -80,7 +80,7 @@ class CudaDecoder(Decoder):
             y_TE = self._attend(layer, hidden_TE, batch, positions_T, slots_T, cache)
             hidden_TE = self._sum_and_norm(x_TE, y_TE, layer.attention_post_norm, layer.mlp_norm)
             gate_up_TM = linear(hidden_TE, layer.gate_up)
-            y_TE = linear(act_mul(gate_up_TM, traits.activation), layer.down)
+            y_TE = linear(act_and_mul(gate_up_TM, traits.activation), layer.down)
             post_norm = layer.mlp_post_norm
         return self._sum_and_norm(x_TE, y_TE, post_norm, self._norm)
 
@@ -94,7 +94,7 @@ class CudaDecoder(Decoder):
     def _sum_and_norm(
         self, x_TE: Tensor, y_TE: Tensor | None, post_norm: Tensor | None, norm: Tensor | None
     ) -> Tensor:
-        return add_rms_norm(
+        return fused_add_rms_norm(
             x_TE,
             y_TE,
             norm,
@@ -118,10 +118,10 @@ class CudaDecoder(Decoder):
         if layer.q_norm is not None and layer.k_norm is not None:
             q_TX = qkv_TX.narrow(1, 0, num_q * width)
             k_TX = qkv_TX.narrow(1, num_q * width, num_kv * width)
-            add_rms_norm(q_TX, None, layer.q_norm, traits.norm_eps, out=q_TX)
-            add_rms_norm(k_TX, None, layer.k_norm, traits.norm_eps, out=k_TX)
+            fused_add_rms_norm(q_TX, None, layer.q_norm, traits.norm_eps, out=q_TX)
+            fused_add_rms_norm(k_TX, None, layer.k_norm, traits.norm_eps, out=k_TX)
         qkv_TND = qkv_TX.view(-1, num_q + 2 * num_kv, width)
-        qkv_post_(
+        qk_norm_rope_kv_write_(
             qkv_TND,
             cache_2HSD,
             positions_T,

@@ -15,7 +15,7 @@ from torch import Tensor
 from trouper.actors.executor.models.rotary import make_rope_table
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
 from trouper.kernels.cpu.linear.layer import Linear, linear
-from trouper.kernels.select import Ops, Shape
+from trouper.kernels.ops import Ops, OpsConfig
 
 LOGITS_AT_ONCE = 256  # rows; 256 x 152k vocabulary x 4 B = 150 MiB
 
@@ -98,7 +98,7 @@ class Decoder:
         return self.forward_embedded(x_TE, positions_T, slots_T, plans, caches, read)
 
     def embed(self, token_ids_T: Tensor, embeds: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
-        x_TE = self.ops.look_up(self._embedding, token_ids_T, self._embedding_scale)
+        x_TE = self.ops.embed(self._embedding, token_ids_T, self._embedding_scale)
         for first, rows_PE in embeds:
             part_PE = x_TE.narrow(0, first, len(rows_PE)).copy_(rows_PE)
             if not self.traits.embeds_are_scaled:
@@ -118,7 +118,7 @@ class Decoder:
         ops = self.ops
         step = ops.begin(positions_T, slots_T, self._rope_tables)
         first_norm = self._layers[0].attention_norm
-        y_TE = x_TE if first_norm is None else ops.norm(x_TE, first_norm)
+        y_TE = x_TE if first_norm is None else ops.rms_norm(x_TE, first_norm)
         following = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
         for layer, cache, next_norm in zip(self._layers, caches, following, strict=True):
             qkv_TND = self._projections(layer, y_TE, step, cache)
@@ -130,7 +130,7 @@ class Decoder:
             plan = plans[layer.traits.window]
             y_TE = linear(ops.attend(qkv_TND, cache, plan), layer.o)
             y_TE = self._add(x_TE, y_TE, layer.attention_post_norm, layer.mlp_norm)
-            y_TE = linear(ops.act_mul(linear(y_TE, layer.gate_up)), layer.down)
+            y_TE = linear(ops.act_and_mul(linear(y_TE, layer.gate_up)), layer.down)
             y_TE = self._add(x_TE, y_TE, layer.mlp_post_norm, next_norm)
         return y_TE
 
@@ -166,8 +166,8 @@ class Decoder:
     ) -> Tensor:
         """x += scale · norm(y), the residual sum, in place; the norm of it that is read next."""
         if post_norm is not None:
-            y_TE = self.ops.norm(y_TE, post_norm)
-        return self.ops.add_norm(x_TE, y_TE, next_norm)
+            y_TE = self.ops.rms_norm(y_TE, post_norm)
+        return self.ops.fused_add_rms_norm(x_TE, y_TE, next_norm)
 
     def _projections(self, layer: Layer, x_TE: Tensor, step: Any, cache_2HSD: Tensor) -> Tensor:
         """Queries, keys and values [T, N + 2 H, D]; the latter two are in the cache."""
@@ -176,20 +176,22 @@ class Decoder:
         qkv_TND = linear(x_TE, layer.qkv).view(-1, num_heads, traits.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             self._norm_projections(qkv_TND, layer.q_norm, layer.k_norm)
-        self.ops.finish_qkv(qkv_TND, layer.head_norm, step, layer.traits.rope, cache_2HSD)
+        self.ops.qk_norm_rope_kv_write(
+            qkv_TND, layer.head_norm, step, layer.traits.rope, cache_2HSD
+        )
         return qkv_TND
 
     def _norm_projections(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         """In place, over all heads of q and of k (OLMo-2)."""
         num_q, num_kv = self.traits.num_q_heads, self.traits.num_kv_heads
         x_TX, width = qkv_TND.flatten(1), self.traits.head_dim
-        self.ops.norm_(x_TX.narrow(1, 0, num_q * width), q_norm)
-        self.ops.norm_(x_TX.narrow(1, num_q * width, num_kv * width), k_norm)
+        self.ops.rms_norm_(x_TX.narrow(1, 0, num_q * width), q_norm)
+        self.ops.rms_norm_(x_TX.narrow(1, num_q * width, num_kv * width), k_norm)
 
 
-def ops_shape(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> Shape:
+def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> OpsConfig:
     """What `make_ops` asks about a model."""
-    return Shape(
+    return OpsConfig(
         dtype=dtype,
         num_q_heads=traits.num_q_heads,
         num_kv_heads=traits.num_kv_heads,

@@ -25,10 +25,10 @@ from trouper.kernels.cpu.fused.layer_norm import LayerNorm
 from trouper.kernels.cpu.fused.token_embedding import TokenEmbedding
 from trouper.kernels.cpu.linear.fused import linear_act, linear_add
 from trouper.kernels.cpu.linear.layer import Linear, linear
-from trouper.kernels.reference.act_mul import gelu_mul, gelu_tanh_mul, silu_mul
+from trouper.kernels.reference.act_and_mul import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from trouper.kernels.reference.rope import rope_, rotation_of
 
-ACT_MUL = {"silu": silu_mul, "gelu": gelu_mul, "gelu_tanh": gelu_tanh_mul}
+ACT_AND_MUL = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 MAX_DISTANCE = 128  # of MPNet's buckets
 
 
@@ -145,7 +145,7 @@ class Encoder:
         """The first half of the MLP."""
         traits = self.traits
         if traits.is_gated:
-            return ACT_MUL[traits.act](linear(x_TE, layer.up))
+            return ACT_AND_MUL[traits.act](linear(x_TE, layer.up))
         return linear_act(x_TE, layer.up, traits.act)
 
 

@@ -37,7 +37,7 @@ from trouper.kernels.cpu.linear.quantization import (
     can_quantize,
     dequantized,
 )
-from trouper.kernels.select import Ops
+from trouper.kernels.ops import Ops
 
 BASE = "model."
 INDEX = "model.safetensors.index.json"

@@ -26,10 +26,10 @@ torch's flash attention: 56, 61, 74.  Both products alone run at 225-230.
 
 from collections.abc import Iterator
 
-from trouper.kernels.codegen.builder import LANES, Code, Kind, Pointer, Value
+from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.attention.decode import LOG2_E, capped
 from trouper.kernels.cpu.attention.tile import WIDEST, Tile, tile_of
-from trouper.kernels.cpu.linear.dense import Unit
 
 PARTS = 4  # tiles of queries in a piece of work, at most: keys and values are prepared once for all of them
 SIDE = 128  # keys, and rows of queries: by AMX 64 and 64 take 1.15 times as long; by AVX-512 they are equal

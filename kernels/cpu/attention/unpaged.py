@@ -13,10 +13,10 @@ A piece of work is one head of one tile.  Tiles and what is done with one are th
 Roofline: FLOPs = 4 Σ L² N D, bytes = 4 e T N D.
 """
 
-from trouper.kernels.codegen.builder import LANES, Code, Kind
+from trouper.kernels.codegen.builder import Code
+from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.attention.decode import LOG2_E
 from trouper.kernels.cpu.attention.tile import tile_of
-from trouper.kernels.cpu.linear.dense import Unit
 
 SIDE = 64  # keys, and queries of a tile
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import launch, units
 
 ROWS = 64  # queries of a tile: `SIDE` of whole_attention.py
 QUERY_TILE = 256  # in torch
@@ -49,7 +49,7 @@ class Group(NamedTuple):
 
 
 def is_native(dtype: torch.dtype, width: int) -> bool:
-    if launch.kind_of(dtype) is None:
+    if units.kind_of(dtype) is None:
         return False
     from trouper.kernels.cpu.attention.prefill import can_prefill
 
@@ -117,7 +117,7 @@ def _native(
     out_TE = qkv_T3ND.new_empty((num_tokens, num_heads * width))
     num_threads, num_bytes = torch.get_num_threads(), scratch_bytes(width, ROWS)
     kind = "f32" if qkv_T3ND.itemsize == 4 else "bf16"
-    launch.compiled(whole_attention, kind, launch.bf16_unit())(
+    launch.compiled(whole_attention, kind, units.bf16_unit())(
         len(tiles) * num_heads,
         qkv_T3ND.data_ptr(),
         tiles.ctypes.data,

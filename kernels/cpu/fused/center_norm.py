@@ -1,6 +1,7 @@
 """The kernel of `layer_norm.py`: three looks at each row, two of them in the first cache."""
 
-from trouper.kernels.codegen.builder import LANES, Code, Kind, Pointer, Value
+from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.units import LANES, Kind
 
 
 def center_norm(code: Code, kind: Kind) -> None:

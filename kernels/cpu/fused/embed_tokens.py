@@ -1,6 +1,7 @@
 """The kernel of `token_embedding.py`: a row of each table, added up in float32."""
 
-from trouper.kernels.codegen.builder import LANES, Code, Kind
+from trouper.kernels.codegen.builder import Code
+from trouper.kernels.codegen.units import LANES, Kind
 
 
 def embed_tokens(code: Code, kind: Kind) -> None:

@@ -5,7 +5,8 @@
 Roofline: bytes = (e + 4) R V.
 """
 
-from trouper.kernels.codegen.builder import LANES, Code, Kind
+from trouper.kernels.codegen.builder import Code
+from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.attention.decode import capped
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import launch, units
 
 FEW = 16  # rows that one thread computes sooner than it wakes another
 
@@ -27,7 +27,7 @@ class LayerNorm:
     ) -> None:
         """`native`: None = where it can."""
         self._weight, self._bias, self._eps = weight, bias, eps
-        kind = launch.row_kind(weight.dtype, len(weight), native=native)
+        kind = units.row_kind(weight.dtype, len(weight), native=native)
         self._kernel: launch.Kernel | None = None
         if kind is not None:
             from trouper.kernels.cpu.fused.center_norm import center_norm

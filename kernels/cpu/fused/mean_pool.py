@@ -1,6 +1,7 @@
 """The kernel of `row_pooling.py`.  Of one row the mean is that row, but for the sign of a zero."""
 
-from trouper.kernels.codegen.builder import LANES, Code, Kind
+from trouper.kernels.codegen.builder import Code
+from trouper.kernels.codegen.units import LANES, Kind
 
 
 def mean_of_spans(code: Code, kind: Kind) -> None:

@@ -15,10 +15,11 @@ Measured, one EPYC core, N = 16, H = 8, D = 128, bf16: 25 µs for 16 tokens, 116
 tokens 1.5 ms, 12.9 in torch.  What it costs are the 2 H pages of the cache that a token touches.
 """
 
-from trouper.kernels.codegen.builder import LANES, Code, Kind, Pointer, Value
+from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.units import LANES, Kind
 
 
-def finish_qkv(code: Code, kind: Kind) -> None:
+def qk_norm_rope_kv_write(code: Code, kind: Kind) -> None:
     """qkv, weight or 0, table, positions, cache, slots, S, N, H, D, R, ε, scratch, scratch bytes.
 
     A piece is a token.

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import launch, units
 from trouper.kernels.cpu.attention.varlen import Group
 
 
@@ -37,7 +37,7 @@ class RowPooling:
             native: None = where it can.
         """
         self._rows, self._width = rows, width
-        kind = launch.row_kind(dtype, width, native=native)
+        kind = units.row_kind(dtype, width, native=native)
         self._kernel: launch.Kernel | None = None
         if kind is not None:
             from trouper.kernels.cpu.fused.mean_pool import mean_of_spans

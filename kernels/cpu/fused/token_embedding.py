@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import launch, units
 from trouper.kernels.cpu.fused.layer_norm import FEW
 
 
@@ -39,7 +39,7 @@ class TokenEmbedding:
             assert table is None or (table.dtype, table.shape[1:]) == (words.dtype, words.shape[1:])
             assert table is None or table.is_contiguous()
         self._words, self._types, self._positions = words, types, positions
-        kind = launch.row_kind(words.dtype, words.shape[1], native=native)
+        kind = units.row_kind(words.dtype, words.shape[1], native=native)
         self._kernel: launch.Kernel | None = None
         if kind is not None:
             from trouper.kernels.cpu.fused.embed_tokens import embed_tokens

@@ -25,9 +25,10 @@ Roofline: bytes = 1.5 O I + e (T I + T O), FLOPs = 2 T O I.
 
 from typing import TypeVar
 
-from trouper.kernels.codegen.builder import HALFWORDS, LANES, Code, Pointer, Value
+from trouper.kernels.codegen.builder import HALFWORDS, Code, Pointer, Value
+from trouper.kernels.codegen.units import LANES, Unit
 from trouper.kernels.cpu.linear import dense
-from trouper.kernels.cpu.linear.dense import TILE, Block, Steps, Unit, product_of
+from trouper.kernels.cpu.linear.dense import TILE, Block, Steps, product_of
 
 VECTORS = 4  # of a group: as many codes as fit a halfword
 PLACES = VECTORS * HALFWORDS  # of a group

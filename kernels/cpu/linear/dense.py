@@ -34,18 +34,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from trouper.kernels.codegen.builder import (
-    LANES,
-    Code,
-    Kind,
-    Pointer,
-    Value,
-    has_bf16_dot,
-    num_registers,
-)
+from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.features import has_bf16_dot, num_registers
+from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.linear.gelu import gelu
 
-Unit = Literal["dots", "tiles", "floats"]
 Act = Literal["none", "gelu"]
 Steps = Iterator[tuple[Value, list[Pointer]]]  # first pair of inputs, where each panel has it
 

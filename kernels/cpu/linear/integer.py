@@ -35,7 +35,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from trouper.kernels.codegen.builder import LANES, Code, Kind, Pointer, Value, Var
+from trouper.kernels.codegen.builder import Code, Pointer, Value, Var
+from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.linear.dense import (
     TILE,
     TILE_BYTES,

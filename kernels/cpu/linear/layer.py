@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import launch, units
 from trouper.kernels.cpu.linear.quantization import (
     LANES,
     PANELS,
@@ -67,7 +67,7 @@ class Linear:
         self.bias = bias_O
         self.scales: Tensor | None = None
         self.zeros: Tensor | None = None
-        can_decode = self.layout == "native" and launch.can_decode()
+        can_decode = self.layout == "native" and units.can_decode()
         if quantization is not None and isinstance(weight, Tensor):
             if can_decode:
                 self.layout = quantization
@@ -111,11 +111,11 @@ def layout_of(weight: Tensor, *, is_for_many: bool = False) -> str:
     num_out, num_in = weight.shape
     if weight.device.type != "cpu" or not weight.numel():
         return "plain"
-    if not num_out % 16 and launch.can_multiply():
+    if not num_out % 16 and units.can_multiply():
         if weight.dtype == torch.bfloat16 and not num_in % 32:
             return "native"
         if weight.dtype == torch.float32 and not num_in % 16:
-            can_split = not num_in % 32 and launch.bf16_unit() == "tiles"
+            can_split = not num_in % 32 and units.bf16_unit() == "tiles"
             return "split" if is_for_many and can_split else "floats"
     if weight.dtype not in ONEDNN_DTYPES or not torch.backends.mkldnn.is_available():
         return "plain"
@@ -144,8 +144,8 @@ def native(x_TI: Tensor, layer: Linear, act: "Act" = "none") -> Tensor:
     """Of a native layer; what it is followed by is computed with it."""
     if layer.layout == "split":
         return _split(x_TI, layer, act)
-    from trouper.kernels.cpu.fused.ops import padded
     from trouper.kernels.cpu.linear.dense import SHAPES, matmul
+    from trouper.kernels.cpu.ops import padded
 
     unit = _unit_of(x_TI.dtype)
     num_rows, (num_out, num_in) = len(x_TI), layer.shape
@@ -173,7 +173,7 @@ def native(x_TI: Tensor, layer: Linear, act: "Act" = "none") -> Tensor:
 
 
 def _unit_of(dtype: torch.dtype) -> "Unit":
-    return "floats" if dtype == torch.float32 else launch.bf16_unit()
+    return "floats" if dtype == torch.float32 else units.bf16_unit()
 
 
 def _split(x_TI: Tensor, layer: Linear, act: "Act") -> Tensor:
@@ -220,7 +220,7 @@ def _split(x_TI: Tensor, layer: Linear, act: "Act") -> Tensor:
 def _compressed(x_TI: Tensor, layer: Linear) -> Tensor:
     from trouper.kernels.cpu.linear.compressed import SHAPES, compressed_matmul, scratch_bytes
 
-    unit = launch.bf16_unit()
+    unit = units.bf16_unit()
     num_rows, (num_out, num_in) = len(x_TI), layer.shape
     num_threads = torch.get_num_threads()
     y_TO = x_TI.new_empty((num_rows, num_out))
@@ -246,7 +246,7 @@ def _quantized(x_TI: Tensor, layer: Linear) -> Tensor:
     from trouper.kernels.cpu.linear.integer import SHAPES, scratch_bytes
 
     assert layer.scales is not None
-    unit = launch.bf16_unit()
+    unit = units.bf16_unit()
     fmt: Format = "int4" if layer.layout == "int4" else "int8"
     num_rows, (num_out, num_in) = len(x_TI), layer.shape
     num_threads = torch.get_num_threads()
@@ -278,7 +278,7 @@ def _product_of(fmt: Format, scales: torch.dtype, has_zeros: bool) -> launch.Ker
     from trouper.kernels.cpu.linear.integer import quantized_matmul
 
     kind = "bf16" if scales == torch.bfloat16 else "f32"
-    return launch.compiled(quantized_matmul, launch.bf16_unit(), fmt, kind, has_zeros)
+    return launch.compiled(quantized_matmul, units.bf16_unit(), fmt, kind, has_zeros)
 
 
 def _round(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
@@ -307,7 +307,7 @@ def _compressed_or_none(weight_OI: Tensor) -> Tensor | None:
     """None where too many weights have an exponent of their own."""
     from trouper.kernels.cpu.linear.compressed import compress, compressed_matmul, weight_words
 
-    launch.compiled(compressed_matmul, launch.bf16_unit())  # now, and not in the first step
+    launch.compiled(compressed_matmul, units.bf16_unit())  # now, and not in the first step
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     packed = torch.empty(weight_words(num_out, num_in), dtype=torch.int32)
@@ -333,7 +333,7 @@ def _pack_native(weight_OI: Tensor) -> Tensor:
 def _pack_split(weight_OI: Tensor) -> Tensor:
     from trouper.kernels.cpu.linear.split_fp32 import split_matmul, split_rows
 
-    assert launch.bf16_unit() == "tiles"  # who has not asked may not use them
+    assert units.bf16_unit() == "tiles"  # who has not asked may not use them
     launch.compiled(split_rows)
     launch.compiled(split_matmul, "none")
     return _packed(weight_OI)

@@ -9,7 +9,8 @@ Roofline: bytes = O I (2 + bits / 8).
 
 from collections.abc import Iterator
 
-from trouper.kernels.codegen.builder import LANES, Code, Pointer, Value
+from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.quantization import PANELS, STEP, Format
 
 

@@ -31,7 +31,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from trouper.kernels.codegen.builder import LANES, Code, Pointer, Value
+from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.dense import (
     TILE,
     TILE_BYTES,

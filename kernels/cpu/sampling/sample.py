@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import launch, units
 from trouper.kernels.reference.noise import gumbel
 
 ROW = np.dtype(
@@ -59,7 +59,7 @@ def draw(
     What is recorded wants an `out`, and other arrays that stay where they are.
     """
     assert logits_TV.dtype == torch.float32
-    if not launch.is_available() or logits_TV.shape[1] < LEAST:
+    if not units.is_available() or logits_TV.shape[1] < LEAST:
         return draw_reference(logits_TV, picked_R, parameters_S, rows_R, ends_R, tokens_SL, out)
     from trouper.kernels.cpu.sampling.sample_rows import draw_rows
     from trouper.kernels.cpu.sampling.top_k_top_p import held_bytes
@@ -91,7 +91,7 @@ def draw(
 
 def compile_draw() -> None:
     """Before the first step, which would else wait."""
-    if launch.is_available():
+    if units.is_available():
         from trouper.kernels.cpu.sampling.sample_rows import draw_rows
 
         launch.compiled(draw_rows)

@@ -7,7 +7,8 @@ where none is kept, some 25 where one is and 70 where its noise may be enough: a
 
 import math
 
-from trouper.kernels.codegen.builder import LANES, Code, Pointer, Value
+from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.sampling.sample import NOT_FINITE, NOTHING_LEFT, ROW
 from trouper.kernels.cpu.sampling.top_k_top_p import LOG2_E, Kept, Row, truncated
 from trouper.kernels.reference.noise import MULTIPLIERS

@@ -18,7 +18,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from trouper.kernels.codegen.builder import LANES, Code, Pointer, Value, Var
+from trouper.kernels.codegen.builder import Code, Pointer, Value, Var
+from trouper.kernels.codegen.units import LANES
 
 REACH = 19.5  # 16.64 + 2.82, rounded up
 LOG2_E = 1.4426950408889634

@@ -8,7 +8,7 @@ from trouper.actors.executor.batch import Rows
 from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling
-from trouper.kernels.cuda.logits import edit_logits, edit_logits_reference
+from trouper.kernels.cuda.apply_penalties import apply_penalties, apply_penalties_reference
 from trouper.kernels.cuda.logprobs import TopLogprobs, top_logprobs, top_logprobs_reference
 from trouper.kernels.cuda.sample import sample, sample_reference
 from trouper.kernels.cuda.sampling_rows import NEVER, SamplingRows, make_sampling_rows
@@ -77,7 +77,7 @@ class Batch:
         self.edited = torch.full_like(self.raw, torch.nan, dtype=torch.float32)
 
     def edit(self):
-        edit_logits(
+        apply_penalties(
             self.raw,
             self.device_rows,
             self.device_ends,
@@ -153,7 +153,7 @@ def test_the_references_together_are_the_cpu_path():
     expected = batch.drawn_on_cpu().token_ids
     tokens = batch.host.history.new_tensor(batch.cpu_rows.token_ids)
     for i, (row, s) in enumerate(zip(batch.rows, batch.samplings, strict=True)):
-        x = edit_logits_reference(batch.logits[i], row, 10, tokens, batch.host)
+        x = apply_penalties_reference(batch.logits[i], row, 10, tokens, batch.host)
         noise = None
         if s.temperature:
             x = x / s.temperature
@@ -177,7 +177,7 @@ def test_edited_logits_equal_the_reference_and_other_rows_are_left_alone(device,
         if not batch.host.is_edited[row]:
             assert found.isnan().all()
             continue
-        expected = edit_logits_reference(batch.logits[i], row, 10, tokens, batch.host)
+        expected = apply_penalties_reference(batch.logits[i], row, 10, tokens, batch.host)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-6)
 
 

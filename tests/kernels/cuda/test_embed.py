@@ -5,7 +5,7 @@ import torch
 from trouper.actors.executor.batch import Rows, make_batch
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
-from trouper.kernels.cuda.prepare import Prepared, prepare, prepare_reference
+from trouper.kernels.cuda.embed import Embedded, embed, embed_reference
 
 # (row, start, count) of each column; those without tokens pad the batch
 COLUMNS = {
@@ -34,12 +34,12 @@ def test_it_equals_the_reference_with_and_without_padding(device, columns, dtype
     plan = arguments(columns, width, dtype)
     for num_tokens in (int(plan[0][-1]), 16):
         options = {"num_tokens": num_tokens, "block_size": 4, "alpha": 1.5}
-        expected = prepare_reference(*plan, **options)
-        out = Prepared(
+        expected = embed_reference(*plan, **options)
+        out = Embedded(
             torch.full((num_tokens, width), torch.nan, dtype=dtype, device=device),
             *torch.full((2, num_tokens), -7, dtype=torch.int32, device=device),
         )
-        found = prepare(*(x.to(device) for x in plan), out=out, **options)
+        found = embed(*(x.to(device) for x in plan), out=out, **options)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(
                 a.cpu(), b, atol=0, rtol=2**-7 if a.is_floating_point() else 0
@@ -57,7 +57,7 @@ def test_the_reference_is_the_batch_of_the_cpu_path():
     columns = row_ids.tolist(), starts.tolist(), counts
     plan = StepPlan(0, 0, *map(tuple, columns), (True,) * len(counts))
     batch = make_batch(plan, rows, (), plan_attention=lambda *_: None)
-    found = prepare_reference(
+    found = embed_reference(
         bounds,
         row_ids,
         starts,

@@ -31,7 +31,7 @@ CONFIGS: Table = {
 
 
 @triton.jit
-def _qkv_post_kernel(
+def _qk_norm_rope_kv_write_kernel(
     qkv_ptr,
     norm_ptr,
     table_ptr,
@@ -86,7 +86,7 @@ def _qkv_post_kernel(
     tl.store(cache_row[:, None] + column[None, :], y, mask=mask & (head >= N)[:, None])
 
 
-def qkv_post_(
+def qk_norm_rope_kv_write_(
     qkv_TND: Tensor,
     cache_2HSD: Tensor,
     positions_T: Tensor,
@@ -107,7 +107,7 @@ def qkv_post_(
     rotated = 0 if table_P2R is None else table_P2R.shape[2]
     assert rotated <= width, f"{rotated} rotated of {width}"
     config = config_of(CONFIGS, qkv_TND.device, width)
-    _qkv_post_kernel[(num_tokens, triton.cdiv(num_heads, config["HEADS"]))](
+    _qk_norm_rope_kv_write_kernel[(num_tokens, triton.cdiv(num_heads, config["HEADS"]))](
         qkv_TND,
         norm_ND,
         table_P2R,
@@ -129,7 +129,7 @@ def qkv_post_(
     )
 
 
-def qkv_post_reference(
+def qk_norm_rope_kv_write_reference(
     qkv_TND: Tensor,
     cache_2HSD: Tensor,
     positions_T: Tensor,

@@ -23,7 +23,7 @@ from trouper.kernels.cuda.sampling_rows import BLOCKS, SamplingRows
 
 
 @triton.jit
-def _edit_logits_kernel(
+def _apply_penalties_kernel(
     logits_ptr,
     edited_ptr,
     rows_ptr,
@@ -98,7 +98,7 @@ def _edit_logits_kernel(
     tl.store(edited_ptr + i * V + token, x, mask=in_range)
 
 
-def edit_logits(
+def apply_penalties(
     logits_RV: Tensor,
     rows_R: Tensor,
     ends_R: Tensor,
@@ -118,7 +118,7 @@ def edit_logits(
     assert sampling.history.shape[1] == vocab_size, "the rows are of another vocabulary"
     out = torch.empty_like(logits_RV, dtype=torch.float32) if out is None else out
     config = config_of(BLOCKS, logits_RV.device, vocab_size)
-    _edit_logits_kernel[(num_rows, triton.cdiv(vocab_size, config["BLOCK"]))](
+    _apply_penalties_kernel[(num_rows, triton.cdiv(vocab_size, config["BLOCK"]))](
         logits_RV,
         out,
         rows_R,
@@ -149,7 +149,7 @@ def edit_logits(
     return out
 
 
-def edit_logits_reference(
+def apply_penalties_reference(
     logits_V: Tensor, row: int, end: int, tokens: Tensor, sampling: SamplingRows
 ) -> Tensor:
     """One row, in float64."""

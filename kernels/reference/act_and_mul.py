@@ -10,32 +10,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def silu_mul(gate_up_TM: Tensor) -> Tensor:
+def silu_and_mul(gate_up_TM: Tensor) -> Tensor:
     gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
     return F.silu(gate_TM).mul_(up_TM)
 
 
-def gelu_mul(gate_up_TM: Tensor) -> Tensor:
+def gelu_and_mul(gate_up_TM: Tensor) -> Tensor:
     gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
     return F.gelu(gate_TM).mul_(up_TM)
 
 
-def gelu_tanh_mul(gate_up_TM: Tensor) -> Tensor:
+def gelu_tanh_and_mul(gate_up_TM: Tensor) -> Tensor:
     gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
     return F.gelu(gate_TM, approximate="tanh").mul_(up_TM)
 
 
-def silu_mul_reference(gate_up_TM: Tensor) -> Tensor:
+def silu_and_mul_reference(gate_up_TM: Tensor) -> Tensor:
     gate_TM, up_TM = gate_up_TM.double().chunk(2, dim=-1)
     return (gate_TM / (1 + (-gate_TM).exp()) * up_TM).to(gate_up_TM.dtype)
 
 
-def gelu_mul_reference(gate_up_TM: Tensor) -> Tensor:
+def gelu_and_mul_reference(gate_up_TM: Tensor) -> Tensor:
     gate_TM, up_TM = gate_up_TM.double().chunk(2, dim=-1)
     return (gate_TM * (1 + (gate_TM / 2**0.5).erf()) / 2 * up_TM).to(gate_up_TM.dtype)
 
 
-def gelu_tanh_mul_reference(gate_up_TM: Tensor) -> Tensor:
+def gelu_tanh_and_mul_reference(gate_up_TM: Tensor) -> Tensor:
     gate_TM, up_TM = gate_up_TM.double().chunk(2, dim=-1)
     inner = (2 / torch.pi) ** 0.5 * (gate_TM + 0.044715 * gate_TM**3)
     return (gate_TM * (1 + inner.tanh()) / 2 * up_TM).to(gate_up_TM.dtype)

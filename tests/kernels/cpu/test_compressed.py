@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import launch, units
 from trouper.kernels.cpu.linear.layer import Linear, layout_of, linear
 
 pytestmark = [
@@ -41,9 +41,9 @@ def decoded(layer):
     from trouper.kernels.cpu.linear.compressed import SHAPES, scratch_bytes
 
     num_out, num_in = layer.shape
-    num_rows, num_panels = 17, SHAPES[launch.bf16_unit()].many.panels
+    num_rows, num_panels = 17, SHAPES[units.bf16_unit()].many.panels
     linear(torch.zeros(num_rows, num_in, dtype=torch.bfloat16), layer)
-    size = scratch_bytes(num_rows, num_in, launch.bf16_unit())
+    size = scratch_bytes(num_rows, num_in, units.bf16_unit())
     memory = (ctypes.c_int16 * (size // 2)).from_address(launch.scratch(size))
     panels = torch.from_numpy(np.array(memory)).view(num_panels, -1)
     return panels[: num_out // 16, : 16 * num_in].unflatten(1, (num_in // 2, 16, 2))

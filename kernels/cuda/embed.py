@@ -26,14 +26,14 @@ from trouper.kernels.cuda.ragged import column_of
 CONFIGS: Table = {"sm_90": ((1024, {"num_warps": 2}), (1 << 16, {"num_warps": 8}))}
 
 
-class Prepared(NamedTuple):
+class Embedded(NamedTuple):
     x: Tensor  # [T, E]
     positions: Tensor  # [T] int32
     slots: Tensor  # [T] int32
 
 
 @triton.jit(do_not_specialize=["num_columns"])
-def _prepare_kernel(
+def _embed_kernel(
     bounds_ptr,
     rows_ptr,
     starts_ptr,
@@ -71,7 +71,7 @@ def _prepare_kernel(
     tl.store(x_at, (x * alpha).to(x_ptr.dtype.element_ty), mask=mask)
 
 
-def prepare(
+def embed(
     bounds: Tensor,
     rows_C: Tensor,
     starts_C: Tensor,
@@ -82,17 +82,17 @@ def prepare(
     num_tokens: int,
     block_size: int,
     alpha: float = 1.0,
-    out: Prepared | None = None,
-) -> Prepared:
+    out: Embedded | None = None,
+) -> Embedded:
     """For `num_tokens` tokens, those that pad the batch included."""
     num_columns, width = len(rows_C), embedding_VE.shape[1]
     assert len(bounds) == num_columns + 1, "bounds is not [C + 1]"
     assert embedding_VE.is_contiguous(), "embedding must be contiguous"
     if out is None:
         numbers = torch.empty(2, num_tokens, dtype=torch.int32, device=bounds.device)
-        out = Prepared(embedding_VE.new_empty(num_tokens, width), numbers[0], numbers[1])
+        out = Embedded(embedding_VE.new_empty(num_tokens, width), numbers[0], numbers[1])
     assert out.x.shape == (num_tokens, width), f"x is {tuple(out.x.shape)}"
-    _prepare_kernel[(num_tokens,)](
+    _embed_kernel[(num_tokens,)](
         bounds,
         rows_C,
         starts_C,
@@ -114,7 +114,7 @@ def prepare(
     return out
 
 
-def prepare_reference(
+def embed_reference(
     bounds: Tensor,
     rows_C: Tensor,
     starts_C: Tensor,
@@ -125,7 +125,7 @@ def prepare_reference(
     num_tokens: int,
     block_size: int,
     alpha: float = 1.0,
-) -> Prepared:
+) -> Embedded:
     positions = torch.zeros(num_tokens, dtype=torch.int32)
     slots = torch.full((num_tokens,), -1, dtype=torch.int32)
     x_TE = embedding_VE.new_zeros(num_tokens, embedding_VE.shape[1])
@@ -134,4 +134,4 @@ def prepare_reference(
             position = positions[t] = start + t - int(bounds[i])
             slots[t] = blocks[row, position // block_size] * block_size + position % block_size
             x_TE[t] = (alpha * embedding_VE[tokens[row, position]].double()).to(x_TE.dtype)
-    return Prepared(x_TE, positions, slots)
+    return Embedded(x_TE, positions, slots)

@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from trouper.kernels import codegen
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import units
 from trouper.kernels.cpu.attention.prefill import PARTS
-from trouper.kernels.cpu.fused.ops import NativeOps
+from trouper.kernels.cpu.ops import NativeOps
+from trouper.kernels.ops import OpsConfig
 from trouper.kernels.reference.ops import TorchOps
 from trouper.kernels.reference.paged_attention import paged_attention_reference
 from trouper.kernels.reference.rms_norm import rms_norm_reference
 from trouper.kernels.reference.rope import rope_table
-from trouper.kernels.select import Shape, can_be_native, make_ops
+from trouper.kernels.select import can_be_native, make_ops
 
 pytestmark = pytest.mark.usefixtures("unit")
 COLUMNS = {  # (start, count) of each sequence
@@ -28,7 +29,7 @@ COLUMNS = {  # (start, count) of each sequence
     "long": [(1023, 1), (1024, 1), (2100, 1), (1000, 40)],
 }
 TOLERANCES = {torch.float32: (5e-6, 2e-6), torch.bfloat16: (2e-2, 2e-2)}
-TINY = Shape(
+TINY = OpsConfig(
     dtype=torch.float32,
     num_q_heads=4,
     num_kv_heads=2,
@@ -194,7 +195,7 @@ def test_norm_rotation_and_write(dtype, num_tokens, width, rotated, has_norm):
     for ops in ops_pair:
         mine, cache = qkv.clone(), torch.full((2, 2, 64, width), torch.nan, dtype=dtype)
         step = ops.begin(positions, slots, tables)
-        ops.finish_qkv(mine, head_norm, step, 0 if rotated else None, cache)
+        ops.qk_norm_rope_kv_write(mine, head_norm, step, 0 if rotated else None, cache)
         found.append((mine[:, :4], cache))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
     for a, b in zip(*found, strict=True):
@@ -213,13 +214,13 @@ def test_residual_sum_and_norm(dtype, shape, weight_dtype, scale):
     atol = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
     for ops in pairs(dtype=dtype, residual_scale=scale):
         mine = x.clone()
-        found = ops.add_norm(mine, y, weight)
+        found = ops.fused_add_rms_norm(mine, y, weight)
         torch.testing.assert_close(mine, total, atol=atol / 10, rtol=2**-7)
         expected = rms_norm_reference(mine, weight, 1e-6)
         torch.testing.assert_close(found, expected, atol=atol, rtol=2**-6)
-        torch.testing.assert_close(ops.norm(mine, weight), expected, atol=atol, rtol=2**-6)
+        torch.testing.assert_close(ops.rms_norm(mine, weight), expected, atol=atol, rtol=2**-6)
         mine = x.clone()
-        assert ops.add_norm(mine, y, None) is mine
+        assert ops.fused_add_rms_norm(mine, y, None) is mine
         torch.testing.assert_close(mine, total, atol=atol / 10, rtol=2**-7)
 
 
@@ -231,8 +232,8 @@ def test_norms_of_sandwiches_and_of_projections(dtype):
     weight, wide, found = torch.randn(64).to(dtype), wide.to(dtype), []
     for ops in pairs(dtype=dtype):
         mine = wide.clone()
-        ops.norm_(mine.narrow(1, 48, 64), weight)
-        found.append((ops.add_norm(x.clone(), ops.norm(y, weight), weight), mine))
+        ops.rms_norm_(mine.narrow(1, 48, 64), weight)
+        found.append((ops.fused_add_rms_norm(x.clone(), ops.rms_norm(y, weight), weight), mine))
     atol = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=atol, rtol=2**-6)
@@ -250,7 +251,7 @@ def test_gated_activation(dtype, activation, shape):
     act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     rtol = {torch.float32: 2e-6, torch.bfloat16: 2**-6}[dtype]
     for ops in pairs(dtype=dtype, activation=activation):
-        found = ops.act_mul(gate_up)
+        found = ops.act_and_mul(gate_up)
         torch.testing.assert_close(found, (act * up).to(dtype), atol=3e-5, rtol=rtol)
 
 
@@ -261,7 +262,7 @@ def test_embeddings_are_looked_up_bit_by_bit(dtype, scale, num_tokens):
     torch.manual_seed(0)
     table, ids = torch.randn(50, 64).to(dtype), torch.randint(0, 50, (num_tokens,))
     shape = shape_of(dtype=dtype)
-    native, by_torch = (kind(shape).look_up(table, ids, scale) for kind in (NativeOps, TorchOps))
+    native, by_torch = (kind(shape).embed(table, ids, scale) for kind in (NativeOps, TorchOps))
     assert torch.equal(native, by_torch)
     assert torch.equal(by_torch, (table[ids].float() * scale).to(dtype))
 
@@ -300,13 +301,13 @@ def test_the_choice_depends_on_the_model():
 
 
 def test_without_llvmlite_everything_is_torch(monkeypatch):
-    launch.is_available.cache_clear()
-    monkeypatch.setitem(sys.modules, "trouper.kernels.codegen.compiler", None)
-    monkeypatch.delattr(codegen, "compiler", raising=False)
+    units.is_available.cache_clear()
+    monkeypatch.setitem(sys.modules, "trouper.kernels.codegen.features", None)
+    monkeypatch.delattr(codegen, "features")
     try:
         assert isinstance(make_ops(TINY), TorchOps)
     finally:
-        launch.is_available.cache_clear()
+        units.is_available.cache_clear()
 
 
 def test_any_number_of_threads_does_each_piece_once():
@@ -315,10 +316,10 @@ def test_any_number_of_threads_does_each_piece_once():
     for num_threads in (1, 2, 5):
         seen = torch.full_like(x, torch.nan)
         weight = torch.ones(64)
-        ops._add_norm(
+        ops._fused_add_rms_norm(
             len(x), x.data_ptr(), 64, 0, 0, weight.data_ptr(), seen.data_ptr(), 64, 64, ops._alpha, ops._eps,
             num_threads=num_threads,
         )  # fmt: skip
-        assert torch.equal(seen, ops.norm(x, weight))
-    assert repr(ops._add_norm) == "<Kernel add_norm_f32>"
+        assert torch.equal(seen, ops.rms_norm(x, weight))
+    assert repr(ops._fused_add_rms_norm) == "<Kernel fused_add_rms_norm_f32>"
     assert [repr(x) for x in (ops, TorchOps(TINY))] == ["<NativeOps>", "<TorchOps>"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import units
 
 
 @pytest.fixture(scope="module", params=["dots", "tiles"])
@@ -11,14 +11,14 @@ def unit(request):
 
     Weights of few bits are decoded here also where that is too slow to be chosen.
     """
-    if launch.is_available():
-        from trouper.kernels.codegen.compiler import has_tiles
+    if units.is_available():
+        from trouper.kernels.codegen.features import has_tiles
 
         if request.param == "tiles" and not has_tiles():
             pytest.skip("needs AMX")
     elif request.param == "tiles":
         pytest.skip("there are no native kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "bf16_unit", lambda: request.param)
-        patch.setattr(launch, "can_decode", launch.is_available)
+        patch.setattr(units, "bf16_unit", lambda: request.param)
+        patch.setattr(units, "can_decode", units.is_available)
         yield request.param

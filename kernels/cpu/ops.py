@@ -8,17 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import units
 from trouper.kernels.codegen.launch import compiled, float_bits, scratch
+from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.attention import decode, prefill
 from trouper.kernels.cpu.attention import tile as attention_tile
-from trouper.kernels.cpu.fused.add_norm import add_norm
-from trouper.kernels.cpu.fused.embedding_lookup import look_up
+from trouper.kernels.cpu.fused.act_and_mul import act_and_mul
+from trouper.kernels.cpu.fused.embed import embed
 from trouper.kernels.cpu.fused.finish_logits import finish_logits
-from trouper.kernels.cpu.fused.gated_act import gated_act
-from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import finish_qkv
+from trouper.kernels.cpu.fused.fused_add_rms_norm import fused_add_rms_norm
+from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from trouper.kernels.ops import Integers, OpsConfig
 from trouper.kernels.reference.ops import finished_logits
-from trouper.kernels.select import LANES, Integers, Shape
 
 KINDS = {torch.bfloat16: "bf16", torch.float32: "f32"}
 UNLIMITED = 2**62
@@ -50,26 +51,26 @@ class NativePlan(msgspec.Struct, frozen=True, dict=True):
 class NativeOps:
     """Tensors that come in are contiguous in their last dimensions, as a decoder makes them."""
 
-    def __init__(self, shape: Shape) -> None:
-        kind = KINDS[shape.dtype]
-        self._shape = shape
-        self._group = shape.num_q_heads // shape.num_kv_heads
-        self._prefill = compiled(prefill.prefill_attention, kind, launch.bf16_unit())
+    def __init__(self, config: OpsConfig) -> None:
+        kind = KINDS[config.dtype]
+        self._config = config
+        self._group = config.num_q_heads // config.num_kv_heads
+        self._prefill = compiled(prefill.prefill_attention, kind, units.bf16_unit())
         self._decode = compiled(decode.decode_attention, kind)
         self._merge = compiled(decode.merge_partials, kind)
-        self._add_norm = compiled(add_norm, kind)
-        self._finish_qkv = compiled(finish_qkv, kind)
-        self._gated = compiled(gated_act, kind, shape.activation)
-        self._look_up = compiled(look_up, kind)
+        self._fused_add_rms_norm = compiled(fused_add_rms_norm, kind)
+        self._qk_norm_rope_kv_write = compiled(qk_norm_rope_kv_write, kind)
+        self._act_and_mul = compiled(act_and_mul, kind, config.activation)
+        self._embed = compiled(embed, kind)
         self._finish_logits = compiled(finish_logits, kind)
         self._span = decode.SPAN
         self._tile = prefill.SIDE // self._group
-        self._decode_scratch = decode.scratch_bytes(self._group, shape.head_dim)
+        self._decode_scratch = decode.scratch_bytes(self._group, config.head_dim)
         self._prefill_scratch = attention_tile.scratch_bytes(
-            shape.head_dim, prefill.SIDE, prefill.PARTS
+            config.head_dim, prefill.SIDE, prefill.PARTS
         )
-        self._eps, self._alpha = float_bits(shape.norm_eps), float_bits(shape.residual_scale)
-        self._scale, self._cap = float_bits(shape.scale), float_bits(shape.softcap or 0.0)
+        self._eps, self._alpha = float_bits(config.norm_eps), float_bits(config.residual_scale)
+        self._scale, self._cap = float_bits(config.scale), float_bits(config.softcap or 0.0)
         # float32 copies of weights by the id of theirs, which is kept so that the id stays theirs
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -117,17 +118,19 @@ class NativeOps:
             block_ids,
             spans_P,
             np.array(merges, dtype=np.int64).reshape(-1, 3),
-            np.empty((num_partials, self._shape.num_q_heads, self._shape.head_dim + 2), np.float32),
+            np.empty(
+                (num_partials, self._config.num_q_heads, self._config.head_dim + 2), np.float32
+            ),
             self._heads_of_a_piece(len(spans_P)),
             np.array(tiles, dtype=np.int64).reshape(-1, 4),
             UNLIMITED if window is None else window,
         )
 
-    def look_up(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
+    def embed(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
         assert table_VE.is_contiguous()
         num_tokens, width = len(ids_T), table_VE.shape[1]
         x_TE = torch.empty((num_tokens, width), dtype=table_VE.dtype)
-        self._look_up(
+        self._embed(
             num_tokens,
             table_VE.data_ptr(),
             width,
@@ -143,15 +146,15 @@ class NativeOps:
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         return positions_T, slots_T, [self._float32(table) for table in tables]
 
-    def norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
+    def rms_norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
         z_TE = padded(len(x_TE), x_TE.shape[1], x_TE.dtype)
         self._norm_of_sum(x_TE, None, weight, z_TE)
         return z_TE
 
-    def norm_(self, x_TX: Tensor, weight: Tensor) -> None:
+    def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
         self._norm_of_sum(x_TX, None, weight, x_TX)
 
-    def add_norm(self, x_TE: Tensor, y_TE: Tensor, weight: Tensor | None) -> Tensor:
+    def fused_add_rms_norm(self, x_TE: Tensor, y_TE: Tensor, weight: Tensor | None) -> Tensor:
         z_TE = x_TE if weight is None else padded(len(x_TE), x_TE.shape[1], x_TE.dtype)
         self._norm_of_sum(x_TE, y_TE, weight, z_TE)
         return z_TE
@@ -160,7 +163,7 @@ class NativeOps:
         self, x_TE: Tensor, y_TE: Tensor | None, weight: Tensor | None, z_TE: Tensor
     ) -> None:
         num_tokens, width = x_TE.shape
-        self._add_norm(
+        self._fused_add_rms_norm(
             num_tokens,
             x_TE.data_ptr(),
             x_TE.stride(0),
@@ -175,7 +178,7 @@ class NativeOps:
             num_threads=_threads(num_tokens),
         )
 
-    def finish_qkv(
+    def qk_norm_rope_kv_write(
         self,
         qkv_TND: Tensor,
         head_norm: Tensor | None,
@@ -183,11 +186,11 @@ class NativeOps:
         rope: int | None,
         cache_2HSD: Tensor,
     ) -> None:
-        shape = self._shape
+        config = self._config
         positions_T, slots_T, tables = step
-        num_tokens, num_bytes = len(qkv_TND), 4 * shape.head_dim + 64
+        num_tokens, num_bytes = len(qkv_TND), 4 * config.head_dim + 64
         num_threads = _threads(num_tokens)
-        self._finish_qkv(
+        self._qk_norm_rope_kv_write(
             num_tokens,
             qkv_TND.data_ptr(),
             0 if head_norm is None else self._float32(head_norm).data_ptr(),
@@ -196,9 +199,9 @@ class NativeOps:
             cache_2HSD.data_ptr(),
             slots_T.data_ptr(),
             cache_2HSD.shape[2],
-            shape.num_q_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
+            config.num_q_heads,
+            config.num_kv_heads,
+            config.head_dim,
             0 if rope is None else tables[rope].shape[-1],
             self._eps,
             scratch(num_threads * num_bytes),
@@ -207,9 +210,9 @@ class NativeOps:
         )
 
     def attend(self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: NativePlan) -> Tensor:
-        shape = self._shape
+        config = self._config
         num_threads = torch.get_num_threads()
-        width = shape.num_q_heads * shape.head_dim
+        width = config.num_q_heads * config.head_dim
         out_TN = padded(len(qkv_TND), width, qkv_TND.dtype)
         fresh_and_cached = (
             qkv_TND.data_ptr(),
@@ -218,16 +221,16 @@ class NativeOps:
             cache_2HSD.shape[2],
         )
         model = (
-            shape.num_kv_heads,
+            config.num_kv_heads,
             self._group,
-            shape.head_dim,
-            shape.block_size,
+            config.head_dim,
+            config.block_size,
             self._scale,
             self._cap,
         )
         if len(plan.tiles):
             self._prefill(
-                len(plan.tiles) * shape.num_kv_heads,
+                len(plan.tiles) * config.num_kv_heads,
                 *fresh_and_cached,
                 plan.block_ids.ctypes.data,
                 plan.block_ids.shape[1],
@@ -242,7 +245,7 @@ class NativeOps:
             )
         if len(plan.spans):
             self._decode(
-                len(plan.spans) * (shape.num_kv_heads // plan.heads),
+                len(plan.spans) * (config.num_kv_heads // plan.heads),
                 *fresh_and_cached,
                 plan.words.ctypes.data,
                 *model,
@@ -253,10 +256,10 @@ class NativeOps:
                 num_threads=num_threads,
             )
             self._merge(
-                len(plan.merges) * shape.num_q_heads,
+                len(plan.merges) * config.num_q_heads,
                 plan.words.ctypes.data,
-                shape.num_q_heads,
-                shape.head_dim,
+                config.num_q_heads,
+                config.head_dim,
                 out_TN.data_ptr(),
                 out_TN.stride(0),
             )
@@ -265,24 +268,24 @@ class NativeOps:
     def _parts_of_a_piece(self, counts: np.ndarray) -> int:
         """As many tiles of queries as leave each thread four pieces.  No result depends on it."""
         num_tiles = int((-(-counts // self._tile)).sum())
-        most = num_tiles * self._shape.num_kv_heads // (4 * torch.get_num_threads())
+        most = num_tiles * self._config.num_kv_heads // (4 * torch.get_num_threads())
         return max(1, min(most, prefill.PARTS))
 
     def _heads_of_a_piece(self, num_spans: int) -> int:
         """As many as leave each thread four pieces: a thread that goes on to the next head knows
         what it will read.  No result depends on it.
         """
-        heads, num_threads = self._shape.num_kv_heads, torch.get_num_threads()
-        while heads % 2 == 0 and num_spans * self._shape.num_kv_heads < 4 * heads * num_threads:
+        heads, num_threads = self._config.num_kv_heads, torch.get_num_threads()
+        while heads % 2 == 0 and num_spans * self._config.num_kv_heads < 4 * heads * num_threads:
             if num_threads == 1:
                 break
             heads //= 2
         return heads
 
-    def act_mul(self, gate_up_TM: Tensor) -> Tensor:
+    def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:
         num_tokens, width = len(gate_up_TM), gate_up_TM.shape[1] // 2
         y_TM = padded(num_tokens, width, gate_up_TM.dtype)
-        self._gated(
+        self._act_and_mul(
             num_tokens,
             gate_up_TM.data_ptr(),
             y_TM.data_ptr(),

@@ -1,7 +1,10 @@
 import pytest
 import torch
 
-from trouper.kernels.cuda.qkv_post import qkv_post_, qkv_post_reference
+from trouper.kernels.cuda.qk_norm_rope_kv_write import (
+    qk_norm_rope_kv_write_,
+    qk_norm_rope_kv_write_reference,
+)
 from trouper.kernels.reference.rms_norm import rms_norm_heads_
 from trouper.kernels.reference.rope import rope_, rope_table, rotation_of
 
@@ -36,10 +39,10 @@ def test_it_equals_the_reference_and_padding_tokens_change_nothing(device, dtype
     qkv, cache, positions, slots, norm, table = make(*shape, dtype)
     slots[1::3] = -1
     options = {"norm_ND": norm if has_norm else None, "table_P2R": table, "eps": 1e-6}
-    q, expected = qkv_post_reference(qkv, cache, positions, slots, **options)
+    q, expected = qk_norm_rope_kv_write_reference(qkv, cache, positions, slots, **options)
     options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     found, found_cache = qkv.to(device, copy=True), cache.to(device)
-    qkv_post_(found, found_cache, positions.to(device), slots.to(device), **options)
+    qk_norm_rope_kv_write_(found, found_cache, positions.to(device), slots.to(device), **options)
     found, tolerance = found.cpu(), TOLERANCES[dtype]
     num_q, is_real = shape[1], slots >= 0
     torch.testing.assert_close(found[is_real, :num_q], q[is_real], atol=tolerance, rtol=tolerance)
@@ -56,13 +59,15 @@ def test_the_cache_may_lie_by_slot_or_by_head(device):
     )
     by_slot = cache.transpose(1, 2).contiguous().transpose(1, 2)
     for where in (cache, by_slot):
-        qkv_post_(qkv.clone(), where, positions, slots, norm_ND=norm, table_P2R=table, eps=1e-6)
+        qk_norm_rope_kv_write_(
+            qkv.clone(), where, positions, slots, norm_ND=norm, table_P2R=table, eps=1e-6
+        )
     torch.testing.assert_close(cache, by_slot, atol=0, rtol=0, equal_nan=True)
 
 
 def test_the_reference_is_the_separate_operations_of_the_cpu_path():
     qkv, cache, positions, slots, norm, table = make(7, 4, 2, 16, 8, torch.float32)
-    q, written = qkv_post_reference(
+    q, written = qk_norm_rope_kv_write_reference(
         qkv, cache, positions, slots, norm_ND=norm, table_P2R=table, eps=1e-6
     )
     heads = qkv[:, :6].clone()

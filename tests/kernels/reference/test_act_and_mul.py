@@ -2,19 +2,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trouper.kernels.reference.act_mul import (
-    gelu_mul,
-    gelu_mul_reference,
-    gelu_tanh_mul,
-    gelu_tanh_mul_reference,
-    silu_mul,
-    silu_mul_reference,
+from trouper.kernels.reference.act_and_mul import (
+    gelu_and_mul,
+    gelu_and_mul_reference,
+    gelu_tanh_and_mul,
+    gelu_tanh_and_mul_reference,
+    silu_and_mul,
+    silu_and_mul_reference,
 )
 
 PAIRS = [
-    (silu_mul, silu_mul_reference),
-    (gelu_mul, gelu_mul_reference),
-    (gelu_tanh_mul, gelu_tanh_mul_reference),
+    (silu_and_mul, silu_and_mul_reference),
+    (gelu_and_mul, gelu_and_mul_reference),
+    (gelu_tanh_and_mul, gelu_tanh_and_mul_reference),
 ]
 
 
@@ -34,6 +34,8 @@ def test_it_equals_the_reference(op, reference, dtype, tolerance, shape):
 def test_the_references_equal_torchs_own_formulas():
     gate, up = torch.randn(2, 5, 7).double()
     both = torch.cat((gate, up), -1)
-    torch.testing.assert_close(silu_mul_reference(both), F.silu(gate) * up)
-    torch.testing.assert_close(gelu_mul_reference(both), F.gelu(gate) * up)
-    torch.testing.assert_close(gelu_tanh_mul_reference(both), F.gelu(gate, approximate="tanh") * up)
+    torch.testing.assert_close(silu_and_mul_reference(both), F.silu(gate) * up)
+    torch.testing.assert_close(gelu_and_mul_reference(both), F.gelu(gate) * up)
+    torch.testing.assert_close(
+        gelu_tanh_and_mul_reference(both), F.gelu(gate, approximate="tanh") * up
+    )

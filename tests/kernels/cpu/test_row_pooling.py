@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import units
 from trouper.kernels.cpu.attention.varlen import Group
 from trouper.kernels.cpu.fused.row_pooling import RowPooling
 
@@ -10,7 +10,7 @@ from trouper.kernels.cpu.fused.row_pooling import RowPooling
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("kind", ["MEAN", "CLS", "LAST"])
 def test_a_text_alone_is_pooled_to_the_bits_it_has_among_others(kind, dtype, native):
-    if native and launch.kind_of(dtype) is None:
+    if native and units.kind_of(dtype) is None:
         pytest.skip("this machine's kernels do not compute with it")
     rng = torch.Generator().manual_seed(1)
     groups = [Group(0, 1, 1), Group(1, 2, 7), Group(15, 1, 100)]

@@ -27,7 +27,7 @@ CONFIGS: Table = {
 
 
 @triton.jit
-def _add_rms_norm_kernel(
+def _fused_add_rms_norm_kernel(
     x_ptr,
     y_ptr,
     weight_ptr,
@@ -65,7 +65,7 @@ def _add_rms_norm_kernel(
     tl.store(out_ptr + token * out_stride_t + column, out, mask=mask)
 
 
-def add_rms_norm(
+def fused_add_rms_norm(
     x_TE: Tensor,
     y_TE: Tensor | None,
     weight_E: Tensor | None,
@@ -85,7 +85,7 @@ def add_rms_norm(
         if rows is not None:
             assert rows.shape == x_TE.shape, f"{name} is {tuple(rows.shape)}"
             assert rows.stride(1) == 1, f"{name} must be contiguous along the hidden size"
-    _add_rms_norm_kernel[(num_tokens,)](
+    _fused_add_rms_norm_kernel[(num_tokens,)](
         x_TE,
         y_TE,
         weight_E,
@@ -106,7 +106,7 @@ def add_rms_norm(
     return out
 
 
-def add_rms_norm_reference(
+def fused_add_rms_norm_reference(
     x_TE: Tensor,
     y_TE: Tensor | None,
     weight_E: Tensor,

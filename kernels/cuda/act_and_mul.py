@@ -2,7 +2,7 @@
 
     gate_up [T, 2 M] -> y [T, M], rows contiguous;   act = silu, or gelu in its tanh form (Gemma)
 
-Roofline: bytes = 3 e T M, FLOPs ≈ 6 T M.  Target 85 %.  Reference: `kernels/reference/act_mul.py`.
+Roofline: bytes = 3 e T M, FLOPs ≈ 6 T M.  Target 85 %.  Reference: `kernels/reference/act_and_mul.py`.
 """
 
 from typing import Literal
@@ -25,7 +25,7 @@ CONFIGS: Table = {
 
 
 @triton.jit
-def _act_mul_kernel(gate_up_ptr, out_ptr, M, BLOCK: tl.constexpr, IS_GELU: tl.constexpr):
+def _act_and_mul_kernel(gate_up_ptr, out_ptr, M, BLOCK: tl.constexpr, IS_GELU: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < M
@@ -39,13 +39,13 @@ def _act_mul_kernel(gate_up_ptr, out_ptr, M, BLOCK: tl.constexpr, IS_GELU: tl.co
     tl.store(out_ptr + token * M + column, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def act_mul(gate_up_TM: Tensor, activation: Activation, *, out: Tensor | None = None) -> Tensor:
+def act_and_mul(gate_up_TM: Tensor, activation: Activation, *, out: Tensor | None = None) -> Tensor:
     num_tokens, width = gate_up_TM.shape[0], gate_up_TM.shape[1] // 2
     out = gate_up_TM.new_empty(num_tokens, width) if out is None else out
     assert gate_up_TM.is_contiguous(), "gate_up must be contiguous"
     assert out.is_contiguous(), "out must be contiguous"
     config = config_of(CONFIGS, gate_up_TM.device, width)
-    _act_mul_kernel[(num_tokens, triton.cdiv(width, config["BLOCK"]))](
+    _act_and_mul_kernel[(num_tokens, triton.cdiv(width, config["BLOCK"]))](
         gate_up_TM, out, width, IS_GELU=activation == "gelu_tanh", **config
     )
     return out

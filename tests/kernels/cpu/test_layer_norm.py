@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import units
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm, layer_norm_reference
 
 
@@ -12,7 +12,7 @@ from trouper.kernels.cpu.fused.layer_norm import LayerNorm, layer_norm_reference
     ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str
 )
 def test_it_equals_the_reference(num_rows, width, has_bias, dtype, tolerance, native):
-    if native and launch.kind_of(dtype) is None:
+    if native and units.kind_of(dtype) is None:
         pytest.skip("this machine's kernels do not compute with it")
     torch.manual_seed(0)
     x = (torch.randn(num_rows, width) * 3 + 5).to(dtype)  # far from 0: mean before variance

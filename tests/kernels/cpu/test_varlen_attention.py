@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import units
 from trouper.kernels.cpu.attention import varlen as kernel
 from trouper.kernels.cpu.attention.varlen import (
     ROWS,
@@ -89,6 +89,6 @@ def test_sequences_do_not_see_each_other(native):
 
 
 def test_the_choice_is_by_dtype_and_width():
-    assert is_native(torch.float32, 32) == launch.is_available()
+    assert is_native(torch.float32, 32) == units.is_available()
     assert not any(is_native(torch.float32, width) for width in (8, 24, 512))
     assert not is_native(torch.float16, 32)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trouper.kernels.codegen import launch
+from trouper.kernels.codegen import units
 from trouper.kernels.cpu.fused.token_embedding import TokenEmbedding
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
@@ -13,7 +13,7 @@ TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize("has_types", [False, True])
 @pytest.mark.parametrize("has_positions", [False, True])
 def test_a_token_is_the_sum_of_its_rows(native, dtype, num_tokens, has_types, has_positions):
-    if native and launch.kind_of(dtype) is None:
+    if native and units.kind_of(dtype) is None:
         pytest.skip("this machine's kernels do not compute with it")
     torch.manual_seed(0)
     words, types, positions = (torch.randn(n, 48).to(dtype) for n in (50, 2, 64))

@@ -1,0 +1,101 @@
+"""The operations of a decoder between its products, as a model calls them: names, arguments, no implementation.
+
+T  tokens of a step    E  hidden size    M  MLP width    V  vocabulary
+N  query heads         H  KV heads       D  head width   S  cache slots
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+Integers = Sequence[int] | np.ndarray
+
+
+class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes and constants of a model that its operations depend on."""
+
+    dtype: torch.dtype
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    block_size: int
+    norm_eps: float
+    residual_scale: float
+    activation: Literal["silu", "gelu_tanh"]
+    scale: float
+    softcap: float | None
+
+
+class Ops(Protocol):
+    """One implementation of the operations.  Tensors are contiguous in their last dimension."""
+
+    def plan(
+        self,
+        block_ids: np.ndarray,
+        rows: Integers,
+        starts: Integers,
+        counts: Integers,
+        window: int | None,
+    ) -> Any:
+        """Prepare the attention of a step whose entry i is counts[i] tokens from position starts[i] on.
+
+        Args:
+            block_ids: [rows, blocks] int64; entry i uses row rows[i].
+            window: of keys that a query sees; None = all before it.
+        """
+        ...
+
+    def embed(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
+        """Return scale · table[ids], [T, E]."""
+        ...
+
+    def begin(self, positions_T: Tensor, slots_T: Tensor, tables: Sequence[Tensor]) -> Any:
+        """Prepare what all layers of a step share, for `qk_norm_rope_kv_write`."""
+        ...
+
+    def rms_norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
+        """Return x / √(mean(x²) + ε) · weight."""
+        ...
+
+    def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
+        """Normalise in place; rows may be strided."""
+        ...
+
+    def fused_add_rms_norm(self, x_TE: Tensor, y_TE: Tensor, weight: Tensor | None) -> Tensor:
+        """Add residual_scale · y to x in place; return the norm of the sum, or x where weight is None."""
+        ...
+
+    def qk_norm_rope_kv_write(
+        self,
+        qkv_TND: Tensor,
+        head_norm: Tensor | None,
+        step: Any,
+        rope: int | None,
+        cache_2HSD: Tensor,
+    ) -> None:
+        """Normalise and rotate q and k in place, and write k and v to the cache.
+
+        Args:
+            head_norm: [N + H, D] weights of the norm of each head; None = no norm.
+            step: the result of `begin`.
+            rope: which of the step's tables rotates; None = no rotation.
+        """
+        ...
+
+    def attend(self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: Any) -> Tensor:
+        """Return the attention's output [T, N · D] over the cache, which holds this step's keys already."""
+        ...
+
+    def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:
+        """Return activation(gate) · up for the two halves of gate_up [T, 2 M]."""
+        ...
+
+    def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
+        """Return float32 cap · tanh(scale · product / cap), or scale · product where there is no cap."""
+        ...
