@@ -1,6 +1,6 @@
 """What HTTP costs for each streamed token, beside a bare ASGI application that streams the same bytes.
 
-    python -m trouper.bench.http_path [--streams 64] [--tokens 400] [--profile] [--output FILE.json]
+    python -m trouper.bench.http_path [--streams 64] [--tokens 400] [--loop asyncio] [--profile] [--output FILE.json]
 
 The device is simulated and takes no time, so all that is counted is the processor time of this process; the
 clients are another.  Each line is for one token of one stream.
@@ -10,7 +10,6 @@ import argparse
 import cProfile
 import json
 import pstats
-import socket
 import subprocess
 import sys
 import time
@@ -21,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import hypercorn.trio
-from hypercorn.config import Config
 
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice
@@ -30,8 +27,9 @@ from trouper.actors.runtime.threads import WorkerThreads
 from trouper.bench.report import about, write
 from trouper.config.args import EngineArgs
 from trouper.frontends.python.async_engine import AsyncLLMEngine
-from trouper.frontends.server import connections
 from trouper.frontends.server.app import create_app
+from trouper.frontends.server.http.listeners import Listener, Shutdown, bind_tcp
+from trouper.frontends.server.server import listener_task, loop_options
 from trouper.params import RequestOutputKind, SamplingParams
 
 PATH = "/v1/completions"
@@ -56,10 +54,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What HTTP costs for each streamed token.")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--loop", choices=("asyncio", "trio"), default="asyncio")
     parser.add_argument("--profile", action="store_true", help="Where the time of the app goes.")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    results = anyio.run(measure, options.streams, options.tokens, options.profile, backend="trio")
+    act = partial(measure, options.streams, options.tokens, options.profile, options.loop)
+    results = anyio.run(act, backend=options.loop, backend_options=loop_options(options.loop))
     for name, microseconds in results.items():
         print(f"{name:40} {microseconds:7.1f} µs")
     if options.output:
@@ -67,7 +67,9 @@ def main() -> None:
         write(str(options.output), report)
 
 
-async def measure(num_streams: int, num_tokens: int, is_profiled: bool) -> dict[str, float]:
+async def measure(
+    num_streams: int, num_tokens: int, is_profiled: bool, loop: str
+) -> dict[str, float]:
     """Processor time for each token, in µs, of every way to stream it."""
     arguments = EngineArgs(max_num_seqs=num_streams, dtype="float32", skip_tokenizer_init=True)
     config = arguments.resolve()
@@ -106,10 +108,9 @@ async def measure(num_streams: int, num_tokens: int, is_profiled: bool) -> dict[
         await timed("engine alone", of_engine)
         await timed("engine and app, in memory", of_app)
         await timed("bare app, in memory", of_bare)
-        for server, serve in (("our server", connections.serve), ("hypercorn", serve_by_hypercorn)):
-            for name, served in (("engine, app", app), ("bare app", bare)):
-                over = partial(over_sockets, served, body, num_streams, serve)
-                await timed(f"{name} and {server}", over)
+        for name, served in (("engine, app", app), ("bare app", bare)):
+            over = partial(over_sockets, served, body, num_streams, loop)
+            await timed(f"{name} and HTTP server", over)
         if is_profiled:
             with cProfile.Profile() as profile:
                 await of_app()
@@ -170,28 +171,18 @@ def make_bare(frames: list[bytes]) -> Any:
     return bare
 
 
-async def serve_by_hypercorn(
-    app: Any, config: Config, wait_close: Callable[[], Awaitable[None]]
-) -> None:
-    await hypercorn.trio.serve(app, config, shutdown_trigger=wait_close, mode="asgi")
-
-
-async def over_sockets(app: Any, body: bytes, num_streams: int, serve: Callable[..., Any]) -> None:
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    port = listener.getsockname()[1]
-    config = Config()
-    config.bind = f"fd://{listener.detach()}"
-    config.accesslog = config.errorlog = None
+async def over_sockets(app: Any, body: bytes, num_streams: int, loop: str) -> None:
+    listener, shutdown = Listener(bind_tcp("127.0.0.1", 0)), Shutdown()
+    port = listener.sock.getsockname()[1]
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    over = anyio.Event()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(serve, app, config, over.wait)
+        tasks.start_soon(listener_task(loop), app, listener, shutdown)
         await anyio.run_process(
             [sys.executable, "-c", CLIENTS, str(port), str(num_streams), head + body.decode()],
             stdout=subprocess.DEVNULL,
         )
-        over.set()
+        shutdown.closing.set()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """A server in this event loop, and a client in a process of its own that asks it one thing, again and again."""
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -14,6 +13,8 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from trouper.frontends.python.async_engine import AsyncLLMEngine
 from trouper.frontends.server.app import create_app
+from trouper.frontends.server.http.listeners import Listener, Shutdown, bind_tcp
+from trouper.frontends.server.server import listener_task
 from trouper.frontends.server.settings import ServerSettings
 
 MAX_BODY = 128 * 2**20
@@ -36,21 +37,14 @@ async def client_of(
     engine: AsyncLLMEngine, path: str, content: dict[str, Any], folder: Path
 ) -> AsyncGenerator[Ask]:
     """Posts the content to the path; `folder` keeps the request."""
-    from hypercorn.config import Config
-
-    from trouper.frontends.server.connections import serve
-
     request, body = folder / "request", json.dumps(content).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     request.write_bytes(head.encode() + body)
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    config = Config()
-    config.bind = f"fd://{listener.detach()}"
-    config.accesslog = config.errorlog = None
+    listener, shutdown = Listener(bind_tcp("127.0.0.1", 0)), Shutdown()
+    port = listener.sock.getsockname()[1]
+    serve = listener_task("trio")  # on which the callers run
     app: Any = create_app(engine, ServerSettings(max_body=MAX_BODY))
-    over = anyio.Event()
     command = [sys.executable, "-c", CLIENT, str(port), str(request)]
     async with (
         anyio.create_task_group() as tasks,
@@ -59,7 +53,7 @@ async def client_of(
         assert client.stdin is not None
         assert client.stdout is not None
         to_client, answers = client.stdin, BufferedByteReceiveStream(client.stdout)
-        tasks.start_soon(serve, app, config, over.wait)
+        tasks.start_soon(serve, app, listener, shutdown)
         await answers.receive_until(b"\n", 16)  # it is ready
 
         async def ask() -> None:
@@ -69,4 +63,4 @@ async def client_of(
 
         yield ask
         await to_client.aclose()
-        over.set()
+        shutdown.closing.set()

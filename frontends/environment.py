@@ -13,8 +13,8 @@ from trouper.actors.executor.devices.threaded import num_physical_cores
 from trouper.actors.executor.environment import torch_facts
 
 PACKAGES = (
-    "anyio", "httpx2", "huggingface_hub", "hypercorn", "jinja2", "msgspec", "numpy", "prometheus_client",
-    "safetensors", "tokenizers", "torch", "transformers", "trio", "triton", "typer",
+    "anyio", "httptools", "httpx2", "huggingface_hub", "hypercorn", "jinja2", "msgspec", "numpy", "prometheus_client",
+    "safetensors", "tokenizers", "torch", "transformers", "trio", "triton", "typer", "uvicorn", "uvloop",
 )  # fmt: skip
 # Of the instruction sets those that kernels choose by.
 FEATURES = re.compile(r"\b(?:avx\w*|amx_\w+|fma|f16c|vnni|asimd\w*|sve\w*|bf16|i8mm)\b")

@@ -46,7 +46,10 @@ class ServerOptions:
     protect_metrics: Annotated[
         bool, _server("Ask for a key at /metrics too.", "--protect-metrics")
     ] = False
-    loop: Annotated[Literal["trio", "asyncio"], _server("Event loop.")] = "trio"
+    loop: Annotated[
+        Literal["asyncio", "trio"],
+        _server("Event loop: asyncio is served by uvicorn, trio by hypercorn."),
+    ] = "asyncio"
     request_timeout: Annotated[
         float, _server("Seconds that a request may take.", min=0.001)
     ] = 600.0  # fmt: skip
@@ -136,8 +139,9 @@ def serve(
     engine_args: EngineArgs,
 ) -> None:
     """Serve a model over HTTP, in OpenAI's words."""
-    if importlib.util.find_spec("hypercorn") is None:
-        raise UnsupportedFeatureError("serve needs hypercorn: pip install 'trouper[server]'")
+    server = "uvicorn" if options.loop == "asyncio" else "hypercorn"
+    if importlib.util.find_spec(server) is None:
+        raise UnsupportedFeatureError(f"serve needs {server}: pip install 'trouper[server]'")
     if model_name is not None:
         if engine_args.model is not None:
             raise typer.BadParameter("give it once", param_hint="MODEL and --model")
@@ -152,8 +156,8 @@ def serve(
 
 def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
     from trouper.frontends.server.http.async_logging import log_lines
-    from trouper.frontends.server.http.listeners import bind_tcp, bind_unix
-    from trouper.frontends.server.server import Server
+    from trouper.frontends.server.http.listeners import Listener, bind_tcp, bind_unix
+    from trouper.frontends.server.server import Server, loop_options
     from trouper.frontends.server.service import Service
 
     for name, value in vars(options).items():
@@ -164,14 +168,16 @@ def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
         if options.access_log:
             stack.enter_context(log_lines("trouper.access", "info"))
         if options.uds is not None:
-            public = stack.enter_context(bind_unix(options.uds))
+            sock = stack.enter_context(bind_unix(options.uds))
         else:
-            public = stack.enter_context(bind_tcp(options.host, options.port))
-        admin = []
+            sock = stack.enter_context(bind_tcp(options.host, options.port))
+        public = Listener(sock, options.ssl_certfile, options.ssl_keyfile)
+        public.tls_context()  # here, because a bad file must not cost the time of loading a model
+        admin: list[Listener] = []
         if options.admin_uds is not None:
-            admin.append(stack.enter_context(bind_unix(options.admin_uds)))
+            admin.append(Listener(stack.enter_context(bind_unix(options.admin_uds))))
         if options.admin_port is not None:
-            admin.append(stack.enter_context(bind_tcp(LOOPBACK, options.admin_port)))
+            admin.append(Listener(stack.enter_context(bind_tcp(LOOPBACK, options.admin_port))))
 
         async def main() -> None:
             from trouper.frontends.python.async_engine import AsyncLLMEngine
@@ -181,13 +187,12 @@ def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
                 service,
                 shutdown_timeout_s=float(engine_args.shutdown_timeout),
                 report=output.complain,
-                certificate=(options.ssl_certfile, options.ssl_keyfile),
                 root_path=options.root_path,
                 stays_dead=options.keep_alive_on_engine_death,
             )
             await server.run(AsyncLLMEngine(engine_args), [public], admin, options.loop)
 
-        anyio.run(main, backend=options.loop)
+        anyio.run(main, backend=options.loop, backend_options=loop_options(options.loop))
 
 
 def _check_keys(options: ServerOptions) -> None:

@@ -2,13 +2,11 @@
 
     head limits → key and route → place in the house → body → handler, with an eye on the client
 
-A full house gives the place before there is a task for the request (`greet`): most of those who come then are refused.
 Leaving, because the client has left or its deadline has passed, is a cancelled scope: the handler's
 generations close, and that is the abort.
 """
 
 import logging
-from collections.abc import Awaitable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,11 +20,8 @@ from trouper.frontends.server.errors import Problem, Refusal, describe, log, log
 from trouper.frontends.server.http.cors import cors_headers
 from trouper.frontends.server.http.decoding import decode
 from trouper.frontends.server.http.exchange import (
-    TICKET,
-    Answer,
     ClientGone,
     Exchange,
-    Message,
     Receive,
     Scope,
     Send,
@@ -54,14 +49,19 @@ def create_app(engine: "AsyncLLMEngine", settings: ServerSettings | None = None)
 class App:
     """`await app(scope, receive, send)`."""
 
-    def __init__(self, service: Service, *, is_admin_listener: bool = False) -> None:
+    def __init__(
+        self, service: Service, *, is_admin_listener: bool = False, root_path: str = ""
+    ) -> None:
         self.service = service
+        self._root_path = root_path  # a prefix that a proxy leaves on the paths
         self._settings = service.settings
         self._gate = Gate(service.settings, is_admin_listener=is_admin_listener)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
             case "http":
+                if self._root_path:
+                    scope = {**scope, "root_path": self._root_path}
                 await self._answer(Exchange(scope, receive, send))
             case "lifespan":
                 await _live(receive, send)
@@ -70,24 +70,6 @@ class App:
                 await send({"type": "websocket.close", "code": POLICY_VIOLATION})
             case other:
                 raise NotImplementedError(f"no {other} here")
-
-    def greet(self, scope: Scope) -> Answer | None:
-        """The refusal of what a full house cannot take; None: it may come in, and `__call__` says what becomes of it.
-
-        `__call__` with this scope must follow: it gives back the place that the request may have now.
-        """
-        if not self.service.door.is_tight:
-            return None
-        exchange = Exchange(scope, _nothing, _nowhere)
-        try:
-            route = self._find(exchange)
-            if route is not None and route.generates:
-                scope["extensions"][TICKET] = self.service.enter(exchange)
-            return None
-        except Exception as error:
-            answer = exchange.refused(self._describe(exchange, error))
-        self._note(exchange)
-        return answer
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
@@ -125,18 +107,15 @@ class App:
 
     async def _perform(self, exchange: Exchange) -> None:
         with ExitStack() as stack:
-            if exchange.ticket is not None:
-                stack.enter_context(exchange.ticket)
             route = self._find(exchange)
             if route is None:
                 await exchange.send_empty(204)
                 return
-            if route.generates and exchange.ticket is None:
+            if route.generates:
                 exchange.ticket = stack.enter_context(self.service.enter(exchange))
             request = await self._read(exchange, route)
             act = partial(route.handler, self.service, exchange, request)
-            is_stream = bool(getattr(request, "stream", False))
-            await self._attend(exchange, act, exchange.timeout_s, is_stream=is_stream)
+            await self._attend(exchange, act, exchange.timeout_s)
 
     async def _read(self, exchange: Exchange, route: Route) -> Any:
         if route.body is None:
@@ -153,16 +132,10 @@ class App:
             logger.debug("request %s: %d unknown fields ignored", exchange.id, len(decoded.unknown))
         return decoded.request
 
-    async def _attend(
-        self, exchange: Exchange, act: Any, timeout_s: float, *, is_stream: bool
-    ) -> None:
+    async def _attend(self, exchange: Exchange, act: Any, timeout_s: float) -> None:
         """Run the handler until it is done, the client has left, or the time is over."""
         deadline = anyio.CancelScope(deadline=anyio.current_time() + timeout_s)
-        if not is_stream and exchange.when_left(deadline.cancel):  # a stream is also kept awake
-            with deadline:
-                await act()
-        else:
-            await self._attend_beside(exchange, act, deadline)
+        await self._attend_beside(exchange, act, deadline)
         if deadline.cancelled_caught and not exchange.is_gone:
             num_prompt, num_output = exchange.ticket.cost if exchange.ticket else (0, 0)
             phase = "decode" if num_output else "prefill" if num_prompt else "queue"
@@ -205,14 +178,6 @@ async def _watch(exchange: Exchange, handler: anyio.CancelScope, interval_s: flo
         if is_silent and not exchange.is_gone:
             await exchange.send_comment()
     handler.cancel()
-
-
-def _nothing() -> Awaitable[Message]:
-    raise NotImplementedError("nothing is read yet")
-
-
-def _nowhere(message: Message) -> Awaitable[None]:
-    raise NotImplementedError("nothing is sent yet")
 
 
 async def _live(receive: Receive, send: Send) -> None:

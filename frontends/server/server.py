@@ -2,56 +2,71 @@
 
     signals ⊃ engine ⊃ listeners
 
-The first SIGTERM or SIGINT: readiness goes, the listeners close, open requests get `shutdown_timeout_s`,
-the rest their final abort output, exit 0.  The second ends the process at once.  Whatever is stuck then
-is ended by a watchdog that needs no interpreter.
+The first SIGTERM or SIGINT: readiness goes, the listeners close, open requests get `shutdown_timeout_s`, the rest their
+final abort output, connections that do not take it are closed, exit 0.  The second ends the process at once.  A
+watchdog that needs no interpreter ends a process that is stuck.  SIGHUP changes nothing: there is no configuration to
+be read again, and a closed terminal is no reason to cut streams.
 """
 
 import faulthandler
 import os
 import signal
-import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from trouper.frontends.server.app import App
 from trouper.frontends.server.gc_control import Heap
-from trouper.frontends.server.http.listeners import address
+from trouper.frontends.server.http.listeners import Listener, Shutdown
 from trouper.frontends.server.monitor import watch
 from trouper.frontends.server.service import Service
 
 if TYPE_CHECKING:
-    from hypercorn.config import Config
-
     from trouper.actors.engine.engine import Engine
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
-GRACE_S = 1.5  # for the final outputs to reach their readers
+GRACE_S = 1.5  # for the final outputs to reach their clients
 GUARD_S = 5.0  # beyond the shutdown's own time
-KEEP_ALIVE_S = 5.0  # an idle connection; also the time for a request's head to come
-LARGEST_HEAD = 256 * 2**10  # for the parser; the application refuses a quarter of it, and says so
 EXIT_SIGNALLED = 128
-# So long the device's thread waits for the interpreter while the loop has it, several times in a step.  Python's own is
-# 5 ms; with 0.1 in place of 1 ms a crowd reads a twentieth more.
+# The longest time that the device's thread waits for the interpreter while the event loop has it, several times in a
+# step.  Python's own is 5 ms; with 0.1 in place of 1 ms a crowd of streams gets a twentieth more tokens.
 SWITCH_S = 0.0001
 
 
-class _Signals:
-    """Calls `stop` for each; the library itself installs no handler."""
+def listener_task(loop: str) -> Callable[[Any, Listener, Shutdown], Coroutine[Any, Any, None]]:
+    """Find what serves an ASGI application at a listener on this event loop, `asyncio` or `trio`."""
+    if loop == "trio":
+        from trouper.frontends.server.http.hypercorn_server import serve
+    else:
+        from trouper.frontends.server.http.uvicorn_server import serve
+    return serve
 
-    def __init__(self, stop: Callable[[int], None]) -> None:
+
+def loop_options(loop: str) -> dict[str, Any]:
+    """Options of `anyio.run` for this event loop.  There is no uvloop for Windows."""
+    return {"use_uvloop": find_spec("uvloop") is not None} if loop == "asyncio" else {}
+
+
+class _Signals:
+    """Calls `stop` for each signal that ends the process; the library itself installs no handler."""
+
+    def __init__(self, stop: Callable[[int], None], report: Callable[[str], None]) -> None:
         self._stop = stop
+        self._report = report
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        with anyio.open_signal_receiver(*handled) as signals:
             task_status.started()
             async for number in signals:
-                self._stop(number)
+                if number == signal.SIGHUP:
+                    self._report("SIGHUP is ignored")
+                else:
+                    self._stop(number)
 
 
 class Server:
@@ -63,20 +78,17 @@ class Server:
         *,
         shutdown_timeout_s: float,
         report: Callable[[str], None],
-        certificate: tuple[str | None, str | None] = (None, None),
         root_path: str = "",
         stays_dead: bool = False,
     ) -> None:
         self._service = service
         self._shutdown_timeout_s = shutdown_timeout_s
         self._report = report
-        self._certificate = certificate  # file, and file of the key; for the public listeners
-        self._root_path = root_path  # what comes before the paths of the public listeners
-        self._stays_dead = stays_dead  # answering 5xx until somebody ends it
+        self._root_path = root_path  # what a proxy leaves before the paths of the public listeners
+        self._stays_dead = stays_dead  # answers 5xx after the engine's death until a signal comes
         self._is_stopping = False  # by a signal
-        self._should_close = anyio.Event()
+        self._shutdown = Shutdown()
         self._are_closed = anyio.Event()
-        self._is_engine_closed = anyio.Event()
         self._loading = anyio.CancelScope()
         self._heap = Heap()
         self._error: Exception | None = None
@@ -84,11 +96,11 @@ class Server:
     async def run(
         self,
         unopened: "AsyncLLMEngine",
-        public: Sequence[socket.socket],
-        admin: Sequence[socket.socket],
+        public: Sequence[Listener],
+        admin: Sequence[Listener],
         backend: str,
     ) -> None:
-        """Until a signal, or the death of the engine.
+        """Serve until a signal, or the death of the engine.
 
         Raises:
             Exception: why the engine could not start, or what it died of.
@@ -107,51 +119,52 @@ class Server:
     async def _run(
         self,
         unopened: "AsyncLLMEngine",
-        public: Sequence[socket.socket],
-        admin: Sequence[socket.socket],
+        public: Sequence[Listener],
+        admin: Sequence[Listener],
         backend: str,
     ) -> None:
+        serve = listener_task(backend)
         async with anyio.create_task_group() as helpers:
-            await helpers.start(_Signals(self._stop).run, name="signals")
-            async with anyio.create_task_group() as troupe:
+            await helpers.start(_Signals(self._stop, self._report).run, name="signals")
+            async with anyio.create_task_group() as engines:
                 async with anyio.create_task_group() as listeners:
                     for listener in (*public, *admin):
-                        app = App(self._service, is_admin_listener=listener in admin)
-                        config = self._config(listener, is_public=listener in public)
-                        self._report(f"listening at {address(listener)}, loading the model")
-                        listen = partial(self._listen, app, config, listener, backend)
-                        listeners.start_soon(listen, name="listener")
-                    await self._serve(unopened, public, troupe, helpers)
+                        is_admin = listener in admin
+                        root_path = "" if is_admin else self._root_path
+                        app = App(self._service, is_admin_listener=is_admin, root_path=root_path)
+                        self._report(f"listening at {listener.address}, loading the model")
+                        listeners.start_soon(serve, app, listener, self._shutdown, name="listener")
+                    await self._serve(unopened, public, engines, helpers)
                 self._are_closed.set()
             helpers.cancel_scope.cancel()
 
     async def _serve(
         self,
         unopened: "AsyncLLMEngine",
-        public: Sequence[socket.socket],
-        troupe: TaskGroup,
+        public: Sequence[Listener],
+        engines: TaskGroup,
         helpers: TaskGroup,
     ) -> None:
         engine: Engine | None = None
         async with anyio.create_task_group() as loading:
             loading.start_soon(self._leave_loading, name="stop while loading")
             with self._loading:
-                engine = await troupe.start(self._perform, unopened, name="engine")
+                engine = await engines.start(self._run_engine, unopened, name="engine")
             loading.cancel_scope.cancel()
         if engine is not None:
             for listener in public:
-                self._report(f"serving {self._service.model_names[0]} at {address(listener)}")
+                self._report(f"serving {self._service.model_names[0]} at {listener.address}")
             helpers.start_soon(self._watch_death, name="death")
             helpers.start_soon(watch, self._service, self._heap, name="watch")
-            await self._should_close.wait()
-            helpers.start_soon(self._abort_later, engine, name="deadline")
+            await self._shutdown.closing.wait()
+        helpers.start_soon(self._abort_later, engine, name="deadline")
         self._service.drain()
-        self._should_close.set()
+        self._shutdown.closing.set()
 
-    async def _perform(
+    async def _run_engine(
         self, unopened: "AsyncLLMEngine", *, task_status: TaskStatus["Engine | None"]
     ) -> None:
-        """The engine, until all connections are closed."""
+        """Keep the engine open until all connections have ended."""
         is_open = False
         try:
             async with unopened as engine:
@@ -164,68 +177,23 @@ class Server:
             self._error = error  # carried to `run`, which raises it as it is
             if not is_open:
                 task_status.started(None)
-        self._is_engine_closed.set()
-
-    def _config(self, listener: socket.socket, *, is_public: bool) -> "Config":
-        from hypercorn.config import Config
-
-        config = Config()
-        config.bind = f"fd://{os.dup(listener.fileno())}"  # hypercorn closes it
-        config.accesslog = config.errorlog = None
-        config.include_server_header = False
-        config.h11_max_incomplete_size = LARGEST_HEAD
-        config.keep_alive_timeout = KEEP_ALIVE_S
-        config.graceful_timeout = self._shutdown_timeout_s + GRACE_S / 2
-        if is_public:
-            config.certfile, config.keyfile = self._certificate
-            config.root_path = self._root_path
-        return config
-
-    async def _listen(
-        self, app: App, config: "Config", listener: socket.socket, backend: str
-    ) -> None:
-        wait_close = self._close_listener(listener)
-        if backend == "trio":
-            from trouper.frontends.server.connections import serve as serve_on_trio
-
-            await serve_on_trio(app, config, wait_close)
-        else:
-            from hypercorn.asyncio import serve
-
-            await serve(
-                app,  # pyright: ignore[reportArgumentType]  # its own names for ASGI's three
-                config,
-                shutdown_trigger=wait_close,
-                mode="asgi",
-            )
-
-    def _close_listener(self, listener: socket.socket) -> Callable[[], Awaitable[None]]:
-        async def wait() -> None:
-            await self._should_close.wait()
-            listener.close()
-
-        return wait
 
     async def _watch_death(self) -> None:
         await self._service.died.wait()
-        if not self._should_close.is_set():
+        if not self._shutdown.closing.is_set():
             self._report("the engine has failed")
         if not self._stays_dead:
-            self._should_close.set()
+            self._shutdown.closing.set()
 
-    async def _abort_later(self, engine: "Engine") -> None:
-        """What is open at the deadline is aborted; what nobody reads even then is left behind.
-
-        Nothing can cancel the HTTP server's write to such a connection.
-        """
-        await anyio.sleep(self._shutdown_timeout_s)
-        self._service.close_door()
-        engine.abort_all()
+    async def _abort_later(self, engine: "Engine | None") -> None:
+        """Abort the requests that are open at the deadline, then close the connections that are left."""
+        if engine is not None:
+            await anyio.sleep(self._shutdown_timeout_s)
+            self._service.close_door()
+            engine.abort_all()
         await anyio.sleep(GRACE_S)
-        self._are_closed.set()
-        await self._is_engine_closed.wait()
-        self._report("left connections behind that nobody reads")
-        os._exit(0 if self._error is None else 1)
+        self._report("closing connections that do not read their answers")
+        self._shutdown.aborting.set()
 
     def _stop(self, number: int) -> None:
         if self._is_stopping:
@@ -235,10 +203,10 @@ class Server:
         faulthandler.dump_traceback_later(self._shutdown_timeout_s + GUARD_S, exit=True)
         self._report("shutting down")
         self._loading.cancel()
-        self._should_close.set()
+        self._shutdown.closing.set()
 
     async def _leave_loading(self) -> None:
-        """Nothing can cancel what loads weights in a thread, and nothing would be lost with it."""
-        await self._should_close.wait()
+        """End the process although a thread still loads weights: it cannot be cancelled, and nothing is lost."""
+        await self._shutdown.closing.wait()
         await anyio.sleep(GRACE_S)
         os._exit(0)

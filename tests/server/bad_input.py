@@ -96,7 +96,7 @@ SUITE = {
             )
         ),
         raw("verb", b"", "method_not_allowed", 405, path="/v1/models", method="DELETE", headers=[]),
-        raw("no such verb", b"", "method_not_allowed", 405, path=C, method="FOO", headers=[]),
+        raw("rare verb", b"", "method_not_allowed", 405, path=C, method="PROPFIND", headers=[]),
         raw("get", b"", "method_not_allowed", 405, path=C, method="GET", headers=[]),
     ],
     "B08": [

@@ -1,4 +1,4 @@
-"""What no client of ours would send: name -> (row, the bytes).  All are answered with 4xx, or the connection closes."""
+"""Bytes that no proper client would send: name -> (row, the bytes).  All are answered with 4xx, or the connection closes."""
 
 GREETINGS = {
     "binary": ("B48", bytes(range(256))),
@@ -11,6 +11,7 @@ GREETINGS = {
         b"transfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /is_paused HTTP/1.1\r\nhost: x\r\n\r\n",
     ),
     "path of 1 MiB": ("B04", b"GET /" + b"v" * 2**20 + b" HTTP/1.1\r\nhost: x\r\n\r\n"),
+    "no such verb": ("B05", b"BREW /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n"),
     "no host": ("B05", b"GET /v1/models HTTP/1.1\r\n\r\n"),
     "absolute form": (
         "B05",

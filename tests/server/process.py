@@ -81,7 +81,7 @@ class Process:
         for line in self._process.stderr:
             with self._news:
                 self.lines.append(line)
-                if self.port is None and (found := re.search(r"http://[^:]+:(\d+)", line)):
+                if self.port is None and (found := re.search(r"https?://[^:]+:(\d+)", line)):
                     self.port = int(found.group(1))
                 self._news.notify_all()
         with self._news:

@@ -66,6 +66,18 @@ def test_a_second_signal_ends_it_at_once():
         connection.close()
 
 
+def test_a_hangup_cuts_no_stream():
+    with started("--shutdown-timeout", "30") as server:
+        connection, answer, first = streaming(server, max_tokens=50)
+        server.signal(signal.SIGHUP)
+        server.wait_for("SIGHUP is ignored")
+        events = parse_events(first + answer.read())
+        connection.close()
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.request("GET", "/health/ready")[0] == 200
+        assert stop(server) == 0
+
+
 def test_what_the_flags_say():
     template = "{{ word }}{{ reasoning_effort }}"
     with started(
@@ -172,12 +184,13 @@ def test_mistakes_are_one_line():
             assert "Traceback" not in done.stderr
 
 
-def test_without_the_extra_it_says_so(capsys, monkeypatch):
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_without_the_extra_it_says_so(capsys, monkeypatch, loop):
     from trouper.frontends.cli import serve as command
     from trouper.frontends.cli.main import run
 
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    assert run(["serve"]) == 2
+    assert run(["serve", "--loop", loop]) == 2
     assert "pip install 'trouper[server]'" in capsys.readouterr().err
 
 
@@ -201,24 +214,24 @@ def test_an_empty_key_ends_the_start_with_2_and_says_so(
 
 
 @pytest.mark.slow
-def test_a_reader_that_never_reads_does_not_hold_up_the_end():
-    """Nothing can cancel the write to it, so the connection is left behind."""
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_a_client_that_never_reads_does_not_delay_the_end(loop):
     large = {"prompt": [5] * 500, "n": 32, "max_tokens": 1, "echo": True, "logprobs": 20}
     body = json.dumps(large).encode()  # to an answer of 10 MB, more than a socket's buffers
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    with started() as server, socket.socket() as client:
+    with started("--loop", loop) as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", server.port))
         client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         assert client.recv(12) == b"HTTP/1.1 200"
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
-        assert "left connections behind" in server.lines[-1]
+        assert "closing connections that do not read" in server.lines[-1]
 
 
 LOADS_FOR_EVER = """
 import anyio, sys, threading
-from trouper.frontends.server.http.listeners import bind_tcp
+from trouper.frontends.server.http.listeners import Listener, bind_tcp
 from trouper.frontends.server.server import Server
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
@@ -232,16 +245,17 @@ class Engine:
 
 async def main():
     server = Server(Service(ServerSettings()), shutdown_timeout_s=0.0, report=lambda line: print(line, file=sys.stderr, flush=True))
-    await server.run(Engine(), [bind_tcp("127.0.0.1", 0)], [], "trio")
+    await server.run(Engine(), [Listener(bind_tcp("127.0.0.1", 0))], [], sys.argv[1])
 
-anyio.run(main, backend="trio")
+anyio.run(main, backend=sys.argv[1])
 """
 
 
 @pytest.mark.slow
-def test_sigterm_while_weights_load_that_never_come():
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_sigterm_while_weights_load_that_never_come(loop):
     process = subprocess.Popen(
-        [sys.executable, "-c", LOADS_FOR_EVER], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", LOADS_FOR_EVER, loop], stderr=subprocess.PIPE, text=True
     )
     with process:
         port = int(process.stderr.readline().split(":")[2].split(",")[0])

@@ -61,12 +61,6 @@ class Door:
         self._tickets[entry] = ticket
         return ticket
 
-    @property
-    def is_tight(self) -> bool:
-        """Whoever comes may well be refused."""
-        is_full = self.admission.num_sequences >= self.admission.max_sequences
-        return is_full or self.admission.is_full or self.level >= Level.SHED_ALL
-
     def _limit(self) -> None:
         """How much may wait now.  Raises Refusal when nobody may come in, whoever it is."""
         if self.level >= Level.SHED_ALL:

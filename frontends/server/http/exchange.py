@@ -7,7 +7,7 @@ its limit is ever held.
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 import anyio
@@ -29,24 +29,11 @@ Send = Callable[[Message], Awaitable[None]]
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
-WHOLE_SENDS = (
-    "trouper.whole_sends"  # of a server whose `send` does all or nothing when it is cancelled
-)
-WHEN_LEFT = "trouper.when_left"  # of a server that has read the request: a function that takes what it calls then
-TICKET = "trouper.ticket"  # of a request that was let in before it had a task
 MAX_ID = 128
 MAX_QUERY_FIELDS = 64
 MAX_FRAME = 2**20  # bytes of a body sent at once; whoever writes them copies them, in 0.1 ms
 UNSAFE_IN_ID = re.compile(r"[^A-Za-z0-9._:@+=/-]")
 encode = msgspec.json.Encoder().encode
-
-
-class Answer(NamedTuple):
-    """A whole one; its length is said by whoever sends it."""
-
-    status: int
-    headers: Headers
-    body: bytes
 
 
 class Exchange:
@@ -57,12 +44,9 @@ class Exchange:
         path: str = scope["path"]
         self.path = path.removeprefix(root) if path.startswith(f"{root}/") else path
         self.method: str = scope["method"]
-        extensions = scope.get("extensions") or {}
-        self._is_ours = WHOLE_SENDS in extensions
-        self._when_left: Callable[[Callable[[], object]], None] | None = extensions.get(WHEN_LEFT)
-        self.headers: list[tuple[bytes, bytes]] = scope["headers"]
-        if not self._is_ours:  # others may send another type, and capitals
-            self.headers = [(bytes(name).lower(), bytes(value)) for name, value in self.headers]
+        # Servers may use another type, and capitals.
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self.headers = [(bytes(name).lower(), bytes(value)) for name, value in headers]
         self._firsts = dict(reversed(self.headers))
         self.id = token_hex(16)  # ours; what names the request inside
         self.client_id = _sanitised(self.header(b"x-request-id"))
@@ -75,7 +59,7 @@ class Exchange:
         self.tenant = ""  # which of the keys
         self.timeout_s = 0.0  # once its head has been read
         self.served: Sequence[Route] = ()  # by the listener it came to
-        self.ticket: Ticket | None = extensions.get(TICKET)  # of a request that has to be let in
+        self.ticket: Ticket | None = None  # of a request that generates, once it is admitted
         self.num_body_bytes = 0
         self.own_headers: Headers = ()  # with every answer
         self._query: bytes = scope.get("query_string", b"")
@@ -160,18 +144,6 @@ class Exchange:
             pass  # the rest of a body that no handler wanted
         self.is_gone = True
 
-    def when_left(self, act: Callable[[], object]) -> bool:
-        """Call `act` when the client leaves.  False: this server only tells who waits (`wait_disconnect`)."""
-        if self._when_left is None:
-            return False
-
-        def leave() -> None:
-            self.is_gone = True
-            act()
-
-        self._when_left(leave)
-        return True
-
     async def send_json(self, content: object, status: int = 200, headers: Headers = ()) -> None:
         await self.send_body(encode(content), JSON, status, headers)
 
@@ -222,20 +194,11 @@ class Exchange:
             await self.send_event(problem.body)
             await self.end_events()
 
-    def refused(self, problem: Problem) -> Answer:
-        """What `fail` would send first, for whoever sends it at once."""
-        headers = self._begin(problem.status, ((b"content-type", JSON), *problem.headers))
-        return Answer(problem.status, headers, encode(problem.body))
-
     async def _start(self, status: int, headers: Headers) -> None:
-        headers = self._begin(status, headers)
-        await self._put({"type": "http.response.start", "status": status, "headers": headers})
-
-    def _begin(self, status: int, headers: Headers) -> Headers:
-        """All headers of the answer."""
         self.has_started = True
         self.status = status
-        return (*headers, *self.own_headers, (b"x-request-id", self.request_id.encode()))
+        headers = (*headers, *self.own_headers, (b"x-request-id", self.request_id.encode()))
+        await self._put({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _send_chunk(self, chunk: bytes) -> None:
         await self._put({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -246,16 +209,12 @@ class Exchange:
         self.num_sends += 1
         self._is_sending = True
         try:
-            # HTTP servers keep their connection's state in here, and tell of the disconnect from within the
-            # last call: cancelled half-way, the connection would be lost, or the frame.  Bounded by the
-            # kernel, see listeners.UNREAD_MS.  A scope costs as much as all else here, so ours has its own.
-            if self._is_ours:
+            # Servers keep the state of a connection in `send`: cancelled half-way, a frame would be cut.  How long it
+            # may wait is bounded by `listeners.UNREAD_S`.
+            with anyio.CancelScope(shield=True):
                 await self._send(message)
-            else:
-                with anyio.CancelScope(shield=True):
-                    await self._send(message)
         except OSError:
-            self.is_gone = True  # what a server may raise when nobody is there any more
+            self.is_gone = True  # servers may raise it when the client has left
         finally:
             self._is_sending = False
 

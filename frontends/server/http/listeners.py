@@ -1,21 +1,78 @@
-"""Listening sockets, bound before the model is loaded: a taken port is an error of the first second."""
+"""Listening sockets, bound before the model is loaded so that a taken port ends the start at once; limits of connections."""
 
 import os
 import socket
+import ssl
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import anyio
 
 from trouper.errors import TrouperValidationError
 
 BACKLOG = 1024
-# A client that leaves what was sent to it unread for so long has its connection reset by the kernel, which
-# is its disconnect, and that aborts its request.  (Writes of the HTTP server cannot be cancelled.)
-UNREAD_MS = 60_000
+KEEP_ALIVE_S = 5  # for the head of the first or next request to be complete
+MAX_HEAD_BYTES = (
+    256 * 2**10
+)  # of the parser; the application refuses a quarter of it with a JSON error
+MAX_UNSENT_BYTES = (
+    2**14
+)  # of a slow client in the kernel, which else takes megabytes; what comes later merges before
+UNREAD_S = 60  # a client that takes nothing of its answer for so long is disconnected
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A listening socket, and the files of its certificate and key if it speaks TLS."""
+
+    sock: socket.socket
+    certfile: str | None = None
+    keyfile: str | None = None
+
+    @property
+    def address(self) -> str:
+        """The URL of the listener, or `unix:` and the path of its file."""
+        if self.sock.family == socket.AF_UNIX:
+            return f"unix:{self.sock.getsockname()}"
+        host, port = self.sock.getsockname()[:2]
+        scheme = "http" if self.certfile is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Load the certificate and the key; None without a certificate.
+
+        Raises:
+            TrouperValidationError: one of the files is missing, or they do not belong together.
+        """
+        if self.certfile is None:
+            if self.keyfile is None:
+                return None
+            raise TrouperValidationError(
+                "a key needs its certificate, give --ssl-certfile too", parameter="ssl_keyfile"
+            )
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.certfile, self.keyfile)
+        except (OSError, ValueError) as error:
+            hint = "" if self.keyfile else "; give --ssl-keyfile, or a file that holds both"
+            raise TrouperValidationError(
+                f"cannot load the certificate and its key: {error}{hint}", parameter="ssl_certfile"
+            ) from None
+        return context
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """Two events for listeners: `closing` stops accepting, `aborting` ends the connections that are left."""
+
+    closing: anyio.Event = field(default_factory=anyio.Event)
+    aborting: anyio.Event = field(default_factory=anyio.Event)
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:
-    """Raises TrouperValidationError when that is not possible."""
+    """Open a listening TCP socket.  Raises TrouperValidationError when the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -24,14 +81,17 @@ def bind_tcp(host: str, port: int) -> socket.socket:
         raise TrouperValidationError(
             f"cannot listen on {host}:{port}: {reason}", parameter="port"
         ) from None
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted sockets inherit it
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
+    # Accepted sockets inherit both options.
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_S)
     return listener
 
 
 @contextmanager
 def bind_unix(path: str) -> Iterator[socket.socket]:
-    """A socket file that only this user can open; gone after the block."""
+    """Open a socket file that only this user can connect to; leaving the block removes it."""
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX)
     mask = os.umask(0o177)
@@ -55,16 +115,8 @@ def bind_unix(path: str) -> Iterator[socket.socket]:
             os.unlink(path)
 
 
-def address(listener: socket.socket) -> str:
-    """What a client would call it."""
-    if listener.family == socket.AF_UNIX:
-        return f"unix:{listener.getsockname()}"
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def _remove_stale(path: str) -> None:
-    """A file that a server before us has left, and at which nobody answers."""
+    """Remove the socket file of an earlier server that no longer runs."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return  # bind will say that the name is taken

@@ -1,0 +1,155 @@
+"""HTTP/1.1 on asyncio by uvicorn: one `uvicorn.Server` for each listener, driven by the program.
+
+uvicorn has no settings for the size of a request's head, for the time in which it must come, for pipelined requests and
+for clients that do not read, so `LimitedProtocol` adds these four limits to its protocol.  An exception in a protocol
+or in the application ends that connection alone: the event loop and uvicorn catch it there.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from trouper.frontends.server.http.listeners import (
+    BACKLOG,
+    KEEP_ALIVE_S,
+    MAX_HEAD_BYTES,
+    UNREAD_S,
+    Listener,
+    Shutdown,
+)
+
+# Requests that wait behind one that is being answered; about 3 KB each, so at most 1 MB of a connection.
+MAX_PIPELINED = 256
+
+
+async def serve(app: Any, listener: Listener, shutdown: Shutdown) -> None:
+    """Serve the ASGI application until `shutdown.closing`, and then until all connections have ended."""
+    config = uvicorn.Config(
+        app,
+        http=LimitedProtocol,
+        ws="none",
+        interface="asgi3",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        ssl_certfile=listener.certfile,
+        ssl_keyfile=listener.keyfile,
+    )
+    server = _Server(config)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_end, server, shutdown, name="end of the listener")
+        await server.serve(sockets=[listener.sock])
+        tasks.cancel_scope.cancel()
+
+
+async def _end(server: uvicorn.Server, shutdown: Shutdown) -> None:
+    await shutdown.closing.wait()
+    server.should_exit = True
+    await shutdown.aborting.wait()
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
+
+
+class _Server(uvicorn.Server):
+    """A server without signal handlers: the program has its own."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        yield
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection of uvicorn's with limits on heads, idle time, pipelined requests and unread answers.
+
+    Laws.  At most `MAX_HEAD_BYTES` and one read are taken without a complete head or a piece of a body, which bounds heads,
+    trailers and chunk extensions.  While no request is being answered, the next head must be complete within
+    `KEEP_ALIVE_S`, however slowly its bytes or those of an earlier body come.  A connection whose client takes nothing
+    of what was written for `UNREAD_S` is aborted.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_pending_bytes = 0  # since the last complete head or piece of a body
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._start_idle_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_timers()
+
+    def data_received(self, data: bytes) -> None:
+        self._num_pending_bytes += len(data)
+        if self._num_pending_bytes <= MAX_HEAD_BYTES + len(data):
+            super().data_received(data)
+        elif self.cycle is None or self.cycle.response_complete:
+            self.send_400_response("The head of the request is too large.")
+        else:  # a status line would be a part of the answer that is being sent
+            self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many pipelined requests")  # the parser's error: 400, and the end
+        super().on_headers_complete()
+        self._num_pending_bytes = 0
+        self._stop_idle_timer()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_pending_bytes = 0
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # else a pipelined request is being answered now
+            self._start_idle_timer()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self._start_unread_timer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_unread_timer()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread_timer()
+
+    def _start_idle_timer(self) -> None:
+        self._stop_idle_timer()
+        self._idle_timer = self.loop.call_later(KEEP_ALIVE_S, self._close_idle)
+
+    def _close_idle(self) -> None:
+        self.transport.close()
+        self._start_unread_timer()  # closing waits for what was written to be taken
+
+    def _stop_idle_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+
+    def _start_unread_timer(self) -> None:
+        self._stop_unread_timer()
+        self._unread_timer = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _stop_timers(self) -> None:
+        self._stop_idle_timer()
+        self._stop_unread_timer()
