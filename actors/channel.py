@@ -1,18 +1,15 @@
 """The channels between actors: bounded, in order, any number of ends.
 
 As anyio's memory streams, but who waits for a message takes one turn of the loop and not two: those give the
-loop away before they look.  A pooling request goes through seven inboxes.  And a receiver that is at rest may take
-a message in the turn of its sender: a turn of its own takes 15 µs, and some 40 where the core has slept.
+loop away before they look.  A pooling request goes through seven inboxes.
 
 Laws.  A message is taken in the same turn in which its receiver goes on, so no cancellation loses it.  Who finds
 a message there, or waits to send, gives the others a turn first.  Waiting ends with the other side's last end.
-Messages are taken in the order of their sending, offered or not: nothing is offered past one that waits, or to a
-receiver that is at work.
+Messages are taken in the order of their sending.
 """
 
 import warnings
 from collections import deque
-from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, NamedTuple, Self, TypeVar
 
@@ -20,7 +17,6 @@ import anyio
 import anyio.lowlevel
 
 T = TypeVar("T")
-Take = Callable[[T], bool]
 
 
 class Usage(NamedTuple):
@@ -40,8 +36,6 @@ class _Channel(Generic[T]):
         self.num_senders = self.num_inboxes = 0
         self.receiving: deque[anyio.Event] = deque()
         self.sending: deque[anyio.Event] = deque()
-        self.take: Take[T] | None = None  # of a receiver at rest
-        self.fault: Exception | None = None  # which that raised
         self._event_type: type[anyio.Event] | None = None
 
     def __repr__(self) -> str:
@@ -62,20 +56,6 @@ class _Channel(Generic[T]):
             else:  # the turn is somebody else's
                 self.wake(queue)
             raise
-
-    def offer(self, take: Take[T], message: T) -> bool:
-        """Whether it was taken at once."""
-        if self.messages or self.fault or not self.receiving:
-            return False
-        self.take = None  # not from within
-        try:
-            return take(message)
-        except Exception as fault:
-            self.fault = fault
-            self.wake(self.receiving)
-            return True
-        finally:
-            self.take = take
 
     def wake(self, queue: deque[anyio.Event]) -> None:
         if queue:
@@ -139,14 +119,6 @@ class Inbox(_End[T]):
         super().__init__(channel)
         channel.num_inboxes += 1
 
-    def take_at_rest(self, take: Take[T]) -> None:
-        """Whatever comes while its receiver waits is given to `take` first, which says whether it took it.
-
-        Of several inboxes the last one's does it for all, until one is closed.  It runs in the turn of the sender: it
-        must not wait.  What it raises is the receiver's to raise, as if it had gone on.
-        """
-        self._channel.take = take
-
     def receive_nowait(self) -> T:
         """
         Raises:
@@ -157,9 +129,6 @@ class Inbox(_End[T]):
         channel = self._channel
         if self._is_closed:
             raise anyio.ClosedResourceError
-        if channel.fault is not None:
-            fault, channel.fault = channel.fault, None
-            raise fault
         if channel.messages:
             message = channel.messages.popleft()
             channel.wake(channel.sending)
@@ -171,7 +140,7 @@ class Inbox(_End[T]):
         channel = self._channel
         if channel.messages or self._is_closed or not channel.num_senders:
             await anyio.lowlevel.checkpoint()
-        while not (channel.messages or channel.fault or self._is_closed) and channel.num_senders:
+        while not (channel.messages or self._is_closed) and channel.num_senders:
             await channel.wait_in(channel.receiving)
         return self.receive_nowait()
 
@@ -186,7 +155,6 @@ class Inbox(_End[T]):
 
     def _leave(self) -> None:
         self._channel.num_inboxes -= 1
-        self._channel.take = None
 
 
 class Sender(_End[T]):
@@ -201,9 +169,8 @@ class Sender(_End[T]):
         """There is no room now."""
         return len(self._channel.messages) >= self._channel.capacity
 
-    def send_nowait(self, message: T, *, offers: bool = True) -> None:
-        """`offers`: a receiver at rest may take it now.
-
+    def send_nowait(self, message: T) -> None:
+        """
         Raises:
             WouldBlock: there is no room now.
             BrokenResourceError: nobody will receive it.
@@ -216,10 +183,8 @@ class Sender(_End[T]):
             raise anyio.BrokenResourceError
         if len(channel.messages) >= channel.capacity:
             raise anyio.WouldBlock
-        take = channel.take
-        if take is None or not offers or not channel.offer(take, message):
-            channel.messages.append(message)
-            channel.wake(channel.receiving)
+        channel.messages.append(message)
+        channel.wake(channel.receiving)
 
     async def send(self, message: T) -> None:
         """Raises as `send_nowait`, but for WouldBlock."""

@@ -202,7 +202,6 @@ class Engine(Controls):
         id = RequestId(self._next_id)
         self._next_id += params.n
         slot = self._slot(request_id, params)
-        is_alone = not self._open
         now = time.time()
         slot.stats.arrival_time = now if arrival_time is None else arrival_time
         slot.stats.arrival_ts = self._loop.now() - max(0.0, now - slot.stats.arrival_time)
@@ -213,12 +212,7 @@ class Engine(Controls):
         slot.count_prefill(num_tokens)
         is_large = num_tokens > LARGE_PROMPT or embeds_bytes(message.prompt) > LARGE_EMBEDS
         renderer = self._to_large_renderer if is_large else self._to_renderer
-        try:
-            # Who is alone does not wait for others; of many that are opened at once that is the first.
-            renderer.send_nowait(message, offers=is_alone)
-        except BaseException:  # an interrupt, while it is rendered here
-            self.close_request(id, slot, is_finished=False)
-            raise
+        renderer.send_nowait(message)
         return id, slot
 
     def _slot(self, request_id: str, params: SamplingParams | PoolingParams) -> Slot[Any]:

@@ -35,24 +35,16 @@ class Executor:
                     # Room for the answers is reserved: there are never more than the plans in flight.
                     tell = self._scheduler.send_nowait
                     tg.start_soon(self._device.deliver, tell, name="executor answers")
-                    self._inbox.take_at_rest(self._submit)
                     task_status.started(info)
                     async for message in self._inbox:
                         if isinstance(message, DeviceCall):
                             await self._call(message)
                         else:
-                            self._submit(message)
+                            self._device.submit(message)
                     tg.cancel_scope.cancel()
             finally:
                 with anyio.move_on_after(CLOSE_GRACE_S, shield=True):
                     await self._device.aclose()
-
-    def _submit(self, message: ExecutorInbox) -> bool:
-        """A plan, at once; False: it is something else."""
-        if isinstance(message, DeviceCall):
-            return False
-        self._device.submit(message)
-        return True
 
     async def _call(self, message: DeviceCall) -> None:
         try:

@@ -1,10 +1,9 @@
 """The pooler actor: finishes raw results and writes the reply slots.
 
-Laws.  At most `NUM_QUICK` results, of `QUICK` numbers each, are finished where they are, in the scheduler's own
-turn: a thread would take the loop more.  All other small results of a step share a thread hop; a large one has a lane
-of its own, in which they wait for each other and for nobody else.  A request that was aborted
-meanwhile is skipped.  A failure ends the request that caused it and no other.  Kept queries of late
-interaction are this actor's alone, at most `MAX_QUERIES` of them: the oldest goes.
+Laws.  The small results of a step share one call to a thread; large ones have a lane of their own, in which they wait
+for each other and delay no small one.  A request that was aborted meanwhile is skipped.  A failure ends the request
+that caused it and no other.  Kept queries of late interaction are this actor's alone, at most `MAX_QUERIES` of them:
+the oldest goes.
 """
 
 import logging
@@ -29,8 +28,6 @@ from trouper.pooling_outputs import Array
 
 logger = logging.getLogger("trouper")
 LARGE = 2**16  # numbers; normalising so many takes 0.1 ms
-QUICK = 2**12  # numbers, the longest of embeddings
-NUM_QUICK = 2  # results; each takes 12 µs beside its numbers
 MAX_QUERIES = 1024
 
 
@@ -79,11 +76,8 @@ class Pooler:
         with self._inbox, to_lane, lane:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._finish_large, lane, name="pooler, large")
-                self._inbox.take_at_rest(self._take_quick)
                 task_status.started()
                 async for message in self._inbox:
-                    if self._take_quick(message):
-                        continue
                     small: list[_Work] = []
                     for work in self._prepare(message):
                         if work.array.size > LARGE:
@@ -95,18 +89,6 @@ class Pooler:
                     for answer in message.answers:
                         answer.set(None)
                 to_lane.close()
-
-    def _take_quick(self, message: PoolerInbox) -> bool:
-        """All of it, if that is little."""
-        requests = message.requests
-        if len(requests) > NUM_QUICK or not all(map(_is_quick, requests)):
-            return False
-        for request in requests:
-            if (work := self._prepare_one(request)) is not None:
-                self._write_one(work, _finish_one(work, self._spec))
-        for answer in message.answers:
-            answer.set(None)
-        return True
 
     async def _finish_large(self, lane: Inbox[_Work]) -> None:
         async for work in lane:
@@ -171,16 +153,6 @@ class Pooler:
         if query.num_uses == 0:
             del self._queries[late.query_key]
         return query.embeddings
-
-
-def _is_scored(request: PooledRequest) -> bool:
-    late = request.admit.params.late_interaction_params
-    return late is not None and late.mode == "score_doc"
-
-
-def _is_quick(request: PooledRequest) -> bool:
-    array = request.array
-    return array is None or (array.size <= QUICK and not _is_scored(request))
 
 
 def _finish_all(batch: Sequence[_Work], spec: PoolerSpec) -> list[Array | Exception | None]:

@@ -1,5 +1,4 @@
-"""The renderer actor: takes prompts as their callers wrote them, has them rendered in a thread (short ones
-where they are, and at once if nobody else is there), and hands them on.
+"""The renderer actor: takes prompts as their callers wrote them, has them rendered in a thread, and hands them on.
 
 Laws.  One request at a time per actor, or plain texts that are there together, `BATCH_CHARS` of them at most: a
 hop to a thread takes as long as some of them.  The wiring starts several on clones of one inbox.  A request's
@@ -9,7 +8,6 @@ at the slot and the two sends: a request is known to both actors or to neither.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import anyio
@@ -23,7 +21,6 @@ from trouper.actors.runtime.threads import Threads
 from trouper.errors import GenerationError, TrouperError, TrouperValidationError
 from trouper.params import SamplingParams
 
-QUICK = 128  # characters or ids
 BATCH_CHARS = 2**13  # rendered in some 3 ms
 QUICK_KEYS = frozenset({"prompt", "prompt_token_ids", "text_pair", "cache_salt"})
 
@@ -47,36 +44,16 @@ class Renderer:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox, self._scheduler, self._detokenizer:
-            self._inbox.take_at_rest(partial(self._take_quick, is_alone=True))
             task_status.started()
             async for message in self._inbox:
-                while message is not None and not self._take_quick(message):
-                    batch, message = self._gather(message)
+                first: Render | None = message
+                while first is not None:
+                    batch, first = self._gather(first)
                     await (self._serve(*batch) if len(batch) == 1 else self._serve_all(batch))
-
-    def _take_quick(self, message: Render, *, is_alone: bool = False) -> bool:
-        """At once, if it is short: so there is nothing to cancel.
-
-        `is_alone`: nobody else has a request, so the scheduler may take it at once, too.
-        """
-        if not _is_quick(message):
-            return False
-        rendered: Rendered | Exception | None = None
-        if not message.slot.is_aborted:
-            try:
-                rendered = self._threads.run_nowait(self._render, message)
-            except anyio.WouldBlock:
-                return False
-            except Exception as error:  # it is this request's, whatever it is
-                rendered = error
-        self._end(message, rendered, is_alone=is_alone)
-        return True
 
     def _gather(self, message: Render) -> tuple[list[Render], Render | None]:
         """What is served together with the first that came, and what came behind it and is not."""
         batch, room = [message], BATCH_CHARS - _plain_size(message)
-        if _is_quick(message):  # refused by `run_nowait`: it goes alone
-            return batch, None
         while room > 0:
             try:
                 message = self._inbox.receive_nowait()
@@ -118,31 +95,25 @@ class Renderer:
                 found.append(error)
         return found
 
-    def _end(
-        self, message: Render, rendered: Rendered | Exception | None, *, is_alone: bool = False
-    ) -> None:
+    def _end(self, message: Render, rendered: Rendered | Exception | None) -> None:
         slot = message.slot
         if isinstance(rendered, Exception):
             slot.fail(_typed(rendered))
         elif rendered is None or slot.is_aborted:
             slot.abort()
         else:
-            self._hand_over(rendered, is_alone=is_alone)
+            self._hand_over(rendered)
 
-    def _hand_over(self, rendered: Rendered, *, is_alone: bool = False) -> None:
+    def _hand_over(self, rendered: Rendered) -> None:
         """Room is reserved in both inboxes by the wiring's arithmetic."""
         try:
             if rendered.track is not None:
                 self._detokenizer.send_nowait(rendered.track)
             if isinstance(rendered.admit, AdmitPooling):
                 rendered.admit.slot.start(rendered.admit.prompt_token_ids)
-            self._scheduler.send_nowait(rendered.admit, offers=is_alone)
+            self._scheduler.send_nowait(rendered.admit)
         except anyio.BrokenResourceError:
             pass  # the engine is going down, and its end ends every request
-
-
-def _is_quick(message: Render) -> bool:
-    return _plain_size(message) <= QUICK
 
 
 def _plain_size(message: Render) -> float:

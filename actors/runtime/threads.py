@@ -20,14 +20,6 @@ class Threads(Protocol):
         """Call `function` elsewhere and wait for its result or its exception."""
         ...
 
-    def run_nowait(self, function: Callable[[*Args], T], *args: *Args) -> T:
-        """Call it here and now: it takes the loop less than handing it over would.
-
-        Raises:
-            WouldBlock: not here; nothing has been called.
-        """
-        ...
-
 
 class WorkerThreads:
     """Threads apart from everybody else's; whoever calls bounds how many there are.
@@ -39,9 +31,6 @@ class WorkerThreads:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-
-    def run_nowait(self, function: Callable[[*Args], T], *args: *Args) -> T:
-        return function(*args)
 
     async def run(self, function: Callable[[*Args], T], *args: *Args) -> T:
         """Raises TimeoutError when the call takes longer than `timeout_s`."""

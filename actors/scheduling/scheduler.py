@@ -2,8 +2,7 @@
 
 It waits in one place only, its inbox.  Plans need no waiting because the policy never has more of them
 out than the executor's channel holds; news need none because their reader's channel has room for many
-steps beside everything the Renderers may send.  What the device answers is handled in the turn that brings it, and
-so is a text that is alone.
+steps beside everything the Renderers may send.
 """
 
 from typing import Any, assert_never
@@ -63,7 +62,6 @@ class Scheduler:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox, self._executor, self._reader, self._reporter:
-            self._inbox.take_at_rest(self._take_at_rest)
             task_status.started()
             async for message in self._inbox:
                 self._handle(message)
@@ -81,22 +79,6 @@ class Scheduler:
                         self._reader.send_nowait(news)
                     except anyio.WouldBlock:
                         await self._reader.send(news)
-
-    def _take_at_rest(self, message: SchedulerInbox) -> bool:
-        """The device's answer, or a text that is alone; False: it is something else, or the news would have to wait.
-
-        A prompt that is alone waits for its turn all the same: the first of many would be read before the others.
-        """
-        if not isinstance(message, StepDone | PoolDone | AdmitPooling) or self._reader.is_full:
-            return False
-        self._handle(message)
-        self._plan()
-        if not isinstance(message, AdmitPooling):  # which leaves nothing to tell
-            news = self._policy.take_news(self._due_answers())
-            if news is not None:
-                self._reader.send_nowait(news)
-            self._report()
-        return True
 
     def _handle(self, message: SchedulerInbox) -> None:  # noqa: C901  # a table, one line a message
         policy: Any = self._policy  # of the kind that these messages are for

@@ -12,7 +12,6 @@ from trouper.actors.rendering.pooling import PoolingPrompts
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.replies.pooling_slot import PoolingSlot
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
-from trouper.actors.scheduling.scheduler import Scheduler
 
 from .bugs import BUGS, bug, planted
 from .pooling_scenario import draw_pooling
@@ -153,32 +152,6 @@ def pooled_steps_run_out_of_order(right):
         self._queue.rotate(1)
 
     return faulty
-
-
-@pooling_bug(Scheduler, "_take_at_rest")
-def news_are_lost_at_rest(right):
-    def faulty(self, message):
-        sender, self._reader = self._reader, _Deaf(self._reader)
-        try:
-            return right(self, message)
-        finally:
-            self._reader = sender
-
-    return faulty
-
-
-class _Deaf:
-    """Loses what has one request."""
-
-    def __init__(self, right):
-        self._right = right
-
-    def __getattr__(self, name):
-        return getattr(self._right, name)
-
-    def send_nowait(self, news):
-        if len(news.requests) != 1:
-            self._right.send_nowait(news)
 
 
 # Rendering

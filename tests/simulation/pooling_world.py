@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import anyio
 import msgspec
@@ -24,7 +23,7 @@ from trouper.pooling_outputs import PoolingRequestOutput
 from . import pooling_oracles
 from .clients import Broken, Story
 from .pooling_scenario import PoolingScenario
-from .ports import InjectedError, SimThreads, Watched
+from .ports import SimThreads, Watched
 from .scenario import Scenario
 from .world import World, config_of
 
@@ -123,6 +122,7 @@ class WatchedEncoder(Watched, SimulatedEncoder):
 
 class PoolingWorld(World):
     oracles = pooling_oracles
+    renderer = PoolingPrompts
 
     def make_case(self, index: int, client: Any) -> PoolingCase:
         return PoolingCase(index, client)
@@ -131,9 +131,9 @@ class PoolingWorld(World):
         return WatchedEncoder(self.scenario.size, self.scenario.steps_in_flight, self.trouble)
 
     def make_threads(self) -> PoolingThreads:
-        """Those of the renderers, large prompts' too, of the pooler and of its lane; who is ill, `_perform` says."""
+        """Those of the renderers, large prompts' too, of the pooler and of its lane."""
         limit, delay_s = self.scenario.num_renderers + 3, self.scenario.weather.thread_delay_s
-        return PoolingThreads(self._dice("threads"), limit, delay_s, lambda message: False)
+        return PoolingThreads(self._dice("threads"), limit, delay_s)
 
     def make_config(self) -> EngineConfig:
         shared = set(Scenario.__struct_fields__) & set(PoolingScenario.__struct_fields__)
@@ -154,17 +154,6 @@ class PoolingWorld(World):
                 is_matryoshka=True,
             ),
         )
-
-    async def _perform(self, audience: Any) -> None:
-        right, ill = PoolingPrompts.render, self.scenario.weather.render_errors
-
-        def render(prompts: PoolingPrompts, message: Render) -> Any:
-            if self.owner(message.id) in ill:
-                raise InjectedError("a renderer")
-            return right(prompts, message)
-
-        with patch.object(PoolingPrompts, "render", render):
-            await super()._perform(audience)
 
     def _plan(self, right: Callable[..., Any]) -> PoolPlan | None:
         policy = self.engine._scheduler._policy

@@ -11,7 +11,6 @@ import trio
 from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice, StepError
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import StepPlan
-from trouper.actors.messages.requests import Render
 from trouper.actors.messages.results import StepDone, StepFailed
 
 from .scenario import STEP_S, Scenario
@@ -31,21 +30,11 @@ class SimThreads:
     Like a worker thread it cannot be cancelled once it has begun: the awaiter stays until it is done.
     """
 
-    def __init__(
-        self, dice: random.Random, limit: int, delay_s: float, fails: Callable[[Render], bool]
-    ) -> None:
+    def __init__(self, dice: random.Random, limit: int, delay_s: float) -> None:
         self._dice = dice
         self._delay_s = delay_s
-        self._fails = fails
         self._limiter = trio.CapacityLimiter(limit)
         self.num_begun = self.num_ended = 0
-
-    def run_nowait(self, function: Callable[..., Any], *args: Any) -> Any:
-        if self._dice.random() < 0.5:  # the engine's own threads never refuse
-            raise anyio.WouldBlock
-        if isinstance(args[0], Render) and self._fails(args[0]):
-            raise InjectedError("a renderer's quick call")
-        return function(*args)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -56,8 +45,6 @@ class SimThreads:
                 after = (self._delay_s - before) * self._dice.random()
                 try:
                     await anyio.sleep(before)
-                    if args and isinstance(args[0], Render) and self._fails(args[0]):
-                        raise InjectedError("a renderer's thread")
                     result = function(*args)
                     await anyio.sleep(after)
                 finally:

@@ -5,7 +5,7 @@ import pytest
 from .explore import num_schedules_until_found
 from .pooling_bugs import BUGS
 
-LIMIT = 500
+LIMIT = 1000
 
 
 def test_there_are_enough_bugs():

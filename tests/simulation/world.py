@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import anyio
 import trio
@@ -13,13 +14,14 @@ import trio
 from trouper.actors.engine.wiring import Engine, open_engine
 from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.plans import StepPlan
-from trouper.actors.messages.requests import Admit
+from trouper.actors.messages.requests import Admit, Render
+from trouper.actors.rendering.text import Prompts
 from trouper.config.args import EngineConfig, ModelConfig, SchedulerConfig
 from trouper.errors import EngineDeadError
 
 from . import oracles
 from .clients import Broken, Case, Story, abort_later, operate, play
-from .ports import DeviceCrashError, SimThreads, Trouble, WatchedDevice
+from .ports import DeviceCrashError, InjectedError, SimThreads, Trouble, WatchedDevice
 from .scenario import EOS, VOCAB_SIZE, Scenario
 from .scheduling import CancelAtStep
 
@@ -31,6 +33,7 @@ class World:
     """Everything that one run knows; of an engine that generates."""
 
     oracles: Any = oracles
+    renderer: Any = Prompts
 
     def __init__(
         self,
@@ -80,10 +83,7 @@ class World:
     def make_threads(self) -> SimThreads:
         scenario = self.scenario
         return SimThreads(
-            self._dice("threads"),
-            scenario.num_renderers,
-            scenario.weather.thread_delay_s,
-            lambda message: self.owner(message.id) in scenario.weather.render_errors,
+            self._dice("threads"), scenario.num_renderers, scenario.weather.thread_delay_s
         )
 
     def make_config(self) -> EngineConfig:
@@ -231,7 +231,8 @@ class World:
         with anyio.move_on_after(DEADLINE_S) as deadline, self._everything:
             try:
                 async with anyio.create_task_group() as audience:
-                    await self._perform(audience)
+                    with self._failing_renders():
+                        await self._perform(audience)
             except* EngineDeadError as group:
                 self.check_death(group.exceptions[0])
         if self.broken is not None:
@@ -279,6 +280,19 @@ class World:
                 self._start(audience, engine)
                 await anyio.sleep(scenario.closes_at_s)
                 self.is_closing = True
+
+    @contextmanager
+    def _failing_renders(self) -> Iterator[None]:
+        """Rendering raises for the clients that the weather names."""
+        right, ill = self.renderer.render, self.scenario.weather.render_errors
+
+        def render(prompts: Any, message: Render) -> Any:
+            if self.owner(message.id) in ill:
+                raise InjectedError("a renderer")
+            return right(prompts, message)
+
+        with patch.object(self.renderer, "render", render):
+            yield
 
     def _start(self, group: Any, engine: Engine) -> None:
         for case in self.cases:

@@ -13,25 +13,11 @@ VOCAB_SIZE = 97
 STEP_S = 0.01
 
 
-class NeverHere:
-    """Threads that are asked to wait for each call."""
-
-    def run_nowait(self, function, *args):
-        raise anyio.WouldBlock
-
-
-class InlineThreads(NeverHere):
+class InlineThreads:
     """Runs the work at once: nothing may block in virtual time."""
 
     async def run(self, function, *args):
         await anyio.lowlevel.checkpoint()
-        return function(*args)
-
-
-class HereThreads(InlineThreads):
-    """Short calls run in the caller's turn, as the engine's own threads have it."""
-
-    def run_nowait(self, function, *args):
         return function(*args)
 
 

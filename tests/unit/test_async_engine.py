@@ -16,7 +16,7 @@ from trouper.errors import (
     TrouperValidationError,
 )
 
-from .engines import HereThreads, simulated_engine
+from .engines import simulated_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -196,7 +196,7 @@ async def test_a_storm_of_aborts_and_sleeps_leaves_nothing():
 
 @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["on the loop", "in a thread"])
 async def test_a_stream_that_is_dropped_leaves_nothing_open(is_elsewhere):
-    async with simulated_engine(threads=HereThreads()) as engine:
+    async with simulated_engine() as engine:
         stream = engine.generate({"prompt_token_ids": [1, 2]}, greedy(100), "a")
         await anext(stream)
         cycle = [stream]
@@ -215,7 +215,7 @@ async def collect():
 
 
 async def test_a_request_is_opened_in_the_thread_of_the_loop_only():
-    async with simulated_engine(threads=HereThreads()) as engine:
+    async with simulated_engine() as engine:
         stream = engine.generate({"prompt_token_ids": [1, 2]}, greedy(100), "a")
         with pytest.raises(RuntimeError, match="belongs to its event loop"):
             await anyio.to_thread.run_sync(stream.open)

@@ -10,11 +10,11 @@ import trio
 import trio.testing
 
 from trouper.actors.executor.devices.simulated import Conditions, StepError
-from trouper.actors.rendering.text import Prompts
+from trouper.actors.rendering import renderer
 from trouper.errors import EngineDeadError, ExecutionError, TrouperValidationError
 from trouper.params import RequestOutputKind, SamplingParams
 
-from .engines import STEP_S, HereThreads, NeverHere, engine_config, expected, simulated_engine
+from .engines import STEP_S, engine_config, expected, simulated_engine
 
 pytestmark = pytest.mark.trio
 
@@ -122,42 +122,10 @@ async def test_a_bad_prompt_fails_its_request_alone(autojump_clock):
         await assert_idle(engine, idle)
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, []], ids=["good", "bad"])
-async def test_of_prompts_opened_at_once_the_first_is_rendered_there(prompt, autojump_clock):
-    async with simulated_engine(threads=HereThreads()) as engine:
-        idle = engine.statistics()
-        requests = [engine.generate(prompt, greedy(), str(number)) for number in range(4)]
-        for request in requests:
-            request.open()
-        assert engine.statistics().num_rendering == 3
-        for request in requests:
-            request.close()
-        await assert_idle(engine, idle)
-
-
-async def test_an_interrupt_while_a_prompt_is_rendered_leaves_nothing(autojump_clock, monkeypatch):
-    right = Prompts.render
-    is_interrupted = True
-
-    def render(self, message):
-        if is_interrupted:
-            raise KeyboardInterrupt
-        return right(self, message)
-
-    monkeypatch.setattr(Prompts, "render", render)
-    async with simulated_engine(threads=HereThreads()) as engine:
-        idle = engine.statistics()
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPT, greedy(), "a").open()
-        await assert_idle(engine, idle)
-        is_interrupted = False
-        assert (await finish(engine, "a"))[-1].finished
-
-
 # One test per stage: leaving there leaves nothing behind.
 
 
-class StuckThreads(NeverHere):
+class StuckThreads:
     """Rendering takes one virtual second, and like a real thread it is not interrupted."""
 
     async def run(self, function, *args):
@@ -166,7 +134,8 @@ class StuckThreads(NeverHere):
         return function(*args)
 
 
-async def test_cancelling_before_the_renderer_takes_it_leaves_nothing(autojump_clock):
+async def test_cancelling_before_the_renderer_takes_it_leaves_nothing(autojump_clock, monkeypatch):
+    monkeypatch.setattr(renderer, "BATCH_CHARS", 0)  # so that none shares a hop
     async with simulated_engine(threads=StuckThreads()) as engine:
         idle = engine.statistics()
         async with engine.generate(PROMPT, greedy(), "0"), engine.generate(PROMPT, greedy(), "1"):

@@ -92,7 +92,6 @@ async def test_the_loop_beats_while_a_multimodal_prompt_is_refused(monkeypatch):
 async def test_the_loop_beats_while_pairs_are_scored(task, module, name, monkeypatch):
     """Cosines of embeddings, and late interaction: both end in a thread."""
     async with beating_engine(runner="pooling", pooler_config={"task": task}) as (engine, heart):
-        monkeypatch.setattr(pooler_module, "QUICK", 0)
         monkeypatch.setattr(module, name, heart.hold_up(getattr(module, name)))
         scores = await Scorer(engine).score(["query"] * 3, ["one", "two", "query"])
         assert [output.outputs.array.size for output in scores] == [1] * 3
@@ -106,7 +105,6 @@ async def test_the_loop_beats_while_a_result_is_finished(task, monkeypatch):
         monkeypatch.setattr(
             pooler_module, "LARGE", 1000
         )  # of token_embed's result, but not of embed's
-        monkeypatch.setattr(pooler_module, "QUICK", 0)
         monkeypatch.setattr(pooler_module, "finish", heart.hold_up(pooler_module.finish))
         async for output in engine.encode(list(range(50)), PoolingParams(task=task)):
             assert np.isfinite(output.outputs.array).all()

@@ -12,7 +12,7 @@ from trouper.errors import MaxQueuedTokensError, QueueOverflowError, TrouperVali
 from trouper.metrics import Counter, Gauge, Histogram
 from trouper.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
-from .engines import STEP_S, NeverHere, engine_config, simulated_engine
+from .engines import STEP_S, engine_config, simulated_engine
 
 GAUGES = {
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
@@ -160,7 +160,7 @@ async def test_times_of_a_request_that_waits_for_its_turn(autojump_clock):
 
 @in_virtual_time
 async def test_rendering_counts_into_latency_and_not_into_the_queue(autojump_clock):
-    class SlowThreads(NeverHere):
+    class SlowThreads:
         async def run(self, function, *args):
             await trio.sleep(0.5)
             return function(*args)

@@ -9,7 +9,7 @@ from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.outputs import Pooled, PooledRequest
 from trouper.actors.messages.requests import AdmitPooling
 from trouper.actors.output import pooler as pooler_module
-from trouper.actors.output.pooler import LARGE, QUICK, Pooler
+from trouper.actors.output.pooler import LARGE, Pooler
 from trouper.actors.replies.pooling_slot import PoolingSlot
 from trouper.actors.runtime.future import Answer
 from trouper.errors import GenerationError, TrouperValidationError
@@ -84,25 +84,6 @@ async def test_the_small_results_of_a_step_share_one_hop(stage, request_of):
     assert [output.outputs.array.tolist() for output in outputs] == [[i, 1] for i in range(5)]
     assert outputs[0].prompt_token_ids == [1, 2]
     assert all(output.finished for output in outputs)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "is_quick"),
-    [((2,), True), ((2, QUICK), True), ((2, 2, 2), False), ((QUICK + 1,), False)],
-)
-async def test_only_few_and_small_results_need_no_thread(sizes, is_quick, stage, request_of):
-    send, threads, _ = stage
-    await send(*[request_of(np.ones(size)) for size in sizes])
-    assert threads.sizes == ([] if is_quick else [len(sizes)])
-
-
-async def test_a_document_that_is_scored_has_a_thread(stage, request_of):
-    send, threads, _ = stage
-    tokens = {"task": "token_embed"}
-    for mode, uses, num_hops in (("cache_query", 1, 0), ("score_doc", None, 1)):
-        late = LateInteractionParams(mode=mode, query_key="q", query_uses=uses)
-        await send(request_of([[1, 0]], late_interaction_params=late, **tokens))
-        assert len(threads.sizes) == num_hops
 
 
 async def test_a_large_result_delays_no_small_one(stage, request_of):

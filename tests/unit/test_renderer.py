@@ -1,5 +1,6 @@
 """The renderer actor with hand-held channel ends: every way in which a request can leave it."""
 
+import math
 from contextlib import asynccontextmanager
 
 import anyio
@@ -9,14 +10,13 @@ import pytest
 from trouper.actors.channel import open_channel
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.requests import Admit, Render, Track
-from trouper.actors.rendering.renderer import QUICK, Renderer, _is_quick
+from trouper.actors.rendering import renderer as renderer_module
+from trouper.actors.rendering.renderer import Renderer, _plain_size
 from trouper.actors.rendering.text import Rendered
 from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.actors.runtime.threads import WorkerThreads
 from trouper.errors import GenerationError, TrouperValidationError
 from trouper.params import SamplingParams
-
-from .engines import HereThreads, NeverHere
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +36,7 @@ def render(message):
     )
 
 
-class Inline(NeverHere):
+class Inline:
     """Threads that are none: calls run at once, or when the gate opens.
 
     As with real threads, a cancellation waits for a call that has begun.
@@ -67,11 +67,11 @@ class Stage:
         self.threads = threads
         self.slots = []
 
-    def ask(self, prompt, *, is_alone=True):
+    def ask(self, prompt):
         number = len(self.slots)
         self.slots.append(ReplySlot(str(number), PARAMS))
         self.to_renderer.send_nowait(
-            Render(RequestId(number), prompt, PARAMS, self.slots[-1], 0, 0.0), offers=is_alone
+            Render(RequestId(number), prompt, PARAMS, self.slots[-1], 0, 0.0)
         )
         return self.slots[-1]
 
@@ -124,7 +124,7 @@ async def open_stage(num_workers=1, function=render, threads=None):
 
 
 async def test_plain_texts_that_are_there_together_share_a_hop_and_no_fault():
-    texts = ["a" * (QUICK + 1), "b" * (QUICK + 1), "c" * QUICK, "d" * 500]
+    texts = ["a" * 130, "b" * 130, "c" * 2, "d" * 500]
     batches = []
 
     class Counting(Inline):
@@ -216,7 +216,8 @@ async def test_a_request_aborted_while_it_is_rendered_goes_to_nobody(is_closed):
             assert slot.read_nowait().outputs[0].finish_reason == "abort"
 
 
-async def test_each_worker_serves_one_request_at_a_time():
+async def test_each_worker_serves_one_request_at_a_time(monkeypatch):
+    monkeypatch.setattr(renderer_module, "BATCH_CHARS", 0)  # so that none shares a hop
     async with open_stage(num_workers=2) as stage:
         stage.threads.gate = anyio.Event()
         for prompt in "abcde":
@@ -259,61 +260,26 @@ async def test_real_threads_are_limited_and_bring_exceptions_back():
             assert (await stage.scheduler_inbox.receive()).id == 1
 
 
-async def test_a_short_text_is_handed_over_in_its_senders_turn():
-    async with open_stage(threads=HereThreads()) as stage:
-        stage.ask("ab")
-        assert stage.handed_over() == [[0], [0]]
-
-
-async def test_a_short_text_that_is_not_alone_is_rendered_in_its_turn():
-    async with open_stage(threads=HereThreads()) as stage:
-        stage.ask("ab", is_alone=False)
-        stage.ask("x" * (QUICK + 1))
-        stage.ask("cd")
-        assert stage.handed_over() == [[], []]
-        await stage.settled()
-        assert stage.handed_over() == [[0, 1, 2]] * 2
-
-
-async def test_a_short_text_that_fails_in_its_senders_turn_fails_alone():
-    def fussy(message):
-        if message.prompt == "b":
-            raise ValueError("no b")
-        return render(message)
-
-    async with open_stage(function=fussy, threads=HereThreads()) as stage:
-        bad = stage.ask("b")
-        with pytest.raises(ValueError, match="no b"):
-            bad.read_nowait()
-        stage.ask("a")
-        assert stage.handed_over() == [[1], [1]]
-
-
-LONG = "x" * (QUICK + 1)
-
-
 @pytest.mark.parametrize(
-    ("prompt", "params", "expected"),
+    ("prompt", "params", "size"),
     [
-        ("x" * QUICK, {}, True),
-        (LONG, {}, False),
-        ([1] * QUICK, {}, True),
-        ((1,) * (QUICK + 1), {}, False),
-        ({"prompt": "one", "text_pair": "two"}, {}, True),
-        ({"prompt": "x" * QUICK, "text_pair": "y"}, {}, False),
-        ({"prompt_token_ids": [1, 2], "cache_salt": "s"}, {}, True),
-        ({"prompt": "one", "token_type_ids": [0]}, {}, False),
-        ({"messages": []}, {}, False),
-        ({"prompt": None}, {}, False),
-        (b"x", {}, False),
-        ("x", {"bad_words": ["y"]}, False),
-        ("x", {"logit_bias": {1: 1.0}}, False),
-        ("x", {"allowed_token_ids": [1]}, False),
-        ("x", {"stop_token_ids": [1]}, False),
+        ("x" * 128, {}, 128),
+        ([1] * 128, {}, 128),
+        ((1,) * 129, {}, 129),
+        ({"prompt": "one", "text_pair": "two!"}, {}, 7),
+        ({"prompt_token_ids": [1, 2], "cache_salt": "s"}, {}, 3),
+        ({"prompt": "one", "token_type_ids": [0]}, {}, math.inf),
+        ({"messages": []}, {}, math.inf),
+        ({"prompt": None}, {}, math.inf),
+        (b"x", {}, math.inf),
+        ("x", {"bad_words": ["y"]}, math.inf),
+        ("x", {"logit_bias": {1: 1.0}}, math.inf),
+        ("x", {"allowed_token_ids": [1]}, math.inf),
+        ("x", {"stop_token_ids": [1]}, math.inf),
     ],
 )
-async def test_what_is_rendered_without_a_thread(prompt, params, expected):
+async def test_only_plain_texts_and_ids_have_a_size_by_which_they_share_a_hop(prompt, params, size):
     params = SamplingParams(**params)
     slot = ReplySlot("a", params)
-    assert _is_quick(Render(RequestId(0), prompt, params, slot, 0, 0.0)) == expected
+    assert _plain_size(Render(RequestId(0), prompt, params, slot, 0, 0.0)) == size
     slot.close()

@@ -1,4 +1,4 @@
-"""The scheduler actor with hand-held channel ends: what it does in the turn of who asks."""
+"""The scheduler actor with hand-held channel ends: what it plans and passes on."""
 
 from contextlib import asynccontextmanager
 
@@ -49,32 +49,28 @@ async def open_stage(policy):
             tasks.cancel_scope.cancel()
 
 
-async def test_a_text_that_is_alone_is_planned_in_its_senders_turn():
-    async with open_stage(PoolingPolicy(CONFIG)) as stage:
-        stage.to_scheduler.send_nowait(admit(1, 4))
-        assert [ids(plan) for plan in stage.planned()] == [[1]]
-
-
 async def test_texts_that_come_together_are_planned_together():
     async with open_stage(PoolingPolicy(CONFIG)) as stage:
         for id in (1, 2, 3):
-            stage.to_scheduler.send_nowait(admit(id, 3), offers=False)
+            stage.to_scheduler.send_nowait(admit(id, 3))
         assert stage.planned() == []
         await anyio.wait_all_tasks_blocked()
         assert [ids(plan) for plan in stage.planned()] == [[1, 2, 3]]
 
 
-async def test_an_answer_is_told_and_the_next_text_planned_in_the_devices_turn():
+async def test_a_result_and_a_text_that_come_together_are_passed_on_together():
     async with open_stage(PoolingPolicy(CONFIG)) as stage:
         stage.to_scheduler.send_nowait(admit(1, 4))
+        await anyio.wait_all_tasks_blocked()
         stage.planned()
         stage.to_scheduler.send_nowait(PoolDone(1, ("result",)))
-        assert [r.array for r in stage.news.receive_nowait().requests] == ["result"]
         stage.to_scheduler.send_nowait(admit(2, 4))
+        await anyio.wait_all_tasks_blocked()
+        assert [r.array for r in stage.news.receive_nowait().requests] == ["result"]
         assert [ids(plan) for plan in stage.planned()] == [[2]]
 
 
-async def test_a_prompt_waits_for_those_of_its_turn_even_alone():
+async def test_prompts_that_come_together_are_planned_together():
     async with open_stage(Policy(CONFIG, Blocks(9, 4, True))) as stage:
         for id in (1, 2):
             stage.to_scheduler.send_nowait(

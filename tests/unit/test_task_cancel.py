@@ -10,7 +10,7 @@ from trouper.actors.engine import controls
 from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.executor.devices.simulated import MEMORY, Conditions
 
-from .engines import HereThreads, expected, simulated_engine
+from .engines import expected, simulated_engine
 
 pytestmark = pytest.mark.anyio
 PROMPT = [1, 2, 3]
@@ -32,7 +32,7 @@ class Watched(Conditions):
 
 
 def engine_of(conditions=None):
-    return simulated_engine(threads=HereThreads(), conditions=conditions or Watched())
+    return simulated_engine(conditions=conditions or Watched())
 
 
 async def cancelled_after(num_turns, coroutine):
