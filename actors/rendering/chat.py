@@ -4,8 +4,6 @@ Laws.  Rendering is pure: no template, message or tool of the caller is changed.
 messages, tools or variables, that spells one of the model's control tokens is never parsed as that token:
 `SEAM` is put behind its first character, and the tokenizer finds no token across a seam
 (`Tokenizer.encode_pieces`).
-
-Source: spec section 3.5, robustness rows B10, B25-B27.
 """
 
 import json
@@ -16,11 +14,11 @@ from typing import Any
 import jinja2
 from jinja2 import meta, nodes
 
-from trouper.actors.rendering.jinja import make_environment, plain_data
+from trouper.actors.rendering.jinja import make_environment
+from trouper.actors.rendering.template_orders import MARK, plain_data
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 SEAM = "\U000f0000"  # a private-use character; dropped from what callers write
-MARK = "\U0010fffe"  # around the number of a part that is no text; a code point of no character, dropped as well
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the first is the templates' own
 END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to be continued

@@ -1,22 +1,30 @@
-"""A chat template that came with a request, rendered in a process of its own, on a budget.
+"""Chat templates rendered in processes of their own, on a budget.
 
-The sandbox of `jinja.py` bounds what a template may touch; this bounds what it may take.  It may not cost
-more than `CPU_S` of computing (starting counts), `MEMORY` of address space and `MAX_CHARS` of text; what
-goes beyond is killed, and the request refused.  The process inherits no environment.
+The sandbox of `jinja.py` bounds what a template may touch; this bounds what it may take.  A rendering may cost no
+more than its `Budget` of computing time, address space and text, nor `WALL_S` of time on the clock; what goes
+beyond is killed, and the request refused.  A process inherits no environment.
 
-Source: spec robustness chapter 2, row B25.
+Templates of the model folder and of the caller share warm processes: to start one takes longer than most
+renderings.  A template that came with a request over the network has a process that renders nothing else.
 """
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from trouper.actors.rendering.chat import ChatTemplate
-from trouper.actors.rendering.jinja import plain_data
+from trouper.actors.rendering.template_orders import (
+    LENGTH_BYTES,
+    OVER_BUDGET,
+    framed,
+    plain_data,
+)
 from trouper.errors import (
     GenerationError,
     TemplateBudgetError,
@@ -24,49 +32,131 @@ from trouper.errors import (
     UnsupportedFeatureError,
 )
 
-CPU_S = 2
+WORKER = "trouper.actors.rendering.template_worker"
 WALL_S = 10.0  # on a machine that has other things to do
-MEMORY = 96 * 2**20  # the interpreter and jinja take 26 of it
-MAX_CHARS = 2**22
-OVER_BUDGET = 3  # exit code
-# For its time, or its memory where nobody caught it.
+RECEIVE_BYTES = 2**16
+MAX_TEMPLATES = 16  # that one process keeps compiled; then the next one begins
+# For its time, or for its memory where nothing caught the error.
 KILLED = tuple(-getattr(signal, name, 0) for name in ("SIGXCPU", "SIGKILL", "SIGSEGV", "SIGABRT"))
 
 
-class ConfinedTemplate:
-    """Stands where a `ChatTemplate` of the same arguments would."""
+class Budget(NamedTuple):
+    """Bounds of one rendering; the memory is the process's."""
 
-    def __init__(self, source: str, special: Collection[str], added: Collection[str]) -> None:
-        self._arguments = [source, sorted(special), sorted(added)]
+    cpu_s: int
+    memory: int  # bytes of address space: the interpreter and jinja take 26 MiB of it
+    chars: int  # of the rendered text
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[str]:
-        """As `ChatTemplate.render`.
+
+FOREIGN = Budget(cpu_s=2, memory=96 * 2**20, chars=2**22)
+# A conversation as long as a model of a million tokens reads is copied a dozen times on its way.
+OWN = Budget(cpu_s=2, memory=512 * 2**20, chars=2**23)
+
+
+class TemplateSource(NamedTuple):
+    """The arguments of a `ChatTemplate`."""
+
+    source: str
+    special: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+
+
+class ConfinedTemplates:
+    """Warm processes for templates of one engine: as many as there are threads that render at once.
+
+    The processes end with this object, or at `close`.
+    """
+
+    def __init__(self, budget: Budget = OWN) -> None:
+        self._budget = budget
+        self._idle: list[TemplateProcess] = []
+        self.close = weakref.finalize(self, _close_all, self._idle)
+
+    def render(
+        self, template: TemplateSource, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> list[str]:
+        """Render as `ChatTemplate.render` does; threads may call it at the same time.
 
         Raises:
             TemplateBudgetError: it takes too much.
             GenerationError: there is no process to render in.
         """
+        process = self._take(template)
         try:
-            order = json.dumps(plain_data([self._arguments, messages, options]))
-        except RecursionError:
-            raise TrouperValidationError("nested too deep", parameter="messages") from None
-        try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", __name__],
-                input=order.encode(),
-                capture_output=True,
-                timeout=WALL_S,
-                env={"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-                check=False,
-                start_new_session=True,  # Ctrl-C is for the server
-            )
-        except subprocess.TimeoutExpired:
-            raise _over_budget() from None
-        if done.returncode in KILLED or done.returncode == OVER_BUDGET:
-            raise _over_budget()
-        if done.returncode:
-            raise GenerationError(f"rendering the template failed: {done.stderr[-500:]!r}")
-        match json.loads(done.stdout):
+            return process.render(template, messages, **options)
+        finally:
+            if process.is_usable and self.close.alive:
+                self._idle.append(process)
+            else:
+                process.close()
+
+    def _take(self, template: TemplateSource) -> "TemplateProcess":
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_usable and process.has_room_for(template):
+                return process
+            process.close()
+        return TemplateProcess(self._budget)
+
+
+def render_once(
+    template: TemplateSource,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    budget: Budget = FOREIGN,
+    **options: Any,
+) -> list[str]:
+    """Render a foreign template in a process for it alone; raises as `ConfinedTemplates.render`."""
+    process = TemplateProcess(budget)
+    try:
+        return process.render(template, messages, **options)
+    finally:
+        process.close()
+
+
+class TemplateProcess:
+    """One process, which renders one order at a time.
+
+    Raises:
+        GenerationError: it cannot be started.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._numbers: dict[TemplateSource, int] = {}  # of the templates that it knows
+        self._pid = os.getpid()
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", WORKER, *map(str, budget)],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env=_environment(),
+                    start_new_session=True,  # Ctrl-C is for the server
+                )
+            except OSError as error:
+                self._socket.close()
+                raise GenerationError(f"no process to render a template in: {error}") from error
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it lives and belongs to this process, not to the one that this was forked from."""
+        is_open = self._socket.fileno() >= 0 and self._pid == os.getpid()
+        return is_open and self._process.poll() is None
+
+    def has_room_for(self, template: TemplateSource) -> bool:
+        return template in self._numbers or len(self._numbers) < MAX_TEMPLATES
+
+    def render(
+        self, template: TemplateSource, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> list[str]:
+        """Render as `ConfinedTemplates.render` does; the process is closed unless it has answered."""
+        number = self._numbers.get(template, len(self._numbers))
+        arguments = None if template in self._numbers else template
+        order = _encoded([number, arguments, messages, options])
+        self._numbers[template] = number
+        match json.loads(self._answer(order)):
             case {"pieces": pieces}:
                 return pieces
             case {"unsupported": message, "parameter": parameter}:
@@ -76,39 +166,78 @@ class ConfinedTemplate:
             case other:
                 raise AssertionError(other)
 
+    def _answer(self, order: bytes) -> bytes:
+        try:
+            return self._ask(order)
+        except TimeoutError:
+            self.close()
+            raise _over_budget() from None
+        except OSError:
+            failure = self._failure()
+            self.close()
+            raise failure from None
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process, whatever it does; nothing for the copy of this object in a forked child."""
+        self._socket.close()
+        if self._pid != os.getpid():
+            self._process.returncode = 0  # it is another's child: there is nothing to wait for
+        elif self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+    def _ask(self, order: bytes) -> bytes:
+        """Raises OSError: it has ended; TimeoutError: it takes longer than `WALL_S`."""
+        deadline = time.monotonic() + WALL_S
+        self._socket.settimeout(WALL_S)
+        self._socket.sendall(framed(order))
+        head = self._receive(LENGTH_BYTES, deadline)
+        return self._receive(int.from_bytes(head), deadline)
+
+    def _receive(self, num_bytes: int, deadline: float) -> bytes:
+        found = bytearray()
+        while len(found) < num_bytes:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            piece = self._socket.recv(min(RECEIVE_BYTES, num_bytes - len(found)))
+            if not piece:
+                raise ConnectionResetError
+            found += piece
+        return bytes(found)
+
+    def _failure(self) -> Exception:
+        """Tell why the process has ended; it may have closed its socket a moment before its end."""
+        try:
+            code = self._process.wait(WALL_S)
+        except subprocess.TimeoutExpired:
+            return _over_budget()
+        if code in KILLED or code == OVER_BUDGET:
+            return _over_budget()
+        message = self._process.stderr.read()[-500:] if self._process.stderr is not None else b""
+        return GenerationError(f"rendering the template failed: {message!r}")
+
+
+def _environment() -> dict[str, str]:
+    """Name the place of the packages, and the time zone for templates that write the date."""
+    zone = {name: value for name, value in os.environ.items() if name == "TZ"}
+    return zone | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def _encoded(order: list[Any]) -> bytes:
+    try:
+        return json.dumps(plain_data(order)).encode()
+    except RecursionError:
+        raise TrouperValidationError("nested too deep", parameter="messages") from None
+
+
+def _close_all(processes: list[TemplateProcess]) -> None:
+    while processes:
+        processes.pop().close()
+
 
 def _over_budget() -> TemplateBudgetError:
     return TemplateBudgetError("this template takes too much to render", parameter="chat_template")
-
-
-def _main() -> None:
-    """In the process: limits first, then whatever comes from outside."""
-    import resource
-
-    for kind, limit in (
-        (resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CORE, 0)
-    ):  # fmt: skip
-        resource.setrlimit(kind, (limit, limit))
-    try:
-        sys.stdout.write(json.dumps(_answer(sys.stdin.read())))
-    except MemoryError:
-        os._exit(OVER_BUDGET)
-
-
-def _answer(order: str) -> dict[str, Any]:
-    try:
-        arguments, messages, options = json.loads(order)
-        pieces = ChatTemplate(*arguments).render(messages, **options)
-    except UnsupportedFeatureError as error:
-        return {"unsupported": str(error), "parameter": error.parameter}
-    except TrouperValidationError as error:
-        return {"message": error.message, "parameter": error.parameter}
-    except RecursionError:
-        return {"message": "nested too deep", "parameter": "chat_template"}
-    if sum(map(len, pieces)) > MAX_CHARS:
-        raise MemoryError
-    return {"pieces": pieces}
-
-
-if __name__ == "__main__":
-    _main()

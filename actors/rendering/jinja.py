@@ -1,11 +1,10 @@
 """The jinja environment of chat templates: sandboxed, and equal to transformers' in what it renders.
 
 Templates come with models and sometimes with requests: they are foreign code.  They see plain json data
-and the few helpers below, nothing else.
+and the few helpers below, nothing else.  Only the processes of `template_worker.py` import this.
 """
 
 import json
-from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -18,7 +17,7 @@ from jinja2.utils import Namespace
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote, for training; here it renders as its body."""
+    """The tag `{% generation %}`, which marks a model's text for training; it renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012  jinja's own declaration
 
@@ -28,7 +27,7 @@ class _Generation(Extension):
 
 
 class _PublicNamespace(Namespace):
-    """No underscored attributes: they lead to the interpreter's insides."""
+    """A namespace without underscored attributes, which lead to the interpreter's insides."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=…)` is legal
         self, *rest = args
@@ -43,7 +42,7 @@ class _PublicNamespace(Namespace):
 
 
 class _Dict:
-    """`dict(...)` without the attributes of the class."""
+    """The function `dict(...)` without the attributes of the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -53,6 +52,7 @@ class _Dict:
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
+    """Make a sandbox with transformers' settings, filters and functions."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -62,23 +62,6 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _PublicNamespace
     return environment
-
-
-def plain_data(value: Any) -> Any:
-    """A copy of `value` that holds json types only, so that a template can call nothing."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    for base in (str, int, float):  # subclasses may carry methods
-        if isinstance(value, base):
-            return base(value)
-    if isinstance(value, Mapping):
-        return {plain_data(key): plain_data(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_data(item) for item in value]
-    dump: Callable[[], Any] | None = getattr(value, "model_dump", None)
-    if callable(dump):
-        return plain_data(dump())
-    return f"<{type(value).__name__}>"
 
 
 def _tojson(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from trouper.actors.messages.embeds import Embeds
-from trouper.actors.rendering.chat import MARK
+from trouper.actors.rendering.template_orders import MARK
 from trouper.actors.rendering.tokenizer import Tokenizer
 
 KIND = "prompt_embeds"

@@ -5,8 +5,7 @@ parameters.  Source: spec sections 2.4, 3.3 and 4.2.
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
@@ -17,8 +16,7 @@ from trouper.actors.limits import MAX_BAD_WORD, MAX_EDITS
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.requests import Admit, AdmitPooling, Render, Track
 from trouper.actors.messages.sinks import GenerationSink
-from trouper.actors.rendering.chat import ChatTemplate
-from trouper.actors.rendering.confined import ConfinedTemplate
+from trouper.actors.rendering.confined import ConfinedTemplates, TemplateSource, render_once
 from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests, from_tensor
 from trouper.actors.rendering.mixed import encode_mixed, take_embeds, unmarked
 from trouper.actors.rendering.sampling import ModelLimits, resolve_sampling
@@ -31,7 +29,6 @@ from trouper.errors import (
 )
 from trouper.params import SamplingParams
 
-NUM_TEMPLATES = 16  # compiled templates kept: the model's own and what callers of the library bring
 MAX_SALT_CHARS = 128
 SPARE_TOKENS = 64  # a text cut before tokenising is left this much longer than it needs to be
 # mm_processor_kwargs concerns multimodal items only; without any it has nothing to do.
@@ -85,7 +82,8 @@ class Prompts:
         # What a text is spelled with need not be looked at one by one.
         self._fits = tokenizer is not None and tokenizer.gives_below(limits.vocab_size)
         self._chat_template = chat_template
-        self._compile: Callable[[str], ChatTemplate] = lru_cache(NUM_TEMPLATES)(self._compiled)
+        self._control_tokens = ((), ()) if tokenizer is None else _control_tokens(tokenizer)
+        self._templates = ConfinedTemplates()
 
     @classmethod
     def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
@@ -235,10 +233,12 @@ class Prompts:
         foreign = prompt.get("foreign_chat_template")
         if foreign is None or foreign in tokenizer.chat_templates:
             given = foreign or prompt.get("chat_template")
-            template = self._compile(self._template_source(tokenizer, given, bool(tools)))
+            source = self._template_source(tokenizer, given, bool(tools))
+            render = self._templates.render
         else:
-            template = ConfinedTemplate(foreign, *self._control_tokens())
-        pieces = template.render(
+            source, render = foreign, render_once
+        pieces = render(
+            TemplateSource(source, *self._control_tokens),
             messages,
             tools=tools,
             add_generation_prompt=prompt.get("add_generation_prompt", True),
@@ -262,15 +262,6 @@ class Prompts:
         if not isinstance(source, str):
             raise bad("chat_template", "must be text", type(source).__name__)
         return own.get(source, source)
-
-    def _compiled(self, source: str) -> ChatTemplate:
-        return ChatTemplate(source, *self._control_tokens())
-
-    def _control_tokens(self) -> tuple[set[str], set[str]]:
-        """The special ones, and all that were added."""
-        tokenizer = self._needed_tokenizer("messages")
-        special = {t for i, t in tokenizer.added_tokens.items() if i in tokenizer.special_ids}
-        return special, set(tokenizer.added_tokens.values())
 
     def _encode(
         self, pieces: list[str], wanted: int | None, add_special_tokens: bool, keeps_end: bool
@@ -335,6 +326,13 @@ class Prompts:
             also = ", which must also hold at least one new token" if self._limits.room else ""
             rule = f"the prompt has {length} tokens, but the limit is {limit} (max_model_len){also}"
             raise bad("prompt", rule)
+
+
+def _control_tokens(tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """List the special tokens, and all that were added."""
+    added = tokenizer.added_tokens
+    special = {text for id, text in added.items() if id in tokenizer.special_ids}
+    return tuple(sorted(special)), tuple(sorted(set(added.values())))
 
 
 def _check_embeds_request(message: Render) -> None:

@@ -1,0 +1,35 @@
+"""The protocol between the engine and the processes that render its chat templates.
+
+An order is a frame of JSON: [number, arguments of a ChatTemplate or null, messages, options].  A template is sent
+once and named by its number from then on.  The answer is a frame, too: {"pieces": ...} or an error.  A frame is
+its length in four bytes, big-endian, and its bytes.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+LENGTH_BYTES = 4
+OVER_BUDGET = 3  # exit code of a process that has taken too much
+# Stands around the number of a part that is no text; a code point of no character, dropped from other text.
+MARK = "\U0010fffe"
+
+
+def framed(payload: bytes) -> bytes:
+    return len(payload).to_bytes(LENGTH_BYTES) + payload
+
+
+def plain_data(value: Any) -> Any:
+    """Copy `value` with nothing but json types in it, so that a template can call nothing."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for base in (str, int, float):  # subclasses may carry methods
+        if isinstance(value, base):
+            return base(value)
+    if isinstance(value, Mapping):
+        return {plain_data(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item) for item in value]
+    dump: Callable[[], Any] | None = getattr(value, "model_dump", None)
+    if callable(dump):
+        return plain_data(dump())
+    return f"<{type(value).__name__}>"
