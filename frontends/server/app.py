@@ -26,7 +26,8 @@ from trouper.frontends.server.http.exchange import (
     Scope,
     Send,
 )
-from trouper.frontends.server.routes import TABLE, Route
+from trouper.frontends.server.http.route import Route
+from trouper.frontends.server.routes import TABLE
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
 from trouper.frontends.server.usage import Usage

@@ -8,7 +8,8 @@ from hashlib import sha256
 
 from trouper.frontends.server.errors import Refusal
 from trouper.frontends.server.http.exchange import Exchange
-from trouper.frontends.server.routes import ROUTES, TABLE, Route
+from trouper.frontends.server.http.route import Route
+from trouper.frontends.server.routes import ROUTES, TABLE
 from trouper.frontends.server.settings import ServerSettings
 
 SCHEME = b"Bearer "

@@ -1,11 +1,6 @@
-"""The one table of routes.  Authentication and routing read the same entry of it."""
+"""The table of routes.  Authentication and routing read the same entry of it."""
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal
-
-import msgspec
-
-from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.openai import tokens
 from trouper.frontends.server.openai.chat import create_chat
 from trouper.frontends.server.openai.completions import create_completion
@@ -30,28 +25,6 @@ from trouper.frontends.server.pooling.requests import (
     RerankRequest,
     ScoreRequest,
 )
-from trouper.frontends.server.service import Service
-
-Handler = Callable[[Service, Exchange, Any], Awaitable[None]]
-Access = Literal["public", "user", "admin"]
-
-
-class Route(msgspec.Struct, frozen=True):
-    """`body` is what the request's body is decoded to; `generates` needs a place in the house.
-
-    The rest describes it: `reply` (None: some object), what kind of body it is, the query's schemas.
-    """
-
-    method: str
-    path: str
-    access: Access
-    handler: Handler
-    body: type[msgspec.Struct] | None = None
-    generates: bool = False
-    reply: type[msgspec.Struct] | None = None
-    kind: Literal["json", "text", "empty"] = "json"
-    query: dict[str, dict[str, Any]] = {}
-
 
 MODE = {"enum": ["abort", "wait", "keep"]}
 TAGS = {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}}

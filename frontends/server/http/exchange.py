@@ -7,7 +7,7 @@ its limit is ever held.
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs
 
 import anyio
@@ -16,10 +16,8 @@ import msgspec
 from trouper.frontends.server.admission.gate import Ticket
 from trouper.frontends.server.errors import Headers, Problem, Refusal, aborted
 from trouper.frontends.server.http.body import Body, Rooms
+from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from trouper.frontends.server.routes import Route
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -1,17 +1,15 @@
 """`GET /openapi.json`: what is served, made from the tables that serve it."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from trouper import __version__
 from trouper.frontends.server.errors import TYPES
 from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.service import Service
-
-if TYPE_CHECKING:
-    from trouper.frontends.server.routes import Route
 
 ERROR = {
     "type": "object",
@@ -40,7 +38,7 @@ async def describe(service: Service, exchange: Exchange, _: None) -> None:
     await exchange.send_json(document(exchange.served, has_keys=has_keys))
 
 
-def document(routes: "Iterable[Route]", *, has_keys: bool) -> dict[str, Any]:
+def document(routes: Iterable[Route], *, has_keys: bool) -> dict[str, Any]:
     """OpenAPI 3.1 for these routes."""
     routes = tuple(routes)
     kinds = {kind for route in routes for kind in (route.body, route.reply) if kind is not None}
@@ -64,7 +62,7 @@ def document(routes: "Iterable[Route]", *, has_keys: bool) -> dict[str, Any]:
     }
 
 
-def _operation(route: "Route", refs: dict[Any, Any]) -> dict[str, Any]:
+def _operation(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "operationId": f"{route.method.lower()} {route.path}",
         "summary": (route.handler.__doc__ or "").partition("\n")[0],
@@ -84,7 +82,7 @@ def _operation(route: "Route", refs: dict[Any, Any]) -> dict[str, Any]:
     return found
 
 
-def _answer(route: "Route", refs: dict[Any, Any]) -> dict[str, Any]:
+def _answer(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     if route.kind == "empty":
         return {"description": "OK"}
     if route.kind == "text":

@@ -1,0 +1,28 @@
+"""One entry of the table of routes, and nothing of what stands in it."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+
+Access = Literal["public", "user", "admin"]
+# Takes the service, the request's context and its decoded body.
+Handler = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class Route(msgspec.Struct, frozen=True):
+    """What a method and a path lead to, and how the OpenAPI document describes it.
+
+    `body` is what the request's body is decoded to.  A route that `generates` is admitted like every request
+    that makes the engine work.  `reply` of None stands for any JSON object.
+    """
+
+    method: str
+    path: str
+    access: Access
+    handler: Handler
+    body: type[msgspec.Struct] | None = None
+    generates: bool = False
+    reply: type[msgspec.Struct] | None = None
+    kind: Literal["json", "text", "empty"] = "json"  # of the reply's body
+    query: dict[str, dict[str, Any]] = {}  # schemas of the query's fields
