@@ -1,6 +1,5 @@
-"""`AsyncLLMEngine`: the engine inside somebody else's asyncio or trio program.  Source: spec section 13."""
+"""`AsyncLLMEngine`: the engine inside an asyncio or trio program."""
 
-import warnings
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
@@ -13,8 +12,10 @@ from anyio import AsyncContextManagerMixin
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.wiring import Engine, EngineStatistics, open_engine
 from trouper.actors.executor.devices.threaded import LocalDevice
-from trouper.config.args import EngineArgs, ModelConfig
-from trouper.errors import EngineDeadError, TrouperValidationError, UnsupportedFeatureError
+from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.config.args import EngineArgs, EngineConfig, ModelConfig
+from trouper.errors import EngineDeadError, TrouperValidationError
+from trouper.frontends.python.controls import AsyncControls
 from trouper.frontends.python.options import (
     check_unused,
     default_sampling_params,
@@ -22,14 +23,13 @@ from trouper.frontends.python.options import (
     tokenization_options,
 )
 from trouper.inputs import PoolingPrompt, PromptType
-from trouper.metrics import Metric
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
 from trouper.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
 
-class AsyncLLMEngine(AsyncContextManagerMixin):
+class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
     """Entering starts the actors, leaving aborts what is open and ends them.
 
     ::
@@ -85,7 +85,7 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
     ) -> Generation[RequestOutput]:
-        """One request as an async iterator of `RequestOutput`; the last has `finished=True`.
+        """Return one request as an async iterator of `RequestOutput`; the last has `finished=True`.
 
         Use it as `async for output in engine.generate(…)`, or, when the loop may be left early, as
         `async with engine.generate(…) as stream`.  Leaving aborts the request.
@@ -133,10 +133,10 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
-        """One pooling request: an async iterator of one output, to be used like `generate`'s.
+        """Return one pooling request as an async iterator of one output, to be used like `generate`'s.
 
         Args:
-            pooling_params: None, or no task in it, takes the engine's default (spec section 14.1).
+            pooling_params: None, or no task in it, takes the engine's default.
 
         Raises:
             TypeError: `request_id` is not a string, or `pooling_params` not PoolingParams.
@@ -164,7 +164,7 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> Generation[RequestOutput]:
-        """Like `generate`, and already queued when this returns; the caller reads or closes it.
+        """Queue a request as `generate` makes it; the caller reads or closes it.
 
         Raises:
             TrouperValidationError: a bad prompt or parameter; nothing is left open.
@@ -187,7 +187,7 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         self.engine.abort(request_id)
 
     async def start(self) -> None:
-        """Like entering; for a program that cannot nest.
+        """Start the actors, as entering does; for a program that cannot nest.
 
         Close it in the same task, and put no scope around one of the two alone: no `fail_after`, and before Python
         3.12 no `asyncio.wait_for`, which makes a task.
@@ -195,7 +195,7 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         await self._stack.enter_async_context(self)
 
     async def close(self, timeout: float | None = None) -> None:  # noqa: ASYNC109  # vLLM's signature
-        """The counterpart of `start`.  Idempotent.
+        """End what `start` began.  Idempotent.
 
         Args:
             timeout: seconds in which open requests may finish; None takes `shutdown_timeout`.
@@ -205,77 +205,6 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
                 await self._engine.shut_down(timeout)
         finally:
             await self._stack.aclose()
-
-    # Lifecycle; spec section 10
-
-    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Stop scheduling; `abort` ends the requests, `wait` lets them finish, `keep` freezes them."""
-        await self.engine.pause(mode, clear_cache=clear_cache)
-
-    async def resume_generation(self) -> None:
-        """Schedule again.  Raises RuntimeError while memory is absent."""
-        await self.engine.resume()
-
-    async def is_paused(self) -> bool:
-        return self.engine.lifecycle.is_paused
-
-    @asynccontextmanager
-    async def paused(self, mode: str = "keep", clear_cache: bool = False) -> AsyncGenerator[None]:
-        """Paused inside the block; on every way out as it was found."""
-        async with self.engine.paused(mode, clear_cache=clear_cache):
-            yield
-
-    async def sleep(self, level: int = 1, mode: str = "abort", *, reload: bool = True) -> None:
-        """0: only stop scheduling; 1, 2: also give weights and KV memory back.
-
-        Raises:
-            UnsupportedFeatureError: `reload=False`; after level 2 the weights always come from the files.
-        """
-        if not reload:
-            raise UnsupportedFeatureError("sleep: reload=False is not supported yet")
-        if not await self.engine.sleep(level, mode):
-            warnings.warn(f"already asleep at level {level} or deeper", stacklevel=2)
-
-    async def wake_up(self, tags: Iterable[str] | None = None) -> bool:
-        """Bring back `weights`, `kv_cache`, `scheduling`, or all.  True when fully awake."""
-        return await self.engine.wake(tags)
-
-    async def is_sleeping(self) -> bool:
-        """Paused, or short of memory."""
-        return self.engine.lifecycle.is_sleeping
-
-    async def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        """Forget all prefixes; False, and nothing changes, while any block is held."""
-        preempt = "resample" if reset_running_requests else "no"
-        return await self.engine.reset_prefix_cache(preempt=preempt)
-
-    async def reset_mm_cache(self) -> None:
-        """There is none to reset: prompts are text."""
-
-    async def reset_encoder_cache(self) -> None:
-        """There is none to reset: prompts are text."""
-
-    async def start_profile(
-        self,
-        profile_prefix: str | None = None,
-        delay_iterations: int | None = None,
-        max_iterations: int | None = None,
-        profiler_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Trace the device with torch's profiler, into `profiler_config["torch_profiler_dir"]`."""
-        check_unused(
-            delay_iterations=delay_iterations,
-            max_iterations=max_iterations,
-            profiler_kwargs=profiler_kwargs,
-        )
-        await self.engine.start_profile(self._profiler_dir(), profile_prefix or "trouper")
-
-    async def stop_profile(self) -> None:
-        """Write the trace."""
-        self._profiler_dir()
-        await self.engine.stop_profile()
 
     async def wait_for_requests_to_drain(self, timeout: float = 300) -> None:  # noqa: ASYNC109  # vLLM's signature
         """Wait until no request is open.
@@ -288,14 +217,6 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
 
     # State
 
-    async def get_metrics(self) -> list[Metric]:
-        """Every counter, gauge and histogram; needs `disable_log_stats=False`."""
-        return await self.engine.get_metrics()
-
-    async def do_log_stats(self) -> None:
-        """Write the line of the statistics log now."""
-        await self.engine.log_stats()
-
     async def is_tracing_enabled(self) -> bool:
         return self.engine.config.otlp_traces_endpoint is not None
 
@@ -303,7 +224,7 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         return self.engine.config.supported_tasks
 
     async def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Raises what a request of n completions would raise now; spec sections 10.2 and 13.4."""
+        """Raises what a request of n completions would raise now."""
         self.engine.check_admission(n, request_id)
 
     def statistics(self) -> EngineStatistics:
@@ -314,6 +235,16 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
         if self._engine is None:
             raise EngineDeadError("the engine is not running: use it inside `async with`")
         return self._engine
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine's arguments were resolved to."""
+        return self.engine.config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The renderers' tokenizer; None with `skip_tokenizer_init`."""
+        return self.engine.tokenizer
 
     @property
     def model_config(self) -> ModelConfig:
@@ -338,7 +269,7 @@ class AsyncLLMEngine(AsyncContextManagerMixin):
     def dead_error(self) -> EngineDeadError | None:
         return self._engine.dead_error if self._engine else None
 
-    def _profiler_dir(self) -> str:
+    def profiler_dir(self) -> str:
         settings = self._args.profiler_config or {}
         if "torch_profiler_dir" not in settings:
             raise TrouperValidationError(

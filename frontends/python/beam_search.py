@@ -1,10 +1,10 @@
-"""Beam search over `generate`: every beam grows by one token a round.  Source: spec section 2.2.
+"""Beam search over any function that generates: every beam grows by one token a round.
 
 The shared prefixes of the beams are computed once, by the prefix cache.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import msgspec
 
@@ -13,8 +13,8 @@ from trouper.inputs import PromptType, TokensPrompt
 from trouper.outputs import RequestOutput
 from trouper.params import MAX_LOGPROB_TOKEN_IDS, BeamSearchParams, SamplingParams
 
-if TYPE_CHECKING:
-    from trouper.frontends.python.llm import LLM
+Generate = Callable[[Sequence[PromptType], SamplingParams], Sequence[RequestOutput]]
+Decode = Callable[[list[int], bool], str]  # the flag drops special tokens
 
 EXTRAS = ("cache_salt", "mm_processor_kwargs")  # of a prompt dict; they hold for every beam
 
@@ -35,22 +35,40 @@ class BeamSearchOutput(msgspec.Struct):
     sequences: list[BeamSearchSequence]
 
 
-def beam_search(llm: "LLM", prompt: PromptType, params: BeamSearchParams) -> BeamSearchOutput:
-    """The `beam_width` completions with the highest score.
+class SearchLimits(NamedTuple):
+    """What the engine and the model allow a search."""
+
+    max_logprobs: int  # of one position; -1 is the vocabulary
+    max_model_len: int
+    eos_token_ids: Sequence[int]
+
+
+def beam_search(
+    prompt: PromptType,
+    params: BeamSearchParams,
+    limits: SearchLimits,
+    *,
+    generate: Generate,
+    decode: Decode,
+) -> BeamSearchOutput:
+    """Return the `beam_width` completions with the highest score.
 
     score = cumulative logprob / max(1, generated tokens) ** length_penalty; a final EOS counts as a
     generated token, the prompt does not.
+
+    Args:
+        generate: runs one request for each prompt, and returns their final outputs in order.
+        decode: turns the generated tokens of a beam into its text.
     """
-    config = llm.llm_engine.async_engine.engine.config
-    check_params(params, config.max_logprobs)
-    step = _one_token(params, config.max_logprobs)
-    eos = llm.model_config.eos_token_ids[:1]
+    check_params(params, limits.max_logprobs)
+    step = _one_token(params, limits.max_logprobs)
+    eos = limits.eos_token_ids[:1]
     done: list[BeamSearchSequence] = []
     beams: list[BeamSearchSequence] = []
     num_prompt = 0
     for round_number in range(params.max_tokens):
         prompts: Sequence[PromptType] = [_as_prompt(beam, prompt) for beam in beams] or [prompt]
-        outputs = llm.generate(prompts, step, use_tqdm=False)
+        outputs = generate(prompts, step)
         if round_number == 0:
             beams = [BeamSearchSequence(tokens=list(outputs[0].prompt_token_ids))]
             num_prompt = len(beams[0].tokens)
@@ -66,13 +84,13 @@ def beam_search(llm: "LLM", prompt: PromptType, params: BeamSearchParams) -> Bea
                 done.append(candidate)
             elif len(beams) < params.beam_width:
                 beams.append(candidate)
-        if not beams or num_prompt + round_number + 1 >= config.max_model_len:
+        if not beams or num_prompt + round_number + 1 >= limits.max_model_len:
             break
     for beam in beams:
         beam.finish_reason = "length"
     best = sorted([*done, *beams], key=lambda beam: -_score(beam, num_prompt, params))
     for beam in best[: params.beam_width]:
-        beam.text = _decode(llm, beam, num_prompt, params)
+        beam.text = _text(beam, num_prompt, params, decode)
     return BeamSearchOutput(best[: params.beam_width])
 
 
@@ -126,14 +144,13 @@ def _score(beam: BeamSearchSequence, num_prompt: int, params: BeamSearchParams) 
     return beam.cum_logprob / max(1, len(beam.tokens) - num_prompt) ** params.length_penalty
 
 
-def _decode(llm: "LLM", beam: BeamSearchSequence, num_prompt: int, params: BeamSearchParams) -> str:
-    tokenizer: Any = llm.llm_engine.async_engine.engine.tokenizer
-    if tokenizer is None:
-        return ""
+def _text(
+    beam: BeamSearchSequence, num_prompt: int, params: BeamSearchParams, decode: Decode
+) -> str:
     tokens = beam.tokens[num_prompt:]
     if beam.finish_reason == "stop" and not params.include_stop_str_in_output:
         tokens = tokens[:-1]
-    return tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+    return decode(tokens, params.skip_special_tokens)
 
 
 def check_params(params: BeamSearchParams, max_logprobs: int) -> None:

@@ -7,13 +7,14 @@ from typing import Any, cast
 import anyio
 
 from trouper.actors.engine.generation import Generation
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.python.options import plain_prompt
-from trouper.inputs import PromptType
+from trouper.inputs import ChatPrompt, PromptType
 from trouper.outputs import RequestOutput
 from trouper.params import RequestOutputKind, SamplingParams
 
 ProgressBar = Callable[..., Any]
+Conversation = Sequence[dict[str, Any]]
 
 
 async def submit(generations: list[Generation], bar: Any) -> None:
@@ -75,6 +76,51 @@ def as_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
         )
     is_one = len(given) > 0 and _is_integer(given[0])
     return cast("Sequence[PromptType]", [given] if is_one else given)
+
+
+def as_chat_prompts(
+    messages: Conversation | Sequence[Conversation],
+    chat_template: str | None,
+    chat_template_content_format: str,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: list[dict[str, Any]] | None,
+    chat_template_kwargs: dict[str, Any] | None,
+) -> list[PromptType]:
+    """Return one prompt for each conversation; a single conversation is a list of one.
+
+    Raises:
+        TrouperValidationError, UnsupportedFeatureError: the argument that is wrong is named.
+    """
+    if chat_template_content_format not in ("auto", "string", "openai"):
+        raise TrouperValidationError(
+            "must be auto, string or openai",
+            parameter="chat_template_content_format",
+            value=chat_template_content_format,
+        )
+    if chat_template_content_format == "openai":
+        raise UnsupportedFeatureError(
+            "chat_template_content_format='openai' is not supported yet; "
+            "leave it at 'auto', which gives the template strings"
+        )
+    if not isinstance(messages, Sequence) or isinstance(messages, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
+        raise TrouperValidationError(
+            "must be a conversation or a list of conversations",
+            parameter="messages",
+            value=type(messages).__name__,
+        )
+    is_one = len(messages) > 0 and isinstance(messages[0], dict)
+    return [
+        ChatPrompt(
+            messages=cast("Conversation", conversation),
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        for conversation in ([messages] if is_one else messages)
+    ]
 
 
 def final_only(params: SamplingParams) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""The pooling methods of `LLM`.  Source: spec section 14.3."""
+"""The pooling methods of `LLM`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import msgspec
 
 from trouper.errors import EnginePausedError, TrouperValidationError
 from trouper.frontends.python.bulk import ProgressBar, as_list, progress_bar
-from trouper.frontends.python.llm_engine import LLMEngine
+from trouper.frontends.python.controls import BlockingControls
 from trouper.frontends.python.options import check_unused, one_each
 from trouper.frontends.python.scoring import Pooled, Scorer, as_pairs, collect
 from trouper.inputs import PoolingPrompt
@@ -24,10 +24,8 @@ Params = PoolingParams | Sequence[PoolingParams] | None
 Prompts = PoolingPrompt | Sequence[PoolingPrompt]
 
 
-class PoolingMethods:
+class PoolingMethods(BlockingControls):
     """What `LLM` does with a pooling model; results are in the order of the prompts."""
-
-    llm_engine: LLMEngine
 
     def encode(
         self,
@@ -46,7 +44,7 @@ class PoolingMethods:
         """
         self._check_pools()
         if pooling_task is None:
-            known = ", ".join(self.llm_engine.get_supported_tasks())
+            known = ", ".join(self.thread.engine.config.supported_tasks)
             raise TrouperValidationError(
                 f"encode needs a task; this model can {known}", parameter="pooling_task"
             )
@@ -54,7 +52,7 @@ class PoolingMethods:
         given = as_list(prompts)  # type: ignore[arg-type]  # pairs are mappings, too
         if not given:
             raise TrouperValidationError("You must pass at least one prompt", parameter="prompt")
-        engine = self.llm_engine.async_engine
+        engine = self.thread.engine
         encodings = [
             engine.encode(prompt, _with_task(params, pooling_task), tokenization_kwargs=tokenization_kwargs)
             for prompt, params in zip(
@@ -62,7 +60,7 @@ class PoolingMethods:
             )
         ]  # fmt: skip
         with progress_bar(use_tqdm, len(given), "prompts") as bar:
-            return self.llm_engine.call(collect, encodings, bar)
+            return self.thread.call(collect, encodings, bar)
 
     def embed(
         self,
@@ -131,16 +129,16 @@ class PoolingMethods:
         self._check_pools()
         check_unused(lora_request=lora_request, chat_template=chat_template)
         queries, documents = as_pairs(data_1, data_2, ("data_1", "data_2"))
-        scorer = Scorer(self.llm_engine.async_engine, pooling_params, options=tokenization_kwargs)
+        scorer = Scorer(self.thread.engine, pooling_params, options=tokenization_kwargs)
         with progress_bar(use_tqdm, len(documents), "pairs") as bar:
-            outputs: list[Pooled] = self.llm_engine.call(scorer.score, queries, documents, bar)
+            outputs: list[Pooled] = self.thread.call(scorer.score, queries, documents, bar)
         return [ScoringRequestOutput.from_base(output) for output in outputs]
 
     def _check_pools(self) -> None:
-        self.llm_engine.check_open()
-        if self.llm_engine.is_sleeping():
+        self.thread.check_open()
+        if self.is_sleeping():
             raise EnginePausedError("the engine is paused or asleep: wake_up() first")
-        if self.llm_engine.async_engine.engine.config.pooler is None:
+        if self.thread.engine.config.pooler is None:
             raise TrouperValidationError(
                 "this model generates; pooling needs an engine with runner='pooling'",
                 parameter="runner",

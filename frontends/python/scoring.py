@@ -79,7 +79,7 @@ class Scorer:
         Raises:
             TrouperValidationError: the model cannot score, or a text is bad.
         """
-        match score_kind(self._engine.engine.config.pooler):
+        match score_kind(self._engine.config.pooler):
             case "classify":
                 pairs = [
                     PairPrompt(prompt=query, text_pair=document)

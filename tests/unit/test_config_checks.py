@@ -71,7 +71,7 @@ def test_an_engine_starts_with_the_length_that_fits():
     with trouper.LLM(
         max_model_len=-1, kv_cache_memory_bytes=2**20, block_size=16, max_num_seqs=2
     ) as llm:
-        length = llm.llm_engine.async_engine.engine.config.max_model_len
+        length = llm.llm_engine.async_engine.config.max_model_len
         assert 16 <= length < llm.model_config.max_position_embeddings
         params = trouper.SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
         (output,) = llm.generate([[5] * (length - 1)], params, use_tqdm=False)

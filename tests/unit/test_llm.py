@@ -135,14 +135,17 @@ def test_chat_and_enqueue_chat_have_the_same_parameters():
 
 @pytest.mark.parametrize("method", ["chat", "enqueue_chat"])
 def test_chat_requests_are_added_with_every_argument(llm, monkeypatch, method):
-    calls = []
-    monkeypatch.setattr(llm, "_add_chat_requests", lambda **how: calls.append(how) or ["req-0"])
-    monkeypatch.setattr(llm, "_finish", lambda ids, use_tqdm: ids)
+    asked = []
+    generate = type(llm.thread.engine).generate
+    monkeypatch.setattr(
+        type(llm.thread.engine), "generate",
+        lambda self, *args, **how: asked.append(how) or generate(self, *args, **how),
+    )  # fmt: skip
     options = {"mm_processor_kwargs": {"do_pan_and_scan": True}, "priority": 3, "use_tqdm": False}
-    assert getattr(llm, method)(CHAT, greedy(), **options) == ["req-0"]
-    assert calls[0]["mm_processor_kwargs"] == {"do_pan_and_scan": True}
-    assert calls[0]["priority"] == 3
-    monkeypatch.setattr(llm, "_enqueued", [])
+    getattr(llm, method)(CHAT, greedy(), **options)
+    llm.wait_for_completion(use_tqdm=False)
+    assert asked[0]["mm_processor_kwargs"] == {"do_pan_and_scan": True}
+    assert asked[0]["priority"] == 3
 
 
 def test_mm_processor_kwargs_without_multimodal_data_have_no_effect(llm):

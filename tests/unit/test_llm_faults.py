@@ -44,7 +44,7 @@ def test_an_error_of_one_request_loses_no_output_of_the_others():
     with LLMEngine.from_engine_args(EngineArgs(**SMALL)) as engine:
         for request_id in "abc":
             engine.add_request(request_id, "def f(", greedy(1))
-        broken = engine.generations["b"]
+        broken = engine.thread.generations["b"]
         broken.take_nowait = lambda: raise_(EngineDeadError("first"))
         with pytest.raises(EngineDeadError, match="first"):
             engine.step()
@@ -89,7 +89,7 @@ def test_a_progress_bar_that_fails_leaves_nothing_open(llm, desc, what):
     with pytest.raises(KeyError, match=what):
         llm.generate(["a", "b"], greedy(2), use_tqdm=lambda **how: BrokenBar((desc, what), **how))
     gc.collect()
-    assert llm.llm_engine.generations == {}
+    assert llm.thread.generations == {}
     assert llm.llm_engine.statistics().num_open_requests == 0
 
 
@@ -126,7 +126,7 @@ def threads_called(name):
 def test_an_engine_dropped_in_its_own_thread_ends_all_the_same():
     before = set(threads_called("trouper"))
     engine = LLMEngine.from_engine_args(EngineArgs(**SMALL))
-    portal = engine._portal
+    portal = engine.thread._portal
     box = [engine]
     del engine
     with pytest.warns(ResourceWarning, match="dropped without close"):
@@ -139,7 +139,7 @@ def test_an_engine_dropped_in_its_own_thread_ends_all_the_same():
 def test_an_engine_may_be_closed_in_its_own_thread():
     before = set(threads_called("trouper"))
     engine = LLMEngine.from_engine_args(EngineArgs(**SMALL))
-    engine._portal.call(engine.close)
+    engine.thread._portal.call(engine.close)
     for thread in set(threads_called("trouper")) - before:
         thread.join(20)
         assert not thread.is_alive()

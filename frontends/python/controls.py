@@ -1,0 +1,182 @@
+"""What engines of every kind are told beside requests: pause, sleep, wake, profile; and what they tell.
+
+`AsyncControls` is the one place where these stand; `BlockingControls` gives the same methods to code that
+waits for them.
+"""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
+from functools import wraps
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+
+from trouper.config.args import ModelConfig
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.frontends.python.options import check_unused
+from trouper.metrics import Metric
+
+if TYPE_CHECKING:
+    from trouper.actors.engine.engine import Engine
+    from trouper.frontends.python.engine_thread import EngineThread
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class AsyncControls:
+    """Base of `AsyncLLMEngine`, which brings the running engine."""
+
+    @property
+    @abstractmethod
+    def engine(self) -> "Engine":
+        """The running engine.  Raises EngineDeadError when there is none."""
+
+    @abstractmethod
+    def profiler_dir(self) -> str:
+        """Return where traces go.  Raises TrouperValidationError when no folder has been named."""
+
+    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop scheduling; `abort` ends the requests, `wait` lets them finish, `keep` freezes them."""
+        await self.engine.pause(mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        """Schedule again.  Raises RuntimeError while memory is absent."""
+        await self.engine.resume()
+
+    async def is_paused(self) -> bool:
+        return self.engine.lifecycle.is_paused
+
+    @asynccontextmanager
+    async def paused(self, mode: str = "keep", clear_cache: bool = False) -> AsyncGenerator[None]:
+        """Pause inside the block; on every way out the engine is again as it was before."""
+        async with self.engine.paused(mode, clear_cache=clear_cache):
+            yield
+
+    async def sleep(self, level: int = 1, mode: str = "abort", *, reload: bool = True) -> None:
+        """Stop scheduling (level 0), and give the memory of weights and KV cache back (levels 1 and 2).
+
+        Raises:
+            UnsupportedFeatureError: `reload=False`; after level 2 the weights always come from the files.
+        """
+        if not reload:
+            raise UnsupportedFeatureError("sleep: reload=False is not supported yet")
+        if not await self.engine.sleep(level, mode):
+            warnings.warn(f"already asleep at level {level} or deeper", stacklevel=2)
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> bool:
+        """Bring back `weights`, `kv_cache`, `scheduling`, or all.  Returns True when fully awake."""
+        return await self.engine.wake(tags)
+
+    async def is_sleeping(self) -> bool:
+        """Return True while the engine is paused or short of memory."""
+        return self.engine.lifecycle.is_sleeping
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all prefixes; returns False, and changes nothing, while any block is held."""
+        preempt = "resample" if reset_running_requests else "no"
+        return await self.engine.reset_prefix_cache(preempt=preempt)
+
+    async def reset_mm_cache(self) -> None:
+        """Do nothing: prompts are text, so there is no such cache."""
+
+    async def reset_encoder_cache(self) -> None:
+        """Do nothing: prompts are text, so there is no such cache."""
+
+    async def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+        profiler_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Trace the device with torch's profiler, into `profiler_config["torch_profiler_dir"]`."""
+        check_unused(
+            delay_iterations=delay_iterations,
+            max_iterations=max_iterations,
+            profiler_kwargs=profiler_kwargs,
+        )
+        await self.engine.start_profile(self.profiler_dir(), profile_prefix or "trouper")
+
+    async def stop_profile(self) -> None:
+        """Write the trace."""
+        self.profiler_dir()
+        await self.engine.stop_profile()
+
+    async def get_metrics(self) -> list[Metric]:
+        """Return every counter, gauge and histogram; needs `disable_log_stats=False`."""
+        return await self.engine.get_metrics()
+
+    async def do_log_stats(self) -> None:
+        """Write the line of the statistics log now."""
+        await self.engine.log_stats()
+
+
+def blocking(
+    method: Callable[Concatenate[Any, P], Awaitable[T]],
+) -> Callable[Concatenate["BlockingControls", P], T]:
+    """Return a method of `AsyncLLMEngine` as one that waits for its result."""
+
+    @wraps(method)
+    def wait(self: "BlockingControls", *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.thread.call(method, self.thread.engine, *args, **kwargs)
+
+    return wait
+
+
+class BlockingControls:
+    """Base of `LLM` and `LLMEngine`: the same controls over an engine that runs in a thread."""
+
+    thread: "EngineThread"
+
+    sleep = blocking(AsyncControls.sleep)
+    wake_up = blocking(AsyncControls.wake_up)
+    is_sleeping = blocking(AsyncControls.is_sleeping)
+    pause_generation = blocking(AsyncControls.pause_generation)
+    resume_generation = blocking(AsyncControls.resume_generation)
+    is_paused = blocking(AsyncControls.is_paused)
+    reset_prefix_cache = blocking(AsyncControls.reset_prefix_cache)
+    reset_mm_cache = blocking(AsyncControls.reset_mm_cache)
+    start_profile = blocking(AsyncControls.start_profile)
+    stop_profile = blocking(AsyncControls.stop_profile)
+    get_metrics = blocking(AsyncControls.get_metrics)
+
+    def paused(self, mode: str = "keep", clear_cache: bool = False) -> AbstractContextManager[None]:
+        """Pause inside the block; on every way out the engine is again as it was before."""
+        return self.thread.entered(self.thread.engine.paused(mode, clear_cache=clear_cache))
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.thread.engine.model_config
+
+    def get_model_config(self) -> ModelConfig:
+        return self.model_config
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's transformers tokenizer; needs the extra `transformers`."""
+        self.thread.check_open()
+        tokenizer = self.thread.engine.tokenizer
+        if tokenizer is None:
+            raise TrouperValidationError("skip_tokenizer_init is set", parameter="tokenizer")
+        return tokenizer.hf_tokenizer()
+
+    def close(self) -> None:
+        """End the engine; memory, threads and tasks are gone when this returns.  Idempotent.
+
+        Called by one of the engine's own threads, or inside trio, it only begins the end, for which that thread must be free.
+        """
+        self.thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
