@@ -96,8 +96,12 @@ def watched() -> Iterator[Watch]:
 
 
 def _batch_size(plan: Any) -> int:
-    is_decode = isinstance(plan, StepPlan) and set(plan.counts) == {1} and not plan.new_rows
-    return len(plan.rows) if is_decode else 0
+    is_decode = (
+        isinstance(plan, StepPlan)
+        and set(plan.num_scheduled_tokens) == {1}
+        and not plan.new_sequences
+    )
+    return len(plan.request_slots) if is_decode else 0
 
 
 def breakdown(

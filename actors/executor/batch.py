@@ -36,17 +36,19 @@ class Rows:
 
     def place(self, new: NewSequence) -> None:
         """Give a row to a sequence; whatever was in it is forgotten."""
-        self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
-        self.num_prompt[new.row] = new.num_prompt
-        self.num_blocks[new.row] = 0
-        self.add_blocks(new.row, new.block_ids)
-        self.sampling[new.row] = new.sampling
-        self.tell_prompts.discard(new.row)
+        self.token_ids[new.request_slot, : len(new.token_ids)] = new.token_ids
+        self.num_prompt[new.request_slot] = new.num_prompt
+        self.num_blocks[new.request_slot] = 0
+        self.add_blocks(new.request_slot, new.block_ids)
+        self.sampling[new.request_slot] = new.sampling
+        self.tell_prompts.discard(new.request_slot)
         if new.sampling.prompt_logprobs is not None:
-            self.tell_prompts.add(new.row)
-        self.embeds.pop(new.row, None)
+            self.tell_prompts.add(new.request_slot)
+        self.embeds.pop(new.request_slot, None)
         if new.embeds:
-            self.embeds[new.row] = tuple((part.first, _matrix(part)) for part in new.embeds)
+            self.embeds[new.request_slot] = tuple(
+                (part.first, _matrix(part)) for part in new.embeds
+            )
 
     def add_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         first = self.num_blocks[row]
@@ -94,9 +96,9 @@ def make_batch(
     windows: Sequence[int | None],
     plan_attention: Callable[..., Any],
 ) -> Batch:
-    columns = np.array(plan.rows, dtype=np.int64)
-    starts = np.array(plan.starts, dtype=np.int64)
-    counts = np.array(plan.counts, dtype=np.int64)
+    columns = np.array(plan.request_slots, dtype=np.int64)
+    starts = np.array(plan.num_computed_tokens, dtype=np.int64)
+    counts = np.array(plan.num_scheduled_tokens, dtype=np.int64)
     firsts = np.cumsum(counts) - counts
     rows_T = np.repeat(columns, counts)
     positions_T = np.arange(counts.sum()) - np.repeat(firsts - starts, counts)
@@ -106,8 +108,8 @@ def make_batch(
     lasts = firsts + counts - 1
     has_long_chunks = bool((counts > SHORT_CHUNK).any())
     read = None
-    if has_long_chunks and rows.tell_prompts.isdisjoint(plan.rows):
-        samples = np.flatnonzero(plan.needs_sample)
+    if has_long_chunks and rows.tell_prompts.isdisjoint(plan.request_slots):
+        samples = np.flatnonzero(plan.num_sampled_tokens)
         lone = columns[samples], (starts + counts)[samples] - 1, np.ones_like(samples)
         read = Read(
             torch.from_numpy(lasts[samples]),
@@ -143,9 +145,11 @@ def _attended(
 def embeds_of(plan: StepPlan, rows: Rows, firsts: np.ndarray) -> tuple[tuple[int, Tensor], ...]:
     """What of the embeddings this step computes, by its place in the flat batch; then they are forgotten."""
     found: list[tuple[int, Tensor]] = []
-    if rows.embeds.keys().isdisjoint(plan.rows):
+    if rows.embeds.keys().isdisjoint(plan.request_slots):
         return ()
-    for row, start, count, place in zip(plan.rows, plan.starts, plan.counts, firsts, strict=True):
+    for row, start, count, place in zip(
+        plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens, firsts, strict=True
+    ):
         parts, later = rows.embeds.pop(row, ()), list[tuple[int, Tensor]]()
         for first, matrix in parts:
             begin, end = max(start, first), min(start + count, first + len(matrix))

@@ -35,9 +35,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewSequence(msgspec.Struct, frozen=True):
-    """A sequence takes a device row: for the first time, or again after a preemption."""
+    """A sequence that takes a request slot: for the first time, or again after a preemption."""
 
-    row: int
+    request_slot: int
     sequence: SequenceId
     token_ids: tuple[int, ...]  # prompt, then what has been generated so far
     num_prompt: int
@@ -49,22 +49,21 @@ class NewSequence(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """Scheduler → Executor: the work of one forward pass.
 
-    Plans run in order, so a row or block that one plan frees may be given away by the next: the
-    earlier step's writes land first.  Column i of `rows`, `starts`, `counts` and `needs_sample` is one
-    sequence: positions starts[i] … starts[i] + counts[i] - 1 are computed.  A token id that the plan's
-    maker does not know yet (a step in flight samples it) is already in the row on the device.
+    Entry i of the four tuples is one sequence: the sequence in `request_slots[i]` has
+    `num_computed_tokens[i]` positions in the KV cache, the next `num_scheduled_tokens[i]` are computed,
+    and then `num_sampled_tokens[i]` are sampled.  Plans run in order, so a slot or block that one plan
+    frees may be given away by the next: the earlier step's writes come first.  A token id that the
+    scheduler does not know yet, because a step in flight samples it, is in the slot on the device already.
     """
 
     step: int
     epoch: int  # counts failed steps: after a failure, plans of the old epoch are refused unrun
-    rows: tuple[int, ...]
-    starts: tuple[int, ...]
-    counts: tuple[int, ...]
-    needs_sample: tuple[bool, ...]  # False: a chunk whose sample nobody needs
-    new_rows: tuple[NewSequence, ...] = ()
-    new_blocks: tuple[
-        tuple[int, tuple[int, ...]], ...
-    ] = ()  # (row, ids appended to its block table)
+    request_slots: tuple[int, ...]
+    num_computed_tokens: tuple[int, ...]
+    num_scheduled_tokens: tuple[int, ...]
+    num_sampled_tokens: tuple[int, ...]  # 0: a chunk of a prompt, which ends before the last token
+    new_sequences: tuple[NewSequence, ...] = ()
+    new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (slot, ids appended to its table)
     copies: tuple[tuple[int, int], ...] = ()  # (from block, to block), before anything is computed
 
 
@@ -82,4 +81,4 @@ class PoolPlan(msgspec.Struct, frozen=True):
 
     step: int
     epoch: int
-    columns: tuple[PoolEntry, ...]
+    entries: tuple[PoolEntry, ...]

@@ -1,5 +1,7 @@
 """What plans yielded: from the executor to the scheduler."""
 
+from typing import Literal
+
 import msgspec
 import numpy as np
 
@@ -12,21 +14,21 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     rank: int  # of the first: the number of tokens at least as probable, ≥ 1
 
 
-NO_VALID_TOKEN = -2
+EntryFailure = Literal["not_finite", "no_valid_token"]  # logits; a request that forbids every token
 
 
 class StepDone(msgspec.Struct, frozen=True):
-    """Executor → Scheduler: what a plan yielded, column by column.
+    """Executor → Scheduler: what a plan yielded, entry by entry.
 
-    `token_ids[i]` is -1 where the plan needed no sample or the row failed, NO_VALID_TOKEN where every token
-    is forbidden.  `failed` names columns without a token: these sequences end, nobody else notices.
+    `token_ids[i]` are the tokens sampled for entry i: none where the plan wanted none or the entry failed.
+    The sequences of `failed` entries end; the others do not notice.
     """
 
     step: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...] = ()  # per column; empty when nobody asked
-    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()  # (column, positions)
-    failed: tuple[int, ...] = ()
+    token_ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of each token; empty: no entry wants any
+    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()  # (entry, positions)
+    failed: tuple[tuple[int, EntryFailure], ...] = ()  # (entry, reason)
 
 
 class PoolDone(msgspec.Struct, frozen=True):

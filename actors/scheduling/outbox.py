@@ -20,22 +20,22 @@ class News:
         """It takes a device row, for the first time or after a preemption."""
         self._started.append(id)
 
-    def tell_token(
+    def tell_tokens(
         self,
         sequence: Sequence,
-        token: int,
+        token_ids: tuple[int, ...],
         end: tuple[FinishReason, int | str | None] | None,
-        logprobs: TokenLogprobs | None,
+        logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
-        """A sampled token; the first brings along what is known of the prompt."""
+        """Add sampled tokens; the first ones bring along what is known of the prompt."""
         finish_reason, stop_reason = end if end is not None else (None, None)
-        is_first = sequence.num_output == 1
+        is_first = sequence.num_output == len(token_ids)
         entry = SequenceTokens(
             sequence.id,
-            (token,),
+            token_ids,
             finish_reason,
             stop_reason,
-            (logprobs,) if logprobs is not None else (),
+            logprobs,
             tuple(sequence.prompt_logprobs) if is_first else (),
             sequence.num_cached if is_first else None,
             num_preemptions=sequence.num_preemptions,

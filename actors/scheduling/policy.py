@@ -28,7 +28,7 @@ from trouper.actors.messages.outputs import SequenceTokens, StepTokens
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit
-from trouper.actors.messages.results import NO_VALID_TOKEN, StepDone, TokenLogprobs
+from trouper.actors.messages.results import EntryFailure, StepDone, TokenLogprobs
 from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.scheduling.bisection import Quarantine
 from trouper.actors.scheduling.kv_blocks import Blocks
@@ -41,8 +41,10 @@ from trouper.actors.scheduling.waiting import Waiting
 from trouper.config.args import SchedulerConfig
 from trouper.outputs import FinishReason
 
-NOT_FINITE = "numerical_error: the logits are not finite"
-FAILURES = {NO_VALID_TOKEN: "no_valid_token: what the request allows, it also forbids"}
+FAILURES: dict[EntryFailure, str] = {
+    "not_finite": "numerical_error: the logits are not finite",
+    "no_valid_token": "no_valid_token: what the request allows, it also forbids",
+}
 
 
 class Policy:
@@ -174,13 +176,14 @@ class Policy:
         if self._quarantine.is_testing:
             self._quarantine.passed()
         prompt_logprobs = dict(done.prompt_logprobs) if done.prompt_logprobs else {}
-        failed, logprobs, token_ids = done.failed, done.logprobs, done.token_ids
-        for i, (sequence, incarnation, start, end, needs_sample) in enumerate(flight.columns):
+        failed = dict(done.failed) if done.failed else {}
+        logprobs, token_ids = done.logprobs, done.token_ids
+        for i, (sequence, incarnation, start, end, num_sampled) in enumerate(flight.columns):
             if sequence.state is State.FINISHED or incarnation < sequence.valid_from:
                 continue
-            if failed and i in failed:
+            if i in failed:
                 self._blocks.forget(sequence.blocks)
-                self._tell_end(sequence, "error", FAILURES.get(done.token_ids[i], NOT_FINITE))
+                self._tell_end(sequence, "error", FAILURES[failed[i]])
                 continue
             if incarnation == sequence.incarnation:
                 sequence.num_landed = end
@@ -191,8 +194,9 @@ class Policy:
                     self._release_siblings(sequence.request)
             if i in prompt_logprobs:
                 sequence.take_prompt_logprobs(start, prompt_logprobs[i])
-            if needs_sample:
-                self._append(sequence, token_ids[i], logprobs[i] if logprobs else None)
+            if num_sampled:
+                sequence.num_in_flight -= num_sampled
+                self._append(sequence, token_ids[i], logprobs[i] if logprobs else ())
 
     def fail_step(self, step: int, message: str, *, is_out_of_memory: bool = False) -> None:
         """The device raised in this step, or refused it because an earlier one did.
@@ -310,25 +314,30 @@ class Policy:
     def _undo(self, flight: Flight) -> list[Sequence]:
         """Its sequences go back to what has landed; those that still run."""
         still_running: list[Sequence] = []
-        for sequence, incarnation, _, _, needs_sample in flight.columns:
+        for sequence, incarnation, _, _, num_sampled in flight.columns:
             if sequence.state is State.FINISHED or incarnation < sequence.valid_from:
                 continue
-            if needs_sample:
-                sequence.num_in_flight -= 1
+            sequence.num_in_flight -= num_sampled
             if incarnation == sequence.incarnation:
                 sequence.num_computed = sequence.num_landed
                 sequence.is_row_stale = True  # the device's copy of the row may be ahead
                 still_running.append(sequence)
-            elif needs_sample:
+            elif num_sampled:
                 self._requeue(sequence)
         return still_running
 
-    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """A sample has come."""
-        sequence.num_in_flight -= 1
-        end = sequence.append(token)
-        self._num_generation_tokens += 1
-        self._news.tell_token(sequence, token, end, logprobs)
+    def _append(
+        self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
+    ) -> None:
+        """Commit sampled tokens; those behind one that ends the sequence are dropped."""
+        end, num_taken = None, 0
+        for token in token_ids:
+            end = sequence.append(token)
+            num_taken += 1
+            if end is not None:
+                break
+        self._num_generation_tokens += num_taken
+        self._news.tell_tokens(sequence, token_ids[:num_taken], end, logprobs[:num_taken])
         if end is not None:
             self._finish(sequence)
         elif sequence.row < 0:

@@ -10,7 +10,7 @@ from trouper.actors.messages.plans import NewSequence, StepPlan
 from trouper.actors.scheduling.sequences import Sequence
 from trouper.config.args import SchedulerConfig
 
-Column = tuple[Sequence, int, int, int, bool]  # sequence, incarnation, start, end, needs_sample
+Column = tuple[Sequence, int, int, int, int]  # sequence, incarnation, start, end, num_sampled
 
 
 class Flight(msgspec.Struct, eq=False):
@@ -63,31 +63,30 @@ class Draft:
     def commit(self, step: int, epoch: int) -> tuple[StepPlan, Flight]:
         rows: list[int] = []
         starts: list[int] = []
-        needs_sample: list[bool] = []
+        num_sampled: list[int] = []
         new_rows: list[NewSequence] = []
         columns: list[Column] = []
         for sequence, count in zip(self.sequences, self.counts, strict=True):
             start = sequence.num_computed
             end = start + count
-            needs = end == sequence.num_tokens + sequence.num_in_flight
+            samples = int(end == sequence.num_tokens + sequence.num_in_flight)
             if sequence.is_row_stale:
                 sequence.is_row_stale = False
                 new_rows.append(_new_row(sequence))
             rows.append(sequence.row)
             starts.append(start)
-            needs_sample.append(needs)
-            columns.append((sequence, sequence.incarnation, start, end, needs))
+            num_sampled.append(samples)
+            columns.append((sequence, sequence.incarnation, start, end, samples))
             sequence.num_computed = end
-            if needs:
-                sequence.num_in_flight += 1
+            sequence.num_in_flight += samples
         plan = StepPlan(
             step=step,
             epoch=epoch,
-            rows=tuple(rows),
-            starts=tuple(starts),
-            counts=tuple(self.counts),
-            needs_sample=tuple(needs_sample),
-            new_rows=tuple(new_rows),
+            request_slots=tuple(rows),
+            num_computed_tokens=tuple(starts),
+            num_scheduled_tokens=tuple(self.counts),
+            num_sampled_tokens=tuple(num_sampled),
+            new_sequences=tuple(new_rows),
             new_blocks=tuple(self.new_blocks),
             copies=tuple(self.copies),
         )
@@ -106,7 +105,7 @@ def _max_count(config: SchedulerConfig, num_competing: int) -> int:
 
 def _new_row(sequence: Sequence) -> NewSequence:
     return NewSequence(
-        row=sequence.row,
+        request_slot=sequence.row,
         sequence=sequence.id,
         token_ids=sequence.token_ids(0, sequence.num_tokens),
         num_prompt=sequence.num_prompt,

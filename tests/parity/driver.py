@@ -94,26 +94,26 @@ class Driver:
         plan = StepPlan(
             step=self.step,
             epoch=0,
-            rows=tuple(s.row for s in sequences),
-            starts=tuple(s.num_computed for s in sequences),
-            counts=tuple(counts),
-            needs_sample=tuple(
-                s.num_computed + count >= len(s.prompt)
+            request_slots=tuple(s.row for s in sequences),
+            num_computed_tokens=tuple(s.num_computed for s in sequences),
+            num_scheduled_tokens=tuple(counts),
+            num_sampled_tokens=tuple(
+                int(s.num_computed + count >= len(s.prompt))
                 for s, count in zip(sequences, counts, strict=True)
             ),
-            new_rows=tuple(new_rows),
+            new_sequences=tuple(new_rows),
             new_blocks=tuple(new_blocks),
         )
         done = self.runner.execute(plan)
         self.step += 1
         for i, (s, count) in enumerate(zip(sequences, counts, strict=True)):
             s.num_computed += count
-            if plan.needs_sample[i]:
-                s.token_ids.append(done.token_ids[i])
-                if done.logprobs and done.logprobs[i] is not None:
-                    s.logprobs.append(done.logprobs[i])
-        for column, entries in done.prompt_logprobs:
-            sequences[column].prompt_logprobs += entries
+            if plan.num_sampled_tokens[i]:
+                s.token_ids += done.token_ids[i]
+                if done.logprobs:
+                    s.logprobs += done.logprobs[i]
+        for entry, positions in done.prompt_logprobs:
+            sequences[entry].prompt_logprobs += positions
         return done
 
 

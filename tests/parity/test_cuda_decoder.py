@@ -80,7 +80,7 @@ def test_hidden_states_and_caches_equal_those_of_the_cpu_path(case, tmp_path):
     kv = torch.full(cache_shape, torch.nan, device=DEVICE)
     rows = make_rows()
     for step, columns in enumerate(STEPS):
-        plan = StepPlan(step, 0, (0, 1, 2), *zip(*columns, strict=True), (True,) * 3)
+        plan = StepPlan(step, 0, (0, 1, 2), *zip(*columns, strict=True), (1,) * 3)
         batch = make_batch(plan, rows, [layer.window for layer in traits.layers], on_cpu.ops.plan)
         tensors = batch.token_ids, batch.positions, batch.slots
         expected = on_cpu.forward(*tensors, batch.plans, list(expected_kv))

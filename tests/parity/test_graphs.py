@@ -172,12 +172,12 @@ def test_a_recorded_step_ends_with_the_weights_and_the_memory_it_was_recorded_of
 def test_a_step_that_fails_before_its_replay_can_be_done_again(folder, monkeypatch):
     runner = runner_of(folder)
     (expected,) = Driver(runner).run([PROMPTS[0]], 4)
-    runner.execute(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (3, 1)),)))
+    runner.execute(plan_of((0, 0, 9, 1), new_sequences=(row_of(0, PROMPTS[0], (3, 1)),)))
     with monkeypatch.context() as patched:
         patched.setattr(Recording, "replay", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            runner.execute(plan_of((0, 9, 1, True)))
-    again = [runner.execute(plan_of((0, 9 + i, 1, True))).token_ids[0] for i in range(3)]
+            runner.execute(plan_of((0, 9, 1, 1)))
+    again = [runner.execute(plan_of((0, 9 + i, 1, 1))).token_ids[0][0] for i in range(3)]
     assert again == expected.token_ids[1:]
 
 
@@ -190,20 +190,21 @@ def test_rows_that_are_preempted_share_blocks_and_take_copies(folder):
         tokens = [*PROMPTS[1], 7, 8, 9]
         plans = [
             plan_of(
-                (0, 0, 20, True), new_rows=(row_of(0, PROMPTS[1], (4, 2, 7), sampling=ALL_LOGITS),)
+                (0, 0, 20, 1),
+                new_sequences=(row_of(0, PROMPTS[1], (4, 2, 7), sampling=ALL_LOGITS),),
             ),
             plan_of(
-                (0, 20, 1, True),
-                (1, 19, 1, True),
-                new_rows=(row_of(1, PROMPTS[1], (4, 2, 9), sampling=ALL_LOGITS),),
+                (0, 20, 1, 1),
+                (1, 19, 1, 1),
+                new_sequences=(row_of(1, PROMPTS[1], (4, 2, 9), sampling=ALL_LOGITS),),
                 copies=((7, 9),),
             ),
-            plan_of((0, 21, 1, True), (1, 20, 1, True)),
+            plan_of((0, 21, 1, 1), (1, 20, 1, 1)),
             plan_of(
-                (2, 0, 23, True), new_rows=(row_of(2, tokens, (5, 6, 3), sampling=ALL_LOGITS),)
+                (2, 0, 23, 1), new_sequences=(row_of(2, tokens, (5, 6, 3), sampling=ALL_LOGITS),)
             ),
-            plan_of((2, 23, 1, True), (1, 21, 1, True)),
-            plan_of((1, 22, 1, True), (2, 24, 1, True), new_blocks=((2, (8,)),)),
+            plan_of((2, 23, 1, 1), (1, 21, 1, 1)),
+            plan_of((1, 22, 1, 1), (2, 24, 1, 1), new_blocks=((2, (8,)),)),
         ]
         answers.append([runner.execute(plan) for plan in plans])
     assert answers[0] == answers[1]
@@ -233,7 +234,7 @@ def test_what_is_not_recorded(folder, monkeypatch):
     made = bits_of(folder)[1]
     assert sizes_of(made) == [1, 2]
     assert repr(made).startswith("<RecordedDecoderSteps of [(1, False), (2, False)] in <Arena of ")
-    plan = plan_of((0, 3, 1, True), (1, 5, 1, True))
+    plan = plan_of((0, 3, 1, 1), (1, 5, 1, 1))
     batch = make_batch(plan, Rows(2, 16, 8), (None,), made._decoder.ops.plan)
     assert made.can_forward(batch)
     assert not made.can_forward(msgspec.structs.replace(batch, embeds=((0, torch.ones(1, 64)),)))

@@ -43,15 +43,15 @@ def row_of(row, tokens, blocks, *, num_prompt=None, sampling=GREEDY):
 
 
 def plan_of(*columns, **changes):
-    """Columns are (row, start, count, needs_sample)."""
+    """Entries are (slot, computed, scheduled, sampled)."""
     return StepPlan(0, 0, *map(tuple, zip(*columns, strict=True)), **changes)
 
 
 def test_plans_are_made_before_the_results_of_earlier_ones_are_known(runner, answers):
     """Ten plans, none of which says what a token is, then their results."""
-    plans = [plan_of((2, 0, 9, True), new_rows=(row_of(2, PROMPTS[0], (5, 4, 9)),))]
-    plans += [plan_of((2, 9 + i, 1, True)) for i in range(9)]
-    assert [runner.execute(plan).token_ids[0] for plan in plans] == answers[0]
+    plans = [plan_of((2, 0, 9, 1), new_sequences=(row_of(2, PROMPTS[0], (5, 4, 9)),))]
+    plans += [plan_of((2, 9 + i, 1, 1)) for i in range(9)]
+    assert [runner.execute(plan).token_ids[0][0] for plan in plans] == answers[0]
 
 
 def test_the_same_request_is_the_same_in_a_crowd(runner, answers):
@@ -74,57 +74,57 @@ def test_a_sampled_answer_is_the_same_in_a_crowd(folder):
 
 
 def test_a_row_is_given_to_another_sequence_by_the_very_next_plan(runner, answers):
-    runner.execute(plan_of((0, 0, 20, True), new_rows=(row_of(0, PROMPTS[1], (1, 2, 3)),)))
-    plans = [plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (3, 1)),))]
-    plans += [plan_of((0, 9 + i, 1, True)) for i in range(5)]
-    assert [runner.execute(plan).token_ids[0] for plan in plans] == answers[0][:6]
+    runner.execute(plan_of((0, 0, 20, 1), new_sequences=(row_of(0, PROMPTS[1], (1, 2, 3)),)))
+    plans = [plan_of((0, 0, 9, 1), new_sequences=(row_of(0, PROMPTS[0], (3, 1)),))]
+    plans += [plan_of((0, 9 + i, 1, 1)) for i in range(5)]
+    assert [runner.execute(plan).token_ids[0][0] for plan in plans] == answers[0][:6]
 
 
 def test_a_preempted_sequence_comes_back_with_what_it_had_generated(runner, answers):
     tokens = [*PROMPTS[0], *answers[0][:4]]
     row = row_of(1, tokens, (7, 8), num_prompt=len(PROMPTS[0]))
-    done = runner.execute(plan_of((1, 0, len(tokens), True), new_rows=(row,)))
-    assert done.token_ids == (answers[0][4],)
+    done = runner.execute(plan_of((1, 0, len(tokens), True), new_sequences=(row,)))
+    assert done.token_ids == ((answers[0][4],),)
 
 
 def test_sequences_share_the_blocks_of_a_common_prefix(runner, answers):
     """Block size 8: the second sequence computes from position 16 on, over two foreign blocks."""
-    runner.execute(plan_of((0, 0, 20, False), new_rows=(row_of(0, PROMPTS[1], (4, 2, 7)),)))
-    plans = [plan_of((1, 16, 4, True), new_rows=(row_of(1, PROMPTS[1], (4, 2, 9)),))]
-    plans += [plan_of((1, 20 + i, 1, True)) for i in range(3)]
-    assert [runner.execute(plan).token_ids[0] for plan in plans] == answers[1][:4]
+    runner.execute(plan_of((0, 0, 20, 0), new_sequences=(row_of(0, PROMPTS[1], (4, 2, 7)),)))
+    plans = [plan_of((1, 16, 4, 1), new_sequences=(row_of(1, PROMPTS[1], (4, 2, 9)),))]
+    plans += [plan_of((1, 20 + i, 1, 1)) for i in range(3)]
+    assert [runner.execute(plan).token_ids[0][0] for plan in plans] == answers[1][:4]
 
 
 def test_a_block_is_copied_before_anything_is_computed(runner, answers):
     """Copy-on-write: both sequences go on from the same half-full block, each in its own copy."""
     with torch.inference_mode():
         runner._kv.groups[0].fill_(torch.nan)
-    runner.execute(plan_of((0, 0, 20, False), new_rows=(row_of(0, PROMPTS[1], (4, 2, 7)),)))
+    runner.execute(plan_of((0, 0, 20, 0), new_sequences=(row_of(0, PROMPTS[1], (4, 2, 7)),)))
     other = [*PROMPTS[1], 17]
     plan = plan_of(
-        (0, 19, 1, True),
-        (1, 20, 1, True),
-        new_rows=(row_of(1, other, (4, 2, 9)),),
+        (0, 19, 1, 1),
+        (1, 20, 1, 1),
+        new_sequences=(row_of(1, other, (4, 2, 9)),),
         copies=((7, 9),),
     )
     done = runner.execute(plan)
-    assert done.token_ids[0] == answers[1][0]
-    whole = runner.execute(plan_of((2, 0, 21, True), new_rows=(row_of(2, other, (10, 11, 12)),)))
+    assert done.token_ids[0] == (answers[1][0],)
+    whole = runner.execute(plan_of((2, 0, 21, 1), new_sequences=(row_of(2, other, (10, 11, 12)),)))
     assert done.token_ids[1] == whole.token_ids[0]
 
 
 def test_new_blocks_extend_a_row(runner, answers):
-    plans = [plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (3, 1)),))]
+    plans = [plan_of((0, 0, 9, 1), new_sequences=(row_of(0, PROMPTS[0], (3, 1)),))]
     for i in range(9):
         new_blocks = ((0, (6,)),) if 9 + i == 16 else ()
-        plans.append(plan_of((0, 9 + i, 1, True), new_blocks=new_blocks))
-    assert [runner.execute(plan).token_ids[0] for plan in plans] == answers[0]
+        plans.append(plan_of((0, 9 + i, 1, 1), new_blocks=new_blocks))
+    assert [runner.execute(plan).token_ids[0][0] for plan in plans] == answers[0]
 
 
-def test_chunks_that_need_no_sample_yield_minus_one(runner):
-    plan = plan_of((0, 0, 5, False), new_rows=(row_of(0, PROMPTS[0], (1, 2)),))
+def test_a_chunk_that_samples_nothing_yields_no_token(runner):
+    plan = plan_of((0, 0, 5, 0), new_sequences=(row_of(0, PROMPTS[0], (1, 2)),))
     done = runner.execute(plan)
-    assert (done.token_ids, done.logprobs, done.failed) == ((-1,), (), ())
+    assert (done.token_ids, done.logprobs, done.failed) == (((),), (), ())
 
 
 def test_an_empty_plan_is_answered(runner):
@@ -138,26 +138,26 @@ def test_a_column_whose_logits_are_not_finite_fails_alone(runner, answers):
     prompt = [2, poisoned, 3]
     assert poisoned not in {*PROMPTS[0], *PROMPTS[1], *answers[0], *answers[1]}
     plan = plan_of(
-        (0, 0, 9, True),
-        (1, 0, 3, True),
-        (2, 0, 20, True),
-        new_rows=(
+        (0, 0, 9, 1),
+        (1, 0, 3, 1),
+        (2, 0, 20, 1),
+        new_sequences=(
             row_of(0, PROMPTS[0], (1, 2)),
             row_of(1, prompt, (3,)),
             row_of(2, PROMPTS[1], (4, 5, 6)),
         ),
     )
     done = runner.execute(plan)
-    assert done.token_ids == (answers[0][0], -1, answers[1][0])
-    assert done.failed == (1,)
+    assert done.token_ids == ((answers[0][0],), (), (answers[1][0],))
+    assert done.failed == ((1, "not_finite"),)
 
 
 def test_a_block_that_held_not_a_number_does_no_harm_to_its_next_owner(runner, answers):
     with torch.inference_mode():
         runner._kv.groups[0].fill_(torch.nan)
-    plans = [plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (3, 1, 2)),))]
-    plans += [plan_of((0, 9 + i, 1, True)) for i in range(9)]
-    assert [runner.execute(plan).token_ids[0] for plan in plans] == answers[0]
+    plans = [plan_of((0, 0, 9, 1), new_sequences=(row_of(0, PROMPTS[0], (3, 1, 2)),))]
+    plans += [plan_of((0, 9 + i, 1, 1)) for i in range(9)]
+    assert [runner.execute(plan).token_ids[0][0] for plan in plans] == answers[0]
 
 
 def test_prompt_logprobs_come_chunk_by_chunk(folder):
@@ -173,24 +173,24 @@ def test_prompt_logprobs_come_chunk_by_chunk(folder):
 def test_logprobs_are_empty_when_nobody_asked_and_per_column_otherwise(runner):
     asking = msgspec.structs.replace(GREEDY, logprobs=0)
     plan = plan_of(
-        (0, 0, 9, True),
-        (1, 0, 3, True),
-        new_rows=(row_of(0, PROMPTS[0], (1, 2)), row_of(1, PROMPTS[2], (3,), sampling=asking)),
+        (0, 0, 9, 1),
+        (1, 0, 3, 1),
+        new_sequences=(row_of(0, PROMPTS[0], (1, 2)), row_of(1, PROMPTS[2], (3,), sampling=asking)),
     )
     done = runner.execute(plan)
-    assert done.logprobs[0] is None
-    assert done.logprobs[1].token_ids == (done.token_ids[1],)
+    assert done.logprobs[0] == ()
+    assert done.logprobs[1][0].token_ids == done.token_ids[1]
 
 
 def test_sleep_and_wake_give_the_same_answers(runner, answers):
     for level in (1, 2):
         runner.sleep(level)
         with pytest.raises(RuntimeError, match="absent"):
-            runner.execute(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (1, 2)),)))
+            runner.execute(plan_of((0, 0, 9, 1), new_sequences=(row_of(0, PROMPTS[0], (1, 2)),)))
         runner.wake(frozenset({"weights"}))
         runner.wake(frozenset({"kv_cache"}))
-        plan = plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (1, 2)),))
-        assert runner.execute(plan).token_ids == (answers[0][0],)
+        plan = plan_of((0, 0, 9, 1), new_sequences=(row_of(0, PROMPTS[0], (1, 2)),))
+        assert runner.execute(plan).token_ids == ((answers[0][0],),)
 
 
 @pytest.mark.filterwarnings("ignore")  # the profiler's own
@@ -198,7 +198,7 @@ def test_a_profile_is_written_on_stop(runner, tmp_path):
     runner.start_profile(str(tmp_path / "traces"), "mine")
     with pytest.raises(ProfilerAlreadyActiveError):
         runner.start_profile(str(tmp_path), "other")
-    runner.execute(plan_of((0, 0, 9, True), new_rows=(row_of(0, PROMPTS[0], (1, 2)),)))
+    runner.execute(plan_of((0, 0, 9, 1), new_sequences=(row_of(0, PROMPTS[0], (1, 2)),)))
     runner.stop_profile()
     (trace,) = (tmp_path / "traces").iterdir()
     assert trace.name.startswith("mine-")

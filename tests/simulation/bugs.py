@@ -170,7 +170,9 @@ def fork_without_copy(right):
 def chunk_is_sampled(right):
     def faulty(self, step, epoch):
         plan, flight = right(self, step, epoch)
-        return msgspec.structs.replace(plan, needs_sample=(True,) * len(plan.rows)), flight
+        return msgspec.structs.replace(
+            plan, num_sampled_tokens=(1,) * len(plan.request_slots)
+        ), flight
 
     return faulty
 
@@ -181,13 +183,19 @@ def chunk_begins_one_too_late(right):
         plan, flight = right(self, step, epoch)
         starts = tuple(
             start + 1 if start and count > 1 else start
-            for start, count in zip(plan.starts, plan.counts, strict=True)
+            for start, count in zip(
+                plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
+            )
         )
         counts = tuple(
             count - (new - old)
-            for count, new, old in zip(plan.counts, starts, plan.starts, strict=True)
+            for count, new, old in zip(
+                plan.num_scheduled_tokens, starts, plan.num_computed_tokens, strict=True
+            )
         )
-        return msgspec.structs.replace(plan, starts=starts, counts=counts), flight
+        return msgspec.structs.replace(
+            plan, num_computed_tokens=starts, num_scheduled_tokens=counts
+        ), flight
 
     return faulty
 
@@ -322,7 +330,8 @@ def group_is_condemned_together(right):
 def one_bad_row_fails_the_batch(right):
     def faulty(self, done):
         if done.failed:
-            done = msgspec.structs.replace(done, failed=tuple(range(len(done.token_ids))))
+            everything = tuple((i, "not_finite") for i in range(len(done.token_ids)))
+            done = msgspec.structs.replace(done, failed=everything)
         right(self, done)
 
     return faulty

@@ -159,8 +159,8 @@ def check_plan(world: Any, plan: Any, before: set[int]) -> None:
     policy: Policy = world.engine._scheduler._policy
     config = policy._config
     require(not world.is_frozen, "a plan while paused", plan)
-    require(sum(plan.counts) <= config.max_num_scheduled_tokens, "token budget", plan)
-    require(len(plan.rows) <= config.max_num_active_seqs, "seats", plan)
+    require(sum(plan.num_scheduled_tokens) <= config.max_num_scheduled_tokens, "token budget", plan)
+    require(len(plan.request_slots) <= config.max_num_active_seqs, "seats", plan)
     flight = policy._flights[-1]
     ids = [column[0].id for column in flight.columns]
     for id in ids:

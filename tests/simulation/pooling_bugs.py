@@ -62,7 +62,7 @@ def the_running_are_counted_as_waiting(right):
 def pooled_tokens_are_counted_twice(right):
     def faulty(self, step):
         flight = right(self, step)
-        for column in flight.plan.columns:
+        for column in flight.plan.entries:
             self._num_prompt_tokens += len(column.token_ids)
         return flight
 

@@ -101,11 +101,11 @@ def check_plan(world: Any, plan: PoolPlan, before: Line) -> None:
     config = world.engine._scheduler._policy._config
     ids = set(world.device.groups[plan.step])
     require(not world.is_frozen, "a plan while paused", plan)
-    num_tokens = sum(len(column.token_ids) for column in plan.columns)
+    num_tokens = sum(len(column.token_ids) for column in plan.entries)
     is_within = num_tokens <= config.max_num_scheduled_tokens or len(ids) == 1
     require(is_within, "token budget", plan)
-    require(len(plan.columns) <= config.max_num_active_seqs, "seats", plan)
-    require(len(ids) == len(plan.columns), "a text twice in a plan", ids)
+    require(len(plan.entries) <= config.max_num_active_seqs, "seats", plan)
+    require(len(ids) == len(plan.entries), "a text twice in a plan", ids)
     require(not ids & before.in_flight, "a text in two plans", ids)
     for id in ids:
         case = world.case_of(id)

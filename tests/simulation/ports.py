@@ -137,10 +137,10 @@ class WatchedDevice(Watched, SimulatedDevice):
         answer = super()._run(plan)
         if isinstance(answer, StepDone):
             now = anyio.current_time()
-            for i, row in enumerate(plan.rows):
-                if answer.token_ids[i] >= 0:
-                    end = plan.starts[i] + plan.counts[i]
-                    mine = self._rows[row]
+            for i, slot in enumerate(plan.request_slots):
+                if answer.token_ids[i]:
+                    end = plan.num_computed_tokens[i] + plan.num_scheduled_tokens[i]
+                    mine = self._rows[slot]
                     self.ready[mine.sequence, end] = now
                     self.sampled[mine.sequence] = mine.token_ids[mine.num_prompt :]
         return answer

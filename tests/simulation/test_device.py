@@ -26,8 +26,8 @@ def new_row(row, blocks, tokens=PROMPT, sampling=GREEDY, num_prompt=None):
     return NewSequence(row, SequenceId(row), tokens, num_prompt or len(tokens), blocks, sampling)
 
 
-def plan(step, row, start, count, *, needs_sample=True, epoch=0, **more):
-    return StepPlan(step, epoch, (row,), (start,), (count,), (needs_sample,), **more)
+def plan(step, row, start, count, *, samples=1, epoch=0, **more):
+    return StepPlan(step, epoch, (row,), (start,), (count,), (samples,), **more)
 
 
 async def answers_of(device, num=1):
@@ -58,33 +58,33 @@ def device_of(conditions=None, num_blocks=8, credits=2):
 async def test_chunks_and_decodes_yield_the_tokens_of_the_oracle():
     answers = await play(
         device_of(),
-        plan(1, 0, 0, 2, needs_sample=False, new_rows=(new_row(0, (5,)),)),
+        plan(1, 0, 0, 2, samples=0, new_sequences=(new_row(0, (5,)),)),
         plan(2, 0, 2, 3, new_blocks=((0, (2, 7)),)),
         plan(3, 0, 5, 1),
         plan(4, 0, 6, 1, new_blocks=((0, (1,)),)),
     )
     tokens = [answer.token_ids[0] for answer in answers]
-    assert tokens == [-1, *simulated_tokens(PROMPT, GREEDY, 3, VOCAB)]
+    assert tokens == [(), *((token,) for token in simulated_tokens(PROMPT, GREEDY, 3, VOCAB))]
 
 
 async def test_a_shared_prefix_is_read_and_a_wrong_one_changes_the_token():
     longer = (*PROMPT, 9)
-    first = plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2, 3)),))
-    right = plan(2, 1, 4, 2, new_rows=(new_row(1, (1, 2, 4), longer),))
-    wrong = plan(2, 1, 4, 2, new_rows=(new_row(1, (1, 3, 4), longer),))
+    first = plan(1, 0, 0, 5, new_sequences=(new_row(0, (1, 2, 3)),))
+    right = plan(2, 1, 4, 2, new_sequences=(new_row(1, (1, 2, 4), longer),))
+    wrong = plan(2, 1, 4, 2, new_sequences=(new_row(1, (1, 3, 4), longer),))
     want = simulated_tokens(longer, GREEDY, 1, VOCAB)
-    assert (await play(device_of(), first, right))[1].token_ids == tuple(want)
-    assert (await play(device_of(), first, wrong))[1].token_ids != tuple(want)
+    assert (await play(device_of(), first, right))[1].token_ids == (tuple(want),)
+    assert (await play(device_of(), first, wrong))[1].token_ids != (tuple(want),)
 
 
 async def test_a_fork_needs_its_copy():
-    first = plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2, 3)),))
+    first = plan(1, 0, 0, 5, new_sequences=(new_row(0, (1, 2, 3)),))
     second = new_row(1, (1, 2, 4), (*PROMPT, 8, 9)[:6], num_prompt=5)
     want = simulated_tokens((*PROMPT, 8), GREEDY, 1, VOCAB)
-    copied = plan(2, 1, 5, 1, new_rows=(second,), copies=((3, 4),))
-    forgotten = plan(2, 1, 5, 1, new_rows=(second,))
-    assert (await play(device_of(), first, copied))[1].token_ids == tuple(want)
-    assert (await play(device_of(), first, forgotten))[1].token_ids != tuple(want)
+    copied = plan(2, 1, 5, 1, new_sequences=(second,), copies=((3, 4),))
+    forgotten = plan(2, 1, 5, 1, new_sequences=(second,))
+    assert (await play(device_of(), first, copied))[1].token_ids == (tuple(want),)
+    assert (await play(device_of(), first, forgotten))[1].token_ids != (tuple(want),)
 
 
 async def test_after_an_error_the_epoch_is_refused_and_the_next_one_runs():
@@ -94,13 +94,13 @@ async def test_after_an_error_the_epoch_is_refused_and_the_next_one_runs():
 
     device = device_of(OneError(step_s=0))
     row = new_row(0, (1, 2, 3))
-    device.submit(plan(1, 0, 0, 5, new_rows=(row,)))
+    device.submit(plan(1, 0, 0, 5, new_sequences=(row,)))
     device.submit(plan(2, 0, 5, 1))
     first, second = await answers_of(device, 2)
     assert first == StepFailed(1, "oops")
     assert isinstance(second, StepFailed)
-    (answer,) = await play(device, plan(3, 0, 0, 5, epoch=1, new_rows=(row,)))
-    assert answer.token_ids == tuple(simulated_tokens(PROMPT, GREEDY, 1, VOCAB))
+    (answer,) = await play(device, plan(3, 0, 0, 5, epoch=1, new_sequences=(row,)))
+    assert answer.token_ids == (tuple(simulated_tokens(PROMPT, GREEDY, 1, VOCAB)),)
 
 
 async def test_a_row_that_is_not_finite_fails_alone():
@@ -109,17 +109,17 @@ async def test_a_row_that_is_not_finite_fails_alone():
             return sequence != 1
 
     both = StepPlan(
-        1, 0, (0, 1), (0, 0), (5, 5), (True, True),
-        new_rows=(new_row(0, (1, 2, 3)), new_row(1, (4, 5, 6))),
+        1, 0, (0, 1), (0, 0), (5, 5), (1, 1),
+        new_sequences=(new_row(0, (1, 2, 3)), new_row(1, (4, 5, 6))),
     )  # fmt: skip
     (answer,) = await play(device_of(OneBadRow(step_s=0)), both)
     want = simulated_tokens(PROMPT, GREEDY, 1, VOCAB)[0]
-    assert answer == StepDone(1, (want, -1), failed=(1,))
+    assert answer == StepDone(1, ((want,), ()), failed=((1, "not_finite"),))
 
 
 async def test_steps_take_their_time_one_after_another(autojump_clock):
     device = device_of(Conditions(step_s=2.0))
-    device.submit(plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2, 3)),)))
+    device.submit(plan(1, 0, 0, 5, new_sequences=(new_row(0, (1, 2, 3)),)))
     device.submit(plan(2, 0, 5, 1))
     times = []
     with anyio.move_on_after(5):
@@ -131,11 +131,11 @@ async def test_steps_take_their_time_one_after_another(autojump_clock):
     "bad",
     [
         plan(1, 3, 0, 1),
-        plan(1, 0, 0, 0, new_rows=(new_row(0, (1, 2, 3)),)),
-        plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2)),)),
-        plan(1, 0, 0, 6, new_rows=(new_row(0, (1, 2, 3)),)),
-        plan(1, 0, 0, 5, new_rows=(new_row(0, (0, 1, 2)),)),
-        plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2, 8)),)),
+        plan(1, 0, 0, 0, new_sequences=(new_row(0, (1, 2, 3)),)),
+        plan(1, 0, 0, 5, new_sequences=(new_row(0, (1, 2)),)),
+        plan(1, 0, 0, 6, new_sequences=(new_row(0, (1, 2, 3)),)),
+        plan(1, 0, 0, 5, new_sequences=(new_row(0, (0, 1, 2)),)),
+        plan(1, 0, 0, 5, new_sequences=(new_row(0, (1, 2, 8)),)),
     ],
     ids=["no row", "no tokens", "no block", "no token", "null block", "unknown block"],
 )
@@ -146,20 +146,20 @@ async def test_a_plan_that_breaks_the_protocol_is_an_error(bad):
 
 async def test_memory_that_sleeps_runs_no_step_and_forgets():
     device = device_of()
-    first = plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2, 3)),))
+    first = plan(1, 0, 0, 5, new_sequences=(new_row(0, (1, 2, 3)),))
     await play(device, first)
     await device.call("sleep", 1)
     with pytest.raises(RuntimeError, match="absent"):
         device.submit(plan(2, 0, 5, 1))
     await device.call("wake", frozenset({"weights", "kv_cache"}))
     longer = (*PROMPT, 9)
-    (answer,) = await play(device, plan(2, 1, 4, 2, new_rows=(new_row(1, (1, 2, 4), longer),)))
+    (answer,) = await play(device, plan(2, 1, 4, 2, new_sequences=(new_row(1, (1, 2, 4), longer),)))
     assert answer.token_ids != tuple(simulated_tokens(longer, GREEDY, 1, VOCAB))
 
 
 async def test_no_more_steps_than_agreed_and_none_after_the_end():
     device = device_of(credits=1)
-    device.submit(plan(1, 0, 0, 5, new_rows=(new_row(0, (1, 2, 3)),)))
+    device.submit(plan(1, 0, 0, 5, new_sequences=(new_row(0, (1, 2, 3)),)))
     with pytest.raises(RuntimeError, match="in flight"):
         device.submit(plan(2, 0, 5, 1))
     await device.aclose()

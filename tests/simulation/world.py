@@ -195,8 +195,15 @@ class World:
 
     def _note(self, plan: StepPlan, before: set[int]) -> None:
         self.num_steps += 1
-        self.record("plan", plan.rows, plan.starts, plan.counts, plan.new_blocks, plan.copies)
-        for new in plan.new_rows:
+        self.record(
+            "plan",
+            plan.request_slots,
+            plan.num_computed_tokens,
+            plan.num_scheduled_tokens,
+            plan.new_blocks,
+            plan.copies,
+        )
+        for new in plan.new_sequences:
             first = self.case_of(new.sequence)
             if first is not None and first.id == new.sequence:
                 seed = self.seeds.setdefault(first.id, new.sampling.seed)

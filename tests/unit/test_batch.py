@@ -37,7 +37,7 @@ def test_each_chunk_has_the_embeddings_of_its_positions(is_embedded, cuts, befor
     edges = [0, *sorted(cut for cut in cuts if cut < length), length]
     for step, (start, end) in enumerate(pairwise(edges)):
         chosen, starts, counts = (1, 0), (0, start), (before, end - start)
-        plan = StepPlan(step, 0, chosen, starts, counts, (False,) * len(chosen))
+        plan = StepPlan(step, 0, chosen, starts, counts, (0,) * len(chosen))
         batch = make_batch(plan, rows, (), plan_attention=lambda *_: None)
         seen = torch.full((before + end - start,), -1.0)
         for at, matrix in batch.embeds:
@@ -53,7 +53,7 @@ def test_a_short_chunk_is_attended_token_by_token_whatever_its_company():
 
     def attended(*columns):
         chosen, starts, counts = zip(*columns, strict=True)
-        plan = StepPlan(1, 0, chosen, starts, counts, (True,) * len(columns))
+        plan = StepPlan(1, 0, chosen, starts, counts, (1,) * len(columns))
         batch = make_batch(plan, rows, (None,), plan_attention=lambda _, *columns: columns)
         *found, window = batch.plans[None]
         assert window is None
@@ -68,7 +68,7 @@ def test_only_the_last_tokens_of_columns_that_sample_are_read_of_prompts():
     rows = Rows(3, 64, BLOCK_SIZE)
 
     def read(*columns):
-        """Columns are (row, start, count, needs_sample): flat tokens, and rows and positions of their attention."""
+        """Entries are (slot, computed, scheduled, sampled): flat tokens, and rows and positions of their attention."""
         plan = StepPlan(1, 0, *zip(*columns, strict=True))
         batch = make_batch(plan, rows, (None,), plan_attention=lambda _, *columns: columns)
         if batch.read is None:
@@ -77,11 +77,11 @@ def test_only_the_last_tokens_of_columns_that_sample_are_read_of_prompts():
         assert counts.tolist() == [1] * len(own_rows)
         return batch.read.tokens_R.tolist(), own_rows.tolist(), positions.tolist()
 
-    assert read((1, 9, 1, True), (2, 0, 20, False), (0, 4, 12, True)) == ([0, 32], [1, 0], [9, 15])
-    assert read((2, 0, 20, False)) == ([], [], [])
-    assert read((1, 9, 1, True), (2, 4, 3, True)) is None  # a recording has them all
+    assert read((1, 9, 1, 1), (2, 0, 20, 0), (0, 4, 12, 1)) == ([0, 32], [1, 0], [9, 15])
+    assert read((2, 0, 20, 0)) == ([], [], [])
+    assert read((1, 9, 1, 1), (2, 4, 3, 1)) is None  # a recording has them all
     rows.place(NewSequence(2, SequenceId(0), (1,), 1, (1,), Sampling(prompt_logprobs=0)))
-    assert read((1, 9, 1, True), (2, 0, 20, False)) is None
+    assert read((1, 9, 1, 1), (2, 0, 20, 0)) is None
 
 
 def runs(flags):

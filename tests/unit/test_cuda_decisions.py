@@ -36,9 +36,9 @@ def test_a_step_runs_in_the_least_captured_shape_that_holds_it(plan, sizes):
     captured = graph_shapes(sizes, 8, 256)
     own = shape_of(plan)
     chosen = padded(own, captured)
-    assert chosen.num_tokens >= sum(plan.counts)
-    assert chosen.num_columns >= len(plan.rows)
-    assert chosen.is_decode == all(count == 1 for count in plan.counts)
+    assert chosen.num_tokens >= sum(plan.num_scheduled_tokens)
+    assert chosen.num_columns >= len(plan.request_slots)
+    assert chosen.is_decode == all(count == 1 for count in plan.num_scheduled_tokens)
     smaller = [
         other
         for other in captured
@@ -66,22 +66,28 @@ def test_every_decode_step_is_captured_by_default_and_every_small_mixed_one(seqs
 
 @given(plans(), st.integers(0, 3))
 def test_the_inputs_say_what_the_plan_says_and_padding_is_empty(plan, padding):
-    num = len(plan.rows) + padding
+    num = len(plan.request_slots) + padding
     array = torch.from_numpy(pack(plan, num + 1))
     found = Inputs(*(x.tolist() for x in inputs_of(array, num)))
     for i, (row, start, count, samples) in enumerate(
-        zip(plan.rows, plan.starts, plan.counts, plan.needs_sample, strict=True)
+        zip(
+            plan.request_slots,
+            plan.num_computed_tokens,
+            plan.num_scheduled_tokens,
+            plan.num_sampled_tokens,
+            strict=True,
+        )
     ):
-        assert found.bounds[i] == sum(plan.counts[:i])
+        assert found.bounds[i] == sum(plan.num_scheduled_tokens[:i])
         assert found.bounds[i + 1] - found.bounds[i] == count
         assert (found.rows[i], found.starts[i]) == (row, start)
         assert found.sampled[i] == (row if samples else -1)
         assert found.ends[i] == start + count
         assert found.last[i] == found.bounds[i + 1] - 1
-    for i in range(len(plan.rows), num):
-        assert found.bounds[i] == found.bounds[i + 1] == sum(plan.counts)
+    for i in range(len(plan.request_slots), num):
+        assert found.bounds[i] == found.bounds[i + 1] == sum(plan.num_scheduled_tokens)
         assert found.sampled[i] == -1
-        assert 0 <= found.last[i] < sum(plan.counts)
+        assert 0 <= found.last[i] < sum(plan.num_scheduled_tokens)
         assert found.rows[i] == 0
 
 

@@ -43,11 +43,11 @@ def config(tmp_path):
 
 def first_plan(row=0, epoch=0):
     new = NewSequence(row, SequenceId(row), (1, 2, 3), 3, (1, 2), Sampling(temperature=0.0))
-    return StepPlan(0, epoch, (row,), (0,), (3,), (True,), new_rows=(new,))
+    return StepPlan(0, epoch, (row,), (0,), (3,), (1,), new_sequences=(new,))
 
 
 def next_plan(step, row=0, epoch=0):
-    return StepPlan(step, epoch, (row,), (2 + step,), (1,), (True,))
+    return StepPlan(step, epoch, (row,), (2 + step,), (1,), (1,))
 
 
 async def answers_of(device, num=1):
@@ -234,7 +234,7 @@ class SlowRunner:
         self.log.append(("finish", step))
         if step in self.broken:
             raise self.broken[step]
-        return StepDone(step, (step,))
+        return StepDone(step, ((step,),))
 
     def sleep(self, level):
         self.log.append(("sleep", level))
@@ -292,7 +292,11 @@ async def test_a_step_is_launched_before_the_one_ahead_of_it_has_its_results(slo
     device.submit(next_plan(3))
     await launched(runner, 1)
     runner.ready = {1, 2, 3}
-    assert [answer.token_ids for answer in await answers_of(device, 3)] == [(1,), (2,), (3,)]
+    assert [answer.token_ids for answer in await answers_of(device, 3)] == [
+        ((1,),),
+        ((2,),),
+        ((3,),),
+    ]
     assert runner.log[3:] == [("finish", 1), ("finish", 2), ("finish", 3)]
     await device.aclose()
 
@@ -376,7 +380,7 @@ async def test_an_error_that_comes_late_fails_what_was_launched_after_it(slow, c
     is_memory = isinstance(error, torch.OutOfMemoryError)
     assert first == StepFailed(1, f"{type(error).__name__}: {error}", is_memory)
     assert second == StepFailed(2, "an earlier step failed")
-    assert third == StepDone(3, (3,))
+    assert third == StepDone(3, ((3,),))
     assert (("release", None) in runner.log) == is_memory
     await device.aclose()
 

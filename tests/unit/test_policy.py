@@ -46,16 +46,16 @@ class Desk:
     def plan(self):
         plan = self.policy.plan()
         if plan is not None:
-            self.row_owner.update({new.row: new.sequence for new in plan.new_rows})
+            self.row_owner.update({new.request_slot: new.sequence for new in plan.new_sequences})
             self.flights.append(plan)
         return plan
 
     def owners(self, plan):
-        return [self.row_owner[row] for row in plan.rows]
+        return [self.row_owner[row] for row in plan.request_slots]
 
     def land(self, token=7, **done):
         plan = self.flights.pop(0)
-        tokens = tuple(token if needs else -1 for needs in plan.needs_sample)
+        tokens = tuple((token,) * num for num in plan.num_sampled_tokens)
         self.policy.apply(StepDone(plan.step, tokens, **done))
         return self.take()
 
@@ -89,11 +89,13 @@ class Desk:
 def test_a_prompt_is_computed_in_chunks_and_only_the_last_yields_a_token():
     desk = Desk(max_num_scheduled_tokens=4)
     desk.admit(prompt=range(10))
-    plans = [(p.starts, p.counts, p.needs_sample) for p in [desk.plan()]]
+    plans = [
+        (p.num_computed_tokens, p.num_scheduled_tokens, p.num_sampled_tokens) for p in [desk.plan()]
+    ]
     for _ in range(2):
         desk.land()
         plan = desk.plan()
-        plans.append((plan.starts, plan.counts, plan.needs_sample))
+        plans.append((plan.num_computed_tokens, plan.num_scheduled_tokens, plan.num_sampled_tokens))
     assert plans == [((0,), (4,), (False,)), ((4,), (4,), (False,)), ((8,), (2,), (True,))]
 
 
@@ -101,21 +103,25 @@ def test_a_row_is_told_once_and_then_only_what_is_new():
     desk = Desk()
     desk.admit(prompt=(1, 2, 3), max_tokens=8, seed=5)
     plan = desk.plan()
-    (new,) = plan.new_rows
+    (new,) = plan.new_sequences
     assert (new.sequence, new.token_ids, new.num_prompt, new.block_ids) == (0, (1, 2, 3), 3, (1,))
     assert new.sampling.seed == 5
     desk.land()
     plan = desk.plan()
-    assert (plan.new_rows, plan.new_blocks) == ((), ())
+    assert (plan.new_sequences, plan.new_blocks) == ((), ())
     desk.land()
-    assert desk.plan().new_blocks == ((new.row, (2,)),)
+    assert desk.plan().new_blocks == ((new.request_slot, (2,)),)
 
 
 def test_the_second_step_in_flight_counts_the_unknown_token_as_a_placeholder():
     desk = Desk(max_steps_in_flight=2)
     desk.admit(max_tokens=3)
     first, second = desk.plan(), desk.plan()
-    assert (first.starts, second.starts, second.counts) == ((0,), (3,), (1,))
+    assert (first.num_computed_tokens, second.num_computed_tokens, second.num_scheduled_tokens) == (
+        (0,),
+        (3,),
+        (1,),
+    )
     assert desk.plan() is None  # two are out
 
 
@@ -150,7 +156,7 @@ def test_answers_come_in_order_or_the_engine_is_broken():
     desk.plan()
     second = desk.plan()
     with pytest.raises(RuntimeError, match="an answer to step 2"):
-        desk.policy.apply(StepDone(second.step, (7,)))
+        desk.policy.apply(StepDone(second.step, ((7,),)))
 
 
 def test_without_chunked_prefill_a_prompt_longer_than_any_step_is_split_nevertheless():
@@ -269,7 +275,7 @@ def test_the_final_news_of_an_abort_carry_the_tokens_nobody_has_heard_of():
     desk = Desk()
     desk.admit()
     plan = desk.plan()
-    desk.policy.apply(StepDone(plan.step, (7,)))
+    desk.policy.apply(StepDone(plan.step, ((7,),)))
     desk.policy.abort(0)
     (entry,) = desk.take()
     assert (entry.token_ids, entry.finish_reason, entry.num_cached_tokens) == ((7,), "abort", 0)
@@ -279,7 +285,7 @@ def test_a_sequence_that_finished_in_the_same_turn_keeps_its_own_reason():
     desk = Desk()
     desk.admit(max_tokens=1)
     plan = desk.plan()
-    desk.policy.apply(StepDone(plan.step, (7,)))
+    desk.policy.apply(StepDone(plan.step, ((7,),)))
     desk.policy.abort(0)
     assert [entry.finish_reason for entry in desk.take()] == ["length"]
 
@@ -307,9 +313,9 @@ def test_a_preempted_sequence_is_recomputed_with_what_it_had_generated():
     desk.policy.preempt_all()
     assert desk.policy.state(0) is State.PREEMPTED
     plan = desk.plan()
-    assert (plan.starts, plan.counts) == ((0,), (5,))
-    assert plan.new_rows[0].token_ids == (1, 2, 3, 7, 8)
-    assert plan.new_rows[0].num_prompt == 3
+    assert (plan.num_computed_tokens, plan.num_scheduled_tokens) == ((0,), (5,))
+    assert plan.new_sequences[0].token_ids == (1, 2, 3, 7, 8)
+    assert plan.new_sequences[0].num_prompt == 3
 
 
 def test_fcfs_preempts_the_last_and_starts_it_again_before_the_new():
@@ -331,7 +337,7 @@ def test_a_cache_reset_with_running_requests_drops_what_is_in_flight_and_samples
     assert not desk.policy.reset_prefix_cache()
     assert desk.policy.reset_prefix_cache(reset_running=True)
     again = desk.plan()
-    assert again.new_rows[0].token_ids == (1, 2, 3, 7)
+    assert again.new_sequences[0].token_ids == (1, 2, 3, 7)
     assert desk.land(8) == []
     assert desk.land(8)[0].token_ids == (8,)
     assert desk.ends() == {0: ("length", None)}
@@ -389,8 +395,8 @@ def test_a_prefix_is_shared_when_it_has_landed_and_told_with_the_first_token():
     desk.admit(1, prompt=range(10))
     desk.land()
     plan = desk.plan()
-    assert plan.starts == (10, 8)
-    assert plan.new_rows[0].block_ids[:2] == (1, 2)
+    assert plan.num_computed_tokens == (10, 8)
+    assert plan.new_sequences[0].block_ids[:2] == (1, 2)
     assert [entry.num_cached_tokens for entry in desk.land()] == [None, 8]
     stats = desk.policy.statistics()
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 8)
@@ -414,7 +420,7 @@ def test_output_tokens_are_cached_too_and_lookups_after_a_preemption_are_kept_ap
     for _ in range(4):
         desk.step()
     desk.policy.preempt_all()
-    assert desk.plan().starts == (8,)
+    assert desk.plan().num_computed_tokens == (8,)
     stats = desk.policy.statistics()
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (6, 0)
     assert (stats.recompute_cache_queries, stats.recompute_cache_hits) == (10, 8)
@@ -432,11 +438,11 @@ def test_siblings_fork_from_the_leader_when_its_prompt_has_landed():
     desk.land()
     plan = desk.plan()
     assert desk.owners(plan) == [0, 1, 2]
-    assert (plan.starts, plan.counts) == ((10, 9, 9), (1, 1, 1))
-    assert [new.block_ids for new in plan.new_rows] == [(1, 2, 4), (1, 2, 5)]
+    assert (plan.num_computed_tokens, plan.num_scheduled_tokens) == ((10, 9, 9), (1, 1, 1))
+    assert [new.block_ids for new in plan.new_sequences] == [(1, 2, 4), (1, 2, 5)]
     assert plan.copies == ((3, 4), (3, 5))
-    assert [new.sampling.seed for new in plan.new_rows] == [41, 42]
-    assert all(plan.needs_sample)
+    assert [new.sampling.seed for new in plan.new_sequences] == [41, 42]
+    assert all(plan.num_sampled_tokens)
 
 
 def test_a_fork_at_the_start_of_a_block_copies_nothing():
@@ -444,7 +450,7 @@ def test_a_fork_at_the_start_of_a_block_copies_nothing():
     desk.admit(0, prompt=range(9), n=2)
     desk.step()
     plan = desk.plan()
-    assert (plan.starts, plan.copies) == ((9, 8), ())
+    assert (plan.num_computed_tokens, plan.copies) == ((9, 8), ())
 
 
 def test_siblings_of_a_leader_that_has_ended_start_like_everybody():
@@ -452,7 +458,7 @@ def test_siblings_of_a_leader_that_has_ended_start_like_everybody():
     desk.admit(0, prompt=range(10), n=2)
     desk.step(EOS)
     plan = desk.plan()
-    assert (desk.owners(plan), plan.starts, plan.copies) == ([1], (8,), ())
+    assert (desk.owners(plan), plan.num_computed_tokens, plan.copies) == ([1], (8,), ())
 
 
 # What the device is told about sampling
@@ -463,26 +469,26 @@ def test_greedy_is_temperature_zero_and_an_unseeded_request_has_a_seed_of_its_ow
     desk.admit(0, temperature=0.0)
     desk.admit(1)
     desk.admit(2)
-    first, second, third = (new.sampling for new in desk.plan().new_rows)
+    first, second, third = (new.sampling for new in desk.plan().new_sequences)
     assert (first.temperature, second.temperature) == (0.0, 1.0)
     assert second.seed != third.seed
     again = Desk()
     again.admit(1)
-    assert again.plan().new_rows[0].sampling.seed == second.seed
+    assert again.plan().new_sequences[0].sampling.seed == second.seed
 
 
 def test_stop_ids_are_told_only_where_min_tokens_masks_them():
     desk = Desk()
     desk.admit(0, stop_token_ids=(98,))
     desk.admit(1, stop_token_ids=(98,), min_tokens=2)
-    assert [new.sampling.stop_ids for new in desk.plan().new_rows] == [(), (98, 99)]
+    assert [new.sampling.stop_ids for new in desk.plan().new_sequences] == [(), (98, 99)]
 
 
 def test_the_seeds_of_children_wrap_around_in_64_bits():
     desk = Desk()
     desk.admit(0, n=2, seed=2**63 - 1)
     desk.step()
-    assert desk.plan().new_rows[0].sampling.seed == -(2**63)
+    assert desk.plan().new_sequences[0].sampling.seed == -(2**63)
 
 
 # Logprobs
@@ -492,7 +498,19 @@ def test_logprobs_travel_with_their_tokens():
     desk = Desk()
     desk.admit(logprobs=0)
     entry = TokenLogprobs((7,), (-0.5,), 1)
-    assert desk.step(logprobs=(entry,))[0].logprobs == (entry,)
+    assert desk.step(logprobs=((entry,),))[0].logprobs == (entry,)
+
+
+def test_tokens_behind_the_one_that_ends_a_sequence_are_dropped():
+    desk = Desk()
+    desk.admit(logprobs=0, stop_token_ids=(8,))
+    plan = desk.plan()
+    entries = tuple(TokenLogprobs((token,), (-0.5,), 1) for token in (7, 8, 9))
+    desk.policy.apply(StepDone(plan.step, ((7, 8, 9),), (entries,)))
+    (told,) = desk.take()
+    assert (told.token_ids, told.finish_reason, told.stop_reason) == ((7, 8), "stop", 8)
+    assert told.logprobs == entries[:2]
+    assert desk.policy.statistics().num_generation_tokens == 2
 
 
 def test_prompt_logprobs_come_once_with_the_first_token_even_if_a_chunk_is_recomputed():
@@ -505,7 +523,7 @@ def test_prompt_logprobs_come_once_with_the_first_token_even_if_a_chunk_is_recom
     (news,) = desk.step(prompt_logprobs=((0, tuple(entries[5:])),))
     assert news.prompt_logprobs == tuple(entries[1:])
     desk.policy.preempt_all()
-    assert desk.plan().new_rows[0].sampling.prompt_logprobs is None
+    assert desk.plan().new_sequences[0].sampling.prompt_logprobs is None
 
 
 # Failures
@@ -516,14 +534,14 @@ def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_in_the_cache():
     desk.admit(0, prompt=range(10))
     desk.admit(1, prompt=range(50, 60))
     desk.step()
-    entries = desk.step(failed=(0,))
+    entries = desk.step(failed=((0, "not_finite"),))
     assert [(e.id, e.finish_reason, e.token_ids) for e in entries] == [
         (0, "error", ()),
         (1, None, (7,)),
     ]
     assert "numerical_error" in entries[0].error
     desk.admit(2, prompt=range(10))
-    assert desk.plan().starts == (11, 0)
+    assert desk.plan().num_computed_tokens == (11, 0)
 
 
 def test_a_storm_of_better_requests_evicts_nobody_more_than_eight_times():
@@ -564,8 +582,12 @@ def test_after_a_failure_rows_are_told_again_from_what_has_landed():
     assert desk.plan() is None  # the refused one is still out, and suspects run alone
     desk.fail("refused")
     plan = desk.plan()
-    assert (plan.starts, plan.counts, plan.epoch) == ((3,), (1,), old.epoch + 1)
-    assert plan.new_rows[0].token_ids == (1, 2, 3, 7)
+    assert (plan.num_computed_tokens, plan.num_scheduled_tokens, plan.epoch) == (
+        (3,),
+        (1,),
+        old.epoch + 1,
+    )
+    assert plan.new_sequences[0].token_ids == (1, 2, 3, 7)
     desk.land(8)
     assert [entry.token_ids for entry in desk.news] == [(7,), (8,)]
 
@@ -582,7 +604,9 @@ def test_a_poison_sequence_is_found_in_log_n_steps_and_the_others_do_not_notice(
             while desk.plan() is not None:
                 pass
             if poison not in desk.owners(desk.flights[0]):
-                num_extra += len(desk.flights[0].rows) < num_sequences and poison not in desk.ends()
+                num_extra += (
+                    len(desk.flights[0].request_slots) < num_sequences and poison not in desk.ends()
+                )
                 desk.land()
                 continue
             num_extra += 1

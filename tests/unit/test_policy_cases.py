@@ -43,11 +43,17 @@ class Desk:
         plan = self.policy.plan()
         if plan is None:
             return None, {}
-        self.row_owner.update({new.row: new.sequence for new in plan.new_rows})
-        return plan, dict(zip([self.row_owner[r] for r in plan.rows], plan.counts, strict=True))
+        self.row_owner.update({new.request_slot: new.sequence for new in plan.new_sequences})
+        return plan, dict(
+            zip(
+                [self.row_owner[r] for r in plan.request_slots],
+                plan.num_scheduled_tokens,
+                strict=True,
+            )
+        )
 
     def land(self, plan):
-        self.policy.apply(StepDone(plan.step, tuple(7 if n else -1 for n in plan.needs_sample)))
+        self.policy.apply(StepDone(plan.step, tuple((7,) * num for num in plan.num_sampled_tokens)))
         news = self.policy.take_news()
         for entry in news.sequences if news else ():
             self.news.setdefault(entry.id, []).extend(entry.token_ids)

@@ -65,45 +65,55 @@ class PagedDevice:
 
     def run(self, plan):
         size = self.block_size
-        starts = dict(zip(plan.rows, plan.starts, strict=True))
+        starts = dict(zip(plan.request_slots, plan.num_computed_tokens, strict=True))
         for source, target in plan.copies:
             self.memory[target][:] = self.memory[source]
-        for new in plan.new_rows:
-            row = self.rows[new.row] = Row(new)
-            for position in range(starts[new.row], len(row.table) * size):
+        for new in plan.new_sequences:
+            row = self.rows[new.request_slot] = Row(new)
+            for position in range(starts[new.request_slot], len(row.table) * size):
                 self.memory[row.table[position // size]][position % size] = POISON
         for row, blocks in plan.new_blocks:
             self.rows[row].table += blocks
             for block in blocks:
                 self.memory[block] = [POISON] * size
-        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+        for row, start, count in zip(
+            plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
+        ):
             state = self.rows[row]
             for position in range(start, start + count):
                 self.memory[state.table[position // size]][position % size] = state.tokens[position]
-        columns = zip(plan.rows, plan.starts, plan.counts, plan.needs_sample, strict=True)
+        columns = zip(
+            plan.request_slots,
+            plan.num_computed_tokens,
+            plan.num_scheduled_tokens,
+            plan.num_sampled_tokens,
+            strict=True,
+        )
         return [self._sample(*column) for column in columns]
 
-    def _sample(self, row, start, count, needs_sample):
+    def _sample(self, row, start, count, num_sampled):
         state, end = self.rows[row], start + count
-        assert needs_sample == (end == len(state.tokens)), "needs_sample is right"
-        if not needs_sample:
-            return -1
+        assert num_sampled == (end == len(state.tokens)), "num_sampled_tokens is right"
+        if not num_sampled:
+            return ()
         read = [
             self.memory[state.table[p // self.block_size]][p % self.block_size] for p in range(end)
         ]
         assert read == state.tokens, "the cache holds the sequence's own tokens"
         token = next_token(read, state.seed)
         state.tokens.append(token)
-        return token
+        return (token,)
 
     def crash(self, plan):
         """Half of it may have happened: neither these rows nor what they write is to be relied on."""
-        for new in plan.new_rows:
-            self.rows[new.row] = Row(new)
-        tables = {row: list(self.rows.pop(row).table) for row in plan.rows}
+        for new in plan.new_sequences:
+            self.rows[new.request_slot] = Row(new)
+        tables = {row: list(self.rows.pop(row).table) for row in plan.request_slots}
         for row, blocks in plan.new_blocks:
             tables[row] += blocks
-        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+        for row, start, count in zip(
+            plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
+        ):
             for position in range(start, start + count):
                 block = tables[row][position // self.block_size]
                 self.memory[block][position % self.block_size] = POISON
@@ -227,7 +237,7 @@ class PolicyMachine(RuleBasedStateMachine):
             assert nothing_to_do or self.policy.num_unfinished == 0, "nothing runnable is forgotten"
             return
         if self.policy.statistics().num_preemptions > preemptions:
-            started = {new.sequence for new in plan.new_rows} - running
+            started = {new.sequence for new in plan.new_sequences} - running
             assert not started, "nobody starts in a step that preempted somebody"
         self.check_plan(plan)
         self.flights.append(plan)
@@ -252,7 +262,7 @@ class PolicyMachine(RuleBasedStateMachine):
         tokens = self.device.run(plan)
         failed = ()
         if fault == "not finite":
-            failed, tokens[0] = (0,), -1
+            failed, tokens[0] = ((0, "not_finite"),), ()
         self.policy.apply(StepDone(plan.step, tuple(tokens), failed=failed))
 
     @rule(times=st.integers(1, 12), depth=st.integers(1, 3))
@@ -299,21 +309,25 @@ class PolicyMachine(RuleBasedStateMachine):
 
     def check_plan(self, plan):
         config = self.config
-        assert sum(plan.counts) <= config.max_num_scheduled_tokens, "the token budget holds"
-        assert min(plan.counts) > 0
-        assert len(set(plan.rows)) == len(plan.rows) <= config.max_num_active_seqs
-        assert set(plan.rows) <= set(range(config.max_num_seqs))
-        self.row_owner.update({new.row: new.sequence for new in plan.new_rows})
-        self.owners[plan.step] = [self.row_owner[row] for row in plan.rows]
+        assert sum(plan.num_scheduled_tokens) <= config.max_num_scheduled_tokens, (
+            "the token budget holds"
+        )
+        assert min(plan.num_scheduled_tokens) > 0
+        assert len(set(plan.request_slots)) == len(plan.request_slots) <= config.max_num_active_seqs
+        assert set(plan.request_slots) <= set(range(config.max_num_seqs))
+        self.row_owner.update({new.request_slot: new.sequence for new in plan.new_sequences})
+        self.owners[plan.step] = [self.row_owner[row] for row in plan.request_slots]
         by_row = {sequence.row: sequence for sequence in self.policy._running.snapshot()}
-        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+        for row, start, count in zip(
+            plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
+        ):
             sequence, size = by_row[row], self.blocks.block_size
             assert sequence.id == self.row_owner[row]
             assert sequence.id in self.unfinished, "no work after the end"
             assert start + count < self.limit(sequence.id), "no work beyond the limit"
             written = sequence.blocks[start // size : (start + count - 1) // size + 1]
             assert all(self.blocks.num_references(block) == 1 for block in written), "one writer"
-        assert {row for row, _ in plan.new_blocks} <= set(plan.rows)
+        assert {row for row, _ in plan.new_blocks} <= set(plan.request_slots)
         assert len(self.flights) < config.max_steps_in_flight
 
     @invariant()

@@ -29,11 +29,11 @@ def admit(id, length, priority=0):
 
 
 def ids(plan):
-    return [column.token_ids[0] for column in plan.columns]
+    return [column.token_ids[0] for column in plan.entries]
 
 
 def done(plan):
-    return PoolDone(plan.step, tuple(column.token_ids[0] for column in plan.columns))
+    return PoolDone(plan.step, tuple(column.token_ids[0] for column in plan.entries))
 
 
 def told(policy):

@@ -12,7 +12,7 @@ from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling
-from trouper.actors.messages.results import NO_VALID_TOKEN
+from trouper.kernels.cpu.sampling.sample import NOTHING_LEFT
 
 V = 50
 
@@ -169,7 +169,7 @@ def test_only_allowed_ids_are_drawn():
 def test_a_row_that_may_draw_nothing_fails_alone():
     nothing = Sampling(temperature=0.0, allowed_token_ids=(2,), min_tokens=1, stop_ids=(2,))
     assert Bench(nothing, Sampling(temperature=0.0)).draw(torch.zeros(2, V)).token_ids == [
-        NO_VALID_TOKEN,
+        NOTHING_LEFT,
         0,
     ]
 
@@ -177,7 +177,7 @@ def test_a_row_that_may_draw_nothing_fails_alone():
 def test_a_row_that_may_draw_nothing_has_no_logprobs():
     nothing = Sampling(allowed_token_ids=(2,), min_tokens=1, stop_ids=(2,), logprobs=1)
     sampled = Bench(nothing, Sampling(logprobs=0)).draw(torch.zeros(2, V))
-    assert sampled.token_ids[0] == NO_VALID_TOKEN
+    assert sampled.token_ids[0] == NOTHING_LEFT
     assert sampled.logprobs[0] is None
     assert sampled.logprobs[1].token_ids == (sampled.token_ids[1],)
 

@@ -83,4 +83,4 @@ async def test_prompts_that_come_together_are_planned_together():
         await anyio.wait_all_tasks_blocked()
         plan = stage.planned()[0]
         assert isinstance(plan, StepPlan)
-        assert len(plan.rows) == 2
+        assert len(plan.request_slots) == 2

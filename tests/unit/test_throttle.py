@@ -16,7 +16,7 @@ def reasons(desk):
 def sizes(desk, times):
     found = []
     for _ in range(times):
-        found.append(sum(desk.plan().counts))
+        found.append(sum(desk.plan().num_scheduled_tokens))
         desk.land()
     return found
 
@@ -26,7 +26,7 @@ def test_steps_are_halved_until_they_fit_and_nobody_ends():
     desk.admit(prompt=range(1, 101), max_tokens=3)
     desk.plan()
     desk.fail(**OOM)
-    assert sum(desk.plan().counts) == 32
+    assert sum(desk.plan().num_scheduled_tokens) == 32
     desk.fail(**OOM)
     assert sizes(desk, 9) == [16] * 6 + [4, 1, 1]
     assert reasons(desk) == {0: "length"}
@@ -35,10 +35,10 @@ def test_steps_are_halved_until_they_fit_and_nobody_ends():
 def test_a_later_step_in_flight_is_refused_and_does_not_count_twice():
     desk = Desk(max_num_scheduled_tokens=64, max_steps_in_flight=2)
     desk.admit(prompt=range(1, 301))
-    assert [sum(desk.plan().counts) for _ in range(2)] == [64, 64]
+    assert [sum(desk.plan().num_scheduled_tokens) for _ in range(2)] == [64, 64]
     desk.fail(**OOM)
     desk.fail()
-    assert sum(desk.plan().counts) == 32
+    assert sum(desk.plan().num_scheduled_tokens) == 32
     desk.land()
 
 
@@ -49,7 +49,7 @@ def test_more_sequences_than_tokens_take_turns():
     desk.plan()
     desk.fail(**OOM)
     while desk.policy.num_unfinished:
-        assert sum(desk.plan().counts) <= 4
+        assert sum(desk.plan().num_scheduled_tokens) <= 4
         desk.land()
     assert reasons(desk) == dict.fromkeys(range(4), "length")
 

@@ -136,7 +136,7 @@ class PoolingRunner:
         assert isinstance(plan, PoolPlan), "this model pools"
         if self._model is None:
             raise RuntimeError("a step while the weights are absent")
-        parts = slices(plan.columns, torch.get_num_threads())
+        parts = slices(plan.entries, torch.get_num_threads())
         if len(parts) > 1 or self._num_launched or self._is_for_one(parts[0]):
             return self._launch(plan.step, parts)
         with torch.inference_mode():

@@ -25,6 +25,7 @@ from trouper.actors.executor.kv_memory import KVCache, kv_cache_specs, num_kv_bl
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_config
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
+from trouper.actors.executor.sampling.results import make_step_done
 from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.executor.weights.quantized import integer_scheme
@@ -156,18 +157,18 @@ class CpuRunner:
             raise RuntimeError("a step while weights or KV memory are absent")
         with torch.inference_mode():
             self._apply_changes(plan, self._kv)
-            if not plan.rows:
+            if not plan.request_slots:
                 return StepDone(plan.step, ())
             batch = make_batch(plan, self._rows, self._traits.windows, self._decoder.ops.plan)
-            columns = np.flatnonzero(plan.needs_sample)
+            columns = np.flatnonzero(plan.num_sampled_tokens)
             passed = self._forward(batch, columns, self._decoder, self._kv)
             prompt_logprobs = self._prompt_logprobs(passed.hidden_TE, batch, self._decoder)
             return self._sample(plan, passed, batch, columns, prompt_logprobs)
 
     def _apply_changes(self, plan: StepPlan, kv: KVCache) -> None:
-        for new in plan.new_rows:
+        for new in plan.new_sequences:
             self._rows.place(new)
-            self._sampler.place(new.row)
+            self._sampler.place(new.request_slot)
         for row, block_ids in plan.new_blocks:
             self._rows.add_blocks(row, block_ids)
         kv.copy_blocks(plan.copies)
@@ -199,8 +200,8 @@ class CpuRunner:
         columns: np.ndarray,
         prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...],
     ) -> StepDone:
-        token_ids = np.full(len(plan.rows), -1)
-        logprobs: list[TokenLogprobs | None] = []
+        token_ids = np.full(len(plan.request_slots), -1)
+        logprobs: list[tuple[TokenLogprobs, ...]] = []
         rows, ends = batch.rows[columns], batch.ends[columns]
         if passed.token_R is not None:
             token_ids[columns] = self._sampler.written(passed.token_R, rows, ends)
@@ -214,16 +215,11 @@ class CpuRunner:
             sampled = self._sampler.sample(logits, rows, ends, picked)
             token_ids[columns] = sampled.token_ids
             if sampled.logprobs:
-                logprobs = [None] * len(plan.rows)
+                logprobs = [()] * len(plan.request_slots)
                 for column, found in zip(columns, sampled.logprobs, strict=True):
-                    logprobs[column] = found
-        return StepDone(
-            step=plan.step,
-            token_ids=tuple(token_ids.tolist()),
-            logprobs=tuple(logprobs),
-            prompt_logprobs=prompt_logprobs,
-            failed=tuple(columns[token_ids[columns] < 0].tolist()),
-        )
+                    if found is not None:
+                        logprobs[column] = (found,)
+        return make_step_done(plan, token_ids.tolist(), logprobs, prompt_logprobs)
 
     def _prompt_logprobs(
         self, hidden_TE: Tensor, batch: Batch, decoder: Decoder

@@ -41,13 +41,13 @@ def pack(plan: StepPlan | None, width: int) -> np.ndarray:
     sampled[:] = -1
     if plan is None:
         return packed
-    columns = slice(len(plan.rows))
-    counts = np.array(plan.counts)
+    columns = slice(len(plan.request_slots))
+    counts = np.array(plan.num_scheduled_tokens)
     bounds[1 : len(counts) + 1] = counts.cumsum()
     bounds[len(counts) + 1 :] = counts.sum()
-    rows[columns] = plan.rows
-    starts[columns] = plan.starts
-    sampled[columns] = np.where(plan.needs_sample, plan.rows, -1)
+    rows[columns] = plan.request_slots
+    starts[columns] = plan.num_computed_tokens
+    sampled[columns] = np.where(plan.num_sampled_tokens, plan.request_slots, -1)
     ends[columns] = starts[columns] + counts
     last[columns] = bounds[1 : len(counts) + 1] - 1
     return packed

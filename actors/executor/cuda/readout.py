@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trouper.actors.executor.cuda.machine import Machine
 from trouper.actors.executor.device import Later
+from trouper.actors.executor.sampling.results import make_step_done
 from trouper.actors.executor.sampling.sampler import token_logprobs
 from trouper.actors.messages.plans import Sampling, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
@@ -40,7 +41,9 @@ class Readout:
         """The logprobs of the columns that sample and want some; `wishes` are those of the columns."""
         wanted = {
             column: s
-            for column, (s, samples) in enumerate(zip(wishes, self._plan.needs_sample, strict=True))
+            for column, (s, samples) in enumerate(
+                zip(wishes, self._plan.num_sampled_tokens, strict=True)
+            )
             if samples and (s.logprobs is not None or s.logprob_token_ids)
         }
         best = {c: s.logprobs or 0 for c, s in wanted.items() if not s.logprob_token_ids}
@@ -88,24 +91,18 @@ class Readout:
 
     def _done(self, arrays: Arrays) -> StepDone:
         plan = self._plan
-        token_ids = arrays[0][: len(plan.rows)]
-        samples = np.array(plan.needs_sample)
-        logprobs: list[TokenLogprobs | None] = []
+        token_ids = arrays[0][: len(plan.request_slots)]
+        logprobs: list[tuple[TokenLogprobs, ...]] = []
         if self._samples:
-            logprobs = [None] * len(plan.rows)
+            logprobs = [()] * len(plan.request_slots)
         for column, read in self._samples.items():
             if token_ids[column] >= 0:
-                logprobs[column] = read(arrays)
-        return StepDone(
-            step=plan.step,
-            token_ids=tuple(token_ids.tolist()),
-            logprobs=tuple(logprobs),
-            prompt_logprobs=tuple(
-                (column, tuple(read(arrays) for read in readers))
-                for column, readers in self._prompts.items()
-            ),
-            failed=tuple(np.flatnonzero(samples & (token_ids < 0)).tolist()),
+                logprobs[column] = (read(arrays),)
+        prompt_logprobs = tuple(
+            (column, tuple(read(arrays) for read in readers))
+            for column, readers in self._prompts.items()
         )
+        return make_step_done(plan, token_ids.tolist(), logprobs, prompt_logprobs)
 
 
 def _best_reader(first: int, row: int, num_top: int) -> Reader:

@@ -52,8 +52,8 @@ class Resident(msgspec.Struct, frozen=True):
 
     def write_history(self, new: NewSequence, prompt_spans: Iterable[tuple[int, int]]) -> None:
         """Count the row's tokens, as `sampling_rows.py` says; those of its prompt lie in the spans."""
-        history = self.views.sampling.history[new.row].zero_()
-        tokens = self.views.tokens[new.row].narrow(0, 0, len(new.token_ids))
+        history = self.views.sampling.history[new.request_slot].zero_()
+        tokens = self.views.tokens[new.request_slot].narrow(0, 0, len(new.token_ids))
         outputs = tokens[new.num_prompt :]
         for begin, end in prompt_spans:
             history.index_fill_(0, tokens[begin:end].long(), 1)

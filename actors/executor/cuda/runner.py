@@ -207,7 +207,7 @@ class CudaRunner:
             raise RuntimeError("a step while weights or KV memory are absent")
         with torch.inference_mode():
             self._apply_changes(plan, resident)
-            if not plan.rows:
+            if not plan.request_slots:
                 return StepDone(plan.step, ())
             self._machine.upload(pack(plan, self._layout.num_rows + 1), out=resident.inputs)
             parts = self._embeds(plan)
@@ -219,13 +219,13 @@ class CudaRunner:
                 graph.replay()
                 hidden, logits, sampled = graph.outputs
             readout = Readout(plan, sampled)
-            readout.add_samples(logits, [self._rows.sampling[row] for row in plan.rows])
+            readout.add_samples(logits, [self._rows.sampling[row] for row in plan.request_slots])
             self._add_prompt_logprobs(plan, hidden, readout)
             return readout.download(self._machine)
 
     def _apply_changes(self, plan: StepPlan, resident: Resident) -> None:
         changes = Changes(self._layout)
-        for new in plan.new_rows:
+        for new in plan.new_sequences:
             self._rows.place(new)
             changes.place(new)
         for row, block_ids in plan.new_blocks:
@@ -235,9 +235,9 @@ class CudaRunner:
         if packed is not None:
             addresses, words = self._machine.upload(packed)
             resident.arena.index_copy_(0, addresses, words.to(torch.int32))
-        for new in plan.new_rows:
+        for new in plan.new_sequences:
             if is_penalised(new.sampling):
-                resident.write_history(new, self._rows.token_spans(new.row))
+                resident.write_history(new, self._rows.token_spans(new.request_slot))
         resident.kv.copy_blocks(plan.copies)
 
     @torch.inference_mode()
@@ -269,7 +269,7 @@ class CudaRunner:
         return hidden_TE, logits_CV, sampled_C
 
     def _embeds(self, plan: StepPlan) -> tuple[Part, ...]:
-        firsts = np.cumsum(plan.counts) - plan.counts
+        firsts = np.cumsum(plan.num_scheduled_tokens) - plan.num_scheduled_tokens
         return tuple(
             (first, self._machine.to_device(part))
             for first, part in embeds_of(plan, self._rows, firsts)
@@ -279,10 +279,12 @@ class CudaRunner:
         """Of the prompt tokens that follow the positions of this step, where they were asked for."""
         decoder, rows = self._decoder, self._rows
         assert decoder is not None
-        firsts = np.cumsum(plan.counts) - plan.counts
-        for column, (row, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
+        firsts = np.cumsum(plan.num_scheduled_tokens) - plan.num_scheduled_tokens
+        for column, (row, start) in enumerate(
+            zip(plan.request_slots, plan.num_computed_tokens, strict=True)
+        ):
             num_top = rows.sampling[row].prompt_logprobs
-            count = min(plan.counts[column], int(rows.num_prompt[row]) - 1 - start)
+            count = min(plan.num_scheduled_tokens[column], int(rows.num_prompt[row]) - 1 - start)
             if num_top is None or count <= 0:
                 continue
             hidden = hidden_TE.narrow(0, int(firsts[column]), count)

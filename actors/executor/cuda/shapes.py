@@ -46,7 +46,9 @@ def _up_to(largest: int, sizes: Iterable[int]) -> set[int]:
 
 def shape_of(plan: StepPlan) -> Shape:
     """As it is."""
-    return Shape(sum(plan.counts), len(plan.rows), max(plan.counts) == 1)
+    return Shape(
+        sum(plan.num_scheduled_tokens), len(plan.request_slots), max(plan.num_scheduled_tokens) == 1
+    )
 
 
 def padded(shape: Shape, captured: Iterable[Shape]) -> Shape:

@@ -89,7 +89,7 @@ class Changes:
 
     def place(self, new: NewSequence) -> None:
         """A sequence takes a row; its history is not in the arena."""
-        row, s = new.row, new.sampling
+        row, s = new.request_slot, new.sampling
         self.put("tokens", row, new.token_ids)
         self.put("blocks", row, new.block_ids)
         edits = _edits(s, new.num_prompt)

@@ -23,7 +23,7 @@ import msgspec
 from trouper.actors.executor.device import Answer, DeviceInfo
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, PoolPlan, Sampling, StepPlan
-from trouper.actors.messages.results import StepDone, StepFailed, TokenLogprobs
+from trouper.actors.messages.results import EntryFailure, StepDone, StepFailed, TokenLogprobs
 from trouper.actors.runtime.event_loop import Soon
 
 ENTRY_BYTES = 8
@@ -200,23 +200,25 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
         if plan.epoch <= self._refused_epoch:
             return self._refuse(plan, "an earlier step failed")
         self._apply(plan)
-        rows = [self._rows[row] for row in plan.rows]
+        rows = [self._rows[row] for row in plan.request_slots]
         error = self._conditions.error(plan, tuple(row.sequence for row in rows))
         num_columns = len(rows) if error is None else min(error.num_columns, len(rows))
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
+        tokens: list[tuple[int, ...]] = []
+        logprobs: list[tuple[TokenLogprobs, ...]] = []
         prompt_logprobs: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
-        failed: list[int] = []
-        for i, (row, start, count) in enumerate(zip(rows, plan.starts, plan.counts, strict=True)):
+        failed: list[tuple[int, EntryFailure]] = []
+        for i, (row, start, count) in enumerate(
+            zip(rows, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
+        ):
             if i >= num_columns:
                 self._spoil(row, start, start + count)
                 continue
             if known := self._compute(row, start, start + count):
                 prompt_logprobs.append((i, known))
-            token = self._sample(row, start, start + count) if plan.needs_sample[i] else None
+            token = self._sample(row, start, start + count) if plan.num_sampled_tokens[i] else None
             if token == UNKNOWN:
-                failed.append(i)
-            tokens.append(UNKNOWN if token is None else token)
+                failed.append((i, "not_finite"))
+            tokens.append(() if token is None or token == UNKNOWN else (token,))
             logprobs.append(self._token_logprobs(row, start + count, tokens[-1]))
         if error is not None:
             self._refused_epoch = plan.epoch
@@ -231,17 +233,17 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
 
     def _refuse(self, plan: StepPlan, message: str) -> StepFailed:
         """What the rows of a failed step hold is anybody's guess: they must be given again."""
-        for row in plan.rows:
+        for row in plan.request_slots:
             self._rows.pop(row, None)
         return StepFailed(plan.step, message)
 
     def _apply(self, plan: StepPlan) -> None:
         """Rows, tables and copies: everything that comes before the computation."""
         self._check(plan)
-        starts = dict(zip(plan.rows, plan.starts, strict=True))
-        for new in plan.new_rows:
-            self._rows[new.row] = _Row(new)
-            num_shared = -(-starts[new.row] // self._info.block_size)
+        starts = dict(zip(plan.request_slots, plan.num_computed_tokens, strict=True))
+        for new in plan.new_sequences:
+            self._rows[new.request_slot] = _Row(new)
+            num_shared = -(-starts[new.request_slot] // self._info.block_size)
             self._poison(new.block_ids[num_shared:])
         for row, blocks in plan.new_blocks:
             self._rows[row].table.extend(blocks)
@@ -253,19 +255,25 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
 
     def _check(self, plan: StepPlan) -> None:
         """A plan that breaks the protocol is a bug of its maker."""
-        known = self._rows.keys() | {new.row for new in plan.new_rows}
-        given = [block for new in plan.new_rows for block in new.block_ids]
+        known = self._rows.keys() | {new.request_slot for new in plan.new_sequences}
+        given = [block for new in plan.new_sequences for block in new.block_ids]
         given += [block for _, blocks in plan.new_blocks for block in blocks]
         given += [block for _, target in plan.copies for block in (target,)]
         problems = {
-            "columns of different lengths": len(
-                {len(plan.rows), len(plan.starts), len(plan.counts), len(plan.needs_sample)}
+            "entries of different lengths": len(
+                {
+                    len(plan.request_slots),
+                    len(plan.num_computed_tokens),
+                    len(plan.num_scheduled_tokens),
+                    len(plan.num_sampled_tokens),
+                }
             )
             > 1,
-            "a row twice": len(set(plan.rows)) < len(plan.rows),
-            "a row that nobody was given": not known >= set(plan.rows),
-            "a new row without work": not {new.row for new in plan.new_rows} <= set(plan.rows),
-            "a column without tokens": min(plan.counts, default=1) < 1,
+            "a slot twice": len(set(plan.request_slots)) < len(plan.request_slots),
+            "a slot that no sequence has": not known >= set(plan.request_slots),
+            "a new sequence without work": not {new.request_slot for new in plan.new_sequences}
+            <= set(plan.request_slots),
+            "an entry without tokens": min(plan.num_scheduled_tokens, default=1) < 1,
             "no such block": not all(0 < block < self._info.num_blocks for block in given),
         }
         if found := [problem for problem, is_there in problems.items() if is_there]:
@@ -327,11 +335,16 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
             at = row.table[position // size] * self._stride + position % size * ENTRY_BYTES
             self._cache[at : at + ENTRY_BYTES] = POISON
 
-    def _token_logprobs(self, row: _Row, position: int, token: int) -> TokenLogprobs | None:
+    def _token_logprobs(
+        self, row: _Row, position: int, tokens: tuple[int, ...]
+    ) -> tuple[TokenLogprobs, ...]:
         wanted = row.sampling.logprobs
-        if wanted is None or token == UNKNOWN:
-            return None
-        return simulated_logprobs(token, position, wanted, self._vocab_size)
+        if wanted is None:
+            return ()
+        return tuple(
+            simulated_logprobs(token, position + i, wanted, self._vocab_size)
+            for i, token in enumerate(tokens)
+        )
 
 
 def simulated_tokens(

@@ -36,7 +36,7 @@ class SimulatedEncoder(SimulatedSteps[PoolPlan]):
         return f"<SimulatedEncoder {len(self._queue)} steps out>"
 
     def _run(self, plan: PoolPlan) -> PoolDone | StepFailed:
-        lengths = [len(column.token_ids) for column in plan.columns]
+        lengths = [len(column.token_ids) for column in plan.entries]
         if not lengths or lengths != sorted(lengths) or lengths[0] == 0:
             raise ValueError(f"step {plan.step}: columns of {lengths} tokens")
         if plan.epoch <= self._refused_epoch:
@@ -46,7 +46,7 @@ class SimulatedEncoder(SimulatedSteps[PoolPlan]):
         if error is not None:
             self._refused_epoch = plan.epoch
             return StepFailed(plan.step, error.message)
-        arrays = [simulated_result(column, self._size) for column in plan.columns]
+        arrays = [simulated_result(column, self._size) for column in plan.entries]
         if owners:
             for owner, array, length in zip(owners, arrays, lengths, strict=True):
                 if not self._conditions.is_finite(owner, length):

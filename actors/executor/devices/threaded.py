@@ -253,7 +253,7 @@ class LocalDevice:
 
         if isinstance(error, torch.AcceleratorError):  # nothing runs on this GPU any more
             raise error
-        columns = plan.rows if isinstance(plan, StepPlan) else plan.columns
+        columns = plan.request_slots if isinstance(plan, StepPlan) else plan.entries
         logger.error("step %d of %d columns failed", plan.step, len(columns), exc_info=error)
         self._refused_epoch = plan.epoch
         is_out_of_memory = isinstance(error, torch.OutOfMemoryError)

@@ -19,15 +19,14 @@ from torch import Tensor
 from trouper.actors.executor.batch import Rows
 from trouper.actors.executor.sampling.penalties import Penalties
 from trouper.actors.messages.plans import Sampling
-from trouper.actors.messages.results import NO_VALID_TOKEN, TokenLogprobs
-from trouper.kernels.cpu.sampling.sample import NOT_FINITE, NOTHING_LEFT, ROW, draw
+from trouper.actors.messages.results import TokenLogprobs
+from trouper.kernels.cpu.sampling.sample import NOT_FINITE, ROW, draw
 
 NO_TOP_K = 2**31 - 1  # more than any vocabulary
-assert (NOT_FINITE, NOTHING_LEFT) == (-1, NO_VALID_TOKEN)  # they go into messages as they are
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    token_ids: list[int]  # -1 where the row's logits were not finite; NO_VALID_TOKEN
+    token_ids: list[int]  # or NOT_FINITE, NOTHING_LEFT
     logprobs: list[TokenLogprobs | None]  # empty when nobody asked
 
 
