@@ -13,8 +13,8 @@ from typing import Any
 
 import anyio
 import msgspec
+from anyio.streams.memory import MemoryObjectSendStream
 
-from trouper.actors.channel import Sender
 from trouper.actors.engine.admission import Admission, embeds_bytes, estimate_tokens
 from trouper.actors.engine.controls import Controls
 from trouper.actors.engine.generation import Generation, MakeRender
@@ -74,11 +74,11 @@ class Engine(Controls):
         config: EngineConfig,
         info: DeviceInfo,
         tokenizer: Tokenizer | None,
-        to_renderer: Sender[RendererInbox],
-        to_large_renderer: Sender[RendererInbox],
-        to_scheduler: Sender[SchedulerInbox],
-        to_executor: Sender[ExecutorInbox],
-        to_observer: Sender[ObserverInbox],
+        to_renderer: MemoryObjectSendStream[RendererInbox],
+        to_large_renderer: MemoryObjectSendStream[RendererInbox],
+        to_scheduler: MemoryObjectSendStream[SchedulerInbox],
+        to_executor: MemoryObjectSendStream[ExecutorInbox],
+        to_observer: MemoryObjectSendStream[ObserverInbox],
         scheduler: Scheduler,
         detokenizer: Detokenizer | None,  # None in an engine that pools
         observer: Observer | None,

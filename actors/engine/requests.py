@@ -5,8 +5,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import anyio
+from anyio.streams.memory import MemoryObjectSendStream
 
-from trouper.actors.channel import Sender
 from trouper.actors.messages.controls import DeviceCall, Flush, Probe
 from trouper.actors.messages.inboxes import ExecutorInbox, ObserverInbox, SchedulerInbox
 from trouper.actors.runtime.future import Answer
@@ -24,9 +24,9 @@ class Questions:
 
     def __init__(
         self,
-        scheduler: Sender[SchedulerInbox],
-        executor: Sender[ExecutorInbox],
-        observer: Sender[ObserverInbox],
+        scheduler: MemoryObjectSendStream[SchedulerInbox],
+        executor: MemoryObjectSendStream[ExecutorInbox],
+        observer: MemoryObjectSendStream[ObserverInbox],
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor

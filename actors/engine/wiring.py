@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from trouper.actors.channel import Inbox, Sender, open_channel
 from trouper.actors.engine.admission import MAX_OPEN_REQUESTS
 from trouper.actors.engine.engine import Engine, EngineStatistics
 from trouper.actors.executor.actor import Executor
@@ -121,20 +121,28 @@ async def _perform(
         config = msgspec.structs.replace(config, scheduler=single)
     credits = config.scheduler.max_steps_in_flight
     # One Render for each open request.
-    to_renderer, renderer_inbox = open_channel[RendererInbox](MAX_OPEN_REQUESTS)
-    to_large_renderer, large_renderer_inbox = open_channel[RendererInbox](MAX_OPEN_REQUESTS)
+    to_renderer, renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
+        MAX_OPEN_REQUESTS
+    )
+    to_large_renderer, large_renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
+        MAX_OPEN_REQUESTS
+    )
     # One Admit and one Abort for each open request, and again for one that took its place before the
     # scheduler ran; that also leaves room for an answer and a Stop for each step in flight, and for
     # the few questions of the lifecycle, which are asked one at a time.
-    to_scheduler, scheduler_inbox = open_channel[SchedulerInbox](5 * MAX_OPEN_REQUESTS)
+    to_scheduler, scheduler_inbox = anyio.create_memory_object_stream[SchedulerInbox](
+        5 * MAX_OPEN_REQUESTS
+    )
     # The plans in flight, and one call at a time from the lifecycle and from who probes.
-    to_executor, executor_inbox = open_channel[ExecutorInbox](credits + 2)
+    to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](credits + 2)
     # One Track for each open request; the scheduler waits when it is a whole table of steps ahead.
-    to_detokenizer, detokenizer_inbox = open_channel[DetokenizerInbox](2 * MAX_OPEN_REQUESTS)
+    to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream[DetokenizerInbox](
+        2 * MAX_OPEN_REQUESTS
+    )
     # The scheduler waits when it is so many steps ahead.
-    to_pooler, pooler_inbox = open_channel[PoolerInbox](MAX_POOLED_STEPS)
+    to_pooler, pooler_inbox = anyio.create_memory_object_stream[PoolerInbox](MAX_POOLED_STEPS)
     # Facts may be dropped: some seconds of steps, should the observer be held up.
-    to_observer, observer_inbox = open_channel[ObserverInbox](MAX_FACTS)
+    to_observer, observer_inbox = anyio.create_memory_object_stream[ObserverInbox](MAX_FACTS)
     engine: Engine | None = None
     with (
         closing(Loop()) as loop,
@@ -209,14 +217,14 @@ def _make_policy(config: EngineConfig, info: DeviceInfo) -> Policy | PoolingPoli
     return Policy(config.scheduler, Blocks(info.num_blocks, info.block_size, prefix_caching))
 
 
-def _make_reporter(to_observer: Sender[ObserverInbox], *, is_on: bool) -> Reporter:
+def _make_reporter(to_observer: MemoryObjectSendStream[ObserverInbox], *, is_on: bool) -> Reporter:
     return Reporter(to_observer.clone() if is_on else None)
 
 
 def _make_observer(
     config: EngineConfig,
     info: DeviceInfo,
-    inbox: Inbox[ObserverInbox],
+    inbox: MemoryObjectReceiveStream[ObserverInbox],
     policy: Policy | PoolingPolicy,
     note_ended: NoteEnded | None,
 ) -> Observer | None:

@@ -2,8 +2,8 @@
 
 import anyio
 from anyio.abc import TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from trouper.actors.channel import Inbox, Sender
 from trouper.actors.executor.device import Device, DeviceInfo
 from trouper.actors.messages.controls import DeviceCall
 from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
@@ -17,8 +17,8 @@ class Executor:
 
     def __init__(
         self,
-        inbox: Inbox[ExecutorInbox],
-        scheduler: Sender[SchedulerInbox],
+        inbox: MemoryObjectReceiveStream[ExecutorInbox],
+        scheduler: MemoryObjectSendStream[SchedulerInbox],
         device: Device,
         soon: Soon | None = None,
     ) -> None:

@@ -13,8 +13,8 @@ from typing import assert_never
 
 import anyio
 from anyio.abc import TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream
 
-from trouper.actors.channel import Inbox
 from trouper.actors.messages.controls import Flush
 from trouper.actors.messages.inboxes import ObserverInbox
 from trouper.actors.messages.stats import OutputStats, RequestEnded, SchedulerStats, StepStats
@@ -36,7 +36,7 @@ class Observer:
 
     def __init__(
         self,
-        inbox: Inbox[ObserverInbox],
+        inbox: MemoryObjectReceiveStream[ObserverInbox],
         metrics: Metrics | None,
         statistics: Callable[[], SchedulerStats],
         interval_s: float,

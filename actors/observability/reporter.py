@@ -4,15 +4,15 @@ from types import TracebackType
 from typing import Self
 
 import anyio
+from anyio.streams.memory import MemoryObjectSendStream
 
-from trouper.actors.channel import Sender
 from trouper.actors.messages.inboxes import ObserverInbox
 
 
 class Reporter:
     """Owns a sending end, or none when statistics are off.  Facts that find no room are dropped."""
 
-    def __init__(self, observer: Sender[ObserverInbox] | None) -> None:
+    def __init__(self, observer: MemoryObjectSendStream[ObserverInbox] | None) -> None:
         self._observer = observer
         self.num_dropped = 0
 

@@ -15,8 +15,8 @@ import anyio
 import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from trouper.actors.channel import Inbox, Sender
 from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.inboxes import DetokenizerInbox, SchedulerInbox
 from trouper.actors.messages.outputs import SequenceTokens, StepTokens, Stop
@@ -70,8 +70,8 @@ class Detokenizer:
 
     def __init__(
         self,
-        inbox: Inbox[DetokenizerInbox],
-        scheduler: Sender[SchedulerInbox],
+        inbox: MemoryObjectReceiveStream[DetokenizerInbox],
+        scheduler: MemoryObjectSendStream[SchedulerInbox],
         tokenizer: Tokenizer | None,
         reporter: Reporter | None = None,
     ) -> None:

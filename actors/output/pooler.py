@@ -13,8 +13,8 @@ import anyio
 import msgspec
 import numpy as np
 from anyio.abc import TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream
 
-from trouper.actors.channel import Inbox, open_channel
 from trouper.actors.engine.admission import MAX_OPEN_REQUESTS
 from trouper.actors.messages.inboxes import PoolerInbox
 from trouper.actors.messages.outputs import PooledRequest
@@ -47,7 +47,7 @@ class Pooler:
 
     def __init__(
         self,
-        inbox: Inbox[PoolerInbox],
+        inbox: MemoryObjectReceiveStream[PoolerInbox],
         spec: PoolerSpec,
         threads: Threads,
     ) -> None:
@@ -65,7 +65,7 @@ class Pooler:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         # One for each open request, so there is always room.
-        to_lane, lane = open_channel[_Work](MAX_OPEN_REQUESTS)
+        to_lane, lane = anyio.create_memory_object_stream[_Work](MAX_OPEN_REQUESTS)
         # The two defaults differ (spec 14.1), so they are said.
         logger.info(
             "pooling tasks: %s; by default %s, of encode %s",
@@ -90,7 +90,7 @@ class Pooler:
                         answer.set(None)
                 to_lane.close()
 
-    async def _finish_large(self, lane: Inbox[_Work]) -> None:
+    async def _finish_large(self, lane: MemoryObjectReceiveStream[_Work]) -> None:
         async for work in lane:
             await self._finish([work])
 

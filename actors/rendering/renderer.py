@@ -12,8 +12,8 @@ from typing import Any
 
 import anyio
 from anyio.abc import TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from trouper.actors.channel import Inbox, Sender
 from trouper.actors.messages.inboxes import DetokenizerInbox, SchedulerInbox
 from trouper.actors.messages.requests import AdmitPooling, Render
 from trouper.actors.rendering.text import Rendered
@@ -30,9 +30,9 @@ class Renderer:
 
     def __init__(
         self,
-        inbox: Inbox[Render],
-        scheduler: Sender[SchedulerInbox],
-        detokenizer: Sender[DetokenizerInbox],
+        inbox: MemoryObjectReceiveStream[Render],
+        scheduler: MemoryObjectSendStream[SchedulerInbox],
+        detokenizer: MemoryObjectSendStream[DetokenizerInbox],
         render: Callable[[Render], Rendered],
         threads: Threads,
     ) -> None:

@@ -9,8 +9,8 @@ from typing import Any, assert_never
 
 import anyio
 from anyio.abc import TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from trouper.actors.channel import Inbox, Sender
 from trouper.actors.messages.controls import (
     DeviceCall,
     Pause,
@@ -38,9 +38,9 @@ class Scheduler:
 
     def __init__(
         self,
-        inbox: Inbox[SchedulerInbox],
-        executor: Sender[ExecutorInbox],
-        reader: Sender[Any],
+        inbox: MemoryObjectReceiveStream[SchedulerInbox],
+        executor: MemoryObjectSendStream[ExecutorInbox],
+        reader: MemoryObjectSendStream[Any],
         policy: Policy | PoolingPolicy,
         *,
         reporter: Reporter | None = None,

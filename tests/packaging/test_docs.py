@@ -70,7 +70,9 @@ def channels():
             case ast.Assign(
                 targets=[ast.Tuple(elts=[ast.Name(id=name), ast.Name()])],
                 value=ast.Call(
-                    func=ast.Subscript(value=ast.Name(id="open_channel"), slice=inbox),
+                    func=ast.Subscript(
+                        value=ast.Attribute(attr="create_memory_object_stream"), slice=inbox
+                    ),
                     args=[capacity],
                 ),
             ):

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.channel import open_channel
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.outputs import SequenceTokens, StepTokens, Stop
 from trouper.actors.messages.requests import Track
@@ -71,8 +70,8 @@ class Stage:
 
 @asynccontextmanager
 async def open_stage(tokenizer):
-    to_actor, inbox = open_channel(64)
-    to_scheduler, scheduler_inbox = open_channel(64)
+    to_actor, inbox = anyio.create_memory_object_stream(64)
+    to_scheduler, scheduler_inbox = anyio.create_memory_object_stream(64)
     actor = Detokenizer(inbox, to_scheduler, tokenizer)
     with to_actor, scheduler_inbox:
         stage = Stage(actor, to_actor, scheduler_inbox, tokenizer)

@@ -2,10 +2,10 @@
 
 import logging
 
+import anyio
 import pytest
 import trio.testing
 
-from trouper.actors.channel import open_channel
 from trouper.actors.messages.controls import Flush
 from trouper.actors.messages.inboxes import ObserverInbox
 from trouper.actors.messages.stats import OutputStats, RequestEnded, SchedulerStats, StepStats
@@ -47,7 +47,7 @@ class Stage:
 
     def __init__(self, nursery, interval_s=10.0, capacity=100, note_ended=None, is_on=True):
         self.metrics = Metrics("m", 64) if is_on else None
-        self.observer, inbox = open_channel[ObserverInbox](capacity)
+        self.observer, inbox = anyio.create_memory_object_stream[ObserverInbox](capacity)
         self.stats = stats()  # the scheduler's
         self.actor = Observer(inbox, self.metrics, lambda: self.stats, interval_s, note_ended)
         self.reporter = Reporter(self.observer)
@@ -120,7 +120,7 @@ async def test_the_line_says_what_happened_since_the_one_before():
 
 
 async def test_facts_without_room_are_dropped_and_counted_and_nobody_waits():
-    to_observer, inbox = open_channel[ObserverInbox](2)
+    to_observer, inbox = anyio.create_memory_object_stream[ObserverInbox](2)
     with inbox, Reporter(to_observer) as reporter:
         for _ in range(5):
             reporter.report(StepStats(1))
@@ -128,7 +128,7 @@ async def test_facts_without_room_are_dropped_and_counted_and_nobody_waits():
 
 
 async def test_reporting_to_an_observer_that_is_gone_is_harmless():
-    to_observer, inbox = open_channel[ObserverInbox](2)
+    to_observer, inbox = anyio.create_memory_object_stream[ObserverInbox](2)
     inbox.close()
     with Reporter(to_observer) as reporter:
         reporter.report(StepStats(1))

@@ -4,7 +4,6 @@ import anyio
 import numpy as np
 import pytest
 
-from trouper.actors.channel import open_channel
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.outputs import Pooled, PooledRequest
 from trouper.actors.messages.requests import AdmitPooling
@@ -37,7 +36,7 @@ class Inline:
 @pytest.fixture
 async def stage():
     """(send the results of a step, the threads, the pooler)."""
-    to_pooler, inbox = open_channel(8)
+    to_pooler, inbox = anyio.create_memory_object_stream(8)
     threads = Inline()
     pooler = Pooler(inbox, spec(), threads)
 

@@ -7,7 +7,6 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from trouper.actors.channel import open_channel
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.requests import Admit, Render, Track
 from trouper.actors.rendering import renderer as renderer_module
@@ -94,9 +93,9 @@ def drained(inbox):
 
 @asynccontextmanager
 async def open_stage(num_workers=1, function=render, threads=None):
-    to_renderer, renderer_inbox = open_channel(16)
-    to_scheduler, scheduler_inbox = open_channel(16)
-    to_detokenizer, detokenizer_inbox = open_channel(16)
+    to_renderer, renderer_inbox = anyio.create_memory_object_stream(16)
+    to_scheduler, scheduler_inbox = anyio.create_memory_object_stream(16)
+    to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream(16)
     threads = threads or Inline()
     with (
         to_renderer,
@@ -231,9 +230,9 @@ async def test_each_worker_serves_one_request_at_a_time(monkeypatch):
 
 
 async def test_it_ends_when_its_inbox_ends():
-    to_renderer, inbox = open_channel(1)
-    to_scheduler, scheduler_inbox = open_channel(1)
-    to_detokenizer, detokenizer_inbox = open_channel(1)
+    to_renderer, inbox = anyio.create_memory_object_stream(1)
+    to_scheduler, scheduler_inbox = anyio.create_memory_object_stream(1)
+    to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream(1)
     with scheduler_inbox, detokenizer_inbox:
         to_renderer.close()
         with anyio.fail_after(5):

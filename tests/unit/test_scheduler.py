@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from trouper.actors.channel import open_channel
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.requests import Admit
@@ -38,9 +37,9 @@ class Stage:
 
 @asynccontextmanager
 async def open_stage(policy):
-    to_scheduler, inbox = open_channel(10)
-    to_executor, plans = open_channel(10)
-    to_reader, news = open_channel(10)
+    to_scheduler, inbox = anyio.create_memory_object_stream(10)
+    to_executor, plans = anyio.create_memory_object_stream(10)
+    to_reader, news = anyio.create_memory_object_stream(10)
     with to_scheduler, plans, news:
         async with anyio.create_task_group() as tasks:
             await tasks.start(Scheduler(inbox, to_executor, to_reader, policy).run)
