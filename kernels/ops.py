@@ -5,7 +5,7 @@ N  query heads         H  KV heads       D  head width   S  cache slots
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -32,8 +32,80 @@ class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
     softcap: float | None
 
 
+class StepTokens(NamedTuple):
+    """The tokens of one step, in host memory; int64."""
+
+    ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+
+
 class Ops(Protocol):
-    """One implementation of the operations.  Tensors are contiguous in their last dimension."""
+    """The operations on one kind of device.  Tensors are contiguous in their last dimension.
+
+    The tokens of a step and the plan of its attention are whatever the implementation takes.
+    """
+
+    def begin_step(
+        self, tokens: Any, table_VE: Tensor, scale: float, rope_tables: Sequence[Tensor]
+    ) -> tuple[Tensor, Any]:
+        """Return scale · table[ids], [T, E], and what all layers of the step share."""
+        ...
+
+    def rms_norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
+        """Return x / √(mean(x²) + ε) · weight."""
+        ...
+
+    def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
+        """Normalise in place; rows may be strided."""
+        ...
+
+    def fused_add_rms_norm(
+        self,
+        x_TE: Tensor,
+        y_TE: Tensor,
+        weight: Tensor | None,
+        post_weight: Tensor | None = None,
+    ) -> Tensor:
+        """Add residual_scale · y to x in place; return the norm of the sum, or x where weight is None.
+
+        Args:
+            post_weight: of the norm of y, ahead of the sum; None = y has none.
+        """
+        ...
+
+    def qk_norm_rope_kv_write(
+        self,
+        qkv_TND: Tensor,
+        head_norm: Tensor | None,
+        step: Any,
+        rope: int | None,
+        cache_2HSD: Tensor,
+    ) -> None:
+        """Normalise and rotate q and k in place, and write k and v to the cache.
+
+        Args:
+            head_norm: [N + H, D] weights of the norm of each head; None = no norm.
+            step: from `begin_step`.
+            rope: which of the step's tables rotates; None = no rotation.
+        """
+        ...
+
+    def attend(self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: Any) -> Tensor:
+        """Return the attention's output [T, N · D] over the cache, which holds this step's keys already."""
+        ...
+
+    def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:
+        """Return activation(gate) · up for the two halves of gate_up [T, 2 M]."""
+        ...
+
+    def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
+        """Return cap · tanh(scale · product / cap), or scale · product where there is no cap."""
+        ...
+
+
+class CpuOps(Ops, Protocol):
+    """The operations on the CPU, whose tokens are `StepTokens`."""
 
     def plan(
         self,
@@ -49,53 +121,4 @@ class Ops(Protocol):
             block_ids: [rows, blocks] int64; entry i uses row rows[i].
             window: of keys that a query sees; None = all before it.
         """
-        ...
-
-    def embed(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
-        """Return scale · table[ids], [T, E]."""
-        ...
-
-    def begin(self, positions_T: Tensor, slots_T: Tensor, tables: Sequence[Tensor]) -> Any:
-        """Prepare what all layers of a step share, for `qk_norm_rope_kv_write`."""
-        ...
-
-    def rms_norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
-        """Return x / √(mean(x²) + ε) · weight."""
-        ...
-
-    def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
-        """Normalise in place; rows may be strided."""
-        ...
-
-    def fused_add_rms_norm(self, x_TE: Tensor, y_TE: Tensor, weight: Tensor | None) -> Tensor:
-        """Add residual_scale · y to x in place; return the norm of the sum, or x where weight is None."""
-        ...
-
-    def qk_norm_rope_kv_write(
-        self,
-        qkv_TND: Tensor,
-        head_norm: Tensor | None,
-        step: Any,
-        rope: int | None,
-        cache_2HSD: Tensor,
-    ) -> None:
-        """Normalise and rotate q and k in place, and write k and v to the cache.
-
-        Args:
-            head_norm: [N + H, D] weights of the norm of each head; None = no norm.
-            step: the result of `begin`.
-            rope: which of the step's tables rotates; None = no rotation.
-        """
-        ...
-
-    def attend(self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: Any) -> Tensor:
-        """Return the attention's output [T, N · D] over the cache, which holds this step's keys already."""
-        ...
-
-    def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:
-        """Return activation(gate) · up for the two halves of gate_up [T, 2 M]."""
-        ...
-
-    def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
-        """Return float32 cap · tanh(scale · product / cap), or scale · product where there is no cap."""
         ...

@@ -9,10 +9,10 @@ Law: the choice depends on the model and the machine alone, never on a batch; te
 
 from trouper.kernels.codegen import units
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.ops import Ops, OpsConfig
+from trouper.kernels.ops import CpuOps, OpsConfig
 
 
-def make_ops(config: OpsConfig, *, native: bool | None = None) -> Ops:
+def make_ops(config: OpsConfig, *, native: bool | None = None) -> CpuOps:
     """Build the operations; `native` = None chooses compiled kernels wherever they can be used."""
     if native or (native is None and can_be_native(config)):
         from trouper.kernels.cpu.ops import NativeOps

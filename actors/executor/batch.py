@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.decoder import Read
+from trouper.actors.executor.models.decoder import LogitsIndices
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
+from trouper.kernels.ops import StepTokens
 
 
 class Rows:
@@ -81,13 +82,13 @@ class Batch(msgspec.Struct, frozen=True):
     ends: np.ndarray  # [C], the position that a sample of the column will take
     firsts: np.ndarray  # [C], first token of the column in the flat batch
     lasts: np.ndarray  # [C], the last
-    token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    slots: Tensor  # [T] int64
+    tokens: StepTokens
     plans: dict[int | None, Any]  # attention, by window, as the decoder's ops make them
     has_long_chunks: bool = True  # else every token is attended alone
     embeds: tuple[tuple[int, Tensor], ...] = ()  # first token in the flat batch, rows from there on
-    read: Read | None = None  # the last tokens of the columns that sample; None: all tokens
+    read: LogitsIndices | None = (
+        None  # the last tokens of the columns that sample; None: all tokens
+    )
 
 
 def make_batch(
@@ -111,7 +112,7 @@ def make_batch(
     if has_long_chunks and rows.tell_prompts.isdisjoint(plan.request_slots):
         samples = np.flatnonzero(plan.num_sampled_tokens)
         lone = columns[samples], (starts + counts)[samples] - 1, np.ones_like(samples)
-        read = Read(
+        read = LogitsIndices(
             torch.from_numpy(lasts[samples]),
             {window: plan_attention(rows.block_ids, *lone, window) for window in windows},
         )
@@ -121,9 +122,11 @@ def make_batch(
         ends=starts + counts,
         firsts=firsts,
         lasts=lasts,
-        token_ids=torch.from_numpy(rows.token_ids[rows_T, positions_T]),
-        positions=torch.from_numpy(positions_T),
-        slots=torch.from_numpy(slots_T),
+        tokens=StepTokens(
+            torch.from_numpy(rows.token_ids[rows_T, positions_T]),
+            torch.from_numpy(positions_T),
+            torch.from_numpy(slots_T),
+        ),
         plans={window: plan_attention(rows.block_ids, *attended, window) for window in windows},
         has_long_chunks=has_long_chunks,
         embeds=embeds_of(plan, rows, firsts),

@@ -18,7 +18,7 @@ from trouper.kernels.cpu.fused.embed import embed
 from trouper.kernels.cpu.fused.finish_logits import finish_logits
 from trouper.kernels.cpu.fused.fused_add_rms_norm import fused_add_rms_norm
 from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from trouper.kernels.ops import Integers, OpsConfig
+from trouper.kernels.ops import Integers, OpsConfig, StepTokens
 from trouper.kernels.reference.ops import finished_logits
 
 KINDS = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -141,6 +141,12 @@ class NativeOps:
         )
         return x_TE
 
+    def begin_step(
+        self, tokens: StepTokens, table_VE: Tensor, scale: float, rope_tables: Sequence[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]]:
+        x_TE = self.embed(table_VE, tokens.ids_T, scale)
+        return x_TE, self.begin(tokens.positions_T, tokens.slots_T, rope_tables)
+
     def begin(
         self, positions_T: Tensor, slots_T: Tensor, tables: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -154,7 +160,15 @@ class NativeOps:
     def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
         self._norm_of_sum(x_TX, None, weight, x_TX)
 
-    def fused_add_rms_norm(self, x_TE: Tensor, y_TE: Tensor, weight: Tensor | None) -> Tensor:
+    def fused_add_rms_norm(
+        self,
+        x_TE: Tensor,
+        y_TE: Tensor,
+        weight: Tensor | None,
+        post_weight: Tensor | None = None,
+    ) -> Tensor:
+        if post_weight is not None:
+            y_TE = self.rms_norm(y_TE, post_weight)
         z_TE = x_TE if weight is None else padded(len(x_TE), x_TE.shape[1], x_TE.dtype)
         self._norm_of_sum(x_TE, y_TE, weight, z_TE)
         return z_TE
@@ -296,6 +310,8 @@ class NativeOps:
         return y_TM
 
     def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
+        if product_RV.dtype == torch.float32 and scale == 1 and not cap:
+            return product_RV
         num_rows, vocab_size = product_RV.shape
         if vocab_size < LANES:
             return finished_logits(product_RV, scale, cap)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from trouper.kernels.ops import Integers, OpsConfig
+from trouper.kernels.ops import Integers, OpsConfig, StepTokens
 from trouper.kernels.reference.act_and_mul import gelu_tanh_and_mul, silu_and_mul
 from trouper.kernels.reference.attention_plan import Tile, plan_attention
 from trouper.kernels.reference.kv_write import kv_write_
@@ -48,6 +48,12 @@ class TorchOps:
         x_TE = table_VE.index_select(0, ids_T)
         return x_TE if scale == 1 else x_TE.mul_(scale)
 
+    def begin_step(
+        self, tokens: StepTokens, table_VE: Tensor, scale: float, rope_tables: Sequence[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+        x_TE = self.embed(table_VE, tokens.ids_T, scale)
+        return x_TE, self.begin(tokens.positions_T, tokens.slots_T, rope_tables)
+
     def begin(
         self, positions_T: Tensor, slots_T: Tensor, tables: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
@@ -59,7 +65,15 @@ class TorchOps:
     def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
         x_TX.copy_(self.rms_norm(x_TX, weight))
 
-    def fused_add_rms_norm(self, x_TE: Tensor, y_TE: Tensor, weight: Tensor | None) -> Tensor:
+    def fused_add_rms_norm(
+        self,
+        x_TE: Tensor,
+        y_TE: Tensor,
+        weight: Tensor | None,
+        post_weight: Tensor | None = None,
+    ) -> Tensor:
+        if post_weight is not None:
+            y_TE = self.rms_norm(y_TE, post_weight)
         x_TE.add_(y_TE, alpha=self._config.residual_scale)
         return x_TE if weight is None else self.rms_norm(x_TE, weight)
 

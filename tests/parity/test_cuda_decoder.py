@@ -34,24 +34,22 @@ def make_rows():
     return rows
 
 
-def device_batch(rows, columns, *, padding):
-    from trouper.actors.executor.models.cuda_decoder import DeviceBatch
+def device_tokens(rows, columns, *, padding):
+    from trouper.kernels.cuda.ops import DeviceTokens
 
     def ids(values):
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     starts, counts = zip(*columns, strict=True)
     bounds = np.cumsum([0, *counts]).tolist()
-    return DeviceBatch(
+    return DeviceTokens(
         bounds=ids(bounds + bounds[-1:] * padding),
-        rows=ids([*range(3), *[0] * padding]),
-        starts=ids([*starts, *[0] * padding]),
-        tokens=ids(rows.token_ids),
-        blocks=ids(rows.block_ids),
+        request_slots=ids([*range(3), *[0] * padding]),
+        num_computed_tokens=ids([*starts, *[0] * padding]),
+        token_ids=ids(rows.token_ids),
+        block_ids=ids(rows.block_ids),
         num_tokens=bounds[-1] + padding,
-        max_length=48,
         is_decode=max(counts) == 1,
-        block_size=BLOCK_SIZE,
     )
 
 
@@ -60,21 +58,15 @@ def device_batch(rows, columns, *, padding):
 )
 @torch.no_grad()
 def test_hidden_states_and_caches_equal_those_of_the_cpu_path(case, tmp_path):
-    from trouper.actors.executor.models.cuda_decoder import CudaDecoder
+    from trouper.kernels.cuda.ops import TritonOps
 
     tiny_model(*CASES[case], tmp_path)
     config = engine_config(tmp_path)
     traits = decoder_traits(config.model.hf_config, config.model.architecture)
     shape = ops_config(traits, torch.float32, BLOCK_SIZE)
-    options = {
-        "dtype": torch.float32,
-        "max_model_len": 64,
-        "ops": lambda: make_ops(shape, native=False),
-    }
-    on_cpu = load_decoder(tmp_path, traits, **options)
-    on_device = load_decoder(
-        tmp_path, traits, **options, decoder_type=CudaDecoder, device=DEVICE, layout="plain"
-    )
+    on_cpu = load_decoder(config, traits, ops=lambda: make_ops(shape, native=False))
+    ops = TritonOps(shape, max_length=48)
+    on_device = load_decoder(config, traits, ops=lambda: ops, device=DEVICE, layout="plain")
     cache_shape = (len(traits.layers), 2, traits.num_kv_heads, 37 * BLOCK_SIZE, traits.head_dim)
     expected_kv = torch.zeros(cache_shape)
     kv = torch.full(cache_shape, torch.nan, device=DEVICE)
@@ -82,10 +74,11 @@ def test_hidden_states_and_caches_equal_those_of_the_cpu_path(case, tmp_path):
     for step, columns in enumerate(STEPS):
         plan = StepPlan(step, 0, (0, 1, 2), *zip(*columns, strict=True), (1,) * 3)
         batch = make_batch(plan, rows, [layer.window for layer in traits.layers], on_cpu.ops.plan)
-        tensors = batch.token_ids, batch.positions, batch.slots
-        expected = on_cpu.forward(*tensors, batch.plans, list(expected_kv))
+        expected = on_cpu.forward(batch.tokens, batch.plans, list(expected_kv))
+        tokens = device_tokens(rows, columns, padding=step)
+        plans = {window: ops.plan(tokens, window) for window in traits.windows}
         with np.errstate(all="ignore"):  # the interpreter computes masked lanes too
-            found = on_device.forward_rows(device_batch(rows, columns, padding=step), list(kv))
+            found = on_device.forward(tokens, plans, list(kv))
         torch.testing.assert_close(found[: len(expected)].cpu(), expected, atol=2e-4, rtol=2e-4)
     is_written = ~kv.isnan()
     assert torch.equal(is_written.cpu(), expected_kv != 0)

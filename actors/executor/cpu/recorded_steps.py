@@ -22,6 +22,7 @@ from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.kernels.codegen.arena import Arena
 from trouper.kernels.codegen.recording import Recording
 from trouper.kernels.cpu.attention.varlen import Group, positions_of, tiles_of
+from trouper.kernels.ops import CpuOps, StepTokens
 
 # Of more rows, Python is less than a hundredth of the time.  A launch is recorded in about 180 bytes: 50 KiB
 # for 28 layers, 16 MiB if every number of rows occurs, 32 if each does drawn and not.
@@ -68,7 +69,7 @@ class RecordedDecoderSteps:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder[CpuOps],
         caches: Sequence[Tensor],
         sampler: Sampler,
         max_rows: int,
@@ -90,7 +91,7 @@ class RecordedDecoderSteps:
     def can_forward(self, batch: Batch) -> bool:
         """Every token is attended alone, and from the vocabulary."""
         is_alone = not (batch.has_long_chunks or batch.embeds)
-        return is_alone and len(batch.token_ids) <= self._max_rows
+        return is_alone and len(batch.tokens.ids_T) <= self._max_rows
 
     def forward(self, batch: Batch, columns: np.ndarray) -> Passed:
         """As the decoder's `forward`.  `columns`: those that sample.
@@ -98,15 +99,14 @@ class RecordedDecoderSteps:
         Raises:
             NotRecordableError: torch computes in this model's steps.
         """
-        num_rows, num_drawn = len(batch.token_ids), len(columns)
+        num_rows, num_drawn = len(batch.tokens.ids_T), len(columns)
         is_drawn = self._has_logits(num_rows) and self._sampler.is_plain(batch.rows.tolist())
         step = self._steps.get((num_rows, is_drawn))
         if step is None:
             step = self._recorded(num_rows, is_drawn, batch)
             self._steps[num_rows, is_drawn] = step
         # numpy's copies: each call of torch lets go of the interpreter, and a busy loop keeps it for a while
-        inputs = batch.token_ids, batch.positions, batch.slots
-        for held, now in zip(self._inputs, inputs, strict=True):
+        for held, now in zip(self._inputs, batch.tokens, strict=True):
             held[:num_rows] = now.numpy()
         picked, rows, ends, tokens = self._draws
         picked[:num_drawn], picked[num_drawn:num_rows] = batch.lasts[columns], -1
@@ -122,12 +122,11 @@ class RecordedDecoderSteps:
 
     def _recorded(self, num_rows: int, is_drawn: bool, batch: Batch) -> _RecordedStep:
         decoder = self._decoder
-        inputs = [torch.from_numpy(held[:num_rows]) for held in self._inputs]
+        inputs = StepTokens(*(torch.from_numpy(held[:num_rows]) for held in self._inputs))
         *draws, tokens = (held[:num_rows] for held in self._draws)
 
         def step() -> tuple[Tensor, Tensor | None]:
-            ids_T, positions_T, slots_T = inputs
-            hidden_TE = decoder.forward(ids_T, positions_T, slots_T, batch.plans, self._caches)
+            hidden_TE = decoder.forward(inputs, batch.plans, self._caches)
             if not self._has_logits(num_rows):
                 return hidden_TE, None
             logits_TV = decoder.logits(hidden_TE)
@@ -216,7 +215,7 @@ class RecordedEncoderSteps:
         recording = Recording(
             self._arena,
             (ids_T, types_T, positions_T),
-            lambda: self._encoder.forward_rows(ids_T, positions_T, types_T, (), tiles),
+            lambda: self._encoder.forward_padded(ids_T, positions_T, types_T, (), tiles),
         )
         return _RecordedPass(recording, tiles)
 

@@ -10,7 +10,6 @@ Laws:
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,13 +27,13 @@ from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.sampling.results import make_step_done
 from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
 from trouper.actors.executor.weights.decoder import load_decoder
-from trouper.actors.executor.weights.quantized import integer_scheme
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.config.args import EngineConfig
 from trouper.kernels.codegen.arena import Arena, Lender
 from trouper.kernels.codegen.recording import NotRecordableError
 from trouper.kernels.cpu.sampling.sample import compile_draw
+from trouper.kernels.ops import CpuOps
 from trouper.kernels.select import make_ops
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class CpuRunner:
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._rows = Rows(config.scheduler.max_num_seqs, config.max_model_len, config.block_size)
         self._sampler = Sampler(self._rows)
-        self._decoder: Decoder | None = None
+        self._decoder: Decoder[CpuOps] | None = None
         self._kv_specs = kv_cache_specs(self._traits)
         self._kv: KVCache | None = None
         self._recorded_steps: RecordedDecoderSteps | None = None
@@ -123,22 +122,12 @@ class CpuRunner:
                     self._cores,
                 )
 
-    def _load_decoder(self) -> Decoder:
+    def _load_decoder(self) -> Decoder[CpuOps]:
         config = self._config
         with ThreadPoolExecutor(1, "trouper-compile") as pool:
             ops = pool.submit(make_ops, ops_config(self._traits, self._dtype, config.block_size))
             draw = pool.submit(compile_draw)
-            decoder = load_decoder(
-                Path(config.model.path),
-                self._traits,
-                dtype=self._dtype,
-                max_model_len=config.max_model_len,
-                load_format=config.load_format,
-                seed=config.seed,
-                quantization=config.quantization,
-                scheme=integer_scheme(config.model.hf_config),
-                ops=ops.result,
-            )
+            decoder = load_decoder(config, self._traits, ops=ops.result)
             draw.result()
             return decoder
 
@@ -173,7 +162,9 @@ class CpuRunner:
             self._rows.add_blocks(row, block_ids)
         kv.copy_blocks(plan.copies)
 
-    def _forward(self, batch: Batch, columns: np.ndarray, decoder: Decoder, kv: KVCache) -> Passed:
+    def _forward(
+        self, batch: Batch, columns: np.ndarray, decoder: Decoder[CpuOps], kv: KVCache
+    ) -> Passed:
         if self._recorded_steps is not None and self._recorded_steps.can_forward(batch):
             try:
                 return self._recorded_steps.forward(batch, columns)
@@ -181,15 +172,7 @@ class CpuRunner:
                 logger.info("steps are not recorded: %s", error)
                 self._recorded_steps = None
         with Lender(self._arena):
-            hidden = decoder.forward(
-                batch.token_ids,
-                batch.positions,
-                batch.slots,
-                batch.plans,
-                kv.layers,
-                batch.embeds,
-                batch.read,
-            )
+            hidden = decoder.forward(batch.tokens, batch.plans, kv.layers, batch.embeds, batch.read)
             return Passed(hidden)
 
     def _sample(
@@ -222,7 +205,7 @@ class CpuRunner:
         return make_step_done(plan, token_ids.tolist(), logprobs, prompt_logprobs)
 
     def _prompt_logprobs(
-        self, hidden_TE: Tensor, batch: Batch, decoder: Decoder
+        self, hidden_TE: Tensor, batch: Batch, decoder: Decoder[CpuOps]
     ) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
         """Of the prompt tokens that follow the positions of this step, where they were asked for."""
         found: list[tuple[int, tuple[TokenLogprobs, ...]]] = []

@@ -5,7 +5,6 @@ of it, so that the decoder's attention finds them as it finds a cache.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -15,31 +14,26 @@ from torch import Tensor
 from trouper.actors.executor.models.decoder import Decoder, ops_config
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.weights.decoder import load_decoder
-from trouper.actors.executor.weights.quantized import integer_scheme
 from trouper.config.args import EngineConfig
 from trouper.kernels.cpu.attention.varlen import Group
+from trouper.kernels.ops import CpuOps, StepTokens
 from trouper.kernels.select import make_ops
 
 BLOCK_SIZE = 16
 
 
 class UnpagedDecoder:
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder[CpuOps]) -> None:
         self._decoder = decoder
 
     @classmethod
     def load(cls, config: EngineConfig, traits: DecoderTraits) -> Self:
         dtype: torch.dtype = getattr(torch, config.dtype)
         decoder = load_decoder(
-            Path(config.model.path),
+            config,
             traits,
-            dtype=dtype,
-            max_model_len=config.max_model_len,
-            load_format=config.load_format,
-            seed=config.seed,
-            scheme=integer_scheme(config.model.hf_config),
-            has_head=False,
             ops=lambda: make_ops(ops_config(traits, dtype, BLOCK_SIZE)),
+            has_head=False,
         )
         return cls(decoder)
 
@@ -70,6 +64,5 @@ class UnpagedDecoder:
         scratch = torch.empty(
             (2, traits.num_kv_heads, num_slots, traits.head_dim), dtype=self._decoder.dtype
         )
-        return self._decoder.forward(
-            token_ids_T, positions_T, slots_T, plans, [scratch] * len(traits.layers)
-        )
+        tokens = StepTokens(token_ids_T, positions_T, slots_T)
+        return self._decoder.forward(tokens, plans, [scratch] * len(traits.layers))

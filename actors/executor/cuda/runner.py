@@ -10,7 +10,6 @@ Laws:
 """
 
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -28,19 +27,17 @@ from trouper.actors.executor.cuda.shapes import Shape, graph_shapes, padded, sha
 from trouper.actors.executor.cuda.tables import Changes, Layout, is_penalised
 from trouper.actors.executor.device import DeviceInfo, Later
 from trouper.actors.executor.kv_memory import kv_cache_specs, num_kv_blocks
-from trouper.actors.executor.models.cuda_decoder import CudaDecoder, DeviceBatch
-from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, ops_config
+from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_config
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.weights.decoder import load_decoder
-from trouper.actors.executor.weights.quantized import integer_scheme
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
 from trouper.config.args import EngineConfig
 from trouper.kernels.cuda.apply_penalties import apply_penalties
+from trouper.kernels.cuda.ops import DeviceTokens, TritonOps
 from trouper.kernels.cuda.sample import sample
 from trouper.kernels.cuda.top_k_top_p import top_k_top_p
-from trouper.kernels.select import make_ops
 
 Part = tuple[int, Tensor]  # first token of the batch, and the embeddings from there on
 
@@ -68,7 +65,7 @@ class CudaRunner:
         )
         self._kv_specs = kv_cache_specs(self._traits)
         self._num_kv_blocks = 0
-        self._decoder: CudaDecoder | None = None
+        self._decoder: Decoder[TritonOps] | None = None
         self._is_on_host = False  # the decoder's weights
         self._resident: Resident | None = None
         self._graphs: dict[Shape, Graph] = {}
@@ -131,22 +128,19 @@ class CudaRunner:
                 self._decoder.move(self._machine.to_device)
             self._is_on_host = False
 
-    def _load_decoder(self) -> CudaDecoder:
+    def _load_decoder(self) -> Decoder[TritonOps]:
         config = self._config
-        shape = ops_config(self._traits, self._dtype, config.block_size)
+        ops = TritonOps(
+            ops_config(self._traits, self._dtype, config.block_size),
+            max_length=config.max_model_len,
+            is_invariant=config.batch_invariant,
+        )
         return load_decoder(
-            Path(config.model.path),
+            config,
             self._traits,
-            dtype=self._dtype,
-            max_model_len=config.max_model_len,
-            load_format=config.load_format,
-            seed=config.seed,
-            quantization=config.quantization,
-            scheme=integer_scheme(config.model.hf_config),
-            decoder_type=CudaDecoder,
+            ops=lambda: ops,
             device=self._machine.device,
             layout="invariant" if config.batch_invariant else "plain",
-            ops=lambda: make_ops(shape, native=False),
         )
 
     def _allocate(self, num_blocks: int) -> Resident:
@@ -248,19 +242,17 @@ class CudaRunner:
         assert resident is not None
         tokens, blocks, sampling = resident.views
         inputs: Inputs = inputs_of(resident.inputs, shape.num_columns)
-        batch = DeviceBatch(
+        step_tokens = DeviceTokens(
             bounds=inputs.bounds,
-            rows=inputs.rows,
-            starts=inputs.starts,
-            tokens=tokens,
-            blocks=blocks,
+            request_slots=inputs.rows,
+            num_computed_tokens=inputs.starts,
+            token_ids=tokens,
+            block_ids=blocks,
             num_tokens=shape.num_tokens,
-            max_length=self._config.max_model_len,
             is_decode=shape.is_decode,
-            block_size=self._config.block_size,
-            is_invariant=self._config.batch_invariant,
         )
-        hidden_TE = decoder.forward_rows(batch, resident.kv.layers, embeds)
+        plans = {window: decoder.ops.plan(step_tokens, window) for window in self._traits.windows}
+        hidden_TE = decoder.forward(step_tokens, plans, resident.kv.layers, embeds)
         logits_CV = decoder.logits(hidden_TE.index_select(0, inputs.last))
         rows, ends = inputs.sampled, inputs.ends
         edited_CV = apply_penalties(logits_CV, rows, ends, tokens, sampling)

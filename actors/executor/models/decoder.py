@@ -3,31 +3,35 @@
     T  tokens of all sequences of a step, one after the other      N  query heads    H  KV heads
     E  hidden size                M  MLP width                      D  head width     S  cache slots
 
-It knows nothing of sequences: the batch brings positions, slots and the plan of the attention.
+Its operations between the products come as an object, one for the CPU and one for a GPU.  It knows
+nothing of sequences: the tokens of a step and the plans of their attention are the operations' own.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.models.mlp import Mlp
 from trouper.actors.executor.models.rotary import make_rope_table
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
 from trouper.kernels.cpu.linear.layer import Linear, linear
 from trouper.kernels.ops import Ops, OpsConfig
 
+OpsT = TypeVar("OpsT", bound=Ops)
+
 LOGITS_AT_ONCE = 256  # rows; 256 x 152k vocabulary x 4 B = 150 MiB
 
 
-class Read(NamedTuple):
+class LogitsIndices(NamedTuple):
     """The tokens of a step whose hidden states are read: of the others the last layer computes keys and values alone."""
 
     tokens_R: Tensor  # int64
-    plans: Mapping[int | None, Any]  # of their attention, each a column of its own
+    plans: Mapping[int | None, Any]  # of their attention, each an entry of its own
 
 
-class Layer:
+class DecoderLayer:
     """The weights of one layer; a norm is None where the architecture has none."""
 
     def __init__(
@@ -36,8 +40,7 @@ class Layer:
         *,
         qkv: Linear,  # E -> (N + 2 H) D
         o: Linear,  # N D -> E
-        gate_up: Linear,  # E -> 2 M
-        down: Linear,  # M -> E
+        mlp: Mlp,
         attention_norm: Tensor | None = None,
         attention_post_norm: Tensor | None = None,
         mlp_norm: Tensor | None = None,
@@ -47,23 +50,36 @@ class Layer:
         k_norm: Tensor | None = None,
     ) -> None:
         self.traits = traits
-        self.qkv, self.o, self.gate_up, self.down = qkv, o, gate_up, down
+        self.qkv, self.o, self.mlp = qkv, o, mlp
         self.attention_norm, self.attention_post_norm = attention_norm, attention_post_norm
         self.mlp_norm, self.mlp_post_norm = mlp_norm, mlp_post_norm
         self.head_norm, self.q_norm, self.k_norm = head_norm, q_norm, k_norm
 
+    @property
+    def linears(self) -> Sequence[Linear]:
+        return self.qkv, self.o, *self.mlp.linears
 
-class Decoder:
+
+class Decoder(Generic[OpsT]):
+    """The weights of a model, and its forward pass.
+
+    Args:
+        embedding: [vocabulary, E].
+        head: None for a model that never gives logits.
+        max_model_len: tokens of the longest sequence, which bounds the positions.
+        ops: the operations between the products, for the device of the weights.
+    """
+
     def __init__(
         self,
         traits: DecoderTraits,
         *,
-        embedding: Tensor,  # [vocabulary, E]
-        layers: Sequence[Layer],
+        embedding: Tensor,
+        layers: Sequence[DecoderLayer],
         norm: Tensor,
-        head: Linear | None,  # None: it never gives logits
+        head: Linear | None,
         max_model_len: int,
-        ops: Ops,
+        ops: OpsT,
     ) -> None:
         self.traits = traits
         self.dtype = embedding.dtype
@@ -78,45 +94,30 @@ class Decoder:
 
     def forward(
         self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        slots_T: Tensor,
+        tokens: Any,
         plans: Mapping[int | None, Any],
         caches: Sequence[Tensor],
         embeds: Sequence[tuple[int, Tensor]] = (),
-        read: Read | None = None,
+        read: LogitsIndices | None = None,
     ) -> Tensor:
-        """Hidden states after the last norm, [T, E], or [R, E] if only those are read; the caches gain this step's
-        keys and values.
+        """Compute the hidden states after the last norm; the caches gain this step's keys and values.
 
         Args:
-            plans: of the attention, by window, as `ops.plan` makes them.
+            tokens: of the step, as the operations take them: `StepTokens` or `DeviceTokens`.
+            plans: of the attention, by window, as the operations make them.
             caches: of each layer [2, H, S, D].
             embeds: rows that stand for the embeddings of tokens: the first token, and the rows.
+            read: the tokens whose states are read; None = all.
+
+        Returns:
+            [T, E], or [R, E] if only those are read.  Where the step is padded, T counts the padding, and
+            the states of padding tokens are arbitrary.
         """
-        x_TE = self.embed(token_ids_T, embeds)
-        return self.forward_embedded(x_TE, positions_T, slots_T, plans, caches, read)
-
-    def embed(self, token_ids_T: Tensor, embeds: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
-        x_TE = self.ops.embed(self._embedding, token_ids_T, self._embedding_scale)
-        for first, rows_PE in embeds:
-            part_PE = x_TE.narrow(0, first, len(rows_PE)).copy_(rows_PE)
-            if not self.traits.embeds_are_scaled:
-                part_PE *= self._embedding_scale
-        return x_TE
-
-    def forward_embedded(
-        self,
-        x_TE: Tensor,
-        positions_T: Tensor,
-        slots_T: Tensor,
-        plans: Mapping[int | None, Any],
-        caches: Sequence[Tensor],
-        read: Read | None = None,
-    ) -> Tensor:
-        """As `forward`, which begins with `embed`; x is overwritten."""
         ops = self.ops
-        step = ops.begin(positions_T, slots_T, self._rope_tables)
+        x_TE, step = ops.begin_step(
+            tokens, self._embedding, self._embedding_scale, self._rope_tables
+        )
+        self._replace_embeddings(x_TE, embeds)
         first_norm = self._layers[0].attention_norm
         y_TE = x_TE if first_norm is None else ops.rms_norm(x_TE, first_norm)
         following = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
@@ -129,48 +130,57 @@ class Decoder:
                     return x_TE
             plan = plans[layer.traits.window]
             y_TE = linear(ops.attend(qkv_TND, cache, plan), layer.o)
-            y_TE = self._add(x_TE, y_TE, layer.attention_post_norm, layer.mlp_norm)
-            y_TE = linear(ops.act_and_mul(linear(y_TE, layer.gate_up)), layer.down)
-            y_TE = self._add(x_TE, y_TE, layer.mlp_post_norm, next_norm)
+            y_TE = ops.fused_add_rms_norm(x_TE, y_TE, layer.mlp_norm, layer.attention_post_norm)
+            y_TE = layer.mlp.forward(y_TE, ops)
+            y_TE = ops.fused_add_rms_norm(x_TE, y_TE, next_norm, layer.mlp_post_norm)
         return y_TE
 
     @property
     def num_bytes(self) -> int:
-        """What a step reads: the weights without the embedding."""
+        """The bytes that a step reads: the weights without the embedding."""
         return sum(linear.num_bytes for linear in self._linears)
 
     @property
     def _linears(self) -> list[Linear]:
-        return [
-            *([] if self._head is None else [self._head]),
-            *(x for la in self._layers for x in (la.qkv, la.o, la.gate_up, la.down)),
-        ]
+        head = () if self._head is None else (self._head,)
+        return [*head, *(x for layer in self._layers for x in layer.linears)]
+
+    def move(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Put each weight where `place` puts it; what shares memory (a tied head) goes on sharing it."""
+        moved: dict[int, Tensor] = {}
+        before: list[Tensor] = []  # alive until the end, or another tensor could get its id
+        for owner in (self, *self._layers, *self._linears):
+            for name in owner.__slots__ if isinstance(owner, Linear) else vars(owner):
+                tensor = getattr(owner, name)
+                if isinstance(tensor, Tensor):
+                    if id(tensor) not in moved:
+                        before.append(tensor)
+                        moved[id(tensor)] = place(tensor)
+                    setattr(owner, name, moved[id(tensor)])
+        self._rope_tables = [place(table) for table in self._rope_tables]
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """[R, vocabulary] float32."""
+        """Return [R, vocabulary], in float32 on the CPU; a GPU's kernels read any float."""
         assert self._head is not None
         product = linear(hidden_RE, self._head)
-        scale, cap = self.traits.logits_scale, self.traits.final_softcap
-        if product.dtype == torch.float32 and scale == 1 and not cap:
-            return product
-        return self.ops.finish_logits(product, scale, cap)
+        return self.ops.finish_logits(product, self.traits.logits_scale, self.traits.final_softcap)
 
     def num_logits(self, num_rows: int) -> int | None:
-        """Of so many rows, if their product can be recorded where the layers can."""
+        """The size of so many rows of logits, if their product can be recorded where the layers can."""
         if self._head is None or not self._head.is_compiled:
             return None
         return num_rows * self._head.shape[0]
 
-    def _add(
-        self, x_TE: Tensor, y_TE: Tensor, post_norm: Tensor | None, next_norm: Tensor | None
-    ) -> Tensor:
-        """x += scale · norm(y), the residual sum, in place; the norm of it that is read next."""
-        if post_norm is not None:
-            y_TE = self.ops.rms_norm(y_TE, post_norm)
-        return self.ops.fused_add_rms_norm(x_TE, y_TE, next_norm)
+    def _replace_embeddings(self, x_TE: Tensor, embeds: Sequence[tuple[int, Tensor]]) -> None:
+        for first, rows_PE in embeds:
+            part_PE = x_TE.narrow(0, first, len(rows_PE)).copy_(rows_PE)
+            if not self.traits.embeds_are_scaled:
+                part_PE *= self._embedding_scale
 
-    def _projections(self, layer: Layer, x_TE: Tensor, step: Any, cache_2HSD: Tensor) -> Tensor:
-        """Queries, keys and values [T, N + 2 H, D]; the latter two are in the cache."""
+    def _projections(
+        self, layer: DecoderLayer, x_TE: Tensor, step: Any, cache_2HSD: Tensor
+    ) -> Tensor:
+        """Compute queries, keys and values [T, N + 2 H, D]; the latter two are in the cache then."""
         traits = self.traits
         num_heads = traits.num_q_heads + 2 * traits.num_kv_heads
         qkv_TND = linear(x_TE, layer.qkv).view(-1, num_heads, traits.head_dim)
@@ -182,7 +192,7 @@ class Decoder:
         return qkv_TND
 
     def _norm_projections(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
-        """In place, over all heads of q and of k (OLMo-2)."""
+        """Normalise in place, over all heads of q and of k (OLMo-2)."""
         num_q, num_kv = self.traits.num_q_heads, self.traits.num_kv_heads
         x_TX, width = qkv_TND.flatten(1), self.traits.head_dim
         self.ops.rms_norm_(x_TX.narrow(1, 0, num_q * width), q_norm)
@@ -190,18 +200,18 @@ class Decoder:
 
 
 def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> OpsConfig:
-    """What `make_ops` asks about a model."""
+    """Return what the operations depend on of a model."""
     return OpsConfig(
         dtype=dtype,
         num_q_heads=traits.num_q_heads,
         num_kv_heads=traits.num_kv_heads,
         head_dim=traits.head_dim,
         hidden_size=traits.hidden_size,
-        intermediate_size=traits.intermediate_size,
+        intermediate_size=traits.mlp.intermediate_size,
         block_size=block_size,
         norm_eps=traits.norm_eps,
         residual_scale=traits.residual_scale,
-        activation=traits.activation,
+        activation=traits.mlp.activation,
         scale=traits.attention_scale,
         softcap=traits.attention_softcap,
     )

@@ -91,10 +91,10 @@ class Encoder:
             token_ids_T, positions_T = F.pad(token_ids_T, more), F.pad(positions_T, more)
             type_ids_T = F.pad(type_ids_T, more)
         tiles = tiles_of(groups) if self.is_native else None
-        x_TE = self.forward_rows(token_ids_T, positions_T, type_ids_T, groups, tiles)
+        x_TE = self.forward_padded(token_ids_T, positions_T, type_ids_T, groups, tiles)
         return x_TE[:num_tokens]
 
-    def forward_rows(
+    def forward_padded(
         self,
         token_ids_T: Tensor,
         positions_T: Tensor,

@@ -286,12 +286,13 @@ def _projections(
     traits: DecoderTraits,
 ) -> Iterator[tuple[str, str, tuple[tuple[str, int], ...], int, bool]]:
     """(our name, the checkpoint's module, its parts and their rows, columns, has a bias)."""
-    q, kv, mlp, hidden = traits.q_size, traits.kv_size, traits.intermediate_size, traits.hidden_size
+    q, kv, hidden = traits.q_size, traits.kv_size, traits.hidden_size
+    mlp, has_mlp_bias = traits.mlp.intermediate_size, traits.mlp.has_bias
     qkv = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
     gate_up = (("gate_proj", mlp), ("up_proj", mlp))
     if traits.fused_checkpoint:
         qkv, gate_up = (("qkv_proj", q + 2 * kv),), (("gate_up_proj", 2 * mlp),)
     yield "qkv", "self_attn", qkv, hidden, traits.qkv_bias
     yield "o", "self_attn", (("o_proj", hidden),), q, traits.o_bias
-    yield "gate_up", "mlp", gate_up, hidden, traits.mlp_bias
-    yield "down", "mlp", (("down_proj", hidden),), mlp, traits.mlp_bias
+    yield "gate_up", "mlp", gate_up, hidden, has_mlp_bias
+    yield "down", "mlp", (("down_proj", hidden),), mlp, has_mlp_bias

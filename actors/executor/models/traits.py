@@ -14,6 +14,7 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 HfConfig = Mapping[str, Any]
 NormPlacement = Literal["pre", "post", "sandwich"]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,13 +40,21 @@ class LayerTraits(msgspec.Struct, frozen=True):
     rope: int | None = 0  # index into `DecoderTraits.ropes`; None = no positions (NoPE)
 
 
+class GatedMlpTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """down(act(gate(x)) · up(x)); `models/mlp.py` computes it."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    has_bias: bool = False
+
+
 class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     hidden_size: int
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    mlp: GatedMlpTraits
     max_position: int
     layers: tuple[LayerTraits, ...]
     ropes: tuple[RopeTraits, ...]
@@ -57,8 +66,6 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     )
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
     attention_scale: float
     attention_softcap: float | None = None
     final_softcap: float | None = None
@@ -83,8 +90,18 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
 
 
-def common_traits(config: HfConfig, **own: Any) -> DecoderTraits:
-    """What nearly every decoder's config says in the same words; `own` is what the family adds.
+def common_traits(
+    config: HfConfig,
+    *,
+    activation: Activation | None = None,
+    mlp_bias: bool = False,
+    **own: Any,
+) -> DecoderTraits:
+    """Read what nearly every decoder's config says in the same words.
+
+    Args:
+        activation: of the MLP, where the family has its own word for it; None = the config says it.
+        own: fields that the family adds.
 
     Raises:
         TrouperValidationError: a number is missing or does not fit the others.
@@ -98,11 +115,14 @@ def common_traits(config: HfConfig, **own: Any) -> DecoderTraits:
         "num_q_heads": num_q_heads,
         "num_kv_heads": config.get("num_key_value_heads") or num_q_heads,
         "head_dim": head_dim,
-        "intermediate_size": require(config, "intermediate_size"),
+        "mlp": GatedMlpTraits(
+            intermediate_size=require(config, "intermediate_size"),
+            activation=activation or activation_of(config),
+            has_bias=mlp_bias,
+        ),
         "max_position": require(config, "max_position_embeddings"),
         "layers": (LayerTraits(),) * num_layers,
         "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "activation": activation(config),
         "attention_scale": head_dim**-0.5,
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
         **own,
@@ -132,7 +152,7 @@ def require(config: HfConfig, name: str) -> int:
     return value
 
 
-def activation(config: HfConfig) -> Literal["silu", "gelu_tanh"]:
+def activation_of(config: HfConfig) -> Activation:
     name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if name in ("silu", "swish"):
         return "silu"

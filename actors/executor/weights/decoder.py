@@ -11,13 +11,14 @@ Laws:
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import safetensors
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.decoder import Decoder, Layer
+from trouper.actors.executor.models.decoder import Decoder, DecoderLayer, OpsT
+from trouper.actors.executor.models.mlp import GatedMlp
 from trouper.actors.executor.models.registry import (
     EMBEDDING,
     HEAD,
@@ -27,7 +28,14 @@ from trouper.actors.executor.models.registry import (
 )
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.weights.dummy import Dummy
-from trouper.actors.executor.weights.quantized import Scheme, Stored, joined, unsupported
+from trouper.actors.executor.weights.quantized import (
+    Scheme,
+    Stored,
+    integer_scheme,
+    joined,
+    unsupported,
+)
+from trouper.config.args import EngineConfig
 from trouper.errors import TrouperValidationError
 from trouper.kernels.cpu.linear.layer import Linear
 from trouper.kernels.cpu.linear.quantization import (
@@ -37,13 +45,9 @@ from trouper.kernels.cpu.linear.quantization import (
     can_quantize,
     dequantized,
 )
-from trouper.kernels.ops import Ops
 
 BASE = "model."
 INDEX = "model.safetensors.index.json"
-
-
-D = TypeVar("D", bound=Decoder)
 
 
 class Source(Protocol):
@@ -143,38 +147,35 @@ class Checkpoint:
 
 
 def load_decoder(
-    folder: Path,
+    config: EngineConfig,
     traits: DecoderTraits,
     *,
-    dtype: torch.dtype,
-    max_model_len: int,
-    load_format: str = "auto",
-    seed: int = 0,
-    quantization: Format | None = None,
-    scheme: Scheme | None = None,
+    ops: Callable[[], OpsT],
     has_head: bool = True,
-    decoder_type: type[D] = Decoder,
     device: torch.device | None = None,
     layout: str | None = None,
-    ops: Callable[[], Ops],
-) -> D:
-    """Build the decoder of `folder`; without its head for a model that pools.
+) -> Decoder[OpsT]:
+    """Build the decoder of the config's model.
+
+    With a quantization the projections are quantised and the head is int8; the embedding stays as it is.
 
     Args:
-        quantization: of the projections; with any the head is int8, and the embedding stays.
-        scheme: of a checkpoint whose projections are integers.
+        ops: asked for last; they may be compiled while the weights are read.
+        has_head: False for a model that pools.
         device: where the weights go, one after another; None = they stay in host memory.
         layout: of the weights of products; None = what is best for each.
-        ops: asked for last; they may be compiled while the weights are read.
 
     Raises:
         TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
     """
+    folder, load_format = Path(config.model.path), config.load_format
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    quantization, scheme = config.quantization, integer_scheme(config.model.hf_config)
     num_layers = len(traits.layers)
     outer = [p for p in outer_parameters(traits) if has_head or p.name != "head"]
     source: Source
     if load_format == "dummy":
-        source = Dummy(seed, dtype)
+        source = Dummy(config.seed, dtype)
     elif load_format in ("auto", "safetensors"):
         parameters = list(outer)
         parameters += [p for i in range(num_layers) for p in layer_parameters(traits, i)]
@@ -199,13 +200,13 @@ def load_decoder(
         plain = found.get("head", found["embedding"])
         head = Linear(plain, layout=layout, quantization="int8" if quantization else None)
     layers = [_layer(traits, i, source, place) for i in range(num_layers)]
-    return decoder_type(
+    return Decoder(
         traits,
         embedding=found["embedding"],
         layers=layers,
         norm=found["norm"],
         head=head,
-        max_model_len=max_model_len,
+        max_model_len=config.max_model_len,
         ops=ops(),
     )
 
@@ -219,7 +220,7 @@ class Placement(NamedTuple):
     quantization: Format | None
 
 
-def _layer(traits: DecoderTraits, index: int, source: Source, place: Placement) -> Layer:
+def _layer(traits: DecoderTraits, index: int, source: Source, place: Placement) -> DecoderLayer:
     quantization = place.quantization
     norms: dict[str, Tensor] = {}
     projections: dict[str, Linear] = {}
@@ -249,12 +250,11 @@ def _layer(traits: DecoderTraits, index: int, source: Source, place: Placement) 
         q_ND = norms.pop("q_norm").expand(traits.num_q_heads, -1)
         k_ND = norms.pop("k_norm").expand(traits.num_kv_heads, -1)
         norms["head_norm"] = torch.cat((q_ND, k_ND))
-    return Layer(
+    return DecoderLayer(
         traits.layers[index],
         qkv=projections["qkv"],
         o=projections["o"],
-        gate_up=projections["gate_up"],
-        down=projections["down"],
+        mlp=GatedMlp(projections["gate_up"], projections["down"]),
         **norms,
     )
 
