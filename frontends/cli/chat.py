@@ -13,7 +13,7 @@ from trouper.frontends.cli import output
 from trouper.frontends.cli.options import SamplingOptions, expand_options
 from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer, Show
 from trouper.frontends.cli.running import Interrupts, run_engine, run_open
-from trouper.frontends.cli.stats import ASKED, StatsOption, Stopwatch, Usage
+from trouper.frontends.cli.stats import ASKED, AnswerUsage, StatsOption, Stopwatch
 from trouper.frontends.cli.terminal import read_line, show, terminal_kept
 from trouper.inputs import ChatPrompt
 from trouper.params import RequestOutputKind, SamplingParams
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 Messages = list[dict[str, Any]]
-Ask = Callable[[Messages, Show], Awaitable[Usage | None]]
+Ask = Callable[[Messages, Show], Awaitable[AnswerUsage | None]]
 Converse = Callable[[Ask, Interrupts], Awaitable[None]]
 
 
@@ -89,8 +89,8 @@ def _with_engine(
 
 async def _ask_engine(
     engine: "AsyncLLMEngine", params: SamplingParams, messages: Messages, show: Show
-) -> Usage:
-    usage = Usage(0, 0)
+) -> AnswerUsage:
+    usage = AnswerUsage(0, 0)
     async with engine.generate(ChatPrompt(messages=messages), params) as stream:
         async for result in stream:
             usage.prompt_tokens = len(result.prompt_token_ids)
@@ -124,7 +124,7 @@ class Conversation:
         before = self.messages
         self.messages = [*before, {"role": "user", "content": message}]
         pieces: list[str] = []
-        usage: Usage | None = None
+        usage: AnswerUsage | None = None
         watch = Stopwatch(show)
 
         def hear(text: str) -> None:

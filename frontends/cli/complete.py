@@ -10,7 +10,7 @@ from trouper.frontends.cli import output
 from trouper.frontends.cli.options import DEFAULT_MAX_TOKENS, SamplingOptions, expand_options
 from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer
 from trouper.frontends.cli.running import Interrupts, run_open
-from trouper.frontends.cli.stats import ASKED, StatsOption, Stopwatch, Usage
+from trouper.frontends.cli.stats import ASKED, AnswerUsage, StatsOption, Stopwatch
 from trouper.frontends.cli.terminal import read_line, show, terminal_kept
 
 
@@ -45,7 +45,7 @@ async def _complete(
     interrupts: Interrupts,
 ) -> None:
     async def go_on(prompt: str) -> None:
-        usage: Usage | None = None
+        usage: AnswerUsage | None = None
         watch = Stopwatch(show)
         with interrupts.stoppable():
             usage = await server.complete(fields, prompt, watch.hear)

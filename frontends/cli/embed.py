@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trouper.config.args import EngineArgs
-from trouper.frontends.cli.generate import read_prompts
 from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.prompts import read_prompts
 from trouper.frontends.cli.running import Interrupts, run_engine
 from trouper.pooling import PoolingParams
 

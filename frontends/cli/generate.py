@@ -3,7 +3,6 @@
 import json
 import sys
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,7 @@ from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.options import SamplingOptions, expand_options
+from trouper.frontends.cli.prompts import read_prompts
 from trouper.frontends.cli.running import Interrupts, run_engine
 from trouper.outputs import RequestOutput
 from trouper.params import RequestOutputKind, SamplingParams
@@ -183,34 +183,6 @@ async def _show(
         if result.error is not None:
             raise result.error.to_exception()
     printer.end()
-
-
-def read_prompts(prompts: list[str] | None, prompt_file: str | None) -> list[str]:
-    """Prompts from the arguments, then from the file; the whole of stdin when there are neither."""
-    texts = list(prompts or ())
-    if prompt_file is not None:
-        lines = _read(prompt_file).splitlines()
-        texts += [line for line in lines if line.strip()]
-        if not texts:
-            raise typer.BadParameter(f"no prompt in {prompt_file}", param_hint="--prompt-file")
-    elif not texts:
-        if output.is_terminal(sys.stdin):
-            raise typer.BadParameter("give one, or --prompt-file, or a pipe", param_hint="PROMPT")
-        texts = [_read("-").removesuffix("\n")]
-    if not all(texts):
-        raise TrouperValidationError("the prompt is empty", parameter="prompt")
-    return texts
-
-
-def _read(name: str) -> str:
-    try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text()
-    except UnicodeDecodeError:
-        raise TrouperValidationError("not text in UTF-8", parameter="prompt", value=name) from None
-    except OSError as error:
-        raise TrouperValidationError(
-            f"cannot be read: {error.strerror}", parameter="prompt_file", value=name
-        ) from None
 
 
 def _as_json(prompt: str, result: RequestOutput) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def root(
         print(ctx.get_help())
 
 
-def run(arguments: list[str] | None = None) -> int:
+def run_line(arguments: list[str] | None = None) -> int:
     """Run one command line; its exit code.  Everything that goes wrong is one line on stderr."""
     # What a command tells this function, and what it was told itself.
     state: dict[str, Any] = {"arguments": sys.argv[1:] if arguments is None else arguments}
@@ -77,7 +77,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 def main() -> None:
     """The console script."""
-    code = run()
+    code = run_line()
     sys.stdout.flush()
     sys.stderr.flush()
     if code > output.EXIT_SIGNALLED:

@@ -15,7 +15,7 @@ import typer
 from anyio import AsyncContextManagerMixin
 
 from trouper.errors import RemoteError, TrouperClientError, TrouperValidationError
-from trouper.frontends.cli.stats import Usage
+from trouper.frontends.cli.stats import AnswerUsage
 
 if TYPE_CHECKING:
     from httpx2 import URL, AsyncClient, EventSource, Response
@@ -77,11 +77,11 @@ class RemoteServer(AsyncContextManagerMixin):
 
     async def chat(
         self, fields: dict[str, Any], messages: list[dict[str, Any]], show: Show
-    ) -> Usage | None:
+    ) -> AnswerUsage | None:
         """`show` each piece of the answer to a conversation; as `complete` otherwise."""
         return await self._ask("chat/completions", {"messages": messages, **fields}, show)
 
-    async def complete(self, fields: dict[str, Any], prompt: str, show: Show) -> Usage | None:
+    async def complete(self, fields: dict[str, Any], prompt: str, show: Show) -> AnswerUsage | None:
         """`show` each piece of the text that follows a prompt.  Leaving closes the connection.
 
         Returns what the server says of the tokens, where it was asked (`stream_options`) and says it.
@@ -92,7 +92,7 @@ class RemoteServer(AsyncContextManagerMixin):
         """
         return await self._ask("completions", {"prompt": prompt, **fields}, show)
 
-    async def _ask(self, path: str, fields: dict[str, Any], show: Show) -> Usage | None:
+    async def _ask(self, path: str, fields: dict[str, Any], show: Show) -> AnswerUsage | None:
         body = {"model": self._model, **fields, "stream": True}
         with self._explained():
             async with self._client.sse(path, method="POST", json=body) as source:
@@ -128,20 +128,20 @@ class RemoteServer(AsyncContextManagerMixin):
             raise RemoteError(f"the answer from {self._url} broke off: {reason}") from error
 
 
-class _Delta(msgspec.Struct):
+class _RemoteDelta(msgspec.Struct):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _RemoteChoice(msgspec.Struct):
     text: str | None = None
-    delta: _Delta | None = None
+    delta: _RemoteDelta | None = None
     finish_reason: str | None = None
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = msgspec.field(default_factory=list[_Choice])
+    choices: list[_RemoteChoice] = msgspec.field(default_factory=list[_RemoteChoice])
     error: Any = None
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
 
 
 class _Model(msgspec.Struct):
@@ -152,10 +152,10 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def _read(source: "EventSource", show: Show) -> Usage | None:
+async def _read(source: "EventSource", show: Show) -> AnswerUsage | None:
     """Until the stream ends."""
     error: Exception | None = None
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
     is_over = False
     # The library's generators end in order at their end or when they are cancelled inside, not when dropped.
     with anyio.CancelScope() as rest:

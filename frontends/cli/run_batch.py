@@ -66,15 +66,15 @@ async def _answer(
     _: Interrupts,
 ) -> None:
     from trouper.frontends.server.app import create_app
-    from trouper.frontends.server.batch_files import Batch
+    from trouper.frontends.server.batch_files import BatchFile
     from trouper.frontends.server.settings import ServerSettings
 
     # Who waits in a batch waits for the whole of it: no places, no deadline.
     settings = ServerSettings(
         served_model_names=names, max_requests=sys.maxsize, request_timeout_s=math.inf
     )
-    batch = Batch(create_app(engine, settings), max_inflight)
-    await batch.run(source, sink)
+    batch = BatchFile(create_app(engine, settings), max_inflight)
+    await batch.answer_all(source, sink)
     print(f"{batch.num_lines} requests, {batch.num_failed} of them failed", file=sys.stderr)
 
 

@@ -42,7 +42,7 @@ class Interrupts:
             finally:
                 self._stoppable = None
 
-    async def run(
+    async def listen(
         self,
         command: anyio.CancelScope,
         *,
@@ -89,7 +89,7 @@ async def _run(unopened: AbstractAsyncContextManager[T], act: Act[T], status: st
     error: Exception | None = None
     interrupts = Interrupts()
     async with anyio.create_task_group() as tg:
-        await tg.start(interrupts.run, tg.cancel_scope, name="signals")
+        await tg.start(interrupts.listen, tg.cancel_scope, name="signals")
         try:
             async with AsyncExitStack() as stack:
                 with output.status(status):

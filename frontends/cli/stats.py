@@ -14,7 +14,7 @@ StatsOption = Annotated[
 ASKED = {"stream_options": {"include_usage": True}}  # for a server to tell
 
 
-class Usage(msgspec.Struct):
+class AnswerUsage(msgspec.Struct):
     """Of one answer, in tokens."""
 
     prompt_tokens: int = 0
@@ -34,11 +34,11 @@ class Stopwatch:
         if text and self._first_s is None:
             self._first_s = anyio.current_time() - self._began
 
-    def report(self, usage: Usage | None) -> None:
+    def report(self, usage: AnswerUsage | None) -> None:
         print(stats_line(usage, self._first_s, anyio.current_time() - self._began), file=sys.stderr)
 
 
-def stats_line(usage: Usage | None, first_s: float | None, whole_s: float) -> str:
+def stats_line(usage: AnswerUsage | None, first_s: float | None, whole_s: float) -> str:
     """`usage` is None when the answer was cut off or the server does not tell, `first_s` when it has no text."""
     times = f"{whole_s:.2f} s"
     if first_s is not None:

@@ -64,7 +64,7 @@ class BatchReply(msgspec.Struct):
         return self.response is None or self.response.status_code >= 400
 
 
-class Batch:
+class BatchFile:
     """One run over one file."""
 
     def __init__(self, app: App, max_inflight: int) -> None:
@@ -77,9 +77,9 @@ class Batch:
         self.num_failed = 0
 
     def __repr__(self) -> str:
-        return f"<Batch {self.num_lines} lines written, {self.num_failed} of them failures>"
+        return f"<BatchFile {self.num_lines} lines written, {self.num_failed} of them failures>"
 
-    async def run(self, source: BinaryIO, sink: BinaryIO) -> None:
+    async def answer_all(self, source: BinaryIO, sink: BinaryIO) -> None:
         """Until the source ends.
 
         Raises:
@@ -159,7 +159,7 @@ class Batch:
         return request
 
     async def _answer(self, request: BatchLine, slot: "_Slot") -> None:
-        call = _Call(bytes(request.body))
+        call = _InProcessCall(bytes(request.body))
         await self._app(call.scope(request.url), call.receive, call.send)
         slot.put(BatchReply(_new_id(), request.custom_id, call.response))
 
@@ -184,7 +184,7 @@ class _Slot:
         self.is_filled.set()
 
 
-class _Call:
+class _InProcessCall:
     """One request to the application, and what it answers."""
 
     def __init__(self, body: bytes) -> None:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from trouper.frontends.cli.main import run
+from trouper.frontends.cli.main import run_line
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def bench(capsys):
     """`bench("latency", …)`: what it printed; `code` is what it is to end with."""
 
     def bench(*arguments, code=0):
-        found = run(["bench", *map(str, arguments)])
+        found = run_line(["bench", *map(str, arguments)])
         printed = capsys.readouterr()
         assert found == code, printed.err
         return printed

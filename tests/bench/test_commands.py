@@ -16,7 +16,7 @@ from trouper.bench.loop_gap import Heartbeat
 from trouper.config.args import DEMO_MODEL, EngineArgs
 from trouper.config.presets import GEOMETRIES
 from trouper.errors import UnsupportedFeatureError
-from trouper.frontends.cli.main import run
+from trouper.frontends.cli.main import run_line
 
 SMALL = ["--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "128"]
 SMALL += ["--num-gpu-blocks-override", "8"]
@@ -192,7 +192,7 @@ def test_ctrl_c_while_gaps_are_measured_is_one_line(loop, monkeypatch, capsys):
         await anyio.sleep_forever()
 
     monkeypatch.setattr(Heartbeat, "run", interrupted)
-    assert run(["bench", "loop-gap", *TINY, "--loop", loop, "--idle", "0"]) == 130
+    assert run_line(["bench", "loop-gap", *TINY, "--loop", loop, "--idle", "0"]) == 130
     assert capsys.readouterr() == ("", "trouper: interrupted\n")
 
 

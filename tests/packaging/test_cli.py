@@ -15,7 +15,7 @@ from trouper import __version__
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli import options, output, serve
-from trouper.frontends.cli.main import run
+from trouper.frontends.cli.main import run_line
 
 GOLDEN = Path(__file__).parent / "help.txt"
 GREEDY = ["--temperature", "0"]
@@ -36,18 +36,18 @@ def words(text):
 
 
 def test_help_is_the_golden_one(capsys):
-    assert run(["--help"]) == 0
+    assert run_line(["--help"]) == 0
     assert words(capsys.readouterr().out) == words(GOLDEN.read_text())
 
 
 def test_no_arguments_show_the_help(capsys):
-    assert run([]) == 0
+    assert run_line([]) == 0
     assert words(capsys.readouterr().out) == words(GOLDEN.read_text())
 
 
 @pytest.mark.parametrize("flag", ["--version", "-v"])
 def test_version(capsys, flag):
-    assert run([flag]) == 0
+    assert run_line([flag]) == 0
     assert capsys.readouterr().out == f"trouper {__version__}\n"
 
 
@@ -68,7 +68,7 @@ def test_options_become_engine_args(monkeypatch):
         '{"top_k": 4}',
     ]
     arguments += ["--served-model-name", "a", "--served-model-name", "b"]
-    assert run(["generate", *arguments]) == 1
+    assert run_line(["generate", *arguments]) == 1
     assert seen == [
         EngineArgs(
             "folder", max_model_len="8k", max_num_seqs=3, seed=7, enable_prefix_caching=False,
@@ -76,7 +76,7 @@ def test_options_become_engine_args(monkeypatch):
             override_generation_config={"top_k": 4}, served_model_name=["a", "b"],
         )
     ]  # fmt: skip
-    assert run(["generate", "x"]) == 1
+    assert run_line(["generate", "x"]) == 1
     assert seen[1] == EngineArgs()
 
 
@@ -101,7 +101,7 @@ def test_a_file_has_the_options_of_the_server_and_the_command_line_wins(monkeypa
     monkeypatch.setattr(serve, "_run", lambda *options: seen.append(options))
     monkeypatch.setattr(EngineArgs, "resolve", lambda self, **_: None)
     given = ["--config", str(tmp_path / "config.toml"), "--port", "1", "--max-num-seqs", "4"]
-    assert run(["serve", *given]) == 0
+    assert run_line(["serve", *given]) == 0
     assert seen == [
         (
             serve.ServerOptions(
@@ -129,7 +129,7 @@ def test_a_file_has_the_options_of_the_server_and_the_command_line_wins(monkeypa
 def test_a_file_that_says_nonsense_is_a_mistake(capsys, tmp_path, text, message):
     if text is not None:
         (tmp_path / "config.toml").write_text(text)
-    assert run(["serve", "--config", str(tmp_path / "config.toml")]) == 2
+    assert run_line(["serve", "--config", str(tmp_path / "config.toml")]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -180,7 +180,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("line", "code", "message"), MISTAKES, ids=[line for line, *_ in MISTAKES])
 def test_a_mistake_is_one_line_and_an_exit_code(capsys, line, code, message):
-    assert run(line.split()) == code
+    assert run_line(line.split()) == code
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("trouper: ")
@@ -189,20 +189,20 @@ def test_a_mistake_is_one_line_and_an_exit_code(capsys, line, code, message):
 
 
 def test_an_empty_prompt_is_a_mistake(capsys):
-    assert run(["generate", "x", ""]) == 2
+    assert run_line(["generate", "x", ""]) == 2
     assert capsys.readouterr().err == "trouper: the prompt is empty (parameter=prompt)\n"
 
 
 def test_no_prompt_on_a_terminal_is_a_mistake(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    assert run(["generate"]) == 2
+    assert run_line(["generate"]) == 2
     assert "PROMPT: give one" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(monkeypatch):
     monkeypatch.setattr(EngineArgs, "resolve", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        run(["generate", "x", "--debug"])
+        run_line(["generate", "x", "--debug"])
 
 
 @pytest.mark.parametrize(
@@ -230,13 +230,14 @@ def test_an_unexpected_cause_is_told():
 
 
 def test_one_prompt_is_echoed_and_streamed(capsys):
-    assert run(["generate", "def f(", "--max-tokens", "3", *GREEDY]) == 0
+    assert run_line(["generate", "def f(", "--max-tokens", "3", *GREEDY]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("def f(")
     assert out.endswith("\n")
     assert err == ""
     assert (
-        run(["generate", "def f(", "--max-tokens", "3", *GREEDY, "--no-stream", "--no-echo"]) == 0
+        run_line(["generate", "def f(", "--max-tokens", "3", *GREEDY, "--no-stream", "--no-echo"])
+        == 0
     )
     assert f"def f({capsys.readouterr().out}" == out
 
@@ -245,7 +246,7 @@ def test_json_is_one_line_per_prompt_in_their_order(capsys, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("two\n\nthree\n")
     arguments = ["one", "--prompt-file", str(file), "--json", "--n", "2", "--max-tokens", "4"]
-    assert run(["generate", *arguments, "--ignore-eos", "--stats"]) == 0
+    assert run_line(["generate", *arguments, "--ignore-eos", "--stats"]) == 0
     out, err = capsys.readouterr()
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["prompt"] for record in records] == ["one", "two", "three"]
@@ -261,13 +262,13 @@ def test_json_is_one_line_per_prompt_in_their_order(capsys, tmp_path):
 
 def test_stdin_is_one_prompt(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("a = 1\nb = 2\n"))
-    assert run(["generate", "--max-tokens", "1", "--json"]) == 0
+    assert run_line(["generate", "--max-tokens", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt"] == "a = 1\nb = 2"
 
 
 def test_prompts_from_stdin_are_lines(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("a = 1\nb = 2\n"))
-    assert run(["generate", "--prompt-file", "-", "--max-tokens", "1"]) == 0
+    assert run_line(["generate", "--prompt-file", "-", "--max-tokens", "1"]) == 0
     first, second = capsys.readouterr().out.split("\n\nb = 2")
     assert first.startswith("a = 1")
     assert second.endswith("\n")
@@ -275,7 +276,9 @@ def test_prompts_from_stdin_are_lines(capsys, monkeypatch):
 
 def test_a_prompt_that_is_too_long_is_named(capsys):
     assert (
-        run(["generate", "x", "y " * 100, "--max-model-len", "16", "--max-tokens", "1", "--json"])
+        run_line(
+            ["generate", "x", "y " * 100, "--max-model-len", "16", "--max-tokens", "1", "--json"]
+        )
         == 2
     )
     out, err = capsys.readouterr()
@@ -296,7 +299,7 @@ def test_chat_keeps_the_conversation(capsys, monkeypatch):
     monkeypatch.setattr(chat_module(), "Conversation", Conversation)
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nagain\n/nonsense\n/reset\nhi\n/exit\nno\n"))
     arguments = ["--system-prompt", "Be brief.", "--max-tokens", "3", "--ignore-eos"]
-    assert run(["chat", *arguments, "--min-tokens", "3"]) == 0
+    assert run_line(["chat", *arguments, "--min-tokens", "3"]) == 0
     out, err = capsys.readouterr()
     turn = ["user", "assistant"]
     assert seen == [["system", *turn], ["system", *turn, *turn], ["system", *turn]]
@@ -309,7 +312,7 @@ def chat_module():
 
 
 def test_quick_chat_answers_once(capsys):
-    assert run(["chat", "-q", "hi", "--max-tokens", "2"]) == 0
+    assert run_line(["chat", "-q", "hi", "--max-tokens", "2"]) == 0
     out, err = capsys.readouterr()
     assert out.endswith("\n")
     assert err == ""
@@ -317,7 +320,7 @@ def test_quick_chat_answers_once(capsys):
 
 def test_a_conversation_that_does_not_fit_is_told_and_goes_on(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{'long ' * 200}\n/reset\n"))
-    assert run(["chat", "--max-tokens", "2", "--max-model-len", "64"]) == 0
+    assert run_line(["chat", "--max-tokens", "2", "--max-model-len", "64"]) == 0
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("trouper: ")

@@ -27,8 +27,8 @@ def test_help_loads_nothing_heavy():
     commands = ("generate", "chat", "complete", "serve", "run-batch", "collect-env")
     helps = [["--help"], ["bench", "throughput", "--help"]]
     helps += [[command, "--help"] for command in commands]
-    run = "from trouper.frontends.cli.main import run"
-    assert loaded_after(f"{run}\nfor help in {helps!r}: assert run(help) == 0") == []
+    run = "from trouper.frontends.cli.main import run_line"
+    assert loaded_after(f"{run}\nfor help in {helps!r}: assert run_line(help) == 0") == []
 
 
 def test_the_cpu_path_does_not_load_triton():

@@ -1,4 +1,4 @@
-"""Batch files: the answers of the HTTP routes, in the order of the lines, whatever a line holds."""
+"""BatchFile files: the answers of the HTTP routes, in the order of the lines, whatever a line holds."""
 
 import io
 import json
@@ -8,7 +8,7 @@ import pytest
 
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.app import create_app
-from trouper.frontends.server.batch_files import URLS, Batch
+from trouper.frontends.server.batch_files import URLS, BatchFile
 from trouper.frontends.server.settings import ServerSettings
 
 pytestmark = pytest.mark.anyio
@@ -44,8 +44,8 @@ def answer(engine):
 
     async def answer(*lines, max_inflight=8, **settings):
         sink = Sink()
-        batch = Batch(create_app(engine, ServerSettings(**settings)), max_inflight)
-        await batch.run(Source("\n".join(lines).encode()), sink)
+        batch = BatchFile(create_app(engine, ServerSettings(**settings)), max_inflight)
+        await batch.answer_all(Source("\n".join(lines).encode()), sink)
         assert batch.num_lines == len(sink.replies)
         assert batch.num_failed == sum(
             not reply["response"] or reply["response"]["status_code"] >= 400
@@ -161,7 +161,7 @@ async def test_no_more_lines_are_held_than_allowed(engine, max_inflight):
             seen.append(source.num_lines - len(self.replies))
             return super().write(reply)
 
-    await Batch(create_app(engine), max_inflight).run(source, Watching())
+    await BatchFile(create_app(engine), max_inflight).answer_all(source, Watching())
     assert len(seen) == 12
     # One more is read, and waits for its place.
     assert max(seen) <= max_inflight + 1
@@ -174,7 +174,7 @@ async def test_a_sink_that_fails_ends_the_batch(engine, wait_idle):
 
     lines = "\n".join(line(str(i), prompt="x", max_tokens=1 + 100 * i) for i in range(4))
     with pytest.raises(OSError, match="No space left"):
-        await Batch(create_app(engine), 8).run(Source(lines.encode()), Full())
+        await BatchFile(create_app(engine), 8).answer_all(Source(lines.encode()), Full())
     await wait_idle()
 
 
@@ -182,7 +182,7 @@ async def test_leaving_a_batch_aborts_its_requests(engine, wait_idle):
     lines = "\n".join(line(str(i), prompt="x", max_tokens=400) for i in range(8))
     app = create_app(engine)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(Batch(app, 8).run, Source(lines.encode()), Sink())
+        tasks.start_soon(BatchFile(app, 8).answer_all, Source(lines.encode()), Sink())
         while engine.statistics().num_open_requests < 8:  # noqa: ASYNC110
             await anyio.sleep(0.001)
         tasks.cancel_scope.cancel()
@@ -197,4 +197,4 @@ async def test_the_death_of_the_engine_ends_the_batch(engine, monkeypatch):
     monkeypatch.setattr(engine, "generate", die)
     monkeypatch.setattr(engine.engine, "check_alive", die)
     with pytest.raises(EngineDeadError, match="gone"):
-        await Batch(app, 4).run(Source(line("a", prompt="x").encode()), Sink())
+        await BatchFile(app, 4).answer_all(Source(line("a", prompt="x").encode()), Sink())

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from trouper.frontends.cli.main import run
+from trouper.frontends.cli.main import run_line
 
 from .process import started
 
@@ -20,7 +20,7 @@ def bench(capsys):
 
     def bench(port, *arguments):
         url = f"http://127.0.0.1:{port}/v1"
-        code = run(["bench", "serve", "--url", url, *REQUESTS, *map(str, arguments)])
+        code = run_line(["bench", "serve", "--url", url, *REQUESTS, *map(str, arguments)])
         return code, capsys.readouterr()
 
     return bench

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from trouper.frontends.cli import remote
-from trouper.frontends.cli.main import run
-from trouper.frontends.cli.stats import Usage, stats_line
+from trouper.frontends.cli.main import run_line
+from trouper.frontends.cli.stats import AnswerUsage, stats_line
 
 from .fake import chunk, error, events, response, serving
 from .process import started
@@ -41,7 +41,7 @@ def ask(server, capsys):
 
     def ask(command, *arguments, path=""):
         url = f"http://127.0.0.1:{server.port}{path}"
-        code = run([command, "--url", url, *arguments])
+        code = run_line([command, "--url", url, *arguments])
         return code, *capsys.readouterr()
 
     return ask
@@ -79,7 +79,7 @@ def test_statistics_follow_each_answer_on_stderr(ask, capsys, monkeypatch, comma
     if is_remote:
         code, out, err = ask(command, *options)
     else:
-        code = run([command, *options, *LOCAL])
+        code = run_line([command, *options, *LOCAL])
         out, err = capsys.readouterr()
     assert (code, len(out.splitlines()) >= 2) == (0, True)
     wanted = r"(\d+) prompt tokens, 6 tokens in [\d.]+ s, first text after [\d.]+ s, then [\d.]+ tokens/s"
@@ -90,8 +90,8 @@ def test_statistics_follow_each_answer_on_stderr(ask, capsys, monkeypatch, comma
 def test_the_line_of_statistics():
     assert stats_line(None, None, 2.5) == "2.50 s"
     assert stats_line(None, 0.5, 2.5) == "2.50 s, first text after 0.50 s"
-    assert stats_line(Usage(3, 0), None, 2.5) == "3 prompt tokens, 0 tokens in 2.50 s"
-    line = stats_line(Usage(3, 5), 0.5, 2.5)
+    assert stats_line(AnswerUsage(3, 0), None, 2.5) == "3 prompt tokens, 0 tokens in 2.50 s"
+    line = stats_line(AnswerUsage(3, 5), 0.5, 2.5)
     assert line == "3 prompt tokens, 5 tokens in 2.50 s, first text after 0.50 s, then 2.0 tokens/s"
 
 
@@ -101,7 +101,7 @@ def test_a_chat_is_the_same_here_and_there(ask, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(talk))
     there = ask("chat", *options)
     monkeypatch.setattr("sys.stdin", io.StringIO(talk))
-    assert run(["chat", *options, *LOCAL]) == 0
+    assert run_line(["chat", *options, *LOCAL]) == 0
     assert there == (0, *capsys.readouterr())
 
 
@@ -184,7 +184,7 @@ FAILURES = [
 @pytest.mark.parametrize("command", ["chat", "complete"])
 def test_a_failing_server_is_one_line(capsys, command, answer, code, message):
     with serving(answer) as fake:
-        assert run([command, "--url", fake.url, "-q", "hi"]) == code
+        assert run_line([command, "--url", fake.url, "-q", "hi"]) == code
     out, err = capsys.readouterr()
     assert out in ("", "a")
     assert err.startswith("trouper: ")
@@ -197,7 +197,7 @@ def test_a_failing_server_is_one_line(capsys, command, answer, code, message):
 @pytest.mark.filterwarnings("ignore")  # the client library drops its own generator
 def test_an_endless_event_is_not_kept(capsys):
     with serving(events("x" * 2**21)) as fake:
-        assert run(["complete", "--url", fake.url, "-q", "hi"]) == 1
+        assert run_line(["complete", "--url", fake.url, "-q", "hi"]) == 1
     assert "exceeded the 1048576 byte limit" in capsys.readouterr().err
 
 
@@ -213,7 +213,7 @@ def test_an_endless_event_is_not_kept(capsys):
 )
 def test_a_server_without_models_is_one_line(capsys, models, code, message):
     with serving(b"", models) as fake:
-        assert run(["complete", "--url", fake.url, "-q", "hi"]) == code
+        assert run_line(["complete", "--url", fake.url, "-q", "hi"]) == code
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
@@ -223,7 +223,7 @@ def test_a_refused_connection_is_one_line(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        assert run(["chat", "--url", url, "-q", "hi"]) == 1
+        assert run_line(["chat", "--url", url, "-q", "hi"]) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"trouper: cannot connect to {url}/v1/")
@@ -233,14 +233,14 @@ def test_a_silent_server_is_given_up(capsys, monkeypatch):
     monkeypatch.setattr(remote, "SILENCE_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert run(["chat", "--url", url, "-q", "hi"]) == 1
+        assert run_line(["chat", "--url", url, "-q", "hi"]) == 1
     assert capsys.readouterr().err == f"trouper: no answer from {url}/v1/ in time\n"
 
 
 def test_failures_do_not_end_a_conversation(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nho\n"))
     with serving(error("500 Internal Server Error")) as fake:
-        assert run(["chat", "--url", fake.url]) == 0
+        assert run_line(["chat", "--url", fake.url]) == 0
     out, err = capsys.readouterr()
     assert (out, err) == ("", "trouper: the server answers 500: not today\n" * 2)
 
@@ -248,7 +248,7 @@ def test_failures_do_not_end_a_conversation(capsys, monkeypatch):
 def test_an_answer_gives_no_orders_to_a_terminal(capsys, monkeypatch):
     with serving(events(chunk("a\x1b[2Jb\n\tc\x9b"), chunk(None, "stop"), DONE)) as fake:
         monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-        assert run(["complete", "--url", fake.url, "-q", "hi"]) == 0
+        assert run_line(["complete", "--url", fake.url, "-q", "hi"]) == 0
     assert capsys.readouterr().out == "a[2Jb\n\tc\n"
 
 
@@ -256,7 +256,7 @@ def test_only_what_was_given_is_sent_and_the_connection_is_used_again(capsys, mo
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nho\n"))
     with serving(events(chunk("a"), chunk(None, "stop"), DONE)) as fake:
         arguments = ["--temperature", "0", "--api-key", "secret"]
-        assert run(["complete", "--url", f"{fake.url}/base", *arguments]) == 0
+        assert run_line(["complete", "--url", f"{fake.url}/base", *arguments]) == 0
     assert capsys.readouterr() == ("a\na\n", "")
     (head, headers, _), (post, _, body), (again, _, _) = fake.asked
     assert head == ["GET", "/base/models"]

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from trouper.frontends.cli.main import run
+from trouper.frontends.cli.main import run_line
 
 ENGINE = ["--max-model-len", "512", "--num-gpu-blocks-override", "64", "--dtype", "float32"]
 
@@ -39,7 +39,7 @@ def files(tmp_path):
 
 
 def run_batch(source, sink, *arguments):
-    return run(["run-batch", "-i", str(source), "-o", str(sink), *ENGINE, *arguments])
+    return run_line(["run-batch", "-i", str(source), "-o", str(sink), *ENGINE, *arguments])
 
 
 def test_a_file_becomes_a_file(files, capsys):

@@ -187,10 +187,10 @@ def test_mistakes_are_one_line():
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
 def test_without_the_extra_it_says_so(capsys, monkeypatch, loop):
     from trouper.frontends.cli import serve as command
-    from trouper.frontends.cli.main import run
+    from trouper.frontends.cli.main import run_line
 
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    assert run(["serve", "--loop", loop]) == 2
+    assert run_line(["serve", "--loop", loop]) == 2
     assert "pip install 'trouper[server]'" in capsys.readouterr().err
 
 
@@ -200,14 +200,14 @@ def test_without_the_extra_it_says_so(capsys, monkeypatch, loop):
 def test_an_empty_key_ends_the_start_with_2_and_says_so(
     name, key, is_in_environment, monkeypatch, capsys
 ):
-    from trouper.frontends.cli.main import run
+    from trouper.frontends.cli.main import run_line
 
     variable, flag = f"TROUPER_{name.upper()}", f"--{name.replace('_', '-')}"
     if is_in_environment:
         monkeypatch.setenv(variable, key)
-        assert run(["serve"]) == 2
+        assert run_line(["serve"]) == 2
     else:
-        assert run(["serve", flag, key]) == 2
+        assert run_line(["serve", flag, key]) == 2
     message = capsys.readouterr().err
     assert name in message
     assert "empty" in message

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from trouper.frontends import environment
-from trouper.frontends.cli.main import run
+from trouper.frontends.cli.main import run_line
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_only_harmless_variables_are_shown(capsys, monkeypatch):
     monkeypatch.setenv("TROUPER_API_KEY", "key_secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for arguments in ([], ["--json"]):
-        assert run(["collect-env", *arguments]) == 0
+        assert run_line(["collect-env", *arguments]) == 0
         out, err = capsys.readouterr()
         assert "secret" not in out
         assert "OMP_NUM_THREADS" in out
@@ -62,9 +62,9 @@ def test_only_harmless_variables_are_shown(capsys, monkeypatch):
 
 
 def test_text_and_json_tell_the_same(capsys):
-    run(["collect-env"])
+    run_line(["collect-env"])
     text = capsys.readouterr().out
-    run(["collect-env", "--json"])
+    run_line(["collect-env", "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert f"trouper: {facts['trouper']}\n" in text
     assert f"  usable: {facts['cpu']['usable']}\n" in text
@@ -76,7 +76,7 @@ def test_text_and_json_tell_the_same(capsys):
 def test_a_gpu_has_its_own_lines(capsys, monkeypatch):
     gpu = {"name": "H200", "memory_bytes": 140 * 2**30, "capability": "9.0"}
     monkeypatch.setattr(environment, "torch_facts", lambda: {"gpus": [gpu]})
-    run(["collect-env"])
+    run_line(["collect-env"])
     lines = "  gpus:\n    0:\n      name: H200\n      memory: 140.0 GiB\n      capability: 9.0\n"
     assert lines in capsys.readouterr().out
 
@@ -86,8 +86,8 @@ def test_it_works_without_torch():
 import sys
 for name in ("torch", "transformers", "tokenizers"):
     sys.modules[name] = None  # as if not installed
-from trouper.frontends.cli.main import run
-assert run(["collect-env"]) == 0
+from trouper.frontends.cli.main import run_line
+assert run_line(["collect-env"]) == 0
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "\ntorch: none\n" in done.stdout
