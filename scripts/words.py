@@ -1,0 +1,97 @@
+"""Check the words of docstrings, comments and help texts: `python scripts/words.py [--count]`.
+
+A docstring begins with a verb or with a noun that has its head in the sentence, so it can be understood without the
+code below it. Parts of the program are tasks, threads, clients or senders, never persons. Nothing refers
+to a document that readers do not have.
+"""
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FRAGMENT = re.compile(
+    r"(Of|What|Who|Whose|It|Its|They|None|As|So|Until|And|But|Or|The same|Where|That|Also|Not|Nothing|Something|Same)\b"
+)
+PERSON = re.compile(
+    r"\b(who|whoever|whom|nobody|somebody|everybody|anybody|someone|anyone|everyone|he|she|him|his|her)\b",
+    re.IGNORECASE,
+)
+ABSENT = re.compile(r"\bspec(ification)? (section )?\d|\bsemantics \d|§ ?\d", re.IGNORECASE)
+MIN_HELP_WORDS = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Check the words of docstrings, comments and help texts."
+    )
+    parser.add_argument(
+        "--count", action="store_true", help="print only how many of each kind there are"
+    )
+    args = parser.parse_args()
+    found = [line for path in sources() for line in check(path)]
+    if args.count:
+        num_words = sum(len(text.split()) for path in sources() for _, text in texts(path))
+        for kind in ("fragment", "person", "absent", "help"):
+            num = sum(f" {kind}: " in line for line in found)
+            print(f"{kind}: {num}, {1000 * num / num_words:.2f} per 1,000 of {num_words} words")
+    else:
+        print("\n".join(found))
+    sys.exit(bool(found))
+
+
+def sources() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "actors/*.py", "bench/*.py", "frontends/*.py", "kernels/*.py", "scripts/*.py", "trouper/*.py"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [ROOT / name for name in listed.stdout.split() if name != "scripts/words.py"]
+
+
+def check(path: Path) -> Iterator[str]:
+    name = path.relative_to(ROOT)
+    for line, docstring in docstrings(path):
+        if FRAGMENT.match(docstring.lstrip()):
+            yield f"{name}:{line}: fragment: {docstring.strip().splitlines()[0][:80]}"
+    for line, text in texts(path):
+        for match in PERSON.finditer(text):
+            yield f"{name}:{line}: person: {match[0]!r} in {text.strip()[:80]!r}"
+        if match := ABSENT.search(text):
+            yield f"{name}:{line}: absent: {match[0]!r}"
+    for line, text in help_texts(path):
+        if len(text.split()) < MIN_HELP_WORDS:
+            yield f"{name}:{line}: help: {text!r} does not stand alone"
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, kinds) and (docstring := ast.get_docstring(node, clean=False)):
+            yield node.body[0].lineno, docstring
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Every comment and docstring."""
+    yield from docstrings(path)
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("#")
+
+
+def help_texts(path: Path) -> Iterator[tuple[int, str]]:
+    """The `help` of options and arguments of the command line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            for keyword in node.keywords:
+                if keyword.arg == "help" and isinstance(keyword.value, ast.Constant):
+                    yield node.lineno, str(keyword.value.value)
+
+
+if __name__ == "__main__":
+    main()
