@@ -22,7 +22,8 @@ class Process:
             command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
         )
         self.lines = []
-        self.port = None
+        self.port = None  # of the public listener
+        self.ports = []  # of all listeners
         self.headers = []  # with every request
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read)
@@ -81,8 +82,10 @@ class Process:
         for line in self._process.stderr:
             with self._news:
                 self.lines.append(line)
-                if self.port is None and (found := re.search(r"https?://[^:]+:(\d+)", line)):
-                    self.port = int(found.group(1))
+                found = re.search(r"listening at https?://[^:]+:(\d+)", line)
+                if found is not None:
+                    self.ports.append(int(found.group(1)))
+                    self.port = self.ports[0]
                 self._news.notify_all()
         with self._news:
             self._news.notify_all()

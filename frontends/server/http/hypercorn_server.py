@@ -2,11 +2,13 @@
 
 `hypercorn.trio.serve` runs all connections in one nursery, so any exception of its protocols ends the server, and it has
 no setting that refuses HTTP/2 and WebSockets.  So the loop that accepts connections is here, and each runs hypercorn's own
-`TCPServer` with its exceptions caught.
+`TCPServer` in a scope of its own.
 
-Laws.  An exception in a connection ends that connection alone.  HTTP/1.1 is the only protocol.
+Laws.  An exception in a connection ends that connection alone.  HTTP/1.1 is the only protocol.  A connection ends when it
+has had no request for `KEEP_ALIVE_S`, whatever its protocol waits for.
 """
 
+import math
 from functools import partial
 from typing import Any, cast
 
@@ -55,29 +57,80 @@ class _Connections:
     """The open connections of a listener, and what they share."""
 
     def __init__(self, app: Any) -> None:
-        self._app = ASGIWrapper(
-            cast("Any", _Drained(app))
-        )  # it has names of its own for ASGI's types
+        self._app = app
         self._config = _Http1Config()
         self._context = WorkerContext(None)
-        self._streams: set[Stream] = set()
+        self._open: set[_Connection] = set()
 
     async def attend(self, stream: Stream) -> None:
         """Serve one connection to its end."""
-        self._streams.add(stream)
+        connection = _Connection(self._app, stream)
+        self._open.add(connection)
         try:
-            await TCPServer(self._app, self._config, self._context, ConnectionState({}), stream)  # pyright: ignore[reportArgumentType]
+            await connection.run(self._config, self._context)
         except* Exception as errors:
             logger.debug("a connection has failed: %r", errors.exceptions[0])
         finally:
-            self._streams.discard(stream)
+            self._open.discard(connection)
 
     async def end(self, shutdown: Shutdown) -> None:
         """Close idle connections now, and all others at `shutdown.aborting`."""
         await self._context.terminated.set()
         await shutdown.aborting.wait()
-        for stream in list(self._streams):  # hypercorn's writes can only be ended by closing
-            await trio.aclose_forcefully(stream)
+        for connection in list(self._open):
+            await connection.abort()
+
+
+class _Connection:
+    """One connection, and the application as its protocol calls it."""
+
+    def __init__(self, app: Any, stream: Stream) -> None:
+        self._app = app
+        self._stream = stream
+        self._scope = trio.CancelScope(deadline=trio.current_time() + KEEP_ALIVE_S)
+
+    async def run(self, config: Config, context: WorkerContext) -> None:
+        app = ASGIWrapper(cast("Any", self._perform))  # it has names of its own for ASGI's types
+        with self._scope:
+            await TCPServer(app, config, context, ConnectionState({}), cast("Any", self._stream))
+
+    async def abort(self) -> None:
+        self._scope.cancel()
+        await trio.aclose_forcefully(self._stream)  # hypercorn shields its writes
+
+    async def _perform(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application for one request, without the limit for idle connections."""
+
+        async def send_or_leave(message: Message) -> None:
+            is_last = message["type"] == "http.response.body" and not message.get("more_body")
+            try:
+                await (_send_last(message, receive, send) if is_last else send(message))
+            except (
+                Exception
+            ) as error:  # of several libraries: the client has left, or speaks no HTTP
+                raise ConnectionError("the connection has ended") from error
+
+        self._scope.deadline = math.inf
+        try:
+            await self._app(scope, receive, send_or_leave)
+        finally:
+            self._scope.deadline = trio.current_time() + KEEP_ALIVE_S
+
+
+async def _send_last(message: Message, receive: Receive, send: Send) -> None:
+    """Send the end of an answer while the rest of the request's body is read.
+
+    hypercorn queues ten pieces of a body and waits for the application to take them, also when it has answered.
+    """
+    async with trio.open_nursery() as tasks:
+        tasks.start_soon(_drain, receive)
+        await send(message)
+        tasks.cancel_scope.cancel()
+
+
+async def _drain(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class _Http1Config(Config):
@@ -99,30 +152,3 @@ class _Http1Config(Config):
 
 class _OtherProtocolError(Exception):
     """The client asks for a protocol that is not served."""
-
-
-class _Drained:
-    """The application, with the rest of a request's body read while the end of the answer is sent.
-
-    hypercorn queues ten pieces of a body and waits for the application to take them, also when it has answered.
-    """
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_drained(message: Message) -> None:
-            if message["type"] != "http.response.body" or message.get("more_body", False):
-                await send(message)
-                return
-            async with trio.open_nursery() as tasks:
-                tasks.start_soon(_drain, receive)
-                await send(message)
-                tasks.cancel_scope.cancel()
-
-        await self._app(scope, receive, send_drained)
-
-
-async def _drain(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

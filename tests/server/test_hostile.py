@@ -1,0 +1,51 @@
+"""One unauthenticated connection never ends the server, or another connection."""
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from trouper.frontends.server.app import App
+from trouper.frontends.server.http.listeners import Listener, Shutdown, bind_tcp
+from trouper.frontends.server.server import listener_task
+from trouper.frontends.server.service import Service
+from trouper.frontends.server.settings import ServerSettings
+
+from .hostile import KEY, PACKETS, answers, attack_all, num_descriptors, wait_idle
+from .process import started, stop
+
+NUM_DRAWN = 250
+
+
+@pytest.mark.parametrize("is_admin", [False, True], ids=["public", "admin"])
+@pytest.mark.anyio
+async def test_drawn_hostile_connections_end_alone(anyio_backend, is_admin):
+    app = App(Service(ServerSettings(api_keys=(KEY,))), is_admin_listener=is_admin)
+    listener, shutdown = Listener(bind_tcp("127.0.0.1", 0)), Shutdown()
+    address = listener.sock.getsockname()
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listener_task(anyio_backend), app, listener, shutdown)
+            await anyio.to_thread.run_sync(attack_all, [address], NUM_DRAWN)
+            assert await anyio.to_thread.run_sync(answers, address)
+            shutdown.closing.set()
+            shutdown.aborting.set()
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_a_server_process_stands_every_packet_on_every_listener(loop):
+    with started("--loop", loop, "--api-key", KEY, "--admin-port", "0") as server:
+        server.headers = [("authorization", f"Bearer {KEY}")]
+        addresses = [("127.0.0.1", port) for port in server.ports]
+        before = num_descriptors(server)
+        attack_all(addresses, 0)
+        assert all(answers(address) for address in addresses)
+        assert wait_idle(server, before)
+        assert stop(server) == 0
+        assert not [line for line in server.lines if "Traceback" in line], server.lines
+
+
+def test_the_packets_that_once_ended_the_process_are_in_the_table():
+    assert PACKETS.keys() >= {
+        "websocket extensions", "upgrade to h2c", "h2 path", "h2 connect", "h2 priorities",
+        "h2 data after the answer", "h2 window of 0", "h2",
+    }  # fmt: skip
