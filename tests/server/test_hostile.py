@@ -1,5 +1,7 @@
 """One unauthenticated connection never ends the server, or another connection."""
 
+import math
+
 import anyio
 import anyio.to_thread
 import pytest
@@ -10,10 +12,10 @@ from trouper.frontends.server.server import listener_task
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
 
-from .hostile import KEY, PACKETS, answers, attack_all, num_descriptors, wait_idle
+from .hostile import KEY, PACKETS, answer_s, attack_all, num_descriptors, wait_idle
 from .process import started, stop
 
-NUM_DRAWN = 250
+NUM_DRAWN = 200
 
 
 @pytest.mark.parametrize("is_admin", [False, True], ids=["public", "admin"])
@@ -26,7 +28,7 @@ async def test_drawn_hostile_connections_end_alone(anyio_backend, is_admin):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(listener_task(anyio_backend), app, listener, shutdown)
             await anyio.to_thread.run_sync(attack_all, [address], NUM_DRAWN)
-            assert await anyio.to_thread.run_sync(answers, address)
+            assert await anyio.to_thread.run_sync(answer_s, address) < math.inf
             shutdown.closing.set()
             shutdown.aborting.set()
 
@@ -38,7 +40,7 @@ def test_a_server_process_stands_every_packet_on_every_listener(loop):
         addresses = [("127.0.0.1", port) for port in server.ports]
         before = num_descriptors(server)
         attack_all(addresses, 0)
-        assert all(answers(address) for address in addresses)
+        assert all(answer_s(address) < math.inf for address in addresses)
         assert wait_idle(server, before)
         assert stop(server) == 0
         assert not [line for line in server.lines if "Traceback" in line], server.lines

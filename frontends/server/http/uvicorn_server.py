@@ -6,13 +6,14 @@ or in the application ends that connection alone: the event loop and uvicorn cat
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import anyio
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from trouper.frontends.server.http.listeners import (
     BACKLOG,
@@ -25,6 +26,7 @@ from trouper.frontends.server.http.listeners import (
 
 # Requests that wait behind one that is being answered; about 3 KB each, so at most 1 MB of a connection.
 MAX_PIPELINED = 256
+TICK_S = 0.1  # uvicorn's own, between two looks at `should_exit`
 
 
 async def serve(app: Any, listener: Listener, shutdown: Shutdown) -> None:
@@ -55,8 +57,10 @@ async def _end(server: uvicorn.Server, shutdown: Shutdown) -> None:
     await shutdown.closing.wait()
     server.should_exit = True
     await shutdown.aborting.wait()
-    for connection in list(server.server_state.connections):
-        connection.transport.abort()
+    while True:  # some may have been accepted before uvicorn saw `should_exit`
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        await anyio.sleep(TICK_S)
 
 
 class _Server(uvicorn.Server):
@@ -78,6 +82,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._cycles: deque[RequestResponseCycle] = deque()  # without a complete answer
         self._num_pending_bytes = 0  # since the last complete head or piece of a body
         self._idle_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -89,6 +94,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_timers()
+        for cycle in self._cycles:  # uvicorn tells the latest alone
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._cycles.clear()  # a circle of references
 
     def data_received(self, data: bytes) -> None:
         self._num_pending_bytes += len(data)
@@ -103,6 +112,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many pipelined requests")  # the parser's error: 400, and the end
         super().on_headers_complete()
+        self._cycles.append(self.cycle)
         self._num_pending_bytes = 0
         self._stop_idle_timer()
 
@@ -111,6 +121,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_response_complete(self) -> None:
+        self._cycles.popleft()
         super().on_response_complete()
         if self.cycle.response_complete:  # else a pipelined request is being answered now
             self._start_idle_timer()
