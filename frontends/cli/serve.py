@@ -63,7 +63,19 @@ class ServerOptions:
         float, _server("Seconds that who is next may have waited; then the youngest go.", min=0.001)
     ] = math.inf  # fmt: skip
     max_body: Annotated[int, _server("Bytes of a request's body.", min=1)] = 32 * 2**20
-    body_timeout: Annotated[float, _server("Seconds in which it has to come.", min=0.001)] = 30.0
+    max_body_memory: Annotated[
+        int | None,
+        _server("Bytes of all request bodies under way; 8 × max-body by default.", min=1),
+    ] = None
+    body_timeout: Annotated[
+        float, _server("Seconds in which a request's body must come.", min=0.001)
+    ] = 30.0  # fmt: skip
+    body_start_timeout: Annotated[
+        float, _server("Seconds in which the first byte of a body must come.", min=0.001)
+    ] = 5.0  # fmt: skip
+    min_body_rate: Annotated[
+        int, _server("Bytes a second that a body must bring after its first seconds.", min=1)
+    ] = 4 * 2**10  # fmt: skip
     h11_max_header_count: Annotated[int, _server("Headers of a request.", min=1)] = 256
     h11_max_incomplete_event_size: Annotated[
         int, _server("Bytes of them.", min=1, max=2**17)
@@ -219,7 +231,10 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         max_queue_delay_s=options.max_queue_delay,
         request_timeout_s=options.request_timeout,
         max_body=options.max_body,
+        max_body_memory=options.max_body_memory,
         body_timeout_s=options.body_timeout,
+        body_start_timeout_s=options.body_start_timeout,
+        min_body_rate=options.min_body_rate,
         max_headers=options.h11_max_header_count,
         max_header_bytes=options.h11_max_incomplete_event_size,
         response_role=options.response_role,

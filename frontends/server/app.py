@@ -1,6 +1,6 @@
 """The ASGI application: the one place where an exception becomes an answer.
 
-    head limits → key and route → place in the house → body → handler, with an eye on the client
+    head limits → key and route → body → place → decoding → handler, while the client stays
 
 Leaving, because the client has left or its deadline has passed, is a cancelled scope: the handler's
 generations close, and that is the abort.
@@ -17,10 +17,10 @@ from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.auth import Gate
 from trouper.frontends.server.errors import Problem, Refusal, describe, log, logger
+from trouper.frontends.server.http.body import ClientGone
 from trouper.frontends.server.http.cors import cors_headers
 from trouper.frontends.server.http.decoding import decode
 from trouper.frontends.server.http.exchange import (
-    ClientGone,
     Exchange,
     Receive,
     Scope,
@@ -98,7 +98,7 @@ class App:
     def _find(self, exchange: Exchange) -> Route | None:
         """None: an answer without content.  Raises Refusal for a bad head or key, or a route that there is not."""
         exchange.own_headers = cors_headers(exchange, self._settings)
-        if self.service.door.level >= Level.TIDY:
+        if self.service.gate.level >= Level.TIDY:
             exchange.own_headers += ((b"connection", b"close"),)
         exchange.check_head(self._settings)
         route = self._gate.route(exchange)
@@ -113,21 +113,30 @@ class App:
                 await exchange.send_empty(204)
                 return
             if route.generates:
-                exchange.ticket = stack.enter_context(self.service.enter(exchange))
-            request = await self._read(exchange, route)
+                self.service.check_open()
+            if route.is_admitted:
+                self.service.check_room(exchange)  # refused before the body is read
+            request = await self._read(exchange, route, stack)
             act = partial(route.handler, self.service, exchange, request)
             await self._attend(exchange, act, exchange.timeout_s)
 
-    async def _read(self, exchange: Exchange, route: Route) -> Any:
+    async def _read(self, exchange: Exchange, route: Route, stack: ExitStack) -> Any:
+        """Read and decode the body; a place is taken in between, so that unfinished bodies hold none."""
         if route.body is None:
             return None
         kind = (exchange.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-        body = await exchange.read_body(self._settings, self.service.rooms)
+        memory = stack.enter_context(self.service.bodies.open())
+        await exchange.read_body(self._settings, memory)
+        if route.is_admitted:
+            exchange.ticket = stack.enter_context(self.service.enter(exchange))
+        body = memory.whole()
         if kind != b"application/json" and (body or route.generates):
             raise Refusal(400, "invalid_content_type", "the content type must be application/json")
         if not body and route.access == "admin":
             return route.body()  # an order without details
         decoded = await decode(body, route.body, self.service.threads)
+        if not decoded.holds_body:
+            memory.release()
         if decoded.unknown:
             self.service.num_unknown_fields += len(decoded.unknown)
             logger.debug("request %s: %d unknown fields ignored", exchange.id, len(decoded.unknown))

@@ -59,8 +59,8 @@ ROUTES = (
     Route("POST", "/v1/rerank", "user", routes.create_rerank, RerankRequest, True),
     Route("POST", "/v2/rerank", "user", routes.create_rerank, RerankRequest, True),
     Route("POST", "/v2/embed", "user", routes.create_cohere_embedding, CohereEmbedRequest, True),
-    Route("POST", "/tokenize", "user", tokens.tokenize, TokenizeRequest),
-    Route("POST", "/detokenize", "user", tokens.detokenize, DetokenizeRequest),
+    Route("POST", "/tokenize", "user", tokens.tokenize, TokenizeRequest, tokenizes=True),
+    Route("POST", "/detokenize", "user", tokens.detokenize, DetokenizeRequest, tokenizes=True),
     Route(
         "POST", "/sleep", "admin", control.sleep,
         query={"level": {"enum": [0, 1, 2]}, "mode": MODE},

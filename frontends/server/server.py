@@ -189,7 +189,7 @@ class Server:
         """Abort the requests that are open at the deadline, then close the connections that are left."""
         if engine is not None:
             await anyio.sleep(self._shutdown_timeout_s)
-            self._service.close_door()
+            self._service.close_gate()
             engine.abort_all()
         await anyio.sleep(GRACE_S)
         self._report("closing connections that do not read their answers")

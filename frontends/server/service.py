@@ -1,4 +1,4 @@
-"""What all handlers share: the engine once it is there, the house rules, and the table of who is in."""
+"""The state that all handlers share: the engine once it is loaded, the limits, and the open requests."""
 
 import math
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from trouper.actors.observability.metrics import LIMITS
 from trouper.config.args import EngineConfig
 from trouper.errors import RetryableRequestError, TrouperNotFoundError
 from trouper.frontends.server.admission.codel import QueueDelay
-from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, Door, Ticket
+from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate, AdmissionTicket
 from trouper.frontends.server.admission.overload import Ladder, Level, memory_used
 from trouper.frontends.server.admission.throughput import StepClock
-from trouper.frontends.server.errors import aborted, clean, logger, unavailable
-from trouper.frontends.server.http.body import Rooms
+from trouper.frontends.server.errors import Refusal, aborted, clean, logger, unavailable
+from trouper.frontends.server.http.body import BodyMemory
 from trouper.frontends.server.http.exchange import Exchange
 from trouper.frontends.server.http.trace_context import trace_headers
 from trouper.frontends.server.metrics import ServerMetrics
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
-PLACES = 4  # × max_num_seqs sequences may be open: one in the machine, three on the bench
+PLACES = 4  # × max_num_seqs sequences may be open: one runs, three wait
 MAX_ECHO = 200
-MIN_SPARE_SEATS = 2  # in the engine's own queue, so that a seat that falls free is taken at once
-PROOF_S = 1.0  # so long a round trip proves that the next would succeed
-PROBE_S = 5.0  # and so long it may take
+MIN_SPARE_SLOTS = 2  # in the engine's own queue, so that a slot is taken again at once
+BODIES = 8  # × max_body: the budget of all bodies under way
+PROOF_S = 1.0  # how long a round trip proves that the next would succeed
+PROBE_S = 5.0  # how long it may take
 
 
 class Service:
@@ -39,12 +40,16 @@ class Service:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.metrics = ServerMetrics()
-        self.door = Door(self._note_rejection)
+        self.gate = AdmissionGate(self._note_rejection)
         self.is_draining = False
-        self.died = anyio.Event()  # somebody has met the engine's death
+        self.died = anyio.Event()  # a task has met the engine's death
         self.num_unknown_fields = 0
         self.steps = StepClock()
-        self.rooms = Rooms(settings.max_body, self._leave_core)
+        self.bodies = BodyMemory(
+            settings.max_body,
+            settings.max_body_memory or BODIES * settings.max_body,
+            self._refuse_body,
+        )
         self.threads = anyio.CapacityLimiter(2)  # large bodies, tokenising
         self.chat_threads = anyio.CapacityLimiter(
             1
@@ -56,34 +61,30 @@ class Service:
 
     def __repr__(self) -> str:
         state = "starting" if self._engine is None else "draining" if self.is_draining else "open"
-        return f"<Service {state} {self.door!r}>"
-
-    def _leave_core(self) -> None:
-        if self._engine is not None:
-            self._engine.engine.leave_core()
+        return f"<Service {state} {self.gate!r}>"
 
     def open(self, engine: "AsyncLLMEngine") -> None:
-        """From now on requests are taken."""
+        """Take requests from now on."""
         config, info = engine.engine.config, engine.engine.info
         num_seqs = config.scheduler.max_num_seqs
         limits = (self.settings.max_requests or PLACES * num_seqs, config.max_num_queued_reqs)
-        admission = self.door.admission
+        admission = self.gate.admission
         admission.max_sequences = min(limit for limit in limits if limit is not None)
         if admission.max_sequences == config.max_num_queued_reqs:
-            self.door.full_reason = "max_num_queued_reqs"
-        admission.max_started = num_seqs + max(MIN_SPARE_SEATS, num_seqs // 4)
-        # as many as the cache holds; a model that pools has none, and what fills its seats may wait
+            self.gate.full_reason = "max_num_queued_reqs"
+        admission.max_started = num_seqs + max(MIN_SPARE_SLOTS, num_seqs // 4)
+        # as many as the cache holds; a model that pools has none, and what fills its slots may wait
         room = (info.num_blocks - 1) * info.block_size or num_seqs * config.max_model_len
-        self.door.min_waiting_tokens = self.settings.max_waiting_tokens or room
-        self.door.is_adaptive = self.settings.max_waiting_tokens is None
-        self.door.max_prefill_tokens = config.max_num_queued_tokens
-        self.door.num_prefill_tokens = lambda: engine.statistics().num_prefill_tokens
-        self.door.delay = QueueDelay(self.settings.max_queue_delay_s)
+        self.gate.min_waiting_tokens = self.settings.max_waiting_tokens or room
+        self.gate.is_adaptive = self.settings.max_waiting_tokens is None
+        self.gate.max_prefill_tokens = config.max_num_queued_tokens
+        self.gate.num_prefill_tokens = lambda: engine.statistics().num_prefill_tokens
+        self.gate.delay = QueueDelay(self.settings.max_queue_delay_s)
         self.metrics.prefix = config.metrics_prefix
         self._engine = engine
 
     def drain(self) -> None:
-        """From now on new requests are refused, and readiness says so."""
+        """Refuse new requests from now on; readiness says so."""
         self.is_draining = True
 
     @property
@@ -105,24 +106,27 @@ class Service:
     def model_names(self) -> tuple[str, ...]:
         return self.settings.served_model_names or (self.config.model.name,)
 
-    def close_door(self) -> None:
-        """Whoever waits now waits in vain."""
-        self.door.close(unavailable("draining", "the server is shutting down"))
+    def close_gate(self) -> None:
+        """Refuse the requests that wait now."""
+        self.gate.close(unavailable("draining", "the server is shutting down"))
 
-    def enter(self, exchange: Exchange) -> Ticket:
-        """Raises Refusal while starting or draining, and when all places are taken."""
-        self.check_open()
-        num_bytes = self.counted_bytes(exchange.content_length, 1)
-        ticket = self.door.enter(exchange.tenant, num_bytes)
-        self._note_throughput()  # not for whoever is refused: a look at all counters
+    def check_room(self, exchange: Exchange) -> None:
+        """Raise the Refusal that `enter` would raise, before the body is read."""
+        self.gate.check(exchange.tenant, self.counted_bytes(exchange.content_length, 1))
+
+    def enter(self, exchange: Exchange) -> AdmissionTicket:
+        """Reserve a place for a request whose body has come.  Raises Refusal when all places are taken."""
+        num_bytes = self.counted_bytes(exchange.num_body_bytes, 1)
+        ticket = self.gate.enter(exchange.tenant, num_bytes)
+        self._note_throughput()  # for admitted requests only: it reads all counters
         return ticket
 
     def counted_bytes(self, num_bytes: int, num_prompts: int) -> int:
-        """Of a body: no prompt takes more than the model's length, in whatever form it comes."""
+        """Bound the bytes of a body that count: no prompt takes more than the model's length, in whatever form it comes."""
         return min(num_bytes, num_prompts * self.config.max_model_len * BYTES_PER_TOKEN)
 
     def look(self, lag_s: float) -> None:
-        """Called now and then: does the engine live, and is there too much to do?"""
+        """Look after the engine and the load; called four times a second."""
         if self._engine is None or self.is_draining:  # it is not there yet, or being closed
             return
         if self._engine.errored:
@@ -130,17 +134,24 @@ class Service:
             return
         self.steps.age_s(self._engine.statistics().scheduler, anyio.current_time())
         self._note_throughput()
-        self.door.let_in()
-        self.door.look(is_paused=self._engine.engine.lifecycle.is_sleeping)
+        self.gate.let_in()
+        self.gate.look(is_paused=self._engine.engine.lifecycle.is_sleeping)
         level = self._ladder.look(memory_used(), lag_s)
-        if level != self.door.level:
-            logger.warning("overload: %s after %s", level.name, self.door.level.name)
-        self.door.level = self.metrics.level = level
+        if level != self.gate.level:
+            logger.warning("overload: %s after %s", level.name, self.gate.level.name)
+        self.gate.level = self.metrics.level = level
         if level is Level.ABORT:
             self._give_up_one()
 
+    def check_admits(self) -> None:
+        """Raises Refusal when requests have come for some seconds and all of them were refused."""
+        refusing_s = self.gate.refusing_s()
+        if refusing_s > self.settings.max_refusing_s:
+            text = f"no request has been admitted for {refusing_s:.0f} s"
+            raise unavailable("overloaded", text)
+
     async def prove(self) -> None:
-        """A round trip through scheduler and executor, now or just before.  Raises Refusal."""
+        """Make a round trip through scheduler and executor, unless one was made just before.  Raises Refusal."""
         if anyio.current_time() - self._proved_at < PROOF_S:
             return
         with anyio.move_on_after(PROBE_S):
@@ -213,7 +224,10 @@ class Service:
         self._open.pop(generation.request_id, None)
 
     def abort(self, request_ids: Iterable[str] | None) -> int:
-        """What clients call so, or everything; how many requests of the engine that were or would be."""
+        """Abort the requests with these client-visible ids, or all of them.
+
+        Returns how many engine requests were aborted, including those that are still waiting for admission.
+        """
         wanted = None if request_ids is None else set(request_ids)
         found = {
             id: exchange
@@ -223,18 +237,23 @@ class Service:
         for exchange in found.values():
             exchange.is_aborted = True
         tickets = {exchange.ticket for exchange in found.values() if exchange.ticket is not None}
-        self.door.close(aborted(), tickets)
+        self.gate.close(aborted(), tickets)
         self.engine.engine.abort(found)
         return len(found)
 
     def _give_up_one(self) -> None:
-        """The youngest: those at the door are younger than those inside."""
-        if self.door.close(unavailable("overloaded", "the server is overloaded, try again later")):
+        """Abort the newest request: those that wait for admission are newer than those of the engine."""
+        if self.gate.close(unavailable("overloaded", "the server is overloaded, try again later")):
             return
         engine = self.engine.engine
         slots = [slot for slot in engine.open_slots if not (slot.is_aborted or slot.is_over)]
         if slots:
             engine.abort(slots[-1].request_id)
+
+    def _refuse_body(self) -> Refusal:
+        refusal = self.gate.refuse("body_memory_full", "too many bytes of requests are under way")
+        refusal.headers = ((b"connection", b"close"),)
+        return refusal
 
     def _note_rejection(self, reason: str) -> None:
         self.metrics.note_rejection(reason)
@@ -245,6 +264,6 @@ class Service:
     def _note_throughput(self) -> None:
         stats = self.engine.statistics().scheduler
         num_tokens = stats.num_prompt_tokens + stats.num_generation_tokens
-        is_asleep = self.engine.engine.lifecycle.is_sleeping  # a pause is no lack of pace
-        is_busy = self.door.admission.num_started > 0 and not is_asleep
-        self.door.throughput.note(num_tokens, anyio.current_time(), is_busy=is_busy)
+        is_asleep = self.engine.engine.lifecycle.is_sleeping  # a pause is not slowness
+        is_busy = self.gate.admission.num_started > 0 and not is_asleep
+        self.gate.throughput.note(num_tokens, anyio.current_time(), is_busy=is_busy)

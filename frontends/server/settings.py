@@ -14,7 +14,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Keys, limits and habits.  Limits are described in docs/security.md; None means "derived from the engine" or "off".
 
     Raises:
-        TrouperValidationError: an empty key, which would protect nothing.
+        TrouperValidationError: an empty key, which would protect nothing; a budget that has no room for one body.
     """
 
     served_model_names: tuple[str, ...] = ()  # empty: the model's own name
@@ -27,8 +27,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_delay_s: float = math.inf  # of who is next, for a second: the youngest are refused
     request_timeout_s: float = 600.0
     max_step_age_s: float = 10.0  # without a step while there is work: /health/step fails
+    max_refusing_s: float = 5.0  # all requests refused for longer: /health/ready fails
     max_body: int = 32 * MIB
+    max_body_memory: int | None = None  # bytes of all bodies under way; 8 × max_body
     body_timeout_s: float = 30.0
+    body_start_timeout_s: float = 5.0  # to the first byte
+    min_body_rate: int = 4 * KIB  # bytes a second, after body_start_timeout_s
     max_header_bytes: int = 64 * KIB
     max_headers: int = 256
     max_path: int = 8 * KIB
@@ -51,3 +55,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name, keys in (("api_key", self.api_keys), ("admin_key", (self.admin_key,))):
             if any(key is not None and not key.strip() for key in keys):
                 raise TrouperValidationError(f"{name}: a key must not be empty", parameter=name)
+        if self.max_body_memory is not None and self.max_body_memory < self.max_body:
+            name = "max_body_memory"
+            raise TrouperValidationError(
+                f"{name}: must be at least max_body ({self.max_body})", parameter=name
+            )

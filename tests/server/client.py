@@ -61,8 +61,11 @@ class Client:
         return call.answer
 
     @asynccontextmanager
-    async def stream(self, method, path, body=b"", headers=(), chunks=None):
-        """The call while it runs; leaving the block is the disconnect, unless it is complete."""
+    async def stream(self, method, path, body=b"", headers=(), chunks=None, *, ends=True):
+        """The call while it runs; leaving the block is the disconnect, unless it is complete.
+
+        A body that does not end waits for more after its last chunk.
+        """
         path, _, query = path.partition("?")
         all_headers = [*self._headers, *headers]
         if body and chunks is None:
@@ -72,7 +75,7 @@ class Client:
             "query_string": query.encode(), "root_path": "", "http_version": "1.1",
             "headers": [(n.lower().encode(), v.encode("latin-1")) for n, v in all_headers],
         }  # fmt: skip
-        call = Call([body] if chunks is None else chunks)
+        call = Call([body] if chunks is None else chunks, ends=ends)
         async with anyio.create_task_group() as tasks:
             await tasks.start(call.run, self._app, scope)
             try:
@@ -84,11 +87,11 @@ class Client:
 class Call:
     """One request under way, seen from the client."""
 
-    def __init__(self, chunks):
+    def __init__(self, chunks, *, ends):
         self.answer = Answer()
         self.num_chunks = 0
         self.is_over = anyio.Event()  # the application has returned
-        self._chunks = chunks
+        self._chunks, self._ends = chunks, ends
         self._gone = anyio.Event()
         self._news = anyio.Event()
         self._may_send = anyio.Event()
@@ -123,7 +126,11 @@ class Call:
         if self._chunks:
             await anyio.lowlevel.checkpoint()
             chunk = self._chunks.pop(0)
-            return {"type": "http.request", "body": chunk, "more_body": bool(self._chunks)}
+            return {
+                "type": "http.request",
+                "body": chunk,
+                "more_body": bool(self._chunks) or not self._ends,
+            }
         await self._gone.wait()
         return {"type": "http.disconnect"}
 

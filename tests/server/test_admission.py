@@ -43,10 +43,10 @@ class House(RuleBasedStateMachine):
             self.note_gone(legal, gone)
             self.people.append(entry)
 
-    @precondition(lambda self: self.of(Phase.READING))
+    @precondition(lambda self: self.of(Phase.ENTERED))
     @rule(data=st.data(), sequences=st.integers(1, 6), tokens=TOKENS, priority=st.integers(-1, 1))
     def resize(self, data, sequences, tokens, priority):
-        entry = data.draw(st.sampled_from(self.of(Phase.READING)))
+        entry = data.draw(st.sampled_from(self.of(Phase.ENTERED)))
         before = entry.num_sequences, entry.num_tokens
         others = [other for other in self.people if other is not entry]
         legal = self.may_come_in(others, entry.tenant, sequences, tokens, priority)
@@ -60,10 +60,10 @@ class House(RuleBasedStateMachine):
             self.note_gone(legal, gone)
             assert (entry.num_sequences, entry.num_tokens) == (sequences, tokens)
 
-    @precondition(lambda self: self.of(Phase.READING))
+    @precondition(lambda self: self.of(Phase.ENTERED))
     @rule(data=st.data())
     def wait(self, data):
-        entry = data.draw(st.sampled_from(self.of(Phase.READING)))
+        entry = data.draw(st.sampled_from(self.of(Phase.ENTERED)))
         queued = {other.tenant for other in self.of(Phase.WAITING)}
         if entry.tenant not in queued:
             floors = [self.counters[tenant] for tenant in queued]

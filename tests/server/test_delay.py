@@ -1,4 +1,4 @@
-"""A queue that stands is cut, a burst is not: on virtual time, through the real door."""
+"""A queue that stands is cut, a burst is not: on virtual time, through the real gate."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trouper.frontends.server.admission.codel import INTERVAL_S, QueueDelay
 from trouper.frontends.server.admission.fair_queue import Admission
-from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, Door
+from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate
 from trouper.frontends.server.errors import Refusal
 
 PACE = 1000  # tokens a second
@@ -57,16 +57,16 @@ class Shop:
     """One is served at a time, each for half a second; room for thousands to wait."""
 
     def __init__(self, target_s):
-        self.door = Door(lambda reason: None)
-        self.door.admission.max_sequences, self.door.admission.max_started = 10_000, 1
-        self.door.min_waiting_tokens = 10**9
-        self.door.delay = QueueDelay(target_s)
+        self.gate = AdmissionGate(lambda reason: None)
+        self.gate.admission.max_sequences, self.gate.admission.max_started = 10_000, 1
+        self.gate.min_waiting_tokens = 10**9
+        self.gate.delay = QueueDelay(target_s)
         self.waits, self.num_refused, self.num_tokens = [], 0, 0
 
     async def ask(self):
         came = anyio.current_time()
         try:
-            with self.door.enter("", COST * BYTES_PER_TOKEN) as ticket:
+            with self.gate.enter("", COST * BYTES_PER_TOKEN) as ticket:
                 await ticket.wait_turn()
                 self.waits.append(anyio.current_time() - came)
                 await anyio.sleep(COST / PACE)
@@ -76,9 +76,9 @@ class Shop:
 
     async def look_after(self):
         while True:
-            is_busy = self.door.admission.num_started > 0
-            self.door.throughput.note(self.num_tokens, anyio.current_time(), is_busy=is_busy)
-            self.door.look()
+            is_busy = self.gate.admission.num_started > 0
+            self.gate.throughput.note(self.num_tokens, anyio.current_time(), is_busy=is_busy)
+            self.gate.look()
             await anyio.sleep(LOOK_S)
 
     async def run(self, factor, seconds):
@@ -126,21 +126,21 @@ async def test_a_burst_that_is_done_in_time_is_left_alone(autojump_clock):
 @pytest.mark.trio
 async def test_a_pause_is_no_wait(autojump_clock):
     shop = Shop(target_s=2.0)
-    shop.door.admission.max_started = 0
+    shop.gate.admission.max_started = 0
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(shop.ask)
         for seconds, is_paused, stands in ((50, True, False), (1.9, False, False), (1, False, False), (1, False, True)):  # fmt: skip
             await anyio.sleep(seconds)
-            shop.door.look(is_paused=is_paused)
-            assert shop.door.delay.stands == stands
+            shop.gate.look(is_paused=is_paused)
+            assert shop.gate.delay.stands == stands
         tasks.cancel_scope.cancel()
 
 
 @pytest.mark.trio
 async def test_a_queue_that_stands_never_raises_the_limit():
     shop = Shop(target_s=50.0)
-    shop.door.min_waiting_tokens, shop.door.is_adaptive, shop.door.delay.stands = 100, False, True
-    shop.door.throughput.note(0, 0.0, is_busy=True)
-    shop.door.throughput.note(1000, 1.0, is_busy=True)
-    with shop.door.enter("", 0):
-        assert shop.door.admission.max_waiting_tokens == 100
+    shop.gate.min_waiting_tokens, shop.gate.is_adaptive, shop.gate.delay.stands = 100, False, True
+    shop.gate.throughput.note(0, 0.0, is_busy=True)
+    shop.gate.throughput.note(1000, 1.0, is_busy=True)
+    with shop.gate.enter("", 0):
+        assert shop.gate.admission.max_waiting_tokens == 100

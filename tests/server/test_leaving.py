@@ -43,8 +43,8 @@ async def test_who_has_an_answer_leaves_no_place_behind_that_the_next_request_co
 ):
     async with client.stream("POST", PATH, body(max_tokens=2), [JSON]) as call:
         call.stop_reading()
-        await wait_until(lambda: app.service.door.admission.num_requests == 1)
-        await wait_until(lambda: app.service.door.admission.num_requests == 0)
+        await wait_until(lambda: app.service.gate.admission.num_requests == 1)
+        await wait_until(lambda: app.service.gate.admission.num_requests == 0)
         assert not call.is_over.is_set()
         call.read_on()
         await call.wait_complete()
@@ -79,10 +79,10 @@ async def test_leaving_while_a_stream_is_read(client, wait_idle):
 
 async def test_leaving_before_the_body_is_complete(app, client, wait_until):
     async with client.stream("POST", PATH, headers=[JSON], chunks=Stalled()) as call:
-        await wait_until(lambda: app.service.door.admission.num_requests)
+        await wait_until(lambda: app.service.bodies.num_bodies)
     assert call.is_over.is_set()
     assert call.answer.status == 0
-    assert app.service.door.admission.num_requests == 0
+    assert app.service.bodies.num_bodies == 0
 
 
 class Stalled(list):
@@ -106,14 +106,14 @@ async def test_a_slow_reader_gets_the_same_text_and_delays_nobody(client, wait_i
 
 
 async def test_answers_that_nobody_reads_take_nobodys_turn(app, client, wait_idle):
-    app.service.door.admission.max_started = 1
+    app.service.gate.admission.max_started = 1
     async with client.stream("POST", PATH, body(stream=True, max_tokens=50), [JSON]) as call:
         await call.wait_for(lambda: call.num_chunks >= 1)
         call.stop_reading()
         with anyio.fail_after(20):
             async with anyio.create_task_group() as others:
                 others.start_soon(client.post, PATH, {**LONG, "max_tokens": 1})
-                while app.service.door.admission.num_requests:
+                while app.service.gate.admission.num_requests:
                     await anyio.sleep(0.01)
                     app.service.look(0.0)
         assert not call.answer.is_complete
@@ -161,7 +161,7 @@ async def test_a_deadline_in_the_queue_says_so(engine, app, client, wait_idle):
     async with engine.paused():
         answer = await client.post(PATH, LONG, [("x-request-timeout-ms", "100")])
         assert (answer.status, answer.error["param"]) == (504, "prefill")
-        app.service.door.admission.max_started = 0
+        app.service.gate.admission.max_started = 0
         answer = await client.post(PATH, LONG, [("x-request-timeout-ms", "100")])
         assert (answer.status, answer.error["param"]) == (504, "queue")
         assert answer.json["usage"]["total_tokens"] == 0

@@ -1,11 +1,11 @@
-"""Who is in the house, who is next, who has to go.  Pure.
+"""Decide which requests are admitted, which starts next, and which is evicted.  Pure.
 
-    enter ─▶ READING ─wait─▶ WAITING ─next_starts─▶ STARTED        leave: from anywhere, once
+    enter ─▶ ENTERED ─wait─▶ WAITING ─next_starts─▶ STARTED        leave: from any state, once
 
 Laws.  Every request holds its places and its tokens from `enter` to `leave`.  Priority decides first, then
 the tenant that has been served least (a virtual token counter for each: Sheng et al., "Fairness in
-Serving Large Language Models", algorithm 2), then who came first.  A full house shows the
-youngest waiting request of the largest tenant to the door when a smaller tenant knocks.
+Serving Large Language Models", algorithm 2), then the order of arrival.  When the queue is full and a tenant with less
+usage arrives, the newest waiting request of the tenant with the most usage is evicted.
 """
 
 from bisect import insort
@@ -16,16 +16,16 @@ OUTPUT_WEIGHT = 2  # a generated token takes about as long as two of a prompt; t
 
 
 class Phase(Enum):
-    """Where a request is."""
+    """The state of an admitted request."""
 
-    READING = "reading"
+    ENTERED = "entered"
     WAITING = "waiting"
     STARTED = "started"
     GONE = "gone"
 
 
 class Full(Exception):
-    """No room.  `is_over_share`: this tenant has more than its part of it."""
+    """There is no room.  `is_over_share`: the tenant has more than an equal part of it."""
 
     def __init__(self, *, is_over_share: bool) -> None:
         super().__init__()
@@ -33,15 +33,15 @@ class Full(Exception):
 
 
 class Entry:
-    """One request in the house; written by `Admission` alone."""
+    """One admitted request; only `Admission` writes it."""
 
     def __init__(self, number: int, tenant: str, num_tokens: int) -> None:
-        self.number = number  # in the order of coming
+        self.number = number  # in the order of arrival
         self.tenant = tenant
         self.num_sequences = 1
         self.num_tokens = num_tokens  # expected, prompt and output
         self.priority = 0
-        self.phase = Phase.READING
+        self.phase = Phase.ENTERED
         self.num_charged = 0  # to the tenant's counter
 
     def __repr__(self) -> str:
@@ -49,14 +49,14 @@ class Entry:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Among the requests of one tenant."""
+        """The position among the requests of one tenant: larger priority first, then arrival."""
         return -self.priority, self.number
 
 
 class Admission:
-    """At most `max_sequences` are in, `max_waiting_tokens` not started, about `max_started` started.
+    """The admitted requests: `max_sequences` in all, `max_waiting_tokens` not started, about `max_started` started.
 
-    What is larger than a limit is let in when nobody else is counted there.
+    A request that is larger than a limit is admitted when no other request counts against it.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Admission:
         return f"<Admission {self.num_sequences} of {self.max_sequences}, {num_waiting} waiting>"
 
     def enter(self, tenant: str, num_tokens: int) -> tuple[Entry, list[Entry]]:
-        """A place for a request nothing is known of yet, and whoever had to go for it.  Raises Full."""
+        """Admit a request of one sequence; return its entry and those that were evicted for it.  Raises Full."""
         entry = Entry(self._num_entered, tenant, num_tokens)
         gone = self._make_room(entry)
         self._num_entered += 1
@@ -87,10 +87,14 @@ class Admission:
         self._count(entry, 1)
         return entry, gone
 
+    def check(self, tenant: str, num_tokens: int) -> None:
+        """Raise Full where `enter` would, and change nothing."""
+        self._victims(Entry(self._num_entered, tenant, num_tokens))
+
     def resize(
         self, entry: Entry, num_sequences: int, num_tokens: int, priority: int
     ) -> list[Entry]:
-        """What is asked for is known, before it waits: all of it or nothing.  Raises Full."""
+        """Count what a request asks for, all of it or nothing; return those that were evicted.  Raises Full."""
         self._count(entry, -1)
         before = entry.num_sequences, entry.num_tokens
         entry.num_sequences, entry.num_tokens, entry.priority = num_sequences, num_tokens, priority
@@ -103,9 +107,9 @@ class Admission:
             self._count(entry, 1)
 
     def wait(self, entry: Entry) -> None:
-        """It is ready to start."""
+        """Queue a request that is ready to start."""
         tenant = entry.tenant
-        if tenant not in self._waiting:  # what it did not ask for meanwhile is no credit
+        if tenant not in self._waiting:  # time without requests earns no credit
             others = [self._counters[other] for other in self._waiting]
             floor = min(others, default=self._counters.get(self._last_tenant or "", 0))
             self._counters[tenant] = max(self._counters.get(tenant, 0), floor)
@@ -114,11 +118,11 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
-        """Nobody can start."""
+        """No request can start."""
         return self.num_started >= self.max_started
 
     def next_starts(self) -> list[Entry]:
-        """Everybody whose turn has come; the last may exceed the limit, so that none is too large."""
+        """Start the requests whose turn has come; the last may exceed the limit, so that none is too large."""
         started: list[Entry] = []
         while not self.is_full and (entry := self.next_waiting()) is not None:
             tenant = entry.tenant
@@ -133,7 +137,7 @@ class Admission:
         return started
 
     def leave(self, entry: Entry, num_prompt_tokens: int = 0, num_output_tokens: int = 0) -> None:
-        """With what it really took.  Idempotent."""
+        """Remove a request and charge its tenant for the tokens it took.  Idempotent."""
         if entry.phase is Phase.GONE:
             return
         if entry.phase is Phase.WAITING:
@@ -146,9 +150,9 @@ class Admission:
         self.num_requests -= 1
 
     def trim(self, num_tokens: int) -> list[Entry]:
-        """Whoever waits beyond so many tokens, gone: each time the youngest of the largest tenant.
+        """Evict requests until so many tokens wait: each time the newest of the tenant with the most usage.
 
-        One stays, however large.
+        One request stays, however large.
         """
         tokens = [entry.num_tokens for entry in self.waiting()]
         num_left, num_tokens_left = len(tokens), sum(tokens)
@@ -164,11 +168,11 @@ class Admission:
         return gone
 
     def next_waiting(self) -> Entry | None:
-        """Whose turn it is."""
+        """Return the request that starts next."""
         return self._waiting[min(self._waiting, key=self._turn)][0] if self._waiting else None
 
     def waiting(self) -> list[Entry]:
-        """Everybody who waits, tenant by tenant."""
+        """Return all waiting requests, tenant by tenant."""
         return [entry for queue in self._waiting.values() for entry in queue]
 
     def _turn(self, tenant: str) -> tuple[int, int, int]:
@@ -195,31 +199,36 @@ class Admission:
         if not held[0]:
             del self._held[entry.tenant]
 
-    def _make_room(self, guest: Entry) -> list[Entry]:
-        """Who had to go for a guest that is not counted: all at once, or nobody.  Raises Full."""
+    def _make_room(self, request: Entry) -> list[Entry]:
+        """Evict what has to go for a request that is not counted yet: all at once, or none.  Raises Full."""
+        gone = self._victims(request)
+        for victim in gone:
+            self.leave(victim)
+        return gone
+
+    def _victims(self, request: Entry) -> list[Entry]:
+        """Find what would have to go for a request that is not counted yet.  Raises Full."""
         num_sequences, num_tokens = self.num_sequences, self.num_waiting_tokens
         held = {tenant: (held[0], held[1]) for tenant, held in self._held.items()}
-        mine = held.pop(guest.tenant, (0, 0))
-        share = self._share(mine[0] + guest.num_sequences, mine[1] + guest.num_tokens)
+        mine = held.pop(request.tenant, (0, 0))
+        share = self._share(mine[0] + request.num_sequences, mine[1] + request.num_tokens)
         gone: list[Entry] = []
-        while (num_sequences and num_sequences + guest.num_sequences > self.max_sequences) or (
-            num_tokens and num_tokens + guest.num_tokens > self.max_waiting_tokens
+        while (num_sequences and num_sequences + request.num_sequences > self.max_sequences) or (
+            num_tokens and num_tokens + request.num_tokens > self.max_waiting_tokens
         ):
-            victim = self._victim(held, gone, share, guest.priority)
+            victim = self._victim(held, gone, share, request.priority)
             if victim is None:
                 raise Full(is_over_share=bool(held) and share > 1 / (len(held) + 1))
             gone.append(victim)
             num_sequences -= victim.num_sequences
             num_tokens -= victim.num_tokens
             held[victim.tenant] = _without(held[victim.tenant], victim)
-        for victim in gone:
-            self.leave(victim)
         return gone
 
     def _victim(
         self, held: dict[str, tuple[int, int]], gone: list[Entry], share: float, priority: int
     ) -> Entry | None:
-        """The last in the queue of the largest tenant, unless that makes it smaller than the guest."""
+        """Find the last in the queue of the tenant with the most usage, unless that leaves it less than `share`."""
         for tenant in sorted(held, key=lambda tenant: self._share(*held[tenant]), reverse=True):
             queue = [entry for entry in self._waiting.get(tenant, ()) if entry not in gone]
             if not queue or queue[-1].priority > priority:
@@ -229,7 +238,7 @@ class Admission:
         return None
 
     def _share(self, num_sequences: int, num_tokens: int) -> float:
-        """Of the house: of whichever of the two it holds more (dominant resource fairness)."""
+        """Return a tenant's usage: its part of the limit that it uses more of (dominant resource fairness)."""
         return max(
             num_sequences / max(1, self.max_sequences), num_tokens / max(1, self.max_waiting_tokens)
         )

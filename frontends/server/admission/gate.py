@@ -1,6 +1,6 @@
-"""The door of the house: `with door.enter(…) as ticket`, and every way out gives everything back.
+"""Admit requests: `with gate.enter(…) as ticket`, and every way out of the block gives everything back.
 
-`Admission` decides; here is who waits, and what those are told who cannot come in.
+`Admission` decides; here are the tasks that wait, and the refusals of requests that are not admitted.
 """
 
 import math
@@ -20,16 +20,17 @@ from trouper.frontends.server.errors import Refusal
 if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
 
-BYTES_PER_TOKEN = CHARACTERS_PER_TOKEN  # of a body that nobody has read yet
+BYTES_PER_TOKEN = CHARACTERS_PER_TOKEN  # of a body that is not decoded yet
 TTFT_TARGET_S = 10.0  # as much work may wait as is done in this time
 MAX_OUTPUT_ESTIMATE = 256  # of a sequence; `max_tokens` is often far more than what comes
-RETRY_S = 1.0, 60.0  # the least and the most that anybody is asked to wait
+RETRY_S = 1.0, 60.0  # the least and the most that a client is asked to wait
 LOOK_S = 0.25  # between two looks at all tickets, which take 0.6 ms of 512
-GOLDEN = 0.618033988749895  # multiples of it, modulo 1, spread evenly: those refused now come back one by one
+GOLDEN = 0.618033988749895  # its multiples modulo 1 are spread evenly: clients refused now come back one by one
+OVERLOADED = "the server is overloaded, try again later"
 
 
-class Door:
-    """Owns the tickets.  `num_prefill_tokens` counts what the engine has and has not begun to answer."""
+class AdmissionGate:
+    """The admitted requests.  `num_prefill_tokens` counts what the engine has and has not begun to answer."""
 
     def __init__(self, note_rejection: Callable[[str], None]) -> None:
         self.admission = Admission()
@@ -41,39 +42,53 @@ class Door:
         self.full_reason = "overloaded"  # for the metric: which limit it is
         self.max_prefill_tokens: int | None = None  # max_num_queued_tokens
         self.num_prefill_tokens: Callable[[], int] = int
+        self.now: Callable[[], float] = anyio.current_time
         self._note_rejection = note_rejection
         self._num_refused = 0
+        self._refusing_since: float | None = None  # the first refusal since the last admission
         self._resumed_at = self._looked_at = -math.inf
-        self._tickets: dict[Entry, Ticket] = {}
+        self._tickets: dict[Entry, AdmissionTicket] = {}
 
     def __repr__(self) -> str:
-        return f"<Door {self.admission!r}>"
+        return f"<AdmissionGate {self.admission!r}>"
 
-    def enter(self, tenant: str, num_bytes: int) -> "Ticket":
-        """Reserve a place, before the body is read.  Raises Refusal: 429 or 503."""
+    def check(self, tenant: str, num_bytes: int) -> None:
+        """Raise the Refusal that `enter` would raise: 429 or 503.  Nothing is reserved."""
         self._limit()
+        num_tokens = num_bytes // BYTES_PER_TOKEN
         try:
-            entry, gone = self.admission.enter(tenant, num_bytes // BYTES_PER_TOKEN)
+            self.admission.check(tenant, num_tokens)
         except Full as full:
-            raise self._refuse_full(full) from None
-        self._show_out(gone)
-        ticket = Ticket(self, entry, num_bytes)
+            if not self._release_read():
+                raise self._refuse_full(full) from None
+            self.check(tenant, num_bytes)
+
+    def enter(self, tenant: str, num_bytes: int) -> "AdmissionTicket":
+        """Reserve a place for a request whose body has come.  Raises Refusal: 429 or 503."""
+        self.check(tenant, num_bytes)
+        entry, gone = self.admission.enter(tenant, num_bytes // BYTES_PER_TOKEN)
+        self._refusing_since = None
+        self._evict(gone)
+        ticket = AdmissionTicket(self, entry, num_bytes)
         self._tickets[entry] = ticket
         return ticket
 
-    def _limit(self) -> None:
-        """How much may wait now.  Raises Refusal when nobody may come in, whoever it is."""
-        if self.level >= Level.SHED_ALL:
-            raise self.refuse("overloaded", "the server is overloaded, try again later")
-        self._check_prefill()
-        pace = (self.throughput.per_s or 0.0) if self.is_adaptive else 0.0
-        limit = max(self.min_waiting_tokens, int(pace * TTFT_TARGET_S))
-        if self.delay.stands:
-            limit = min(limit, self._done_in_time)
-        self.admission.max_waiting_tokens = limit
+    def refusing_s(self) -> float:
+        """Return how long requests have been refused and none admitted; 0 when one would be admitted now."""
+        if self._refusing_since is None:
+            return 0.0
+        if not self.level >= Level.SHED_ALL and not self._has_too_much_prefill:
+            try:
+                self.admission.check("", 0)
+            except Full:
+                pass
+            else:
+                self._refusing_since = None
+                return 0.0
+        return self.now() - self._refusing_since
 
-    def close(self, reason: Refusal, tickets: "Iterable[Ticket] | None" = None) -> int:
-        """Whoever waits (or those of `tickets` who do) waits in vain; how many."""
+    def close(self, reason: Refusal, tickets: "Iterable[AdmissionTicket] | None" = None) -> int:
+        """Refuse all waiting requests, or those of `tickets` that wait; return how many."""
         chosen = None if tickets is None else {ticket.entry for ticket in tickets}
         gone = [e for e in self.admission.waiting() if chosen is None or e in chosen]
         for entry in gone:
@@ -82,8 +97,10 @@ class Door:
         return len(gone)
 
     def refuse(self, code: str, message: str, *, is_over_share: bool = False) -> Refusal:
-        """With the time in which what is here now will be done, at the pace of the last seconds."""
+        """Make a refusal that names the time in which what is admitted now will be done, at the recent pace."""
         self._num_refused += 1
+        if self._refusing_since is None and not is_over_share:
+            self._refusing_since = self.now()
         self._note_rejection(self.full_reason if code == "overloaded" else code)
         wait_s = self.throughput.time_s(self.admission.num_tokens)
         wait_s *= 1 + (self._num_refused * GOLDEN) % 1 / 4
@@ -92,8 +109,8 @@ class Door:
         return refusal
 
     def look(self, *, is_paused: bool = False) -> None:
-        """Called now and then: a queue that stands is cut to what is done in time.  A pause is no wait."""
-        now, entry = anyio.current_time(), self.admission.next_waiting()
+        """Cut a queue that stands to what is done in time; called now and then.  A pause is no wait."""
+        now, entry = self.now(), self.admission.next_waiting()
         wait_s = 0.0
         if is_paused:
             self._resumed_at = now
@@ -105,24 +122,50 @@ class Door:
                 text = "the wait has become too long, try again later"
                 self._tickets[gone].refuse(self.refuse("overloaded", text))
 
+    def let_in(self) -> None:
+        """Start the requests that have room now."""
+        if self.admission.is_full and self.admission.next_waiting() is not None:
+            self._release_read()
+        for entry in self.admission.next_starts():
+            self._tickets[entry].let_in()
+
+    def _limit(self) -> None:
+        """Set how much may wait now.  Raises Refusal when no request is admitted, whatever its tenant."""
+        if self.level >= Level.SHED_ALL:
+            raise self.refuse("overloaded", OVERLOADED)
+        if self._has_too_much_prefill:
+            raise self.refuse("max_num_queued_tokens", "too many prompt tokens wait")
+        pace = (self.throughput.per_s or 0.0) if self.is_adaptive else 0.0
+        limit = max(self.min_waiting_tokens, int(pace * TTFT_TARGET_S))
+        if self.delay.stands:
+            limit = min(limit, self._done_in_time)
+        self.admission.max_waiting_tokens = limit
+
     @property
     def _done_in_time(self) -> int:
         return int((self.throughput.per_s or 0.0) * self.delay.target_s)
 
-    def let_in(self) -> None:
-        """Whoever has room now.  What only waits for its reader takes none: the engine is done with it."""
-        if self.admission.is_full and self.admission.next_waiting() is not None:
-            self._let_go_of_read()
-        for entry in self.admission.next_starts():
-            self._tickets[entry].let_in()
+    @property
+    def _has_too_much_prefill(self) -> bool:
+        limit = self.max_prefill_tokens
+        if limit is None:
+            return False
+        outside = sum(t.num_prompt_tokens for t in self._tickets.values() if not t.generations)
+        return outside + self.num_prefill_tokens() >= limit
 
-    def _let_go_of_read(self) -> None:
-        """Now and then: places of those for whom the engine is done, though not all of it has been read."""
-        now = anyio.current_time()
-        if now >= self._looked_at + LOOK_S:
-            self._looked_at = now
-            for entry in [entry for entry, ticket in self._tickets.items() if ticket.is_over]:
-                self._let_go(entry)
+    def _release_read(self) -> bool:
+        """Free the places of requests that the engine is done with and whose clients have not read it all.
+
+        At most once in `LOOK_S`; returns whether a place has become free.
+        """
+        now = self.now()
+        if now < self._looked_at + LOOK_S:
+            return False
+        self._looked_at = now
+        over = [entry for entry, ticket in self._tickets.items() if ticket.is_over]
+        for entry in over:
+            self._remove(entry)
+        return bool(over)
 
     # For tickets
 
@@ -130,7 +173,7 @@ class Door:
         if self.level >= Level.SHED_LOWEST and priority < 0:
             raise self.refuse("overloaded", "the server is overloaded: negative priority waits")
         try:
-            self._show_out(self.admission.resize(entry, num_sequences, num_tokens, priority))
+            self._evict(self.admission.resize(entry, num_sequences, num_tokens, priority))
         except Full as full:
             raise self._refuse_full(full) from None
 
@@ -139,15 +182,15 @@ class Door:
         self.let_in()
 
     def leave(self, entry: Entry) -> None:
-        self._let_go(entry)
+        self._remove(entry)
         self.let_in()
 
-    def _let_go(self, entry: Entry) -> None:
+    def _remove(self, entry: Entry) -> None:
         ticket = self._tickets.pop(entry, None)
         if ticket is not None:
             self.admission.leave(entry, *ticket.cost)
 
-    def _show_out(self, gone: list[Entry]) -> None:
+    def _evict(self, gone: list[Entry]) -> None:
         for entry in gone:
             self._tickets[entry].refuse(self._refuse_full(Full(is_over_share=True)))
 
@@ -157,70 +200,64 @@ class Door:
             return self.refuse("rate_limited", text, is_over_share=True)
         return self.refuse("overloaded", "the server is full, try again later")
 
-    def _check_prefill(self) -> None:
-        limit = self.max_prefill_tokens
-        if limit is None:
-            return
-        outside = sum(t.num_prompt_tokens for t in self._tickets.values() if not t.generations)
-        if outside + self.num_prefill_tokens() >= limit:
-            raise self.refuse("max_num_queued_tokens", "too many prompt tokens wait")
 
+class AdmissionTicket:
+    """The places of one request, given back at the latest at the end of its `with` block."""
 
-class Ticket:
-    """The places of one request; left on whatever way, at the latest with its block."""
-
-    def __init__(self, door: Door, entry: Entry, num_bytes: int) -> None:
+    def __init__(self, gate: AdmissionGate, entry: Entry, num_bytes: int) -> None:
         self.entry = entry
         self.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN
         self.generations: Sequence[Generation] = ()  # once the engine has them
         self.waits_since = math.inf
-        self._door = door
+        self._gate = gate
         self._turn = anyio.Event()
         self._refusal: Refusal | None = None
 
     def __repr__(self) -> str:
-        return f"<Ticket {self.entry!r}>"
+        return f"<AdmissionTicket {self.entry!r}>"
 
     def size(
         self, num_bytes: int, num_prompts: int, n: int, max_tokens: int | None, priority: int
     ) -> None:
-        """What the body asks for: n completions of each prompt.  Raises Refusal, all or nothing."""
+        """Count what the body asks for: n completions of each prompt.  Raises Refusal, all or nothing."""
         self.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN
         num_sequences = num_prompts * n
         output = num_sequences * min(max_tokens or MAX_OUTPUT_ESTIMATE, MAX_OUTPUT_ESTIMATE)
         num_tokens = n * self.num_prompt_tokens + output
-        self._door.resize(self.entry, num_sequences, num_tokens, priority)
+        self._gate.resize(self.entry, num_sequences, num_tokens, priority)
 
     async def wait_turn(self) -> None:
-        """Raises Refusal when somebody else gets the place."""
-        self.waits_since = anyio.current_time()
-        self._door.wait(self.entry)
+        """Wait until the request may start.  Raises Refusal when it is evicted."""
+        self.waits_since = self._gate.now()
+        self._gate.wait(self.entry)
         if not self._turn.is_set():
             await self._turn.wait()
         if self._refusal is not None:
             raise self._refusal
 
     def let_in(self) -> None:
+        """End the wait: the request may start."""
         self._turn.set()
 
     def refuse(self, refusal: Refusal) -> None:
+        """End the wait: the request is evicted."""
         self._refusal = refusal
         self._turn.set()
 
     @property
     def is_over(self) -> bool:
-        """The engine is."""
+        """Whether the engine is done with the request."""
         return bool(self.generations) and all(stream.is_over for stream in self.generations)
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Tokens of the prompts, and generated so far."""
+        """The tokens of the prompts, and those generated so far."""
         counts = [stream.num_tokens for stream in self.generations]
         return sum(prompt for prompt, _ in counts), sum(output for _, output in counts)
 
     def leave(self) -> None:
-        """Its places are somebody else's; more than once is once."""
-        self._door.leave(self.entry)
+        """Give the places back.  Idempotent."""
+        self._gate.leave(self.entry)
 
     def __enter__(self) -> Self:
         return self

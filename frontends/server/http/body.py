@@ -1,75 +1,209 @@
-"""A request's body, as its pieces come in.
+"""Request bodies while they are read, within one budget of memory.
 
-Joining the pieces at the end would hold the event loop for 50 ms at 90 MB.  So from `LARGE` on they are copied
-one by one to where they stay, in a room: mapped memory, which the system hands out as it is written, in small
-pages, so nobody can claim more than was sent.
+Laws.  Every byte of a body counts against the budget of all bodies from its arrival until the body has been decoded, or until
+its request ends where parts of it are used as they are.  When the budget is exhausted, the largest body that is still being
+read is refused, so small requests get through while large ones are trickled in.  A body that does not keep to its minimum
+rate is refused: after the start-up time it must have come at that rate on average.
 
-Each page is 2.5 µs the first time and 0.4 when it is written again (two Zen 3 cores, a virtual machine): of 57 ms of
-the loop for 90 MB, 8 are left where the room has been used before.  So one is kept.
+Joining the pieces at the end would hold the event loop for 50 ms at 90 MB.  So from `LARGE` on they are copied one by one
+into a buffer: mapped memory, which the system provides as it is written, in small pages, so that no client can claim more
+than it sent.  The first write of a page takes 2.5 µs and a later one 0.4 (two Zen 3 cores, a virtual machine): of 57 ms of
+the event loop for 90 MB, 8 are left where the buffer has been used before.  So one is kept.
 """
 
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, MutableMapping
+from types import TracebackType
+from typing import Any, Self
 
+import anyio
 import numpy as np
 
+from trouper.frontends.server.errors import Refusal
+
 LARGE = 2**20  # bytes, copied in 0.1 ms
-KEPT = 2**27  # bytes of a room that stay with the server when nobody uses it
+KEPT = 2**27  # bytes of the kept buffer that stay in memory while no request uses it
 
 
-class Rooms:
-    """Memory for large bodies.  Each room has `capacity` bytes; the one that was given back last is taken first.
+class BodyBuffers:
+    """Memory for large bodies, `capacity` bytes each; the one that was returned last is handed out first.
 
-    Args:
-        leave_core: called with each megabyte that comes.
+    A buffer may hold bytes of an earlier body, so its users see only as much as they have written.
     """
 
-    def __init__(self, capacity: int, leave_core: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.leave_core = leave_core
-        # Filled by whichever thread drops the last view of a body.
-        self._free: deque[mmap.mmap] = deque(maxlen=1)
+        self._free: deque[mmap.mmap] = deque(
+            maxlen=1
+        )  # filled by the thread that drops a last view
 
     def take(self) -> memoryview:
-        """A room, until nobody has a view of it any more.  What was in it before may be in it still."""
+        """Return a buffer, which comes back when the last view of it is gone."""
         try:
-            room = self._free.pop()
+            buffer = self._free.pop()
         except IndexError:
-            room = mmap.mmap(-1, self.capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        held = np.frombuffer(room, np.uint8)  # whose end can be heard of
-        weakref.finalize(held, self._give_back, room).atexit = False
+            buffer = mmap.mmap(-1, self.capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        held = np.frombuffer(buffer, np.uint8)  # an object whose end can be observed
+        weakref.finalize(held, self._give_back, buffer).atexit = False
         return held.data
 
-    def _give_back(self, room: mmap.mmap) -> None:
+    def _give_back(self, buffer: mmap.mmap) -> None:
         if self.capacity > KEPT:
-            room.madvise(mmap.MADV_DONTNEED, KEPT)
-        self._free.append(room)
+            buffer.madvise(mmap.MADV_DONTNEED, KEPT)
+        self._free.append(buffer)
+
+
+class BodyMemory:
+    """The budget of all bodies under way.
+
+    Args:
+        max_body: bytes of one body.
+        budget: bytes of all of them; at least `max_body`.
+        refuse: makes the refusal of a body that finds the budget exhausted.
+    """
+
+    def __init__(self, max_body: int, budget: int, refuse: Callable[[], Refusal]) -> None:
+        self.max_body = max_body
+        self.budget = budget
+        self.num_bytes = 0
+        self.refuse = refuse
+        self.buffers = BodyBuffers(max_body)
+        self._open: set[Body] = set()
+
+    def __repr__(self) -> str:
+        return f"<BodyMemory {self.num_bytes} of {self.budget} bytes, {len(self._open)} bodies>"
+
+    @property
+    def num_bodies(self) -> int:
+        """How many bodies are being read or decoded."""
+        return len(self._open)
+
+    def open(self) -> "Body":
+        """Return an empty body, to be used as a context manager."""
+        body = Body(self)
+        self._open.add(body)
+        return body
+
+    def claim(self, body: "Body", num_bytes: int) -> None:
+        """Count bytes that have come.  Raises Refusal when other bodies would have to go that are not larger."""
+        while self.num_bytes + num_bytes > self.budget:
+            unread = [other for other in self._open if not other.is_complete]
+            sizes = {other: other.size for other in unread} | {body: body.size + num_bytes}
+            largest = max(sizes, key=lambda other: (sizes[other], other is body))
+            if largest is body:
+                raise self.refuse()
+            largest.evict()
+        self.num_bytes += num_bytes
+
+    def release(self, body: "Body") -> None:
+        """Give back what a body holds.  Idempotent."""
+        if body in self._open:
+            self._open.remove(body)
+            self.num_bytes -= body.size
 
 
 class Body:
-    """At most `rooms.capacity` bytes; whoever adds has checked it."""
+    """One body: read by `read`, seen by `whole`, counted until `release` or the end of the `with` block."""
 
-    def __init__(self, rooms: Rooms) -> None:
+    def __init__(self, memory: BodyMemory) -> None:
         self.size = 0
-        self._rooms = rooms
-        self._pieces: list[bytes] = []
-        self._room: memoryview | None = None
+        self.is_complete = False
+        self._memory = memory
+        self._small: bytes | bytearray = b""
+        self._buffer: memoryview | None = None
+        self._reading: anyio.CancelScope | None = None
+        self._is_evicted = False
 
     def add(self, piece: bytes) -> None:
+        """Append a piece.  Raises Refusal: the body is too large, or the budget is exhausted."""
         end = self.size + len(piece)
-        if self._room is None and self._pieces and end > LARGE:
-            self._room = self._rooms.take()
-            self._room[: self.size] = b"".join(self._pieces)
-            self._pieces.clear()
-        if self._room is None:
-            self._pieces.append(piece)
+        if self._is_evicted:
+            raise self._memory.refuse()
+        if end > self._memory.max_body:
+            raise too_large(self._memory.max_body)
+        self._memory.claim(self, len(piece))
+        if self._buffer is None and self._small and end > LARGE:
+            self._buffer = self._memory.buffers.take()
+            self._buffer[: self.size] = self._small
+            self._small = b""
+        if self._buffer is not None:
+            self._buffer[self.size : end] = piece
+        elif self._small:
+            if isinstance(self._small, bytes):
+                self._small = bytearray(self._small)
+            self._small += piece
         else:
-            self._room[self.size : end] = piece
-            if self.size // LARGE < end // LARGE:
-                self._rooms.leave_core()
+            self._small = piece
         self.size = end
 
+    async def read(
+        self,
+        receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
+        *,
+        timeout_s: float,
+        start_timeout_s: float,
+        min_rate: int,
+    ) -> None:
+        """Read to the end of the body.
+
+        Args:
+            timeout_s: for the whole body.
+            start_timeout_s: for the first byte; `size / min_rate` is added to it as bytes come.
+            min_rate: bytes a second.
+
+        Raises:
+            Refusal: the body is too large or too slow, or the budget is exhausted.
+            ClientGone: the client has left.
+        """
+        started = anyio.current_time()
+        with anyio.CancelScope() as self._reading:
+            while not self.is_complete:
+                allowed_s = min(timeout_s, start_timeout_s + self.size / min_rate)
+                self._reading.deadline = started + allowed_s
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                self.add(message.get("body", b""))
+                self.is_complete = not message.get("more_body", False)
+        if self._is_evicted:
+            raise self._memory.refuse()
+        if not self.is_complete:
+            headers = ((b"connection", b"close"),)
+            raise Refusal(408, "body_timeout", "the body came too slowly", headers=headers)
+
     def whole(self) -> bytes | memoryview:
-        return b"".join(self._pieces) if self._room is None else self._room[: self.size]
+        """Return what has come, and nothing else of the buffer."""
+        return bytes(self._small) if self._buffer is None else self._buffer[: self.size]
+
+    def evict(self) -> None:
+        """Stop reading; `read` raises the refusal."""
+        self._is_evicted = True
+        if self._reading is not None:
+            self._reading.cancel()
+        self.release()
+
+    def release(self) -> None:
+        """Count no more, and drop the bytes.  Views of them stay valid.  Idempotent."""
+        self._memory.release(self)
+        self._small, self._buffer = b"", None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class ClientGone(Exception):
+    """The client has left before its whole request had come."""
+
+
+def too_large(max_body: int) -> Refusal:
+    return Refusal(413, "body_too_large", f"a body may have {max_body} bytes")

@@ -33,10 +33,11 @@ MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 class Decoded(NamedTuple):
-    """A request, and the names in it that are not ours."""
+    """A request, the names of its unknown fields, and whether it uses bytes of the body as they came."""
 
     request: Any
     unknown: tuple[str, ...]
+    holds_body: bool = False
 
 
 async def decode(
@@ -55,7 +56,7 @@ def decode_now(body: bytes | memoryview, kind: type[T]) -> Decoded:
         decoded = _decode_whole(short.rest, kind)
         decoded.request.put_back(short.strings)
         if not short.strings:
-            return decoded
+            return decoded._replace(holds_body=True)
     return _decode_whole(_copied(body), kind)
 
 

@@ -13,9 +13,9 @@ from urllib.parse import parse_qs
 import anyio
 import msgspec
 
-from trouper.frontends.server.admission.gate import Ticket
+from trouper.frontends.server.admission.gate import AdmissionTicket
 from trouper.frontends.server.errors import Headers, Problem, Refusal, aborted
-from trouper.frontends.server.http.body import Body, Rooms
+from trouper.frontends.server.http.body import Body, too_large
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.settings import ServerSettings
 
@@ -57,7 +57,9 @@ class Exchange:
         self.tenant = ""  # which of the keys
         self.timeout_s = 0.0  # once its head has been read
         self.served: Sequence[Route] = ()  # by the listener it came to
-        self.ticket: Ticket | None = None  # of a request that generates, once it is admitted
+        self.ticket: AdmissionTicket | None = (
+            None  # of a request that generates, once it is admitted
+        )
         self.num_body_bytes = 0
         self.own_headers: Headers = ()  # with every answer
         self._query: bytes = scope.get("query_string", b"")
@@ -107,30 +109,19 @@ class Exchange:
                 f"more than {settings.max_headers} headers or {settings.max_header_bytes} bytes",
             )
 
-    async def read_body(self, settings: ServerSettings, rooms: Rooms) -> bytes | memoryview:
-        """The whole body, in one of the rooms if it is large.  Raises Refusal: too large, too slow, encoded; ClientGone."""
-        limit = settings.max_body
-        too_large = Refusal(413, "body_too_large", f"a body may have {limit} bytes")
+    async def read_body(self, settings: ServerSettings, body: Body) -> None:
+        """Read the whole body.  Raises Refusal: too large, too slow, encoded, or no memory; ClientGone."""
         if self.header(b"content-encoding") not in (None, b"", b"identity"):
             raise Refusal(415, "encoded_body", "a body must not have a content encoding")
-        if self.content_length > limit:
-            raise too_large
-        body = Body(rooms)
-        with anyio.move_on_after(settings.body_timeout_s):
-            while True:
-                message = await self._receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                piece: bytes = message.get("body", b"")
-                self.num_body_bytes = body.size + len(piece)
-                if self.num_body_bytes > limit:
-                    raise too_large
-                body.add(piece)
-                if not message.get("more_body", False):
-                    return body.whole()
-        raise Refusal(
-            408, "body_timeout", "the body came too slowly", headers=((b"connection", b"close"),)
+        if self.content_length > settings.max_body:
+            raise too_large(settings.max_body)
+        await body.read(
+            self._receive,
+            timeout_s=settings.body_timeout_s,
+            start_timeout_s=settings.body_start_timeout_s,
+            min_rate=settings.min_body_rate,
         )
+        self.num_body_bytes = body.size
 
     def check_wanted(self) -> None:
         """Raises Refusal once it is aborted."""
@@ -215,10 +206,6 @@ class Exchange:
             self.is_gone = True  # servers may raise it when the client has left
         finally:
             self._is_sending = False
-
-
-class ClientGone(Exception):
-    """The client has left before it had asked its whole question."""
 
 
 def _sanitised(value: bytes | None) -> str | None:

@@ -13,8 +13,8 @@ Handler = Callable[[Any, Any, Any], Awaitable[None]]
 class Route(msgspec.Struct, frozen=True):
     """What a method and a path lead to, and how the OpenAPI document describes it.
 
-    `body` is what the request's body is decoded to.  A route that `generates` is admitted like every request
-    that makes the engine work.  `reply` of None stands for any JSON object.
+    `body` is what the request's body is decoded to.  A route that `generates` makes the engine work; requests of a
+    route that generates or `tokenizes` are admitted.  `reply` of None stands for any JSON object.
     """
 
     method: str
@@ -26,3 +26,9 @@ class Route(msgspec.Struct, frozen=True):
     reply: type[msgspec.Struct] | None = None
     kind: Literal["json", "text", "empty"] = "json"  # of the reply's body
     query: dict[str, dict[str, Any]] = {}  # schemas of the query's fields
+    tokenizes: bool = False
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether a request counts against the limits of the admission gate."""
+        return self.generates or self.tokenizes

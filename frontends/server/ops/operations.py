@@ -50,8 +50,9 @@ async def ready(service: Service, exchange: Exchange, _: None) -> None:
     service.check_open()
     if service.engine.engine.lifecycle.is_sleeping:
         raise unavailable("engine_paused", "the engine is paused or asleep")
-    if service.door.level >= Level.SHED_ALL:
+    if service.gate.level >= Level.SHED_ALL:
         raise unavailable("overloaded", "the server is overloaded")
+    service.check_admits()
     await service.prove()
     await exchange.send_empty()
 
@@ -88,4 +89,4 @@ async def metrics(service: Service, exchange: Exchange, _: None) -> None:
 
 
 async def load(service: Service, exchange: Exchange, _: None) -> None:
-    await exchange.send_json({"server_load": service.door.admission.num_requests})
+    await exchange.send_json({"server_load": service.gate.admission.num_requests})

@@ -1,4 +1,4 @@
-"""Waiting at the door: turns, shares, overload, and what is told to those who cannot come in."""
+"""Waiting at the gate: turns, shares, overload, and what is told to those who cannot come in."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import pytest
 from trouper import EngineArgs
 from trouper.frontends.cli.serve import ServerOptions, _settings
 from trouper.frontends.server.admission.codel import QueueDelay
-from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, LOOK_S, Door
+from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, LOOK_S, AdmissionGate
 from trouper.frontends.server.admission.overload import LAG_S, NUM_CALM, Ladder, Level, memory_used
 from trouper.frontends.server.admission.throughput import Throughput
 from trouper.frontends.server.app import create_app
@@ -34,45 +34,45 @@ def body(**fields):
 
 
 @pytest.fixture
-def door():
+def gate():
     rejections = []
-    door = Door(rejections.append)
-    door.admission.max_sequences, door.admission.max_started = 2, 1
-    door.min_waiting_tokens = 10_000
-    door.rejections = rejections
-    return door
+    gate = AdmissionGate(rejections.append)
+    gate.admission.max_sequences, gate.admission.max_started = 2, 1
+    gate.min_waiting_tokens = 10_000
+    gate.rejections = rejections
+    return gate
 
 
-async def test_the_time_to_come_back_is_the_work_over_the_pace(door):
+async def test_the_time_to_come_back_is_the_work_over_the_pace(gate):
     def told():
         with pytest.raises(Refusal) as raised:
-            door.enter("", 0)
+            gate.enter("", 0)
         headers = dict(describe(raised.value).headers)
         return int(headers[b"retry-after"]), int(headers[b"retry-after-ms"])
 
-    with door.enter("", 0) as first, door.enter("", 0):
+    with gate.enter("", 0) as first, gate.enter("", 0):
         first.size(80_000, 1, 1, 100, 0)  # 20 000 tokens and 100
         assert told() == (1, 1000)  # nothing is known of the pace
-        door.throughput.note(0, 10.0, is_busy=True)
-        door.throughput.note(5000, 11.0, is_busy=True)
+        gate.throughput.note(0, 10.0, is_busy=True)
+        gate.throughput.note(5000, 11.0, is_busy=True)
         times = [told()[1] for _ in range(20)]
         assert 4020 <= min(times) < max(times) <= 4020 * 1.25
         assert len(set(times)) == 20  # not all at once
-        door.throughput.note(5000, 1000.0, is_busy=True)
+        gate.throughput.note(5000, 1000.0, is_busy=True)
         assert told() == (60, 60_000)
-    assert door.rejections == ["overloaded"] * 22
-    assert door.admission.num_tokens == door.admission.num_requests == 0
+    assert gate.rejections == ["overloaded"] * 22
+    assert gate.admission.num_tokens == gate.admission.num_requests == 0
 
 
-async def test_more_may_wait_where_more_is_done(door):
-    door.min_waiting_tokens = 100
-    with door.enter("", 200) as first:
+async def test_more_may_wait_where_more_is_done(gate):
+    gate.min_waiting_tokens = 100
+    with gate.enter("", 200) as first:
         first.size(200, 1, 1, 10, 0)
         with pytest.raises(Refusal):
-            door.enter("", 400)
-        door.throughput.note(0, 0.0, is_busy=True)
-        door.throughput.note(100, 1.0, is_busy=True)
-        with door.enter("", 400):
+            gate.enter("", 400)
+        gate.throughput.note(0, 0.0, is_busy=True)
+        gate.throughput.note(100, 1.0, is_busy=True)
+        with gate.enter("", 400):
             pass
 
 
@@ -80,50 +80,48 @@ class Opened:
     is_over, num_tokens = False, (0, 0)
 
 
-async def test_prompts_that_are_not_rendered_yet_count_as_queued(door):
-    door.admission.max_sequences = 100
-    door.max_prefill_tokens = 100
-    with door.enter("", 200), door.enter("", 220) as second:
+async def test_prompts_that_are_not_rendered_yet_count_as_queued(gate):
+    gate.admission.max_sequences = 100
+    gate.max_prefill_tokens = 100
+    with gate.enter("", 200), gate.enter("", 220) as second:
         with pytest.raises(Refusal) as raised:
-            door.enter("", 0)
+            gate.enter("", 0)
         assert raised.value.status == 503
         second.generations = [Opened()]  # now the engine counts it
-        with door.enter("", 0):
-            door.num_prefill_tokens = lambda: 50
+        with gate.enter("", 0):
+            gate.num_prefill_tokens = lambda: 50
             with pytest.raises(Refusal):
-                door.enter("", 0)
-    assert door.rejections == ["max_num_queued_tokens"] * 2
+                gate.enter("", 0)
+    assert gate.rejections == ["max_num_queued_tokens"] * 2
 
 
-async def test_a_ticket_that_is_cancelled_while_it_waits_is_gone(door):
-    with door.enter("", 0) as first:
+async def test_a_ticket_that_is_cancelled_while_it_waits_is_gone(gate):
+    with gate.enter("", 0) as first:
         await first.wait_turn()
-        with anyio.move_on_after(0), door.enter("", 0) as second:
+        with anyio.move_on_after(0), gate.enter("", 0) as second:
             await second.wait_turn()
-        assert door.admission.num_requests == 1
-        assert not door.admission.waiting()
+        assert gate.admission.num_requests == 1
+        assert not gate.admission.waiting()
 
 
 class Read(Opened):
     is_over = True
 
 
-async def test_a_place_that_only_a_reader_holds_is_looked_for_now_and_then(door, monkeypatch):
+async def test_a_place_that_only_a_reader_holds_is_looked_for_now_and_then(gate):
     now = [0.0]
-    monkeypatch.setattr(
-        "trouper.frontends.server.admission.gate.anyio.current_time", lambda: now[0]
-    )
-    with door.enter("", 0) as first, door.enter("", 0) as second:
-        door.wait(first.entry)
+    gate.now = lambda: now[0]
+    with gate.enter("", 0) as first, gate.enter("", 0) as second:
+        gate.wait(first.entry)
         first.generations = [Opened()]
-        door.wait(second.entry)
-        assert door.admission.waiting() == [second.entry]
+        gate.wait(second.entry)
+        assert gate.admission.waiting() == [second.entry]
         first.generations = [Read()]
-        door.let_in()
-        assert door.admission.waiting() == [second.entry]  # all have just been looked at
+        gate.let_in()
+        assert gate.admission.waiting() == [second.entry]  # all have just been looked at
         now[0] += LOOK_S
-        door.let_in()
-        assert not door.admission.waiting()
+        gate.let_in()
+        assert not gate.admission.waiting()
 
 
 # Throughput and overload
@@ -181,7 +179,7 @@ def test_memory_is_read_where_linux_says_it(tmp_path):
 
 async def test_a_key_over_its_share_hears_429_and_the_other_key_comes_in(engine, wait_idle):
     app = create_app(engine, ServerSettings(api_keys=("greedy", "modest"), max_requests=8))
-    app.service.door.admission.max_started = 4
+    app.service.gate.admission.max_started = 4
     client, answers = Client(app), {"greedy": [], "modest": []}
 
     async def ask(key):
@@ -205,7 +203,7 @@ async def test_a_key_over_its_share_hears_429_and_the_other_key_comes_in(engine,
 
 
 async def test_priority_decides_who_starts_first(app, client, wait_until, wait_idle):
-    admission = app.service.door.admission
+    admission = app.service.gate.admission
     admission.max_started = 1
     order = []
 
@@ -226,7 +224,7 @@ async def test_priority_decides_who_starts_first(app, client, wait_until, wait_i
 
 
 async def test_a_burst_cannot_pass_max_num_queued_tokens(app, client, wait_idle):
-    app.service.door.max_prefill_tokens = 300
+    app.service.gate.max_prefill_tokens = 300
     answers = []
 
     async def ask():
@@ -243,9 +241,9 @@ async def test_a_burst_cannot_pass_max_num_queued_tokens(app, client, wait_idle)
 async def test_a_queue_that_stands_is_cut_from_its_end_but_not_while_paused(
     engine, app, client, monkeypatch, wait_until, wait_idle
 ):
-    door, answers = app.service.door, {}
-    door.admission.max_started = 1
-    door.delay = QueueDelay(0.0)
+    gate, answers = app.service.gate, {}
+    gate.admission.max_started = 1
+    gate.delay = QueueDelay(0.0)
     monkeypatch.setattr("trouper.frontends.server.admission.codel.INTERVAL_S", 0.0)
 
     async def ask(number):
@@ -256,12 +254,12 @@ async def test_a_queue_that_stands_is_cut_from_its_end_but_not_while_paused(
             await call.wait_for(lambda: call.num_chunks >= 1)
             for number in range(3):
                 tasks.start_soon(ask, number)
-                await wait_until(lambda num=number: len(door.admission.waiting()) == num + 1)
+                await wait_until(lambda num=number: len(gate.admission.waiting()) == num + 1)
             async with engine.paused():
                 app.service.look(0.0)
-                assert len(door.admission.waiting()) == 3
+                assert len(gate.admission.waiting()) == 3
             app.service.look(0.0)
-            assert len(door.admission.waiting()) == 1
+            assert len(gate.admission.waiting()) == 1
     assert [answers[number].status for number in range(3)] == [200, 503, 503]
     assert answers[1].error["code"] == "overloaded"
     assert "retry-after" in answers[1].headers
@@ -270,20 +268,20 @@ async def test_a_queue_that_stands_is_cut_from_its_end_but_not_while_paused(
 
 async def test_the_target_of_the_command_line_is_the_doors(engine):
     settings = _settings(ServerOptions(max_queue_delay=5.0), EngineArgs())
-    assert create_app(engine, settings).service.door.delay.target_s == 5.0
+    assert create_app(engine, settings).service.gate.delay.target_s == 5.0
     settings = _settings(ServerOptions(), EngineArgs())
-    assert create_app(engine, settings).service.door.delay.target_s == math.inf
+    assert create_app(engine, settings).service.gate.delay.target_s == math.inf
 
 
 async def test_an_overloaded_server_sheds_by_level(app, client):
-    door = app.service.door
-    door.level = Level.TIDY
+    gate = app.service.gate
+    gate.level = Level.TIDY
     assert (await client.get("/version")).headers["connection"] == "close"
-    door.level = Level.SHED_LOWEST
+    gate.level = Level.SHED_LOWEST
     fields = {**LONG, "max_tokens": 1}
     assert (await client.post(PATH, {**fields, "priority": -1})).status == 503
     assert (await client.post(PATH, fields)).status == 200
-    door.level = Level.SHED_ALL
+    gate.level = Level.SHED_ALL
     for answer in (await client.post(PATH, fields), await client.get("/health/ready")):
         assert (answer.status, answer.error["code"]) == (503, "overloaded")
     metrics = (await client.get("/metrics")).body
@@ -313,7 +311,7 @@ async def test_who_waits_at_the_door_hears_of_an_abort_and_of_the_end(
     engine, wait_until, wait_idle
 ):
     app = create_app(engine, ServerSettings(is_dev_mode=True))
-    client, admission = Client(app), app.service.door.admission
+    client, admission = Client(app), app.service.gate.admission
     admission.max_started = 1
     answers = {}
 
@@ -330,7 +328,7 @@ async def test_who_waits_at_the_door_hears_of_an_abort_and_of_the_end(
             assert answer.json["aborted"] == 1
             await wait_until(lambda: set(answers) == {"one"})
             app.service.drain()
-            app.service.close_door()
+            app.service.close_gate()
     codes = {name: (answer.status, answer.error["code"]) for name, answer in answers.items()}
     assert codes == {"one": (503, "aborted"), "two": (503, "draining")}
     await wait_idle()
