@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -30,10 +30,10 @@ def _lines(facts: dict[str, Any], indent: str = "") -> Iterator[str]:
     for name, value in facts.items():
         if isinstance(value, dict):
             yield f"{indent}{name}:"
-            yield from _lines(value, indent + "  ")
+            yield from _lines(cast("dict[str, Any]", value), indent + "  ")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             yield f"{indent}{name}:"
-            for number, item in enumerate(value):
+            for number, item in enumerate(cast("list[dict[str, Any]]", value)):
                 yield f"{indent}  {number}:"
                 yield from _lines(item, indent + "    ")
         else:
@@ -47,7 +47,7 @@ def _text(name: str, value: Any) -> str:
         case bool():
             return "yes" if value else "no"
         case list():
-            return " ".join(value)
+            return " ".join(cast("list[str]", value))
         case int() if name.endswith("_bytes"):
             return f"{value / 2**30:.1f} GiB"
         case _:

@@ -169,7 +169,7 @@ async def _complete(
 
 async def _show(
     prompt: str,
-    generation: "Generation",
+    generation: "Generation[RequestOutput]",
     printer: _TextPrinter | _JsonPrinter,
     figures: _Figures,
 ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, cast, get_args, get_origin
 
 import typer
 
@@ -127,9 +127,8 @@ class SamplingOptions:
         Raises:
             TrouperValidationError: a value outside its range; the message names the parameter.
         """
-        return SamplingParams(
-            **{"max_tokens": DEFAULT_MAX_TOKENS, **model_defaults, **self.given(), **more}
-        )
+        values: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS, **model_defaults}
+        return SamplingParams(**{**values, **self.given(), **more})
 
 
 def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -158,7 +157,7 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 def _as_typed(value: Any) -> Any:
     """Lists and tables as they would stand in a command line."""
     if isinstance(value, list):
-        return ",".join(map(str, value))
+        return ",".join(map(str, cast("list[Any]", value)))
     return json.dumps(value) if isinstance(value, dict) else value
 
 
@@ -264,4 +263,4 @@ def json_object(text: str) -> dict[str, Any]:
         raise typer.BadParameter(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise typer.BadParameter("not a JSON object")
-    return value
+    return cast("dict[str, Any]", value)

@@ -3,10 +3,10 @@
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from io import TextIOWrapper
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from trouper.config.args import NOT_IMPLEMENTED
 from trouper.errors import RemoteError, TrouperClientError, UnsupportedFeatureError
@@ -38,21 +38,28 @@ class _UsageError(Protocol):
 
 def explain(error: BaseException) -> tuple[int, str]:
     """The exit code and the line for an error."""
-    while isinstance(error, BaseExceptionGroup):
-        error = (error.subgroup(KeyboardInterrupt) or error).exceptions[0]
+    error = _first(error)
+    if isinstance(error, _UsageError):
+        return error.exit_code, _usage(error)
     match error:
         case Interrupted():
             return error.exit_code, str(error)
         case KeyboardInterrupt():
             return EXIT_CTRL_C, "interrupted"
-        case _UsageError():
-            return error.exit_code, _usage(error)
         case TrouperClientError() | UnsupportedFeatureError():
             return EXIT_USAGE, str(error)
         case RemoteError():
             return EXIT_CRASH, str(error)
         case _:
             return EXIT_CRASH, f"{type(error).__name__}: {error}{_cause(error)}{HINT}"
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the error that a group of them is explained by: a Ctrl-C, or else the first."""
+    while isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        error = (group.subgroup(KeyboardInterrupt) or group).exceptions[0]
+    return error
 
 
 def complain(message: str) -> None:
@@ -78,7 +85,7 @@ def is_terminal(stream: Any) -> bool:
 
 
 @contextmanager
-def status(text: str) -> Iterator[None]:
+def status(text: str) -> Generator[None]:
     """Show `text` on a terminal's stderr for the length of the block."""
     if not is_terminal(sys.stderr):
         yield

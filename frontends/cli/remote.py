@@ -7,7 +7,7 @@ wrong between here and the last word of an answer is a RemoteError.  Nothing is 
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
 import anyio
 import msgspec
@@ -208,7 +208,7 @@ async def _check_status(response: "Response") -> None:
 
 
 def _message_of(error: Any) -> str:
-    message = error.get("message") if isinstance(error, dict) else error
+    message = cast("dict[str, Any]", error).get("message") if isinstance(error, dict) else error
     return _plain(message) if isinstance(message, str) else ""
 
 

@@ -5,7 +5,7 @@ import os
 import stat
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, BinaryIO
@@ -79,7 +79,7 @@ async def _answer(
 
 
 @contextmanager
-def _source(name: str) -> Iterator[BinaryIO]:
+def _source(name: str) -> Generator[BinaryIO]:
     if name == "-":
         yield sys.stdin.buffer
         return
@@ -92,7 +92,7 @@ def _source(name: str) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _sink(name: str, input_name: str) -> Iterator[BinaryIO]:
+def _sink(name: str, input_name: str) -> Generator[BinaryIO]:
     """A file that takes its name when it is complete; what is no plain file is written as it is."""
     if name == "-":
         yield sys.stdout.buffer

@@ -7,7 +7,7 @@ signal that comes before the first has done its work ends the process at once.
 
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,7 +33,7 @@ class Interrupts:
         self._stoppable: anyio.CancelScope | None = None
 
     @contextmanager
-    def stoppable(self) -> Iterator[anyio.CancelScope]:
+    def stoppable(self) -> Generator[anyio.CancelScope]:
         """Ctrl-C ends this block, and the command goes on after it."""
         with anyio.CancelScope() as scope:
             self._stoppable = scope

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import anyio
@@ -39,12 +39,12 @@ def _input() -> str | None:
 
 
 @contextmanager
-def terminal_kept() -> Iterator[None]:
+def terminal_kept() -> Generator[None]:
     """Line editing puts the terminal into another mode; put it back if the read is abandoned."""
     if not output.is_terminal(sys.stdin):
         yield
         return
-    import readline  # noqa: F401  # input() has history and arrow keys with it
+    import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]  # gives input() history and arrow keys
     import termios
 
     fd = sys.stdin.fileno()

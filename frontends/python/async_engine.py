@@ -270,7 +270,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         return self._engine.dead_error if self._engine else None
 
     def profiler_dir(self) -> str:
-        settings = self._args.profiler_config or {}
+        settings: dict[str, Any] = self._args.profiler_config or {}
         if "torch_profiler_dir" not in settings:
             raise TrouperValidationError(
                 "needs a folder in torch_profiler_dir", parameter="profiler_config", value=settings

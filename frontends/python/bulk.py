@@ -17,7 +17,7 @@ ProgressBar = Callable[..., Any]
 Conversation = Sequence[dict[str, Any]]
 
 
-async def submit(generations: list[Generation], bar: Any) -> None:
+async def submit(generations: list[Generation[RequestOutput]], bar: Any) -> None:
     """Render and queue all; if one is bad, all are aborted."""
     try:
         for generation in generations:
@@ -31,12 +31,12 @@ async def submit(generations: list[Generation], bar: Any) -> None:
         raise
 
 
-async def gather(generations: list[Generation], bar: Any) -> list[RequestOutput]:
+async def gather(generations: list[Generation[RequestOutput]], bar: Any) -> list[RequestOutput]:
     """Run all at once; the first failure ends the others and is raised as it is."""
     outputs: dict[int, RequestOutput] = {}
     failure: Exception | None = None
 
-    async def finish(index: int, generation: Generation) -> None:
+    async def finish(index: int, generation: Generation[RequestOutput]) -> None:
         nonlocal failure
         try:
             async with generation as stream:
@@ -74,8 +74,9 @@ def as_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
             parameter="prompts",
             value=type(prompts).__name__,
         )
-    is_one = len(given) > 0 and _is_integer(given[0])
-    return cast("Sequence[PromptType]", [given] if is_one else given)
+    entries = cast("Sequence[Any]", given)
+    is_one = len(entries) > 0 and _is_integer(entries[0])
+    return [entries] if is_one else entries
 
 
 def as_chat_prompts(

@@ -4,7 +4,7 @@ import atexit
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -21,7 +21,7 @@ from trouper.errors import EngineDeadError
 from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
     from trouper.actors.engine.generation import Generation
 
@@ -75,7 +75,7 @@ class EngineThread:
             raise
 
     @contextmanager
-    def entered(self, manager: AbstractAsyncContextManager[T]) -> "Iterator[T]":
+    def entered(self, manager: AbstractAsyncContextManager[T]) -> "Generator[T]":
         """Enter `manager` in the engine's thread for the length of a block in this one."""
         self.check_open()
         with self._portal.wrap_async_context_manager(manager) as value:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 from trouper.config.args import EngineArgs
 from trouper.errors import EnginePausedError, TrouperValidationError, UnsupportedFeatureError
@@ -52,7 +52,7 @@ class LLM(PoolingMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        return cls(**vars(engine_args))
+        return cls(**cast("dict[str, Any]", vars(engine_args)))
 
     def generate(
         self,

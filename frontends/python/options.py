@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from trouper.config.args import ModelConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -46,9 +46,11 @@ def plain_prompt(prompt: Any) -> Any:
         return prompt
     if hasattr(prompt, "tolist"):
         return prompt.tolist()
-    if isinstance(prompt, Mapping) and hasattr(prompt.get("prompt_token_ids"), "tolist"):
-        return {**prompt, "prompt_token_ids": plain_prompt(prompt["prompt_token_ids"])}
-    return prompt
+    if isinstance(prompt, Mapping):
+        fields = cast("Mapping[str, Any]", prompt)
+        if hasattr(fields.get("prompt_token_ids"), "tolist"):
+            return {**fields, "prompt_token_ids": plain_prompt(fields["prompt_token_ids"])}
+    return cast("object", prompt)
 
 
 def check_unused(**options: Any) -> None:
@@ -60,10 +62,11 @@ def check_unused(**options: Any) -> None:
 
 def one_each(value: T | Sequence[T] | None, num_prompts: int, name: str) -> list[T | None]:
     """A scalar stands for every prompt; a list must have one entry for each."""
-    if isinstance(value, list | tuple):
-        if len(value) != num_prompts:
-            raise TrouperValidationError(
-                f"{name} has {len(value)} entries for {num_prompts} prompts", parameter=name
-            )
-        return list(value)
-    return [value] * num_prompts  # type: ignore[list-item]  # not a sequence: a T or None
+    if not isinstance(value, list | tuple):
+        return [cast("T | None", value)] * num_prompts
+    values = cast("Sequence[T]", value)
+    if len(values) != num_prompts:
+        raise TrouperValidationError(
+            f"{name} has {len(values)} entries for {num_prompts} prompts", parameter=name
+        )
+    return list(values)

@@ -4,7 +4,7 @@ Source: spec sections 14.3 and 14.5.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio.lowlevel
 import anyio.to_thread
@@ -187,7 +187,9 @@ def as_pairs(
         TrouperValidationError: a side is empty, or the numbers do not fit.
     """
     one, two = (
-        list(side) if isinstance(side, Sequence) and not isinstance(side, str) else [side]
+        list(cast("Sequence[Any]", side))
+        if isinstance(side, Sequence) and not isinstance(side, str)
+        else [side]
         for side in (first, second)
     )
     for name, side in zip(names, (one, two), strict=True):

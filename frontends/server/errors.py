@@ -7,7 +7,7 @@ a 500 with a neutral message, and its text and traceback go to the log.  A respo
 import logging
 import math
 import re
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -103,7 +103,7 @@ def aborted() -> Refusal:
 def describe(error: BaseException) -> Problem:  # noqa: C901  # a table, a line a class
     """The table.  Order matters: the first class that fits decides."""
     while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
     match error:
         case Refusal():
             headers = error.headers

@@ -1,6 +1,6 @@
 """Outputs of one or several generations, handed to one consumer; and the count of their tokens."""
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +12,7 @@ from trouper.outputs import RequestOutput
 from trouper.pooling_outputs import PoolingRequestOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
     from trouper.actors.engine.generation import Generation
     from trouper.frontends.server.http.exchange import Exchange
@@ -25,7 +25,7 @@ Consume = Callable[[int, RequestOutput], Awaitable[None]]
 async def each_output(
     service: "Service",
     exchange: "Exchange",
-    generations: "Iterable[Generation]",
+    generations: "Iterable[Generation[RequestOutput]]",
     places: Sequence[str],
     consume: Consume,
 ) -> None:
@@ -87,14 +87,18 @@ async def _open(
         ticket.generations = opened  # not before: what is not open counts as over
 
 
-async def _wait_rendered(generations: "Sequence[Generation]", places: Sequence[str]) -> None:
+async def _wait_rendered(
+    generations: "Sequence[Generation[RequestOutput]]", places: Sequence[str]
+) -> None:
     """Each prompt is good."""
     async for generation, place in InTurns(zip(generations, places, strict=True)):
         with _named(place):
             await generation.submit()
 
 
-async def _interleaved(generations: "Sequence[Generation]", consume: Consume) -> None:
+async def _interleaved(
+    generations: "Sequence[Generation[RequestOutput]]", consume: Consume
+) -> None:
     error: Exception | None = None
     # Nothing is buffered: what the consumer does not take merges in the reply slots.
     send, receive = anyio.create_memory_object_stream[tuple[int, RequestOutput]](0)
@@ -119,13 +123,13 @@ async def _interleaved(generations: "Sequence[Generation]", consume: Consume) ->
         raise error
 
 
-async def _read(generation: "Generation", i: int, consume: Consume) -> None:
+async def _read(generation: "Generation[RequestOutput]", i: int, consume: Consume) -> None:
     async for output in generation:
         await consume(i, output)
 
 
 @contextmanager
-def _named(place: str) -> "Iterator[None]":
+def _named(place: str) -> "Generator[None]":
     """Errors name the prompt as the client does."""
     try:
         yield
@@ -136,7 +140,7 @@ def _named(place: str) -> "Iterator[None]":
 
 
 @contextmanager
-def _listed(service: "Service") -> "Iterator[list[Any]]":
+def _listed(service: "Service") -> "Generator[list[Any]]":
     """What is put there, and in the table, is closed and forgotten afterwards."""
     opened: list[Generation[Any]] = []
     try:

@@ -105,7 +105,7 @@ def _cuda_ops(device: str) -> Any:
     """Raises UnsupportedFeatureError: no Triton, or no such device."""
     try:
         from trouper.bench.cuda_kernels import OPS
-        from trouper.kernels.cuda.launch import INTERPRETED
+        from trouper.kernels.cuda.launch import INTERPRETED  # pyright: ignore[reportUnknownVariableType]
     except ModuleNotFoundError as error:
         raise UnsupportedFeatureError(
             f"--device {device} needs {error.name}: pip install 'trouper[cuda]'"

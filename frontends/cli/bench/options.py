@@ -5,7 +5,7 @@ import json
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -154,7 +154,7 @@ def tokenizer_of(folder: str | None) -> "tuple[Tokenizer, list[int]]":
 
 
 @contextmanager
-def progress(total: int, what: str) -> Iterator[Step]:
+def progress(total: int, what: str) -> Generator[Step]:
     """A bar on a terminal's stderr; the value is to be called for each thing that is done."""
     from tqdm import tqdm
 
@@ -171,7 +171,7 @@ def note(text: str) -> None:
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
+def terminable() -> Generator[None]:
     """SIGTERM leaves the block as Ctrl-C does, so that no process that it started is left behind."""
 
     def end(number: int, _: object) -> None:

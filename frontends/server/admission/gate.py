@@ -6,7 +6,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
@@ -207,7 +207,7 @@ class AdmissionTicket:
     def __init__(self, gate: AdmissionGate, entry: Entry, num_bytes: int) -> None:
         self.entry = entry
         self.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN
-        self.generations: Sequence[Generation] = ()  # once the engine has them
+        self.generations: Sequence[Generation[Any]] = ()  # once the engine has them
         self.waits_since = math.inf
         self._gate = gate
         self._turn = anyio.Event()

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
@@ -21,7 +21,7 @@ class _Dropping(QueueHandler):
 
 
 @contextmanager
-def log_lines(name: str, level: str) -> Iterator[None]:
+def log_lines(name: str, level: str) -> Generator[None]:
     """A thread writes those of a logger, from this level on, while the block runs."""
     lines: Queue[logging.LogRecord] = Queue(MAX_LINES)
     writer = logging.StreamHandler()

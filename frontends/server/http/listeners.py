@@ -4,7 +4,7 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -90,7 +90,7 @@ def bind_tcp(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def bind_unix(path: str) -> Iterator[socket.socket]:
+def bind_unix(path: str) -> Generator[socket.socket]:
     """Open a socket file that only this user can connect to; leaving the block removes it."""
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX)

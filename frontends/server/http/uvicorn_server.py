@@ -7,7 +7,7 @@ or in the application ends that connection alone: the event loop and uvicorn cat
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,7 +67,7 @@ class _Server(uvicorn.Server):
     """A server without signal handlers: the program has its own."""
 
     @contextmanager
-    def capture_signals(self) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def capture_signals(self) -> Generator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         yield
 
 
@@ -103,7 +103,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_pending_bytes += len(data)
         if self._num_pending_bytes <= MAX_HEAD_BYTES + len(data):
             super().data_received(data)
-        elif self.cycle is None or self.cycle.response_complete:
+        elif self.cycle is None or self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]  # None at first
             self.send_400_response("The head of the request is too large.")
         else:  # a status line would be a part of the answer that is being sent
             self.transport.abort()

@@ -1,6 +1,6 @@
 """Conversations as clients send them, in the engine's form.  Pure."""
 
-from typing import Any
+from typing import Any, cast
 
 from trouper.errors import TrouperValidationError
 from trouper.frontends.server.settings import ServerSettings
@@ -23,7 +23,7 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
         raise _bad("messages", f"at most {MAX_MESSAGES} messages")
     for i, message in enumerate(messages):
         content = message.get("content")
-        if isinstance(content, list) and len(content) > MAX_PARTS:
+        if isinstance(content, list) and len(cast("list[Any]", content)) > MAX_PARTS:
             raise _bad(f"messages[{i}].content", f"at most {MAX_PARTS} parts")
     if request.chat_template is not None and not settings.trust_request_chat_template:
         raise _bad("chat_template", "this server renders its own template only")

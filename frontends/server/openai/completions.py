@@ -1,7 +1,7 @@
 """`POST /v1/completions`: the adapter of completions, of which m prompts have n each."""
 
 from collections import defaultdict
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from msgspec import UNSET
 
@@ -162,7 +162,7 @@ def _text_prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
         return [_salted("prompt_token_ids", given, request)], ["prompt"]
     if len(given) > MAX_PROMPTS:
         raise _bad("prompt", f"at most {MAX_PROMPTS} prompts")
-    kind = type(given[0])
+    kind = cast("type[object]", type(given[0]))
     prompts: list[Any] = []
     for i, prompt in enumerate(given):
         place = f"prompt[{i}]"
@@ -170,7 +170,7 @@ def _text_prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
             raise _bad(place, "must be text, or a list of token ids, as the others")
         if not prompt:
             raise _bad(place, "must not be empty")
-        if kind is list and not _is_ids(prompt):
+        if kind is list and not _is_ids(cast("list[Any]", prompt)):
             raise _bad(place, "must hold integers")
         prompts.append(_salted("prompt" if kind is str else "prompt_token_ids", prompt, request))
     return prompts, [f"prompt[{i}]" for i in range(len(prompts))]

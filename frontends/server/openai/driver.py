@@ -125,7 +125,7 @@ class Driver:
         prompt_text = prompt_text if is_first else ""
         return ChoiceUpdate(index, is_first, parts, completion, output, prompt_text)
 
-    def _generations(self) -> "Iterator[Generation]":
+    def _generations(self) -> "Iterator[Generation[RequestOutput]]":
         """Make one request of the engine for each prompt, under ids that no client can choose.
 
         Raises:

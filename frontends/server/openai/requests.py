@@ -4,7 +4,7 @@ Ranges that the engine checks itself are not checked here a second time: one val
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -117,10 +117,15 @@ class ChatRequest(Generating, kw_only=True):
         """The same, of the parts that are embeddings."""
         for message in self.messages:
             content: Any = message.get("content")
-            for part in content if isinstance(content, list) else ():
-                if isinstance(part, dict) and part.get("type") == "prompt_embeds":
-                    data = part.get("data")
-                    part["data"] = strings.pop(data, data) if isinstance(data, str) else data
+            for part in cast("list[Any]", content) if isinstance(content, list) else ():
+                if isinstance(part, dict):
+                    _put_back_part(cast("dict[str, Any]", part), strings)
+
+
+def _put_back_part(part: dict[str, Any], strings: dict[str, memoryview]) -> None:
+    data = part.get("data")
+    if part.get("type") == "prompt_embeds" and isinstance(data, str):
+        part["data"] = strings.pop(data, data)
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):

@@ -83,7 +83,7 @@ class ResponsesAdapter:
         }
 
     def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
-        item = {**self._item("", "in_progress"), "content": []}
+        item: dict[str, Any] = {**self._item("", "in_progress"), "content": []}
         return [
             self._event("response.created", response=self._response),
             self._event("response.in_progress", response=self._response),

@@ -113,7 +113,7 @@ def check_sequences(num_prompts: int, n: int) -> None:
 
 def _check_lengths(request: Generating) -> None:
     for name, limit in LONGEST.items():
-        value = getattr(request, name)
+        value: list[Any] | dict[Any, Any] | str | None = getattr(request, name)
         if isinstance(value, list | dict) and len(value) > limit:
             raise _bad(name, f"may have {limit} entries")
     for text in (request.stop,) if isinstance(request.stop, str) else request.stop or ():

@@ -10,7 +10,7 @@ from trouper.frontends.server.openai.requests import AbortRequest
 from trouper.frontends.server.service import Service
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 
 async def sleep(service: Service, exchange: Exchange, _: None) -> None:
@@ -78,7 +78,7 @@ async def stop_profile(service: Service, exchange: Exchange, _: None) -> None:
 
 
 @contextmanager
-def _transition() -> "Iterator[None]":
+def _transition() -> "Generator[None]":
     """What the engine says of an illegal call, in the words of the query."""
     try:
         yield

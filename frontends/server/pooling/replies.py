@@ -77,7 +77,7 @@ def build_classes(
 ) -> Reply:
     data: list[bytes] = []
     for i, output in enumerate(outputs):
-        probs = output.outputs.array.tolist()
+        probs: list[float] = output.outputs.array.tolist()
         label = labels[probs.index(max(probs))]
         entry = {"index": i, "label": label, "probs": probs, "num_classes": len(probs)}
         data.append(as_json(entry))

@@ -8,7 +8,7 @@ The answer, with all its floats, base64 or bytes, is built in a thread unless it
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import anyio.to_thread
@@ -198,7 +198,7 @@ def _inputs(given: str | list[Any] | None, field: str) -> tuple[list[PoolingProm
         return [given], [field]
     if len(given) > MAX_INPUTS:
         raise _bad(field, f"at most {MAX_INPUTS} inputs")
-    kind = type(given[0])
+    kind = cast("type[object]", type(given[0]))
     for i, prompt in enumerate(given):
         if type(prompt) is not kind or kind not in (str, list):
             raise _bad(f"{field}[{i}]", "must be text, or a list of token ids, as the others")
