@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.actors.executor.batch import Rows, make_batch
+from trouper.actors.executor.batch import make_batch
 from trouper.actors.executor.models.decoder import ops_config
 from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
@@ -26,7 +27,7 @@ DEFAULT = ("qwen3-tied", "gemma2")
 
 def make_rows():
     rng = np.random.default_rng(0)
-    rows = Rows(3, 48, BLOCK_SIZE)
+    rows = RequestSlots(3, 48, BLOCK_SIZE)
     blocks = 1 + rng.permutation(36)
     for row, mine in enumerate(blocks.reshape(3, 12).tolist()):
         ids = tuple(rng.integers(VOCAB, size=48).tolist())

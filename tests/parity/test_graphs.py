@@ -6,12 +6,13 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from trouper.actors.executor.batch import Rows, make_batch
+from trouper.actors.executor.batch import make_batch
 from trouper.actors.executor.cpu import pooling_runner, recorded_steps
 from trouper.actors.executor.cpu.pooling_runner import PoolingRunner
 from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.cpu.thread_priority import LEFT_S, Cores
 from trouper.actors.executor.device import Later
+from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.messages.plans import PoolEntry, PoolPlan, Sampling
 from trouper.config.args import EngineArgs
 from trouper.kernels.codegen import units
@@ -235,7 +236,7 @@ def test_what_is_not_recorded(folder, monkeypatch):
     assert sizes_of(made) == [1, 2]
     assert repr(made).startswith("<RecordedDecoderSteps of [(1, False), (2, False)] in <Arena of ")
     plan = plan_of((0, 3, 1, 1), (1, 5, 1, 1))
-    batch = make_batch(plan, Rows(2, 16, 8), (None,), made._decoder.ops.plan)
+    batch = make_batch(plan, RequestSlots(2, 16, 8), (None,), made._decoder.ops.plan)
     assert made.can_forward(batch)
     assert not made.can_forward(msgspec.structs.replace(batch, embeds=((0, torch.ones(1, 64)),)))
     with monkeypatch.context() as patched:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.actors.executor.batch import SHORT_CHUNK, Rows, make_batch
+from trouper.actors.executor.batch import SHORT_CHUNK, make_batch
+from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
@@ -23,7 +24,7 @@ LENGTH, BLOCK_SIZE = 24, 4
 def test_each_chunk_has_the_embeddings_of_its_positions(is_embedded, cuts, before):
     """`before`: tokens of another row that stand first in the flat batch."""
     length = len(is_embedded)
-    rows = Rows(2, 2 * LENGTH, BLOCK_SIZE)
+    rows = RequestSlots(2, 2 * LENGTH, BLOCK_SIZE)
     rows.place(NewSequence(1, 1, (5,) * LENGTH, LENGTH, tuple(range(12)), Sampling()))
     numbers = np.arange(length, dtype=np.float32)  # the row of position p holds p
     parts = tuple(
@@ -44,11 +45,11 @@ def test_each_chunk_has_the_embeddings_of_its_positions(is_embedded, cuts, befor
             seen[at : at + len(matrix)] = matrix[:, 0]
         want = [-1.0] * before + [p if is_embedded[p] else -1.0 for p in range(start, end)]
         assert seen.tolist() == want
-    assert not rows.embeds
+    assert not rows.has_embeds(0)
 
 
 def test_a_short_chunk_is_attended_token_by_token_whatever_its_company():
-    rows = Rows(3, 64, BLOCK_SIZE)
+    rows = RequestSlots(3, 64, BLOCK_SIZE)
     long = SHORT_CHUNK + 1
 
     def attended(*columns):
@@ -65,7 +66,7 @@ def test_a_short_chunk_is_attended_token_by_token_whatever_its_company():
 
 
 def test_only_the_last_tokens_of_columns_that_sample_are_read_of_prompts():
-    rows = Rows(3, 64, BLOCK_SIZE)
+    rows = RequestSlots(3, 64, BLOCK_SIZE)
 
     def read(*columns):
         """Entries are (slot, computed, scheduled, sampled): flat tokens, and rows and positions of their attention."""

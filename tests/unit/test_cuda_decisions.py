@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="no Triton: pip install 'trouper[cuda]'")
 
 from trouper.actors.executor.cuda.inputs import Inputs, inputs_of, pack
 from trouper.actors.executor.cuda.memory import kv_budget
-from trouper.actors.executor.cuda.shapes import Shape, graph_shapes, padded, shape_of
+from trouper.actors.executor.cuda.shapes import BatchShape, graph_shapes, padded, shape_of
 from trouper.actors.executor.cuda.tables import Changes, Layout, views
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
@@ -37,7 +37,7 @@ def test_a_step_runs_in_the_least_captured_shape_that_holds_it(plan, sizes):
     own = shape_of(plan)
     chosen = padded(own, captured)
     assert chosen.num_tokens >= sum(plan.num_scheduled_tokens)
-    assert chosen.num_columns >= len(plan.request_slots)
+    assert chosen.num_entries >= len(plan.request_slots)
     assert chosen.is_decode == all(count == 1 for count in plan.num_scheduled_tokens)
     smaller = [
         other
@@ -56,7 +56,7 @@ def test_every_decode_step_is_captured_by_default_and_every_small_mixed_one(seqs
     shapes = graph_shapes((), seqs, tokens)
     assert shapes == tuple(sorted(shapes, reverse=True))
     for num in (1, seqs // 2 or 1, seqs):
-        assert padded(Shape(num, num, True), shapes).num_columns - num < 16
+        assert padded(BatchShape(num, num, True), shapes).num_entries - num < 16
     largest = max((shape.num_tokens for shape in shapes if not shape.is_decode), default=0)
     assert largest == max(
         (s for s in (16, 32, 64, 128, 256, 512, 1024, 2048) if s <= tokens), default=0
@@ -80,21 +80,21 @@ def test_the_inputs_say_what_the_plan_says_and_padding_is_empty(plan, padding):
     ):
         assert found.bounds[i] == sum(plan.num_scheduled_tokens[:i])
         assert found.bounds[i + 1] - found.bounds[i] == count
-        assert (found.rows[i], found.starts[i]) == (row, start)
-        assert found.sampled[i] == (row if samples else -1)
-        assert found.ends[i] == start + count
-        assert found.last[i] == found.bounds[i + 1] - 1
+        assert (found.request_slots[i], found.num_computed_tokens[i]) == (row, start)
+        assert found.sampled_slots[i] == (row if samples else -1)
+        assert found.seq_lens[i] == start + count
+        assert found.last_tokens[i] == found.bounds[i + 1] - 1
     for i in range(len(plan.request_slots), num):
         assert found.bounds[i] == found.bounds[i + 1] == sum(plan.num_scheduled_tokens)
-        assert found.sampled[i] == -1
-        assert 0 <= found.last[i] < sum(plan.num_scheduled_tokens)
-        assert found.rows[i] == 0
+        assert found.sampled_slots[i] == -1
+        assert 0 <= found.last_tokens[i] < sum(plan.num_scheduled_tokens)
+        assert found.request_slots[i] == 0
 
 
 def test_without_a_plan_every_column_is_padding():
     found = inputs_of(torch.from_numpy(pack(None, 5)), 4)
     assert not found.bounds.any()
-    assert (found.sampled == -1).all()
+    assert (found.sampled_slots == -1).all()
 
 
 samplings = st.builds(
@@ -183,7 +183,7 @@ def test_the_tables_do_not_overlap_and_are_aligned():
     taken = np.zeros(layout.num_words, dtype=int)
     for field in layout.fields.values():
         assert field.first * 4 % field.dtype.itemsize == 0
-        taken[field.first : field.first + M * field.row_words] += 1
+        taken[field.first : field.first + M * field.slot_words] += 1
     assert (taken == 1).all()
 
 

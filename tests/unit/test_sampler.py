@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.actors.executor.batch import Rows
+from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.bad_words import BadWords
 from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
 from trouper.actors.messages.embeds import Embeds
@@ -21,7 +21,7 @@ class Bench:
     """Rows 0 … n - 1 with a prompt and some outputs each."""
 
     def __init__(self, *sampling, prompt=(1, 2, 3), outputs=()):
-        self.rows = Rows(max(len(sampling), 1), 4096, 16)
+        self.rows = RequestSlots(max(len(sampling), 1), 4096, 16)
         self.sampler = Sampler(self.rows)
         self.end = len(prompt) + len(outputs)
         for row, s in enumerate(sampling):

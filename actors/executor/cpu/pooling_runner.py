@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.cpu.memory import give_back_free_memory
 from trouper.actors.executor.cpu.recorded_steps import RecordedEncoderSteps
 from trouper.actors.executor.cpu.thread_priority import compute_with
@@ -194,9 +195,7 @@ class PoolingRunner:
                 self._is_recorded = False
         if type_ids is None:
             type_ids = np.zeros_like(token_ids)
-        ids_T, positions_T, types_T = map(
-            torch.from_numpy, (token_ids, positions_of(groups), type_ids)
-        )
+        ids_T, positions_T, types_T = map(from_numpy, (token_ids, positions_of(groups), type_ids))
         return self._model.forward(ids_T, positions_T, types_T, groups)
 
     @property

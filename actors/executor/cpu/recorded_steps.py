@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.batch import Batch
 from trouper.actors.executor.cpu.thread_priority import Cores
 from trouper.actors.executor.models.decoder import Decoder
@@ -39,12 +40,12 @@ MAX_PASSES = 512  # kept, of some 10 KiB each; texts of one kind need a tenth of
 MAX_PASS = 1024
 
 
-class Passed(NamedTuple):
+class ForwardOutput(NamedTuple):
     """What a step's pass gives; valid until the next one."""
 
     hidden_TE: Tensor
     logits_TV: Tensor | None = None  # of all tokens, if they are there at no cost
-    token_R: np.ndarray | None = None  # drawn for the columns that sample
+    token_R: np.ndarray | None = None  # drawn for the entries that sample
 
 
 class _RecordedStep(NamedTuple):
@@ -80,7 +81,7 @@ class RecordedDecoderSteps:
         self._cores = cores
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
         self._inputs = np.zeros((3, self._max_rows), dtype=np.int64)  # ids, positions, slots
-        self._draws = np.zeros((4, self._max_rows), dtype=np.int64)  # picked, rows, ends, tokens
+        self._draws = np.zeros((4, self._max_rows), dtype=np.int64)  # picked, slots, ends, tokens
         self._steps: dict[
             tuple[int, bool], _RecordedStep
         ] = {}  # by rows, and whether they are drawn
@@ -93,14 +94,16 @@ class RecordedDecoderSteps:
         is_alone = not (batch.has_long_chunks or batch.embeds)
         return is_alone and len(batch.tokens.ids_T) <= self._max_rows
 
-    def forward(self, batch: Batch, columns: np.ndarray) -> Passed:
-        """As the decoder's `forward`.  `columns`: those that sample.
+    def forward(self, batch: Batch, sampling: np.ndarray) -> ForwardOutput:
+        """As the decoder's `forward`.  `sampling`: the entries that sample.
 
         Raises:
             NotRecordableError: torch computes in this model's steps.
         """
-        num_rows, num_drawn = len(batch.tokens.ids_T), len(columns)
-        is_drawn = self._has_logits(num_rows) and self._sampler.is_plain(batch.rows.tolist())
+        num_rows, num_drawn = len(batch.tokens.ids_T), len(sampling)
+        is_drawn = self._has_logits(num_rows) and self._sampler.is_plain(
+            batch.request_slots.tolist()
+        )
         step = self._steps.get((num_rows, is_drawn))
         if step is None:
             step = self._recorded(num_rows, is_drawn, batch)
@@ -108,13 +111,14 @@ class RecordedDecoderSteps:
         # numpy's copies: each call of torch lets go of the interpreter, and a busy loop keeps it for a while
         for held, now in zip(self._inputs, batch.tokens, strict=True):
             held[:num_rows] = now.numpy()
-        picked, rows, ends, tokens = self._draws
-        picked[:num_drawn], picked[num_drawn:num_rows] = batch.lasts[columns], -1
-        rows[:num_drawn], ends[:num_drawn] = batch.rows[columns], batch.ends[columns]
+        picked, slots, ends, tokens = self._draws
+        picked[:num_drawn], picked[num_drawn:num_rows] = batch.last_tokens[sampling], -1
+        slots[:num_drawn] = batch.request_slots[sampling]
+        ends[:num_drawn] = batch.seq_lens[sampling]
         for window, plan in step.plans.items():
             plan.words[:] = batch.plans[window].words
         step.recording.replay(is_alone=self._cores.is_one_left)
-        return Passed(*step.recording.result, tokens[:num_drawn] if is_drawn else None)
+        return ForwardOutput(*step.recording.result, tokens[:num_drawn] if is_drawn else None)
 
     def _has_logits(self, num_rows: int) -> bool:
         num = self._decoder.num_logits(num_rows)
@@ -122,7 +126,7 @@ class RecordedDecoderSteps:
 
     def _recorded(self, num_rows: int, is_drawn: bool, batch: Batch) -> _RecordedStep:
         decoder = self._decoder
-        inputs = StepTokens(*(torch.from_numpy(held[:num_rows]) for held in self._inputs))
+        inputs = StepTokens(*(from_numpy(held[:num_rows]) for held in self._inputs))
         *draws, tokens = (held[:num_rows] for held in self._draws)
 
         def step() -> tuple[Tensor, Tensor | None]:
@@ -203,7 +207,7 @@ class RecordedEncoderSteps:
             if len(self._passes) >= MAX_PASSES:
                 del self._passes[next(iter(self._passes))]
             held = np.zeros((size[1], tiles.shape[1]), tiles.dtype)
-            positions_T = torch.from_numpy(self._inputs[2, : size[0]])
+            positions_T = from_numpy(self._inputs[2, : size[0]])
             step = self._passes[size] = self._recorded(positions_T, held)
         step.tiles[: len(tiles)] = tiles
         step.tiles[len(tiles) :] = 0
@@ -211,7 +215,7 @@ class RecordedEncoderSteps:
 
     def _recorded(self, positions_T: Tensor, tiles: np.ndarray) -> _RecordedPass:
         num_rows = len(positions_T)
-        ids_T, types_T = (torch.from_numpy(held[:num_rows]) for held in self._inputs[:2])
+        ids_T, types_T = (from_numpy(held[:num_rows]) for held in self._inputs[:2])
         recording = Recording(
             self._arena,
             (ids_T, types_T, positions_T),

@@ -15,15 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.batch import Batch, Rows, make_batch
+from trouper.actors.executor.arrays import from_numpy
+from trouper.actors.executor.batch import Batch, make_batch
 from trouper.actors.executor.cpu.memory import give_back_free_memory
-from trouper.actors.executor.cpu.recorded_steps import Passed, RecordedDecoderSteps
+from trouper.actors.executor.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
 from trouper.actors.executor.cpu.thread_priority import Cores
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.kv_memory import KVCache, kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_config
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
+from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.results import make_step_done
 from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
 from trouper.actors.executor.weights.decoder import load_decoder
@@ -56,8 +58,10 @@ class CpuRunner:
         self._cores = cores or Cores()
         self._traits = decoder_traits(config.model.hf_config, config.model.architecture)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        self._rows = Rows(config.scheduler.max_num_seqs, config.max_model_len, config.block_size)
-        self._sampler = Sampler(self._rows)
+        self._slots = RequestSlots(
+            config.scheduler.max_num_seqs, config.max_model_len, config.block_size
+        )
+        self._sampler = Sampler(self._slots)
         self._decoder: Decoder[CpuOps] | None = None
         self._kv_specs = kv_cache_specs(self._traits)
         self._kv: KVCache | None = None
@@ -140,7 +144,7 @@ class CpuRunner:
         self.sleep(2)
 
     def execute(self, plan: StepPlan | PoolPlan) -> StepDone:
-        """Run one plan.  After an exception the rows of the plan must be given again."""
+        """Run one plan.  After an exception its sequences must be given again."""
         assert isinstance(plan, StepPlan), "this model generates"
         if self._decoder is None or self._kv is None:
             raise RuntimeError("a step while weights or KV memory are absent")
@@ -148,83 +152,76 @@ class CpuRunner:
             self._apply_changes(plan, self._kv)
             if not plan.request_slots:
                 return StepDone(plan.step, ())
-            batch = make_batch(plan, self._rows, self._traits.windows, self._decoder.ops.plan)
-            columns = np.flatnonzero(plan.num_sampled_tokens)
-            passed = self._forward(batch, columns, self._decoder, self._kv)
-            prompt_logprobs = self._prompt_logprobs(passed.hidden_TE, batch, self._decoder)
-            return self._sample(plan, passed, batch, columns, prompt_logprobs)
+            batch = make_batch(plan, self._slots, self._traits.windows, self._decoder.ops.plan)
+            sampling = np.flatnonzero(plan.num_sampled_tokens)
+            output = self._forward(batch, sampling, self._decoder, self._kv)
+            prompt_logprobs = self._prompt_logprobs(plan, output.hidden_TE, batch, self._decoder)
+            return self._sample(plan, output, batch, sampling, prompt_logprobs)
 
     def _apply_changes(self, plan: StepPlan, kv: KVCache) -> None:
         for new in plan.new_sequences:
-            self._rows.place(new)
+            self._slots.place(new)
             self._sampler.place(new.request_slot)
-        for row, block_ids in plan.new_blocks:
-            self._rows.add_blocks(row, block_ids)
+        for slot, block_ids in plan.new_blocks:
+            self._slots.add_blocks(slot, block_ids)
         kv.copy_blocks(plan.copies)
 
     def _forward(
-        self, batch: Batch, columns: np.ndarray, decoder: Decoder[CpuOps], kv: KVCache
-    ) -> Passed:
+        self, batch: Batch, sampling: np.ndarray, decoder: Decoder[CpuOps], kv: KVCache
+    ) -> ForwardOutput:
         if self._recorded_steps is not None and self._recorded_steps.can_forward(batch):
             try:
-                return self._recorded_steps.forward(batch, columns)
+                return self._recorded_steps.forward(batch, sampling)
             except NotRecordableError as error:
                 logger.info("steps are not recorded: %s", error)
                 self._recorded_steps = None
         with Lender(self._arena):
             hidden = decoder.forward(batch.tokens, batch.plans, kv.layers, batch.embeds, batch.read)
-            return Passed(hidden)
+            return ForwardOutput(hidden)
 
     def _sample(
         self,
         plan: StepPlan,
-        passed: Passed,
+        output: ForwardOutput,
         batch: Batch,
-        columns: np.ndarray,
+        sampling: np.ndarray,
         prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...],
     ) -> StepDone:
         token_ids = np.full(len(plan.request_slots), -1)
         logprobs: list[tuple[TokenLogprobs, ...]] = []
-        rows, ends = batch.rows[columns], batch.ends[columns]
-        if passed.token_R is not None:
-            token_ids[columns] = self._sampler.written(passed.token_R, rows, ends)
-        elif len(columns):
+        slots, seq_lens = batch.request_slots[sampling], batch.seq_lens[sampling]
+        if output.token_R is not None:
+            token_ids[sampling] = self._sampler.written(output.token_R, slots, seq_lens)
+        elif len(sampling):
             assert self._decoder is not None
-            hidden, logits, picked = passed.hidden_TE, passed.logits_TV, batch.lasts[columns]
+            hidden, logits, picked = output.hidden_TE, output.logits_TV, batch.last_tokens[sampling]
             if logits is None:
-                if batch.read is None and len(columns) < len(hidden):
-                    hidden = hidden.index_select(0, torch.from_numpy(picked))
+                if batch.read is None and len(sampling) < len(hidden):
+                    hidden = hidden.index_select(0, from_numpy(picked))
                 logits, picked = self._decoder.logits(hidden), None
-            sampled = self._sampler.sample(logits, rows, ends, picked)
-            token_ids[columns] = sampled.token_ids
+            sampled = self._sampler.sample(logits, slots, seq_lens, picked)
+            token_ids[sampling] = sampled.token_ids
             if sampled.logprobs:
                 logprobs = [()] * len(plan.request_slots)
-                for column, found in zip(columns, sampled.logprobs, strict=True):
+                for entry, found in zip(sampling, sampled.logprobs, strict=True):
                     if found is not None:
-                        logprobs[column] = (found,)
+                        logprobs[entry] = (found,)
         return make_step_done(plan, token_ids.tolist(), logprobs, prompt_logprobs)
 
     def _prompt_logprobs(
-        self, hidden_TE: Tensor, batch: Batch, decoder: Decoder[CpuOps]
+        self, plan: StepPlan, hidden_TE: Tensor, batch: Batch, decoder: Decoder[CpuOps]
     ) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
-        """Of the prompt tokens that follow the positions of this step, where they were asked for."""
+        """Compute those of the prompt tokens that follow the positions of this step, where they are asked for."""
         found: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
-        if not self._rows.tell_prompts:
-            return ()
-        for column, row in enumerate(batch.rows.tolist()):
-            num_top = self._rows.sampling[row].prompt_logprobs
-            if num_top is None:
-                continue
-            start = int(batch.starts[column])
-            count = int(min(batch.ends[column], self._rows.num_prompt[row] - 1)) - start
-            if count <= 0:
-                continue
-            hidden = hidden_TE.narrow(0, int(batch.firsts[column]), count)
-            following = self._rows.token_ids[row, start + 1 : start + 1 + count].tolist()
-            entries = [
-                token_logprobs(logprobs_V, following.pop(0), num_top)
-                for part in hidden.split(LOGITS_AT_ONCE)
-                for logprobs_V in decoder.logits(part).log_softmax(-1)
+        for span in self._slots.prompt_spans(plan, batch.first_tokens):
+            hidden = hidden_TE.narrow(0, span.first_token, len(span.token_ids))
+            following = iter(span.token_ids.tolist())
+            logprobs = [
+                token_logprobs(logprobs_V, next(following), span.num_top)
+                for first in range(0, len(hidden), LOGITS_AT_ONCE)
+                for logprobs_V in decoder.logits(
+                    hidden[first : first + LOGITS_AT_ONCE]
+                ).log_softmax(-1)
             ]
-            found.append((column, tuple(entries)))
+            found.append((span.entry, tuple(logprobs)))
         return tuple(found)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.models.decoder import Decoder, ops_config
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.weights.decoder import load_decoder
@@ -54,7 +55,7 @@ class UnpagedDecoder:
         num_blocks = -(-np.array(lengths) // BLOCK_SIZE)
         firsts = np.cumsum(num_blocks) - num_blocks
         block_ids = firsts[:, None] + np.arange(num_blocks.max())
-        slots_T = torch.from_numpy(np.repeat(firsts * BLOCK_SIZE, lengths)) + positions_T
+        slots_T = from_numpy(np.repeat(firsts * BLOCK_SIZE, lengths)) + positions_T
         rows, starts = range(len(lengths)), [0] * len(lengths)
         plans = {
             window: self._decoder.ops.plan(block_ids, rows, starts, lengths, window)

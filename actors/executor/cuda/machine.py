@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.device import Later
 from trouper.errors import TrouperValidationError
 
@@ -92,7 +93,7 @@ class CudaMachine:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def upload(self, host: np.ndarray, out: Tensor | None = None) -> Tensor:
-        source = torch.from_numpy(host)
+        source = from_numpy(host)
         pinned = torch.empty_like(source, pin_memory=True).copy_(source)
         out = torch.empty_like(source, device=self.device) if out is None else out
         return out.copy_(pinned, non_blocking=True)

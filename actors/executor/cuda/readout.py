@@ -1,7 +1,7 @@
-"""What a step tells the host: its tokens, and the logprobs that were asked for.
+"""The results of a step on their way to the host: its tokens, and the logprobs that were asked for.
 
-Logprobs are made on the device where somebody wants the best n ≤ 128, and on the host, from the whole
-row of logits, where somebody wants all of them or those of certain tokens.
+Logprobs are made on the device where a request wants the best n ≤ 128, and on the host, from the whole
+row of logits, where it wants all of them or those of certain tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.cuda.machine import Machine
 from trouper.actors.executor.device import Later
 from trouper.actors.executor.sampling.results import make_step_done
@@ -25,7 +26,7 @@ Reader = Callable[[Arrays], TokenLogprobs]
 
 
 class Readout:
-    """Collects what one step has to tell; `download` starts its way to the host.
+    """Collects the results of one step; `download` starts their way to the host.
 
     A captured step's tensors are overwritten by the next one, so what the host reads is copied first.
     """
@@ -34,40 +35,40 @@ class Readout:
         self._plan = plan
         self._sampled_C = sampled_C
         self._tensors: list[Tensor] = [sampled_C.clone()]
-        self._samples: dict[int, Reader] = {}  # by column
+        self._samples: dict[int, Reader] = {}  # by entry
         self._prompts: dict[int, list[Reader]] = {}
 
     def add_samples(self, logits_CV: Tensor, wishes: Sequence[Sampling]) -> None:
-        """The logprobs of the columns that sample and want some; `wishes` are those of the columns."""
+        """Add the logprobs of the entries that sample and want some; `wishes` are those of all entries."""
         wanted = {
-            column: s
-            for column, (s, samples) in enumerate(
+            entry: s
+            for entry, (s, samples) in enumerate(
                 zip(wishes, self._plan.num_sampled_tokens, strict=True)
             )
             if samples and (s.logprobs is not None or s.logprob_token_ids)
         }
         best = {c: s.logprobs or 0 for c, s in wanted.items() if not s.logprob_token_ids}
-        best = {column: num_top for column, num_top in best.items() if 0 <= num_top <= MAX_TOP}
+        best = {entry: num_top for entry, num_top in best.items() if 0 <= num_top <= MAX_TOP}
         first = 0
         if best:
             first = self._add_best(logits_CV, self._sampled_C, max(best.values()))
-        for column, s in wanted.items():
-            if column in best:
-                self._samples[column] = _best_reader(first, column, best[column])
+        for entry, s in wanted.items():
+            if entry in best:
+                self._samples[entry] = _best_reader(first, entry, best[entry])
             else:
-                at = self._add(logits_CV[column].to(torch.float32, copy=True))
-                self._samples[column] = _sample_reader(at, column, s)
+                at = self._add(logits_CV[entry].to(torch.float32, copy=True))
+                self._samples[entry] = _sample_reader(at, entry, s)
 
     def add_prompt(
         self,
-        column: int,
+        entry: int,
         logits_RV: Tensor,
         following: np.ndarray,
         following_R: Tensor,
         num_top: int,
     ) -> None:
-        """Those of R prompt tokens, on the host and on the device; called again for the next ones."""
-        readers = self._prompts.setdefault(column, [])
+        """Add the logprobs of R more prompt tokens of an entry; their ids are on the host and on the device."""
+        readers = self._prompts.setdefault(entry, [])
         if 0 <= num_top <= MAX_TOP:
             first = self._add_best(logits_RV, following_R, num_top)
             readers += [_best_reader(first, row, num_top) for row in range(len(following))]
@@ -79,6 +80,7 @@ class Readout:
             ]
 
     def download(self, machine: Machine) -> Later[StepDone]:
+        """Copy what has been added to the host."""
         copies = machine.download(self._tensors)
         return Later(copies.is_ready, lambda: self._done(copies.finish()))
 
@@ -95,18 +97,18 @@ class Readout:
         logprobs: list[tuple[TokenLogprobs, ...]] = []
         if self._samples:
             logprobs = [()] * len(plan.request_slots)
-        for column, read in self._samples.items():
-            if token_ids[column] >= 0:
-                logprobs[column] = (read(arrays),)
+        for entry, read in self._samples.items():
+            if token_ids[entry] >= 0:
+                logprobs[entry] = (read(arrays),)
         prompt_logprobs = tuple(
-            (column, tuple(read(arrays) for read in readers))
-            for column, readers in self._prompts.items()
+            (entry, tuple(read(arrays) for read in readers))
+            for entry, readers in self._prompts.items()
         )
         return make_step_done(plan, token_ids.tolist(), logprobs, prompt_logprobs)
 
 
 def _best_reader(first: int, row: int, num_top: int) -> Reader:
-    """The token itself, then the best without it; from the three arrays of `top_logprobs`."""
+    """Read the token itself, then the best without it, from the three arrays of `top_logprobs`."""
 
     def read(arrays: Arrays) -> TokenLogprobs:
         ids, logprobs = (a[row][: 1 + num_top].tolist() for a in arrays[first : first + 2])
@@ -117,10 +119,10 @@ def _best_reader(first: int, row: int, num_top: int) -> Reader:
     return read
 
 
-def _sample_reader(at: int, column: int, s: Sampling) -> Reader:
+def _sample_reader(at: int, entry: int, s: Sampling) -> Reader:
     def read(arrays: Arrays) -> TokenLogprobs:
-        logprobs_V = torch.from_numpy(arrays[at]).log_softmax(-1)
-        token = int(arrays[0][column])
+        logprobs_V = from_numpy(arrays[at]).log_softmax(-1)
+        token = int(arrays[0][entry])
         return token_logprobs(logprobs_V, token, s.logprobs or 0, s.logprob_token_ids)
 
     return read
@@ -128,6 +130,6 @@ def _sample_reader(at: int, column: int, s: Sampling) -> Reader:
 
 def _prompt_reader(at: int, row: int, token: int, num_top: int) -> Reader:
     def read(arrays: Arrays) -> TokenLogprobs:
-        return token_logprobs(torch.from_numpy(arrays[at][row]).log_softmax(-1), token, num_top)
+        return token_logprobs(from_numpy(arrays[at][row]).log_softmax(-1), token, num_top)
 
     return read

@@ -1,4 +1,4 @@
-"""What lies on the device while the engine is awake, beside the weights: KV memory, rows, inputs."""
+"""The memory of an engine that is awake, beside the weights: KV cache, request slots, inputs of a step."""
 
 from collections.abc import Iterable, Sequence
 from typing import Self
@@ -15,7 +15,7 @@ from trouper.actors.messages.plans import NewSequence
 
 
 class Resident(msgspec.Struct, frozen=True):
-    """All of it at fixed addresses."""
+    """Tensors at fixed addresses, which captured steps read and write."""
 
     kv: KVCache
     arena: Tensor  # [words] int32
@@ -34,9 +34,9 @@ class Resident(msgspec.Struct, frozen=True):
         dtype: torch.dtype,
     ) -> Self:
         arena = machine.empty((layout.num_words,), torch.int32)
-        history = machine.empty((layout.num_rows, layout.vocab_size), torch.int32)
+        history = machine.empty((layout.num_slots, layout.vocab_size), torch.int32)
         tables = views(layout, arena, history)
-        # The step behind one whose logits are not finite reads a token that nobody wrote: it must be one.
+        # The step behind one whose logits are not finite reads a token that was never written: it must be one.
         tables.tokens.zero_()
         return cls(
             kv=KVCache.allocate(
@@ -47,11 +47,11 @@ class Resident(msgspec.Struct, frozen=True):
             ),
             arena=arena,
             views=tables,
-            inputs=machine.upload(pack(None, layout.num_rows + 1)),
+            inputs=machine.upload(pack(None, layout.num_slots + 1)),
         )
 
     def write_history(self, new: NewSequence, prompt_spans: Iterable[tuple[int, int]]) -> None:
-        """Count the row's tokens, as `sampling_rows.py` says; those of its prompt lie in the spans."""
+        """Count the tokens of a sequence, as `sampling_rows.py` says; those of its prompt lie in the spans."""
         history = self.views.sampling.history[new.request_slot].zero_()
         tokens = self.views.tokens[new.request_slot].narrow(0, 0, len(new.token_ids))
         outputs = tokens[new.num_prompt :]

@@ -1,12 +1,12 @@
-"""Runs plans on a GPU: changes of the rows, the captured step, the way back of its results.
+"""Runs plans on a GPU: changes of the request slots, the captured step, the way back of its results.
 
 Laws:
-  * Plans run in the order of the calls, on one stream; a plan's rows, blocks and copies take effect before
-    its pass, and the tokens it samples are in their rows before the next one reads them.
+  * Plans run in the order of the calls, on one stream; a plan's sequences, blocks and copies take effect before
+    its pass, and the tokens it samples are in their slots before the next one reads them.
   * `step` launches and does not wait: the next step may be launched before this one's tokens are known
     here.  Nothing that it launches depends on a value on the device.
   * A captured step reads and writes fixed addresses; whatever moves them forgets the graphs.
-  * A column with logits that are not finite fails alone.
+  * An entry with logits that are not finite fails alone.
 """
 
 from functools import partial
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from trouper.actors.executor.batch import Rows, embeds_of
 from trouper.actors.executor.cuda import memory
 from trouper.actors.executor.cuda.inputs import Inputs, inputs_of, pack
 from trouper.actors.executor.cuda.machine import CudaMachine, Graph, Machine
 from trouper.actors.executor.cuda.readout import Readout
 from trouper.actors.executor.cuda.resident import Resident
-from trouper.actors.executor.cuda.shapes import Shape, graph_shapes, padded, shape_of
+from trouper.actors.executor.cuda.shapes import BatchShape, graph_shapes, padded, shape_of
 from trouper.actors.executor.cuda.tables import Changes, Layout, is_penalised
 from trouper.actors.executor.device import DeviceInfo, Later
 from trouper.actors.executor.kv_memory import kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_config
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
+from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
@@ -39,11 +39,9 @@ from trouper.kernels.cuda.ops import DeviceTokens, TritonOps
 from trouper.kernels.cuda.sample import sample
 from trouper.kernels.cuda.top_k_top_p import top_k_top_p
 
-Part = tuple[int, Tensor]  # first token of the batch, and the embeddings from there on
-
 
 class CudaRunner:
-    """The model, its KV memory and the rows.  Belongs to the thread that makes it.
+    """The model, its KV memory and the request slots.  Belongs to the thread that makes it.
 
     Args:
         config: resolved; `model.path` holds safetensors unless `load_format` is "dummy".
@@ -58,8 +56,8 @@ class CudaRunner:
         self._traits = decoder_traits(config.model.hf_config, config.model.architecture)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         scheduler, longest = config.scheduler, config.max_model_len
-        self._rows = Rows(scheduler.max_num_seqs, longest, config.block_size)
-        max_num_blocks = self._rows.block_ids.shape[1]
+        self._slots = RequestSlots(scheduler.max_num_seqs, longest, config.block_size)
+        max_num_blocks = self._slots.block_ids.shape[1]
         self._layout = Layout(
             scheduler.max_num_seqs, longest, max_num_blocks, self._traits.vocab_size
         )
@@ -68,7 +66,7 @@ class CudaRunner:
         self._decoder: Decoder[TritonOps] | None = None
         self._is_on_host = False  # the decoder's weights
         self._resident: Resident | None = None
-        self._graphs: dict[Shape, Graph] = {}
+        self._graphs: dict[BatchShape, Graph] = {}
         self._profiler = Profiler()
         self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop
 
@@ -87,7 +85,7 @@ class CudaRunner:
     # Memory
 
     def sleep(self, level: int) -> None:
-        """From level 1 on KV memory and rows go, and the weights: to host memory, at level 2 nowhere."""
+        """Give back KV memory and slots, and the weights: at level 1 they move to host memory, at level 2 they are dropped."""
         if level >= 1:
             self._graphs.clear()
             self._resident = None
@@ -109,7 +107,7 @@ class CudaRunner:
             self._capture()
 
     def release(self) -> None:
-        """Give back what nobody holds any more."""
+        """Give back memory that nothing refers to any more."""
         self._machine.release()
 
     def close(self) -> None:
@@ -154,12 +152,12 @@ class CudaRunner:
         )
 
     def _num_blocks_that_fit(self) -> int:
-        """As many as the memory holds when the largest step has what it needs, unless the user says."""
+        """Count the blocks that fit beside what the largest step needs, unless the config says."""
         config = self._config
         if config.num_blocks is None and config.kv_cache_bytes is None:
             self._resident = self._allocate(1)
             shapes, scheduler = self._shapes, config.scheduler
-            largest = Shape(scheduler.max_num_scheduled_tokens, scheduler.max_num_seqs, False)
+            largest = BatchShape(scheduler.max_num_scheduled_tokens, scheduler.max_num_seqs, False)
             reserved = self._machine.peak_of(partial(self._run, largest))
             if shapes:
                 reserved += self._machine.peak_of(partial(self._run, shapes[0]))
@@ -176,16 +174,16 @@ class CudaRunner:
         return num_kv_blocks(config, self._kv_specs, self._dtype.itemsize)
 
     @property
-    def _shapes(self) -> tuple[Shape, ...]:
+    def _shapes(self) -> tuple[BatchShape, ...]:
         scheduler = self._config.scheduler
         return graph_shapes(
             self._config.graphs, scheduler.max_num_seqs, scheduler.max_num_scheduled_tokens
         )
 
     def _capture(self) -> None:
-        """Every shape, on a batch of padding alone, which computes nothing."""
+        """Capture every shape, on a batch of padding alone, which computes nothing."""
         assert self._resident is not None
-        self._machine.upload(pack(None, self._layout.num_rows + 1), out=self._resident.inputs)
+        self._machine.upload(pack(None, self._layout.num_slots + 1), out=self._resident.inputs)
         shapes = self._shapes
         bar = tqdm(shapes, "capturing CUDA graphs", disable=None)
         graphs = self._machine.capture(partial(self._run, shape) for shape in bar)
@@ -194,7 +192,7 @@ class CudaRunner:
     # Steps
 
     def execute(self, plan: StepPlan | PoolPlan) -> Later[StepDone] | StepDone:
-        """Launch one plan.  After an exception the rows of the plan must be given again."""
+        """Launch one plan.  After an exception its sequences must be given again."""
         assert isinstance(plan, StepPlan), "this model generates"
         resident = self._resident
         if resident is None or not self._is_resident:
@@ -203,49 +201,56 @@ class CudaRunner:
             self._apply_changes(plan, resident)
             if not plan.request_slots:
                 return StepDone(plan.step, ())
-            self._machine.upload(pack(plan, self._layout.num_rows + 1), out=resident.inputs)
-            parts = self._embeds(plan)
+            self._machine.upload(pack(plan, self._layout.num_slots + 1), out=resident.inputs)
+            counts = np.array(plan.num_scheduled_tokens)
+            first_tokens = counts.cumsum() - counts
+            embeds = tuple(
+                (first, self._machine.to_device(rows_PE))
+                for first, rows_PE in self._slots.take_embeds(plan, first_tokens)
+            )
             shape = shape_of(plan)
-            graph = None if parts else self._graphs.get(padded(shape, self._graphs))
+            graph = None if embeds else self._graphs.get(padded(shape, self._graphs))
             if graph is None:
-                hidden, logits, sampled = self._run(shape, parts)
+                hidden, logits, sampled = self._run(shape, embeds)
             else:
                 graph.replay()
                 hidden, logits, sampled = graph.outputs
             readout = Readout(plan, sampled)
-            readout.add_samples(logits, [self._rows.sampling[row] for row in plan.request_slots])
-            self._add_prompt_logprobs(plan, hidden, readout)
+            readout.add_samples(logits, [self._slots.sampling[slot] for slot in plan.request_slots])
+            self._add_prompt_logprobs(plan, first_tokens, hidden, readout)
             return readout.download(self._machine)
 
     def _apply_changes(self, plan: StepPlan, resident: Resident) -> None:
         changes = Changes(self._layout)
         for new in plan.new_sequences:
-            self._rows.place(new)
+            self._slots.place(new)
             changes.place(new)
-        for row, block_ids in plan.new_blocks:
-            changes.put("blocks", row, block_ids, at=int(self._rows.num_blocks[row]))
-            self._rows.add_blocks(row, block_ids)
+        for slot, block_ids in plan.new_blocks:
+            changes.put("blocks", slot, block_ids, at=int(self._slots.num_blocks[slot]))
+            self._slots.add_blocks(slot, block_ids)
         packed = changes.packed()
         if packed is not None:
             addresses, words = self._machine.upload(packed)
             resident.arena.index_copy_(0, addresses, words.to(torch.int32))
         for new in plan.new_sequences:
             if is_penalised(new.sampling):
-                resident.write_history(new, self._rows.token_spans(new.request_slot))
+                resident.write_history(new, self._slots.token_spans(new.request_slot))
         resident.kv.copy_blocks(plan.copies)
 
     @torch.inference_mode()
-    def _run(self, shape: Shape, embeds: tuple[Part, ...] = ()) -> tuple[Tensor, Tensor, Tensor]:
-        """The pass and the draw: hidden states [T, E], logits [C, V], sampled ids [C]."""
+    def _run(
+        self, shape: BatchShape, embeds: tuple[tuple[int, Tensor], ...] = ()
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Launch the pass and the draw: hidden states [T, E], logits [C, V], sampled ids [C]."""
         decoder, resident = self._decoder, self._resident
         assert decoder is not None
         assert resident is not None
         tokens, blocks, sampling = resident.views
-        inputs: Inputs = inputs_of(resident.inputs, shape.num_columns)
+        inputs: Inputs = inputs_of(resident.inputs, shape.num_entries)
         step_tokens = DeviceTokens(
             bounds=inputs.bounds,
-            request_slots=inputs.rows,
-            num_computed_tokens=inputs.starts,
+            request_slots=inputs.request_slots,
+            num_computed_tokens=inputs.num_computed_tokens,
             token_ids=tokens,
             block_ids=blocks,
             num_tokens=shape.num_tokens,
@@ -253,36 +258,27 @@ class CudaRunner:
         )
         plans = {window: decoder.ops.plan(step_tokens, window) for window in self._traits.windows}
         hidden_TE = decoder.forward(step_tokens, plans, resident.kv.layers, embeds)
-        logits_CV = decoder.logits(hidden_TE.index_select(0, inputs.last))
-        rows, ends = inputs.sampled, inputs.ends
-        edited_CV = apply_penalties(logits_CV, rows, ends, tokens, sampling)
-        kept = top_k_top_p(logits_CV, edited_CV, rows, sampling)
-        sampled_C = sample(logits_CV, edited_CV, rows, ends, *kept, tokens, sampling)
+        logits_CV = decoder.logits(hidden_TE.index_select(0, inputs.last_tokens))
+        slots, seq_lens = inputs.sampled_slots, inputs.seq_lens
+        edited_CV = apply_penalties(logits_CV, slots, seq_lens, tokens, sampling)
+        kept = top_k_top_p(logits_CV, edited_CV, slots, sampling)
+        sampled_C = sample(logits_CV, edited_CV, slots, seq_lens, *kept, tokens, sampling)
         return hidden_TE, logits_CV, sampled_C
 
-    def _embeds(self, plan: StepPlan) -> tuple[Part, ...]:
-        firsts = np.cumsum(plan.num_scheduled_tokens) - plan.num_scheduled_tokens
-        return tuple(
-            (first, self._machine.to_device(part))
-            for first, part in embeds_of(plan, self._rows, firsts)
-        )
-
-    def _add_prompt_logprobs(self, plan: StepPlan, hidden_TE: Tensor, readout: Readout) -> None:
-        """Of the prompt tokens that follow the positions of this step, where they were asked for."""
-        decoder, rows = self._decoder, self._rows
+    def _add_prompt_logprobs(
+        self, plan: StepPlan, first_tokens: np.ndarray, hidden_TE: Tensor, readout: Readout
+    ) -> None:
+        """Add those of the prompt tokens that follow the positions of this step, where they are asked for."""
+        decoder = self._decoder
         assert decoder is not None
-        firsts = np.cumsum(plan.num_scheduled_tokens) - plan.num_scheduled_tokens
-        for column, (row, start) in enumerate(
-            zip(plan.request_slots, plan.num_computed_tokens, strict=True)
-        ):
-            num_top = rows.sampling[row].prompt_logprobs
-            count = min(plan.num_scheduled_tokens[column], int(rows.num_prompt[row]) - 1 - start)
-            if num_top is None or count <= 0:
-                continue
-            hidden = hidden_TE.narrow(0, int(firsts[column]), count)
-            following = rows.token_ids[row, start + 1 : start + 1 + count].astype(np.int32)
+        for span in self._slots.prompt_spans(plan, first_tokens):
+            num = len(span.token_ids)
+            hidden = hidden_TE.narrow(0, span.first_token, num)
+            following = span.token_ids.astype(np.int32)
             on_device = self._machine.upload(following)
-            for at in range(0, count, LOGITS_AT_ONCE):
+            for at in range(0, num, LOGITS_AT_ONCE):
                 piece = slice(at, at + LOGITS_AT_ONCE)
                 logits = decoder.logits(hidden[piece])
-                readout.add_prompt(column, logits, following[piece], on_device[piece], num_top)
+                readout.add_prompt(
+                    span.entry, logits, following[piece], on_device[piece], span.num_top
+                )

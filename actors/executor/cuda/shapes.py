@@ -1,6 +1,6 @@
 """The sizes that batches are padded to, so that their launches can be captured.  Pure.
 
-    decode   every column has one token: 1, 2, 4, 8, then in steps of 8 to 256 and of 16 to 512
+    decode   every entry has one token: 1, 2, 4, 8, then in steps of 8 to 256 and of 16 to 512
     mixed    prompts and chunks among them: powers of two from 16 to 2048 tokens
 
 A larger batch runs as it is, uncaptured: a layer of it takes longer on the GPU than its launches on the CPU.
@@ -15,18 +15,18 @@ DECODE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 MIXED = tuple(2**i for i in range(4, 12))
 
 
-class Shape(NamedTuple):
-    """Of a batch, padding included."""
+class BatchShape(NamedTuple):
+    """The size of a batch, its padding included."""
 
     num_tokens: int
-    num_columns: int
+    num_entries: int
     is_decode: bool
 
 
 def graph_shapes(
     sizes: Sequence[int] | None, max_num_seqs: int, max_num_tokens: int
-) -> tuple[Shape, ...]:
-    """What to capture, the largest first, so that the smaller ones find room in its memory.
+) -> tuple[BatchShape, ...]:
+    """List the shapes to capture, the largest first, so that the smaller ones find room in its memory.
 
     Args:
         sizes: of both kinds, as the user wishes; empty = the defaults; None = none at all.
@@ -35,8 +35,8 @@ def graph_shapes(
         return ()
     decode = _up_to(max_num_seqs, sizes or (*DECODE, max_num_seqs))
     mixed = _up_to(max_num_tokens, sizes or MIXED)
-    shapes = [Shape(size, size, True) for size in decode]
-    shapes += [Shape(size, min(size, max_num_seqs), False) for size in mixed]
+    shapes = [BatchShape(size, size, True) for size in decode]
+    shapes += [BatchShape(size, min(size, max_num_seqs), False) for size in mixed]
     return tuple(sorted(shapes, reverse=True))
 
 
@@ -44,20 +44,20 @@ def _up_to(largest: int, sizes: Iterable[int]) -> set[int]:
     return {size for size in sizes if size <= largest}
 
 
-def shape_of(plan: StepPlan) -> Shape:
-    """As it is."""
-    return Shape(
+def shape_of(plan: StepPlan) -> BatchShape:
+    """Return the size of a plan without padding."""
+    return BatchShape(
         sum(plan.num_scheduled_tokens), len(plan.request_slots), max(plan.num_scheduled_tokens) == 1
     )
 
 
-def padded(shape: Shape, captured: Iterable[Shape]) -> Shape:
-    """The least captured shape that holds it, and itself where none does."""
+def padded(shape: BatchShape, captured: Iterable[BatchShape]) -> BatchShape:
+    """Return the least captured shape that holds this one, or this one where none does."""
     fitting = [
         other
         for other in captured
         if other.is_decode == shape.is_decode
         and other.num_tokens >= shape.num_tokens
-        and other.num_columns >= shape.num_columns
+        and other.num_entries >= shape.num_entries
     ]
     return min(fitting, default=shape)

@@ -1,10 +1,10 @@
-"""The permanent rows on the device, and what a plan changes of them.
+"""The request slots on the device, and what a plan changes of them.
 
-All numbers of all rows lie in one array of int32 words, the *arena*; each table is a view of it.  So
-whatever a plan changes (a row's tokens, blocks, sampling state) is a list of words with their addresses:
+All numbers of all slots lie in one array of int32 words, the *arena*; each table is a view of it.  So
+whatever a plan changes (a slot's tokens, blocks, sampling state) is a list of words with their addresses:
 packed here without looking at the device, copied at once and written by one launch.
 
-    M  rows    L  longest sequence    V  vocabulary
+    M  request slots    L  longest sequence    V  vocabulary
 
 What only the device writes stands beside the arena: `history`, and in `tokens` what has been sampled.
 """
@@ -27,30 +27,30 @@ class Field(NamedTuple):
     first: int  # word
     shape: tuple[int, ...]  # [M, …]
     dtype: torch.dtype
-    row_words: int
+    slot_words: int
 
     def view(self, arena: Tensor) -> Tensor:
-        words = arena.narrow(0, self.first, self.shape[0] * self.row_words)
+        words = arena.narrow(0, self.first, self.shape[0] * self.slot_words)
         return words.view(self.dtype).view(self.shape)
 
 
 class Layout:
-    """Where each table lies.
+    """The place of each table.
 
     Args:
         max_num_blocks: of one sequence.
     """
 
     def __init__(
-        self, num_rows: int, max_model_len: int, max_num_blocks: int, vocab_size: int
+        self, num_slots: int, max_model_len: int, max_num_blocks: int, vocab_size: int
     ) -> None:
-        self.num_rows, self.vocab_size = num_rows, vocab_size
+        self.num_slots, self.vocab_size = num_slots, vocab_size
         rows = make_sampling_rows(
-            num_rows, vocab_size, max_edits=MAX_EDITS, max_condition=MAX_BAD_WORD, device="meta"
+            num_slots, vocab_size, max_edits=MAX_EDITS, max_condition=MAX_BAD_WORD, device="meta"
         )
         # one more token: a step in flight may sample one that exceeds the length, and is dropped
-        tokens = torch.empty(num_rows, max_model_len + 1, dtype=torch.int32, device="meta")
-        blocks = torch.empty(num_rows, max_num_blocks, dtype=torch.int32, device="meta")
+        tokens = torch.empty(num_slots, max_model_len + 1, dtype=torch.int32, device="meta")
+        blocks = torch.empty(num_slots, max_num_blocks, dtype=torch.int32, device="meta")
         tables = {**rows._asdict(), "tokens": tokens, "blocks": blocks}
         del tables["history"]
         self.fields: dict[str, Field] = {}
@@ -58,23 +58,26 @@ class Layout:
         for name, table in sorted(tables.items(), key=lambda item: -item[1].itemsize):
             words = table[0].nbytes // 4
             self.fields[name] = Field(self.num_words, tuple(table.shape), table.dtype, words)
-            self.num_words += num_rows * words
+            self.num_words += num_slots * words
 
 
 class Views(NamedTuple):
+    """The tables as the kernels take them."""
+
     tokens: Tensor  # [M, L + 1] int32
     blocks: Tensor  # [M, …] int32
     sampling: SamplingRows
 
 
 def views(layout: Layout, arena: Tensor, history: Tensor) -> Views:
+    """Cut the arena into its tables."""
     found = {name: field.view(arena) for name, field in layout.fields.items()}
     tokens, blocks = found.pop("tokens"), found.pop("blocks")
     return Views(tokens, blocks, SamplingRows(**found, history=history))
 
 
 class Changes:
-    """What one plan writes into the arena."""
+    """The words that one plan writes into the arena."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -82,16 +85,16 @@ class Changes:
         self._words: list[np.ndarray] = []
 
     def packed(self) -> np.ndarray | None:
-        """[2, words] int64: addresses, which are distinct, and what goes there; None without changes."""
+        """Return [2, words] int64: distinct addresses, and what goes there; None without changes."""
         if not self._words:
             return None
         return np.stack((np.concatenate(self._addresses), np.concatenate(self._words)))
 
     def place(self, new: NewSequence) -> None:
-        """A sequence takes a row; its history is not in the arena."""
-        row, s = new.request_slot, new.sampling
-        self.put("tokens", row, new.token_ids)
-        self.put("blocks", row, new.block_ids)
+        """Write the sequence that takes a slot; its history is not in the arena."""
+        slot, s = new.request_slot, new.sampling
+        self.put("tokens", slot, new.token_ids)
+        self.put("blocks", slot, new.block_ids)
         edits = _edits(s, new.num_prompt)
         is_edited = bool(edits or s.allowed_token_ids or is_penalised(s))
         scalars = {
@@ -109,33 +112,33 @@ class Changes:
             "num_edits": len(edits),
         }
         for name, value in scalars.items():
-            self.put(name, row, (value,))
+            self.put(name, slot, (value,))
         if s.allowed_token_ids:
-            self.put("mask", row, _bits(s.allowed_token_ids, self._layout.vocab_size))
+            self.put("mask", slot, _bits(s.allowed_token_ids, self._layout.vocab_size))
         if edits:
-            self._put_edits(row, edits)
+            self._put_edits(slot, edits)
 
-    def put(self, name: str, row: int, values: Sequence[float] | np.ndarray, at: int = 0) -> None:
-        """Write values of a table's row from its `at`-th word on."""
+    def put(self, name: str, slot: int, values: Sequence[float] | np.ndarray, at: int = 0) -> None:
+        """Write values of a slot in one table, from its `at`-th word there on."""
         field = self._layout.fields[name]
         words = np.asarray(values, dtype=str(field.dtype)[6:]).view(np.int32)
-        first = field.first + row * field.row_words + at
+        first = field.first + slot * field.slot_words + at
         self._addresses.append(np.arange(first, first + len(words)))
         self._words.append(words.astype(np.int64))
 
-    def _put_edits(self, row: int, edits: "Sequence[Edit]") -> None:
+    def _put_edits(self, slot: int, edits: "Sequence[Edit]") -> None:
         if len(edits) > MAX_EDITS or max(len(edit.condition) for edit in edits) > MAX_BAD_WORD:
-            raise ValueError(f"{len(edits)} edits of a row's logits, or a longer bad word")
-        self.put("edit_ids", row, [edit.token for edit in edits])
-        self.put("edit_values", row, [edit.value for edit in edits])
-        self.put("edit_untils", row, [edit.until for edit in edits])
-        self.put("edit_lengths", row, [len(edit.condition) for edit in edits])
+            raise ValueError(f"{len(edits)} edits of a request's logits, or a longer bad word")
+        self.put("edit_ids", slot, [edit.token for edit in edits])
+        self.put("edit_values", slot, [edit.value for edit in edits])
+        self.put("edit_untils", slot, [edit.until for edit in edits])
+        self.put("edit_lengths", slot, [len(edit.condition) for edit in edits])
         for i, edit in enumerate(edits):
-            self.put("edit_conditions", row, edit.condition, i * MAX_BAD_WORD)
+            self.put("edit_conditions", slot, edit.condition, i * MAX_BAD_WORD)
 
 
 class Edit(NamedTuple):
-    """See `sampling_rows.py`."""
+    """One edit of a request's logits; `kernels/cuda/sampling_rows.py` says how it is applied."""
 
     token: int
     value: float
@@ -144,6 +147,7 @@ class Edit(NamedTuple):
 
 
 def is_penalised(s: Sampling) -> bool:
+    """Whether a penalty counts the tokens of the sequence."""
     return s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
 
 
@@ -156,7 +160,7 @@ def _edits(s: Sampling, num_prompt: int) -> list[Edit]:
 
 
 def _bits(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Bit v % 32 of word v // 32, for each v."""
+    """Set bit v % 32 of word v // 32 for each token v."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

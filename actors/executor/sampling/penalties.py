@@ -1,6 +1,6 @@
-"""Processors that change one row's logits before anything is drawn; spec section 8.1, steps 3 to 6.
+"""Edits of one request's logits before its token is drawn: allowed and forbidden ids, bias, penalties.
 
-The static part of a row (allowed ids, bias, stop ids) is made once, when the row is placed; rows that use none of it are
+The static part (allowed ids, bias, stop ids) is made once, when a sequence takes its slot; slots that use none of it are
 absent from the table and cost nothing.  What was generated is read where the steps have written it.  A repetition
 penalty that is alone, as models ask for in their own files, is left to the call that draws.
 """
@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.batch import Rows
+from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.bad_words import BadWords
 from trouper.actors.messages.plans import Sampling
 from trouper.kernels.cpu.sampling.sample import penalise_repetition_reference_
 
 
-class _Row(msgspec.Struct):
-    """Owned by `Penalties`; None = not in use."""
+class _Edits(msgspec.Struct):
+    """The edits of one slot; None = not in use."""
 
     sampling: Sampling
     allowed: Tensor | None
@@ -30,24 +30,30 @@ class _Row(msgspec.Struct):
 
 
 class Penalties:
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        self._in_use: dict[int, _Row] = {}
+    """The edits of all slots.  Logits are edited in place, one row of them after another."""
 
-    def place(self, row: int) -> float:
-        """The repetition penalty that is left to `draw`; 1 = none, 0 = the row is edited here, and looked at."""
-        s = self._rows.sampling[row]
-        self._in_use.pop(row, None)
+    def __init__(self, slots: RequestSlots) -> None:
+        self._slots = slots
+        self._in_use: dict[int, _Edits] = {}
+
+    def place(self, slot: int) -> float:
+        """Prepare the edits of the sequence that took the slot.
+
+        Returns:
+            The repetition penalty that is left to `draw`: 1 = none, 0 = the slot is edited here.
+        """
+        s = self._slots.sampling[slot]
+        self._in_use.pop(slot, None)
         is_counted = s.frequency_penalty or s.presence_penalty
         is_edited = s.allowed_token_ids or s.bad_words_ids or s.min_tokens or s.logit_bias
-        is_mixed = row in self._rows.embeds and s.repetition != 1
+        is_mixed = self._slots.has_embeds(slot) and s.repetition != 1
         if not (is_counted or is_edited or is_mixed):
             return s.repetition
         prompt_ids = None
         if s.repetition != 1:
-            tokens, spans = self._rows.token_ids[row], self._rows.token_spans(row)
+            tokens, spans = self._slots.token_ids[slot], self._slots.token_spans(slot)
             prompt_ids = np.unique(np.concatenate([tokens[begin:end] for begin, end in spans]))
-        self._in_use[row] = _Row(
+        self._in_use[slot] = _Edits(
             sampling=s,
             allowed=_ids(s.allowed_token_ids),
             stop_ids=_ids(s.stop_ids) if s.min_tokens else None,
@@ -57,53 +63,58 @@ class Penalties:
         )
         if s.logit_bias:
             ids, values = zip(*s.logit_bias, strict=True)
-            self._in_use[row].bias = (torch.tensor(ids), torch.tensor(values))
+            self._in_use[slot].bias = (torch.tensor(ids), torch.tensor(values))
         return 0.0
 
-    def leave_alone(self, rows: Sequence[int]) -> bool:
-        return self._in_use.keys().isdisjoint(rows)
+    def leave_alone(self, slots: Sequence[int]) -> bool:
+        """Whether none of these slots is edited here."""
+        return self._in_use.keys().isdisjoint(slots)
 
     def apply(
-        self, logits_TV: Tensor, rows_R: np.ndarray, ends_R: np.ndarray, picked_R: np.ndarray
+        self, logits_TV: Tensor, slots_R: np.ndarray, ends_R: np.ndarray, picked_R: np.ndarray
     ) -> list[int]:
-        """In place; `ends` are the positions of the tokens to be drawn.  Tells whose logits were not finite."""
+        """Edit in place; `ends` are the positions of the tokens to be drawn.
+
+        Returns:
+            The indices of the slots whose logits were not finite; these are left alone.
+        """
         spoiled: list[int] = []
         if not self._in_use:
             return spoiled
-        columns = zip(rows_R.tolist(), ends_R.tolist(), picked_R.tolist(), strict=True)
-        for i, (row, end, picked) in enumerate(columns):
-            state = self._in_use.get(row)
-            if state is None:
+        entries = zip(slots_R.tolist(), ends_R.tolist(), picked_R.tolist(), strict=True)
+        for i, (slot, end, picked) in enumerate(entries):
+            edits = self._in_use.get(slot)
+            if edits is None:
                 continue
             logits_V = logits_TV[picked]
             if not np.isfinite(logits_V.numpy()).all():
                 spoiled.append(i)
                 continue
-            outputs = self._rows.outputs_of(row, end)
-            _edit(logits_V, state, outputs)
-            _penalise(logits_V.numpy(), state, outputs)
+            outputs = self._slots.outputs_of(slot, end)
+            _edit(logits_V, edits, outputs)
+            _penalise(logits_V.numpy(), edits, outputs)
         return spoiled
 
 
-def _edit(logits_V: Tensor, state: _Row, outputs: np.ndarray) -> None:
-    s = state.sampling
-    if state.allowed is not None:
-        allowed = logits_V[state.allowed]
+def _edit(logits_V: Tensor, edits: _Edits, outputs: np.ndarray) -> None:
+    s = edits.sampling
+    if edits.allowed is not None:
+        allowed = logits_V[edits.allowed]
         logits_V.fill_(-torch.inf)
-        logits_V[state.allowed] = allowed
-    if state.bad_words is not None:
-        logits_V[state.bad_words.next_after(outputs)] = -torch.inf
-    if state.stop_ids is not None and len(outputs) < s.min_tokens:
-        logits_V[state.stop_ids] = -torch.inf
-    if state.bias is not None:
-        ids, values = state.bias
+        logits_V[edits.allowed] = allowed
+    if edits.bad_words is not None:
+        logits_V[edits.bad_words.next_after(outputs)] = -torch.inf
+    if edits.stop_ids is not None and len(outputs) < s.min_tokens:
+        logits_V[edits.stop_ids] = -torch.inf
+    if edits.bias is not None:
+        ids, values = edits.bias
         logits_V.index_add_(0, ids, values)
 
 
-def _penalise(logits_V: np.ndarray, state: _Row, outputs: np.ndarray) -> None:
-    s = state.sampling
-    if state.prompt_ids is not None:
-        ids = np.concatenate([state.prompt_ids, outputs])
+def _penalise(logits_V: np.ndarray, edits: _Edits, outputs: np.ndarray) -> None:
+    s = edits.sampling
+    if edits.prompt_ids is not None:
+        ids = np.concatenate([edits.prompt_ids, outputs])
         penalise_repetition_reference_(logits_V, ids, np.float32(s.repetition))
     if s.frequency_penalty or s.presence_penalty:
         ids, counts = np.unique(outputs, return_counts=True)

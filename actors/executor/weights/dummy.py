@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.devices.threaded import num_physical_cores
 from trouper.actors.executor.models.registry import Parameter
 
@@ -31,7 +32,7 @@ class Dummy:
         out = torch.empty(shape, dtype=self._dtype)
         flat, first = out.view(-1), 0
         for chunk in self._chunks(name, flat.numel()):
-            flat[first : first + len(chunk)] = torch.from_numpy(chunk)
+            flat[first : first + len(chunk)] = from_numpy(chunk)
             first += len(chunk)
         return out.mul_(DUMMY_STD * 3**0.5 / 2**15)
 

@@ -1,0 +1,127 @@
+"""What the device keeps of each sequence between steps, in one slot each.
+
+The tables are numpy arrays sized once: a step gathers from them with array operations, whatever the number
+of its entries.  Law: the token at position p of a slot is final once the step that sampled it has run;
+later plans read it from here, so that they can be made before it is known to the scheduler.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trouper.actors.messages.embeds import Embeds
+from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
+
+
+class PromptSpan(NamedTuple):
+    """Prompt tokens of one entry whose logprobs are asked for, and which this step predicts."""
+
+    entry: int
+    first_token: int  # in the flat batch: the token whose logits predict the first of them
+    token_ids: np.ndarray
+    num_top: int  # -1 = the whole vocabulary
+
+
+class RequestSlots:
+    """The sequences of the running requests, by slot.
+
+    Args:
+        max_num_seqs: the number of slots.
+        block_size: tokens of a KV block.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        # one more position: a step in flight may sample a token that exceeds the length, and is dropped
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
+        self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
+        max_blocks = -(-max_model_len // block_size)
+        self.block_ids = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.sampling: list[Sampling] = [Sampling()] * max_num_seqs
+        self.with_prompt_logprobs: set[int] = set()  # slots whose requests ask for them
+        # by slot: the position of a part's first row, and the part [rows, E], which stands for tokens
+        self._embeds: dict[int, tuple[tuple[int, Tensor], ...]] = {}
+
+    def place(self, new: NewSequence) -> None:
+        """Give a slot to a sequence; whatever was in it is forgotten."""
+        slot = new.request_slot
+        self.token_ids[slot, : len(new.token_ids)] = new.token_ids
+        self.num_prompt[slot] = new.num_prompt
+        self.num_blocks[slot] = 0
+        self.add_blocks(slot, new.block_ids)
+        self.sampling[slot] = new.sampling
+        self.with_prompt_logprobs.discard(slot)
+        if new.sampling.prompt_logprobs is not None:
+            self.with_prompt_logprobs.add(slot)
+        self._embeds.pop(slot, None)
+        if new.embeds:
+            self._embeds[slot] = tuple((part.first, _matrix(part)) for part in new.embeds)
+
+    def add_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
+        """Append to the block table of a slot."""
+        first = self.num_blocks[slot]
+        self.block_ids[slot, first : first + len(block_ids)] = block_ids
+        self.num_blocks[slot] = first + len(block_ids)
+
+    def has_embeds(self, slot: int) -> bool:
+        """Whether embeddings stand for tokens of the slot's prompt that are not computed yet."""
+        return slot in self._embeds
+
+    def token_spans(self, slot: int) -> Iterator[tuple[int, int]]:
+        """Yield begin and end of each run of tokens in a prompt of which nothing has been computed yet."""
+        begin = 0
+        for first, matrix in self._embeds.get(slot, ()):
+            yield begin, first
+            begin = first + len(matrix)
+        yield begin, int(self.num_prompt[slot])
+
+    def outputs_of(self, slot: int, end: int) -> np.ndarray:
+        """Return the generated tokens before position `end`."""
+        return self.token_ids[slot, self.num_prompt[slot] : end]
+
+    def take_embeds(
+        self, plan: StepPlan, first_tokens: np.ndarray
+    ) -> tuple[tuple[int, Tensor], ...]:
+        """Return the embeddings that this step computes, each with its place in the flat batch, and forget them.
+
+        Args:
+            first_tokens: of each entry, in the flat batch.
+        """
+        found: list[tuple[int, Tensor]] = []
+        if self._embeds.keys().isdisjoint(plan.request_slots):
+            return ()
+        entries = plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens
+        for slot, start, count, place in zip(*entries, first_tokens.tolist(), strict=True):
+            parts, later = self._embeds.pop(slot, ()), list[tuple[int, Tensor]]()
+            for first, matrix in parts:
+                begin, end = max(start, first), min(start + count, first + len(matrix))
+                if begin < end:
+                    found.append((place + begin - start, matrix[begin - first : end - first]))
+                if first + len(matrix) > start + count:
+                    later.append((first, matrix))
+            if later:
+                self._embeds[slot] = tuple(later)
+        return tuple(found)
+
+    def prompt_spans(self, plan: StepPlan, first_tokens: np.ndarray) -> Iterator[PromptSpan]:
+        """Yield the prompt tokens that follow the positions of this step, where their logprobs are asked for."""
+        if self.with_prompt_logprobs.isdisjoint(plan.request_slots):
+            return
+        for entry, slot in enumerate(plan.request_slots):
+            num_top = self.sampling[slot].prompt_logprobs
+            start = plan.num_computed_tokens[entry]
+            last = min(start + plan.num_scheduled_tokens[entry], int(self.num_prompt[slot]) - 1)
+            if num_top is not None and start < last:
+                token_ids = self.token_ids[slot, start + 1 : last + 1]
+                yield PromptSpan(entry, int(first_tokens[entry]), token_ids, num_top)
+
+
+def _matrix(embeds: Embeds) -> Tensor:
+    dtype: torch.dtype = getattr(torch, embeds.dtype)
+    # Read-only bytes are copied: torch has no tensors that must not be written.
+    data = bytearray(embeds.data) if embeds.data.readonly else embeds.data
+    return torch.frombuffer(data, dtype=dtype).view(embeds.num_rows, embeds.num_columns)
