@@ -23,7 +23,7 @@ from trouper.actors.scheduling.policy import Policy
 
 GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 LEAST_IDLE_US = 5.0  # between two kernels of a graph lie one or two
-POLICY = ("plan", "apply", "take_news")  # what it does for a step
+POLICY = ("plan", "apply", "take_outputs")  # what it does for a step
 NUM_REPEATS = 3
 EDGE = 0.1  # of a trace at either end: not steady yet, or no longer
 

@@ -8,7 +8,7 @@ learns of it where it waits, and at the latest where it ends.
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, closing
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -39,10 +39,11 @@ from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.runtime.event_loop import Loop
 from trouper.actors.runtime.threads import Threads, WorkerThreads
-from trouper.actors.scheduling.kv_blocks import Blocks
+from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.scheduler import Scheduler
+from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
 from trouper.config.args import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 
@@ -171,7 +172,7 @@ async def _perform(
                     pooler = Pooler(pooler_inbox, config.pooler, threads)
                     await troupe.start(pooler.run, name="pooler")
                     prompts = PoolingPrompts.for_engine(config, tokenizer)
-                scheduler = Scheduler(
+                scheduler = Scheduler[Any](
                     scheduler_inbox,
                     to_executor.clone(),
                     (to_detokenizer if config.pooler is None else to_pooler).clone(),
@@ -210,11 +211,11 @@ async def _perform(
                 engine.hang_up()
 
 
-def _make_policy(config: EngineConfig, info: DeviceInfo) -> Policy | PoolingPolicy:
+def _make_policy(config: EngineConfig, info: DeviceInfo) -> SchedulingPolicy[Any]:
     if config.pooler is not None:
         return PoolingPolicy(config.scheduler)
     prefix_caching = config.scheduler.enable_prefix_caching
-    return Policy(config.scheduler, Blocks(info.num_blocks, info.block_size, prefix_caching))
+    return Policy(config.scheduler, KVBlocks(info.num_blocks, info.block_size, prefix_caching))
 
 
 def _make_reporter(to_observer: MemoryObjectSendStream[ObserverInbox], *, is_on: bool) -> Reporter:
@@ -225,7 +226,7 @@ def _make_observer(
     config: EngineConfig,
     info: DeviceInfo,
     inbox: MemoryObjectReceiveStream[ObserverInbox],
-    policy: Policy | PoolingPolicy,
+    policy: SchedulingPolicy[Any],
     note_ended: NoteEnded | None,
 ) -> Observer | None:
     """None when there is nothing to observe: no statistics, no tracing."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 
-class News(msgspec.Struct, frozen=True):
+class TextDelta(msgspec.Struct, frozen=True):
     """What one push adds for the reader."""
 
     text: str
@@ -57,7 +57,7 @@ class TextState:
 
     def push(
         self, token_ids: Sequence[int], *, is_last: bool = False, ends_with_stop_token: bool = False
-    ) -> News:
+    ) -> TextDelta:
         """Append tokens.
 
         `is_last` releases what is withheld.  `ends_with_stop_token` leaves the last token's text out,
@@ -67,7 +67,7 @@ class TextState:
         texts: list[str] = []
         if not self._stop:
             texts += [self._decode_next(id) for i, id in enumerate(token_ids) if i != silent]
-            return News("".join(texts), len(token_ids))
+            return TextDelta("".join(texts), len(token_ids))
         withheld = 0 if self._include_stop else self._reach
         for position, token_id in enumerate(token_ids):
             text = "" if position == silent else self._decode_next(token_id)
@@ -75,11 +75,11 @@ class TextState:
                 stop, end = found
                 self._tail = self._tail[:end]
                 texts.append(self._release(0))
-                return News("".join(texts), position + 1, stop)
+                return TextDelta("".join(texts), position + 1, stop)
             texts.append(self._release(withheld))
         if is_last:
             texts.append(self._release(0))
-        return News("".join(texts), len(token_ids))
+        return TextDelta("".join(texts), len(token_ids))
 
     def _append(self, text: str) -> tuple[str, int] | None:
         """Take one token's text; answer the stop string that it completes and where to cut."""

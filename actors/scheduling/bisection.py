@@ -1,12 +1,12 @@
-"""Which sequence makes the device raise?  A binary search over the sequences of a failed step.
+"""A binary search for the sequence that makes the device raise, over the sequences of a failed step.
 
-    accuse(n suspects) ─▶ group() ─▶ it runs alone ─┬─ passed(): the culprit is among the others
-                             ▲                      └─ failed(): it is in here, the others are free
-                             └──────────────────────────── until nobody is left
+    suspect(n sequences) ─▶ group() ─▶ it runs alone ─┬─ passed(): the culprit is among the others
+                              ▲                       └─ failed(): it is in here, the others are free
+                              └──────────────────────────── until no suspect is left
 
-One poison sequence costs ⌈log2 n⌉ halvings and one confirmation: nobody is condemned by elimination
+One poisonous sequence costs ⌈log2 n⌉ halvings and one confirmation: no sequence is condemned by elimination
 alone, only by failing alone.  With several, the freed ones fail again in company and are searched again.
-A cause that is nobody's (a passing fault) is gone when all suspects have passed.
+A passing fault, which no sequence causes, is gone when all suspects have passed.
 """
 
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from trouper.actors.scheduling.sequences import Sequence
 
 
-class Quarantine:
-    """At most one group is under test; while it is, nothing else may be in flight."""
+class FaultBisection:
+    """The suspects, and the group under test: while there is one, nothing else may be in flight."""
 
     def __init__(self) -> None:
         self._suspects: list[Sequence] = []
@@ -24,30 +24,32 @@ class Quarantine:
     def __bool__(self) -> bool:
         return bool(self._suspects)
 
-    def accuse(self, suspects: Iterable[Sequence]) -> None:
-        """A step of these raised; replaces what was suspected before."""
-        self._suspects = list(suspects)
+    def suspect(self, sequences: Iterable[Sequence]) -> None:
+        """Begin a search among the sequences of a step that raised; it replaces an earlier search."""
+        self._suspects = list(sequences)
         self._tested = []
 
     def group(self) -> list[Sequence]:
-        """Who runs alone next: half of those suspects that still run; empty when it is over."""
-        self._suspects = [suspect for suspect in self._suspects if suspect.row >= 0]
+        """The sequences to run alone next: half of the suspects that still run; empty at the end."""
+        self._suspects = [suspect for suspect in self._suspects if suspect.request_slot >= 0]
         return self._suspects[: (len(self._suspects) + 1) // 2]
 
     def begin(self, tested: list[Sequence]) -> None:
-        """These are in the step: the group, or as much of it as could be planned."""
+        """Note the sequences in the step: the group, or as much of it as could be planned."""
         self._tested = tested
 
     @property
     def is_testing(self) -> bool:
+        """Whether a group is in flight."""
         return bool(self._tested)
 
     def passed(self) -> None:
+        """Free the tested group: its step did not raise."""
         tested = {sequence.id for sequence in self._tested}
         self._suspects = [suspect for suspect in self._suspects if suspect.id not in tested]
         self._tested = []
 
     def failed(self) -> Sequence | None:
-        """The culprit if it was tested alone."""
+        """Narrow the search to the tested group, whose step raised; return the culprit if it was alone."""
         self._suspects, self._tested = self._tested, []
         return self._suspects.pop() if len(self._suspects) == 1 else None

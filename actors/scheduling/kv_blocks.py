@@ -1,12 +1,12 @@
-"""Paged KV memory as numbers: which block is whose, and which one still holds a prefix worth keeping.
+"""Paged KV memory as numbers: which blocks are held, and which still hold a prefix worth keeping.
 
-Knows nothing of sequences, tokens or devices; a caller holds lists of block ids.  Source: spec 6.1-6.3.
+Knows nothing of sequences, tokens or devices; a caller holds lists of block ids.
 
 Laws:
 1. Block 0 is the null block: never handed out, never counted as usable.
 2. A block is *held* (references > 0) or *free* (in the free list), never both.
 3. Allocation is all or nothing, from the front of the free list.  A block loses its hash when it is
-   handed out again, so a hit can never name a block that somebody else writes.
+   handed out again, so a hit can never name a block that another holder writes.
 4. Blocks come back tail first; one with a hash goes to the end of the free list (it is used again last),
    one without to the front.
 5. Only full blocks are hashed, and their holders only read them.
@@ -21,7 +21,7 @@ FIRST_PARENT = bytes(32)  # the parent of a sequence's first block: fixed, so th
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
-    """The name of a full block's content: all tokens up to its end, and whatever else shaped its KV.
+    """Name a full block's content: all tokens up to its end, and all else that shaped its KV.
 
     `extra` is the cache salt in a first block, and the place for adapters, media and embeddings.  Parent
     and tokens have fixed sizes, so no two different inputs are the same bytes.
@@ -29,11 +29,11 @@ def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> b
     return hashlib.sha256(parent + array("q", token_ids).tobytes() + extra).digest()
 
 
-class Blocks:
+class KVBlocks:
     """The block pool and its prefix cache.  Every operation is O(number of blocks named)."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
-        """`num_blocks` counts the null block too."""
+        """Make a pool of `num_blocks` free blocks, one of which is the null block."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -44,36 +44,48 @@ class Blocks:
 
     def __repr__(self) -> str:
         return (
-            f"<Blocks {self.num_free} of {self.num_usable} free, block_size={self.block_size}, "
+            f"<KVBlocks {self.num_free} of {self.num_usable} free, block_size={self.block_size}, "
             f"{len(self._cached)} prefixes>"
         )
 
     @property
     def num_usable(self) -> int:
+        """Blocks that can be handed out: all but the null block."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
+        """Blocks without a holder."""
         return len(self._free)
 
     @property
     def usage(self) -> float:
+        """The held part of the usable blocks, 0 … 1."""
         return 1 - self.num_free / self.num_usable if self.num_usable else 0.0
 
     @property
     def free_list(self) -> tuple[int, ...]:
-        """In the order of reuse; for tests and people."""
+        """The free blocks in the order of reuse, for tests and debugging."""
         return tuple(self._free)
 
     def num_references(self, block: int) -> int:
+        """Count the holders of a block."""
         return self._references[block]
 
+    def hash_of(self, block: int) -> bytes | None:
+        """Return the name under which a block is offered as a prefix, if it is."""
+        return self._hashes[block]
+
+    def prefixes(self) -> dict[bytes, tuple[int, ...]]:
+        """Copy the table of offered prefixes, for tests and debugging."""
+        return {name: tuple(equal) for name, equal in self._cached.items()}
+
     def num_for(self, num_tokens: int) -> int:
-        """How many blocks hold `num_tokens` positions."""
+        """Count the blocks that hold `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks to write to, or None and nothing changes."""
+        """Hand out `count` blocks to write to; None, and nothing changes, if there are not so many."""
         if count > len(self._free):
             return None
         taken: list[int] = []
@@ -86,14 +98,14 @@ class Blocks:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more holder for each: a prefix hit or a fork."""
+        """Add a holder to each block: a prefix hit or a fork."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._free[block]
             self._references[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """One holder less for each of a sequence's blocks, given in the order of its positions."""
+        """Take a holder from each of a sequence's blocks, given in the order of its positions."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block]:
@@ -103,7 +115,7 @@ class Blocks:
                 self._free.move_to_end(block, last=False)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix of a hash chain.  Changes nothing; `share` takes them."""
+        """Find the blocks of the longest cached prefix of a hash chain.  Changes nothing; `share` takes them."""
         found: list[int] = []
         for name in hashes:
             equal = self._cached.get(name)
@@ -113,17 +125,17 @@ class Blocks:
         return found
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of them nobody holds: sharing these takes them out of the free list."""
+        """Count those without a holder: sharing these takes them out of the free list."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def register(self, block: int, name: bytes) -> None:
-        """A held block is full and its KV is computed: offer it as a prefix."""
+        """Offer a held block, which is full and computed, as a prefix."""
         if self.enable_prefix_caching and self._hashes[block] is None:
             self._hashes[block] = name
             self._cached.setdefault(name, []).append(block)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Offer these no longer: their KV is suspect."""
+        """Withdraw these as prefixes: their KV is suspect."""
         for block in blocks:
             if self._hashes[block] is not None:
                 self._forget(block)

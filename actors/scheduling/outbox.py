@@ -1,26 +1,27 @@
-"""What the Detokenizer has yet to be told: one entry for each sequence, however many steps went by."""
+"""The outputs that the detokenizer has not received yet: one entry per sequence, over any number of steps."""
 
 import msgspec
 
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.outputs import SequenceTokens, StepTokens
+from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.results import TokenLogprobs
 from trouper.actors.scheduling.sequences import Sequence
 from trouper.outputs import FinishReason
 
 
-class News:
-    """Collects until somebody takes it; a later entry of a sequence continues its earlier one."""
+class SchedulerOutputs:
+    """Outputs collected until they are taken; a later entry of a sequence continues its earlier one."""
 
     def __init__(self) -> None:
         self._entries: dict[SequenceId, SequenceTokens] = {}
         self._started: list[SequenceId] = []
 
-    def tell_start(self, id: SequenceId) -> None:
-        """It takes a device row, for the first time or after a preemption."""
+    def add_start(self, id: SequenceId) -> None:
+        """Add the start of a sequence, the first one or one after a preemption."""
         self._started.append(id)
 
-    def tell_tokens(
+    def add_tokens(
         self,
         sequence: Sequence,
         token_ids: tuple[int, ...],
@@ -42,9 +43,10 @@ class News:
         )
         if is_first:
             sequence.prompt_logprobs.clear()
-        self.tell(entry)
+        self.add(entry)
 
-    def tell(self, entry: SequenceTokens) -> None:
+    def add(self, entry: SequenceTokens) -> None:
+        """Add an entry, behind the one that its sequence may have already."""
         earlier = self._entries.get(entry.id)
         if earlier is not None:
             entry = msgspec.structs.replace(
@@ -59,13 +61,14 @@ class News:
         self._entries[entry.id] = entry
 
     def withdraw(self, id: SequenceId) -> None:
-        """Nobody wants to hear of it any more."""
+        """Drop the entry of a sequence, if it has one."""
         self._entries.pop(id, None)
 
-    def take(self) -> StepTokens | None:
-        if not self._entries and not self._started:
+    def take(self, answers: tuple[Promise[None], ...] = ()) -> StepTokens | None:
+        """Take all outputs as one message with `answers`; None when there are neither."""
+        if not (self._entries or self._started or answers):
             return None
-        message = StepTokens(tuple(self._entries.values()), tuple(self._started))
+        message = StepTokens(tuple(self._entries.values()), tuple(self._started), answers)
         self._entries.clear()
         self._started.clear()
         return message

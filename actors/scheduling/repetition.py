@@ -1,4 +1,4 @@
-"""When an output goes round in circles.  Pure.  Source: spec sections 2.2 and 5.3."""
+"""Detection of an output that repeats itself.  Pure."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from trouper.params import RepetitionDetectionParams
 def is_repeating(tokens: Sequence[int], rule: RepetitionDetectionParams) -> bool:
     """Whether the tail is one pattern of `min_pattern_size` … `max_pattern_size` tokens, `min_count` times.
 
-    Asked after every token.  A tail has a period when it equals itself shifted by that period, so the last
+    Called after every token.  A tail has a period when it equals itself shifted by that period, so the last
     token decides most sizes at once; the others cost two slices.
     """
     num_tokens = len(tokens)

@@ -1,16 +1,16 @@
-"""Who runs, and with what: device rows, KV blocks, shared prefixes.  The resources behind `Policy`.
+"""The running sequences and their resources: request slots, KV blocks, shared prefixes.
 
-Laws.  A sequence holds blocks exactly while it holds a row.  Taking both is all or nothing (`start`), giving
-both back is immediate (`preempt`, `leave`), whatever is in flight: plans run in order.
-Nobody is evicted for another's growth more than MAX_EVICTIONS times.  The spare room that it must find to
-start again doubles each time, until it starts only where nobody runs; from then on it is no victim.  So
-at most one such sequence runs, and it runs to its end.
+Laws.  A sequence holds blocks exactly while it holds a slot.  Taking both is all or nothing (`start`),
+giving both back is immediate (`preempt`, `leave`), whatever is in flight: plans run in order.
+No sequence is evicted for another's growth more than MAX_EVICTIONS times.  The spare room that it must
+find to start again doubles each time, until it starts only where no other runs; from then on it is no
+victim.  So at most one such sequence runs, and it runs to its end.
 """
 
 from trouper.actors.messages.identifiers import SequenceId
-from trouper.actors.scheduling.kv_blocks import Blocks
+from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.sequences import Sequence, State
-from trouper.actors.scheduling.step_builder import Draft
+from trouper.actors.scheduling.step_builder import StepBuilder
 from trouper.actors.scheduling.waiting import Queue
 from trouper.config.args import SchedulerConfig
 
@@ -20,13 +20,13 @@ MAX_EVICTIONS = 8
 class Running:
     """The running sequences in the order in which they started."""
 
-    def __init__(self, config: SchedulerConfig, blocks: Blocks, returning: Queue) -> None:
+    def __init__(self, config: SchedulerConfig, blocks: KVBlocks, returning: Queue) -> None:
         self._config = config
         self._blocks = blocks
-        self._returning = returning  # where the preempted wait
+        self._returning = returning  # the queue of preempted sequences
         self._is_fcfs = config.policy == "fcfs"
         self._watermark = int(config.watermark * blocks.num_usable)
-        self._free_rows = list(reversed(range(config.max_num_seqs)))
+        self._free_slots = list(reversed(range(config.max_num_seqs)))
         self._sequences: dict[SequenceId, Sequence] = {}
         self.num_preemptions = 0
         self.num_queries = self.num_hits = 0  # prefix cache, in tokens
@@ -35,23 +35,32 @@ class Running:
     def __len__(self) -> int:
         return len(self._sequences)
 
+    def __contains__(self, id: SequenceId) -> bool:
+        return id in self._sequences
+
+    @property
+    def free_slots(self) -> tuple[int, ...]:
+        """The request slots that no sequence holds."""
+        return tuple(self._free_slots)
+
     @property
     def ids(self) -> tuple[SequenceId, ...]:
+        """The ids in the order in which the sequences started."""
         return tuple(self._sequences)
 
     def snapshot(self) -> list[Sequence]:
-        """To walk over while sequences come and go."""
+        """Copy the list, to walk over while sequences come and go."""
         return list(self._sequences.values())
 
-    def start(self, sequence: Sequence, draft: Draft) -> bool:
-        """Give it a row, blocks and its first tokens; False, and nothing changes, if it must wait."""
+    def start(self, sequence: Sequence, builder: StepBuilder) -> bool:
+        """Give it a slot, blocks and its first tokens; False, and nothing changes, if it must wait."""
         config, blocks = self._config, self._blocks
         shared, start, source = self._prefix(sequence)
-        count = min(sequence.num_tokens - start, draft.max_count)
-        # Chunked prefill off: nobody is split to fit.  (What exceeds a whole step is; it would never run.)
-        if not config.enable_chunked_prefill and draft.budget < count <= draft.capacity:
+        count = min(sequence.num_tokens - start, builder.max_count)
+        # Chunked prefill off: no prompt is split to fit.  (What exceeds a whole step is; it would never run.)
+        if not config.enable_chunked_prefill and builder.budget < count <= builder.capacity:
             return False
-        count = min(count, draft.budget)
+        count = min(count, builder.budget)
         wanted = sequence.num_tokens if config.reserve_full_isl else start + count
         needed = blocks.num_for(wanted) - len(shared) + blocks.num_idle(shared)
         if needed + (self._spare(sequence) if self._sequences else 0) > blocks.num_free:
@@ -60,60 +69,76 @@ class Running:
         fresh = blocks.allocate(blocks.num_for(start + count) - len(shared))
         assert fresh is not None  # counted above
         if source is not None:
-            draft.copies.append((source, fresh[0]))
+            builder.copies.append((source, fresh[0]))
         sequence.blocks = [*shared, *fresh]
         sequence.num_registered = len(shared)
-        sequence.num_landed = len(shared) * blocks.block_size
+        sequence.num_computed_on_device = len(shared) * blocks.block_size
         sequence.num_computed = start
-        sequence.row = self._free_rows.pop()
-        sequence.is_row_stale = True
+        sequence.request_slot = self._free_slots.pop()
+        sequence.is_slot_stale = True
         self._count_lookup(sequence, start)
         sequence.state = State.RUNNING
         self._sequences[sequence.id] = sequence
-        draft.add(sequence, count)
+        builder.add(sequence, count)
         return True
 
-    def grow(self, sequence: Sequence, num_tokens: int, draft: Draft) -> bool:
-        """Blocks for so many tokens, at the expense of others; False if it was the victim itself."""
+    def schedule(self, builder: StepBuilder, sequences: list[Sequence]) -> None:
+        """Put the next tokens of running sequences into a step, as far as its budget goes."""
+        block_size, max_count = self._blocks.block_size, builder.max_count
+        for sequence in sequences:
+            if builder.budget <= 0:
+                break
+            known = sequence.num_tokens + sequence.num_in_flight
+            if sequence.request_slot < 0 or known >= sequence.limit:
+                continue  # preempted a moment ago; or sure to end with what is in flight
+            count = min(known - sequence.num_computed, builder.budget, max_count)
+            end = sequence.num_computed + count
+            if end <= len(sequence.blocks) * block_size or self.grow(sequence, end, builder):
+                builder.add(sequence, count)
+            elif self._is_fcfs:
+                break  # it was the last, and the victim itself
+
+    def grow(self, sequence: Sequence, num_tokens: int, builder: StepBuilder) -> bool:
+        """Extend its blocks to `num_tokens`, at the expense of others; False if it was the victim itself."""
         missing = self._blocks.num_for(num_tokens) - len(sequence.blocks)
         while (blocks := self._blocks.allocate(missing)) is None:
             victim = self._victim()
-            draft.drop(victim)
+            builder.drop(victim)
             victim.num_evictions += 1
             self.preempt(victim)
             if victim is sequence:
                 return False
         sequence.blocks += blocks
-        if not sequence.is_row_stale:
-            draft.new_blocks.append((sequence.row, tuple(blocks)))
+        if not sequence.is_slot_stale:
+            builder.new_blocks.append((sequence.request_slot, tuple(blocks)))
         return True
 
     def preempt(self, sequence: Sequence, *, drop_results: bool = False) -> None:
-        """It keeps its tokens and is computed again later, once its results in flight have come."""
+        """Take its resources; it is recomputed later, once its results in flight have come."""
         self.leave(sequence)
         sequence.state = State.PREEMPTED
-        sequence.incarnation += 1
-        sequence.num_computed = sequence.num_landed = sequence.num_registered = 0
+        sequence.preemption_epoch += 1
+        sequence.num_computed = sequence.num_computed_on_device = sequence.num_registered = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         if drop_results:
-            sequence.valid_from = sequence.incarnation
+            sequence.valid_from_epoch = sequence.preemption_epoch
             sequence.num_in_flight = 0
         if sequence.num_in_flight == 0:
             self._returning.push(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Row and blocks go back at once."""
+        """Give its slot and blocks back at once."""
         del self._sequences[sequence.id]
-        self._free_rows.append(sequence.row)
-        sequence.row = -1
+        self._free_slots.append(sequence.request_slot)
+        sequence.request_slot = -1
         self._blocks.free(sequence.blocks)
         sequence.blocks = []
 
     def register(self, sequence: Sequence) -> None:
-        """Offer what has landed and is full as a prefix."""
+        """Offer its full and computed blocks as a prefix."""
         blocks = self._blocks
-        count = sequence.num_landed // blocks.block_size
+        count = sequence.num_computed_on_device // blocks.block_size
         if count <= sequence.num_registered or not blocks.enable_prefix_caching:
             return
         hashes = sequence.hash_blocks(count, blocks.block_size)
@@ -122,13 +147,13 @@ class Running:
         sequence.num_registered = count
 
     def _spare(self, sequence: Sequence) -> int:
-        """Blocks that must stay free when it starts beside others."""
+        """Count the blocks that must stay free when it starts beside others."""
         if sequence.num_evictions == 0:
             return self._watermark
         return self._blocks.num_usable >> (MAX_EVICTIONS - sequence.num_evictions)
 
     def _victim(self) -> Sequence:
-        """Priority: the worst, which among equals is the latest.  Fcfs: the last."""
+        """Choose the sequence to preempt: by priority the worst, among equals the latest; fcfs the last."""
         if self._is_fcfs:
             return self._sequences[next(reversed(self._sequences))]
         return max(
@@ -137,7 +162,7 @@ class Running:
         )
 
     def _prefix(self, sequence: Sequence) -> tuple[list[int], int, int | None]:
-        """Blocks to share, the first position to compute, and the block to copy for a fork.
+        """Find blocks to share, the first position to compute, and the block to copy for a fork.
 
         A fork computes the last prompt token only; the leader's block of it, partly filled with prompt, is
         copied, for the leader writes on in it.  A hit of the cache is whole blocks.
@@ -155,7 +180,7 @@ class Running:
         return hit, len(hit) * blocks.block_size, None
 
     def _count_lookup(self, sequence: Sequence, num_cached: int) -> None:
-        """Once for each sequence, when it first starts; those after a preemption are kept apart."""
+        """Count a prefix lookup: once a sequence, when it first starts; those after a preemption apart."""
         leader = _fork_leader(sequence)
         if leader is not None:
             sequence.num_cached = leader.num_cached
@@ -169,11 +194,15 @@ class Running:
 
 
 def _fork_leader(sequence: Sequence) -> Sequence | None:
-    """Whose prompt a sibling shares: the leader's, if it still runs and its prompt has landed."""
+    """Find the leader whose prompt a sibling shares, if it still runs and its prompt is computed."""
     if sequence.index == 0 or sequence.output:
         return None
     leader = sequence.request.sequences[0]
-    return leader if leader.row >= 0 and leader.num_landed >= leader.num_prompt else None
+    return (
+        leader
+        if leader.request_slot >= 0 and leader.num_computed_on_device >= leader.num_prompt
+        else None
+    )
 
 
 def _skips_cache(sequence: Sequence) -> bool:

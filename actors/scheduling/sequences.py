@@ -1,12 +1,12 @@
 """A request and its sequences as the scheduler sees them, with what follows from them alone.
 
-Mutable state of one owner, `Policy`; never sent anywhere.  Law of a sequence's counters:
+Mutable state of one owner, the scheduling policy; never sent anywhere.  Law of a sequence's counters:
 
-    0 ≤ num_landed ≤ num_computed < num_tokens + num_in_flight ≤ limit        while it may run
+    0 ≤ num_computed_on_device ≤ num_computed < num_tokens + num_in_flight ≤ limit        while it may run
 
-    positions   0 … num_landed … num_computed … num_tokens + num_in_flight
-                │ KV is there  │ a step in    │ not planned
-                │              │ flight       │
+    positions   0 … num_computed_on_device … num_computed … num_tokens + num_in_flight
+                │ KV is there              │ a step in    │ not planned
+                │                          │ flight       │
 
 A token that a step in flight samples is a placeholder: counted by `num_in_flight`, known to the device.
 """
@@ -29,20 +29,22 @@ Order = tuple[int, float, int, int]  # smaller runs first; unique
 
 
 class State(Enum):
+    """Where a sequence is in its life."""
+
     WAITING = "waiting"  # never ran
-    RUNNING = "running"  # holds a device row
+    RUNNING = "running"  # holds a request slot
     PREEMPTED = "preempted"  # ran, and will be recomputed
     FINISHED = "finished"
 
 
 class Request(msgspec.Struct, eq=False):
-    """What the user sent."""
+    """What the client sent, and the sequences grown for it."""
 
     admit: Admit
     sampling: Sampling  # of the first sequence
     stop_ids: frozenset[int]  # the primary EOS included
     sequences: "list[Sequence]"
-    deferred: "list[Sequence]"  # siblings that wait for the leader's prompt to land
+    deferred: "list[Sequence]"  # siblings that wait for the leader's prompt to be computed
     num_unfinished: int
     prompt_hashes: list[bytes]  # of the full prompt blocks; filled at the first lookup
 
@@ -59,34 +61,36 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
     num_tokens: int  # known ones: prompt and output
     output: list[int]
     state: State = State.WAITING
-    row: int = -1  # on the device; -1 = none
-    is_row_stale: bool = True  # the device must be told the whole row
-    incarnation: int = 0  # one more with every preemption
-    valid_from: int = 0  # results of earlier incarnations are dropped
+    request_slot: int = -1  # on the device; -1 = none
+    is_slot_stale: bool = True  # the device must be given all of the sequence
+    preemption_epoch: int = 0  # counts preemptions
+    valid_from_epoch: int = 0  # results of earlier epochs are dropped
     blocks: list[int]
     hashes: list[bytes]
     num_registered: int = 0  # blocks known to the prefix cache
     num_computed: int = 0
-    num_landed: int = 0
+    num_computed_on_device: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
     num_evictions: int = 0  # preemptions for another's growth
     num_cached: int = 0  # prompt tokens found in the cache when it first started
-    prompt_logprobs: list[TokenLogprobs]  # not told yet
+    prompt_logprobs: list[TokenLogprobs]  # not put out yet
     num_prompt_logprobs: int = 0  # seen so far
 
     @property
     def num_output(self) -> int:
+        """Tokens generated so far."""
         return len(self.output)
 
     def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
+        """Return the tokens at positions start … stop - 1, of prompt and output."""
         prompt, num_prompt = self.request.admit.prompt_token_ids, self.num_prompt
         if stop <= num_prompt:
             return prompt[start:stop]
         return prompt[start:] + tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
-        """The hash chain of the first `count` blocks, all of whose tokens are known."""
+        """Return the hash chain of the first `count` blocks, all of whose tokens are known."""
         hashes, shared = self.hashes, self.request.prompt_hashes
         if len(hashes) < min(count, len(shared)):
             hashes.extend(shared[len(hashes) :])
@@ -104,7 +108,7 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
         return hashes[:count]
 
     def append(self, token: int) -> tuple[FinishReason, int | str | None] | None:
-        """Commit a sampled token; finish and stop reason if it is the last.  Spec 5.3.
+        """Commit a sampled token; return finish and stop reason if it is the last.
 
         Under `min_tokens` outputs only the length ends it (the sampler masks the stop ids anyway).
         """
@@ -123,12 +127,12 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
         return None
 
     def take_prompt_logprobs(self, start: int, entries: tuple[TokenLogprobs, ...]) -> None:
-        """Entries are those of tokens start + 1 …; a recomputed chunk brings known ones again."""
+        """Take the logprobs of prompt tokens start + 1 …; a recomputed chunk brings known ones again."""
         self.prompt_logprobs.extend(entries[max(0, self.num_prompt_logprobs - start) :])
         self.num_prompt_logprobs = max(self.num_prompt_logprobs, start + len(entries))
 
     def sampling(self) -> Sampling:
-        """What the device needs: child i has the seed of child 0 plus i; one child tells the prompt."""
+        """Return the device's parameters: child i has the seed of child 0 plus i; one child scores the prompt."""
         shared = self.request.sampling
         if self.index == 0 and (not self.output or shared.prompt_logprobs is None):
             return shared
@@ -138,7 +142,7 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
 
 
 def open_request(admit: Admit, number: int, config: SchedulerConfig, capacity: int) -> Request:
-    """The request and its n sequences, of which all but the leader are deferred.
+    """Make the request and its n sequences, of which all but the leader are deferred.
 
     `number` counts admissions; all blocks together hold the KV of `capacity` tokens.
     """
@@ -157,7 +161,7 @@ def open_request(admit: Admit, number: int, config: SchedulerConfig, capacity: i
     )
     num_prompt = len(admit.prompt_token_ids)
     max_tokens = admit.params.max_tokens or config.max_model_len
-    # The last token needs no KV: nobody reads it.
+    # The last token needs no KV, which no later token would read.
     limit = min(num_prompt + max_tokens, config.max_model_len, capacity + 1)
     rank = (0, 0.0) if config.policy == "fcfs" else (-admit.priority, admit.arrival_time)
     for index in range(n):
@@ -180,6 +184,7 @@ def open_request(admit: Admit, number: int, config: SchedulerConfig, capacity: i
 
 
 def as_int64(value: int) -> int:
+    """Wrap a number into 64 bits, as two's complement does."""
     return (value + 2**63) % 2**64 - 2**63
 
 

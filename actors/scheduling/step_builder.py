@@ -1,7 +1,7 @@
-"""A plan while it is being made, and the record of it while it is in flight.
+"""A step while it is planned, and the record of it while it is in flight.
 
-Law: a draft commits nothing to a sequence.  A victim of preemption can still leave it, and only `commit`
-advances `num_computed` and counts the samples that are now under way.
+Law: a builder commits nothing to a sequence.  A victim of preemption can still leave it, and only `commit`
+advances `num_computed` and counts the samples that are now in flight.
 """
 
 import msgspec
@@ -10,19 +10,20 @@ from trouper.actors.messages.plans import NewSequence, StepPlan
 from trouper.actors.scheduling.sequences import Sequence
 from trouper.config.args import SchedulerConfig
 
-Column = tuple[Sequence, int, int, int, int]  # sequence, incarnation, start, end, num_sampled
+StepEntry = tuple[Sequence, int, int, int, int]
+"""A sequence, its preemption epoch, the first position, the position after the last, and samples."""
 
 
-class Flight(msgspec.Struct, eq=False):
+class InFlightStep(msgspec.Struct, eq=False):
     """A plan that the device has not answered."""
 
     step: int
-    columns: list[Column]
-    is_void: bool = False  # an earlier step raised: this one never runs
+    entries: list[StepEntry]
+    is_cancelled: bool = False  # an earlier step raised: this one never runs
 
 
-class Draft:
-    """Who is in the next step, and with how many tokens."""
+class StepBuilder:
+    """The sequences of the next step, and the number of tokens scheduled for each."""
 
     __slots__ = (
         "budget",
@@ -36,10 +37,10 @@ class Draft:
     )
 
     def __init__(self, config: SchedulerConfig, num_competing: int, capacity: int) -> None:
-        """`num_competing` sequences run or queue; the step has at most `capacity` tokens."""
+        """Begin a step of at most `capacity` tokens, for which `num_competing` sequences run or queue."""
         self.capacity = capacity
         self.budget = capacity  # tokens left
-        self.max_count = _max_count(config, num_competing)  # for one sequence
+        self.max_count = _max_count(config, num_competing)  # tokens of one sequence
         self.sequences: list[Sequence] = []
         self.counts: list[int] = []
         self.new_blocks: list[tuple[int, tuple[int, ...]]] = []
@@ -47,54 +48,56 @@ class Draft:
         self.has_preempted = False
 
     def add(self, sequence: Sequence, count: int) -> None:
+        """Schedule `count` tokens of a sequence."""
         self.sequences.append(sequence)
         self.counts.append(count)
         self.budget -= count
 
     def drop(self, victim: Sequence) -> None:
-        """It is being preempted; its row is still its own."""
+        """Take out a sequence that is about to be preempted and still has its request slot."""
         self.has_preempted = True
-        self.new_blocks = [entry for entry in self.new_blocks if entry[0] != victim.row]
+        self.new_blocks = [entry for entry in self.new_blocks if entry[0] != victim.request_slot]
         if victim in self.sequences:
             i = self.sequences.index(victim)
             del self.sequences[i]
             self.budget += self.counts.pop(i)
 
-    def commit(self, step: int, epoch: int) -> tuple[StepPlan, Flight]:
-        rows: list[int] = []
-        starts: list[int] = []
+    def commit(self, step: int, epoch: int) -> tuple[StepPlan, InFlightStep]:
+        """Make the plan and its record, and advance the sequences."""
+        slots: list[int] = []
+        num_computed: list[int] = []
         num_sampled: list[int] = []
-        new_rows: list[NewSequence] = []
-        columns: list[Column] = []
+        new_sequences: list[NewSequence] = []
+        entries: list[StepEntry] = []
         for sequence, count in zip(self.sequences, self.counts, strict=True):
             start = sequence.num_computed
             end = start + count
             samples = int(end == sequence.num_tokens + sequence.num_in_flight)
-            if sequence.is_row_stale:
-                sequence.is_row_stale = False
-                new_rows.append(_new_row(sequence))
-            rows.append(sequence.row)
-            starts.append(start)
+            if sequence.is_slot_stale:
+                sequence.is_slot_stale = False
+                new_sequences.append(_new_sequence(sequence))
+            slots.append(sequence.request_slot)
+            num_computed.append(start)
             num_sampled.append(samples)
-            columns.append((sequence, sequence.incarnation, start, end, samples))
+            entries.append((sequence, sequence.preemption_epoch, start, end, samples))
             sequence.num_computed = end
             sequence.num_in_flight += samples
         plan = StepPlan(
             step=step,
             epoch=epoch,
-            request_slots=tuple(rows),
-            num_computed_tokens=tuple(starts),
+            request_slots=tuple(slots),
+            num_computed_tokens=tuple(num_computed),
             num_scheduled_tokens=tuple(self.counts),
             num_sampled_tokens=tuple(num_sampled),
-            new_sequences=tuple(new_rows),
+            new_sequences=tuple(new_sequences),
             new_blocks=tuple(self.new_blocks),
             copies=tuple(self.copies),
         )
-        return plan, Flight(step, columns)
+        return plan, InFlightStep(step, entries)
 
 
 def _max_count(config: SchedulerConfig, num_competing: int) -> int:
-    """The threshold for long prompts binds nobody who is alone; spec 5.4."""
+    """The most tokens of one sequence; the threshold for long prompts does not bind one that is alone."""
     threshold, budget = config.long_prefill_token_threshold, config.max_num_scheduled_tokens
     if threshold <= 0 or num_competing <= 1:
         return budget
@@ -103,9 +106,9 @@ def _max_count(config: SchedulerConfig, num_competing: int) -> int:
     return threshold
 
 
-def _new_row(sequence: Sequence) -> NewSequence:
+def _new_sequence(sequence: Sequence) -> NewSequence:
     return NewSequence(
-        request_slot=sequence.row,
+        request_slot=sequence.request_slot,
         sequence=sequence.id,
         token_ids=sequence.token_ids(0, sequence.num_tokens),
         num_prompt=sequence.num_prompt,

@@ -1,4 +1,4 @@
-"""Sequences that wait for their turn, best first.
+"""Sequences that wait to run, best first.
 
 `Waiting` is two queues, because a pause may close the one and not the other, and because under fcfs those
 that ran before go first.  A queue is a heap with lazy deletion: `discard` only marks, and the
@@ -23,18 +23,19 @@ class Queue:
         return len(self._live)
 
     def push(self, sequence: Sequence) -> None:
+        """Add a sequence that is not in the queue."""
         self._live.add(sequence.id)
         heappush(self._heap, (sequence.order, sequence))
 
     def head(self) -> Sequence | None:
-        """The best one; it stays."""
+        """Return the best sequence, which stays; None if there is none."""
         heap = self._heap
         while heap and heap[0][1].id not in self._live:
             heappop(heap)
         return heap[0][1] if heap else None
 
     def discard(self, sequence: Sequence) -> None:
-        """It waits no longer.  Legal also for one that is not here.
+        """Remove a sequence, if it is here.
 
         Only the head may be pushed again later: it leaves the heap at once, others leave a dead entry.
         """
@@ -46,12 +47,12 @@ class Queue:
             heapify(self._heap)
 
     def live(self) -> list[Sequence]:
-        """All of them in the order of service: O(n log n), for tests and people."""
+        """Return all sequences in the order of service: O(n log n), for tests and debugging."""
         return [sequence for _, sequence in sorted(self._heap) if sequence.id in self._live]
 
 
 class Waiting:
-    """Who waits: `fresh` sequences never ran, `returning` ones did, or belong to a request that did."""
+    """The waiting sequences: `fresh` ones never ran; `returning` ones did, or a sibling of theirs did."""
 
     def __init__(self, *, is_fcfs: bool) -> None:
         self._is_fcfs = is_fcfs
@@ -63,14 +64,14 @@ class Waiting:
 
     @property
     def ids(self) -> tuple[SequenceId, ...]:
-        """In the order of service, for tests and people."""
-        everybody = [*self.returning.live(), *self.fresh.live()]
+        """The ids in the order of service, for tests and debugging."""
+        waiting = [*self.returning.live(), *self.fresh.live()]
         if not self._is_fcfs:
-            everybody.sort(key=lambda sequence: sequence.order)
-        return tuple(sequence.id for sequence in everybody)
+            waiting.sort(key=lambda sequence: sequence.order)
+        return tuple(sequence.id for sequence in waiting)
 
     def head(self, *, only_returning: bool) -> Sequence | None:
-        """Who is next; it stays."""
+        """Return the sequence to start next, which stays; None if there is none."""
         returning = self.returning.head()
         if only_returning or (returning is not None and self._is_fcfs):
             return returning
@@ -80,5 +81,6 @@ class Waiting:
         return min(returning, fresh, key=lambda sequence: sequence.order)
 
     def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence from the queue that it is in, if any."""
         self.fresh.discard(sequence)
         self.returning.discard(sequence)

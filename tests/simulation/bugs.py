@@ -12,7 +12,7 @@ import anyio.lowlevel
 import msgspec
 
 import trouper.actors.rendering.renderer as renderer_module
-import trouper.actors.scheduling.policy as policy_module
+import trouper.actors.scheduling.sequence_table as table_module
 import trouper.actors.scheduling.sequences as sequences_module
 from trouper.actors.engine.engine import Engine
 from trouper.actors.engine.generation import Generation
@@ -22,12 +22,13 @@ from trouper.actors.observability.facts import Facts
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.replies.reply_slot import ReplySlot
-from trouper.actors.scheduling.bisection import Quarantine
-from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, Blocks
+from trouper.actors.scheduling.bisection import FaultBisection
+from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.running import Running
+from trouper.actors.scheduling.sequence_table import SequenceTable
 from trouper.actors.scheduling.sequences import Sequence
-from trouper.actors.scheduling.step_builder import Draft
+from trouper.actors.scheduling.step_builder import StepBuilder
 from trouper.errors import EngineDeadError
 
 from .scenario import draw
@@ -67,10 +68,10 @@ def planted(name: str) -> Iterator[None]:
         setattr(bug.owner, bug.attribute, right)
 
 
-# Blocks and the prefix cache
+# KVBlocks and the prefix cache
 
 
-@bug(Policy, "_tell_end")
+@bug(SequenceTable, "_end")
 def block_leaks_on_abort(right):
     def faulty(self, sequence, reason, error=None):
         if reason == "abort":
@@ -91,7 +92,7 @@ def block_freed_twice(right):
     return faulty
 
 
-@bug(Blocks, "allocate")
+@bug(KVBlocks, "allocate")
 def hash_survives_reuse(right):
     def faulty(self, count):
         if count > len(self._free):
@@ -104,7 +105,7 @@ def hash_survives_reuse(right):
     return faulty
 
 
-@bug(Blocks, "share")
+@bug(KVBlocks, "share")
 def hit_is_not_counted(right):
     return lambda self, blocks: [self._free.pop(block, None) for block in blocks]
 
@@ -132,23 +133,26 @@ def hit_covers_the_whole_prompt(right):
 
 
 @bug(Running, "register")
-def prefix_offered_before_it_landed(right):
+def prefix_offered_before_it_is_computed(right):
     def faulty(self, sequence):
-        landed, sequence.num_landed = sequence.num_landed, sequence.num_computed
+        landed, sequence.num_computed_on_device = (
+            sequence.num_computed_on_device,
+            sequence.num_computed,
+        )
         known = sequence.num_tokens
-        sequence.num_landed = min(sequence.num_computed, known)
+        sequence.num_computed_on_device = min(sequence.num_computed, known)
         right(self, sequence)
-        sequence.num_landed = landed
+        sequence.num_computed_on_device = landed
 
     return faulty
 
 
 @bug(Running, "grow")
 def device_is_not_told_of_new_blocks(right):
-    def faulty(self, sequence, num_tokens, draft):
-        told = list(draft.new_blocks)
-        grown = right(self, sequence, num_tokens, draft)
-        draft.new_blocks = told
+    def faulty(self, sequence, num_tokens, builder):
+        told = list(builder.new_blocks)
+        grown = right(self, sequence, num_tokens, builder)
+        builder.new_blocks = told
         return grown
 
     return faulty
@@ -157,7 +161,7 @@ def device_is_not_told_of_new_blocks(right):
 # Plans
 
 
-@bug(Draft, "commit")
+@bug(StepBuilder, "commit")
 def fork_without_copy(right):
     def faulty(self, step, epoch):
         self.copies.clear()
@@ -166,21 +170,21 @@ def fork_without_copy(right):
     return faulty
 
 
-@bug(Draft, "commit")
+@bug(StepBuilder, "commit")
 def chunk_is_sampled(right):
     def faulty(self, step, epoch):
-        plan, flight = right(self, step, epoch)
+        plan, record = right(self, step, epoch)
         return msgspec.structs.replace(
             plan, num_sampled_tokens=(1,) * len(plan.request_slots)
-        ), flight
+        ), record
 
     return faulty
 
 
-@bug(Draft, "commit")
+@bug(StepBuilder, "commit")
 def chunk_begins_one_too_late(right):
     def faulty(self, step, epoch):
-        plan, flight = right(self, step, epoch)
+        plan, record = right(self, step, epoch)
         starts = tuple(
             start + 1 if start and count > 1 else start
             for start, count in zip(
@@ -195,12 +199,12 @@ def chunk_begins_one_too_late(right):
         )
         return msgspec.structs.replace(
             plan, num_computed_tokens=starts, num_scheduled_tokens=counts
-        ), flight
+        ), record
 
     return faulty
 
 
-@bug(Draft, "add")
+@bug(StepBuilder, "add")
 def budget_is_not_spent(right):
     def faulty(self, sequence, count):
         right(self, sequence, count)
@@ -213,25 +217,26 @@ def budget_is_not_spent(right):
 def one_seat_too_many(right):
     def faulty(self, config, blocks):
         right(self, config, blocks)
-        self._num_seats += 1
+        self._max_num_running += 1
 
     return faulty
 
 
-@bug(Policy, "_plan_waiting")
+@bug(Policy, "_start_waiting")
 def head_of_the_queue_is_overtaken(right):
-    def faulty(self, draft):
-        right(self, draft)
-        for sequence in self._waiting.fresh.live()[1:]:
-            is_free = draft.budget > 0 and len(self._running) < self._num_seats
-            is_free = is_free and self._pause is Pause.NONE and not draft.has_preempted
-            if is_free and self._running.start(sequence, draft):
-                self._waiting.discard(sequence)
+    def faulty(self, builder):
+        right(self, builder)
+        table = self.table
+        for sequence in table.waiting.fresh.live()[1:]:
+            is_free = builder.budget > 0 and len(table.running) < self._max_num_running
+            is_free = is_free and self.pause is Pause.NONE and not builder.has_preempted
+            if is_free and table.running.start(sequence, builder):
+                table.waiting.discard(sequence)
 
     return faulty
 
 
-@bug(policy_module, "open_request")
+@bug(table_module, "open_request")
 def priority_is_inverted(right):
     def faulty(admit, *args, **kwargs):
         request = right(admit, *args, **kwargs)
@@ -242,7 +247,7 @@ def priority_is_inverted(right):
     return faulty
 
 
-@bug(policy_module, "open_request")
+@bug(table_module, "open_request")
 def one_token_too_many(right):
     def faulty(admit, *args, **kwargs):
         request = right(admit, *args, **kwargs)
@@ -274,16 +279,16 @@ def stop_reason_of_eos_is_its_id(right):
 def result_of_a_preempted_one_is_dropped(right):
     def faulty(self, sequence, **kwargs):
         right(self, sequence, **kwargs)
-        sequence.valid_from = sequence.incarnation
+        sequence.valid_from_epoch = sequence.preemption_epoch
 
     return faulty
 
 
 @bug(Running, "preempt")
-def incarnation_is_not_bumped(right):
+def preemption_is_not_counted(right):
     def faulty(self, sequence, **kwargs):
         right(self, sequence, **kwargs)
-        sequence.incarnation -= 1
+        sequence.preemption_epoch -= 1
 
     return faulty
 
@@ -299,11 +304,11 @@ def preempted_one_starts_before_its_result(right):
 
 
 @bug(Policy, "_undo")
-def failed_step_forgets_a_column(right):
-    def faulty(self, flight):
-        if len(flight.columns) > 1:
-            flight.columns.pop()
-        return right(self, flight)
+def failed_step_forgets_an_entry(right):
+    def faulty(self, step):
+        if len(step.entries) > 1:
+            step.entries.pop()
+        return right(self, step)
 
     return faulty
 
@@ -317,7 +322,7 @@ def epoch_stands_still(right):
     return faulty
 
 
-@bug(Quarantine, "failed")
+@bug(FaultBisection, "failed")
 def group_is_condemned_together(right):
     def faulty(self):
         suspects = list(self._tested)
@@ -337,10 +342,10 @@ def one_bad_row_fails_the_batch(right):
     return faulty
 
 
-@bug(Policy, "_release_siblings")
+@bug(SequenceTable, "release_siblings")
 def siblings_wait_for_a_dead_leader(right):
     def faulty(self, request):
-        if request.sequences[0].row >= 0:
+        if request.sequences[0].request_slot >= 0:
             right(self, request)
 
     return faulty
@@ -361,10 +366,11 @@ def steps_run_out_of_order(right):
 @bug(Policy, "abort")
 def abort_of_a_waiting_one_is_silent(right):
     def faulty(self, id):
-        is_waiting = id in self._requests and self._requests[id].sequences[0].row < 0
+        requests = self.table.requests
+        is_waiting = id in requests and requests[id].sequences[0].request_slot < 0
         right(self, id)
         if is_waiting:
-            self._news.withdraw(id)
+            self.table.outputs.withdraw(id)
 
     return faulty
 

@@ -38,13 +38,13 @@ def require(holds: bool, law: str, *facts: object) -> None:
 def at_rest(world: Any) -> None:
     """Every task waits and the clock is about to jump: nothing may be left lying about."""
     engine: Engine = world.engine
-    policy: Policy = engine._scheduler._policy
+    policy: Policy = engine._scheduler.policy
     device = world.device
     stats = policy.statistics()
     for name, channel in (
         ("scheduler", engine._to_scheduler),
         ("executor", engine._questions._executor),
-        ("detokenizer", engine._scheduler._reader),
+        ("detokenizer", engine._scheduler._output),
     ):
         num_left = channel.statistics().current_buffer_used
         require(num_left == 0, "a message is left lying", name, num_left)
@@ -69,46 +69,51 @@ def at_rest(world: Any) -> None:
 
 def check_blocks(policy: Policy) -> None:
     """Every block is free or held, by as many as its count says; what is shared is equal and read-only."""
-    blocks = policy._blocks
+    blocks = policy.blocks
     holders: dict[int, list[tuple[Sequence, int]]] = {}
-    running = list(policy._running._sequences.values())
-    for sequence in policy._sequences.values():
-        is_running = sequence.id in policy._running._sequences
+    running = policy.table.running.snapshot()
+    for sequence in policy.table.sequences.values():
+        is_running = sequence.id in policy.table.running
         require(
-            is_running == (sequence.row >= 0), "row of a sequence that does not run", sequence.id
+            is_running == (sequence.request_slot >= 0),
+            "slot of a sequence that does not run",
+            sequence.id,
         )
-        require(is_running or not sequence.blocks, "blocks without a row", sequence.id)
+        require(is_running or not sequence.blocks, "blocks without a slot", sequence.id)
         require(
             sequence.state is not State.FINISHED, "a finished sequence in the table", sequence.id
         )
         require(
-            0 <= sequence.num_landed <= sequence.num_computed
+            0 <= sequence.num_computed_on_device <= sequence.num_computed
             <= len(sequence.blocks) * blocks.block_size,
-            "counters", sequence.id, sequence.num_landed, sequence.num_computed,
+            "counters", sequence.id, sequence.num_computed_on_device, sequence.num_computed,
         )  # fmt: skip
         for position, block in enumerate(sequence.blocks):
             holders.setdefault(block, []).append((sequence, position))
+    free = set(blocks.free_list)
     references = Counter({block: len(who) for block, who in holders.items()})
     for block in range(1, blocks.num_blocks):
-        is_free = block in blocks._free
+        is_free = block in free
         require(blocks.num_references(block) == references[block], "references of block", block)
         require(is_free == (references[block] == 0), "free and held, or neither", block)
     require(0 not in references and blocks.num_references(0) == 0, "the null block is held")
     for block, who in holders.items():
         end = (who[0][1] + 1) * blocks.block_size
         require(
-            blocks._hashes[block] is None or any(holder.num_landed >= end for holder, _ in who),
+            blocks.hash_of(block) is None or any(holder.num_computed_on_device >= end for holder, _ in who),
             "a prefix is offered before it is there", block,
         )  # fmt: skip
         if len(who) > 1:
             check_shared(block, who, blocks.block_size)
-    rows = [sequence.row for sequence in running]
-    free_rows = policy._running._free_rows
-    require(len(set(rows + free_rows)) == len(rows) + len(free_rows), "a row twice", rows)
+    slots = [sequence.request_slot for sequence in running]
+    free_slots = list(policy.table.running.free_slots)
+    require(len(set(slots + free_slots)) == len(slots) + len(free_slots), "a slot twice", slots)
     require(
-        sorted(rows + free_rows) == list(range(policy._config.max_num_seqs)), "a row is lost", rows
+        sorted(slots + free_slots) == list(range(policy.config.max_num_seqs)),
+        "a slot is lost",
+        slots,
     )
-    require(len(rows) <= policy._config.max_num_active_seqs, "too many seats", rows)
+    require(len(slots) <= policy.config.max_num_active_seqs, "too many run", slots)
 
 
 def check_shared(block: int, who: list[tuple[Sequence, int]], block_size: int) -> None:
@@ -128,8 +133,8 @@ def check_tables(world: Any, engine: Engine, policy: Policy) -> None:
     """The actors agree about who is there, and everybody who waits is on somebody's list."""
     tracked = set(engine._detokenizer._sequences)
     require(
-        tracked == set(policy._sequences),
-        "the tables of scheduler and detokenizer differ", tracked ^ set(policy._sequences),
+        tracked == set(policy.table.sequences),
+        "the tables of scheduler and detokenizer differ", tracked ^ set(policy.table.sequences),
     )  # fmt: skip
     for case in world.cases:
         if case.id is None:
@@ -156,13 +161,12 @@ def _is_readable(case: Case) -> bool:
 
 def check_plan(world: Any, plan: Any, before: set[int]) -> None:
     """`before`: who ran already."""
-    policy: Policy = world.engine._scheduler._policy
-    config = policy._config
+    policy: Policy = world.engine._scheduler.policy
+    config = policy.config
     require(not world.is_frozen, "a plan while paused", plan)
     require(sum(plan.num_scheduled_tokens) <= config.max_num_scheduled_tokens, "token budget", plan)
     require(len(plan.request_slots) <= config.max_num_active_seqs, "seats", plan)
-    flight = policy._flights[-1]
-    ids = [column[0].id for column in flight.columns]
+    ids = [entry[0].id for entry in policy.in_flight[-1].entries]
     for id in ids:
         case = world.case_of(id)
         if case is not None and (case.is_over or case.was_aborted):
@@ -175,12 +179,12 @@ def check_plan(world: Any, plan: Any, before: set[int]) -> None:
 
 def check_overtaking(policy: Policy, before: set[int]) -> None:
     """Who has just started is no worse than anybody who still waits."""
-    if policy._pause is not Pause.NONE:
+    if policy.pause is not Pause.NONE:
         return
-    waiting = policy._waiting
+    waiting = policy.table.waiting
     heads = [waiting.fresh.head(), waiting.returning.head()]
-    for sequence in policy._running.snapshot():
-        if sequence.id in before or policy._is_fcfs:
+    for sequence in policy.table.running.snapshot():
+        if sequence.id in before or policy.config.policy == "fcfs":
             continue
         for head in heads:
             require(head is None or _turn(sequence) <= _turn(head), "overtaken", sequence, head)
@@ -221,7 +225,7 @@ def check_case(world: Any, case: Case) -> None:
     drawn = world.seeds.get(case.id)
     for index, got in enumerate(case.completions):
         if drawn is None and got.token_ids:
-            raise Broken(f"{case}: tokens without a row")
+            raise Broken(f"{case}: tokens without a slot")
         sampling = sampling_of(wish, index, drawn or 0)
         want = expected(wish, case.prompt, sampling, scenario.max_model_len, scenario.has_tokenizer)
         check_completion(world, case, got, want)
@@ -376,7 +380,7 @@ def check_idle(world: Any) -> None:
     """As it was at the beginning: all tables empty, all blocks free."""
     engine: Engine = world.engine
     stats = engine.statistics()
-    policy: Policy = engine._scheduler._policy
+    policy: Policy = engine._scheduler.policy
     require(stats.num_open_requests == 0, "open requests", stats)
     require(stats.num_rendering == 0, "rendering", stats)
     require(stats.num_tracked == 0, "tracked", stats)
@@ -384,12 +388,12 @@ def check_idle(world: Any) -> None:
     require(mine.num_running + mine.num_waiting + mine.num_deferred == 0, "sequences", stats)
     require(mine.num_steps_in_flight == 0, "steps in flight", stats)
     require(mine.num_blocks_free == mine.num_blocks_total, "blocks leak", stats)
-    require(not policy._requests and not policy._sequences, "requests leak", policy)
-    require(not policy._quarantine, "quarantine", policy)
+    require(not policy.table.requests and not policy.table.sequences, "requests leak", policy)
+    require(not policy._bisection, "a bisection without suspects", policy)
     check_blocks(policy)
-    for name, owners in policy._blocks._cached.items():
+    for name, owners in policy.blocks.prefixes().items():
         require(
-            bool(owners) and all(policy._blocks._hashes[b] == name for b in owners),
+            bool(owners) and all(policy.blocks.hash_of(b) == name for b in owners),
             "the prefix cache contradicts itself", owners,
         )  # fmt: skip
     if world.scenario.log_stats:

@@ -28,9 +28,9 @@ pooling_bug = partial(bug, draw=draw_pooling)
 def pooled_budget_is_not_spent(right):
     def faulty(self):
         group = right(self)
-        while self._waiting:
-            _, admit = self._waiting.pop(0)
-            if admit.id in self._open:
+        while self.waiting:
+            _, admit = self.waiting.pop(0)
+            if admit.id in self.unfinished:
                 group.append(admit)
         return group
 
@@ -58,7 +58,7 @@ def the_running_are_counted_as_waiting(right):
     return faulty
 
 
-@pooling_bug(PoolingPolicy, "_land")
+@pooling_bug(PoolingPolicy, "_complete_step")
 def pooled_tokens_are_counted_twice(right):
     def faulty(self, step):
         flight = right(self, step)
@@ -96,12 +96,12 @@ def results_of_a_step_are_swapped(right):
 @pooling_bug(PoolingPolicy, "fail_step")
 def pooled_group_is_condemned_together(right):
     def faulty(self, step, message, *, is_out_of_memory=False):
-        group = self._flights[0].group
+        group = self.in_flight[0].group
         right(self, step, message, is_out_of_memory=is_out_of_memory)
-        if self._retries and len(group) > 1:
+        if self.retries and len(group) > 1:
             for admit in group:
-                if self._open.pop(admit.id, None) is not None:
-                    self._news.append(
+                if self.unfinished.pop(admit.id, None) is not None:
+                    self.outputs.append(
                         pooler_module.PooledRequest(admit, error=f"execution_error: {message}")
                     )
 
@@ -111,8 +111,8 @@ def pooled_group_is_condemned_together(right):
 @pooling_bug(PoolingPolicy, "fail_step")
 def blamed_for_one_that_has_left(right):
     def faulty(self, step, message, *, is_out_of_memory=False):
-        flight = self._flights[0]
-        flight.group = [admit for admit in flight.group if admit.id in self._open]
+        flight = self.in_flight[0]
+        flight.group = [admit for admit in flight.group if admit.id in self.unfinished]
         right(self, step, message, is_out_of_memory=is_out_of_memory)
 
     return faulty
@@ -130,11 +130,11 @@ def half_of_a_failed_plan_is_lost(right):
 @pooling_bug(PoolingPolicy, "abort")
 def pooled_abort_leaves_it_in_line(right):
     def faulty(self, id):
-        admit = self._open.get(id)
+        admit = self.unfinished.get(id)
         right(self, id)
-        if admit is not None and self._news:
-            self._open[id] = admit
-            self._news.pop()
+        if admit is not None and self.outputs:
+            self.unfinished[id] = admit
+            self.outputs.pop()
             self._push((0, 0.0, 10**6 + id), admit)
 
     return faulty

@@ -23,12 +23,12 @@ __all__ = ["at_rest", "check_case", "check_delay", "check_faults", "check_idle"]
 def at_rest(world: Any) -> None:
     """Every task waits and the clock is about to jump: nothing may be left lying about."""
     engine, device, threads = world.engine, world.device, world.threads
-    policy: PoolingPolicy = engine._scheduler._policy
+    policy: PoolingPolicy = engine._scheduler.policy
     is_pooling = threads.num_begun - threads.num_ended > threads.num_rendering
     for name, channel in (
         ("scheduler", engine._to_scheduler),
         ("executor", engine._questions._executor),
-        ("pooler", engine._scheduler._reader),
+        ("pooler", engine._scheduler._output),
     ):
         num_left = channel.statistics().current_buffer_used
         may_wait = name == "pooler" and is_pooling
@@ -39,21 +39,21 @@ def at_rest(world: Any) -> None:
         "a renderer is idle while prompts wait", num_queued, threads.num_rendering,
     )  # fmt: skip
     require(
-        len(policy._flights) == device.num_steps_out, "steps in flight", policy, device
+        len(policy.in_flight) == device.num_steps_out, "steps in flight", policy, device
     )  # fmt: skip
-    running = {admit.id for flight in policy._flights for admit in flight.group}
-    running &= policy._open.keys()
-    stats, num_waiting = policy.statistics(), len(policy._open) - len(running)
+    running = {admit.id for flight in policy.in_flight for admit in flight.group}
+    running &= policy.unfinished.keys()
+    stats, num_waiting = policy.statistics(), len(policy.unfinished) - len(running)
     told = (stats.num_running, stats.num_waiting, stats.num_steps_in_flight)
-    require(told == (len(running), num_waiting, len(policy._flights)), "statistics", stats)
+    require(told == (len(running), num_waiting, len(policy.in_flight)), "statistics", stats)
     if num_waiting and engine.lifecycle.state is EngineState.AWAKE:
         is_busy = device.num_steps_out == world.scenario.steps_in_flight
         require(is_busy, "the device could have more while texts wait", policy)
-    require(not policy._news, "news that nobody is told", policy._news)
+    require(not policy.outputs, "news that nobody is told", policy.outputs)
     for case in world.cases:
         if case.id is None:
             continue
-        is_open = case.id in policy._open
+        is_open = case.id in policy.unfinished
         if case.is_over:
             require(not is_open, "the engine works for nobody", case)
         else:
@@ -68,12 +68,12 @@ class Line:
     """Who waits, before a plan is made, and what that must be."""
 
     def __init__(self, policy: PoolingPolicy) -> None:
-        retries = [{a.id for a in group} & policy._open.keys() for group in policy._retries]
-        waiting = [entry for entry in policy._waiting if entry[1].id in policy._open]
+        retries = [{a.id for a in group} & policy.unfinished.keys() for group in policy.retries]
+        waiting = [entry for entry in policy.waiting if entry[1].id in policy.unfinished]
         self.next_ids = next(filter(None, retries), None) or _nearest(policy, waiting)
         self.in_flight = {
-            admit.id for flight in policy._flights for admit in flight.group
-        } & policy._open.keys()
+            admit.id for flight in policy.in_flight for admit in flight.group
+        } & policy.unfinished.keys()
 
 
 def _nearest(policy: PoolingPolicy, waiting: list[Any]) -> set[int]:
@@ -81,24 +81,28 @@ def _nearest(policy: PoolingPolicy, waiting: list[Any]) -> set[int]:
 
     def turn(entry: Any) -> Any:
         (_, _, number), admit = entry
-        return (0, 0, number) if policy._is_fcfs else (-admit.priority, admit.arrival_time, number)
+        return (
+            (0, 0, number)
+            if policy.config.policy == "fcfs"
+            else (-admit.priority, admit.arrival_time, number)
+        )
 
     def length(entry: Any) -> int:
         return len(entry[1].prompt_token_ids)
 
     if not waiting:
         return set()
-    config, best = policy._config, min(waiting, key=turn)
+    config, best = policy.config, min(waiting, key=turn)
     waiting = sorted(waiting, key=lambda e: (abs(length(e) - length(best)), turn(e)))
     sums = list(accumulate(map(length, waiting[: config.max_num_active_seqs])))
     num_taken = max(1, sum(total <= config.max_num_scheduled_tokens for total in sums))
     if sums[num_taken - 1] > PASS_TOKENS:
-        num_taken = min(num_taken, math.ceil(len(policy._open) / config.max_steps_in_flight))
+        num_taken = min(num_taken, math.ceil(len(policy.unfinished) / config.max_steps_in_flight))
     return {entry[1].id for entry in waiting[:num_taken]}
 
 
 def check_plan(world: Any, plan: PoolPlan, before: Line) -> None:
-    config = world.engine._scheduler._policy._config
+    config = world.engine._scheduler.policy.config
     ids = set(world.device.groups[plan.step])
     require(not world.is_frozen, "a plan while paused", plan)
     num_tokens = sum(len(column.token_ids) for column in plan.entries)
@@ -230,12 +234,12 @@ def check_idle(world: Any) -> None:
     """As it was at the beginning: all tables empty."""
     engine = world.engine
     stats = engine.statistics()
-    policy: PoolingPolicy = engine._scheduler._policy
+    policy: PoolingPolicy = engine._scheduler.policy
     require(stats.num_open_requests == 0, "open requests", stats)
     require(stats.num_rendering == 0, "rendering", stats)
     require(stats.num_prefill_tokens == 0, "tokens in prefill", stats)
-    require(not (policy._open or policy._waiting or policy._retries), "requests leak", policy)
-    require(not policy._flights, "steps in flight", policy)
+    require(not (policy.unfinished or policy.waiting or policy.retries), "requests leak", policy)
+    require(not policy.in_flight, "steps in flight", policy)
     finished = [case.prompt for case in world.cases if case.array is not None]
     computed = [world.prompts[id] for id in world.device.ready]
     least, most = (sum(map(len, prompts)) for prompts in (finished, computed))

@@ -156,12 +156,12 @@ class PoolingWorld(World):
         )
 
     def _plan(self, right: Callable[..., Any]) -> PoolPlan | None:
-        policy = self.engine._scheduler._policy
+        policy = self.engine._scheduler.policy
         before = pooling_oracles.Line(policy)
         plan = right()
         if plan is not None:
             self.num_steps += 1
-            ids = tuple(SequenceId(admit.id) for admit in policy._flights[-1].group)
+            ids = tuple(SequenceId(admit.id) for admit in policy.in_flight[-1].group)
             self.device.groups[plan.step] = ids
             self.record("plan", plan.step, plan.epoch, ids)
             try:

@@ -141,7 +141,7 @@ class World:
     def watch(self, engine: Engine) -> None:
         """Look over the shoulder of those who open, abort, admit and plan."""
         self.engine = engine
-        policy = engine._scheduler._policy
+        policy = engine._scheduler.policy
         engine.open_request = partial(self._open, engine.open_request)  # type: ignore[method-assign]
         engine.abort = partial(self._abort, engine.abort)  # type: ignore[method-assign]
         policy.admit = partial(self._admit, policy.admit)  # type: ignore[method-assign]
@@ -187,7 +187,7 @@ class World:
         right(message)
 
     def _plan(self, right: Callable[..., Any]) -> StepPlan | None:
-        before = set(self.engine._scheduler._policy.running_ids)
+        before = set(self.engine._scheduler.policy.running_ids)
         plan = right()
         if plan is not None:
             self._note(plan, before)

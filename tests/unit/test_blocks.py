@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, Blocks, block_hash
+from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, KVBlocks, block_hash
 
 A = list(range(100, 110))
 
@@ -32,7 +32,7 @@ def enter(blocks, token_ids):
 @pytest.fixture
 def two_guests():
     """A with 10 tokens, then B with the same first 8 and 3 others."""
-    blocks = Blocks(9, 4, True)
+    blocks = KVBlocks(9, 4, True)
     assert blocks.free_list == (1, 2, 3, 4, 5, 6, 7, 8)
     _, a = enter(blocks, A)
     assert (a, blocks.free_list, blocks.usage) == ([1, 2, 3], (4, 5, 6, 7, 8), 3 / 8)
@@ -69,7 +69,7 @@ def test_a_hit_never_covers_the_whole_prompt(two_guests):
 
 
 def test_allocation_is_all_or_nothing():
-    blocks = Blocks(5, 4, True)
+    blocks = KVBlocks(5, 4, True)
     assert blocks.allocate(5) is None
     assert blocks.free_list == (1, 2, 3, 4)
     assert blocks.allocate(4) == [1, 2, 3, 4]
@@ -79,7 +79,7 @@ def test_allocation_is_all_or_nothing():
 
 
 def test_equal_blocks_coexist_and_the_second_is_found_when_the_first_is_gone():
-    blocks = Blocks(4, 4, True)
+    blocks = KVBlocks(4, 4, True)
     first, second = blocks.allocate(2)
     name = block_hash(FIRST_PARENT, [1, 2, 3, 4])
     blocks.register(first, name)
@@ -93,7 +93,7 @@ def test_equal_blocks_coexist_and_the_second_is_found_when_the_first_is_gone():
 
 
 def test_the_cache_is_reset_only_while_nothing_is_held():
-    blocks = Blocks(4, 4, True)
+    blocks = KVBlocks(4, 4, True)
     table = blocks.allocate(1)
     name = block_hash(FIRST_PARENT, [1, 2, 3, 4])
     blocks.register(table[0], name)
@@ -105,7 +105,7 @@ def test_the_cache_is_reset_only_while_nothing_is_held():
 
 
 def test_without_prefix_caching_nothing_is_ever_found():
-    blocks = Blocks(4, 4, False)
+    blocks = KVBlocks(4, 4, False)
     table = blocks.allocate(1)
     blocks.register(table[0], b"name")
     assert blocks.match([b"name"]) == []
@@ -124,7 +124,7 @@ def test_a_hash_depends_on_the_parent_the_tokens_and_the_extra_keys():
 
 
 def test_a_pool_of_the_null_block_alone_has_no_room_and_no_usage():
-    blocks = Blocks(1, 4, True)
+    blocks = KVBlocks(1, 4, True)
     assert (blocks.num_usable, blocks.usage, blocks.allocate(1)) == (0, 0.0, None)
 
 
@@ -133,7 +133,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(1, 9))
     def build(self, num_blocks):
-        self.blocks = Blocks(num_blocks, 4, True)
+        self.blocks = KVBlocks(num_blocks, 4, True)
         self.free = list(range(1, num_blocks))
         self.names = {}  # block -> name
         self.offers = []  # (name, block), eldest first

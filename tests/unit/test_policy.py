@@ -7,7 +7,7 @@ import pytest
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import StepDone, TokenLogprobs
-from trouper.actors.scheduling.kv_blocks import Blocks
+from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.sequences import State
 from trouper.config.args import SchedulerConfig
@@ -21,7 +21,7 @@ class Desk:
 
     def __init__(self, num_usable=100, block_size=4, prefix_caching=True, **config):
         config.setdefault("max_num_seqs", 8)
-        self.blocks = Blocks(num_usable + 1, block_size, prefix_caching)
+        self.blocks = KVBlocks(num_usable + 1, block_size, prefix_caching)
         self.policy = Policy(SchedulerConfig(**config), self.blocks)
         self.row_owner = {}
         self.flights = []
@@ -64,7 +64,7 @@ class Desk:
         return self.take()
 
     def take(self):
-        news = self.policy.take_news()
+        news = self.policy.take_outputs()
         entries = list(news.sequences) if news else []
         self.news += entries
         return entries

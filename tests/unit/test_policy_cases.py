@@ -4,7 +4,7 @@ import pytest
 
 from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import StepDone
-from trouper.actors.scheduling.kv_blocks import Blocks
+from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.sequences import State
 from trouper.config.args import SchedulerConfig
@@ -18,7 +18,7 @@ class Desk:
         config.setdefault("max_num_scheduled_tokens", 1024)
         seats = config.setdefault("max_num_seqs", 16)
         config.setdefault("max_num_active_seqs", seats)
-        self.policy = Policy(SchedulerConfig(**config), Blocks(num_usable + 1, 16, False))
+        self.policy = Policy(SchedulerConfig(**config), KVBlocks(num_usable + 1, 16, False))
         self.num_admitted = 0
         self.news = {}
         self.row_owner = {}
@@ -54,7 +54,7 @@ class Desk:
 
     def land(self, plan):
         self.policy.apply(StepDone(plan.step, tuple((7,) * num for num in plan.num_sampled_tokens)))
-        news = self.policy.take_news()
+        news = self.policy.take_outputs()
         for entry in news.sequences if news else ():
             self.news.setdefault(entry.id, []).extend(entry.token_ids)
 
@@ -219,4 +219,4 @@ def test_n17_any_load_drained_to_the_end_leaves_nothing(num_usable, max_steps_in
     stats = desk.policy.statistics()
     assert (stats.num_running, stats.num_waiting, stats.num_steps_in_flight) == (0, 0, 0)
     assert stats.num_blocks_free == stats.num_blocks_total
-    assert desk.policy._requests == desk.policy._sequences == {}
+    assert desk.policy.table.requests == desk.policy.table.sequences == {}

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import StepDone
-from trouper.actors.scheduling.kv_blocks import Blocks
+from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.config.args import SchedulerConfig
 from trouper.params import SamplingParams
@@ -139,7 +139,7 @@ class PolicyMachine(RuleBasedStateMachine):
             watermark=draw(0.0, 0.2),
             max_steps_in_flight=draw(1, 2, 3),
         )
-        self.blocks = Blocks(draw(9, 6, 14, 40), draw(4, 3, 2, 1), draw(True, False))
+        self.blocks = KVBlocks(draw(9, 6, 14, 40), draw(4, 3, 2, 1), draw(True, False))
         self.capacity = self.blocks.num_usable * self.blocks.block_size
         self.policy = Policy(self.config, self.blocks)
         self.device = PagedDevice(self.blocks.num_blocks, self.blocks.block_size)
@@ -272,11 +272,11 @@ class PolicyMachine(RuleBasedStateMachine):
                 self.plan()
             if self.flights:
                 self.land()
-            self.take_news()
+            self.take_outputs()
 
     @rule()
-    def take_news(self):
-        news = self.policy.take_news()
+    def take_outputs(self):
+        news = self.policy.take_outputs()
         if news is None:
             return
         ids = [entry.id for entry in news.sequences]
@@ -317,7 +317,9 @@ class PolicyMachine(RuleBasedStateMachine):
         assert set(plan.request_slots) <= set(range(config.max_num_seqs))
         self.row_owner.update({new.request_slot: new.sequence for new in plan.new_sequences})
         self.owners[plan.step] = [self.row_owner[row] for row in plan.request_slots]
-        by_row = {sequence.row: sequence for sequence in self.policy._running.snapshot()}
+        by_row = {
+            sequence.request_slot: sequence for sequence in self.policy.table.running.snapshot()
+        }
         for row, start, count in zip(
             plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
         ):
@@ -335,12 +337,12 @@ class PolicyMachine(RuleBasedStateMachine):
         if not hasattr(self, "policy"):
             return
         holders = [0] * self.blocks.num_blocks
-        running = self.policy._running.snapshot()
+        running = self.policy.table.running.snapshot()
         for sequence in running:
             for i, block in enumerate(sequence.blocks):
                 holders[block] += 1
                 if self.blocks.num_references(block) > 1:
-                    assert (i + 1) * self.blocks.block_size <= sequence.num_landed, (
+                    assert (i + 1) * self.blocks.block_size <= sequence.num_computed_on_device, (
                         "full and landed"
                     )
         assert holders == [self.blocks.num_references(b) for b in range(self.blocks.num_blocks)]
@@ -370,8 +372,8 @@ class PolicyMachine(RuleBasedStateMachine):
             if not self.flights:
                 break
             self.land()
-            self.take_news()
-        self.take_news()
+            self.take_outputs()
+        self.take_outputs()
         assert self.policy.num_unfinished == 0
         for id in self.admits:
             assert (id in self.reasons) != (id in self.stopped), "exactly one end"

@@ -37,7 +37,7 @@ def done(plan):
 
 
 def told(policy):
-    news = policy.take_news()
+    news = policy.take_outputs()
     return {} if news is None else {r.admit.id: r.error or r.array for r in news.requests}
 
 

@@ -9,7 +9,7 @@ from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import PoolDone
-from trouper.actors.scheduling.kv_blocks import Blocks
+from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.scheduler import Scheduler
@@ -70,7 +70,7 @@ async def test_a_result_and_a_text_that_come_together_are_passed_on_together():
 
 
 async def test_prompts_that_come_together_are_planned_together():
-    async with open_stage(Policy(CONFIG, Blocks(9, 4, True))) as stage:
+    async with open_stage(Policy(CONFIG, KVBlocks(9, 4, True))) as stage:
         for id in (1, 2):
             stage.to_scheduler.send_nowait(
                 Admit(

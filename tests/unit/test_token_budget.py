@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.actors.scheduling.token_budget import PATIENCE, Throttle
+from trouper.actors.scheduling.token_budget import PATIENCE, TokenBudget
 
 from .test_policy import Desk
 
@@ -68,18 +68,18 @@ def test_who_needs_too_much_for_one_token_fails_alone():
 
 
 def test_a_larger_step_is_tried_when_many_have_passed():
-    throttle = Throttle(64)
-    assert throttle.shrink(50)
-    assert throttle.budget == 25
+    budget_of_steps = TokenBudget(64)
+    assert budget_of_steps.shrink(50)
+    assert budget_of_steps.num_tokens == 25
     for budget in (50, 64, 64):
         for _ in range(PATIENCE):
-            assert throttle.budget < budget or budget == 64
-            throttle.passed()
-        assert throttle.budget == budget
+            assert budget_of_steps.num_tokens < budget or budget == 64
+            budget_of_steps.passed()
+        assert budget_of_steps.num_tokens == budget
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_one_token_cannot_be_halved(num_tokens):
-    throttle = Throttle(64)
-    assert not throttle.shrink(num_tokens)
-    assert throttle.budget == 64
+    budget_of_steps = TokenBudget(64)
+    assert not budget_of_steps.shrink(num_tokens)
+    assert budget_of_steps.num_tokens == 64
