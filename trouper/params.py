@@ -4,9 +4,9 @@ Everything that needs no model is checked here, at construction; what needs the 
 engine's limits is checked by `verify`.
 """
 
-import math
 import operator
 import re
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
@@ -330,8 +330,13 @@ def _check_strings(name: str, texts: Collection[Any], limit: int) -> None:
 def _check_finite(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise invalid(name, "must be a number", value)
-    if not math.isfinite(value):
+    if not _is_finite(value):
         raise invalid(name, "must be finite", value)
+
+
+def _is_finite(value: float) -> bool:
+    """Whether a float holds it: an integer may be too large for one."""
+    return abs(value) <= sys.float_info.max
 
 
 def _plain(value: Any) -> Any:
@@ -353,11 +358,7 @@ def _logit_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
         if not isinstance(token, int):
             rule = f"the key {str(key)[:MAX_ECHO]!r} is no token id in plain decimal digits"
             raise invalid("logit_bias", rule, key)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             raise invalid("logit_bias", "values must be finite numbers", value)
         clean[token] = min(100.0, max(-100.0, float(value)))
     return clean

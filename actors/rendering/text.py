@@ -22,6 +22,7 @@ from trouper.actors.rendering.mixed import encode_mixed, take_embeds, unmarked
 from trouper.actors.rendering.sampling import ModelLimits, resolve_sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineConfig
+from trouper.config.files import read_text
 from trouper.errors import (
     ChatTemplateResolutionError,
     TrouperValidationError,
@@ -345,11 +346,12 @@ def _check_embeds_request(message: Render) -> None:
 
 
 def template_text(given: str | None) -> str | None:
+    """Take the template itself, or read it from the file of that name."""
     if given is None or any(character in given for character in "{}\n"):
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        return read_text(Path(given), "chat_template")
+    except (FileNotFoundError, ValueError) as error:
         raise bad(
             "chat_template", f"neither a template nor a readable file: {error}", given
         ) from error

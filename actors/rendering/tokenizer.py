@@ -8,7 +8,6 @@ converted by transformers once, at start.
 Nothing changes the backend after `load`, so threads may share one `Tokenizer`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,11 +17,13 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from trouper.actors.rendering.token_stream import REPLACEMENT, TokenStream
+from trouper.config.files import check_folder, checked, read_object, read_text
 from trouper.errors import GenerationError, TrouperValidationError, UnsupportedFeatureError
 
 SPECIAL_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 )  # fmt: skip
+TOKENIZER_CONFIG = "tokenizer_config.json"
 TEXT_CACHE_SIZE = 2**16  # single-token texts for logprobs; about 100 bytes each
 MAX_CHARACTER_TOKENS = 4
 # From here on a text is encoded as a batch of one, for which the library gives the interpreter away: 500,000
@@ -77,6 +78,7 @@ class Tokenizer:
                 needs transformers, which is not installed.
         """
         path = Path(folder)
+        check_folder(path, "tokenizer")
         if (path / "tokenizer.json").is_file():
             return cls._load_light(path)
         return cls._load_with_transformers(path)
@@ -87,19 +89,22 @@ class Tokenizer:
             backend = Backend.from_file(str(path / "tokenizer.json"))
         except Exception as error:  # the library raises bare Exception
             raise _unreadable(path, "tokenizer.json", error) from error
-        config = _read_json(path / "tokenizer_config.json")
+        config = read_object(path / TOKENIZER_CONFIG, "tokenizer") or {}
         if "added_tokens_decoder" not in config:
-            config |= _read_json(path / "special_tokens_map.json")
+            config |= read_object(path / "special_tokens_map.json", "tokenizer") or {}
         try:
             named = {n: _content(config[n]) for n in SPECIAL_NAMES if config.get(n)}
             _add_tokens(backend, config, named)
-        except (TypeError, ValueError, KeyError) as error:
-            raise _unreadable(path, "tokenizer_config.json", error) from error
+            templates = _chat_templates(path, config)
+        except TrouperValidationError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise _unreadable(path, TOKENIZER_CONFIG, error) from error
         return cls(
             backend,
             folder=str(path),
             special_tokens=named,
-            chat_templates=_chat_templates(path, config),
+            chat_templates=templates,
             truncation_side=config.get("truncation_side"),
         )
 
@@ -312,11 +317,13 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     if (path / "chat_template.jinja").is_file():
         found["default"] = path / "chat_template.jinja"
     if found:
-        return {name: file.read_text(encoding="utf-8") for name, file in found.items()}
-    entry = config.get("chat_template")
+        return {name: read_text(file, "tokenizer") for name, file in found.items()}
+    entry: Any = config.get("chat_template")
     if isinstance(entry, list):
-        return {named["name"]: named["template"] for named in entry}
-    return {"default": entry} if entry else {}
+        entry = {named["name"]: named["template"] for named in entry}
+    elif entry is not None:
+        entry = {"default": entry}
+    return checked(entry or {}, dict[str, str], f"{TOKENIZER_CONFIG}: chat_template", "tokenizer")
 
 
 def _load_hf(path: Path, needed_by: str) -> Any:
@@ -330,18 +337,6 @@ def _load_hf(path: Path, needed_by: str) -> Any:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # transformers raises nearly anything for a folder it cannot use
         raise _unreadable(path, "a tokenizer", error) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError("it is not an object")  # reported like bad json
-        return value
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise _unreadable(path.parent, path.name, error) from error
 
 
 def _unreadable(path: Path, what: str, error: Exception) -> TrouperValidationError:

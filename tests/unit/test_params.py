@@ -364,3 +364,11 @@ def test_all_strings_of_a_list_have_a_length_together():
     with pytest.raises(TrouperValidationError, match="characters together") as caught:
         SamplingParams(bad_words=[*fitting, "x"])
     assert (caught.value.parameter, caught.value.value) == ("bad_words", MAX_STRINGS_CHARS + 1)
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 10**400}, {"logit_bias": {1: -(10**400)}}], ids=list
+)
+def test_an_integer_that_no_float_holds_is_not_finite(params):
+    with pytest.raises(TrouperValidationError, match="finite"):
+        SamplingParams(**params)

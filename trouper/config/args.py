@@ -193,7 +193,7 @@ class EngineArgs:
         if device == "cpu" and pooler is None and chunked and self._is_step_open:
             step_tokens = min(step_tokens, max(CPU_STEP_TOKENS, max_num_seqs))
         return EngineConfig(
-            model=model,
+            model=model.with_lengths_below(max_model_len),
             pooler=pooler,
             tokenizer=None if self.skip_tokenizer_init else tokenizer_path(self, model),
             dtype=dtype,

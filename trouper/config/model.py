@@ -1,21 +1,21 @@
-"""A model folder as its json files describe it.  Only json files are read here; torch is never imported.
+"""A model folder as its json files describe it.  Only json files are read here; torch is never imported."""
 
-Source: spec section 2.6.
-"""
-
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from trouper.config.files import check_folder, checked, read_object
+from trouper.config.hf_fields import GenerationFields, HfFields
 from trouper.config.pooler import PoolerConfig, PoolerSpec, is_pooling, pooler_spec
 from trouper.config.presets import GEOMETRIES
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, invalid
+from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, SamplingParams
 
 if TYPE_CHECKING:
     from trouper.config.args import EngineArgs
 
+GENERATION = "generation_config.json"
 DEMO_MODEL = Path(__file__).parents[1] / "demo"
 DTYPES = {
     "half": "float16", "float16": "float16", "fp16": "float16",
@@ -62,44 +62,48 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Read the folder, the hub snapshot, the geometry or the bundled demo that `args.model` names.
 
         Raises:
-            TrouperValidationError: no such folder or hub id, or no readable config.json in it.
+            TrouperValidationError: no such folder or hub id, no readable config.json in it, or a field of
+                the wrong type or size; the message names the file and the field.
         """
         path = _model_path(args)
-        is_folder = path.is_dir()
-        raw = (
-            _read_json(path / "config.json", required=True) if is_folder else GEOMETRIES[str(path)]
-        )
-        config: dict[str, Any] = {**raw, **(raw.get("text_config") or {})}
-        architectures: list[str] = raw.get("architectures") or config.get("architectures") or []
-        config["architectures"] = architectures
+        if path.is_dir():
+            check_folder(path)
+            raw = read_object(path / "config.json")
+            if raw is None:
+                raise invalid("model", "no config.json in the model folder", str(path))
+        else:
+            raw = GEOMETRIES[str(path)]
+        config = _lifted(raw)
         _use_common_names(config)
+        fields = checked(config, HfFields, "config.json")
+        if not fields.architectures:
+            raise invalid("model", "config.json has no 'architectures'", str(path))
         generation = _generation_config(args, path)
-        eos: int | list[int] | None = generation.get("eos_token_id", config.get("eos_token_id"))
-        try:
-            return cls(
-                path=str(path),
-                name=args.model or "trouper-demo",
-                architecture=architectures[0],
-                hf_config=config,
-                vocab_size=int(config["vocab_size"]),
-                hidden_size=int(config.get("hidden_size", 0)),
-                max_position_embeddings=_num_positions(config),
-                dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-                eos_token_ids=tuple(
-                    eos if isinstance(eos, list) else [eos] if eos is not None else ()
-                ),
-                default_sampling=_default_sampling(generation),
-            )
-        except (IndexError, KeyError) as error:
-            missing = error.args[0] if isinstance(error, KeyError) else "architectures"
-            raise TrouperValidationError(
-                f"config.json of {args.model or 'the demo model'} has no {missing!r}",
-                parameter="model",
-            ) from None
-        except (TypeError, ValueError) as error:
-            raise TrouperValidationError(
-                f"config.json has a wrong value: {error}", parameter="model", value=str(path)
-            ) from None
+        eos = checked(
+            {"eos_token_id": generation.get("eos_token_id", config.get("eos_token_id"))},
+            GenerationFields,
+            "generation_config.json",
+        ).eos_token_id
+        return cls(
+            path=str(path),
+            name=args.model or "trouper-demo",
+            architecture=fields.architectures[0],
+            hf_config=config,
+            vocab_size=_needed(fields, "vocab_size", path),
+            hidden_size=fields.hidden_size or 0,
+            max_position_embeddings=_num_positions(fields, path),
+            dtype=fields.dtype or fields.torch_dtype or "float32",
+            eos_token_ids=tuple(eos if isinstance(eos, list) else [eos] if eos is not None else ()),
+            default_sampling=_default_sampling(generation),
+        )
+
+    def with_lengths_below(self, max_model_len: int) -> Self:
+        """Copy it with a default of max_tokens that a request to this engine may ask for."""
+        wanted = self.default_sampling.get("max_tokens")
+        if wanted is None or wanted <= max_model_len:
+            return self
+        sampling = {**self.default_sampling, "max_tokens": max_model_len}
+        return msgspec.structs.replace(self, default_sampling=sampling)
 
     def pooler(self, runner: str, convert: str, wishes: Any) -> PoolerSpec | None:
         """How the model pools; None when it generates."""
@@ -117,10 +121,28 @@ def _use_common_names(config: dict[str, Any]) -> None:
                 config[name] = config[other]
 
 
-def _num_positions(config: dict[str, Any]) -> int:
-    num_positions = int(config["max_position_embeddings"])
-    if config.get("model_type") in _OFFSET_POSITIONS:
-        num_positions -= int(config.get("pad_token_id") or 1) + 1
+def _lifted(raw: dict[str, Any]) -> dict[str, Any]:
+    """Put the fields of a nested text_config to the top, where those of a plain decoder are."""
+    nested = checked(raw.get("text_config") or {}, dict[str, Any], "config.json: text_config")
+    config = {**raw, **nested}
+    config["architectures"] = raw.get("architectures") or config.get("architectures") or []
+    return config
+
+
+def _needed(fields: HfFields, name: str, path: Path) -> int:
+    value = getattr(fields, name)
+    if value is None:
+        raise invalid("model", f"config.json has no {name!r}", str(path))
+    return value
+
+
+def _num_positions(fields: HfFields, path: Path) -> int:
+    """Count the tokens of the longest sequence; some encoders keep rows for padding before the first one."""
+    num_positions = _needed(fields, "max_position_embeddings", path)
+    if fields.model_type in _OFFSET_POSITIONS:
+        num_positions -= (fields.pad_token_id or 1) + 1
+    if num_positions < 1:
+        raise invalid("model", "config.json: pad_token_id leaves no position", fields.pad_token_id)
     return num_positions
 
 
@@ -178,41 +200,42 @@ def tokenizer_path(args: "EngineArgs", model: ModelConfig) -> str:
     return str(_download(args, args.tokenizer, args.tokenizer_revision))
 
 
-def _read_json(path: Path, *, required: bool = False, parameter: str = "model") -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        if not required:
-            return {}
-        raise TrouperValidationError(
-            f"no {path.name} in the {parameter} folder", parameter=parameter, value=str(path.parent)
-        ) from None
-    except (OSError, ValueError) as error:
-        raise TrouperValidationError(
-            f"{path.name} cannot be read: {error}", parameter=parameter, value=str(path.parent)
-        ) from None
-    if not isinstance(value, dict):
-        raise TrouperValidationError(
-            f"{path.name} is not an object", parameter=parameter, value=str(path.parent)
-        )
-    return cast("dict[str, Any]", value)
-
-
 def _generation_config(args: "EngineArgs", path: Path) -> dict[str, Any]:
     source = args.generation_config
-    own = _read_json(path / "generation_config.json")
+    own = read_object(path / GENERATION) or {}
     if source in ("trouper", "vllm"):
         own = {name: value for name, value in own.items() if name not in _SAMPLING_DEFAULTS}
     elif source != "auto":
-        path = Path(source).expanduser() / "generation_config.json"
-        own = _read_json(path, required=True, parameter="generation_config")
+        folder = Path(source).expanduser()
+        found = read_object(folder / GENERATION, "generation_config")
+        if found is None:
+            rule = f"no {GENERATION} in the generation_config folder"
+            raise invalid("generation_config", rule, str(folder))
+        own = found
     return {**own, **(args.override_generation_config or {})}
 
 
 def _default_sampling(generation: dict[str, Any]) -> dict[str, Any]:
+    """Pick the sampling defaults.
+
+    Raises:
+        TrouperValidationError: one that no request could use; the message names the file and the field.
+    """
     found = {n: generation[n] for n in _SAMPLING_DEFAULTS if generation.get(n) is not None}
     if "max_new_tokens" in found:
         found["max_tokens"] = found.pop("max_new_tokens")
+    temperature = found.get("temperature")
+    if isinstance(temperature, float) and GREEDY_BELOW <= temperature < LOWEST_TEMPERATURE:
+        found["temperature"] = LOWEST_TEMPERATURE  # as `SamplingParams` does, with a warning
+    try:
+        SamplingParams(**found)
+    except TrouperValidationError as error:
+        rule = f"{GENERATION}: {error.message}"
+        raise TrouperValidationError(
+            rule,
+            parameter=error.parameter,
+            value=generation.get(error.parameter or "", error.value),
+        ) from None
     return found
 
 

@@ -4,14 +4,15 @@ An explicit setting beats the sentence-transformers files, which beat the archit
 json files are read.  Source: spec section 14.
 """
 
-import json
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import msgspec
 
+from trouper.config.files import check_folder, checked, read_json, read_object
+from trouper.config.hf_fields import DenseFields, Module, PoolingFields, TransformerFields
 from trouper.config.late_interaction import UNLIMITED, LateInteraction
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import UnsupportedFeatureError, invalid
 
 SeqPooling = Literal["CLS", "LAST", "MEAN"]
 TokPooling = Literal["ALL", "STEP"]
@@ -59,7 +60,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         kind = self.pooling_type
         if kind is not None and (self.seq_pooling_type or self.tok_pooling_type):
-            raise _bad("pooling_type", kind, "sets one of the other two; give only one of them")
+            raise invalid("pooling_type", "sets one of the other two; give only one of them", kind)
         for name, known in (
             ("pooling_type", SEQ_POOLINGS + TOK_POOLINGS),
             ("seq_pooling_type", SEQ_POOLINGS),
@@ -67,9 +68,9 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             value = getattr(self, name)
             if value is not None and value not in known:
-                raise _bad(name, value, f"must be one of {', '.join(known)}")
+                raise invalid(name, f"must be one of {', '.join(known)}", value)
         if self.logit_sigma == 0:
-            raise _bad("logit_sigma", 0, "must not be 0")
+            raise invalid("logit_sigma", "must not be 0", 0)
         if self.enable_chunked_processing or self.max_embed_len is not None:
             raise UnsupportedFeatureError("enable_chunked_processing is not supported yet")
 
@@ -88,10 +89,10 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 given = {n: getattr(given, n) for n in names if hasattr(given, n)}
             fields = cast("dict[str, Any]", given)
             if unknown := fields.keys() - set(cls.__struct_fields__):
-                raise _bad("pooler_config", sorted(unknown), "unknown options")
+                raise invalid("pooler_config", "unknown options", sorted(unknown))
             return msgspec.convert(fields, cls)
         except msgspec.MsgspecError as error:
-            raise _bad("pooler_config", given, str(error)) from None
+            raise invalid("pooler_config", str(error), given) from None
 
     @property
     def seq(self) -> str | None:
@@ -147,19 +148,19 @@ def is_pooling(runner: str, convert: str, folder: Path, architecture: str) -> bo
         TrouperValidationError: an option that does not exist, or that this model cannot follow.
     """
     if runner not in ("auto", "generate", "pooling", "draft"):
-        raise _bad("runner", runner, "must be auto, generate or pooling")
+        raise invalid("runner", "must be auto, generate or pooling", runner)
     if convert not in ("auto", "none", *CONVERSIONS):
-        raise _bad("convert", convert, "must be auto, none, embed or classify")
+        raise invalid("convert", "must be auto, none, embed or classify", convert)
     is_decoder = architecture.endswith("ForCausalLM")
     if runner == "generate":
         if convert in CONVERSIONS:
-            raise _bad("convert", convert, "makes a pooling model: runner='pooling'")
+            raise invalid("convert", "makes a pooling model: runner='pooling'", convert)
         if not is_decoder:
-            raise _bad("runner", runner, f"{architecture} is a pooling model: runner='pooling'")
+            raise invalid("runner", f"{architecture} is a pooling model: runner='pooling'", runner)
         return False
     if is_decoder and convert == "none":
         if runner == "pooling":
-            raise _bad("convert", convert, f"{architecture} pools only as embed or classify")
+            raise invalid("convert", f"{architecture} pools only as embed or classify", convert)
         return False
     asked = runner == "pooling" or convert in CONVERSIONS
     return asked or not is_decoder or (folder / "modules.json").is_file()
@@ -180,11 +181,11 @@ def pooler_spec(
     """
     is_decoder = _is_decoder(architecture)
     found = _Modules(folder)
-    saved: Any = _read(folder / "config_sentence_transformers.json", {})
+    saved = read_object(folder / "config_sentence_transformers.json") or {}
     tasks = _tasks(architecture, found, convert)
     task = wishes.task or next(task for task in MODEL_ORDER if task in tasks)
     if task not in tasks:
-        raise _bad("task", task, f"this model can {', '.join(tasks)}")
+        raise invalid("task", f"this model can {', '.join(tasks)}", task)
     by_default: SeqPooling = "LAST" if is_decoder else "CLS"
     if config.get("model_type") == "modernbert" and "classify" in tasks:
         by_default = "MEAN" if config.get("classifier_pooling") == "mean" else "CLS"
@@ -221,7 +222,7 @@ def pooler_spec(
         late=late,
     )
     if spec.dimensions is not None and spec.dimensions > embedding_size:
-        raise _bad("dimensions", spec.dimensions, f"must be in [1, {embedding_size}]")
+        raise invalid("dimensions", f"must be in [1, {embedding_size}]", spec.dimensions)
     return spec
 
 
@@ -254,7 +255,7 @@ def _embedding_size(found: "_Modules", architecture: str, config: dict[str, Any]
 def _late_interaction(
     folder: Path, found: "_Modules", saved: dict[str, Any]
 ) -> LateInteraction | None:
-    stanford: Any = _read(folder / "artifact.metadata", {})
+    stanford = read_object(folder / "artifact.metadata") or {}
     try:
         if found.mask is not None:
             return LateInteraction.of_sentence_transformers(
@@ -262,7 +263,9 @@ def _late_interaction(
             )
         return LateInteraction.of_pylate(saved) or LateInteraction.of_stanford(stanford)
     except msgspec.ValidationError as error:
-        raise _bad("model", str(folder), f"its markers of queries and documents: {error}") from None
+        raise invalid(
+            "model", f"its markers of queries and documents: {error}", str(folder)
+        ) from None
 
 
 def _labels(config: dict[str, Any]) -> tuple[str, ...]:
@@ -308,12 +311,12 @@ class _Modules:
         self.lowers_case = False
         if not (folder / "modules.json").is_file():
             return
-        modules: Any = _read(folder / "modules.json")
+        modules = checked(read_json(folder / "modules.json"), list[Module], "modules.json")
         kinds: list[str] = []
-        for module in cast("list[dict[str, Any]]", modules):
-            kind = str(module.get("type", "")).rpartition(".")[2]
+        for module in modules:
+            kind = module.type.rpartition(".")[2]
             kinds.append(kind)
-            self._take(kind, folder / str(module.get("path", "")))
+            self._take(kind, _inside(folder, module.path))
         self.normalizes = "Normalize" in kinds
         # A projection of each token, and no pooling over them.
         self.is_late_interaction = "Pooling" not in kinds and (
@@ -326,17 +329,18 @@ class _Modules:
         match kind:
             case "Transformer":
                 files = (folder / f"sentence_{name}_config.json" for name in ST_TRANSFORMERS)
-                found: list[dict[str, Any]] = [_read(file, {}) for file in files]
-                self.transformer = own = next(filter(None, found), self.transformer)
-                if own.get("max_seq_length") is not None:
-                    self.max_length = int(own["max_seq_length"])
-                self.lowers_case = bool(own.get("do_lower_case", False))
+                self.transformer = next(filter(None, map(read_object, files)), {})
+                own = checked(
+                    self.transformer, TransformerFields, f"{folder.name}/sentence_…_config.json"
+                )
+                self.max_length = own.max_seq_length or self.max_length
+                self.lowers_case = bool(own.do_lower_case)
             case "Pooling":
-                self.pooling = _pooling(_read(folder / "config.json"))
+                self.pooling = _pooling(_needed(folder / "config.json"))
             case "Dense":
                 self.dense = (*self.dense, _dense(folder))
             case "MultiVectorMask":
-                self.mask = _read(folder / "config.json")
+                self.mask = _needed(folder / "config.json")
             case "Normalize" | "Dropout":
                 pass
             case _:
@@ -347,13 +351,13 @@ class _Modules:
 
 def _tokenizer_length(folder: Path) -> int | None:
     """Tokens a text; what is no positive number, or a huge one, is a tokenizer's way to say no limit."""
-    length: Any = _read(folder / "tokenizer_config.json", {}).get("model_max_length")
+    length: Any = (read_object(folder / "tokenizer_config.json") or {}).get("model_max_length")
     return int(length) if type(length) in (int, float) and 1 <= length < UNLIMITED else None
 
 
 def _pooling(config: dict[str, Any]) -> SeqPooling:
     modes = [name for name, is_on in config.items() if name.startswith("pooling_mode_") and is_on]
-    own = config.get("pooling_mode")
+    own = checked(config, PoolingFields, "Pooling/config.json").pooling_mode
     if own is not None:
         modes = [own] if isinstance(own, str) else list(own)
     if len(modes) != 1 or modes[0] not in ST_MODES:
@@ -362,31 +366,26 @@ def _pooling(config: dict[str, Any]) -> SeqPooling:
 
 
 def _dense(folder: Path) -> Dense:
-    config: Any = _read(folder / "config.json")
-    name = str(config.get("activation_function") or "identity").rpartition(".")[2].lower()
+    config = _needed(folder / "config.json")
+    fields = checked(config, DenseFields, f"{folder.name}/config.json")
+    name = (fields.activation_function or "identity").rpartition(".")[2].lower()
     if name not in DENSE_ACTIVATIONS:
         raise UnsupportedFeatureError(f"the activation {name} of {folder.name} is not supported")
-    if config.get("use_residual"):
+    if fields.use_residual:
         raise UnsupportedFeatureError(f"use_residual of {folder.name} is not supported")
-    return Dense(
-        str(folder),
-        int(config["in_features"]),
-        int(config["out_features"]),
-        bool(config.get("bias", True)),
-        name,
-    )
+    return Dense(str(folder), fields.in_features, fields.out_features, fields.bias, name)
 
 
-def _read(path: Path, default: Any = None) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if default is not None:
-            return default
-        raise _bad("model", str(path), "the model folder lacks this file") from None
-    except (OSError, ValueError) as error:
-        raise _bad("model", str(path), f"cannot be read: {error}") from None
+def _needed(path: Path) -> dict[str, Any]:
+    found = read_object(path)
+    if found is None:
+        raise invalid("model", "the model folder lacks this file", str(path))
+    return found
 
 
-def _bad(name: str, value: Any, rule: str) -> TrouperValidationError:
-    return TrouperValidationError(f"{name}: {rule}", parameter=name, value=value)
+def _inside(folder: Path, name: str) -> Path:
+    """Name a module's folder, which lies in the model's."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise invalid("model", "modules.json: a path that leads out of the folder", name)
+    check_folder(folder / name)
+    return folder / name

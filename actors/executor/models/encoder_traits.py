@@ -10,8 +10,14 @@ from typing import Literal
 
 import msgspec
 
-from trouper.actors.executor.models.traits import HfConfig, RopeTraits, require, rope_traits
-from trouper.errors import UnsupportedFeatureError
+from trouper.actors.executor.models.traits import (
+    HfConfig,
+    RopeTraits,
+    read_traits,
+    require,
+    rope_traits,
+)
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 Act = Literal["gelu", "gelu_tanh", "silu", "relu"]
 ACTS: dict[str, Act] = {
@@ -76,15 +82,15 @@ class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encoder_traits(config: HfConfig, architecture: str) -> EncoderTraits | None:
-    """None when the architecture is no encoder that is known here.
+    """Read a Hugging Face config; None when the architecture is no encoder that is known here.
 
     Raises:
         UnsupportedFeatureError: a trait of this model is not known.
-        TrouperValidationError: the config lacks a number.
+        TrouperValidationError: the config lacks a number or contradicts itself.
     """
     for prefix, reader in READERS.items():
         if architecture.startswith(prefix):
-            return reader(config)
+            return read_traits(reader, config, architecture)
     return None
 
 
@@ -108,7 +114,14 @@ def _common(config: HfConfig, **own: object) -> EncoderTraits:
         "act": ACTS[name],
         **own,
     }
-    return EncoderTraits(**fields)  # type: ignore[arg-type]  # checked by `require` and the readers
+    traits = EncoderTraits(**fields)  # type: ignore[arg-type]  # checked by `require` and the readers
+    if traits.hidden_size % traits.num_heads:
+        rule = f"{traits.num_heads} heads do not divide hidden_size ({traits.hidden_size})"
+        raise TrouperValidationError(rule, parameter="num_attention_heads", value=traits.num_heads)
+    if traits.windows and len(traits.windows) != traits.num_layers:
+        rule = f"config.json describes {len(traits.windows)} layers, not {traits.num_layers}"
+        raise TrouperValidationError(rule, parameter="layer_types")
+    return traits
 
 
 BERT_NAMES = Names(

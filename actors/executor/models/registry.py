@@ -13,6 +13,7 @@ from trouper.actors.executor.models.traits import (
     HfConfig,
     LayerTraits,
     common_traits,
+    read_traits,
     require,
     rope_traits,
 )
@@ -34,7 +35,7 @@ def decoder_traits(config: HfConfig, architecture: str) -> DecoderTraits:
         raise UnsupportedFeatureError(
             f"architecture {architecture!r} is not supported; known are {known}"
         )
-    return reader(config)
+    return read_traits(reader, config, architecture)
 
 
 def generating_sibling(architecture: str) -> str:

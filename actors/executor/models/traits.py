@@ -5,14 +5,17 @@ the rest.  `registry.decoder_traits` reads them from a Hugging Face config.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from trouper.config.files import checked
+from trouper.config.hf_fields import Rope
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 HfConfig = Mapping[str, Any]
+T = TypeVar("T")
 NormPlacement = Literal["pre", "post", "sandwich"]
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -90,6 +93,25 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
 
 
+def read_traits(reader: Callable[[HfConfig], T], config: HfConfig, kind: str) -> T:
+    """Call the reader of an architecture, or of another kind of thing that config.json describes.
+
+    Raises:
+        UnsupportedFeatureError: the reader does not know a trait.
+        TrouperValidationError: the config is not one of this kind.
+    """
+    try:
+        traits = reader(config)
+        return msgspec.convert(msgspec.to_builtins(traits), type(traits))  # types and nulls
+    except (TrouperValidationError, UnsupportedFeatureError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TrouperValidationError(
+            f"config.json: no {kind} can be read from it ({type(error).__name__}: {error})",
+            parameter="model",
+        ) from error
+
+
 def common_traits(
     config: HfConfig,
     *,
@@ -108,6 +130,12 @@ def common_traits(
     """
     num_q_heads = require(config, "num_attention_heads")
     head_dim = config.get("head_dim") or require(config, "hidden_size") // num_q_heads
+    if head_dim < 1:
+        raise TrouperValidationError(
+            "config.json: more heads than hidden_size",
+            parameter="num_attention_heads",
+            value=num_q_heads,
+        )
     num_layers = require(config, "num_hidden_layers")
     fields: dict[str, Any] = {
         "vocab_size": require(config, "vocab_size"),
@@ -178,10 +206,17 @@ def rope_traits(
     if parameters is None:
         parameters = config.get("rope_parameters") or config.get("rope_scaling")
     parameters = parameters or {}
+    checked(parameters, Rope, "config.json: rope_parameters")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     share = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     theta = parameters.get("rope_theta") or config.get("rope_theta") or default_theta
     plain = RopeTraits(theta=float(theta), width=int(head_dim * share))
+    if plain.width < 2 or plain.width % 2:
+        raise TrouperValidationError(
+            f"config.json: {plain.width} of a head's {head_dim} dimensions would be rotated, an odd number or none",
+            parameter="head_dim",
+            value=head_dim,
+        )
     # Below the trained length, which max_model_len never exceeds, dynamic scaling is none at all.
     if kind in ("default", "mrope", "dynamic"):
         return plain
@@ -197,11 +232,15 @@ def rope_traits(
     if kind == "linear":
         return msgspec.structs.replace(stretched, kind="linear")
     if kind == "llama3":
+        low, high = parameters.get("low_freq_factor"), parameters.get("high_freq_factor")
+        if low is None or high is None or not low < high:
+            rule = "config.json: llama3 needs low_freq_factor < high_freq_factor"
+            raise TrouperValidationError(rule, parameter="rope_parameters", value=(low, high))
         return msgspec.structs.replace(
             stretched,
             kind="llama3",
-            low_freq_factor=float(parameters["low_freq_factor"]),
-            high_freq_factor=float(parameters["high_freq_factor"]),
+            low_freq_factor=float(low),
+            high_freq_factor=float(high),
         )
     if kind == "yarn":
         return _yarn(stretched, parameters)

@@ -8,7 +8,6 @@ Laws:
   * Nothing is ever unpickled.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -36,7 +35,8 @@ from trouper.actors.executor.weights.quantized import (
     unsupported,
 )
 from trouper.config.args import EngineConfig
-from trouper.errors import TrouperValidationError
+from trouper.config.files import check_folder, checked, read_object
+from trouper.errors import TrouperValidationError, invalid
 from trouper.kernels.cpu.linear.layer import Linear
 from trouper.kernels.cpu.linear.quantization import (
     GROUP,
@@ -274,13 +274,18 @@ def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:
 
 
 def _file_names(folder: Path) -> list[str]:
-    index = folder / INDEX
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
+    """List the files of a checkpoint; raises TrouperValidationError for none, or for one that lies elsewhere."""
+    index = read_object(folder / INDEX)
+    if index is None:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
-        raise TrouperValidationError(
-            "no safetensors in the model folder", parameter="model", value=str(folder)
+    else:
+        names = sorted(
+            set(checked(index.get("weight_map"), dict[str, str], f"{INDEX}: weight_map").values())
         )
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise invalid("model", f"{INDEX}: weight_map: not the name of a safetensors file", name)
+    check_folder(folder)
+    if not names:
+        raise invalid("model", "no safetensors in the model folder", str(folder))
     return names

@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.models.traits import read_traits
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.cpu.linear.quantization import Integers
 
@@ -100,14 +101,16 @@ def integer_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
 
     Raises:
         UnsupportedFeatureError: a method or a field that is not read here; the message names it.
+        TrouperValidationError: a field of the wrong type.
     """
     config = hf_config.get("quantization_config")
     if not config:
         return None
     method = config.get("quant_method")
-    if method not in READERS:
+    reader = READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
         raise unsupported("quant_method", f"{method!r}; {', '.join(READERS)} are")
-    return READERS[method](config)
+    return read_traits(reader, config, "quantization_config")
 
 
 def joined(parts: Sequence[Integers]) -> Integers:
