@@ -36,7 +36,7 @@ from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.replies.pooling_slot import PoolingSlot
 from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.actors.replies.slot import Slot
-from trouper.actors.runtime.event_loop import Loop
+from trouper.actors.runtime.event_loop import EventLoop
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.config.args import EngineConfig
 from trouper.errors import (
@@ -82,7 +82,7 @@ class Engine(Controls):
         scheduler: Scheduler,
         detokenizer: Detokenizer | None,  # None in an engine that pools
         observer: Observer | None,
-        loop: Loop,
+        loop: EventLoop,
         leave_core: Callable[[], None],
     ) -> None:
         super().__init__(
@@ -204,7 +204,7 @@ class Engine(Controls):
         slot = self._slot(request_id, params)
         now = time.time()
         slot.stats.arrival_time = now if arrival_time is None else arrival_time
-        slot.stats.arrival_ts = self._loop.now() - max(0.0, now - slot.stats.arrival_time)
+        slot.stats.arrival_ts = anyio.current_time() - max(0.0, now - slot.stats.arrival_time)
         self._open[request_id] = id, slot
         self._admission.enter(params.n)
         message = render(id=id, params=params, slot=slot, arrival_time=slot.stats.arrival_time)
@@ -217,18 +217,14 @@ class Engine(Controls):
 
     def _slot(self, request_id: str, params: SamplingParams | PoolingParams) -> Slot[Any]:
         prefills, shows_stats = self._admission.prefills, self.config.log_stats
-        new_event = self._loop.new_event
         if isinstance(params, PoolingParams):
-            return PoolingSlot(
-                request_id, prefills=prefills, shows_stats=shows_stats, new_event=new_event
-            )
+            return PoolingSlot(request_id, prefills=prefills, shows_stats=shows_stats)
         return ReplySlot(
             request_id,
             params,
             self.config.stream_interval,
             prefills=prefills,
             shows_stats=shows_stats,
-            new_event=new_event,
         )
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
@@ -251,7 +247,7 @@ class Engine(Controls):
     def drop_request(self, id: RequestId, slot: Slot[Any]) -> None:
         """Its reader was garbage, in whatever thread: close it on the loop."""
         try:
-            self._loop.soon(partial(self.close_request, id, slot, is_finished=False))
+            self._loop.call_soon(partial(self.close_request, id, slot, is_finished=False))
         except RuntimeError:
             pass  # the loop has ended, and the request with it
 

@@ -6,7 +6,7 @@ learns of it where it waits, and at the latest where it ends.
 """
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ from trouper.actors.rendering.pooling import PoolingPrompts
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.actors.runtime.event_loop import Loop
+from trouper.actors.runtime.event_loop import EventLoop
 from trouper.actors.runtime.threads import Threads, WorkerThreads
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
@@ -146,14 +146,13 @@ async def _perform(
     to_observer, observer_inbox = anyio.create_memory_object_stream[ObserverInbox](MAX_FACTS)
     engine: Engine | None = None
     with (
-        closing(Loop()) as loop,
         to_renderer, renderer_inbox, to_large_renderer, large_renderer_inbox,
         to_scheduler, scheduler_inbox, to_executor, executor_inbox,
         to_detokenizer, detokenizer_inbox, to_pooler, pooler_inbox, to_observer, observer_inbox,
     ):  # fmt: skip
         try:
             async with anyio.create_task_group() as troupe:
-                executor = Executor(executor_inbox, to_scheduler.clone(), device, loop.soon)
+                executor = Executor(executor_inbox, to_scheduler.clone(), device)
                 info, tokenizer = await _load(config, executor, threads, troupe)
                 policy = _make_policy(config, info)
                 observer = _make_observer(config, info, observer_inbox, policy, note_ended)
@@ -194,7 +193,7 @@ async def _perform(
                     await troupe.start(renderer.run, name=f"renderer {number}")
                 engine = Engine(
                     config, info, tokenizer, to_renderer, to_large_renderer, to_scheduler,
-                    to_executor, to_observer, scheduler, detokenizer, observer, loop, device.leave_core,
+                    to_executor, to_observer, scheduler, detokenizer, observer, EventLoop(), device.leave_core,
                 )  # fmt: skip
                 task_status.started(engine)
         except BaseExceptionGroup as group:

@@ -7,7 +7,6 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from trouper.actors.executor.device import Device, DeviceInfo
 from trouper.actors.messages.controls import DeviceCall
 from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
-from trouper.actors.runtime.event_loop import Soon
 
 CLOSE_GRACE_S = 30  # one step under way, then the memory goes back
 
@@ -20,17 +19,15 @@ class Executor:
         inbox: MemoryObjectReceiveStream[ExecutorInbox],
         scheduler: MemoryObjectSendStream[SchedulerInbox],
         device: Device,
-        soon: Soon | None = None,
     ) -> None:
         self._inbox = inbox
         self._scheduler = scheduler
         self._device = device
-        self._soon = soon
 
     async def run(self, *, task_status: TaskStatus[DeviceInfo] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox, self._scheduler:
             try:
-                info = await self._device.load(self._soon)
+                info = await self._device.load()
                 async with anyio.create_task_group() as tg:
                     # Room for the answers is reserved: there are never more than the plans in flight.
                     tell = self._scheduler.send_nowait

@@ -7,7 +7,6 @@ import msgspec
 
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
-from trouper.actors.runtime.event_loop import Soon
 
 Result_co = TypeVar("Result_co", covariant=True)
 Answer = StepDone | PoolDone | StepFailed
@@ -38,12 +37,8 @@ class Device(Protocol):
     which tasks happen to be resumed.
     """
 
-    async def load(self, soon: Soon | None = None) -> DeviceInfo:
-        """Weights, KV memory, graphs: everything that can fail at start.
-
-        Args:
-            soon: has something called on the event loop, from any thread; None: the loop's own way.
-        """
+    async def load(self) -> DeviceInfo:
+        """Weights, KV memory, graphs: everything that can fail at start."""
         ...
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:

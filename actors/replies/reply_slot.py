@@ -4,14 +4,10 @@ Law, beside those of `Slot`.  What has not been read yet merges: memory is bound
 however slow the reader.  Source: spec sections 4.3 and 9.4.
 """
 
-from collections.abc import Callable
-
-import anyio
 import msgspec
 
 from trouper.actors.engine.admission import Prefills
 from trouper.actors.replies.slot import Slot
-from trouper.actors.runtime.event_loop import Event
 from trouper.outputs import (
     CompletionOutput,
     FinishReason,
@@ -50,11 +46,8 @@ class ReplySlot(Slot[RequestOutput]):
         *,
         prefills: Prefills | None = None,
         shows_stats: bool = True,
-        new_event: Callable[[], Event] = anyio.Event,
     ) -> None:
-        super().__init__(
-            request_id, params.n, prefills=prefills, shows_stats=shows_stats, new_event=new_event
-        )
+        super().__init__(request_id, params.n, prefills=prefills, shows_stats=shows_stats)
         self._kind = params.output_kind
         self._wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
         self._wants_prompt_logprobs = params.prompt_logprobs is not None

@@ -6,14 +6,12 @@ else.  The output with `finished=True` is handed out exactly once.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import anyio
 import anyio.lowlevel
 
 from trouper.actors.engine.admission import Prefills
-from trouper.actors.runtime.event_loop import Event
 from trouper.outputs import RequestStateStats
 
 Output = TypeVar("Output", covariant=True)
@@ -54,7 +52,6 @@ class Slot(ABC, Generic[Output]):
         *,
         prefills: Prefills | None = None,
         shows_stats: bool = True,
-        new_event: Callable[[], Event] = anyio.Event,
     ) -> None:
         self.request_id = request_id  # the caller's name for it: echoed, never a key
         self._scope: anyio.CancelScope | None = None  # once somebody asks for it
@@ -66,8 +63,7 @@ class Slot(ABC, Generic[Output]):
         self._prompt_token_ids: list[int] = []
         self._error: Exception | None = None
         self._is_closed = self._is_cancelled = False
-        self._new_event = new_event
-        self._woken: Event | None = None  # of whoever waits
+        self._woken: anyio.Event | None = None  # of whoever waits
         self._rendered = Once()
         self._over = Once()
 
@@ -144,7 +140,7 @@ class Slot(ABC, Generic[Output]):
             if self._is_closed:
                 raise anyio.ClosedResourceError
             if self._woken is None:  # whoever else waits shares it
-                self._woken = self._new_event()
+                self._woken = anyio.Event()
             await self._woken.wait()
         return output
 

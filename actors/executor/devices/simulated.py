@@ -24,7 +24,6 @@ from trouper.actors.executor.device import Answer, DeviceInfo
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, PoolPlan, Sampling, StepPlan
 from trouper.actors.messages.results import EntryFailure, StepDone, StepFailed, TokenLogprobs
-from trouper.actors.runtime.event_loop import Soon
 
 ENTRY_BYTES = 8
 POISON = b"\xee" * ENTRY_BYTES
@@ -94,7 +93,7 @@ class SimulatedSteps(ABC, Generic[Plan]):
     def _forget(self) -> None:
         """The memory has gone to sleep."""
 
-    async def load(self, soon: Soon | None = None) -> DeviceInfo:
+    async def load(self) -> DeviceInfo:
         await anyio.sleep(self._conditions.load_s)
         return self._info
 

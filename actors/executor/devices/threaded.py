@@ -31,7 +31,7 @@ from trouper.actors.executor.model_runner import ModelRunner
 from trouper.actors.executor.vigil import Vigil
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepFailed
-from trouper.actors.runtime.event_loop import Loop, Soon
+from trouper.actors.runtime.event_loop import EventLoop
 from trouper.config.args import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 
@@ -77,7 +77,7 @@ class LocalDevice:
         self._answer: Callable[[Answer], None] | None = None  # who takes the answers
         self._broken = anyio.Event()
         self._error: BaseException | None = None  # that broke it
-        self._soon: Soon | None = None  # the way onto the loop
+        self._loop: EventLoop | None = None  # which takes the answers
         self._thread: threading.Thread | None = None
         self._closing: _Post[None] | None = None
         # Touched by the device thread alone:
@@ -90,7 +90,7 @@ class LocalDevice:
         state = f"{len(self._steps)} steps out" if alive else "not running"
         return f"<LocalDevice {self._config.model.name!r} {state}>"
 
-    async def load(self, soon: Soon | None = None) -> DeviceInfo:
+    async def load(self) -> DeviceInfo:
         """Start the thread, import torch, load the model.
 
         Raises:
@@ -100,7 +100,7 @@ class LocalDevice:
         if self._thread is not None:
             raise RuntimeError("a device is loaded once")
         # It returns at once: the thread goes on with the next step while the loop wakes up.
-        self._soon = soon or Loop().soon
+        self._loop = EventLoop()
         self._thread = threading.Thread(target=self._serve, name=DEVICE_THREAD, daemon=True)
         self._thread.start()
         return await self._post(self._load).wait()
@@ -147,9 +147,9 @@ class LocalDevice:
     def _post(
         self, work: Callable[[], Result | Later[Result]], tell: Callable[[], object] | None = None
     ) -> "_Post[Result]":
-        if self._soon is None or self._closing is not None:
+        if self._loop is None or self._closing is not None:
             raise RuntimeError("the device is closed, or was never loaded")
-        post = _Post(work, self._soon, tell)
+        post = _Post(work, self._loop, tell)
         self._vigil.call()
         self._posts.put(post)
         return post
@@ -274,11 +274,11 @@ class _Post(Generic[Result]):
     def __init__(
         self,
         work: Callable[[], Result | Later[Result]],
-        soon: Soon,
+        loop: EventLoop,
         tell: Callable[[], object] | None,
     ) -> None:
         self._work: Callable[[], Result | Later[Result]] = work
-        self._soon = soon
+        self._loop = loop
         self._waited: anyio.Event | None = None
         if tell is None:
             self._waited = anyio.Event()
@@ -332,7 +332,7 @@ class _Post(Generic[Result]):
             self._result = result
         self.is_done = True
         try:
-            self._soon(self._tell)
+            self._loop.call_soon(self._tell)
         except RuntimeError:  # the loop has ended: nobody waits any more
             pass
 
