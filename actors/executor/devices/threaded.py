@@ -28,7 +28,6 @@ from trouper.actors.executor.cpu.thread_priority import (
 )
 from trouper.actors.executor.device import Answer, DeviceInfo, Later
 from trouper.actors.executor.model_runner import ModelRunner
-from trouper.actors.executor.vigil import Vigil
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepFailed
 from trouper.actors.runtime.event_loop import EventLoop
@@ -70,7 +69,6 @@ class LocalDevice:
         # The executor's credits bound it: max_steps_in_flight steps, a call and the closing.
         # Beside them comes one `LOOK` for each launched step that tells when it is ready.
         self._posts: queue.SimpleQueue[_Post[Any] | str | None] = queue.SimpleQueue()
-        self._vigil = Vigil()
         self._cores = Cores()
         self.leave_core = self._cores.leave_one
         self._steps: deque[_Post[Answer]] = deque()  # submitted, not delivered
@@ -150,7 +148,6 @@ class LocalDevice:
         if self._loop is None or self._closing is not None:
             raise RuntimeError("the device is closed, or was never loaded")
         post = _Post(work, self._loop, tell)
-        self._vigil.call()
         self._posts.put(post)
         return post
 
@@ -160,15 +157,12 @@ class LocalDevice:
         while True:
             while self._launched and self._launched[0].is_ready():
                 self._launched.popleft().finish()
-            if not self._launched and self._posts.empty():
-                self._vigil.keep()
             if self._launched and not self._launched[0].tells and self._posts.empty():
                 # Not `get` with a timeout: before CPython 3.13 that may wait for ever, if the thread loses
                 # its processor in the moment in which it sets its clock.
                 time.sleep(POLL_S)
                 continue
             post = self._posts.get()
-            self._vigil.end()
             if post is None:
                 return
             if isinstance(post, str):  # look
@@ -196,8 +190,6 @@ class LocalDevice:
             start_nice(lambda: torch.zeros(WIDE).neg_())  # the threads that help this one
         self._runner = runner = self._make_runner()
         info = runner.load()
-        if self._config.device == "cpu":  # a GPU's thread needs no code of ours for its processor
-            self._vigil.prepare()
         if runner.is_tiny:
             num_threads = 1  # on a busy machine a barrier costs a time slice, 4 ms
         compute_with(num_threads, num_elsewhere)  # the runner may have set it for others
