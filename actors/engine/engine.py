@@ -7,7 +7,7 @@ Requests are opened, aborted and closed synchronously; only what waits for the d
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,6 @@ class Engine(Controls):
         detokenizer: Detokenizer | None,  # None in an engine that pools
         observer: Observer | None,
         loop: EventLoop,
-        leave_core: Callable[[], None],
     ) -> None:
         super().__init__(
             Questions(to_scheduler, to_executor, to_observer),
@@ -92,7 +91,6 @@ class Engine(Controls):
         self.config = config
         self.info = info
         self.tokenizer = tokenizer
-        self.leave_core = leave_core  # the device's
         self._to_renderer = to_renderer
         self._to_large_renderer = to_large_renderer
         self._to_scheduler = to_scheduler

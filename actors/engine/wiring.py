@@ -193,7 +193,7 @@ async def _perform(
                     await troupe.start(renderer.run, name=f"renderer {number}")
                 engine = Engine(
                     config, info, tokenizer, to_renderer, to_large_renderer, to_scheduler,
-                    to_executor, to_observer, scheduler, detokenizer, observer, EventLoop(), device.leave_core,
+                    to_executor, to_observer, scheduler, detokenizer, observer, EventLoop(),
                 )  # fmt: skip
                 task_status.started(engine)
         except BaseExceptionGroup as group:

@@ -66,10 +66,6 @@ class Device(Protocol):
         """
         ...
 
-    def leave_core(self) -> None:
-        """A megabyte has come whose decoding wants a core of the host for some ms.  A device may ignore it."""
-        ...
-
     async def aclose(self) -> None:
         """Give back memory and threads; a step under way ends first.  Idempotent."""
         ...

@@ -74,10 +74,9 @@ class Recording(Generic[Result]):
         """For memory whose address a kernel was given, while recording."""
         self._kept.append(memory)
 
-    def replay(self, *, is_alone: bool = False) -> None:
-        """`is_alone`: in this thread, without those that helped when it was recorded."""
+    def replay(self) -> None:
         self._counters.fill(0)
-        self._replay(num_threads=1 if is_alone else self._num_threads)
+        self._replay(num_threads=self._num_threads)
 
     def _written(self) -> np.ndarray:
         """The commands; each block of arguments begins with a cache line."""

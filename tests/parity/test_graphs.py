@@ -10,7 +10,6 @@ from trouper.actors.executor.batch import make_batch
 from trouper.actors.executor.cpu import pooling_runner, recorded_steps
 from trouper.actors.executor.cpu.pooling_runner import PoolingRunner
 from trouper.actors.executor.cpu.runner import CpuRunner
-from trouper.actors.executor.cpu.thread_priority import LEFT_S, Cores
 from trouper.actors.executor.device import Later
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.messages.plans import PoolEntry, PoolPlan, Sampling
@@ -91,35 +90,6 @@ def test_contexts_of_several_spans_by_several_threads(folder, monkeypatch):
         assert bits_of(folder)[0] == alone[0]
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_step_that_leaves_a_core_to_others_is_the_same_step(folder, monkeypatch):
-    """What two threads have recorded is replayed now by both, now by one."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        monkeypatch.setattr(decode, "SPAN", 16)
-        expected, _ = bits_of(folder)
-        ways, replay = [], Recording.replay
-
-        def watched(self, *, is_alone=False):
-            ways.append((self._num_threads, is_alone))
-            replay(self, is_alone=is_alone)
-
-        monkeypatch.setattr(Recording, "replay", watched)
-        cores = Cores(now=lambda: len(ways) % 3 * LEFT_S)
-        cores.num = 2
-        cores.leave_one()
-        cores.leave_one()  # so one is left in two of three steps
-        driver = Driver(
-            CpuRunner(engine_config(folder, dtype="bfloat16", max_num_seqs=5), cores),
-            shuffle=1, stagger=4,
-        )  # fmt: skip
-        found = driver.run(PROMPTS, 24, ALL_LOGITS)
-    finally:
-        torch.set_num_threads(before)
-    assert {(2, True), (2, False)} <= set(ways)
-    assert [(s.token_ids, s.logprobs) for s in found] == expected
 
 
 def test_short_prompts_are_replayed_among_those_who_decode(folder):

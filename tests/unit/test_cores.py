@@ -12,11 +12,9 @@ from trouper.actors.executor.cpu import thread_priority
 from trouper.actors.executor.cpu.thread_priority import (
     _ATTRIBUTES,
     _CALLS,
-    LEFT_S,
     NICER,
     NICEST,
     SLICE_NS,
-    Cores,
     be_nice,
     compute_with,
     start_nice,
@@ -26,25 +24,6 @@ from trouper.actors.executor.devices.threaded import WIDE
 
 can_ask = platform.system() == "Linux" and platform.machine() in _CALLS
 pytestmark = pytest.mark.skipif(not can_ask, reason="Linux's system calls")
-
-
-@pytest.mark.parametrize("num", [1, 2, 3])
-def test_of_two_cores_one_is_left_for_as_long_as_was_asked_in_all(num):
-    time = 5.0
-    held = Cores(now=lambda: time)
-    held.num = num
-    assert not held.is_one_left
-    held.leave_one()
-    assert held.is_one_left is (num == 2)
-    assert ("left" in repr(held)) is (num == 2)
-    held.leave_one()
-    time += LEFT_S * 1.5
-    assert held.is_one_left is (num == 2)
-    time += LEFT_S
-    assert not held.is_one_left
-    held.leave_one()  # what was asked long ago is over
-    time += LEFT_S * 1.5
-    assert not held.is_one_left
 
 
 def attributes():

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.batch import Batch
-from trouper.actors.executor.cpu.thread_priority import Cores
 from trouper.actors.executor.models.decoder import Decoder
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.sampling.sampler import Sampler
@@ -75,10 +74,8 @@ class RecordedDecoderSteps:
         sampler: Sampler,
         max_rows: int,
         arena: Arena,
-        cores: Cores,
     ) -> None:
         self._decoder, self._caches, self._sampler, self._arena = decoder, caches, sampler, arena
-        self._cores = cores
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
         self._inputs = np.zeros((3, self._max_rows), dtype=np.int64)  # ids, positions, slots
         self._draws = np.zeros((4, self._max_rows), dtype=np.int64)  # picked, slots, ends, tokens
@@ -117,7 +114,7 @@ class RecordedDecoderSteps:
         ends[:num_drawn] = batch.seq_lens[sampling]
         for window, plan in step.plans.items():
             plan.words[:] = batch.plans[window].words
-        step.recording.replay(is_alone=self._cores.is_one_left)
+        step.recording.replay()
         return ForwardOutput(*step.recording.result, tokens[:num_drawn] if is_drawn else None)
 
     def _has_logits(self, num_rows: int) -> bool:

@@ -19,7 +19,6 @@ from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.batch import Batch, make_batch
 from trouper.actors.executor.cpu.memory import give_back_free_memory
 from trouper.actors.executor.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
-from trouper.actors.executor.cpu.thread_priority import Cores
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.kv_memory import KVCache, kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_config
@@ -50,12 +49,10 @@ class CpuRunner:
 
     Args:
         config: resolved; `model.path` holds safetensors unless `load_format` is "dummy".
-        cores: to compute on; None: one.
     """
 
-    def __init__(self, config: EngineConfig, cores: Cores | None = None) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._cores = cores or Cores()
         self._traits = decoder_traits(config.model.hf_config, config.model.architecture)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._slots = RequestSlots(
@@ -123,7 +120,6 @@ class CpuRunner:
                     self._sampler,
                     self._config.scheduler.max_num_seqs,
                     self._arena,
-                    self._cores,
                 )
 
     def _load_decoder(self) -> Decoder[CpuOps]:

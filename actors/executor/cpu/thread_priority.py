@@ -8,53 +8,25 @@ where it generates its own is, too: beside them the loop has four fifths of a co
 model leaves a core to the loop anyway.  Linux weighs a service or a container as a whole, and a terminal's session too,
 so this orders our own threads and those of programs in the same session.
 
-**A core for others.**  A large body wants a core for a while.  Of two that a device computes on it leaves one then: a second
-thread that has to share its core holds the first one up, so a step takes as long, and the loop waits for nobody.  Of
-more cores none is left: what a step would lose there, and the loop gain, has not been measured.
-
 With 32 streams on two Xeon cores the loop was late by 3.5 to 4.1 ms at p99 without either, by 1.2 to 4.2 with slices, and
 by 1.1 to 2.0 with both; embeddings over HTTP came as fast (1.02 and 1.01 of before, in turn).  Beside bodies of 90 MB, on two
-Zen 3 cores, it was late by 2.9 ms with these and helpers alone, by 2.1 with the device's own thread nicer and by 2.0 with
-a core left besides; on two EPYC cores with AVX-512 by 2.6 and, with both, 1.3 (medians of eight runs in turn).
+Zen 3 cores, it was late by 2.9 ms with these and helpers alone, by 2.1 with the device's own thread nicer; on two EPYC cores with AVX-512 by 2.6 and, with both, 1.3 (medians of eight runs in turn).
 """
 
 import contextlib
 import ctypes
-import math
 import os
 import platform
 import struct
 import threading
 from collections.abc import Callable
-from time import perf_counter
 
-LEFT_S = 0.006  # for each megabyte of a body: to come, be searched, decoded and hashed
 SLICE_NS = 5_000_000
 NICER = 6  # a quarter of the weight
 NICEST = 19
 # sched_getattr and sched_setattr, which the C library does not know
 _CALLS = {"x86_64": (315, 314), "aarch64": (275, 274)}
 _ATTRIBUTES = struct.Struct("IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, …
-
-
-class Cores:
-    """Those that a device computes on, and whether it leaves one to others now."""
-
-    def __init__(self, now: Callable[[], float] = perf_counter) -> None:
-        self.num = 1
-        self._now = now
-        self._left_until = -math.inf
-
-    def __repr__(self) -> str:
-        return f"<Cores: {self.num}{', one left to others' if self.is_one_left else ''}>"
-
-    def leave_one(self) -> None:
-        """For `LEFT_S`, after what was asked before."""
-        self._left_until = max(self._left_until, self._now()) + LEFT_S
-
-    @property
-    def is_one_left(self) -> bool:
-        return self.num == 2 and self._now() < self._left_until
 
 
 def take_long_slices() -> None:

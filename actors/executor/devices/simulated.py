@@ -108,9 +108,6 @@ class SimulatedSteps(ABC, Generic[Plan]):
         self._queue.append((cast("Plan", plan), anyio.current_time()))
         self._submitted.set()
 
-    def leave_core(self) -> None:
-        """It computes on none."""
-
     async def deliver(self, answer: Callable[[Answer], None]) -> None:
         while True:
             answer(await self._collect())

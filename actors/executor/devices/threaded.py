@@ -20,7 +20,6 @@ from typing import Any, Generic, TypeVar
 import anyio
 
 from trouper.actors.executor.cpu.thread_priority import (
-    Cores,
     be_nice,
     compute_with,
     start_nice,
@@ -69,8 +68,6 @@ class LocalDevice:
         # The executor's credits bound it: max_steps_in_flight steps, a call and the closing.
         # Beside them comes one `LOOK` for each launched step that tells when it is ready.
         self._posts: queue.SimpleQueue[_Post[Any] | str | None] = queue.SimpleQueue()
-        self._cores = Cores()
-        self.leave_core = self._cores.leave_one
         self._steps: deque[_Post[Answer]] = deque()  # submitted, not delivered
         self._answer: Callable[[Answer], None] | None = None  # who takes the answers
         self._broken = anyio.Event()
@@ -193,7 +190,6 @@ class LocalDevice:
         if runner.is_tiny:
             num_threads = 1  # on a busy machine a barrier costs a time slice, 4 ms
         compute_with(num_threads, num_elsewhere)  # the runner may have set it for others
-        self._cores.num = num_threads
         if self._config.device == "cpu" and self._config.pooler is None and num_threads > 1:
             be_nice()  # as those that help
         return info
@@ -209,7 +205,7 @@ class LocalDevice:
             return CudaRunner(self._config)
         from trouper.actors.executor.cpu.runner import CpuRunner
 
-        return CpuRunner(self._config, self._cores)
+        return CpuRunner(self._config)
 
     def _call(self, method: str, args: tuple[object, ...]) -> object:
         self._finish_launched()
