@@ -23,7 +23,6 @@ from trouper.actors.executor.cpu.thread_priority import (
     be_nice,
     compute_with,
     start_nice,
-    take_long_slices,
 )
 from trouper.actors.executor.device import Answer, DeviceInfo, Later
 from trouper.actors.executor.model_runner import ModelRunner
@@ -176,8 +175,6 @@ class LocalDevice:
     def _load(self) -> DeviceInfo:
         for name, value in TORCH_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        if self._config.device == "cpu":  # where this thread computes; to a GPU it only launches
-            take_long_slices()
         import torch
 
         num_elsewhere = torch.get_num_threads()
