@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 
 from trouper.frontends.server.routes import ROUTES
 
@@ -64,6 +65,8 @@ class Attack:
             self.expect(row, name, lambda greeting=greeting: self._closed(greeting))
         for row, name, act in (
             ("B02", "33 MiB in chunks", self._chunked),
+            ("B02", "bodies without an end", self._unfinished),
+            ("B03", "512 bodies of one byte", self._one_byte_each),
             *(("B06", repr(key), partial(self._wrong_key, key)) for key in WRONG_KEYS),
             *(
                 ("B07", route.path, partial(self._no_key, route))
@@ -154,13 +157,41 @@ class Attack:
         connection.close()
         assert status == 413, status
 
-    def _dripping(self):
+    def _begin(self, stack, rest):
+        """A connection on which a request has begun."""
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         head += b"authorization: Bearer %b\r\n" % KEY.encode()
-        with socket.create_connection(("127.0.0.1", self.server.port), timeout=30) as client:
-            client.sendall(head + b"content-length: 100\r\n\r\n{")
-            answer = client.recv(2**16)
+        client = socket.create_connection(("127.0.0.1", self.server.port), timeout=30)
+        stack.enter_context(client)
+        client.sendall(head + rest)
+        return client
+
+    def _dripping(self):
+        with ExitStack() as stack:
+            answer = self._begin(stack, b"content-length: 100\r\n\r\n{").recv(2**16)
         assert answer.startswith(b"HTTP/1.1 408"), answer[:100]
+
+    def _one_byte_each(self):
+        """Places are free while bodies do not come."""
+        with ExitStack() as stack:
+            for _ in range(512):
+                self._begin(stack, b"content-length: 100\r\n\r\n{")
+            assert self.post("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+            assert self.server.request("GET", "/health/ready")[0] == 200
+
+    def _unfinished(self):
+        """31 MiB each, beyond the budget of eight bodies; what is held stays within it."""
+        before = resident(self.server.pid)
+        chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
+        with ExitStack() as stack:
+            clients = [self._begin(stack, b"transfer-encoding: chunked\r\n\r\n") for _ in range(16)]
+            for client in clients:
+                with suppress(ConnectionError):  # refused meanwhile
+                    for _ in range(31):
+                        client.sendall(chunk)
+            held = resident(self.server.pid) - before
+            assert self.post("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+        assert held < 10 * 32 * 2**20, held
 
     def _no_token(self):
         word = self.post("/detokenize", {"tokens": [300]})[2]["prompt"]
@@ -241,6 +272,12 @@ class Choir(threading.Thread):
                 self.texts.append(song(self._server, self._prompt))
         except Exception as error:
             self.error = error
+
+
+def resident(pid):
+    """Bytes of memory that a process holds."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
 
 
 def song(server, prompt):
