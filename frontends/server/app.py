@@ -16,16 +16,16 @@ import anyio
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.auth import Gate
-from trouper.frontends.server.errors import Problem, Refusal, describe, log, logger
+from trouper.frontends.server.errors import ErrorBody, HTTPError, describe, log, logger
 from trouper.frontends.server.http.body import ClientGone
-from trouper.frontends.server.http.cors import cors_headers
-from trouper.frontends.server.http.decoding import decode
-from trouper.frontends.server.http.exchange import (
-    Exchange,
+from trouper.frontends.server.http.context import (
     Receive,
+    RequestContext,
     Scope,
     Send,
 )
+from trouper.frontends.server.http.cors import cors_headers
+from trouper.frontends.server.http.decoding import decode
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.routes import TABLE
 from trouper.frontends.server.service import Service
@@ -63,7 +63,7 @@ class App:
             case "http":
                 if self._root_path:
                     scope = {**scope, "root_path": self._root_path}
-                await self._answer(Exchange(scope, receive, send))
+                await self._answer(RequestContext(scope, receive, send))
             case "lifespan":
                 await _live(receive, send)
             case "websocket":
@@ -72,66 +72,68 @@ class App:
             case other:
                 raise NotImplementedError(f"no {other} here")
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, context: RequestContext) -> None:
         try:
-            await self._perform(exchange)
+            await self._perform(context)
         except ClientGone:
             pass  # nobody is there to be told
         except Exception as error:
-            await exchange.fail(self._describe(exchange, error))
-        self._note(exchange)
+            await context.fail(self._describe(context, error))
+        self._note(context)
 
-    def _describe(self, exchange: Exchange, error: Exception) -> Problem:
+    def _describe(self, context: RequestContext, error: Exception) -> ErrorBody:
         problem = describe(error)
-        log(problem, error, exchange.id)
+        log(problem, error, context.id)
         if isinstance(error, EngineDeadError):
             self.service.died.set()
         return problem
 
-    def _note(self, exchange: Exchange) -> None:
+    def _note(self, context: RequestContext) -> None:
         """It has its answer."""
-        route = exchange.path if exchange.path in TABLE else "none"
-        self.service.metrics.note_answer(route, exchange.status)
+        route = context.path if context.path in TABLE else "none"
+        self.service.metrics.note_answer(route, context.status)
         if self._settings.logs_access and route not in self._settings.unlogged_paths:
-            access_log.info("%s %s %d %s", exchange.method[:8], route, exchange.status, exchange.id)
+            access_log.info("%s %s %d %s", context.method[:8], route, context.status, context.id)
 
-    def _find(self, exchange: Exchange) -> Route | None:
-        """None: an answer without content.  Raises Refusal for a bad head or key, or a route that there is not."""
-        exchange.own_headers = cors_headers(exchange, self._settings)
+    def _find(self, context: RequestContext) -> Route | None:
+        """None: an answer without content.  Raises HTTPError for a bad head or key, or a route that there is not."""
+        context.own_headers = cors_headers(context, self._settings)
         if self.service.gate.level >= Level.TIDY:
-            exchange.own_headers += ((b"connection", b"close"),)
-        exchange.check_head(self._settings)
-        route = self._gate.route(exchange)
+            context.own_headers += ((b"connection", b"close"),)
+        context.check_head(self._settings)
+        route = self._gate.route(context)
         if route is not None:
-            exchange.timeout_s = _timeout_s(exchange, self._settings)
+            context.timeout_s = _timeout_s(context, self._settings)
         return route
 
-    async def _perform(self, exchange: Exchange) -> None:
+    async def _perform(self, context: RequestContext) -> None:
         with ExitStack() as stack:
-            route = self._find(exchange)
+            route = self._find(context)
             if route is None:
-                await exchange.send_empty(204)
+                await context.send_empty(204)
                 return
             if route.generates:
                 self.service.check_open()
             if route.is_admitted:
-                self.service.check_room(exchange)  # refused before the body is read
-            request = await self._read(exchange, route, stack)
-            act = partial(route.handler, self.service, exchange, request)
-            await self._attend(exchange, act, exchange.timeout_s)
+                self.service.check_room(context)  # refused before the body is read
+            request = await self._read(context, route, stack)
+            act = partial(route.handler, self.service, context, request)
+            await self._attend(context, act, context.timeout_s)
 
-    async def _read(self, exchange: Exchange, route: Route, stack: ExitStack) -> Any:
+    async def _read(self, context: RequestContext, route: Route, stack: ExitStack) -> Any:
         """Read and decode the body; a place is taken in between, so that unfinished bodies hold none."""
         if route.body is None:
             return None
-        kind = (exchange.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        kind = (context.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         memory = stack.enter_context(self.service.bodies.open())
-        await exchange.read_body(self._settings, memory)
+        await context.read_body(self._settings, memory)
         if route.is_admitted:
-            exchange.ticket = stack.enter_context(self.service.enter(exchange))
+            context.ticket = stack.enter_context(self.service.enter(context))
         body = memory.whole()
         if kind != b"application/json" and (body or route.generates):
-            raise Refusal(400, "invalid_content_type", "the content type must be application/json")
+            raise HTTPError(
+                400, "invalid_content_type", "the content type must be application/json"
+            )
         if not body and route.access == "admin":
             return route.body()  # an order without details
         decoded = await decode(body, route.body, self.service.threads)
@@ -139,17 +141,17 @@ class App:
             memory.release()
         if decoded.unknown:
             self.service.num_unknown_fields += len(decoded.unknown)
-            logger.debug("request %s: %d unknown fields ignored", exchange.id, len(decoded.unknown))
+            logger.debug("request %s: %d unknown fields ignored", context.id, len(decoded.unknown))
         return decoded.request
 
-    async def _attend(self, exchange: Exchange, act: Any, timeout_s: float) -> None:
+    async def _attend(self, context: RequestContext, act: Any, timeout_s: float) -> None:
         """Run the handler until it is done, the client has left, or the time is over."""
         deadline = anyio.CancelScope(deadline=anyio.current_time() + timeout_s)
-        await self._attend_beside(exchange, act, deadline)
-        if deadline.cancelled_caught and not exchange.is_gone:
-            num_prompt, num_output = exchange.ticket.cost if exchange.ticket else (0, 0)
+        await self._attend_beside(context, act, deadline)
+        if deadline.cancelled_caught and not context.is_gone:
+            num_prompt, num_output = context.ticket.cost if context.ticket else (0, 0)
             phase = "decode" if num_output else "prefill" if num_prompt else "queue"
-            raise Refusal(
+            raise HTTPError(
                 504,
                 "deadline_exceeded",
                 f"the deadline of {timeout_s:g} s has passed",
@@ -158,13 +160,13 @@ class App:
             )
 
     async def _attend_beside(
-        self, exchange: Exchange, act: Any, deadline: anyio.CancelScope
+        self, context: RequestContext, act: Any, deadline: anyio.CancelScope
     ) -> None:
         """With a task that waits for the client's leaving."""
         error: Exception | None = None
         async with anyio.create_task_group() as tasks:
             interval_s = self._settings.sse_keep_alive_interval_s
-            tasks.start_soon(_watch, exchange, tasks.cancel_scope, interval_s, name="disconnect")
+            tasks.start_soon(_watch, context, tasks.cancel_scope, interval_s, name="disconnect")
             with deadline:
                 try:
                     await act()
@@ -175,18 +177,18 @@ class App:
             raise error
 
 
-async def _watch(exchange: Exchange, handler: anyio.CancelScope, interval_s: float) -> None:
+async def _watch(context: RequestContext, handler: anyio.CancelScope, interval_s: float) -> None:
     """Until the client has left; a comment whenever a stream has been silent for so long, 0 for none."""
-    while not exchange.is_gone:
+    while not context.is_gone:
         if not interval_s:
-            await exchange.wait_disconnect()
+            await context.wait_disconnect()
             break
-        num_sends = exchange.num_sends
+        num_sends = context.num_sends
         with anyio.move_on_after(interval_s):
-            await exchange.wait_disconnect()
-        is_silent = exchange.is_stream and exchange.num_sends == num_sends
-        if is_silent and not exchange.is_gone:
-            await exchange.send_comment()
+            await context.wait_disconnect()
+        is_silent = context.is_stream and context.num_sends == num_sends
+        if is_silent and not context.is_gone:
+            await context.send_comment()
     handler.cancel()
 
 
@@ -199,13 +201,13 @@ async def _live(receive: Receive, send: Send) -> None:
             return
 
 
-def _timeout_s(exchange: Exchange, settings: ServerSettings) -> float:
+def _timeout_s(context: RequestContext, settings: ServerSettings) -> float:
     """The client's own deadline, which may be earlier than the server's and not later."""
-    given = exchange.header(b"x-request-timeout-ms")
+    given = context.header(b"x-request-timeout-ms")
     if given is None:
         return settings.request_timeout_s
     if not given.isdigit() or not 1 <= int(given[:20]) <= MAX_TIMEOUT_MS:
-        raise Refusal(
+        raise HTTPError(
             400,
             "invalid_value",
             f"must be an integer in [1, {MAX_TIMEOUT_MS}]",

@@ -6,8 +6,8 @@ The path is compared as it is, before anybody normalises it, and routing sees th
 import hmac
 from hashlib import sha256
 
-from trouper.frontends.server.errors import Refusal
-from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.errors import HTTPError
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.routes import ROUTES, TABLE
 from trouper.frontends.server.settings import ServerSettings
@@ -16,7 +16,7 @@ SCHEME = b"Bearer "
 
 
 class Gate:
-    """Finds the route of an exchange that may have it.
+    """Finds the route of an context that may have it.
 
     `is_admin_listener`: whoever can connect is trusted, unless there is an admin key.
     """
@@ -32,26 +32,26 @@ class Gate:
         self._protects_metrics = settings.protect_metrics
         self._served = [r for r in ROUTES if r.access != "admin" or self._has_control]
 
-    def route(self, exchange: Exchange) -> Route | None:
-        """None for OPTIONS, which is free.  Raises Refusal: 401, 404 or 405."""
-        exchange.served = self._served
-        methods = TABLE.get(exchange.path, {})
+    def route(self, context: RequestContext) -> Route | None:
+        """None for OPTIONS, which is free.  Raises HTTPError: 401, 404 or 405."""
+        context.served = self._served
+        methods = TABLE.get(context.path, {})
         access = next((route.access for route in methods.values()), "user")
         if access == "admin" and not self._has_control:
             methods, access = {}, "user"  # it is not there
-        if exchange.path == "/metrics" and self._protects_metrics:
+        if context.path == "/metrics" and self._protects_metrics:
             access = "user"
-        if exchange.method == "OPTIONS":
+        if context.method == "OPTIONS":
             return None
-        self._check_key(exchange, access)
+        self._check_key(context, access)
         if not methods:
-            raise Refusal(404, "not_found", "there is no such route")
-        if exchange.method not in methods:
+            raise HTTPError(404, "not_found", "there is no such route")
+        if context.method not in methods:
             allow = (b"allow", ", ".join(sorted(methods)).encode())
-            raise Refusal(405, "method_not_allowed", "not with this method", headers=(allow,))
-        return methods[exchange.method]
+            raise HTTPError(405, "method_not_allowed", "not with this method", headers=(allow,))
+        return methods[context.method]
 
-    def _check_key(self, exchange: Exchange, access: str) -> None:
+    def _check_key(self, context: RequestContext, access: str) -> None:
         keys = self._user_keys
         if access == "admin":
             keys = () if self._is_dev_mode and not self._admin_keys else self._admin_keys
@@ -59,15 +59,15 @@ class Gate:
             keys = self._admin_keys
         if access == "public" or not keys:
             return
-        given = [value for name, value in exchange.headers if name == b"authorization"]
+        given = [value for name, value in context.headers if name == b"authorization"]
         is_known = len(given) == 1 and given[0].startswith(SCHEME)
         digest = sha256(given[0][len(SCHEME) :] if is_known else b"").digest()
         found = [hmac.compare_digest(digest, key) for key in keys]  # all of them, always
         if is_known and any(found):
-            exchange.tenant = f"key {found.index(True)}"
+            context.tenant = f"key {found.index(True)}"
         else:
             header = (b"www-authenticate", b"Bearer")
-            raise Refusal(401, "invalid_api_key", "a valid API key is needed", headers=(header,))
+            raise HTTPError(401, "invalid_api_key", "a valid API key is needed", headers=(header,))
 
 
 def _digests(keys: tuple[str, ...]) -> tuple[bytes, ...]:

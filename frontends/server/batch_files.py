@@ -17,9 +17,9 @@ import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from trouper.frontends.server.app import App
-from trouper.frontends.server.errors import Problem, Refusal, describe
+from trouper.frontends.server.errors import ErrorBody, HTTPError, describe
+from trouper.frontends.server.http.context import JSON
 from trouper.frontends.server.http.decoding import decode
-from trouper.frontends.server.http.exchange import JSON
 from trouper.frontends.server.routes import ROUTES
 
 URLS = tuple(route.path for route in ROUTES if route.access == "user" and route.body is not None)
@@ -111,7 +111,7 @@ class BatchFile:
                     await send.send(slot)
                     try:
                         request = await self._request(line)
-                    except Refusal as refusal:
+                    except HTTPError as refusal:
                         slot.put(_not_asked(number, line, describe(refusal)))
                     else:
                         requests.start_soon(self._answer, request, slot)
@@ -143,19 +143,19 @@ class BatchFile:
         )
 
     async def _request(self, line: bytes) -> BatchLine:
-        """Raises Refusal.  In the order of the lines: of two equal custom_ids the first is taken."""
+        """Raises HTTPError.  In the order of the lines: of two equal custom_ids the first is taken."""
         if len(line) > self._max_line:
-            raise Refusal(400, "line_too_large", f"a line may have {self._max_line} bytes")
+            raise HTTPError(400, "line_too_large", f"a line may have {self._max_line} bytes")
         request: BatchLine = (await decode(line, BatchLine, self._app.service.threads)).request
         digest = blake2b(request.custom_id.encode(), digest_size=DIGEST_BYTES).digest()
         if digest in self._seen:
             message = "an earlier line has the same"
-            raise Refusal(400, "duplicate_custom_id", message, param="custom_id")
+            raise HTTPError(400, "duplicate_custom_id", message, param="custom_id")
         self._seen.add(digest)
         if request.url not in URLS:
-            raise Refusal(400, "invalid_url", f"must be one of {', '.join(URLS)}", param="url")
+            raise HTTPError(400, "invalid_url", f"must be one of {', '.join(URLS)}", param="url")
         if _wants_stream(request.body):
-            raise Refusal(400, "invalid_value", "a batch has no streams", param="body.stream")
+            raise HTTPError(400, "invalid_value", "a batch has no streams", param="body.stream")
         return request
 
     async def _answer(self, request: BatchLine, slot: "_Slot") -> None:
@@ -223,7 +223,7 @@ def _put(sink: BinaryIO, line: bytes) -> None:
     sink.flush()  # whoever looks on sees it
 
 
-def _not_asked(number: int, line: bytes, problem: Problem) -> BatchReply:
+def _not_asked(number: int, line: bytes, problem: ErrorBody) -> BatchReply:
     where = f"line {number}: " + (f"{problem.param}: " if problem.param else "")
     error = BatchError(problem.code, where + problem.message)
     return BatchReply(_new_id(), _custom_id(line), error=error)

@@ -49,7 +49,7 @@ NO_RETRY = ((b"x-should-retry", b"false"),)  # what the OpenAI clients look at f
 CONTROLS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]+")
 
 
-class Refusal(TrouperError):
+class HTTPError(TrouperError):
     """An answer that a handler has decided on."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Refusal(TrouperError):
         self.retry_after_s = 1.0  # of a 429 or 503
 
 
-class Problem(msgspec.Struct, frozen=True):
+class ErrorBody(msgspec.Struct, frozen=True):
     """One error as the client gets it."""
 
     status: int
@@ -92,24 +92,26 @@ class Problem(msgspec.Struct, frozen=True):
         return {"error": error} if self.usage is None else {"error": error, "usage": self.usage}
 
 
-def unavailable(code: str, message: str) -> Refusal:
-    return Refusal(503, code, message)
+def unavailable(code: str, message: str) -> HTTPError:
+    return HTTPError(503, code, message)
 
 
-def aborted() -> Refusal:
+def aborted() -> HTTPError:
     return unavailable("aborted", "aborted before it was all begun")
 
 
-def describe(error: BaseException) -> Problem:  # noqa: C901  # a table, a line a class
+def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a line a class
     """The table.  Order matters: the first class that fits decides."""
     while isinstance(error, BaseExceptionGroup):
         error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
     match error:
-        case Refusal():
+        case HTTPError():
             headers = error.headers
             if error.status in RETRIED:
                 headers += _retry(error.retry_after_s)
-            return Problem(error.status, error.code, str(error), error.param, headers, error.usage)
+            return ErrorBody(
+                error.status, error.code, str(error), error.param, headers, error.usage
+            )
         case TrouperUnprocessableEntityError():
             return _told(422, "unprocessable_media", error)
         case TrouperNotFoundError():
@@ -120,28 +122,28 @@ def describe(error: BaseException) -> Problem:  # noqa: C901  # a table, a line 
             return _told(400, "not_supported", error)  # no 5xx: clients retry those
         case QueueOverflowError():
             text = "the server is full, try again later"
-            return Problem(503, "overloaded", text, headers=_retry())
+            return ErrorBody(503, "overloaded", text, headers=_retry())
         case GracefulHTTPError():
             code = "overloaded" if error.status == 503 else "conflict"
             headers = _retry() if error.status in RETRIED else ()
-            return Problem(error.status, code, clean(str(error), MAX_RULE), headers=headers)
+            return ErrorBody(error.status, code, clean(str(error), MAX_RULE), headers=headers)
         case RetryableRequestError() | EnginePausedError():
             return _refused_by_engine(error)
         case EngineDeadError():
-            return Problem(500, "engine_failed", "the engine has failed", headers=NO_RETRY)
+            return ErrorBody(500, "engine_failed", "the engine has failed", headers=NO_RETRY)
         case ExecutionError():  # it failed alone: the same request would fail again
             text = "the model cannot be run on this request"
-            return Problem(500, "poisoned_request", text, headers=NO_RETRY)
+            return ErrorBody(500, "poisoned_request", text, headers=NO_RETRY)
         case GenerationError(code="numerical_error" | "no_valid_token"):  # nor this one
             text = clean(str(error), MAX_RULE)
-            return Problem(500, error.code, text, headers=NO_RETRY)
+            return ErrorBody(500, error.code, text, headers=NO_RETRY)
         case TrouperError():  # GenerationError and the others that are not the client's
-            return Problem(500, "internal_error", "the request failed inside the engine")
+            return ErrorBody(500, "internal_error", "the request failed inside the engine")
         case _:
-            return Problem(500, "internal_error", "internal server error")
+            return ErrorBody(500, "internal_error", "internal server error")
 
 
-def log(problem: Problem, error: BaseException, request_id: str) -> None:
+def log(problem: ErrorBody, error: BaseException, request_id: str) -> None:
     """Ours with the traceback, the client's in one line that only --log-level debug shows."""
     if problem.status == 500:
         logger.error("request %s failed", request_id, exc_info=error)
@@ -155,10 +157,10 @@ def clean(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _told(status: int, code: str, error: Exception) -> Problem:
+def _told(status: int, code: str, error: Exception) -> ErrorBody:
     message = str(getattr(error, "message", None) or error)
     param = getattr(error, "parameter", None)
-    return Problem(status, code, clean(message, MAX_RULE), param)
+    return ErrorBody(status, code, clean(message, MAX_RULE), param)
 
 
 def _client_code(error: TrouperClientError) -> str:
@@ -170,12 +172,12 @@ def _client_code(error: TrouperClientError) -> str:
     return "invalid_value"
 
 
-def _refused_by_engine(error: Exception) -> Problem:
+def _refused_by_engine(error: Exception) -> ErrorBody:
     """The engine's refusals begin with their code: `engine_paused: …`, `draining: …`."""
     code, colon, _ = str(error).partition(":")
     is_known = bool(colon) and code in ("engine_paused", "draining")
     text = "the engine takes no requests now, try again"
-    return Problem(503, code if is_known else "engine_paused", text, headers=_retry())
+    return ErrorBody(503, code if is_known else "engine_paused", text, headers=_retry())
 
 
 def _retry(wait_s: float = 1.0) -> Headers:

@@ -14,9 +14,9 @@ from trouper.frontends.server.admission.codel import QueueDelay
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate, AdmissionTicket
 from trouper.frontends.server.admission.overload import Ladder, Level, memory_used
 from trouper.frontends.server.admission.throughput import StepClock
-from trouper.frontends.server.errors import Refusal, aborted, clean, logger, unavailable
+from trouper.frontends.server.errors import HTTPError, aborted, clean, logger, unavailable
 from trouper.frontends.server.http.body import BodyMemory
-from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.trace_context import trace_headers
 from trouper.frontends.server.metrics import ServerMetrics
 from trouper.frontends.server.settings import ServerSettings
@@ -57,7 +57,7 @@ class Service:
         self._ladder = Ladder()
         self._proved_at = -math.inf  # the last round trip
         self._engine: AsyncLLMEngine | None = None
-        self._open: dict[str, Exchange] = {}  # by the engine's id, the oldest first
+        self._open: dict[str, RequestContext] = {}  # by the engine's id, the oldest first
 
     def __repr__(self) -> str:
         state = "starting" if self._engine is None else "draining" if self.is_draining else "open"
@@ -93,7 +93,7 @@ class Service:
 
     @property
     def engine(self) -> "AsyncLLMEngine":
-        """Raises Refusal while it is loading, EngineDeadError when it has failed."""
+        """Raises HTTPError while it is loading, EngineDeadError when it has failed."""
         if self._engine is None:
             raise unavailable("starting", "the model is being loaded")
         return self._engine
@@ -110,14 +110,14 @@ class Service:
         """Refuse the requests that wait now."""
         self.gate.close(unavailable("draining", "the server is shutting down"))
 
-    def check_room(self, exchange: Exchange) -> None:
-        """Raise the Refusal that `enter` would raise, before the body is read."""
-        self.gate.check(exchange.tenant, self.counted_bytes(exchange.content_length, 1))
+    def check_room(self, context: RequestContext) -> None:
+        """Raise the HTTPError that `enter` would raise, before the body is read."""
+        self.gate.check(context.tenant, self.counted_bytes(context.content_length, 1))
 
-    def enter(self, exchange: Exchange) -> AdmissionTicket:
-        """Reserve a place for a request whose body has come.  Raises Refusal when all places are taken."""
-        num_bytes = self.counted_bytes(exchange.num_body_bytes, 1)
-        ticket = self.gate.enter(exchange.tenant, num_bytes)
+    def enter(self, context: RequestContext) -> AdmissionTicket:
+        """Reserve a place for a request whose body has come.  Raises HTTPError when all places are taken."""
+        num_bytes = self.counted_bytes(context.num_body_bytes, 1)
+        ticket = self.gate.enter(context.tenant, num_bytes)
         self._note_throughput()  # for admitted requests only: it reads all counters
         return ticket
 
@@ -144,14 +144,14 @@ class Service:
             self._give_up_one()
 
     def check_admits(self) -> None:
-        """Raises Refusal when requests have come for some seconds and all of them were refused."""
+        """Raises HTTPError when requests have come for some seconds and all of them were refused."""
         refusing_s = self.gate.refusing_s()
         if refusing_s > self.settings.max_refusing_s:
             text = f"no request has been admitted for {refusing_s:.0f} s"
             raise unavailable("overloaded", text)
 
     async def prove(self) -> None:
-        """Make a round trip through scheduler and executor, unless one was made just before.  Raises Refusal."""
+        """Make a round trip through scheduler and executor, unless one was made just before.  Raises HTTPError."""
         if anyio.current_time() - self._proved_at < PROOF_S:
             return
         with anyio.move_on_after(PROBE_S):
@@ -161,13 +161,13 @@ class Service:
         raise unavailable("no_progress", "the engine does not answer")
 
     def check_alive(self) -> None:
-        """Raises Refusal while starting, and when the engine has failed: health in a status."""
+        """Raises HTTPError while starting, and when the engine has failed: health in a status."""
         if self.engine.errored:
             self.died.set()
             raise unavailable("engine_failed", "the engine has failed")
 
     def check_open(self) -> None:
-        """Raises Refusal unless requests are taken now, EngineDeadError when they never will be."""
+        """Raises HTTPError unless requests are taken now, EngineDeadError when they never will be."""
         self.engine.engine.check_alive()
         if self.is_draining:
             raise unavailable("draining", "the server is shutting down")
@@ -184,25 +184,30 @@ class Service:
         return name
 
     def size(
-        self, exchange: Exchange, num_prompts: int, n: int, max_tokens: int | None, priority: int
+        self,
+        context: RequestContext,
+        num_prompts: int,
+        n: int,
+        max_tokens: int | None,
+        priority: int,
     ) -> int:
         """Count what a request asks for against the limits; return the priority that the engine gets.
 
         Raises:
-            Refusal: there is no place for so much.
+            HTTPError: there is no place for so much.
         """
         if self.settings.is_smaller_priority_first:
             priority = ~priority  # turns the order round, and no int64 falls out
-        if exchange.ticket is not None:
-            num_bytes = self.counted_bytes(exchange.num_body_bytes, num_prompts)
-            exchange.ticket.size(num_bytes, num_prompts, n, max_tokens, priority)
+        if context.ticket is not None:
+            num_bytes = self.counted_bytes(context.num_body_bytes, num_prompts)
+            context.ticket.size(num_bytes, num_prompts, n, max_tokens, priority)
         return priority
 
-    def trace_parent(self, exchange: Exchange) -> dict[str, str] | None:
+    def trace_parent(self, context: RequestContext) -> dict[str, str] | None:
         """Return the headers that name the caller's span, where requests are traced."""
         if self.config.otlp_traces_endpoint is None:
             return None
-        return trace_headers(exchange.headers)
+        return trace_headers(context.headers)
 
     async def prompt_text(self, output: RequestOutput) -> str:
         """What the prompt says, also where it came as token ids."""
@@ -217,8 +222,8 @@ class Service:
         tokenizer = self.engine.engine.tokenizer
         return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
 
-    def note(self, generation: "Generation[Any]", exchange: Exchange) -> None:
-        self._open[generation.request_id] = exchange
+    def note(self, generation: "Generation[Any]", context: RequestContext) -> None:
+        self._open[generation.request_id] = context
 
     def forget(self, generation: "Generation[Any]") -> None:
         self._open.pop(generation.request_id, None)
@@ -230,13 +235,13 @@ class Service:
         """
         wanted = None if request_ids is None else set(request_ids)
         found = {
-            id: exchange
-            for id, exchange in self._open.items()
-            if wanted is None or exchange.request_id in wanted
+            id: context
+            for id, context in self._open.items()
+            if wanted is None or context.request_id in wanted
         }
-        for exchange in found.values():
-            exchange.is_aborted = True
-        tickets = {exchange.ticket for exchange in found.values() if exchange.ticket is not None}
+        for context in found.values():
+            context.is_aborted = True
+        tickets = {context.ticket for context in found.values() if context.ticket is not None}
         self.gate.close(aborted(), tickets)
         self.engine.engine.abort(found)
         return len(found)
@@ -250,7 +255,7 @@ class Service:
         if slots:
             engine.abort(slots[-1].request_id)
 
-    def _refuse_body(self) -> Refusal:
+    def _refuse_body(self) -> HTTPError:
         refusal = self.gate.refuse("body_memory_full", "too many bytes of requests are under way")
         refusal.headers = ((b"connection", b"close"),)
         return refusal

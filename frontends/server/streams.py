@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from trouper.actors.engine.generation import Generation
-    from trouper.frontends.server.http.exchange import Exchange
+    from trouper.frontends.server.http.context import RequestContext
     from trouper.frontends.server.service import Service
 
 T = TypeVar("T", bound=RequestOutput | PoolingRequestOutput[Any])
@@ -24,7 +24,7 @@ Consume = Callable[[int, RequestOutput], Awaitable[None]]
 
 async def each_output(
     service: "Service",
-    exchange: "Exchange",
+    context: "RequestContext",
     generations: "Iterable[Generation[RequestOutput]]",
     places: Sequence[str],
     consume: Consume,
@@ -37,7 +37,7 @@ async def each_output(
         Exception: the first failure among them, perhaps in groups; the others are aborted.
     """
     with _listed(service) as opened:
-        await _open(service, exchange, generations, opened)
+        await _open(service, context, generations, opened)
         await _wait_rendered(opened, places)
         if len(opened) == 1:
             await _read(opened[0], 0, consume)
@@ -47,7 +47,7 @@ async def each_output(
 
 async def final_outputs(
     service: "Service",
-    exchange: "Exchange",
+    context: "RequestContext",
     generations: "Iterable[Generation[T]]",
     places: Sequence[str],
 ) -> list[T]:
@@ -55,7 +55,7 @@ async def final_outputs(
     found: dict[int, T] = {}
 
     with _listed(service) as opened:
-        await _open(service, exchange, generations, opened)
+        await _open(service, context, generations, opened)
         if len(opened) > 1:  # the last may be bad, and is not to be found so after all the others
             await _wait_rendered(opened, places)
         async for i, generation in InTurns(enumerate(opened)):
@@ -69,19 +69,19 @@ async def final_outputs(
 
 async def _open(
     service: "Service",
-    exchange: "Exchange",
+    context: "RequestContext",
     generations: "Iterable[Generation[T]]",
     opened: "list[Generation[T]]",
 ) -> None:
-    """When it is our turn: all of them, into `opened`.  Raises Refusal when they are aborted meanwhile."""
+    """When it is our turn: all of them, into `opened`.  Raises HTTPError when they are aborted meanwhile."""
     async for generation in InTurns(generations):
         opened.append(generation)
-        service.note(generation, exchange)
-    ticket = exchange.ticket
+        service.note(generation, context)
+    ticket = context.ticket
     if ticket is not None:
         await ticket.wait_turn()
     async for generation in InTurns(opened):
-        exchange.check_wanted()
+        context.check_wanted()
         generation.open()
     if ticket is not None:
         ticket.generations = opened  # not before: what is not open counts as over

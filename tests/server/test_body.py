@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.frontends.server.errors import Refusal
+from trouper.frontends.server.errors import HTTPError
 from trouper.frontends.server.http import body as module
 from trouper.frontends.server.http.body import LARGE, BodyBuffers, BodyMemory, ClientGone
 
@@ -17,7 +17,7 @@ TIMES = {"timeout_s": 30.0, "start_timeout_s": 5.0, "min_rate": 100}
 
 
 def memory_of(max_body=SIZE, budget=10 * SIZE):
-    return BodyMemory(max_body, budget, partial(Refusal, 503, "body_memory_full", "full"))
+    return BodyMemory(max_body, budget, partial(HTTPError, 503, "body_memory_full", "full"))
 
 
 def filled(memory, byte, size=2 * LARGE):
@@ -112,7 +112,7 @@ def test_so_much_of_a_kept_buffer_stays_in_memory_and_no_more(monkeypatch):
 def test_a_body_larger_than_allowed_is_refused_before_it_is_held():
     body = memory_of(10).open()
     body.add(b"x" * 10)
-    with pytest.raises(Refusal) as raised:
+    with pytest.raises(HTTPError) as raised:
         body.add(b"x")
     assert (raised.value.status, raised.value.code) == (413, "body_too_large")
     assert body.size == 10
@@ -124,7 +124,7 @@ def test_the_largest_body_is_refused_when_the_budget_is_exhausted():
     first.add(b"x" * 10)
     second.add(b"x" * 9)
     small.add(b"x" * 2)
-    with pytest.raises(Refusal) as raised:
+    with pytest.raises(HTTPError) as raised:
         small.add(b"x" * 8)  # itself would be as large as the largest
     assert (raised.value.status, raised.value.code) == (503, "body_memory_full")
     small.add(b"x" * 5)
@@ -144,7 +144,7 @@ def test_a_complete_body_is_never_taken_back():
     whole.is_complete = True
     with memory.open() as other:
         other.add(b"x" * 5)
-        with pytest.raises(Refusal):
+        with pytest.raises(HTTPError):
             other.add(b"x")
     assert bytes(whole.whole()) == b"x" * 10
 
@@ -161,7 +161,7 @@ def test_what_is_held_never_exceeds_the_budget(acts):
             before = bodies[i].size
             try:
                 bodies[i].add(b"x" * size)
-            except Refusal:
+            except HTTPError:
                 assert bodies[i].size == before
         open_sizes = [body.size for body in bodies if body in memory._open]
         assert memory.num_bytes == sum(open_sizes) <= 30
@@ -205,7 +205,7 @@ async def test_a_body_that_comes_at_the_minimum_rate_is_read(autojump_clock):
 )
 async def test_a_body_that_does_not_come_in_time_is_refused(sender, after_s, autojump_clock):
     started = anyio.current_time()
-    with memory_of().open() as body, pytest.raises(Refusal) as raised:
+    with memory_of().open() as body, pytest.raises(HTTPError) as raised:
         await body.read(sender, **TIMES)
     assert (raised.value.status, raised.value.code) == (408, "body_timeout")
     assert (b"connection", b"close") in raised.value.headers
@@ -217,7 +217,7 @@ async def test_an_evicted_body_hears_of_it_while_it_waits_for_bytes(autojump_clo
     memory, codes = memory_of(10, 15), []
 
     async def read():
-        with memory.open() as body, pytest.raises(Refusal) as raised:
+        with memory.open() as body, pytest.raises(HTTPError) as raised:
             await body.read(Sender((0.0, b"x" * 10), ends=False), **TIMES)
         codes.append(raised.value.code)
 

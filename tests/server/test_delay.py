@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trouper.frontends.server.admission.codel import INTERVAL_S, QueueDelay
 from trouper.frontends.server.admission.fair_queue import Admission
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate
-from trouper.frontends.server.errors import Refusal
+from trouper.frontends.server.errors import HTTPError
 
 PACE = 1000  # tokens a second
 COST = 500  # tokens of a request
@@ -71,7 +71,7 @@ class Shop:
                 self.waits.append(anyio.current_time() - came)
                 await anyio.sleep(COST / PACE)
                 self.num_tokens += COST
-        except Refusal:
+        except HTTPError:
             self.num_refused += 1
 
     async def look_after(self):

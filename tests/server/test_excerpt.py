@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.frontends.server.errors import Refusal
+from trouper.frontends.server.errors import HTTPError
 from trouper.frontends.server.http import large_json as module
 from trouper.frontends.server.http.decoding import THREAD_FROM, decode_now
 from trouper.frontends.server.http.large_json import LONG, excerpt
@@ -83,7 +83,7 @@ BAD = {
 
 @pytest.mark.parametrize("kind", BAD)
 def test_what_the_parser_refuses_is_refused(kind):
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(HTTPError) as caught:
         read(BAD[kind])
     assert caught.value.status == 400
 

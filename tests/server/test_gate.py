@@ -13,7 +13,7 @@ from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, LOOK_S, Adm
 from trouper.frontends.server.admission.overload import LAG_S, NUM_CALM, Ladder, Level, memory_used
 from trouper.frontends.server.admission.throughput import Throughput
 from trouper.frontends.server.app import create_app
-from trouper.frontends.server.errors import Refusal, describe
+from trouper.frontends.server.errors import HTTPError, describe
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
 
@@ -45,7 +45,7 @@ def gate():
 
 async def test_the_time_to_come_back_is_the_work_over_the_pace(gate):
     def told():
-        with pytest.raises(Refusal) as raised:
+        with pytest.raises(HTTPError) as raised:
             gate.enter("", 0)
         headers = dict(describe(raised.value).headers)
         return int(headers[b"retry-after"]), int(headers[b"retry-after-ms"])
@@ -68,7 +68,7 @@ async def test_more_may_wait_where_more_is_done(gate):
     gate.min_waiting_tokens = 100
     with gate.enter("", 200) as first:
         first.size(200, 1, 1, 10, 0)
-        with pytest.raises(Refusal):
+        with pytest.raises(HTTPError):
             gate.enter("", 400)
         gate.throughput.note(0, 0.0, is_busy=True)
         gate.throughput.note(100, 1.0, is_busy=True)
@@ -84,13 +84,13 @@ async def test_prompts_that_are_not_rendered_yet_count_as_queued(gate):
     gate.admission.max_sequences = 100
     gate.max_prefill_tokens = 100
     with gate.enter("", 200), gate.enter("", 220) as second:
-        with pytest.raises(Refusal) as raised:
+        with pytest.raises(HTTPError) as raised:
             gate.enter("", 0)
         assert raised.value.status == 503
         second.generations = [Opened()]  # now the engine counts it
         with gate.enter("", 0):
             gate.num_prefill_tokens = lambda: 50
-            with pytest.raises(Refusal):
+            with pytest.raises(HTTPError):
                 gate.enter("", 0)
     assert gate.rejections == ["max_num_queued_tokens"] * 2
 

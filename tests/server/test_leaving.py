@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from trouper.frontends.server.app import App, create_app
-from trouper.frontends.server.errors import Refusal
+from trouper.frontends.server.errors import HTTPError
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
 
@@ -244,7 +244,7 @@ async def test_while_it_drains(app, client):
 
 async def test_a_stream_that_fails_says_so_in_an_event(client, monkeypatch):
     def break_later(self, *args, **options):
-        raise Refusal(500, "internal_error", "told")
+        raise HTTPError(500, "internal_error", "told")
 
     async with client.stream("POST", PATH, body(stream=True), [JSON]) as call:
         await call.wait_for(lambda: call.num_chunks >= 2)

@@ -109,7 +109,7 @@ async def test_the_loop_beats_while_a_large_body_is_parsed(beating, monkeypatch)
 async def test_a_large_answer_is_sent_in_parts(beating, monkeypatch):
     client, _ = beating
     whole = await client.post("/v1/embeddings", {"input": ["one"] * 5})
-    monkeypatch.setattr("trouper.frontends.server.http.exchange.MAX_FRAME", 1000)
+    monkeypatch.setattr("trouper.frontends.server.http.context.MAX_FRAME", 1000)
     parts = await client.post("/v1/embeddings", {"input": ["one"] * 5})
     assert parts.json["data"] == whole.json["data"]
     assert int(parts.headers["content-length"]) == len(parts.body) > 1000

@@ -15,7 +15,7 @@ from trouper.frontends.server.admission.codel import QueueDelay
 from trouper.frontends.server.admission.fair_queue import Admission, Entry, Full
 from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.admission.throughput import Throughput
-from trouper.frontends.server.errors import Refusal
+from trouper.frontends.server.errors import HTTPError
 
 if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
@@ -53,7 +53,7 @@ class AdmissionGate:
         return f"<AdmissionGate {self.admission!r}>"
 
     def check(self, tenant: str, num_bytes: int) -> None:
-        """Raise the Refusal that `enter` would raise: 429 or 503.  Nothing is reserved."""
+        """Raise the HTTPError that `enter` would raise: 429 or 503.  Nothing is reserved."""
         self._limit()
         num_tokens = num_bytes // BYTES_PER_TOKEN
         try:
@@ -64,7 +64,7 @@ class AdmissionGate:
             self.check(tenant, num_bytes)
 
     def enter(self, tenant: str, num_bytes: int) -> "AdmissionTicket":
-        """Reserve a place for a request whose body has come.  Raises Refusal: 429 or 503."""
+        """Reserve a place for a request whose body has come.  Raises HTTPError: 429 or 503."""
         self.check(tenant, num_bytes)
         entry, gone = self.admission.enter(tenant, num_bytes // BYTES_PER_TOKEN)
         self._refusing_since = None
@@ -87,7 +87,7 @@ class AdmissionGate:
                 return 0.0
         return self.now() - self._refusing_since
 
-    def close(self, reason: Refusal, tickets: "Iterable[AdmissionTicket] | None" = None) -> int:
+    def close(self, reason: HTTPError, tickets: "Iterable[AdmissionTicket] | None" = None) -> int:
         """Refuse all waiting requests, or those of `tickets` that wait; return how many."""
         chosen = None if tickets is None else {ticket.entry for ticket in tickets}
         gone = [e for e in self.admission.waiting() if chosen is None or e in chosen]
@@ -96,7 +96,7 @@ class AdmissionGate:
             self._tickets[entry].refuse(reason)
         return len(gone)
 
-    def refuse(self, code: str, message: str, *, is_over_share: bool = False) -> Refusal:
+    def refuse(self, code: str, message: str, *, is_over_share: bool = False) -> HTTPError:
         """Make a refusal that names the time in which what is admitted now will be done, at the recent pace."""
         self._num_refused += 1
         if self._refusing_since is None and not is_over_share:
@@ -104,7 +104,7 @@ class AdmissionGate:
         self._note_rejection(self.full_reason if code == "overloaded" else code)
         wait_s = self.throughput.time_s(self.admission.num_tokens)
         wait_s *= 1 + (self._num_refused * GOLDEN) % 1 / 4
-        refusal = Refusal(429 if is_over_share else 503, code, message)
+        refusal = HTTPError(429 if is_over_share else 503, code, message)
         refusal.retry_after_s = min(max(wait_s, RETRY_S[0]), RETRY_S[1])
         return refusal
 
@@ -130,7 +130,7 @@ class AdmissionGate:
             self._tickets[entry].let_in()
 
     def _limit(self) -> None:
-        """Set how much may wait now.  Raises Refusal when no request is admitted, whatever its tenant."""
+        """Set how much may wait now.  Raises HTTPError when no request is admitted, whatever its tenant."""
         if self.level >= Level.SHED_ALL:
             raise self.refuse("overloaded", OVERLOADED)
         if self._has_too_much_prefill:
@@ -194,7 +194,7 @@ class AdmissionGate:
         for entry in gone:
             self._tickets[entry].refuse(self._refuse_full(Full(is_over_share=True)))
 
-    def _refuse_full(self, full: Full) -> Refusal:
+    def _refuse_full(self, full: Full) -> HTTPError:
         if full.is_over_share:
             text = "this key has more than its share of a full server, try again later"
             return self.refuse("rate_limited", text, is_over_share=True)
@@ -211,7 +211,7 @@ class AdmissionTicket:
         self.waits_since = math.inf
         self._gate = gate
         self._turn = anyio.Event()
-        self._refusal: Refusal | None = None
+        self._refusal: HTTPError | None = None
 
     def __repr__(self) -> str:
         return f"<AdmissionTicket {self.entry!r}>"
@@ -219,7 +219,7 @@ class AdmissionTicket:
     def size(
         self, num_bytes: int, num_prompts: int, n: int, max_tokens: int | None, priority: int
     ) -> None:
-        """Count what the body asks for: n completions of each prompt.  Raises Refusal, all or nothing."""
+        """Count what the body asks for: n completions of each prompt.  Raises HTTPError, all or nothing."""
         self.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN
         num_sequences = num_prompts * n
         output = num_sequences * min(max_tokens or MAX_OUTPUT_ESTIMATE, MAX_OUTPUT_ESTIMATE)
@@ -227,7 +227,7 @@ class AdmissionTicket:
         self._gate.resize(self.entry, num_sequences, num_tokens, priority)
 
     async def wait_turn(self) -> None:
-        """Wait until the request may start.  Raises Refusal when it is evicted."""
+        """Wait until the request may start.  Raises HTTPError when it is evicted."""
         self.waits_since = self._gate.now()
         self._gate.wait(self.entry)
         if not self._turn.is_set():
@@ -239,7 +239,7 @@ class AdmissionTicket:
         """End the wait: the request may start."""
         self._turn.set()
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: HTTPError) -> None:
         """End the wait: the request is evicted."""
         self._refusal = refusal
         self._turn.set()

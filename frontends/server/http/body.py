@@ -21,7 +21,7 @@ from typing import Any, Self
 import anyio
 import numpy as np
 
-from trouper.frontends.server.errors import Refusal
+from trouper.frontends.server.errors import HTTPError
 
 LARGE = 2**20  # bytes, copied in 0.1 ms
 KEPT = 2**27  # bytes of the kept buffer that stay in memory while no request uses it
@@ -64,7 +64,7 @@ class BodyMemory:
         refuse: makes the refusal of a body that finds the budget exhausted.
     """
 
-    def __init__(self, max_body: int, budget: int, refuse: Callable[[], Refusal]) -> None:
+    def __init__(self, max_body: int, budget: int, refuse: Callable[[], HTTPError]) -> None:
         self.max_body = max_body
         self.budget = budget
         self.num_bytes = 0
@@ -87,7 +87,7 @@ class BodyMemory:
         return body
 
     def claim(self, body: "Body", num_bytes: int) -> None:
-        """Count bytes that have come.  Raises Refusal when other bodies would have to go that are not larger."""
+        """Count bytes that have come.  Raises HTTPError when other bodies would have to go that are not larger."""
         while self.num_bytes + num_bytes > self.budget:
             unread = [other for other in self._open if not other.is_complete]
             sizes = {other: other.size for other in unread} | {body: body.size + num_bytes}
@@ -117,7 +117,7 @@ class Body:
         self._is_evicted = False
 
     def add(self, piece: bytes) -> None:
-        """Append a piece.  Raises Refusal: the body is too large, or the budget is exhausted."""
+        """Append a piece.  Raises HTTPError: the body is too large, or the budget is exhausted."""
         end = self.size + len(piece)
         if self._is_evicted:
             raise self._memory.refuse()
@@ -154,7 +154,7 @@ class Body:
             min_rate: bytes a second.
 
         Raises:
-            Refusal: the body is too large or too slow, or the budget is exhausted.
+            HTTPError: the body is too large or too slow, or the budget is exhausted.
             ClientGone: the client has left.
         """
         started = anyio.current_time()
@@ -171,7 +171,7 @@ class Body:
             raise self._memory.refuse()
         if not self.is_complete:
             headers = ((b"connection", b"close"),)
-            raise Refusal(408, "body_timeout", "the body came too slowly", headers=headers)
+            raise HTTPError(408, "body_timeout", "the body came too slowly", headers=headers)
 
     def whole(self) -> bytes | memoryview:
         """Return what has come, and nothing else of the buffer."""
@@ -205,5 +205,5 @@ class ClientGone(Exception):
     """The client has left before its whole request had come."""
 
 
-def too_large(max_body: int) -> Refusal:
-    return Refusal(413, "body_too_large", f"a body may have {max_body} bytes")
+def too_large(max_body: int) -> HTTPError:
+    return HTTPError(413, "body_too_large", f"a body may have {max_body} bytes")

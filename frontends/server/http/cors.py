@@ -4,18 +4,18 @@ Source: the Fetch standard, section 3.2.
 """
 
 from trouper.frontends.server.errors import Headers
-from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.settings import ServerSettings
 
 MAX_AGE_S = b"600"
 
 
-def cors_headers(exchange: Exchange, settings: ServerSettings) -> Headers:
+def cors_headers(context: RequestContext, settings: ServerSettings) -> Headers:
     """Nothing for requests without an origin, or with one that is not allowed.
 
     With credentials the origin is named, because browsers take no `*` then.
     """
-    origin = exchange.header(b"origin")
+    origin = context.header(b"origin")
     if origin is None or not settings.allowed_origins:
         return ()
     is_open = "*" in settings.allowed_origins
@@ -27,9 +27,9 @@ def cors_headers(exchange: Exchange, settings: ServerSettings) -> Headers:
         headers.append((b"vary", b"origin"))
     if settings.allow_credentials:
         headers.append((b"access-control-allow-credentials", b"true"))
-    if exchange.method == "OPTIONS":
-        wanted_method = exchange.header(b"access-control-request-method") or b"*"
-        wanted_headers = exchange.header(b"access-control-request-headers") or b"*"
+    if context.method == "OPTIONS":
+        wanted_method = context.header(b"access-control-request-method") or b"*"
+        wanted_headers = context.header(b"access-control-request-headers") or b"*"
         headers += [
             (b"access-control-allow-methods", _listed(settings.allowed_methods, wanted_method)),
             (b"access-control-allow-headers", _listed(settings.allowed_headers, wanted_headers)),

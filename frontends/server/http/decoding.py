@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from trouper.frontends.server.errors import Refusal, clean
+from trouper.frontends.server.errors import HTTPError, clean
 from trouper.frontends.server.http.large_json import excerpt
 from trouper.frontends.server.unsupported import check_supported
 
@@ -43,7 +43,7 @@ class Decoded(NamedTuple):
 async def decode(
     body: bytes | memoryview, kind: type[T], limiter: anyio.CapacityLimiter
 ) -> Decoded:
-    """Raises Refusal: 400 `invalid_json` or `invalid_schema`."""
+    """Raises HTTPError: 400 `invalid_json` or `invalid_schema`."""
     if len(body) < THREAD_FROM:
         return decode_now(body, kind)
     return await anyio.to_thread.run_sync(decode_now, body, kind, limiter=limiter)
@@ -70,7 +70,7 @@ def _copied(body: bytes | memoryview) -> bytes:
 
 def _decode_whole(body: bytes, kind: type[T]) -> Decoded:
     if body.count(b",") > MAX_COMMAS:
-        raise Refusal(400, "schema_too_complex", f"a body may hold {MAX_COMMAS} values")
+        raise HTTPError(400, "schema_too_complex", f"a body may hold {MAX_COMMAS} values")
     try:
         request = msgspec.json.decode(body, type=kind)
         plain: dict[str, Any] = json.loads(
@@ -81,13 +81,13 @@ def _decode_whole(body: bytes, kind: type[T]) -> Decoded:
         raise _bad_schema(error) from None
     except (ValueError, RecursionError) as error:  # DecodeError is a ValueError
         message = f"the body is not valid JSON: {clean(_reason(error), MAX_ECHO)}"
-        raise Refusal(400, "invalid_json", message) from None
+        raise HTTPError(400, "invalid_json", message) from None
     known_unsupported = getattr(kind, "UNSUPPORTED", {})
     check_supported(plain, known_unsupported)
     unknown = plain.keys() - set(kind.__struct_encode_fields__) - known_unsupported.keys()
     for name in (*unknown, *getattr(kind, "PASSED_OVER", ())):
         if len(msgspec.json.encode(plain.get(name))) > MAX_FIELD:
-            raise Refusal(
+            raise HTTPError(
                 400, "invalid_schema", f"may have {MAX_FIELD} bytes", param=clean(name, MAX_ECHO)
             )
     return Decoded(request, tuple(unknown))
@@ -134,14 +134,16 @@ def _reason(error: Exception) -> str:
     return "a number has too many digits"
 
 
-def _bad_schema(error: msgspec.ValidationError) -> Refusal:
+def _bad_schema(error: msgspec.ValidationError) -> HTTPError:
     text = str(error)
     if "out of range" in text and "Number" in text:
-        return Refusal(400, "invalid_json", "the body is not valid JSON: a number is out of range")
+        return HTTPError(
+            400, "invalid_json", "the body is not valid JSON: a number is out of range"
+        )
     where = WHERE.search(text)
     path = (where.group("path") or "$") if where else "$"
     if missing := MISSING.search(text):
         path += f".{missing.group(1)}"
     message = WHERE.sub("", text).replace("`", "")
     param = path.removeprefix("$").removeprefix(".") or None
-    return Refusal(400, "invalid_schema", clean(message, MAX_ECHO), param=param)
+    return HTTPError(400, "invalid_schema", clean(message, MAX_ECHO), param=param)

@@ -20,7 +20,7 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
 from trouper.frontends.server.errors import logger
-from trouper.frontends.server.http.exchange import Message, Receive, Scope, Send
+from trouper.frontends.server.http.context import Message, Receive, Scope, Send
 from trouper.frontends.server.http.listeners import (
     BACKLOG,
     KEEP_ALIVE_S,

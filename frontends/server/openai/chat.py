@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from msgspec import UNSET
 
-from trouper.frontends.server.http.exchange import DONE, Exchange
+from trouper.frontends.server.http.context import DONE, RequestContext
 from trouper.frontends.server.openai.adapter import (
     ChoiceUpdate,
     ParsedRequest,
@@ -32,9 +32,9 @@ from trouper.outputs import CompletionOutput, RequestOutput
 NEW_NAMES = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
 
 
-async def create_chat(service: Service, exchange: Exchange, request: ChatRequest) -> None:
+async def create_chat(service: Service, context: RequestContext, request: ChatRequest) -> None:
     """Answer a conversation, whole or as a stream."""
-    await drive(service, exchange, request, ChatAdapter)
+    await drive(service, context, request, ChatAdapter)
 
 
 class ChatAdapter:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, cast
 from msgspec import UNSET
 
 from trouper.errors import TrouperValidationError
-from trouper.frontends.server.http.exchange import DONE, Exchange
+from trouper.frontends.server.http.context import DONE, RequestContext
 from trouper.frontends.server.openai.adapter import (
     ChoiceUpdate,
     ParsedRequest,
@@ -35,10 +35,10 @@ MAX_PROMPTS = 1024
 
 
 async def create_completion(
-    service: Service, exchange: Exchange, request: CompletionRequest
+    service: Service, context: RequestContext, request: CompletionRequest
 ) -> None:
     """Complete prompts, whole or as a stream."""
-    await drive(service, exchange, request, CompletionAdapter)
+    await drive(service, context, request, CompletionAdapter)
 
 
 class CompletionAdapter:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trouper.errors import TrouperValidationError
 from trouper.frontends.python.cooperative import InTurns
-from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.adapter import (
     Adapter,
     ChoiceUpdate,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 async def drive(
     service: Service,
-    exchange: Exchange,
+    context: RequestContext,
     request: Generating | ResponsesRequest,
     api: type[Adapter],
 ) -> None:
@@ -45,9 +45,9 @@ async def drive(
     try:
         model = _served_model(service, request.model)
         parsed = api.parse(request, model)
-        exchange.name_by(request.request_id)
-        head = ReplyHead(exchange.request_id, exchange.id, int(time.time()))
-        driver = Driver(service, exchange, parsed, api(request, parsed, model, head))
+        context.name_by(request.request_id)
+        head = ReplyHead(context.request_id, context.id, int(time.time()))
+        driver = Driver(service, context, parsed, api(request, parsed, model, head))
         await (driver.send_stream() if parsed.is_stream else driver.send_reply())
     except TrouperValidationError as error:
         if error.parameter is not None:
@@ -59,10 +59,10 @@ class Driver:
     """One parsed request on its way through the engine to the client."""
 
     def __init__(
-        self, service: Service, exchange: Exchange, parsed: ParsedRequest, adapter: Adapter
+        self, service: Service, context: RequestContext, parsed: ParsedRequest, adapter: Adapter
     ) -> None:
         self._service = service
-        self._exchange = exchange
+        self._exchange = context
         self._parsed = parsed
         self._adapter = adapter
         self._counter = UsageCounter(len(parsed.prompts), shows_cached=parsed.shows_cached)
@@ -79,12 +79,12 @@ class Driver:
         await self._exchange.send_json(self._adapter.reply(self._counter.usage))
 
     async def send_stream(self) -> None:
-        exchange, parsed = self._exchange, self._parsed
+        context, parsed = self._exchange, self._parsed
         await each_output(
-            self._service, exchange, self._generations(), parsed.places, self._send_output
+            self._service, context, self._generations(), parsed.places, self._send_output
         )
         await self._send_events(self._adapter.end(self._counter.usage))
-        await exchange.end_events(self._adapter.STREAM_END)
+        await context.end_events(self._adapter.STREAM_END)
 
     async def _send_output(self, i: int, output: RequestOutput) -> None:
         updates = await self._updates(i, output)
@@ -129,17 +129,17 @@ class Driver:
         """Make one request of the engine for each prompt, under ids that no client can choose.
 
         Raises:
-            Refusal: there is no place for so much.
+            HTTPError: there is no place for so much.
         """
-        service, exchange, parsed = self._service, self._exchange, self._parsed
+        service, context, parsed = self._service, self._exchange, self._parsed
         params, num_prompts = parsed.params, len(parsed.prompts)
-        priority = service.size(exchange, num_prompts, params.n, params.max_tokens, parsed.priority)
-        parent = service.trace_parent(exchange)
+        priority = service.size(context, num_prompts, params.n, params.max_tokens, parsed.priority)
+        parent = service.trace_parent(context)
         return (
             service.engine.generate(
                 prompt,
                 params,
-                f"{exchange.id}-{i}",
+                f"{context.id}-{i}",
                 priority=priority,
                 tokenization_kwargs=parsed.tokenization,
                 trace_headers=parent,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from trouper.errors import TrouperValidationError
-from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.adapter import (
     ChoiceUpdate,
     ParsedRequest,
@@ -32,9 +32,11 @@ CHAT_NAMES = {
 SAME_NAME = ("model", "temperature", "top_p", "top_k", "seed", "stream", "priority", "cache_salt")
 
 
-async def create_response(service: Service, exchange: Exchange, request: ResponsesRequest) -> None:
+async def create_response(
+    service: Service, context: RequestContext, request: ResponsesRequest
+) -> None:
     """Answer a conversation without memory, whole or as typed events."""
-    await drive(service, exchange, request, ResponsesAdapter)
+    await drive(service, context, request, ResponsesAdapter)
 
 
 class ResponsesAdapter:

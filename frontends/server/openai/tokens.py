@@ -11,14 +11,14 @@ from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.errors import TrouperValidationError
-from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
 from trouper.frontends.server.openai.requests import DetokenizeRequest, TokenizeRequest
 from trouper.frontends.server.service import Service
 from trouper.params import SamplingParams
 
 
-async def tokenize(service: Service, exchange: Exchange, request: TokenizeRequest) -> None:
+async def tokenize(service: Service, context: RequestContext, request: TokenizeRequest) -> None:
     service.check_model(request.model)
     tokenizer = _tokenizer(service)
     if (request.prompt is None) == (request.messages is None):
@@ -40,7 +40,7 @@ async def tokenize(service: Service, exchange: Exchange, request: TokenizeReques
     strings: list[str] | None = None
     if request.return_token_strs:
         strings = await anyio.to_thread.run_sync(_texts, tokenizer, ids, limiter=service.threads)
-    await exchange.send_json(
+    await context.send_json(
         {
             "count": len(ids),
             "max_model_len": service.config.max_model_len,
@@ -50,7 +50,7 @@ async def tokenize(service: Service, exchange: Exchange, request: TokenizeReques
     )
 
 
-async def detokenize(service: Service, exchange: Exchange, request: DetokenizeRequest) -> None:
+async def detokenize(service: Service, context: RequestContext, request: DetokenizeRequest) -> None:
     service.check_model(request.model)
     tokenizer = _tokenizer(service)
     for i, id in enumerate(request.tokens):
@@ -59,7 +59,7 @@ async def detokenize(service: Service, exchange: Exchange, request: DetokenizeRe
     text = await anyio.to_thread.run_sync(
         tokenizer.decode, request.tokens, False, limiter=service.threads
     )
-    await exchange.send_json({"prompt": text})
+    await context.send_json({"prompt": text})
 
 
 def _message(prompt: Any, add_special_tokens: bool | None) -> Render:

@@ -4,8 +4,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from trouper.errors import TrouperError, TrouperValidationError
-from trouper.frontends.server.errors import Refusal
-from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.errors import HTTPError
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.requests import AbortRequest
 from trouper.frontends.server.service import Service
 
@@ -13,68 +13,68 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 
-async def sleep(service: Service, exchange: Exchange, _: None) -> None:
+async def sleep(service: Service, context: RequestContext, _: None) -> None:
     engine = service.engine
-    query = exchange.query()
+    query = context.query()
     level, mode = _one(query, "level", "1"), _one(query, "mode", "abort")
     if level not in ("0", "1", "2"):
         raise _bad_query("level", "must be 0, 1 or 2")
     with _transition():
         await engine.engine.sleep(int(level), mode)
-    await exchange.send_json({"status": "sleeping", "level": int(level)})
+    await context.send_json({"status": "sleeping", "level": int(level)})
 
 
-async def wake_up(service: Service, exchange: Exchange, _: None) -> None:
-    tags = exchange.query().get("tags")
+async def wake_up(service: Service, context: RequestContext, _: None) -> None:
+    tags = context.query().get("tags")
     with _transition():
         is_awake = await service.engine.wake_up(tags)
-    await exchange.send_json({"status": "awake" if is_awake else "sleeping", "tags": tags})
+    await context.send_json({"status": "awake" if is_awake else "sleeping", "tags": tags})
 
 
-async def is_sleeping(service: Service, exchange: Exchange, _: None) -> None:
-    await exchange.send_json({"is_sleeping": await service.engine.is_sleeping()})
+async def is_sleeping(service: Service, context: RequestContext, _: None) -> None:
+    await context.send_json({"is_sleeping": await service.engine.is_sleeping()})
 
 
-async def pause(service: Service, exchange: Exchange, _: None) -> None:
-    query = exchange.query()
+async def pause(service: Service, context: RequestContext, _: None) -> None:
+    query = context.query()
     clears = _flag(query, "clear_cache", "true")
     with _transition():
         await service.engine.pause_generation(_one(query, "mode", "abort"), clear_cache=clears)
-    await exchange.send_json({"status": "paused"})
+    await context.send_json({"status": "paused"})
 
 
-async def resume(service: Service, exchange: Exchange, _: None) -> None:
+async def resume(service: Service, context: RequestContext, _: None) -> None:
     with _transition():
         await service.engine.resume_generation()
-    await exchange.send_json({"status": "resumed"})
+    await context.send_json({"status": "resumed"})
 
 
-async def is_paused(service: Service, exchange: Exchange, _: None) -> None:
-    await exchange.send_json({"is_paused": await service.engine.is_paused()})
+async def is_paused(service: Service, context: RequestContext, _: None) -> None:
+    await context.send_json({"is_paused": await service.engine.is_paused()})
 
 
-async def abort_requests(service: Service, exchange: Exchange, request: AbortRequest) -> None:
+async def abort_requests(service: Service, context: RequestContext, request: AbortRequest) -> None:
     num_aborted = service.abort(request.request_ids or None)
-    await exchange.send_json({"status": "aborted", "aborted": num_aborted})
+    await context.send_json({"status": "aborted", "aborted": num_aborted})
 
 
-async def reset_prefix_cache(service: Service, exchange: Exchange, _: None) -> None:
-    resets_running = _flag(exchange.query(), "reset_running_requests", "false")
+async def reset_prefix_cache(service: Service, context: RequestContext, _: None) -> None:
+    resets_running = _flag(context.query(), "reset_running_requests", "false")
     with _transition():
         is_done = await service.engine.reset_prefix_cache(resets_running)
-    await exchange.send_json({"success": is_done})
+    await context.send_json({"success": is_done})
 
 
-async def start_profile(service: Service, exchange: Exchange, _: None) -> None:
+async def start_profile(service: Service, context: RequestContext, _: None) -> None:
     """Trace the device, into the folder that --profiler-config names."""
     await service.engine.start_profile()
-    await exchange.send_empty()
+    await context.send_empty()
 
 
-async def stop_profile(service: Service, exchange: Exchange, _: None) -> None:
+async def stop_profile(service: Service, context: RequestContext, _: None) -> None:
     """Write the trace."""
     await service.engine.stop_profile()
-    await exchange.send_empty()
+    await context.send_empty()
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _transition() -> "Generator[None]":
     except RuntimeError as error:
         if isinstance(error, TrouperError | NotImplementedError):
             raise
-        raise Refusal(409, "illegal_transition", str(error)) from None
+        raise HTTPError(409, "illegal_transition", str(error)) from None
 
 
 def _one(query: dict[str, list[str]], name: str, default: str) -> str:
@@ -101,5 +101,5 @@ def _flag(query: dict[str, list[str]], name: str, default: str) -> bool:
     return value in ("true", "1")
 
 
-def _bad_query(name: str, rule: str) -> Refusal:
-    return Refusal(400, "invalid_value", f"{name}: {rule}", param=f"query.{name}")
+def _bad_query(name: str, rule: str) -> HTTPError:
+    return HTTPError(400, "invalid_value", f"{name}: {rule}", param=f"query.{name}")

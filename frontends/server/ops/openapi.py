@@ -7,7 +7,7 @@ import msgspec
 
 from trouper import __version__
 from trouper.frontends.server.errors import TYPES
-from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.service import Service
 
@@ -32,10 +32,10 @@ ANYWHERE = (400, 401, 408, 413, 414, 415, 431, 500, 503)
 TAKING_WORK = (404, 429, 504)
 
 
-async def describe(service: Service, exchange: Exchange, _: None) -> None:
+async def describe(service: Service, context: RequestContext, _: None) -> None:
     """What this listener serves."""
     has_keys = bool(service.settings.api_keys)
-    await exchange.send_json(document(exchange.served, has_keys=has_keys))
+    await context.send_json(document(context.served, has_keys=has_keys))
 
 
 def document(routes: Iterable[Route], *, has_keys: bool) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import msgspec
 from trouper import __version__
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
-from trouper.frontends.server.errors import Refusal, unavailable
-from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.errors import HTTPError, unavailable
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.metrics import expose
 from trouper.frontends.server.service import Service
 
@@ -19,7 +19,7 @@ REFRESH_S = 1.0  # for the last facts; an actor that is ending may hold them bac
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-async def list_models(service: Service, exchange: Exchange, _: None) -> None:
+async def list_models(service: Service, context: RequestContext, _: None) -> None:
     config = service.config
     cards: list[dict[str, Any]] = [
         {
@@ -34,17 +34,17 @@ async def list_models(service: Service, exchange: Exchange, _: None) -> None:
         }
         for name in service.model_names
     ]
-    await exchange.send_json({"object": "list", "data": cards})
+    await context.send_json({"object": "list", "data": cards})
 
 
-async def live(service: Service, exchange: Exchange, _: None) -> None:
+async def live(service: Service, context: RequestContext, _: None) -> None:
     """Fails only when no progress is possible any more."""
     if not service.is_starting:
         service.check_alive()
-    await exchange.send_empty()
+    await context.send_empty()
 
 
-async def ready(service: Service, exchange: Exchange, _: None) -> None:
+async def ready(service: Service, context: RequestContext, _: None) -> None:
     """Would a request be taken and scheduled now?"""
     service.check_alive()
     service.check_open()
@@ -54,39 +54,39 @@ async def ready(service: Service, exchange: Exchange, _: None) -> None:
         raise unavailable("overloaded", "the server is overloaded")
     service.check_admits()
     await service.prove()
-    await exchange.send_empty()
+    await context.send_empty()
 
 
-async def step_age(service: Service, exchange: Exchange, _: None) -> None:
+async def step_age(service: Service, context: RequestContext, _: None) -> None:
     """Seconds since a step was seen to end, while there is work; 0 when there is none."""
     service.check_alive()
     age_s = service.steps.age_s(service.engine.statistics().scheduler, anyio.current_time())
     if age_s > service.settings.max_step_age_s:
         raise unavailable("no_progress", f"no step has ended for {age_s:.0f} s")
-    await exchange.send_json({"age_s": round(age_s, 3)})
+    await context.send_json({"age_s": round(age_s, 3)})
 
 
-async def version(service: Service, exchange: Exchange, _: None) -> None:
-    await exchange.send_json({"version": __version__})
+async def version(service: Service, context: RequestContext, _: None) -> None:
+    await context.send_json({"version": __version__})
 
 
-async def server_info(service: Service, exchange: Exchange, _: None) -> None:
+async def server_info(service: Service, context: RequestContext, _: None) -> None:
     """The engine's plan as it was resolved; for whoever looks after the server only."""
     config = msgspec.to_builtins(service.config)
     device = msgspec.to_builtins(service.engine.engine.info)
-    await exchange.send_json({"version": __version__, "config": config, "device": device})
+    await context.send_json({"version": __version__, "config": config, "device": device})
 
 
-async def metrics(service: Service, exchange: Exchange, _: None) -> None:
+async def metrics(service: Service, context: RequestContext, _: None) -> None:
     engine = service.engine.engine
     found = engine.metrics
     if found is None:
-        raise Refusal(404, "not_found", "statistics are switched off")
+        raise HTTPError(404, "not_found", "statistics are switched off")
     # One that ends counts no more, and what it counted stays.
     with suppress(EngineDeadError), anyio.move_on_after(REFRESH_S):
         await engine.refresh_metrics()
-    await exchange.send_body(await expose((found, service.metrics)), PROMETHEUS)
+    await context.send_body(await expose((found, service.metrics)), PROMETHEUS)
 
 
-async def load(service: Service, exchange: Exchange, _: None) -> None:
-    await exchange.send_json({"server_load": service.gate.admission.num_requests})
+async def load(service: Service, context: RequestContext, _: None) -> None:
+    await context.send_json({"server_load": service.gate.admission.num_requests})

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from trouper.frontends.python.scoring import Pooled
-from trouper.frontends.server.http.exchange import JSON
+from trouper.frontends.server.http.context import JSON
 from trouper.frontends.server.pooling.encodings import Encoding, as_json, encode, listed, numbers
 from trouper.pooling import PoolingParams
 
@@ -32,7 +32,7 @@ class Reply(NamedTuple):
 
 
 def build_encoded(
-    context: PoolingServeContext,
+    serving: PoolingServeContext,
     outputs: list[Pooled],
     how: Encoding,
     object_name: str,
@@ -40,16 +40,16 @@ def build_encoded(
 ) -> Reply:
     made = [encode(output.outputs.array, how) for output in outputs]
     if how.is_binary:
-        return _build_bytes(context, outputs, made, how)
+        return _build_bytes(serving, outputs, made, how)
     data = [
         b'{"index":%d,"object":"%b","%b":%b}' % (i, object_name.encode(), key.encode(), value)
         for i, value in enumerate(made)
     ]
-    return _listed(context, outputs, data)
+    return _listed(serving, outputs, data)
 
 
 def _build_bytes(
-    context: PoolingServeContext, outputs: list[Pooled], parts: list[bytes], how: Encoding
+    serving: PoolingServeContext, outputs: list[Pooled], parts: list[bytes], how: Encoding
 ) -> Reply:
     """All values in one body; the header `metadata` says where each begins."""
     items: list[dict[str, Any]] = []
@@ -66,14 +66,14 @@ def _build_bytes(
             }
         )
         start += len(part)
-    head = {"id": context.id, "created": context.created, "model": context.model}
+    head = {"id": serving.id, "created": serving.created, "model": serving.model}
     table = as_json({**head, "data": items, "usage": _usage(outputs)})
     headers = ((b"metadata", table),) if how.format == "bytes" else ()
     return Reply(b"".join(parts), OCTETS, headers)
 
 
 def build_classes(
-    context: PoolingServeContext, outputs: list[Pooled], labels: tuple[str, ...]
+    serving: PoolingServeContext, outputs: list[Pooled], labels: tuple[str, ...]
 ) -> Reply:
     data: list[bytes] = []
     for i, output in enumerate(outputs):
@@ -81,19 +81,19 @@ def build_classes(
         label = labels[probs.index(max(probs))]
         entry = {"index": i, "label": label, "probs": probs, "num_classes": len(probs)}
         data.append(as_json(entry))
-    return _listed(context, outputs, data)
+    return _listed(serving, outputs, data)
 
 
-def build_scores(context: PoolingServeContext, outputs: list[Pooled]) -> Reply:
+def build_scores(serving: PoolingServeContext, outputs: list[Pooled]) -> Reply:
     data = [
         as_json({"index": i, "object": "score", "score": _number(output)})
         for i, output in enumerate(outputs)
     ]
-    return _listed(context, outputs, data)
+    return _listed(serving, outputs, data)
 
 
 def build_ranking(
-    context: PoolingServeContext, outputs: list[Pooled], texts: list[str], num: int
+    serving: PoolingServeContext, outputs: list[Pooled], texts: list[str], num: int
 ) -> Reply:
     scores = [_number(output) for output in outputs]
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[:num]
@@ -101,13 +101,13 @@ def build_ranking(
         {"index": i, "document": {"text": texts[i]}, "relevance_score": scores[i]} for i in best
     ]
     reply = {
-        "id": context.id, "model": context.model, "usage": _usage(outputs), "results": results
+        "id": serving.id, "model": serving.model, "usage": _usage(outputs), "results": results
     }  # fmt: skip
     return Reply(as_json(reply))
 
 
-def build_cohere(context: PoolingServeContext, outputs: list[Pooled]) -> Reply:
-    head = as_json({"id": context.id, "texts": context.prompts})
+def build_cohere(serving: PoolingServeContext, outputs: list[Pooled]) -> Reply:
+    head = as_json({"id": serving.id, "texts": serving.prompts})
     tail = {
         "api_version": {"version": "2"},
         "billed_units": {"input_tokens": _usage(outputs)["prompt_tokens"]},
@@ -118,10 +118,10 @@ def build_cohere(context: PoolingServeContext, outputs: list[Pooled]) -> Reply:
     )
 
 
-def _listed(context: PoolingServeContext, outputs: list[Pooled], data: list[bytes]) -> Reply:
+def _listed(serving: PoolingServeContext, outputs: list[Pooled], data: list[bytes]) -> Reply:
     """`data` is json already, perhaps much of it: it is copied and not walked through."""
     head = {
-        "id": context.id, "object": "list", "created": context.created, "model": context.model
+        "id": serving.id, "object": "list", "created": serving.created, "model": serving.model
     }  # fmt: skip
     usage = as_json(_usage(outputs))
     return Reply(

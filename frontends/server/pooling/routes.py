@@ -16,7 +16,7 @@ import anyio.to_thread
 from trouper.config.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError
 from trouper.frontends.python.scoring import Encoding, Pooled, Scorer, as_pairs, collect
-from trouper.frontends.server.http.exchange import Exchange
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
 from trouper.frontends.server.pooling.encodings import Encoding as HowEncoded
 from trouper.frontends.server.pooling.replies import (
@@ -53,31 +53,35 @@ SIDES = (("data_1", "data_2"), ("queries", "documents"), ("queries", "items"), (
 COHERE_TYPES = ("float",)
 
 
-async def create_embedding(service: Service, exchange: Exchange, request: EmbeddingRequest) -> None:
-    context = _preprocess(service, exchange, request, "embd", "embed")
-    outputs = await _encode(service, exchange, context)
-    build = partial(build_encoded, context, outputs, _how(request), "embedding", "embedding")
-    await _send(service, exchange, build, is_quick=_is_quick(outputs, _how(request)))
+async def create_embedding(
+    service: Service, context: RequestContext, request: EmbeddingRequest
+) -> None:
+    serving = _preprocess(service, context, request, "embd", "embed")
+    outputs = await _encode(service, context, serving)
+    build = partial(build_encoded, serving, outputs, _how(request), "embedding", "embedding")
+    await _send(service, context, build, is_quick=_is_quick(outputs, _how(request)))
 
 
-async def create_pooling(service: Service, exchange: Exchange, request: PoolingRequest) -> None:
+async def create_pooling(
+    service: Service, context: RequestContext, request: PoolingRequest
+) -> None:
     spec = _spec(service)
-    context = _preprocess(service, exchange, request, "pooling", request.task or spec.engine_task)
-    outputs = await _encode(service, exchange, context)
-    build = partial(build_encoded, context, outputs, _how(request), "pooling", "data")
-    await _send(service, exchange, build, is_quick=_is_quick(outputs, _how(request)))
+    serving = _preprocess(service, context, request, "pooling", request.task or spec.engine_task)
+    outputs = await _encode(service, context, serving)
+    build = partial(build_encoded, serving, outputs, _how(request), "pooling", "data")
+    await _send(service, context, build, is_quick=_is_quick(outputs, _how(request)))
 
 
 async def create_classification(
-    service: Service, exchange: Exchange, request: ClassifyRequest
+    service: Service, context: RequestContext, request: ClassifyRequest
 ) -> None:
-    context = _preprocess(service, exchange, request, "classify", "classify")
-    outputs = await _encode(service, exchange, context)
-    build = partial(build_classes, context, outputs, _spec(service).labels)
-    await _send(service, exchange, build)
+    serving = _preprocess(service, context, request, "classify", "classify")
+    outputs = await _encode(service, context, serving)
+    build = partial(build_classes, serving, outputs, _spec(service).labels)
+    await _send(service, context, build)
 
 
-async def create_score(service: Service, exchange: Exchange, request: ScoreRequest) -> None:
+async def create_score(service: Service, context: RequestContext, request: ScoreRequest) -> None:
     first, second = next(
         (pair for pair in SIDES if all(getattr(request, name) is not None for name in pair)),
         ("data_1", "data_2"),
@@ -87,24 +91,24 @@ async def create_score(service: Service, exchange: Exchange, request: ScoreReque
     queries, documents = as_pairs(
         getattr(request, first), getattr(request, second), (first, second)
     )
-    outputs, context = await _score(service, exchange, request, queries, documents)
-    await _send(service, exchange, partial(build_scores, context, outputs))
+    outputs, serving = await _score(service, context, request, queries, documents)
+    await _send(service, context, partial(build_scores, serving, outputs))
 
 
-async def create_rerank(service: Service, exchange: Exchange, request: RerankRequest) -> None:
+async def create_rerank(service: Service, context: RequestContext, request: RerankRequest) -> None:
     texts = [d if isinstance(d, str) else d.text for d in request.documents]
     if not texts:
         raise _bad("documents", "must not be empty")
     if request.top_n is not None and request.top_n < 0:
         raise _bad("top_n", "must be at least 0")
     queries = [request.query] * len(texts)
-    outputs, context = await _score(service, exchange, request, queries, texts)
+    outputs, serving = await _score(service, context, request, queries, texts)
     num = request.top_n or len(texts)
-    await _send(service, exchange, partial(build_ranking, context, outputs, texts, num))
+    await _send(service, context, partial(build_ranking, serving, outputs, texts, num))
 
 
 async def create_cohere_embedding(
-    service: Service, exchange: Exchange, request: CohereEmbedRequest
+    service: Service, context: RequestContext, request: CohereEmbedRequest
 ) -> None:
     for kind in request.embedding_types or ():
         if kind not in COHERE_TYPES:
@@ -118,9 +122,9 @@ async def create_cohere_embedding(
         truncate_prompt_tokens=None if side is None else request.max_tokens or -1,
         truncation_side=side,
     )
-    context = _preprocess(service, exchange, inner, "embd", "embed", field="texts")
-    outputs = await _encode(service, exchange, context)
-    await _send(service, exchange, partial(build_cohere, context, outputs))
+    serving = _preprocess(service, context, inner, "embd", "embed", field="texts")
+    outputs = await _encode(service, context, serving)
+    await _send(service, context, partial(build_cohere, serving, outputs))
 
 
 # Before the engine
@@ -128,7 +132,7 @@ async def create_cohere_embedding(
 
 def _preprocess(
     service: Service,
-    exchange: Exchange,
+    context: RequestContext,
     request: InputRequest,
     prefix: str,
     task: str,
@@ -150,12 +154,12 @@ def _preprocess(
         use_activation=request.use_activation,
         dimensions=request.dimensions if isinstance(request, EncodedRequest) else None,
     )
-    return _context(service, exchange, request, prefix, prompts, places, params)
+    return _context(service, context, request, prefix, prompts, places, params)
 
 
 def _context(
     service: Service,
-    exchange: Exchange,
+    context: RequestContext,
     request: Shared,
     prefix: str,
     prompts: list[Any],
@@ -163,8 +167,8 @@ def _context(
     params: PoolingParams,
 ) -> PoolingServeContext:
     model = service.check_model(request.model)
-    exchange.name_by(request.request_id)
-    priority = service.size(exchange, len(prompts), 1, 1, request.priority or 0)
+    context.name_by(request.request_id)
+    priority = service.size(context, len(prompts), 1, 1, request.priority or 0)
     names = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
     return PoolingServeContext(
         prompts=prompts,
@@ -172,7 +176,7 @@ def _context(
         pooling_params=params,
         options={n: getattr(request, n) for n in names if getattr(request, n) is not None},
         priority=priority,
-        id=f"{prefix}-{exchange.request_id}",
+        id=f"{prefix}-{context.request_id}",
         model=model,
         created=int(time.time()),
     )
@@ -211,24 +215,24 @@ def _inputs(given: str | list[Any] | None, field: str) -> tuple[list[PoolingProm
 
 
 async def _encode(
-    service: Service, exchange: Exchange, context: PoolingServeContext
+    service: Service, context: RequestContext, serving: PoolingServeContext
 ) -> list[Pooled]:
     encodings = (
         service.engine.encode(
             prompt,
-            context.pooling_params,
-            f"{exchange.id}-{i}",
-            priority=context.priority,
-            tokenization_kwargs=context.options,
+            serving.pooling_params,
+            f"{context.id}-{i}",
+            priority=serving.priority,
+            tokenization_kwargs=serving.options,
         )
-        for i, prompt in enumerate(context.prompts)
+        for i, prompt in enumerate(serving.prompts)
     )
-    return _whole(await final_outputs(service, exchange, encodings, context.places))
+    return _whole(await final_outputs(service, context, encodings, serving.places))
 
 
 async def _score(
     service: Service,
-    exchange: Exchange,
+    context: RequestContext,
     request: Scoring,
     queries: Sequence[str],
     documents: Sequence[str],
@@ -238,31 +242,31 @@ async def _score(
     if len(documents) > MAX_INPUTS:
         raise _bad("documents", f"at most {MAX_INPUTS} pairs")
     params = PoolingParams(use_activation=request.use_activation)
-    context = _context(service, exchange, request, "score", list(documents), [], params)
+    serving = _context(service, context, request, "score", list(documents), [], params)
     scorer = Scorer(
         service.engine,
         params,
-        name=exchange.id,
-        priority=context.priority,
-        options=context.options,
-        run=partial(_run_listed, service, exchange),
+        name=context.id,
+        priority=serving.priority,
+        options=serving.options,
+        run=partial(_run_listed, service, context),
     )
-    if exchange.ticket is not None:
-        await exchange.ticket.wait_turn()
-    return _whole(await scorer.score(queries, documents)), context
+    if context.ticket is not None:
+        await context.ticket.wait_turn()
+    return _whole(await scorer.score(queries, documents)), serving
 
 
 async def _run_listed(
-    service: Service, exchange: Exchange, encodings: Iterable[Encoding], bar: Any
+    service: Service, context: RequestContext, encodings: Iterable[Encoding], bar: Any
 ) -> list[Pooled]:
     """Some of the requests that a score is made of."""
-    ticket = exchange.ticket
+    ticket = context.ticket
     noted: list[Any] = [] if ticket is None else [*ticket.generations]
 
     def note() -> Iterator[Encoding]:
         for encoding in encodings:
-            exchange.check_wanted()
-            service.note(encoding, exchange)
+            context.check_wanted()
+            service.note(encoding, context)
             noted.append(encoding)
             yield encoding
 
@@ -287,13 +291,13 @@ def _whole(outputs: list[Pooled]) -> list[Pooled]:
 
 
 async def _send(
-    service: Service, exchange: Exchange, build: Callable[[], Reply], *, is_quick: bool = False
+    service: Service, context: RequestContext, build: Callable[[], Reply], *, is_quick: bool = False
 ) -> None:
     if is_quick:
         reply = build()
     else:
         reply = await anyio.to_thread.run_sync(build, limiter=service.threads)
-    await exchange.send_body(reply.body, reply.kind, 200, reply.headers)
+    await context.send_body(reply.body, reply.kind, 200, reply.headers)
 
 
 def _is_quick(outputs: list[Pooled], how: HowEncoded) -> bool:

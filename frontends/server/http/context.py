@@ -1,6 +1,6 @@
 """One HTTP request and its answer, over the three callables of ASGI.
 
-Laws.  One answer per exchange; after the client has left, sending does nothing.  Nothing larger than
+Laws.  One answer per context; after the client has left, sending does nothing.  Nothing larger than
 its limit is ever held.
 """
 
@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from trouper.frontends.server.admission.gate import AdmissionTicket
-from trouper.frontends.server.errors import Headers, Problem, Refusal, aborted
+from trouper.frontends.server.errors import ErrorBody, Headers, HTTPError, aborted
 from trouper.frontends.server.http.body import Body, too_large
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.settings import ServerSettings
@@ -34,7 +34,7 @@ UNSAFE_IN_ID = re.compile(r"[^A-Za-z0-9._:@+=/-]")
 encode = msgspec.json.Encoder().encode
 
 
-class Exchange:
+class RequestContext:
     """What a handler gets: the request's head, its body on demand, and the answer's verbs."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,7 +69,7 @@ class Exchange:
         self._is_sending = False
 
     def __repr__(self) -> str:
-        return f"<Exchange {self.method} {self.path[:40]!r} {self.id}>"
+        return f"<RequestContext {self.method} {self.path[:40]!r} {self.id}>"
 
     @property
     def request_id(self) -> str:
@@ -95,24 +95,24 @@ class Exchange:
             text = self._query.decode("ascii")
             return parse_qs(text, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS)
         except ValueError:
-            raise Refusal(400, "invalid_value", "the query is malformed", param="query") from None
+            raise HTTPError(400, "invalid_value", "the query is malformed", param="query") from None
 
     def check_head(self, settings: ServerSettings) -> None:
-        """Raises Refusal for a head beyond its limits."""
+        """Raises HTTPError for a head beyond its limits."""
         if len(self._raw_path) > settings.max_path:
-            raise Refusal(414, "path_too_long", f"the path has over {settings.max_path} bytes")
+            raise HTTPError(414, "path_too_long", f"the path has over {settings.max_path} bytes")
         size = sum(len(name) + len(value) for name, value in self.headers)
         if len(self.headers) > settings.max_headers or size > settings.max_header_bytes:
-            raise Refusal(
+            raise HTTPError(
                 431,
                 "headers_too_large",
                 f"more than {settings.max_headers} headers or {settings.max_header_bytes} bytes",
             )
 
     async def read_body(self, settings: ServerSettings, body: Body) -> None:
-        """Read the whole body.  Raises Refusal: too large, too slow, encoded, or no memory; ClientGone."""
+        """Read the whole body.  Raises HTTPError: too large, too slow, encoded, or no memory; ClientGone."""
         if self.header(b"content-encoding") not in (None, b"", b"identity"):
-            raise Refusal(415, "encoded_body", "a body must not have a content encoding")
+            raise HTTPError(415, "encoded_body", "a body must not have a content encoding")
         if self.content_length > settings.max_body:
             raise too_large(settings.max_body)
         await body.read(
@@ -124,7 +124,7 @@ class Exchange:
         self.num_body_bytes = body.size
 
     def check_wanted(self) -> None:
-        """Raises Refusal once it is aborted."""
+        """Raises HTTPError once it is aborted."""
         if self.is_aborted:
             raise aborted()
 
@@ -175,7 +175,7 @@ class Exchange:
     async def end_events(self, mark: bytes = DONE) -> None:
         await self._put({"type": "http.response.body", "body": mark, "more_body": False})
 
-    async def fail(self, problem: Problem) -> None:
+    async def fail(self, problem: ErrorBody) -> None:
         """As the status, or as an event when the status has been sent already."""
         if not self.has_started:
             await self.send_json(problem.body, problem.status, problem.headers)
