@@ -25,44 +25,61 @@ def _server(text: str, *names: str, **more: Any) -> Any:
 
 @dataclasses.dataclass
 class ServerOptions:
-    """Where it listens, who may ask, and how much."""
+    """Options of the server: its listeners, its keys and its limits."""
 
-    host: Annotated[str, _server("Address to listen at.")] = LOOPBACK
-    port: Annotated[int, _server("Port; 0 takes a free one.", min=0, max=65535)] = 8000
-    root_path: Annotated[str, _server("Prefix under which a proxy has it.")] = ""
-    uds: Annotated[str | None, _server("Socket file, instead of host and port.")] = None
+    host: Annotated[str, _server("Address that the public listener binds.")] = LOOPBACK
+    port: Annotated[
+        int, _server("Port that the public listener binds; 0 takes a free one.", min=0, max=65535)
+    ] = 8000
+    root_path: Annotated[str, _server("Path prefix that a proxy leaves on requests.")] = ""
+    uds: Annotated[str | None, _server("Socket file to listen at instead of host and port.")] = None
     api_key: Annotated[
-        list[str] | None, _server("Who has one of these may ask; repeatable.", envvar="TROUPER_API_KEY")
+        list[str] | None, _server("Require one of these API keys in the Authorization header; repeatable.", envvar="TROUPER_API_KEY")
     ] = None  # fmt: skip
     admin_key: Annotated[
-        str | None, _server("Serve the control routes to who has this.", envvar="TROUPER_ADMIN_KEY")
+        str | None,
+        _server(
+            "Serve the control routes on the public listener behind this key.",
+            envvar="TROUPER_ADMIN_KEY",
+        ),
     ] = None
-    admin_uds: Annotated[str | None, _server("Socket file with the control routes.")] = None
+    admin_uds: Annotated[
+        str | None, _server("Socket file of a listener with the control routes.")
+    ] = None
     admin_port: Annotated[
-        int | None, _server("The same as a port of the loopback.", min=0, max=65535)
+        int | None,
+        _server("Loopback port of a listener with the control routes.", min=0, max=65535),
     ] = None
-    ssl_certfile: Annotated[str | None, _server("Certificate, for https.")] = None
-    ssl_keyfile: Annotated[str | None, _server("Its private key.")] = None
+    ssl_certfile: Annotated[
+        str | None, _server("Certificate file, to serve https; it may hold the private key too.")
+    ] = None
+    ssl_keyfile: Annotated[str | None, _server("File with the private key of the certificate.")] = (
+        None
+    )
     protect_metrics: Annotated[
-        bool, _server("Ask for a key at /metrics too.", "--protect-metrics")
+        bool, _server("Require an API key for /metrics too.", "--protect-metrics")
     ] = False
     loop: Annotated[
         Literal["asyncio", "trio"],
-        _server("Event loop: asyncio is served by uvicorn, trio by hypercorn."),
+        _server("Event loop: asyncio under uvicorn, or trio under hypercorn."),
     ] = "asyncio"
     request_timeout: Annotated[
-        float, _server("Seconds that a request may take.", min=0.001)
+        float, _server("Seconds that a request may take in all.", min=0.001)
     ] = 600.0  # fmt: skip
     max_requests: Annotated[
-        int | None, _server("Sequences open at once; 4 × max-num-seqs by default.", min=1)
+        int | None,
+        _server("Sequences that may be open at once; 4 × max-num-seqs by default.", min=1),
     ] = None
     max_waiting_tokens: Annotated[
-        int | None, _server("Tokens that may wait; by default what is done in 10 s.", min=1)
+        int | None,
+        _server("Tokens that may wait to be started; by default the work of 10 s.", min=1),
     ] = None
     max_queue_delay: Annotated[
-        float, _server("Seconds that who is next may have waited; then the youngest go.", min=0.001)
+        float, _server("Seconds that the next request may have waited before the newest are refused.", min=0.001)
     ] = math.inf  # fmt: skip
-    max_body: Annotated[int, _server("Bytes of a request's body.", min=1)] = 32 * 2**20
+    max_body: Annotated[int, _server("Maximum size of a request's body, in bytes.", min=1)] = (
+        32 * 2**20
+    )
     max_body_memory: Annotated[
         int | None,
         _server("Bytes of all request bodies under way; 8 × max-body by default.", min=1),
@@ -76,55 +93,69 @@ class ServerOptions:
     min_body_rate: Annotated[
         int, _server("Bytes a second that a body must bring after its first seconds.", min=1)
     ] = 4 * 2**10  # fmt: skip
-    h11_max_header_count: Annotated[int, _server("Headers of a request.", min=1)] = 256
+    h11_max_header_count: Annotated[
+        int, _server("Maximum number of headers of a request.", min=1)
+    ] = 256
     h11_max_incomplete_event_size: Annotated[
-        int, _server("Bytes of them.", min=1, max=2**17)
+        int, _server("Maximum size of a request's headers, in bytes.", min=1, max=2**17)
     ] = 2**16  # fmt: skip
-    response_role: Annotated[str, _server("Role that answers in a chat.")] = "assistant"
+    response_role: Annotated[str, _server("Role of the answer in a chat.")] = "assistant"
     trust_request_chat_template: Annotated[
         bool, _server("Let requests bring their chat template.", "--trust-request-chat-template")
     ] = False
     default_chat_template_kwargs: Annotated[
         dict[str, Any] | None,
-        _server("Variables of the chat template.", parser=json_object, metavar="JSON"),
+        _server("Default variables of the chat template.", parser=json_object, metavar="JSON"),
     ] = None
     enable_prompt_tokens_details: Annotated[
-        bool, _server("Tell cached tokens in usage.", "--enable-prompt-tokens-details")
+        bool, _server("Report cached prompt tokens in the usage.", "--enable-prompt-tokens-details")
     ] = False
     enable_force_include_usage: Annotated[
-        bool, _server("Usage in every stream.", "--enable-force-include-usage")
+        bool, _server("Send the usage at the end of every stream.", "--enable-force-include-usage")
     ] = False
     return_tokens_as_token_ids: Annotated[
-        bool, _server("Logprobs name tokens by id.", "--return-tokens-as-token-ids")
+        bool, _server("Name tokens by their ids in logprobs.", "--return-tokens-as-token-ids")
     ] = False
     priority_order: Annotated[
-        Literal["trouper", "vllm"], _server("Which priority runs first: larger, or smaller.")
+        Literal["trouper", "vllm"],
+        _server("Order of priorities: larger first (trouper) or smaller first (vllm)."),
     ] = "trouper"
     sse_keep_alive_interval: Annotated[
-        float, _server("Seconds of silence before a comment; 0 is off.", min=0.0)
+        float,
+        _server(
+            "Seconds of silence in a stream before a comment is sent; 0 turns it off.", min=0.0
+        ),
     ] = 0.0
-    seed: Annotated[int, _server("Seed of requests that bring none.")] = 0
+    seed: Annotated[int, _server("Seed of requests that give none.")] = 0
     allowed_origins: Annotated[
-        list[str] | None, _server("Pages of this origin may ask; * is all, repeatable.")
+        list[str] | None, _server("Origin whose pages may send requests, * for all; repeatable.")
     ] = None
-    allowed_methods: Annotated[list[str] | None, _server("With these methods.")] = None
-    allowed_headers: Annotated[list[str] | None, _server("And these headers.")] = None
-    allow_credentials: Annotated[bool, _server("And cookies.", "--allow-credentials")] = False
+    allowed_methods: Annotated[
+        list[str] | None, _server("Method that pages of other origins may use; repeatable.")
+    ] = None
+    allowed_headers: Annotated[
+        list[str] | None, _server("Header that pages of other origins may send; repeatable.")
+    ] = None
+    allow_credentials: Annotated[
+        bool, _server("Let pages of other origins send credentials.", "--allow-credentials")
+    ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        _server("What is told on stderr.", "--log-level", "--uvicorn-log-level"),
+        _server(
+            "Lowest level of lines that are logged to stderr.", "--log-level", "--uvicorn-log-level"
+        ),
     ] = "warning"
     access_log: Annotated[
-        bool, _server("A line for each answer.", "--access-log/--disable-uvicorn-access-log")
+        bool, _server("Log one line for each answer.", "--access-log/--disable-uvicorn-access-log")
     ] = False
     disable_access_log_for_endpoints: Annotated[
-        list[str] | None, _server("But not for this path; repeatable.")
+        list[str] | None, _server("Path without lines in the access log; repeatable.")
     ] = None
     keep_alive_on_engine_death: Annotated[
-        bool, _server("Stay, and say so.", envvar="TROUPER_KEEP_ALIVE_ON_ENGINE_DEATH", hidden=True)
+        bool, _server("Keep answering with errors after the engine has died.", envvar="TROUPER_KEEP_ALIVE_ON_ENGINE_DEATH", hidden=True)
     ] = False  # fmt: skip
     dev_mode: Annotated[
-        bool, _server("Control routes for everybody.", envvar="TROUPER_SERVER_DEV_MODE", hidden=True)
+        bool, _server("Serve the control routes without a key.", envvar="TROUPER_SERVER_DEV_MODE", hidden=True)
     ] = False  # fmt: skip
 
 
@@ -150,7 +181,7 @@ def serve(
     options: ServerOptions,
     engine_args: EngineArgs,
 ) -> None:
-    """Serve a model over HTTP, in OpenAI's words."""
+    """Serve a model over HTTP with OpenAI's API."""
     server = "uvicorn" if options.loop == "asyncio" else "hypercorn"
     if importlib.util.find_spec(server) is None:
         raise UnsupportedFeatureError(f"serve needs {server}: pip install 'trouper[server]'")
@@ -160,7 +191,7 @@ def serve(
         engine_args.model = model_name
     _check_keys(options)
     engine_args.seed = options.seed
-    engine_args.resolve()  # here, because it finds mistakes before torch loads
+    engine_args.resolve()  # here, because it finds mistakes before torch is loaded
     # As in `run_engine`: read when torch is loaded, and threads that spin would starve the event loop.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _run(options, engine_args)
@@ -173,10 +204,14 @@ def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
     from trouper.frontends.server.service import Service
 
     for name, value in vars(options).items():
-        if isinstance(value, float) and math.isnan(value):  # lies in every range
+        if isinstance(value, float) and math.isnan(
+            value
+        ):  # it passes every comparison with a limit
             raise TrouperValidationError("must be a number", parameter=name)
     with ExitStack() as stack:
         stack.enter_context(log_lines("trouper", options.log_level))
+        if options.loop == "asyncio":  # failures of an application that it did not answer itself
+            stack.enter_context(log_lines("uvicorn.error", "error"))
         if options.access_log:
             stack.enter_context(log_lines("trouper.access", "info"))
         if options.uds is not None:

@@ -1,9 +1,9 @@
 """The ASGI application: the one place where an exception becomes an answer.
 
-    head limits → key and route → body → place → decoding → handler, while the client stays
+    head limits → key and route → body → place → decoding → handler, beside a task that waits for the disconnect
 
-Leaving, because the client has left or its deadline has passed, is a cancelled scope: the handler's
-generations close, and that is the abort.
+When the client has left or the deadline has passed, the handler's scope is cancelled; its generations close, which
+aborts them in the engine.
 """
 
 import logging
@@ -41,14 +41,14 @@ POLICY_VIOLATION = 1008
 
 
 def create_app(engine: "AsyncLLMEngine", settings: ServerSettings | None = None) -> "App":
-    """An ASGI application over a running engine, to be served, or mounted in another application."""
+    """Make an ASGI application over a running engine, to be served or to be mounted in another application."""
     service = Service(settings or ServerSettings())
     service.open(engine)
     return App(service)
 
 
 class App:
-    """`await app(scope, receive, send)`."""
+    """The ASGI application of one listener: `await app(scope, receive, send)`."""
 
     def __init__(
         self, service: Service, *, is_admin_listener: bool = False, root_path: str = ""
@@ -76,7 +76,7 @@ class App:
         try:
             await self._perform(context)
         except ClientGone:
-            pass  # nobody is there to be told
+            pass  # there is no client to answer
         except Exception as error:
             await context.fail(self._describe(context, error))
         self._note(context)
@@ -89,14 +89,18 @@ class App:
         return problem
 
     def _note(self, context: RequestContext) -> None:
-        """It has its answer."""
+        """Count the answer that has been sent, and log it."""
         route = context.path if context.path in TABLE else "none"
         self.service.metrics.note_answer(route, context.status)
         if self._settings.logs_access and route not in self._settings.unlogged_paths:
             access_log.info("%s %s %d %s", context.method[:8], route, context.status, context.id)
 
     def _find(self, context: RequestContext) -> Route | None:
-        """None: an answer without content.  Raises HTTPError for a bad head or key, or a route that there is not."""
+        """Find the route of a request; None for OPTIONS, which is answered without content.
+
+        Raises:
+            HTTPError: the head is too large, the key is wrong, or there is no such route.
+        """
         context.own_headers = cors_headers(context, self._settings)
         if self.service.gate.level >= Level.TIDY:
             context.own_headers += ((b"connection", b"close"),)
@@ -135,7 +139,7 @@ class App:
                 400, "invalid_content_type", "the content type must be application/json"
             )
         if not body and route.access == "admin":
-            return route.body()  # an order without details
+            return route.body()  # all fields have defaults
         decoded = await decode(body, route.body, self.service.threads)
         if not decoded.holds_body:
             memory.release()
@@ -162,7 +166,7 @@ class App:
     async def _attend_beside(
         self, context: RequestContext, act: Any, deadline: anyio.CancelScope
     ) -> None:
-        """With a task that waits for the client's leaving."""
+        """Run the handler beside a task that cancels it when the client leaves."""
         error: Exception | None = None
         async with anyio.create_task_group() as tasks:
             interval_s = self._settings.sse_keep_alive_interval_s
@@ -178,7 +182,10 @@ class App:
 
 
 async def _watch(context: RequestContext, handler: anyio.CancelScope, interval_s: float) -> None:
-    """Until the client has left; a comment whenever a stream has been silent for so long, 0 for none."""
+    """Wait until the client has left, then cancel the handler.
+
+    A stream that has been silent for `interval_s` gets a comment; 0 turns that off.
+    """
     while not context.is_gone:
         if not interval_s:
             await context.wait_disconnect()
@@ -193,7 +200,7 @@ async def _watch(context: RequestContext, handler: anyio.CancelScope, interval_s
 
 
 async def _live(receive: Receive, send: Send) -> None:
-    """The engine's life is not ours: it is handed in alive."""
+    """Answer lifespan events.  The engine is opened and closed by the caller of `create_app`."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})
@@ -202,7 +209,7 @@ async def _live(receive: Receive, send: Send) -> None:
 
 
 def _timeout_s(context: RequestContext, settings: ServerSettings) -> float:
-    """The client's own deadline, which may be earlier than the server's and not later."""
+    """Read the client's own deadline, which counts if it is earlier than the server's.  Raises HTTPError."""
     given = context.header(b"x-request-timeout-ms")
     if given is None:
         return settings.request_timeout_s

@@ -3,8 +3,10 @@
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -295,3 +297,52 @@ def streaming_nothing(server, **fields):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     connection.request("POST", "/v1/completions", json.dumps({**LONG, **fields}), dict(JSON))
     return connection
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """(certificate, key, file with both) that no authority has signed."""
+    folder = tmp_path_factory.mktemp("tls")
+    paths = [str(folder / name) for name in ("certificate.pem", "key.pem", "both.pem")]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "2", "-subj", "/CN=localhost", "-out", paths[0], "-keyout", paths[1]]  # fmt: skip
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    subprocess.run(command, check=True, capture_output=True)
+    Path(paths[2]).write_text(Path(paths[0]).read_text() + Path(paths[1]).read_text())
+    return paths
+
+
+def test_half_of_a_certificate_is_a_mistake(certificate):
+    public, key, _ = certificate
+    for arguments, text in (
+        (["--ssl-certfile", public], "--ssl-keyfile"),
+        (["--ssl-keyfile", key], "--ssl-certfile"),
+        (["--ssl-certfile", key, "--ssl-keyfile", public], "cannot load"),
+        (["--ssl-certfile", "nowhere.pem", "--ssl-keyfile", key], "cannot load"),
+    ):
+        done = serve("--port", "0", *arguments)
+        assert done.returncode == 2, done.stderr
+        assert text in done.stderr.splitlines()[-1]
+        assert "listening" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+@pytest.mark.parametrize("has_one_file", [False, True])
+def test_tls_is_served_from_two_files_or_one(certificate, loop, has_one_file):
+    public, key, both = certificate
+    files = ["--ssl-certfile", both] if has_one_file else ["--ssl-certfile", public, "--ssl-keyfile", key]  # fmt: skip
+    context = ssl.create_default_context(cafile=public)
+    with started("--loop", loop, *files) as server:
+        assert "https://" in server.wait_for("serving")
+        connection = http.client.HTTPSConnection("localhost", server.port, context=context)
+        connection.sock = context.wrap_socket(
+            socket.create_connection(("127.0.0.1", server.port)), server_hostname="localhost"
+        )
+        connection.request("GET", "/version")
+        assert connection.getresponse().status == 200
+        connection.close()
+        with pytest.raises((http.client.HTTPException, OSError)):
+            server.request("GET", "/version")  # plain HTTP
+        assert stop(server) == 0

@@ -1,4 +1,4 @@
-"""What is logged, as lines on stderr.  Whoever does not read them holds up nobody."""
+"""Log lines on stderr, written by a thread, so that a reader of stderr that stops delays no request."""
 
 import contextlib
 import logging
@@ -9,7 +9,7 @@ from queue import Full, Queue
 from threading import Thread
 
 STOP_S = 1.0  # for the last lines
-MAX_LINES = 10_000  # that nobody has read; what comes then is dropped
+MAX_LINES = 10_000  # that wait to be written; later ones are dropped
 
 
 class _Dropping(QueueHandler):
@@ -22,7 +22,7 @@ class _Dropping(QueueHandler):
 
 @contextmanager
 def log_lines(name: str, level: str) -> Generator[None]:
-    """A thread writes those of a logger, from this level on, while the block runs."""
+    """Write the lines of a logger from this level on, in a thread, while the block runs."""
     lines: Queue[logging.LogRecord] = Queue(MAX_LINES)
     writer = logging.StreamHandler()
     writer.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -45,6 +45,6 @@ def log_lines(name: str, level: str) -> Generator[None]:
 
 
 def _stop(listener: QueueListener) -> None:
-    """Waits for whoever reads the lines, so it has a thread that nobody waits for."""
+    """Stop the thread, which may wait for the reader of stderr for ever."""
     with contextlib.suppress(Full):
         listener.stop()

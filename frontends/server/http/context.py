@@ -1,7 +1,6 @@
 """One HTTP request and its answer, over the three callables of ASGI.
 
-Laws.  One answer per context; after the client has left, sending does nothing.  Nothing larger than
-its limit is ever held.
+Laws.  One answer per context; after the client has left, sending does nothing.  Nothing larger than its limit is held.
 """
 
 import re
@@ -29,13 +28,13 @@ EVENTS = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 MAX_ID = 128
 MAX_QUERY_FIELDS = 64
-MAX_FRAME = 2**20  # bytes of a body sent at once; whoever writes them copies them, in 0.1 ms
+MAX_FRAME = 2**20  # bytes of a body sent at once; a server copies them in 0.1 ms
 UNSAFE_IN_ID = re.compile(r"[^A-Za-z0-9._:@+=/-]")
 encode = msgspec.json.Encoder().encode
 
 
 class RequestContext:
-    """What a handler gets: the request's head, its body on demand, and the answer's verbs."""
+    """One request as handlers get it: its head, its body on demand, and the methods that answer it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         root: str = scope.get("root_path", "").rstrip("/")
@@ -46,10 +45,10 @@ class RequestContext:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.headers = [(bytes(name).lower(), bytes(value)) for name, value in headers]
         self._firsts = dict(reversed(self.headers))
-        self.id = token_hex(16)  # ours; what names the request inside
+        self.id = token_hex(16)  # names the request in the engine and in the log
         self.client_id = _sanitised(self.header(b"x-request-id"))
         self.is_gone = False
-        self.is_aborted = False  # by the admin: what it has begun ends, and no more is begun
+        self.is_aborted = False  # by the admin: no generation of it is begun any more
         self.has_started = False
         self.status = 0  # of the answer
         self.is_stream = False
@@ -73,20 +72,20 @@ class RequestContext:
 
     @property
     def request_id(self) -> str:
-        """What the client calls it, or else our own."""
+        """The id that the client has given, or else the server's own."""
         return self.client_id or self.id
 
     def name_by(self, request_id: str | None) -> None:
-        """The body's `request_id`; the header wins."""
+        """Take the body's `request_id`, unless a header has given one."""
         self.client_id = self.client_id or _sanitised((request_id or "").encode(errors="replace"))
 
     def header(self, name: bytes) -> bytes | None:
-        """The first of that name."""
+        """The value of the first header of that name, in small letters."""
         return self._firsts.get(name)
 
     @property
     def content_length(self) -> int:
-        """What the head says; 0 when it says nothing."""
+        """The length that the head gives; 0 if it gives none."""
         length = self.header(b"content-length") or b""
         return int(length[:20]) if length.isdigit() else 0
 
@@ -98,7 +97,7 @@ class RequestContext:
             raise HTTPError(400, "invalid_value", "the query is malformed", param="query") from None
 
     def check_head(self, settings: ServerSettings) -> None:
-        """Raises HTTPError for a head beyond its limits."""
+        """Raise HTTPError for a head beyond its limits."""
         if len(self._raw_path) > settings.max_path:
             raise HTTPError(414, "path_too_long", f"the path has over {settings.max_path} bytes")
         size = sum(len(name) + len(value) for name, value in self.headers)
@@ -124,13 +123,13 @@ class RequestContext:
         self.num_body_bytes = body.size
 
     def check_wanted(self) -> None:
-        """Raises HTTPError once it is aborted."""
+        """Raise HTTPError if the request has been aborted."""
         if self.is_aborted:
             raise aborted()
 
     async def wait_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
-            pass  # the rest of a body that no handler wanted
+            pass  # the rest of a body that no handler has read
         self.is_gone = True
 
     async def send_json(self, content: object, status: int = 200, headers: Headers = ()) -> None:
@@ -168,7 +167,7 @@ class RequestContext:
         await self._send_chunk(b"%bdata: %b\n\n" % (head, encode(content)))
 
     async def send_comment(self) -> None:
-        """Keep the connection awake; dropped while something else is being sent."""
+        """Keep the connection awake; nothing is sent while another message is being sent."""
         if not self._is_sending:
             await self._send_chunk(b": keep-alive\n\n")
 
@@ -176,7 +175,7 @@ class RequestContext:
         await self._put({"type": "http.response.body", "body": mark, "more_body": False})
 
     async def fail(self, problem: ErrorBody) -> None:
-        """As the status, or as an event when the status has been sent already."""
+        """Tell an error as the status, or as an event if the status has been sent already."""
         if not self.has_started:
             await self.send_json(problem.body, problem.status, problem.headers)
         elif self.is_stream:
@@ -209,6 +208,6 @@ class RequestContext:
 
 
 def _sanitised(value: bytes | None) -> str | None:
-    """Printable, short, and of no meaning to anybody."""
+    """Cut an id to harmless printable characters; None for an empty one."""
     text = (value or b"")[:MAX_ID].decode("ascii", errors="replace")
     return UNSAFE_IN_ID.sub("_", text) or None

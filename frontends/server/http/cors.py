@@ -1,4 +1,4 @@
-"""Which pages of other origins may read the answers, told to their browsers.  Pure.
+"""CORS headers: they tell browsers which pages of other origins may read the answers.  Pure.
 
 Source: the Fetch standard, section 3.2.
 """
@@ -11,7 +11,7 @@ MAX_AGE_S = b"600"
 
 
 def cors_headers(context: RequestContext, settings: ServerSettings) -> Headers:
-    """Nothing for requests without an origin, or with one that is not allowed.
+    """Make the headers of an answer; none for requests without an origin or with one that is not allowed.
 
     With credentials the origin is named, because browsers take no `*` then.
     """
@@ -39,5 +39,5 @@ def cors_headers(context: RequestContext, settings: ServerSettings) -> Headers:
 
 
 def _listed(allowed: tuple[str, ...], wanted: bytes) -> bytes:
-    """`*` allows what is wanted, by name: with credentials browsers take no other form."""
+    """List what is allowed; `*` repeats what is wanted, because with credentials browsers take no other form."""
     return wanted if "*" in allowed else ", ".join(allowed).encode()
