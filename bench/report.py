@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trouper import __version__
-from trouper.actors.executor.devices.threaded import num_physical_cores
+from trouper.actors.executor.topology import num_physical_cores
 from trouper.errors import TrouperValidationError
 
 PACKAGES = ("torch", "transformers", "tokenizers", "anyio", "trio", "llvmlite", "triton", "httpx2", "vllm")  # fmt: skip

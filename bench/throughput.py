@@ -20,7 +20,8 @@ import anyio
 import msgspec
 from anyio.from_thread import start_blocking_portal
 
-from trouper.actors.executor.devices.threaded import DEVICE_THREAD, num_physical_cores
+from trouper.actors.executor.devices.threaded import DEVICE_THREAD
+from trouper.actors.executor.topology import num_physical_cores
 from trouper.bench.datasets import SampleRequest
 from trouper.bench.peers import Settings, Workload, started
 from trouper.config.args import DEMO_MODEL, EngineArgs, EngineConfig

@@ -1,10 +1,10 @@
-"""What torch says about itself and its devices, for reports."""
+"""The facts that torch tells about itself and its devices, for reports."""
 
-from typing import Any
+from typing import Any, cast
 
 
 def torch_facts() -> dict[str, Any]:
-    """Empty when torch is not installed; `gpus` holds name, memory in bytes and capability of each."""
+    """Return them, or nothing when torch is not installed; `gpus` holds name, memory in bytes and capability of each."""
     try:
         import torch
     except ImportError:
@@ -12,7 +12,7 @@ def torch_facts() -> dict[str, Any]:
     gpus: list[dict[str, Any]] = []
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
-            found = torch.cuda.get_device_properties(i)
+            found: Any = cast("Any", torch.cuda).get_device_properties(i)
             gpus.append(
                 {
                     "name": found.name,

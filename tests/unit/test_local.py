@@ -15,7 +15,8 @@ import torch
 
 from trouper.actors.executor.cpu.thread_priority import NICER
 from trouper.actors.executor.device import DeviceInfo, Later
-from trouper.actors.executor.devices.threaded import DEVICE_THREAD, LocalDevice, num_physical_cores
+from trouper.actors.executor.devices.threaded import DEVICE_THREAD, LocalDevice
+from trouper.actors.executor.topology import num_physical_cores
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.actors.messages.results import StepDone, StepFailed

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -26,6 +25,7 @@ from trouper.actors.executor.cpu.thread_priority import (
 )
 from trouper.actors.executor.device import Answer, DeviceInfo, Later
 from trouper.actors.executor.model_runner import ModelRunner
+from trouper.actors.executor.topology import num_physical_cores
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepFailed
 from trouper.actors.runtime.event_loop import EventLoop
@@ -331,15 +331,3 @@ class _Post(Generic[Result]):
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # set, since there is no error
-
-
-def num_physical_cores() -> int:
-    """Cores this process may use; two hyper-threads of a core count once."""
-    cpus = (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
-    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    try:
-        return len({Path(topology.format(cpu)).read_text() for cpu in cpus})
-    except OSError:
-        return len(cpus)

@@ -103,9 +103,9 @@ def _gemma3(config: HfConfig) -> DecoderTraits:
         pattern=config.get("sliding_window_pattern") or 6,
     )
     head_dim = config.get("head_dim", 256)
-    scaling = config.get("rope_parameters") or {}
-    whole = scaling.get("full_attention") or config.get("rope_scaling") or {}
-    local = scaling.get("sliding_attention") or {
+    scaling: HfConfig = config.get("rope_parameters") or {}
+    whole: HfConfig = scaling.get("full_attention") or config.get("rope_scaling") or {}
+    local: HfConfig = scaling.get("sliding_attention") or {
         "rope_theta": config.get("rope_local_base_freq", 10_000.0)
     }
     return _gemma(

@@ -10,6 +10,7 @@ Laws:
 
 import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -127,4 +128,6 @@ def token_logprobs(
     else:
         ids = logprobs_V.topk(min(num_top, logprobs_V.numel())).indices
     ids = torch.cat((torch.tensor([token_id]), ids[ids != token_id]))
-    return TokenLogprobs(tuple(ids.tolist()), tuple(logprobs_V[ids].tolist()), rank)
+    found: list[int] = cast("Any", ids).tolist()
+    logprobs: list[float] = cast("Any", logprobs_V[ids]).tolist()
+    return TokenLogprobs(tuple(found), tuple(logprobs), rank)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.arrays import from_numpy
-from trouper.actors.executor.devices.threaded import num_physical_cores
 from trouper.actors.executor.models.registry import Parameter
+from trouper.actors.executor.topology import num_physical_cores
 
 DUMMY_STD = 0.02
 CHUNK = 2**22  # numbers a thread draws at once: 8 MiB
