@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.bench.kernels import EPS, NUM_CHECKED_OUTPUTS, Case, Shapes
-from trouper.kernels.cpu.linear.layer import linear_reference
 from trouper.kernels.cuda.act_and_mul import act_and_mul
 from trouper.kernels.cuda.apply_penalties import apply_penalties, apply_penalties_reference
 from trouper.kernels.cuda.decode_attention import decode_attention
@@ -29,6 +28,7 @@ from trouper.kernels.cuda.sample import sample, sample_reference
 from trouper.kernels.cuda.sampling_rows import SamplingRows, make_sampling_rows
 from trouper.kernels.cuda.top_k_top_p import top_k_top_p, top_k_top_p_reference
 from trouper.kernels.reference.act_and_mul import silu_and_mul_reference
+from trouper.kernels.reference.linear import linear_reference
 from trouper.kernels.reference.noise import gumbel
 from trouper.kernels.reference.paged_attention import paged_attention_reference
 from trouper.kernels.reference.rope import rope_table

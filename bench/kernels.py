@@ -23,16 +23,17 @@ from trouper.kernels.cpu.attention.varlen import (
     varlen_attention_reference,
 )
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm, layer_norm_reference
-from trouper.kernels.cpu.linear.layer import Linear, layout_of, linear, linear_reference
 from trouper.kernels.cpu.sampling.sample import ROW, draw, draw_reference
-from trouper.kernels.ops import Ops, OpsConfig
+from trouper.kernels.linear import LinearConfig
+from trouper.kernels.ops import CpuOps, OpsConfig, StepTokens
 from trouper.kernels.reference.act_and_mul import silu_and_mul_reference
 from trouper.kernels.reference.kv_write import kv_write_, kv_write_reference
+from trouper.kernels.reference.linear import linear_reference
 from trouper.kernels.reference.noise import gumbel, gumbel_reference
 from trouper.kernels.reference.paged_attention import paged_attention_reference
 from trouper.kernels.reference.rms_norm import rms_norm, rms_norm_heads_, rms_norm_reference
 from trouper.kernels.reference.rope import rope_, rope_reference, rope_table, rotation_of
-from trouper.kernels.select import make_ops
+from trouper.kernels.select import make_linear, make_ops
 
 EPS = 1e-6
 TOLERANCE = {
@@ -73,7 +74,7 @@ class Shapes(NamedTuple):
     def item(self) -> int:
         return self.dtype.itemsize
 
-    def ops(self) -> Ops:
+    def ops(self) -> CpuOps:
         """As a model of these shapes gets them."""
         return make_ops(
             OpsConfig(
@@ -160,12 +161,12 @@ def gemm(s: Shapes, *, is_compressed: bool = True) -> Iterator[Case]:
 def _gemm(num: int, inputs: int, outputs: int, s: Shapes, is_compressed: bool) -> Case:
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(s.dtype)
     x = torch.randn(num, inputs).to(s.dtype)
-    layout = None if is_compressed else layout_of(weight)
-    layers = [Linear(weight, layout=layout) for _ in range(s.copies(weight.nbytes))]
+    config = LinearConfig(is_compressed=is_compressed)
+    layers = [make_linear(weight, config=config) for _ in range(s.copies(weight.nbytes))]
     turns = cycle(layers)
     return Case(
         f"[{num}, {inputs}] x [{inputs}, {outputs}]",
-        lambda: linear(x, next(turns)),
+        lambda: next(turns).apply(x),
         lambda: linear_reference(x, weight[:NUM_CHECKED_OUTPUTS]),
         layers[0].num_bytes + s.item * num * (inputs + outputs),
         2 * num * inputs * outputs,
@@ -262,7 +263,9 @@ def qk_norm_rope_kv_write(s: Shapes) -> Iterator[Case]:
     positions, slots = torch.arange(s.num_tokens), torch.randperm(s.num_tokens)
     cache = torch.zeros(2, s.num_kv, s.num_tokens, s.width, dtype=s.dtype)
     ops = s.ops()
-    step = ops.begin(positions, slots, [rope_table(frequencies, s.num_tokens, 1.0, s.dtype)])
+    tokens = StepTokens(torch.zeros_like(positions), positions, slots)
+    table = rope_table(frequencies, s.num_tokens, 1.0, s.dtype)
+    _, step = ops.begin_step(tokens, torch.zeros(1, s.hidden, dtype=s.dtype), 1.0, [table])
 
     def run() -> Tensor:
         ops.qk_norm_rope_kv_write(qkv, weight, step, 0, cache)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from trouper.kernels.cpu.linear.layer import Linear, linear
+from trouper.kernels.select import make_linear
 
 SAMPLE_S = 0.02  # a sample repeats the call for at least so long
 NUM_SAMPLES = 7
@@ -33,9 +33,9 @@ def measure_roofs(dtype: torch.dtype, *, read_bytes: int = 2**29, gemm: int = 20
     """
     array = torch.ones(read_bytes // 4, dtype=torch.float32)
     read_s = min(samples(lambda: array.sum()))
-    layer = Linear(torch.randn(gemm, gemm).to(dtype))
+    layer = make_linear(torch.randn(gemm, gemm).to(dtype))
     x = torch.randn(gemm, gemm).to(dtype)
-    gemm_s = min(samples(lambda: linear(x, layer)))
+    gemm_s = min(samples(lambda: layer.apply(x)))
     return Roofs(array.numel() * 4 / read_s, 2 * gemm**3 / gemm_s)
 
 

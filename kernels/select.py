@@ -1,15 +1,51 @@
-"""The one place that chooses who computes a decoder's operations.
+"""The one place that chooses an implementation: of a decoder's operations, and of each linear layer.
 
     TorchOps   any dtype, shape and machine; several torch calls an operation
     NativeOps  compiled kernels: one pass over memory and one launch an operation, on torch's threads
 
-Law: the choice depends on the model and the machine alone, never on a batch; tests compare the two
-(`tests/kernels/cpu/test_decoder_ops.py`).
+    compressed  bfloat16 where the machine has AVX512-BF16: 12 bits a weight (`cpu/linear/compressed.py`)
+    native      bfloat16 that is not compressed, and float32 ("floats"), with AVX2 (`cpu/linear/dense.py`)
+    split       float32 for many rows, with AMX (`cpu/linear/split_fp32.py`)
+    int8, int4  integers with scales, where bfloat16 could be compressed (`cpu/linear/integer.py`); elsewhere the
+                rounded weights in their own dtype, with the same outputs and no gain
+    onednn      other shapes and machines (`cpu/linear/onednn.py`)
+    plain       what oneDNN does not pack, and GPUs, where cuBLAS multiplies (`cpu/linear/plain.py`)
+    invariant   on a GPU, where it is asked for (`cuda/linear.py`)
+
+Law: a choice depends on the weight, the machine and the configuration, never on a batch; tests compare the
+implementations (`tests/kernels/cpu`).
 """
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from trouper.kernels.codegen import units
 from trouper.kernels.codegen.units import LANES
+from trouper.kernels.cpu.linear.onednn import OneDNNLinear, packed_dtypes
+from trouper.kernels.cpu.linear.plain import PlainLinear
+from trouper.kernels.cpu.linear.quantization import IntegerWeight, dequantized, quantize
+from trouper.kernels.linear import Format, LinearConfig, LinearMethod
 from trouper.kernels.ops import CpuOps, OpsConfig
+
+
+class Machine(NamedTuple):
+    """What this machine multiplies with, as far as a choice depends on it."""
+
+    can_multiply: bool  # compiled products, AVX2
+    can_decode: bool  # weights of few bits as fast as they are read, AVX512-BF16
+    has_tiles: bool  # AMX
+    onednn_dtypes: frozenset[torch.dtype]
+
+
+class WeightSpec(NamedTuple):
+    """What a choice depends on of a weight."""
+
+    num_out: int
+    num_in: int
+    dtype: torch.dtype
+    fmt: Format | None = None  # of integers in a checkpoint
 
 
 def make_ops(config: OpsConfig, *, native: bool | None = None) -> CpuOps:
@@ -31,3 +67,81 @@ def can_be_native(config: OpsConfig) -> bool:
     from trouper.kernels.cpu.attention.prefill import can_prefill
 
     return can_prefill(config.num_q_heads // config.num_kv_heads, config.head_dim)
+
+
+def make_linear(
+    weight: Tensor | IntegerWeight,
+    bias_O: Tensor | None = None,
+    config: LinearConfig = LinearConfig(),  # noqa: B008  # immutable
+) -> LinearMethod:
+    """Choose the method for a weight, and pack the weight."""
+    method = choose_linear(spec_of(weight), this_machine(), config)
+    if method.takes_integers:
+        return method.pack(weight, bias_O)
+    if isinstance(weight, Tensor) and config.quantization is not None:
+        weight = quantize(weight, config.quantization)
+    if isinstance(weight, IntegerWeight):
+        weight = dequantized(weight).to(weight.dtype)
+    return method.pack(weight, bias_O)
+
+
+def choose_linear(weight: WeightSpec, machine: Machine, config: LinearConfig) -> type[LinearMethod]:
+    """Choose the method of a linear layer: a pure function of its arguments."""
+    if config.device == "cuda":
+        if not config.is_batch_invariant:
+            return PlainLinear
+        from trouper.kernels.cuda.linear import InvariantLinear
+
+        return InvariantLinear
+    if not weight.num_out * weight.num_in:
+        return PlainLinear
+    if machine.can_multiply and weight.num_out % LANES == 0:
+        if weight.dtype == torch.bfloat16 and weight.num_in % (2 * LANES) == 0:
+            return _choose_bf16(weight.fmt or config.quantization, machine, config)
+        if weight.dtype == torch.float32 and weight.num_in % LANES == 0:
+            return _choose_fp32(weight, machine, config)
+    return OneDNNLinear if weight.dtype in machine.onednn_dtypes else PlainLinear
+
+
+def _choose_bf16(fmt: Format | None, machine: Machine, config: LinearConfig) -> type[LinearMethod]:
+    if machine.can_decode and fmt is not None:
+        from trouper.kernels.cpu.linear.integer import Int4Linear, Int8Linear
+
+        return Int4Linear if fmt == "int4" else Int8Linear
+    if machine.can_decode and config.is_compressed and not config.is_for_many_rows:
+        from trouper.kernels.cpu.linear.compressed import CompressedLinear
+
+        return CompressedLinear
+    from trouper.kernels.cpu.linear.dense import DenseLinear
+
+    return DenseLinear
+
+
+def _choose_fp32(weight: WeightSpec, machine: Machine, config: LinearConfig) -> type[LinearMethod]:
+    if config.is_for_many_rows and machine.has_tiles and weight.num_in % (2 * LANES) == 0:
+        from trouper.kernels.cpu.linear.split_fp32 import SplitLinear
+
+        return SplitLinear
+    from trouper.kernels.cpu.linear.dense import DenseLinear
+
+    return DenseLinear
+
+
+def this_machine() -> Machine:
+    """Ask the processor and torch."""
+    can_multiply = units.can_multiply()
+    return Machine(
+        can_multiply=can_multiply,
+        can_decode=units.can_decode(),
+        has_tiles=can_multiply and units.bf16_unit() == "tiles",
+        onednn_dtypes=packed_dtypes(),
+    )
+
+
+def spec_of(weight: Tensor | IntegerWeight) -> WeightSpec:
+    """Describe a weight to `choose_linear`."""
+    if isinstance(weight, IntegerWeight):
+        num_out, num_in = weight.q_OI.shape
+        return WeightSpec(num_out, num_in, weight.dtype, fmt=weight.fmt)
+    num_out, num_in = weight.shape
+    return WeightSpec(num_out, num_in, weight.dtype)

@@ -39,6 +39,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "device": "auto (a GPU that can be used), cpu or cuda.",
         "dtype": "auto (as stored), float32, bfloat16 or float16.",
         "quantization": "Round the weights at load: int8, or int4 in groups of 32.",
+        "compress_weights": "Keep bfloat16 weights in 12 bits, exactly; by default with --max-num-seqs below 8.",
         "max_model_len": "Longest prompt plus output, e.g. 4096 or 8k; the model's own by default.",
         "generation_config": "auto, trouper (ignore the model's), or a folder.",
         "override_generation_config": "Sampling defaults that win over the model's.",

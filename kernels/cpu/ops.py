@@ -18,12 +18,12 @@ from trouper.kernels.cpu.fused.embed import embed
 from trouper.kernels.cpu.fused.finish_logits import finish_logits
 from trouper.kernels.cpu.fused.fused_add_rms_norm import fused_add_rms_norm
 from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from trouper.kernels.cpu.rows import num_threads_for, padded
 from trouper.kernels.ops import Integers, OpsConfig, StepTokens
 from trouper.kernels.reference.ops import finished_logits
 
 KINDS = {torch.bfloat16: "bf16", torch.float32: "f32"}
 UNLIMITED = 2**62
-ROWS_PER_THREAD = 8  # a row of a norm costs 0.5 µs, to wake a second thread 3
 
 
 class NativePlan(msgspec.Struct, frozen=True, dict=True):
@@ -137,7 +137,7 @@ class NativeOps:
             ids_T.data_ptr(),
             float_bits(scale),
             x_TE.data_ptr(),
-            num_threads=_threads(num_tokens),
+            num_threads=num_threads_for(num_tokens),
         )
         return x_TE
 
@@ -189,7 +189,7 @@ class NativeOps:
             width,
             self._alpha,
             self._eps,
-            num_threads=_threads(num_tokens),
+            num_threads=num_threads_for(num_tokens),
         )
 
     def qk_norm_rope_kv_write(
@@ -203,7 +203,7 @@ class NativeOps:
         config = self._config
         positions_T, slots_T, tables = step
         num_tokens, num_bytes = len(qkv_TND), 4 * config.head_dim + 64
-        num_threads = _threads(num_tokens)
+        num_threads = num_threads_for(num_tokens)
         self._qk_norm_rope_kv_write(
             num_tokens,
             qkv_TND.data_ptr(),
@@ -305,7 +305,7 @@ class NativeOps:
             y_TM.data_ptr(),
             y_TM.stride(0),
             width,
-            num_threads=_threads(num_tokens),
+            num_threads=num_threads_for(num_tokens),
         )
         return y_TM
 
@@ -323,7 +323,7 @@ class NativeOps:
             vocab_size,
             float_bits(scale),
             float_bits(cap or 0.0),
-            num_threads=_threads(num_rows),
+            num_threads=num_threads_for(num_rows),
         )
         return logits_RV
 
@@ -335,16 +335,3 @@ class NativeOps:
         if held is None:
             held = self._wide[id(weight)] = weight.float().contiguous(), weight
         return held[0]
-
-
-def _threads(num_rows: int) -> int:
-    return 1 if num_rows < 2 * ROWS_PER_THREAD else torch.get_num_threads()
-
-
-def padded(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Rows a cache line apart from each other, so that a column of them is not one set of the cache.
-
-    Of bfloat16; what multiplies float32 wants them without gaps.
-    """
-    pad = 32 if dtype == torch.bfloat16 else 0
-    return torch.empty((num_rows, width + pad), dtype=dtype).narrow(1, 0, width)

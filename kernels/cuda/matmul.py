@@ -8,7 +8,7 @@ cuBLAS takes another algorithm for another T, and so adds up a row in another or
 tiles of one shape, and each output is one accumulator over the inputs in their order: never split.
 
 Roofline: bytes = e (O I + T I + T O), FLOPs = 2 T O I; target 75 % of cuBLAS at large T.
-Reference: `kernels/cpu/linear/layer.py`.
+Reference: `kernels/reference/linear.py`.
 """
 
 import triton

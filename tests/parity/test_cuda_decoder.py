@@ -67,7 +67,7 @@ def test_hidden_states_and_caches_equal_those_of_the_cpu_path(case, tmp_path):
     shape = ops_config(traits, torch.float32, BLOCK_SIZE)
     on_cpu = load_decoder(config, traits, ops=lambda: make_ops(shape, native=False))
     ops = TritonOps(shape, max_length=48)
-    on_device = load_decoder(config, traits, ops=lambda: ops, device=DEVICE, layout="plain")
+    on_device = load_decoder(config, traits, ops=lambda: ops, device=DEVICE)
     cache_shape = (len(traits.layers), 2, traits.num_kv_heads, 37 * BLOCK_SIZE, traits.head_dim)
     expected_kv = torch.zeros(cache_shape)
     kv = torch.full(cache_shape, torch.nan, device=DEVICE)

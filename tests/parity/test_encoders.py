@@ -31,7 +31,7 @@ from trouper.actors.executor.models.encoder import Encoder, rounded
 from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.kernels.cpu.linear.layer import layout_of
+from trouper.kernels.codegen import units
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
@@ -130,7 +130,7 @@ def test_hidden_states_by_the_native_kernels_equal_those_of_transformers(kind, t
 @pytest.mark.parametrize("kind", ["bert", "mpnet", "modernbert"])
 def test_in_bfloat16_nobody_else_in_the_batch_changes_a_bit(kind, tmp_path):
     save_tiny(kind, AutoModel, tmp_path, **WIDE)
-    if layout_of(torch.empty(64, 64, dtype=torch.bfloat16)) != "native":
+    if not units.can_multiply():
         pytest.skip("this machine does not multiply bfloat16")
     together = run(tmp_path, "token_embed", dtype="bfloat16")
     for ids, mine in zip(prompts(), together, strict=True):
@@ -334,7 +334,7 @@ def test_tokens_behind_the_keys_are_what_transformers_masks(kind, sizes, tmp_pat
 
 def test_a_recorded_text_may_have_keys_of_any_number(tmp_path):
     save_tiny("bert", AutoModel, tmp_path, **WIDE)
-    if layout_of(torch.empty(64, 64, dtype=torch.bfloat16)) != "native":
+    if not units.can_multiply():
         pytest.skip("this machine does not multiply bfloat16")
     how = {"columns": EXPANDED, "dtype": "bfloat16"}
     together = run(tmp_path, "token_embed", **how)

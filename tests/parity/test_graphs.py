@@ -17,16 +17,13 @@ from trouper.config.args import EngineArgs
 from trouper.kernels.codegen import units
 from trouper.kernels.codegen.recording import Recording
 from trouper.kernels.cpu.attention import decode
-from trouper.kernels.cpu.linear.layer import layout_of
 
 from .driver import Driver, engine_config, random_prompts
 from .test_architectures import CASES, VOCAB, tiny_model
 from .test_encoders import WIDE, save_tiny
 from .test_runner import plan_of, row_of
 
-pytestmark = pytest.mark.skipif(
-    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs native products"
-)
+pytestmark = pytest.mark.skipif(not units.can_multiply(), reason="needs native products")
 ALL_LOGITS = Sampling(temperature=0.0, logprobs=-1)
 PROMPTS = random_prompts((9, 20, 3, 30, 1), VOCAB, seed=3)
 PROMPTS_OF_FEW = random_prompts((2, 8, 3, 5, 1), VOCAB, seed=4)

@@ -313,3 +313,18 @@ def test_async_scheduling_plans_one_step_ahead(folder, wish, steps):
 def test_the_vocabulary_needs_no_torch():
     code = "import sys, trouper.config.args, trouper.params, trouper.outputs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, False),
+        ({"max_num_seqs": 1}, True),
+        ({"max_num_seqs": 7}, True),
+        ({"max_num_seqs": 8}, False),
+        ({"max_num_seqs": 1, "compress_weights": False}, False),
+        ({"max_num_seqs": 8, "compress_weights": True}, True),
+    ],
+)
+def test_weights_are_compressed_for_few_sequences_or_on_request(options, expected):
+    assert EngineArgs(**options).resolve().compress_weights is expected

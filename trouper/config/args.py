@@ -45,6 +45,8 @@ Quantization = Literal["int8", "int4"] | None
 DEFAULT_BLOCK_SIZES: dict[DeviceKind, int] = {"cpu": 128, "cuda": 16}
 # of more the activations of a layer come from the system anew: 16 prompts of 1,024 take 1.2 times as long
 CPU_STEP_TOKENS = 1024
+# twelve bits a weight multiply one row 1.2 times as fast as sixteen, eight rows or more 0.85 to 0.95 times
+COMPRESSED_ROWS = 8
 DEFAULT_KV_CACHE_BYTES = (
     2 * 2**30
 )  # CPU, when nothing else says; capped by what max_num_seqs can use
@@ -109,6 +111,7 @@ class EngineArgs:
     device: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
+    compress_weights: bool | None = None
     max_model_len: int | str | None = None
     seed: int = 0
     enforce_eager: bool = False
@@ -203,6 +206,9 @@ class EngineArgs:
             graphs=None if self.enforce_eager else self._graph_sizes,
             gpu_memory_utilization=self.gpu_memory_utilization,
             quantization=cast("Quantization", self.quantization),
+            compress_weights=max_num_seqs < COMPRESSED_ROWS
+            if self.compress_weights is None
+            else self.compress_weights,
             enforce_eager=self.enforce_eager,
             seed=self.seed,
             max_model_len=max_model_len,
@@ -358,6 +364,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prompt_embeds: bool = False
     shutdown_timeout_s: float
     quantization: Quantization = None  # of the weights, at load
+    compress_weights: bool = False  # bfloat16 in twelve bits, where the machine can
     enforce_eager: bool = False  # no recorded decode steps
     render_timeout_s: float = 30.0  # for one prompt
     log_stats: bool = False

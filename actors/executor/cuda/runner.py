@@ -138,7 +138,6 @@ class CudaRunner:
             self._traits,
             ops=lambda: ops,
             device=self._machine.device,
-            layout="invariant" if config.batch_invariant else "plain",
         )
 
     def _allocate(self, num_blocks: int) -> Resident:

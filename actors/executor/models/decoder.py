@@ -16,7 +16,7 @@ from torch import Tensor
 from trouper.actors.executor.models.mlp import Mlp
 from trouper.actors.executor.models.rotary import make_rope_table
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
-from trouper.kernels.cpu.linear.layer import Linear, linear
+from trouper.kernels.linear import LinearMethod
 from trouper.kernels.ops import Ops, OpsConfig
 
 OpsT = TypeVar("OpsT", bound=Ops)
@@ -38,8 +38,8 @@ class DecoderLayer:
         self,
         traits: LayerTraits,
         *,
-        qkv: Linear,  # E -> (N + 2 H) D
-        o: Linear,  # N D -> E
+        qkv: LinearMethod,  # E -> (N + 2 H) D
+        o: LinearMethod,  # N D -> E
         mlp: Mlp,
         attention_norm: Tensor | None = None,
         attention_post_norm: Tensor | None = None,
@@ -56,7 +56,7 @@ class DecoderLayer:
         self.head_norm, self.q_norm, self.k_norm = head_norm, q_norm, k_norm
 
     @property
-    def linears(self) -> Sequence[Linear]:
+    def linears(self) -> Sequence[LinearMethod]:
         return self.qkv, self.o, *self.mlp.linears
 
 
@@ -77,7 +77,7 @@ class Decoder(Generic[OpsT]):
         embedding: Tensor,
         layers: Sequence[DecoderLayer],
         norm: Tensor,
-        head: Linear | None,
+        head: LinearMethod | None,
         max_model_len: int,
         ops: OpsT,
     ) -> None:
@@ -129,7 +129,7 @@ class Decoder(Generic[OpsT]):
                 if not len(x_TE):
                     return x_TE
             plan = plans[layer.traits.window]
-            y_TE = linear(ops.attend(qkv_TND, cache, plan), layer.o)
+            y_TE = layer.o.apply(ops.attend(qkv_TND, cache, plan))
             y_TE = ops.fused_add_rms_norm(x_TE, y_TE, layer.mlp_norm, layer.attention_post_norm)
             y_TE = layer.mlp.forward(y_TE, ops)
             y_TE = ops.fused_add_rms_norm(x_TE, y_TE, next_norm, layer.mlp_post_norm)
@@ -141,7 +141,7 @@ class Decoder(Generic[OpsT]):
         return sum(linear.num_bytes for linear in self._linears)
 
     @property
-    def _linears(self) -> list[Linear]:
+    def _linears(self) -> list[LinearMethod]:
         head = () if self._head is None else (self._head,)
         return [*head, *(x for layer in self._layers for x in layer.linears)]
 
@@ -150,7 +150,7 @@ class Decoder(Generic[OpsT]):
         moved: dict[int, Tensor] = {}
         before: list[Tensor] = []  # alive until the end, or another tensor could get its id
         for owner in (self, *self._layers, *self._linears):
-            for name in owner.__slots__ if isinstance(owner, Linear) else vars(owner):
+            for name in vars(owner):
                 tensor = getattr(owner, name)
                 if isinstance(tensor, Tensor):
                     if id(tensor) not in moved:
@@ -162,12 +162,12 @@ class Decoder(Generic[OpsT]):
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """Return [R, vocabulary], in float32 on the CPU; a GPU's kernels read any float."""
         assert self._head is not None
-        product = linear(hidden_RE, self._head)
+        product = self._head.apply(hidden_RE)
         return self.ops.finish_logits(product, self.traits.logits_scale, self.traits.final_softcap)
 
     def num_logits(self, num_rows: int) -> int | None:
         """The size of so many rows of logits, if their product can be recorded where the layers can."""
-        if self._head is None or not self._head.is_compiled:
+        if self._head is None or not self._head.is_recordable:
             return None
         return num_rows * self._head.shape[0]
 
@@ -183,7 +183,7 @@ class Decoder(Generic[OpsT]):
         """Compute queries, keys and values [T, N + 2 H, D]; the latter two are in the cache then."""
         traits = self.traits
         num_heads = traits.num_q_heads + 2 * traits.num_kv_heads
-        qkv_TND = linear(x_TE, layer.qkv).view(-1, num_heads, traits.head_dim)
+        qkv_TND = layer.qkv.apply(x_TE).view(-1, num_heads, traits.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             self._norm_projections(qkv_TND, layer.q_norm, layer.k_norm)
         self.ops.qk_norm_rope_kv_write(

@@ -23,8 +23,7 @@ from trouper.kernels.cpu.attention.varlen import (
 )
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm
 from trouper.kernels.cpu.fused.token_embedding import TokenEmbedding
-from trouper.kernels.cpu.linear.fused import linear_act, linear_add
-from trouper.kernels.cpu.linear.layer import Linear, linear
+from trouper.kernels.linear import LinearMethod
 from trouper.kernels.reference.act_and_mul import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from trouper.kernels.reference.rope import rope_, rotation_of
 
@@ -38,10 +37,10 @@ class Layer:
     def __init__(
         self,
         *,
-        qkv: Linear,
-        o: Linear,
-        up: Linear,
-        down: Linear,
+        qkv: LinearMethod,
+        o: LinearMethod,
+        up: LinearMethod,
+        down: LinearMethod,
         attention_norm: LayerNorm | None,
         mlp_norm: LayerNorm,
     ) -> None:
@@ -86,7 +85,7 @@ class Encoder:
     ) -> Tensor:
         """Hidden states [T, E] after the last norm."""
         num_tokens = len(token_ids_T)
-        if self._layers[0].qkv.layout == "onednn":  # more rows, of no sequence: nobody sees them
+        if self._layers[0].qkv.is_compiled_per_size:  # padding rows belong to no sequence
             more = (0, rounded(num_tokens) - num_tokens)
             token_ids_T, positions_T = F.pad(token_ids_T, more), F.pad(positions_T, more)
             type_ids_T = F.pad(type_ids_T, more)
@@ -111,12 +110,12 @@ class Encoder:
             attend = partial(self._attend, layer, rotation, window, groups, tiles)
             if self.traits.norm_first:
                 y_TE = x_TE if layer.attention_norm is None else layer.attention_norm(x_TE)
-                x_TE = linear_add(attend(y_TE), layer.o, x_TE)
-                x_TE = linear_add(self._widen(layer, layer.mlp_norm(x_TE)), layer.down, x_TE)
+                x_TE = layer.o.apply_add(attend(y_TE), x_TE)
+                x_TE = layer.down.apply_add(self._widen(layer, layer.mlp_norm(x_TE)), x_TE)
             else:
                 assert layer.attention_norm is not None
-                x_TE = layer.attention_norm(linear(attend(x_TE), layer.o), x_TE)
-                x_TE = layer.mlp_norm(linear(self._widen(layer, x_TE), layer.down), x_TE)
+                x_TE = layer.attention_norm(layer.o.apply(attend(x_TE)), x_TE)
+                x_TE = layer.mlp_norm(layer.down.apply(self._widen(layer, x_TE)), x_TE)
         return x_TE if self._final_norm is None else self._final_norm(x_TE)
 
     def _attend(
@@ -129,7 +128,7 @@ class Encoder:
         x_TE: Tensor,
     ) -> Tensor:
         traits = self.traits
-        qkv_T3ND = linear(x_TE, layer.qkv).view(-1, 3, traits.num_heads, traits.head_dim)
+        qkv_T3ND = layer.qkv.apply(x_TE).view(-1, 3, traits.num_heads, traits.head_dim)
         if rotation is not None:
             rope_(qkv_T3ND.flatten(1, 2).narrow(1, 0, 2 * traits.num_heads), rotation)
         return varlen_attention(
@@ -145,8 +144,8 @@ class Encoder:
         """The first half of the MLP."""
         traits = self.traits
         if traits.is_gated:
-            return ACT_AND_MUL[traits.act](linear(x_TE, layer.up))
-        return linear_act(x_TE, layer.up, traits.act)
+            return ACT_AND_MUL[traits.act](layer.up.apply(x_TE))
+        return layer.up.apply_act(x_TE, traits.act)
 
 
 def rounded(num_tokens: int) -> int:

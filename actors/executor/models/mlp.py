@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trouper.kernels.cpu.linear.layer import Linear, linear
+from trouper.kernels.linear import LinearMethod
 from trouper.kernels.ops import Ops
 
 
@@ -16,7 +16,7 @@ class Mlp(Protocol):
     """One kind of it, with its weights."""
 
     @property
-    def linears(self) -> Sequence[Linear]: ...
+    def linears(self) -> Sequence[LinearMethod]: ...
 
     def forward(self, x_TE: Tensor, ops: Ops) -> Tensor:
         """Return [T, E]; x may be overwritten."""
@@ -26,13 +26,13 @@ class Mlp(Protocol):
 class GatedMlp:
     """down(act(gate(x)) · up(x)), with gate and up in one product."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: LinearMethod, down: LinearMethod) -> None:
         self._gate_up = gate_up  # E -> 2 M
         self._down = down  # M -> E
 
     @property
-    def linears(self) -> Sequence[Linear]:
+    def linears(self) -> Sequence[LinearMethod]:
         return self._gate_up, self._down
 
     def forward(self, x_TE: Tensor, ops: Ops) -> Tensor:
-        return linear(ops.act_and_mul(linear(x_TE, self._gate_up)), self._down)
+        return self._down.apply(ops.act_and_mul(self._gate_up.apply(x_TE)))

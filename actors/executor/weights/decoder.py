@@ -37,14 +37,14 @@ from trouper.actors.executor.weights.quantized import (
 from trouper.config.args import EngineConfig
 from trouper.config.files import check_folder, checked, read_object
 from trouper.errors import TrouperValidationError, invalid
-from trouper.kernels.cpu.linear.layer import Linear
 from trouper.kernels.cpu.linear.quantization import (
     GROUP,
-    Format,
-    Integers,
+    IntegerWeight,
     can_quantize,
     dequantized,
 )
+from trouper.kernels.linear import LinearConfig, LinearMethod
+from trouper.kernels.select import make_linear
 
 BASE = "model."
 INDEX = "model.safetensors.index.json"
@@ -55,7 +55,7 @@ class Source(Protocol):
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
 
-    def integers(self, parameter: Parameter, dtype: torch.dtype) -> Integers | None:
+    def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
         """What stands for the matrix, if it is not stored plainly."""
         ...
 
@@ -122,8 +122,8 @@ class Checkpoint:
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._files[self._file_of[name]].get_tensor(name.removeprefix(self._prefix))
 
-    def integers(self, parameter: Parameter, dtype: torch.dtype) -> Integers | None:
-        found: list[Integers] = []
+    def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
+        found: list[IntegerWeight] = []
         for name, shape in parameter.sources:
             stored = self._stored(name, shape)
             if self._scheme is not None and len(stored) > 1:
@@ -153,7 +153,6 @@ def load_decoder(
     ops: Callable[[], OpsT],
     has_head: bool = True,
     device: torch.device | None = None,
-    layout: str | None = None,
 ) -> Decoder[OpsT]:
     """Build the decoder of the config's model.
 
@@ -163,14 +162,19 @@ def load_decoder(
         ops: asked for last; they may be compiled while the weights are read.
         has_head: False for a model that pools.
         device: where the weights go, one after another; None = they stay in host memory.
-        layout: of the weights of products; None = what is best for each.
 
     Raises:
         TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
     """
     folder, load_format = Path(config.model.path), config.load_format
     dtype: torch.dtype = getattr(torch, config.dtype)
-    quantization, scheme = config.quantization, integer_scheme(config.model.hf_config)
+    scheme = integer_scheme(config.model.hf_config)
+    linear = LinearConfig(
+        device="cpu" if device is None else "cuda",
+        quantization=config.quantization,
+        is_compressed=config.compress_weights,
+        is_batch_invariant=config.batch_invariant,
+    )
     num_layers = len(traits.layers)
     outer = [p for p in outer_parameters(traits) if has_head or p.name != "head"]
     source: Source
@@ -190,7 +194,7 @@ def load_decoder(
         raise TrouperValidationError(
             "must be auto, safetensors or dummy", parameter="load_format", value=load_format
         )
-    place = Placement(dtype, device, layout, quantization)
+    place = Placement(dtype, device, linear)
     found = {p.name: _assemble(p, source, place) for p in outer}
     # The head is packed even where it is tied, and then exists twice: the lookup needs the plain
     # rows, the GEMM of a decode step runs 1.5-1.7 x faster on the packed ones (32000 x 1024 bf16, one
@@ -198,7 +202,8 @@ def load_decoder(
     head = None
     if has_head:
         plain = found.get("head", found["embedding"])
-        head = Linear(plain, layout=layout, quantization="int8" if quantization else None)
+        fmt = "int8" if linear.quantization else None
+        head = make_linear(plain, config=linear._replace(quantization=fmt))
     layers = [_layer(traits, i, source, place) for i in range(num_layers)]
     return Decoder(
         traits,
@@ -216,19 +221,18 @@ class Placement(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device | None
-    layout: str | None
-    quantization: Format | None
+    linear: LinearConfig
 
 
 def _layer(traits: DecoderTraits, index: int, source: Source, place: Placement) -> DecoderLayer:
-    quantization = place.quantization
+    quantization = place.linear.quantization
     norms: dict[str, Tensor] = {}
-    projections: dict[str, Linear] = {}
+    projections: dict[str, LinearMethod] = {}
     for parameter in layer_parameters(traits, index):
         name, _, kind = parameter.name.partition(".")
         integers = source.integers(parameter, place.dtype) if kind == "weight" else None
         if integers is not None and place.device is None:
-            projections[name] = Linear(integers, layout=place.layout)
+            projections[name] = make_linear(integers, config=place.linear)
             continue
         if integers is not None:
             tensor = dequantized(integers).to(place.device, place.dtype)
@@ -241,7 +245,7 @@ def _layer(traits: DecoderTraits, index: int, source: Source, place: Placement) 
                     parameter="quantization",
                     value=quantization,
                 )
-            projections[name] = Linear(tensor, layout=place.layout, quantization=quantization)
+            projections[name] = make_linear(tensor, config=place.linear)
         elif kind == "bias":
             projections[name].bias = tensor
         else:

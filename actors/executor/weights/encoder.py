@@ -16,7 +16,8 @@ from trouper.actors.executor.weights.dummy import Dummy
 from trouper.errors import TrouperValidationError
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm
 from trouper.kernels.cpu.fused.token_embedding import TokenEmbedding
-from trouper.kernels.cpu.linear.layer import Linear, layout_of
+from trouper.kernels.linear import LinearConfig, LinearMethod
+from trouper.kernels.select import make_linear
 
 OLD_NAMES = {"weight": "gamma", "bias": "beta"}  # of layer norms, in BERT's first checkpoints
 
@@ -61,7 +62,7 @@ class Tensors:
         num_inputs: int,
         *,
         swaps_halves: bool = False,
-    ) -> Linear:
+    ) -> LinearMethod:
         """The parts' rows one below the other, and their biases if they have any."""
         share = num_outputs // len(parts)
         rows = [self.read(f"{part}.weight", (share, num_inputs)) for part in parts]
@@ -74,8 +75,7 @@ class Tensors:
             )
         weight = torch.cat(rows)
         bias = torch.cat(biases) if biases else None
-        # twelve bits would be read faster, and multiplied slower: an encoder's batches are many tokens
-        return Linear(weight, bias, layout=layout_of(weight, is_for_many=True))
+        return make_linear(weight, bias, LinearConfig(is_for_many_rows=True))
 
     def norm(self, name: str, width: int, eps: float) -> LayerNorm:
         bias = self.read(f"{name}.bias", (width,)) if self.has(f"{name}.bias") else None

@@ -15,7 +15,7 @@ from trouper.actors.executor.weights.dummy import Dummy
 from trouper.actors.executor.weights.encoder import Tensors
 from trouper.config.pooler import LATE_INTERACTION, Dense, PoolerSpec
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm
-from trouper.kernels.cpu.linear.fused import activate
+from trouper.kernels.reference.activation import activate
 
 Project = Callable[[Tensor], Tensor]
 

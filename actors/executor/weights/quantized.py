@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trouper.actors.executor.models.traits import read_traits
 from trouper.errors import UnsupportedFeatureError
-from trouper.kernels.cpu.linear.quantization import Integers
+from trouper.kernels.cpu.linear.quantization import IntegerWeight
 
 Method = Literal["gptq", "awq", "compressed-tensors"]
 Stored = tuple[str, tuple[int, ...]]  # a tensor's name and shape
@@ -65,7 +65,7 @@ class Scheme(msgspec.Struct, frozen=True):
             parts[order] = (num_in,)
         return [(base + part, size) for part, size in parts.items()]
 
-    def integers(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Integers:
+    def integers(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:
         """The matrix [O, I] of the parts of X, by their names without X.
 
         Raises:
@@ -87,7 +87,7 @@ class Scheme(msgspec.Struct, frozen=True):
             group_of_input = torch.arange(num_in) // (self.group_size or num_in)
             if not torch.equal(order.long(), group_of_input):
                 raise unsupported("desc_act", "groups whose inputs are permuted (g_idx)")
-        return Integers(
+        return IntegerWeight(
             "int4",
             dtype,
             (q - MIDDLE).contiguous(),
@@ -113,7 +113,7 @@ def integer_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
     return read_traits(reader, config, "quantization_config")
 
 
-def joined(parts: Sequence[Integers]) -> Integers:
+def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight:
     """Outputs below outputs."""
     zeros = [part.zeros_OG for part in parts]
     if any(zero is not None for zero in zeros):

@@ -19,7 +19,7 @@ from trouper.kernels.codegen.builder import Code, Operand, Pointer, Value
 from trouper.kernels.codegen.features import num_registers
 from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.attention.decode import HIDDEN
-from trouper.kernels.cpu.linear.dense import TILE
+from trouper.kernels.cpu.linear.products import TILE
 
 PITCH = 272  # cells from one staged key to the next: constant, and no multiple of a power of two
 WIDEST = 256  # of a head: a key fits its pitch

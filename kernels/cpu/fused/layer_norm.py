@@ -10,13 +10,11 @@ Law: the choice depends on the dtype, the width and the machine, never on a batc
 Roofline: bytes = 3 e T D, FLOPs = 8 T D.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
-
-FEW = 16  # rows that one thread computes sooner than it wakes another
+from trouper.kernels.cpu.rows import num_threads_for
 
 
 class LayerNorm:
@@ -58,7 +56,7 @@ class LayerNorm:
             y_TD.data_ptr(),
             width,
             self._eps_bits,
-            num_threads=1 if num_rows < FEW else torch.get_num_threads(),
+            num_threads=num_threads_for(num_rows),
         )
         return y_TD
 

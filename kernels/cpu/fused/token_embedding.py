@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
-from trouper.kernels.cpu.fused.layer_norm import FEW
+from trouper.kernels.cpu.rows import num_threads_for
 
 
 class TokenEmbedding:
@@ -78,6 +78,6 @@ class TokenEmbedding:
             positions_T.data_ptr(),
             self.size,
             x_TD.data_ptr(),
-            num_threads=1 if num_tokens < FEW else torch.get_num_threads(),
+            num_threads=num_threads_for(num_tokens),
         )
         return x_TD

@@ -23,12 +23,24 @@ a piece keeps its panels, in the second cache, for the others.
 Roofline: bytes = 1.5 O I + e (T I + T O), FLOPs = 2 T O I.
 """
 
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
+import torch
+from torch import Tensor
+
+from trouper.kernels.codegen import launch, units
 from trouper.kernels.codegen.builder import HALFWORDS, Code, Pointer, Value
 from trouper.kernels.codegen.units import LANES, Unit
-from trouper.kernels.cpu.linear import dense
-from trouper.kernels.cpu.linear.dense import TILE, Block, Steps, product_of
+from trouper.kernels.cpu.linear.dense import DenseLinear
+from trouper.kernels.cpu.linear.products import (
+    BLOCKINGS,
+    TILE,
+    Block,
+    Steps,
+    pieces_of_many,
+    product_of,
+)
+from trouper.kernels.linear import LinearMethod
 
 VECTORS = 4  # of a group: as many codes as fit a halfword
 PLACES = VECTORS * HALFWORDS  # of a group
@@ -39,13 +51,76 @@ END = 2**62
 AHEAD = 16  # groups asked for, into the second cache: 1.13 times as fast as without
 BEYOND = TILE // VECTORS  # groups that are decoded after the last
 # of one row eight panels read 1.1 to 1.2 times as fast as four: a piece begins slowly
-_DOTS = dense.SHAPES["dots"]
-SHAPES = {
+_DOTS = BLOCKINGS["dots"]
+COMPRESSED_BLOCKINGS = {
     "dots": _DOTS._replace(few=(Block(8, 1), Block(8, 2), *_DOTS.few[2:])),
-    "tiles": dense.SHAPES["tiles"],
+    "tiles": BLOCKINGS["tiles"],
 }
 
 N = TypeVar("N", int, Value)
+
+
+class CompressedLinear(LinearMethod):
+    """A weight of bfloat16 in twelve bits: one row is read 1.2 times as fast as by `DenseLinear`, eight rows or
+    more 0.85 to 0.95 times."""
+
+    is_recordable: ClassVar[bool] = True
+
+    def __init__(self, shape: tuple[int, int], weight: Tensor, bias_O: Tensor | None) -> None:
+        self.shape, self.weight, self.bias = shape, weight, bias_O
+        self._unit: Unit = units.bf16_unit()
+        self._matmul = launch.compiled(compressed_matmul, self._unit)
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias_O: Tensor | None = None) -> LinearMethod:
+        """Compress; a weight with too many exponents of their own becomes a `DenseLinear`."""
+        num_out, num_in = weight.shape
+        packed = _compressed(weight)
+        if packed is None:
+            return DenseLinear.pack(weight, bias_O)
+        return cls((num_out, num_in), packed, bias_O)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
+
+    def apply(self, x_TI: Tensor) -> Tensor:
+        num_rows, (num_out, num_in) = len(x_TI), self.shape
+        num_threads = torch.get_num_threads()
+        y_TO = x_TI.new_empty((num_rows, num_out))
+        self._matmul(
+            COMPRESSED_BLOCKINGS[self._unit].num_pieces(num_rows, num_out, num_in),
+            x_TI.data_ptr(),
+            x_TI.stride(0) // 2,
+            self.weight.data_ptr(),
+            0 if self.bias is None else self.bias.data_ptr(),
+            y_TO.data_ptr(),
+            num_out,
+            num_rows,
+            num_in // 2,
+            num_out // LANES,
+            num_threads,
+            launch.scratch(num_threads * scratch_bytes(num_rows, num_in, self._unit)),
+            num_threads=num_threads,
+        )
+        return y_TO
+
+
+def _compressed(weight_OI: Tensor) -> Tensor | None:
+    """Return the blocks of a plain matrix; None where a panel has more exceptions than there is room for."""
+    weight_OI = weight_OI.contiguous()
+    num_out, num_in = weight_OI.shape
+    packed = torch.empty(weight_words(num_out, num_in), dtype=torch.int32)
+    failures = torch.zeros(1, dtype=torch.int64)
+    launch.compiled(compress)(
+        num_out // LANES,
+        weight_OI.data_ptr(),
+        packed.data_ptr(),
+        num_in // 2,
+        failures.data_ptr(),
+        num_threads=torch.get_num_threads(),
+    )
+    return None if failures.item() else packed
 
 
 def weight_words(num_out: int, num_in: int) -> int:
@@ -56,7 +131,7 @@ def weight_words(num_out: int, num_in: int) -> int:
 
 def scratch_bytes(num_rows: int, num_in: int, unit: Unit) -> int:
     """Of a thread."""
-    shape = SHAPES[unit]
+    shape = COMPRESSED_BLOCKINGS[unit]
     if num_rows <= shape.most_few:
         return 0
     return shape.many.panels * (num_in // 2 + BEYOND * VECTORS) * LANES * 4
@@ -151,7 +226,7 @@ def compressed_matmul(code: Code, unit: Unit) -> None:
     x, stride, weight, *others, threads, scratch = code.arguments(11)
     product = product_of(unit, code, "none", x, stride, *others)
     num_rows, pairs = product.num_rows, product.pairs
-    shape, before = SHAPES[unit], 0
+    shape, before = COMPRESSED_BLOCKINGS[unit], 0
     blocks = _Blocks(code, weight, pairs, threads, groups=max(1, product.step // VECTORS))
     rooms = [blocks.room() for _ in range(shape.few[0].panels)]
     with product.begun():
@@ -168,7 +243,7 @@ def compressed_matmul(code: Code, unit: Unit) -> None:
             length = (pairs + BEYOND * VECTORS) * LANES
             own = code.pointer(scratch, "i32") + code.thread() * panels * length
             kept = [own + p * length for p in range(panels)]
-            for panel, first, stop in dense.pieces_of_many(
+            for panel, first, stop in pieces_of_many(
                 code, shape.many, num_rows, product.num_panels
             ):
                 at_panel = product.panels_from(panel, panels)

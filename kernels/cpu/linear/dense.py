@@ -29,62 +29,88 @@ Two Xeon cores with AMX, O = 6144: T = 16 0.68 TFLOP/s (0.69), T = 1024 2.1 (2.9
 O = 1536, I = 384: T = 1 29 (15), T = 16 177 (119), T = 1024 228 (230); O = 1024, I = 3072: 19 (16), 182 (146), 250 (244).
 """
 
-import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Self
 
+import torch
+from torch import Tensor
+
+from trouper.kernels.codegen import launch, units
 from trouper.kernels.codegen.builder import Code, Pointer, Value
-from trouper.kernels.codegen.features import has_bf16_dot, num_registers
-from trouper.kernels.codegen.units import LANES, Kind, Unit
-from trouper.kernels.cpu.linear.gelu import gelu
-
-Act = Literal["none", "gelu"]
-Steps = Iterator[tuple[Value, list[Pointer]]]  # first pair of inputs, where each panel has it
-
-
-class Block(NamedTuple):
-    """How much is computed at once."""
-
-    panels: int
-    rows: int
-    ahead: int = 0  # words to ask for
+from trouper.kernels.codegen.features import has_bf16_dot
+from trouper.kernels.codegen.units import LANES, Unit
+from trouper.kernels.cpu.linear.products import (
+    BLOCKINGS,
+    Act,
+    Block,
+    Product,
+    pieces_of_many,
+    product_of,
+)
+from trouper.kernels.cpu.rows import padded
+from trouper.kernels.linear import LinearMethod
 
 
-class Shape(NamedTuple):
-    few: tuple[Block, ...]  # the first that holds a step's rows
-    many: Block
-    most_rows: int = 192  # of a piece of many
-    most_bytes: int = 2**20  # of x that one reads: the second cache holds it, and the panels
+class DenseLinear(LinearMethod):
+    """A weight of bfloat16 or float32, panel after panel."""
+
+    is_recordable: ClassVar[bool] = True
+
+    def __init__(self, shape: tuple[int, int], weight: Tensor, bias_O: Tensor | None) -> None:
+        self.shape, self.weight, self.bias = shape, weight, bias_O
+        self._unit: Unit = "floats" if weight.dtype == torch.float32 else units.bf16_unit()
+        launch.compiled(matmul, self._unit, "none")
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias_O: Tensor | None = None) -> Self:
+        num_out, num_in = weight.shape
+        return cls((num_out, num_in), pack_panels(weight), bias_O)
 
     @property
-    def most_few(self) -> int:
-        return self.few[-1].rows
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
 
-    def num_pieces(self, num_rows: int, num_out: int, num_in: int) -> int:
-        """`num_in` of two bytes."""
-        fitting = (block for block in (*self.few, self.many) if num_rows <= block.rows)
-        panels = next(fitting, self.many).panels
-        most, step = min(self.most_rows, self.most_bytes // (2 * num_in)), self.many.rows
-        rows = max(most // step * step, step)  # whole blocks: then no stretch of rows is empty
-        return -(-num_out // (LANES * panels)) * -(-num_rows // rows)
+    def apply(self, x_TI: Tensor) -> Tensor:
+        return self._product(x_TI, "none", x_TI.new_empty((len(x_TI), self.shape[0])))
+
+    def apply_act(self, x_TI: Tensor, act: str) -> Tensor:
+        if act != "gelu":
+            return super().apply_act(x_TI, act)
+        # padded, as the next product reads it
+        return self._product(x_TI, "gelu", padded(len(x_TI), self.shape[0], x_TI.dtype))
+
+    def _product(self, x_TI: Tensor, act: Act, y_TO: Tensor) -> Tensor:
+        num_rows, (num_out, num_in) = len(x_TI), self.shape
+        per_word = 4 // x_TI.itemsize
+        launch.compiled(matmul, self._unit, act)(
+            BLOCKINGS[self._unit].num_pieces(num_rows, num_out, 2 * num_in // per_word),
+            x_TI.data_ptr(),
+            x_TI.stride(0) // per_word,
+            self.weight.data_ptr(),
+            0 if self.bias is None else self.bias.data_ptr(),
+            y_TO.data_ptr(),
+            y_TO.stride(0),
+            num_rows,
+            num_in // per_word,
+            num_out // LANES,
+            num_threads=torch.get_num_threads(),
+        )
+        return y_TO
 
 
-_IS_WIDE = num_registers() == 32
-_WIDE_DOTS = Shape(
-    few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(4, 6), Block(3, 8, 1024), Block(2, 12, 1024)),
-    many=Block(3, 8, 1024),
-)
-# Of FMAs: a word is two registers of numbers, and AVX2 has eight in place of thirty-two.
-_WIDE_FMAS = Shape(few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(2, 8)), many=Block(8, 8))
-_NARROW_FMAS = Shape(few=(Block(4, 1), Block(2, 2), Block(1, 4)), many=Block(8, 5))
-SHAPES: dict[Unit, Shape] = {
-    "dots": _WIDE_DOTS if has_bf16_dot() else _WIDE_FMAS if _IS_WIDE else _NARROW_FMAS,
-    "tiles": Shape(few=(Block(4, 16, 1024),), many=Block(2, 32), most_rows=512),
-    "floats": Shape(few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(3, 8, 1024)), many=Block(3, 8, 1024))
-    if _IS_WIDE
-    else Shape(few=(Block(4, 1), Block(2, 2), Block(1, 4), Block(1, 6)), many=Block(1, 6)),
-}  # fmt: skip
+def pack_panels(weight_OI: Tensor) -> Tensor:
+    """Copy a plain matrix into panels of sixteen outputs."""
+    weight_OI = weight_OI.contiguous()
+    num_out, num_in = weight_OI.shape
+    per_word = 4 // weight_OI.itemsize
+    packed = weight_OI.new_empty((num_out // LANES, num_in // per_word, LANES, per_word))
+    launch.compiled(pack)(
+        num_out // LANES,
+        weight_OI.data_ptr(),
+        packed.data_ptr(),
+        num_in // per_word,
+        num_threads=torch.get_num_threads(),
+    )
+    return packed
 
 
 def pack(code: Code) -> None:
@@ -103,7 +129,7 @@ def pack(code: Code) -> None:
 def matmul(code: Code, unit: Unit, act: Act) -> None:
     """x, its stride in words, W, b or 0, y, its stride, T, words of a row, O / 16.  A piece is panels of a block of rows."""
     x, stride, weight, *others = code.arguments(9)
-    product, shape = product_of(unit, code, act, x, stride, *others), SHAPES[unit]
+    product, shape = product_of(unit, code, act, x, stride, *others), BLOCKINGS[unit]
     words, num_rows, before = code.pointer(weight, "i32"), product.num_rows, 0
     with product.begun():
         for block in shape.few:
@@ -126,113 +152,6 @@ def matmul(code: Code, unit: Unit, act: Act) -> None:
                 weights = [words + p * product.pairs * LANES for p in at_panel]
                 for row in code.loop(first, stop, rows):
                     product.block(at_panel, row, rows, product.plain(weights, ahead))
-
-
-def pieces_of_many(
-    code: Code, block: Block, num_rows: Value, num_panels: Value
-) -> Iterator[tuple[Value, Value, Value]]:
-    """First panel, first row, end of the rows of each piece: all panels with one stretch of rows, then with the next.
-
-    The call's number of pieces says how many stretches: equal ones.
-    """
-    across = (num_panels + (block.panels - 1)) // block.panels
-    num_stretches = code.num_pieces // across
-    rows = (num_rows + (num_stretches - 1)) // num_stretches
-    length = (rows + (block.rows - 1)) // block.rows * block.rows
-    for piece in code.pieces():
-        first = piece // across * length
-        yield piece % across * block.panels, first, code.smaller(first + length, num_rows)
-
-
-class Product(ABC):
-    """Blocks of panels and rows, whatever form the panels have in memory."""
-
-    step: ClassVar[int]  # words of inputs that are multiplied at once
-    kind: ClassVar[Kind] = "bf16"
-
-    def __init__(
-        self,
-        code: Code,
-        act: Act,
-        x: Value,
-        stride: Value,
-        bias: Value,
-        y: Value,
-        y_stride: Value,
-        num_rows: Value,
-        pairs: Value,
-        num_panels: Value,
-    ) -> None:
-        self.code, self.bias, self.stride = code, bias, stride
-        self.x, self._act = code.pointer(x, "i32"), act
-        self._y, self._y_stride = code.pointer(y, self.kind), y_stride
-        self.num_rows, self.pairs, self.num_panels = num_rows, pairs, num_panels
-
-    def panels_from(self, first: Value, panels: int) -> list[Value]:
-        """Beyond the last, the last again."""
-        return [self.code.smaller(first + p, self.num_panels - 1) for p in range(panels)]
-
-    def plain(self, weights: list[Pointer], ahead: int) -> Steps:
-        """The words of packed panels."""
-        for i in self.code.loop(0, self.pairs, self.step):
-            if ahead:
-                for weight in weights:
-                    for line in range(0, self.step * LANES, LANES):
-                        weight.prefetch(i * LANES + (ahead + line))
-            yield i, [weight + i * LANES for weight in weights]
-
-    def begun(self) -> "contextlib.AbstractContextManager[None]":
-        """All blocks of a call are computed within it."""
-        return contextlib.nullcontext()
-
-    @abstractmethod
-    def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
-        """Beyond the last row, the last again."""
-
-    def store(self, row: Value, panel: Value, total: Value) -> None:
-        found = gelu(self.code, total, self.kind) if self._act == "gelu" else total
-        self._y.store(row * self._y_stride + panel * LANES, found)
-
-    def own_bias(self, panel: Value) -> Value:
-        return self.code.pointer(self.bias, self.kind).load(panel * LANES)
-
-    def bias_or_zeros(self, panel: Value) -> Value:
-        own = self.code.var(self.code.lanes(0.0))
-        with self.code.when(self.bias > 0):
-            own.set(self.own_bias(panel))
-        return own
-
-
-class Dots(Product):
-    step = 1
-
-    def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
-        code = self.code
-        at_row = [code.smaller(first_row + r, self.num_rows - 1) for r in range(rows)]
-        xs = [self.x + r * self.stride for r in at_row]
-        sums = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in at_panel]
-        for i, places in steps:
-            words = [self.read(place) for place in places]
-            for r, row in enumerate(xs):
-                x = self.spread(row + i)
-                for p, word in enumerate(words):
-                    sums[p][r].set(self.dot(word, x, sums[p][r]))
-        for p, panel in enumerate(at_panel):
-            with code.when(self.bias > 0):
-                own = self.own_bias(panel)
-                for total in sums[p]:
-                    total.set(total + own)
-            for r in range(rows):
-                self.store(at_row[r], panel, sums[p][r])
-
-    def read(self, place: Pointer) -> Value:
-        return place.load()
-
-    def spread(self, place: Pointer) -> Value:
-        return self.code.words(place[0])
-
-    def dot(self, word: Value, x: Value, total: Value) -> Value:
-        return self.code.dot(word, x, total)
 
 
 WIDE = 256  # words of a row that become numbers at once: with a panel's, 26 KiB of the first cache
@@ -295,89 +214,3 @@ class _Widened:
                     total.set(code.fma(numbers, x, total))
         for place, total in zip(places, sums, strict=True):
             self._sums.store(place, total)
-
-
-class Floats(Dots):
-    """Of float32: a word is one input."""
-
-    kind = "f32"
-
-    def read(self, place: Pointer) -> Value:
-        return place.of("f32").load()
-
-    def spread(self, place: Pointer) -> Value:
-        return self.code.lanes(place.of("f32")[0])
-
-    def dot(self, word: Value, x: Value, total: Value) -> Value:
-        return self.code.fma(word, x, total)
-
-
-TILE = 16  # rows of a tile, and pairs of inputs of one
-TILE_BYTES = 64  # of a row
-
-
-class Tiles(Product):
-    """Registers: the sums, then one or two tiles of rows, then panels."""
-
-    step = TILE
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._sums = self.code.array("f32", TILE * LANES)
-        self.tile_rows = self.code.smaller(self.num_rows, TILE)
-
-    @contextlib.contextmanager
-    def begun(self) -> Iterator[None]:
-        with self.code.tiles(
-            self.tile_rows, narrow=range(6)
-        ):  # of the first six none holds weights
-            yield
-
-    def tile_at(self, row: Value) -> Value:
-        """The last tile of rows ends at the last row: some are computed twice, to the same end."""
-        return self.code.smaller(row, self.code.larger(self.num_rows - TILE, 0))
-
-    def block(
-        self,
-        at_panel: list[Value],
-        first_row: Value,
-        rows: int,
-        steps: Steps,
-        scales: Sequence[Value] = (),
-    ) -> None:
-        """`scales`: of each panel."""
-        code, num_tiles = self.code, rows // TILE
-        num_sums = len(at_panel) * num_tiles
-        at_row = [self.tile_at(first_row + r * TILE) for r in range(num_tiles)]
-        xs = [self.x + r * self.stride for r in at_row]
-        for tile in range(num_sums):
-            code.tile_zero(tile)
-        for i, places in steps:
-            for r, row in enumerate(xs):
-                code.tile_load(num_sums + r, row + i, self.stride * 4)
-            for p, place in enumerate(places):
-                weights = 6 + p % 2
-                code.tile_load(weights, place, TILE_BYTES)
-                for r in range(num_tiles):
-                    code.tile_dot(p * num_tiles + r, num_sums + r, weights)
-        for p, panel in enumerate(at_panel):
-            for r, start in enumerate(at_row):
-                code.tile_store(p * num_tiles + r, self._sums, TILE_BYTES)
-                self.write(self._sums, panel, start, scales[p] if scales else None)
-
-    def write(
-        self, sums: Pointer, panel: Value, first_row: Value, scale: Value | None = None
-    ) -> None:
-        """A tile of rows, times the scale, and the bias."""
-        own = self.bias_or_zeros(panel)
-        for row in self.code.loop(0, self.tile_rows):
-            total = sums.load(row * LANES)
-            scaled = total if scale is None else total * scale
-            self.store(first_row + row, panel, scaled + own)
-
-
-PRODUCTS = {"dots": Dots, "tiles": Tiles, "floats": Floats}
-
-
-def product_of(unit: Unit, *arguments: Any) -> Product:
-    return PRODUCTS[unit](*arguments)

@@ -33,42 +33,152 @@ T = 512 2.3 (0.24).
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
+import torch
+from torch import Tensor
+
+from trouper.kernels.codegen import launch, units
 from trouper.kernels.codegen.builder import Code, Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES, Kind
-from trouper.kernels.cpu.linear.dense import (
+from trouper.kernels.cpu.linear.integer_panels import (
+    GROUPS_AHEAD,
+    BytePanel,
+    ChunkPanel,
+    IntegerPanel,
+    KeepingPanel,
+    KeptPanel,
+    NibblePanel,
+    PackedPanel,
+    PanelStream,
+)
+from trouper.kernels.cpu.linear.pack_integer import quantize_panels
+from trouper.kernels.cpu.linear.products import (
     TILE,
     TILE_BYTES,
     Block,
-    Shape,
+    Blocking,
     Steps,
     Tiles,
     Unit,
     pieces_of_many,
 )
-from trouper.kernels.cpu.linear.quantization import PANELS, STEP, Format
+from trouper.kernels.cpu.linear.quantization import (
+    PANELS,
+    STEP,
+    IntegerWeight,
+    group_of,
+    num_blocks,
+    packed,
+)
+from trouper.kernels.linear import Format, LinearMethod
 
 # of dots accumulators and totals fill the registers of int4; int8 has one group, so no totals
-SHAPES: dict[tuple[Unit, Format], Shape] = {
-    ("dots", "int4"): Shape(
+INTEGER_BLOCKINGS: dict[tuple[Unit, Format], Blocking] = {
+    ("dots", "int4"): Blocking(
         few=(Block(4, 1), Block(4, 2), Block(3, 4), Block(2, 6)), many=Block(3, 4)
     ),
-    ("dots", "int8"): Shape(few=(Block(4, 1), Block(4, 2), Block(4, 4)), many=Block(3, 4)),
-    ("tiles", "int4"): Shape(few=(Block(4, TILE),), many=Block(4, TILE), most_rows=512),
-    ("tiles", "int8"): Shape(few=(Block(4, TILE),), many=Block(2, 2 * TILE), most_rows=512),
+    ("dots", "int8"): Blocking(few=(Block(4, 1), Block(4, 2), Block(4, 4)), many=Block(3, 4)),
+    ("tiles", "int4"): Blocking(few=(Block(4, TILE),), many=Block(4, TILE), most_rows=512),
+    ("tiles", "int8"): Blocking(few=(Block(4, TILE),), many=Block(2, 2 * TILE), most_rows=512),
 }
 CHUNK = 4  # tiles of a panel that are decoded, then multiplied, then added; with 8 one row took 1.1 times as long
-AHEAD = 48  # steps asked for, into the second cache
-GROUPS_AHEAD = 8  # of scales
-LINE = 64  # bytes
-NIBBLES = [float(i % 16 - 8) for i in range(32)]
-DIFFERENCES = [float((i + 16) % 32 - 16) for i in range(32)]
+
+
+class IntegerLinear(LinearMethod):
+    """A weight of integers with a scale for each group of inputs, rounded here or in the checkpoint."""
+
+    fmt: ClassVar[Format]
+    is_recordable: ClassVar[bool] = True
+    takes_integers: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        weight: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias_O: Tensor | None,
+    ) -> None:
+        self.shape, self.bias = shape, bias_O
+        self.weight, self.scales, self.zeros = weight, scales, zeros
+        self._unit: Unit = units.bf16_unit()
+        kind = "bf16" if scales.dtype == torch.bfloat16 else "f32"
+        self._matmul = launch.compiled(
+            quantized_matmul, self._unit, self.fmt, kind, zeros is not None
+        )
+
+    @classmethod
+    def pack(cls, weight: Tensor | IntegerWeight, bias_O: Tensor | None = None) -> Self:
+        """Round a plain bfloat16 matrix, or take the integers of a checkpoint as they are."""
+        if isinstance(weight, IntegerWeight):
+            num_out, num_in = weight.q_OI.shape
+            return cls((num_out, num_in), *packed(weight), bias_O)
+        num_out, num_in = weight.shape
+        return cls((num_out, num_in), *_rounded(weight, cls.fmt), None, bias_O)
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (self.weight, self.scales, self.zeros)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def apply(self, x_TI: Tensor) -> Tensor:
+        num_rows, (num_out, num_in) = len(x_TI), self.shape
+        num_threads = torch.get_num_threads()
+        bytes_each = scratch_bytes(num_rows, num_in, self._unit, self.fmt)
+        y_TO = x_TI.new_empty((num_rows, num_out))
+        self._matmul(
+            INTEGER_BLOCKINGS[self._unit, self.fmt].num_pieces(num_rows, num_out, num_in),
+            x_TI.data_ptr(),
+            x_TI.stride(0) // 2,
+            self.weight.data_ptr(),
+            self.scales.data_ptr(),
+            0 if self.zeros is None else self.zeros.data_ptr(),
+            0 if self.bias is None else self.bias.data_ptr(),
+            y_TO.data_ptr(),
+            num_rows,
+            num_in // 2,
+            num_out // LANES,
+            num_in // self.scales.shape[1] // 2,
+            num_threads,
+            launch.scratch(num_threads * bytes_each),
+            bytes_each,
+            num_threads=num_threads,
+        )
+        return y_TO
+
+
+class Int4Linear(IntegerLinear):
+    fmt: ClassVar[Format] = "int4"
+
+
+class Int8Linear(IntegerLinear):
+    fmt: ClassVar[Format] = "int8"
+
+
+def _rounded(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Return packed integers and scales, as `packed(quantize(...))` does, only faster."""
+    weight_OI = weight_OI.contiguous()
+    num_out, num_in = weight_OI.shape
+    group = group_of(num_in, fmt)
+    blocks, half_bytes = num_blocks(num_out), 1 if fmt == "int4" else 2
+    numbers = torch.zeros((blocks, num_in, 32 * half_bytes), dtype=torch.int8)
+    scales = weight_OI.new_zeros((blocks, num_in // group, PANELS, LANES))
+    launch.compiled(quantize_panels, fmt)(
+        num_out // LANES,
+        weight_OI.data_ptr(),
+        numbers.data_ptr(),
+        scales.data_ptr(),
+        num_in // 2,
+        group // 2,
+        num_threads=torch.get_num_threads(),
+    )
+    return numbers, scales
 
 
 def scratch_bytes(num_rows: int, num_in: int, unit: Unit, fmt: Format) -> int:
     """Of a thread."""
-    shape = SHAPES[unit, fmt]
+    shape = INTEGER_BLOCKINGS[unit, fmt]
     return 0 if num_rows <= shape.most_few else shape.many.panels * num_in * LANES * 2
 
 
@@ -81,7 +191,7 @@ def quantized_matmul(
     A piece is panels of a block of rows.
     """
     work = (_Dots if unit == "dots" else _Tiles)(code, fmt, scale_kind, has_zeros)
-    shape, num_rows, before = SHAPES[unit, fmt], work.num_rows, 0
+    shape, num_rows, before = INTEGER_BLOCKINGS[unit, fmt], work.num_rows, 0
     with work.begun():
         for block in shape.few:
             with code.when((num_rows > before) & (num_rows <= block.rows)):
@@ -92,7 +202,7 @@ def quantized_matmul(
         with code.when(num_rows > before):
             panels, rows, _ = shape.many
             mine = work.scratch_of(code.thread())
-            kept = [_Kept(mine + p * work.pairs * LANES) for p in range(panels)]
+            kept = [KeptPanel(mine + p * work.pairs * LANES) for p in range(panels)]
             for panel, first, stop in pieces_of_many(code, shape.many, num_rows, work.num_panels):
                 at_panel = work.panels(panel, panels)
                 work.block(at_panel, first, rows, kept)
@@ -118,23 +228,33 @@ class _Work(ABC):
         """Beyond the last, the last again."""
         return [self.code.smaller(first + p, self.num_panels - 1) for p in range(num)]
 
-    def packed(self, panel: Value) -> "_Packed":
+    def packed(self, panel: Value) -> "PackedPanel":
         steps = self.pairs // STEP
-        q = _Stream(self.q.of("i32"), panel, LANES * (1 if self.fmt == "int4" else 2), steps, self)
+        q = PanelStream(
+            self.q.of("i32"),
+            panel,
+            LANES * (1 if self.fmt == "int4" else 2),
+            steps,
+            self.num_threads,
+        )
         if self.fmt == "int8":
-            return _Bytes(self.code, q)
-        zeros = self.zeros and _Stream(self.zeros, panel, LANES, self.num_groups, self)
-        return _Nibbles(self.code, q, zeros)
+            return BytePanel(self.code, q)
+        zeros = self.zeros and PanelStream(
+            self.zeros, panel, LANES, self.num_groups, self.num_threads
+        )
+        return NibblePanel(self.code, q, zeros)
 
-    def scales_of(self, at_panel: list[Value]) -> "list[_Stream]":
-        return [_Stream(self.scales, p, LANES, self.num_groups, self) for p in at_panel]
+    def scales_of(self, at_panel: list[Value]) -> "list[PanelStream]":
+        return [
+            PanelStream(self.scales, p, LANES, self.num_groups, self.num_threads) for p in at_panel
+        ]
 
     def begun(self) -> "contextlib.AbstractContextManager[None]":
         """All blocks of a call are computed within it."""
         return contextlib.nullcontext()
 
-    def reading(self, at_panel: list[Value], kept: "Sequence[_Kept]") -> "list[_Keeping]":
-        return [_Keeping(self.packed(p), k) for p, k in zip(at_panel, kept, strict=True)]
+    def reading(self, at_panel: list[Value], kept: "Sequence[KeptPanel]") -> "list[KeepingPanel]":
+        return [KeepingPanel(self.packed(p), k) for p, k in zip(at_panel, kept, strict=True)]
 
     @abstractmethod
     def block(
@@ -142,7 +262,7 @@ class _Work(ABC):
         at_panel: list[Value],
         first_row: Value,
         rows: int,
-        kept: "Sequence[_Kept]" = (),
+        kept: "Sequence[KeptPanel]" = (),
         *,
         is_first: bool = True,
     ) -> None:
@@ -160,7 +280,7 @@ class _Dots(_Work):
         at_panel: list[Value],
         first_row: Value,
         rows: int,
-        kept: "Sequence[_Kept]" = (),
+        kept: "Sequence[KeptPanel]" = (),
         *,
         is_first: bool = True,
     ) -> None:
@@ -189,7 +309,7 @@ class _Dots(_Work):
         for panel, of_panel in zip(at_panel, totals, strict=True):
             self._finish(of_panel, panel, at_row)
 
-    def _read(self, at_panel: list[Value], kept: "Sequence[_Kept]") -> "Sequence[_Panel]":
+    def _read(self, at_panel: list[Value], kept: "Sequence[KeptPanel]") -> "Sequence[IntegerPanel]":
         return self.reading(at_panel, kept) if kept else [self.packed(p) for p in at_panel]
 
     def _finish(self, totals: list[Var], panel: Value, at_row: list[Value]) -> None:
@@ -211,7 +331,7 @@ class _Tiles(_Work):
         code = self.code
         sizes = self.num_rows, self.pairs, self.num_panels
         self._product = Tiles(code, "none", *self.addresses, self.num_panels * LANES, *sizes)
-        self._rooms = [_Room(code.array("i32", CHUNK * TILE * LANES)) for _ in range(PANELS)]
+        self._rooms = [ChunkPanel(code.array("i32", CHUNK * TILE * LANES)) for _ in range(PANELS)]
         self._parts = code.array("f32", CHUNK * TILE * LANES)
         self._totals = code.array("f32", PANELS * TILE * LANES)
 
@@ -223,11 +343,11 @@ class _Tiles(_Work):
         at_panel: list[Value],
         first_row: Value,
         rows: int,
-        kept: "Sequence[_Kept]" = (),
+        kept: "Sequence[KeptPanel]" = (),
         *,
         is_first: bool = True,
     ) -> None:
-        weights: Sequence[_Keeping | _Kept] = kept
+        weights: Sequence[KeepingPanel | KeptPanel] = kept
         if is_first:
             weights = self.reading(at_panel, kept or self._rooms[: len(at_panel)])
         if self.fmt == "int4":
@@ -237,7 +357,7 @@ class _Tiles(_Work):
         scales = [scale.at(zero).load() for scale in self.scales_of(at_panel)]
         self._product.block(at_panel, first_row, rows, steps, scales)
 
-    def _steps(self, weights: "Sequence[_Keeping | _Kept]") -> Steps:
+    def _steps(self, weights: "Sequence[KeepingPanel | KeptPanel]") -> Steps:
         """Of one group."""
         for i in self.code.loop(0, self.pairs // STEP, TILE // STEP):
             for weight in weights:
@@ -245,7 +365,7 @@ class _Tiles(_Work):
             yield i * STEP, [weight.tile(i) for weight in weights]
 
     def _groups(
-        self, at_panel: list[Value], weights: "Sequence[_Keeping | _Kept]", first_row: Value
+        self, at_panel: list[Value], weights: "Sequence[KeepingPanel | KeptPanel]", first_row: Value
     ) -> None:
         code, product, num_tiles = self.code, self._product, self.pairs // TILE
         scales, whole = self.scales_of(at_panel), num_tiles // CHUNK * CHUNK
@@ -267,8 +387,8 @@ class _Tiles(_Work):
     def _chunk(
         self,
         x: Pointer,
-        weight: "_Keeping | _Kept",
-        scales: "_Stream",
+        weight: "KeepingPanel | KeptPanel",
+        scales: "PanelStream",
         totals: Pointer,
         first: Value,
         length: int,
@@ -294,125 +414,3 @@ class _Tiles(_Work):
                 part = (self._parts + t * tile).load(row * LANES)
                 total = code.fma(part, factor, total)
             totals.store(row * LANES, total)
-
-
-class _Stream:
-    """What a panel has for each step or group, side by side with the other panels'."""
-
-    def __init__(
-        self, start: Pointer, panel: Value, length: int, count: Value, work: _Work
-    ) -> None:
-        self._own = start + (panel // PANELS * (count * PANELS) + panel % PANELS) * length
-        self._stride, self._count, self._work = length * PANELS, count, work
-
-    def at(self, i: Value, more: int = 0) -> Pointer:
-        """Of i + more."""
-        return self._own + i * self._stride + more * self._stride
-
-    def enter(self, group: Value) -> None:
-        """Of scales."""
-        self.ask(group, GROUPS_AHEAD)
-
-    def ask(self, i: Value, ahead: int, more: int = 0) -> None:
-        """For a later one, or for one of the panels that this thread will probably take next."""
-        work, later = self._work, i + ahead
-        beyond = later + (work.num_threads - 1) * self._count
-        there = self.at(work.code.select(later < self._count, later, beyond), more)
-        for line in range(0, self._stride // PANELS, LINE // 4):
-            there.prefetch(line)
-
-
-class _Nibbles:
-    """A panel of int4, read as pairs of bfloat16."""
-
-    def __init__(self, code: Code, words: _Stream, zeros: _Stream | None) -> None:
-        self._code, self._words, self._zeros = code, words, zeros
-        self._zero: Value | None = None
-
-    def enter(self, group: Value) -> None:
-        self._zero = self._zeros and self._zeros.at(group).load()
-
-    def pairs(self, i: Value, more: int = 0) -> list[Value]:
-        """Of step i + more."""
-        word = self._words.at(i, more).load()
-        self._words.ask(i, AHEAD, more)
-        shifted = [word >> 4 * j for j in range(STEP)]
-        if self._zero is None:
-            return [self._code.lookup(NIBBLES, index) for index in shifted]
-        zero = self._zero
-        return [self._code.lookup(DIFFERENCES, (x & 0x000F000F) + zero) for x in shifted]
-
-
-class _Bytes:
-    """A panel of int8, likewise."""
-
-    def __init__(self, code: Code, words: _Stream) -> None:
-        self._code, self._words = code, words
-
-    def enter(self, group: Value) -> None:
-        """One group has no zeros."""
-
-    def pairs(self, i: Value, more: int = 0) -> list[Value]:
-        code = self._code
-        self._words.ask(i, AHEAD, more)
-        here = self._words.at(i, more).of("i8")
-        numbers = [code.numbers(here.load(half * LANES)) for half in range(2 * STEP)]
-        return [code.packed(*numbers[j : j + 2]) for j in range(0, 2 * STEP, 2)]
-
-
-_Packed = _Nibbles | _Bytes
-
-
-class _Kept:
-    """A panel that is pairs of bfloat16 already."""
-
-    def __init__(self, words: Pointer) -> None:
-        self._words = words
-
-    def enter(self, group: Value) -> None:
-        """Zeros were taken off."""
-
-    def pairs(self, i: Value, more: int = 0) -> list[Value]:
-        place = self.tile(i, more)
-        return [place.load(j * LANES) for j in range(STEP)]
-
-    def decode(self, i: Value, more: int = 0) -> None:
-        """It is."""
-
-    def tile(self, i: Value, more: int = 0) -> Pointer:
-        """Where step i + more and those after it are."""
-        return self._words + i * (STEP * LANES) + more * (STEP * LANES)
-
-
-class _Room(_Kept):
-    """For a chunk, whichever: no step but `more` counts."""
-
-    def tile(self, i: Value, more: int = 0) -> Pointer:
-        return self._words + more * (STEP * LANES)
-
-
-class _Keeping:
-    """A packed panel that is kept as it is read."""
-
-    def __init__(self, packed: _Packed, kept: _Kept) -> None:
-        self._packed, self._kept = packed, kept
-
-    def enter(self, group: Value) -> None:
-        self._packed.enter(group)
-
-    def pairs(self, i: Value, more: int = 0) -> list[Value]:
-        pairs, place = self._packed.pairs(i, more), self.tile(i, more)
-        for j, pair in enumerate(pairs):
-            place.store(j * LANES, pair)
-        return pairs
-
-    def decode(self, i: Value, more: int = 0) -> None:
-        """A tile."""
-        for step in range(TILE // STEP):
-            self.pairs(i, more + step)
-
-    def tile(self, i: Value, more: int = 0) -> Pointer:
-        return self._kept.tile(i, more)
-
-
-_Panel = _Packed | _Keeping | _Kept

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from trouper.kernels.codegen.builder import Code, Pointer, Value
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.cpu.linear.quantization import PANELS, STEP, Format
+from trouper.kernels.cpu.linear.quantization import PANELS, STEP
+from trouper.kernels.linear import Format
 
 
 def quantize_panels(code: Code, fmt: Format) -> None:

@@ -10,19 +10,20 @@ Scales are bfloat16 and are rounded before the integers are.  Checkpoints bring 
 multiple of 32, float32 scales and zeros (`actors/executor/weights/quantized.py`).
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Format = Literal["int4", "int8"]
+from trouper.kernels.codegen.units import LANES
+from trouper.kernels.linear import Format
+
 GROUP = 32
-LANES = 16  # outputs of a panel
 PANELS = 4  # side by side in memory
 STEP = 4  # pairs of inputs, one panel after the other: a word of int4
 
 
-class Integers(NamedTuple):
+class IntegerWeight(NamedTuple):
     """A matrix; what its weights are exactly."""
 
     fmt: Format
@@ -30,10 +31,6 @@ class Integers(NamedTuple):
     q_OI: Tensor  # int8
     scales_OG: Tensor  # bfloat16 or float32
     zeros_OG: Tensor | None = None  # int8, -8 … 8
-
-    def empty(self) -> Tensor:
-        """Of the shape and dtype of the weights."""
-        return torch.empty(self.q_OI.shape, dtype=self.dtype)
 
 
 def can_quantize(num_in: int, fmt: Format) -> bool:
@@ -44,7 +41,7 @@ def group_of(num_in: int, fmt: Format) -> int:
     return GROUP if fmt == "int4" else num_in
 
 
-def quantize(weight_OI: Tensor, fmt: Format) -> Integers:
+def quantize(weight_OI: Tensor, fmt: Format) -> IntegerWeight:
     """I divides by the group.  `kernels/cpu/linear/pack_integer.py` does the same faster."""
     groups = weight_OI.float().unflatten(1, (-1, group_of(weight_OI.shape[1], fmt)))
     if fmt == "int4":
@@ -55,10 +52,10 @@ def quantize(weight_OI: Tensor, fmt: Format) -> Integers:
     scales = scales.bfloat16()
     inverse = torch.where(scales == 0, 0.0, 1 / scales.float())
     integers = (groups * inverse).round_().clamp_(low, high).to(torch.int8)
-    return Integers(fmt, weight_OI.dtype, integers.flatten(1), scales.squeeze(2))
+    return IntegerWeight(fmt, weight_OI.dtype, integers.flatten(1), scales.squeeze(2))
 
 
-def dequantized(integers: Integers) -> Tensor:
+def dequantized(integers: IntegerWeight) -> Tensor:
     """float32; exactly what the kernels multiply with."""
     scales_OG = integers.scales_OG
     groups = integers.q_OI.unflatten(1, (scales_OG.shape[1], -1)).float()
@@ -67,7 +64,7 @@ def dequantized(integers: Integers) -> Tensor:
     return (groups * scales_OG.float().unsqueeze(2)).flatten(1)
 
 
-def packed(integers: Integers) -> tuple[Tensor, Tensor, Tensor | None]:
+def packed(integers: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     """q, s and z as `quantized_matmul.py` reads them."""
     q_OI, zeros_OG = integers.q_OI, integers.zeros_OG
     if zeros_OG is not None:

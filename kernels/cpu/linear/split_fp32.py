@@ -30,35 +30,99 @@ than theirs: half of it for normal and for positive numbers, nine tenths where m
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import ClassVar, Self
 
+import torch
+from torch import Tensor
+
+from trouper.kernels.codegen import launch, units
 from trouper.kernels.codegen.builder import Code, Pointer, Value
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.cpu.linear.dense import (
+from trouper.kernels.cpu.linear.dense import pack_panels
+from trouper.kernels.cpu.linear.products import (
     TILE,
     TILE_BYTES,
     Act,
     Block,
-    Shape,
+    Blocking,
     Tiles,
     pieces_of_many,
 )
+from trouper.kernels.linear import LinearMethod
 
 PARTS = 3
 STEP = 2 * TILE  # inputs that are multiplied at once
 TILE_WORDS = TILE * LANES
 SIZE = PARTS * TILE_WORDS  # of a step of a panel, or of a tile of rows
 FEW, MANY = Block(4, TILE, 512), Block(2, 2 * TILE, 1024)
-SHAPE = Shape(few=(FEW,), many=MANY, most_rows=512, most_bytes=5 * 2**18)
+BLOCKING = Blocking(few=(FEW,), many=MANY, most_rows=512, most_bytes=5 * 2**18)
 # of x and of W, the largest last: neighbours share one, and those of one part of W stand together
 PRODUCTS = ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0))
 
 Work = Sequence[Callable[[], None]]
 
 
+class SplitLinear(LinearMethod):
+    """A weight of float32 that tiles multiply; only where `units.bf16_unit()` is tiles."""
+
+    is_recordable: ClassVar[bool] = True
+
+    def __init__(self, shape: tuple[int, int], weight: Tensor, bias_O: Tensor | None) -> None:
+        self.shape, self.weight, self.bias = shape, weight, bias_O
+        assert units.bf16_unit() == "tiles"  # the process has permission to use them
+        launch.compiled(split_rows)
+        launch.compiled(split_matmul, "none")
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias_O: Tensor | None = None) -> Self:
+        num_out, num_in = weight.shape
+        return cls((num_out, num_in), pack_panels(weight), bias_O)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
+
+    def apply(self, x_TI: Tensor) -> Tensor:
+        return self._product(x_TI, "none")
+
+    def apply_act(self, x_TI: Tensor, act: str) -> Tensor:
+        return self._product(x_TI, "gelu") if act == "gelu" else super().apply_act(x_TI, act)
+
+    def _product(self, x_TI: Tensor, act: Act) -> Tensor:
+        num_rows, (num_out, num_in) = len(x_TI), self.shape
+        num_threads = torch.get_num_threads()
+        y_TO = x_TI.new_empty((num_rows, num_out))
+        most = rows_at_once(num_rows, num_in, num_threads)
+        own_bytes = num_threads * scratch_bytes(most, num_in)
+        scratch = launch.scratch(own_bytes + parts_bytes(most, num_in))
+        parts = scratch + own_bytes
+        split, product = launch.compiled(split_rows), launch.compiled(split_matmul, act)
+        for first in range(0, num_rows, most):
+            rows = min(most, num_rows - first)
+            x = x_TI.data_ptr() + first * x_TI.stride(0) * 4, x_TI.stride(0)
+            if rows > FEW.rows:
+                split(-(-rows // TILE), *x, parts, rows, num_in, num_threads=num_threads)
+            product(
+                BLOCKING.num_pieces(rows, num_out, 3 * num_in),
+                *x,
+                parts,
+                self.weight.data_ptr(),
+                0 if self.bias is None else self.bias.data_ptr(),
+                y_TO.data_ptr() + first * num_out * 4,
+                num_out,
+                rows,
+                num_in,
+                num_out // LANES,
+                scratch,
+                num_threads=num_threads,
+            )
+        return y_TO
+
+
 def rows_at_once(num_rows: int, num_in: int, num_threads: int) -> int:
     """Of equal stretches, whose parts are read before they have left the second caches."""
     step = MANY.rows
-    most = max(num_threads * SHAPE.most_bytes // (2 * PARTS * num_in) // step * step, step)
+    most = max(num_threads * BLOCKING.most_bytes // (2 * PARTS * num_in) // step * step, step)
     num_stretches = max(1, -(-num_rows // most))
     return max(1, -(-num_rows // (num_stretches * step)) * step)
 

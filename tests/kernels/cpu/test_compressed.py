@@ -9,11 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.kernels.codegen import launch, units
-from trouper.kernels.cpu.linear.layer import Linear, layout_of, linear
+from trouper.kernels.cpu.linear.compressed import (
+    COMPRESSED_BLOCKINGS,
+    CompressedLinear,
+    scratch_bytes,
+)
+from trouper.kernels.cpu.linear.dense import DenseLinear
 
 pytestmark = [
     pytest.mark.skipif(
-        layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native",
+        not units.can_multiply(),
         reason="needs native products",
     ),
     pytest.mark.usefixtures("unit"),
@@ -33,16 +38,14 @@ def bits(x):
 
 
 def products_with_unit_vectors(layer):
-    return linear(torch.eye(layer.shape[1], dtype=torch.bfloat16), layer).T
+    return layer.apply(torch.eye(layer.shape[1], dtype=torch.bfloat16)).T
 
 
 def decoded(layer):
     """The bits of the first panels, as a product of many rows leaves them in its scratch memory."""
-    from trouper.kernels.cpu.linear.compressed import SHAPES, scratch_bytes
-
     num_out, num_in = layer.shape
-    num_rows, num_panels = 17, SHAPES[units.bf16_unit()].many.panels
-    linear(torch.zeros(num_rows, num_in, dtype=torch.bfloat16), layer)
+    num_rows, num_panels = 17, COMPRESSED_BLOCKINGS[units.bf16_unit()].many.panels
+    layer.apply(torch.zeros(num_rows, num_in, dtype=torch.bfloat16))
     size = scratch_bytes(num_rows, num_in, units.bf16_unit())
     memory = (ctypes.c_int16 * (size // 2)).from_address(launch.scratch(size))
     panels = torch.from_numpy(np.array(memory)).view(num_panels, -1)
@@ -54,17 +57,17 @@ def decoded(layer):
 def test_products_equal_those_of_plain_weights_for_any_number_of_rows(shape, has_bias):
     weight = weights(*shape)
     bias = weights(1, shape[0]).flatten() if has_bias else None
-    layer, plain = Linear(weight, bias), Linear(weight, bias, layout="native")
-    assert layer.layout == "compressed"
+    layer, plain = CompressedLinear.pack(weight, bias), DenseLinear.pack(weight, bias)
+    assert isinstance(layer, CompressedLinear)
     x = torch.randn(210, shape[1] + 32).bfloat16()[:, : shape[1]]  # strided
-    expected = linear(x, plain)
+    expected = plain.apply(x)
     for num_rows in ROWS:
-        assert torch.equal(linear(x[-num_rows:], layer), expected[-num_rows:]), num_rows
+        assert torch.equal(layer.apply(x[-num_rows:]), expected[-num_rows:]), num_rows
 
 
 def test_a_weight_takes_twelve_bits_and_a_little():
     weight = weights(64, 1024)
-    assert 0.75 < Linear(weight).num_bytes / weight.nbytes < 0.78
+    assert 0.75 < CompressedLinear.pack(weight).num_bytes / weight.nbytes < 0.78
 
 
 @given(
@@ -88,11 +91,11 @@ def test_every_weight_comes_back_bit_for_bit(pairs, panels, centre, exceptions, 
         row, column = divmod(place % (32 * pairs), 2 * pairs)
         pattern[panel % panels * 16 + row, column] = value
     weight = torch.from_numpy(pattern.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
-    layer, plain = Linear(weight), Linear(weight, layout="native")
-    assert layer.layout == "compressed"
+    layer, plain = CompressedLinear.pack(weight), DenseLinear.pack(weight)
+    assert isinstance(layer, CompressedLinear)
     x = torch.randn(20, 2 * pairs).bfloat16()
     for num_rows in (1, 6, 20):
-        found, expected = linear(x[:num_rows], layer), linear(x[:num_rows], plain)
+        found, expected = layer.apply(x[:num_rows]), plain.apply(x[:num_rows])
         assert torch.equal(bits(found), bits(expected))
     found = decoded(layer)
     if panels <= len(found):  # or a thread's memory holds what it took last
@@ -103,10 +106,10 @@ def test_every_weight_comes_back_bit_for_bit(pairs, panels, centre, exceptions, 
 def test_a_matrix_of_one_value_is_compressed(value):
     weight = torch.full((32, 64), value, dtype=torch.bfloat16)
     weight[0, 0] = 2.0
-    layer = Linear(weight)
-    assert layer.layout == "compressed"
+    layer = CompressedLinear.pack(weight)
+    assert isinstance(layer, CompressedLinear)
     x = torch.ones(3, 64, dtype=torch.bfloat16)
-    found, expected = linear(x, layer), linear(x, Linear(weight, layout="native"))
+    found, expected = layer.apply(x), DenseLinear.pack(weight).apply(x)
     assert torch.equal(bits(found), bits(expected))
 
 
@@ -114,8 +117,8 @@ def test_panels_choose_their_exponents_alone():
     weight = weights(48, 512)
     weight[:16] *= 2.0**40
     weight[32:] = 0.0
-    layer = Linear(weight)
-    assert layer.layout == "compressed"
+    layer = CompressedLinear.pack(weight)
+    assert isinstance(layer, CompressedLinear)
     assert torch.equal(products_with_unit_vectors(layer), weight)
 
 
@@ -123,13 +126,13 @@ def test_panels_choose_their_exponents_alone():
 def test_a_panel_without_room_for_its_exceptions_leaves_the_matrix_as_it_is(num_in, room):
     weight = torch.ones(32, num_in, dtype=torch.bfloat16)
     weight[:4, :16] = 2.0 ** torch.arange(16)  # sixteen exponents, each more often than any other
-    for count, layout in ((room, "compressed"), (room + 1, "native")):
+    for count, kind in ((room, CompressedLinear), (room + 1, DenseLinear)):
         weight[8:16].view(-1)[:count] = 2.0 ** -(1.0 + torch.arange(count) % 30)
-        layer = Linear(weight)
-        assert layer.layout == layout
+        layer = CompressedLinear.pack(weight)
+        assert type(layer) is kind
         assert torch.equal(products_with_unit_vectors(layer), weight)
 
 
 def test_random_bits_stay_as_they_are():
     pattern = torch.randint(-(2**15), 2**15, (64, 512), dtype=torch.int16)
-    assert Linear(pattern.view(torch.bfloat16)).layout == "native"
+    assert isinstance(CompressedLinear.pack(pattern.view(torch.bfloat16)), DenseLinear)

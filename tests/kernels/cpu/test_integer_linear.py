@@ -3,20 +3,21 @@
 import pytest
 import torch
 
-from trouper.kernels.cpu.linear.layer import Linear, layout_of, linear
+from trouper.kernels.codegen import units
+from trouper.kernels.cpu.linear.integer import Int4Linear, Int8Linear
 from trouper.kernels.cpu.linear.quantization import (
     GROUP,
-    Integers,
+    IntegerWeight,
     can_quantize,
     dequantized,
     packed,
     quantize,
 )
+from trouper.kernels.linear import LinearConfig
+from trouper.kernels.select import make_linear
 
 FORMATS = ("int4", "int8")
-needs_native = pytest.mark.skipif(
-    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs native products"
-)
+needs_native = pytest.mark.skipif(not units.can_multiply(), reason="needs native products")
 pytestmark = pytest.mark.usefixtures("unit")
 
 
@@ -27,13 +28,13 @@ def check_product(layer, integers, bias=None):
     expected = x.double() @ dequantized(integers).double().T
     if bias is not None:
         expected += bias
-    found = linear(x, layer)
+    found = layer.apply(x)
     torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=8e-3)
     try:
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
             for num_rows in (*range(1, 20), 32, 33, 192, 193, 513):
-                assert torch.equal(linear(x[-num_rows:], layer), found[-num_rows:]), num_rows
+                assert torch.equal(layer.apply(x[-num_rows:]), found[-num_rows:]), num_rows
     finally:
         torch.set_num_threads(before)
 
@@ -59,8 +60,8 @@ def test_rounding_is_as_fine_as_the_bits_allow(fmt):
 def test_every_integer_has_its_place():
     q = torch.randint(-8, 8, (80, 64), dtype=torch.int8)
     scales, zeros = torch.rand(80, 2), torch.randint(-8, 9, (80, 2), dtype=torch.int8)
-    words, _, packed_zeros = packed(Integers("int4", torch.bfloat16, q, scales, zeros))
-    bytes_, packed_scales, _ = packed(Integers("int8", torch.bfloat16, q, scales))
+    words, _, packed_zeros = packed(IntegerWeight("int4", torch.bfloat16, q, scales, zeros))
+    bytes_, packed_scales, _ = packed(IntegerWeight("int8", torch.bfloat16, q, scales))
     assert words.shape == (2, 8, 4, 16)
     assert bytes_.shape == (2, 8, 4, 4, 16, 2)
     for o, i in ((0, 0), (17, 5), (31, 63), (3, 34), (79, 40)):
@@ -82,7 +83,10 @@ def test_the_kernel_rounds_as_the_formulas_do(fmt, shape):
     weight[3] = 0.0
     weight[4] = -weight[4, 0].abs()
     weight[5] = weight[5].clamp(-0.5, 0.5)  # largest magnitude of both signs
-    layer, expected = Linear(weight, quantization=fmt), packed(quantize(weight, fmt))
+    layer, expected = (
+        make_linear(weight, config=LinearConfig(quantization=fmt)),
+        packed(quantize(weight, fmt)),
+    )
     assert torch.equal(layer.weight.view(-1), expected[0].view(torch.int8).view(-1))
     assert torch.equal(layer.scales, expected[1])
 
@@ -95,8 +99,8 @@ def test_the_product_is_that_of_the_rounded_weights_for_any_number_of_rows(fmt, 
     torch.manual_seed(0)
     weight = torch.randn(shape).bfloat16()
     bias = torch.randn(shape[0]).bfloat16() if has_bias else None
-    layer = Linear(weight, bias, quantization=fmt)
-    assert layer.layout == fmt
+    layer = make_linear(weight, bias, LinearConfig(quantization=fmt))
+    assert type(layer) is {"int4": Int4Linear, "int8": Int8Linear}[fmt]
     assert layer.num_bytes < 0.7 * weight[:1].nbytes * (-(-shape[0] // 64) * 64)
     check_product(layer, quantize(weight, fmt), bias)
 
@@ -108,15 +112,15 @@ def test_the_product_is_that_of_the_rounded_weights_for_any_number_of_rows(fmt, 
 def test_groups_of_any_multiple_of_32_with_zeros_and_float32_scales(group, has_zeros, dtype):
     torch.manual_seed(0)
     shape, groups = (112, 384), (112, 384 // group)
-    integers = Integers(
+    integers = IntegerWeight(
         "int4",
         torch.bfloat16,
         torch.randint(-8, 8, shape, dtype=torch.int8),
         (torch.randn(groups) / 8).to(dtype),
         torch.randint(-8, 9, groups, dtype=torch.int8) if has_zeros else None,
     )
-    layer = Linear(integers)
-    assert layer.layout == "int4"
+    layer = make_linear(integers)
+    assert type(layer) is Int4Linear
     check_product(layer, integers)
 
 
@@ -127,8 +131,11 @@ def test_other_dtypes_multiply_with_the_rounded_weights(fmt, dtype):
     weight, x = torch.randn(24, 64).to(dtype), torch.randn(3, 64).to(dtype)
     integers = quantize(weight, fmt)
     expected = x.double() @ dequantized(integers).to(dtype).double().T
-    for layer in (Linear(weight, quantization=fmt), Linear(integers)):
-        torch.testing.assert_close(linear(x, layer).double(), expected, atol=3e-2, rtol=2e-3)
+    for layer in (
+        make_linear(weight, config=LinearConfig(quantization=fmt)),
+        make_linear(integers),
+    ):
+        torch.testing.assert_close(layer.apply(x).double(), expected, atol=3e-2, rtol=2e-3)
 
 
 def test_groups_must_divide_the_inputs():

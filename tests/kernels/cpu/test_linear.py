@@ -1,13 +1,24 @@
 import pytest
 import torch
 
-from trouper.kernels.cpu.linear.layer import Linear, layout_of, linear, linear_reference
+from trouper.kernels.codegen import units
+from trouper.kernels.cpu.linear.compressed import CompressedLinear
+from trouper.kernels.cpu.linear.dense import DenseLinear
+from trouper.kernels.cpu.linear.plain import PlainLinear
+from trouper.kernels.cpu.linear.split_fp32 import SplitLinear
+from trouper.kernels.linear import LinearConfig
+from trouper.kernels.reference.linear import linear_reference
+from trouper.kernels.select import make_linear
 
-needs_native = pytest.mark.skipif(
-    layout_of(torch.empty(16, 32, dtype=torch.bfloat16)) != "native", reason="needs native products"
-)
+needs_native = pytest.mark.skipif(not units.can_multiply(), reason="needs native products")
 pytestmark = pytest.mark.usefixtures("unit")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+KINDS = [
+    (DenseLinear, torch.bfloat16),
+    (CompressedLinear, torch.bfloat16),
+    (DenseLinear, torch.float32),
+    (SplitLinear, torch.float32),
+]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -22,25 +33,30 @@ def test_packed_weights_give_the_product_of_the_plain_ones(dtype, has_bias, shap
     weight = (torch.randn(num_out, num_in) / num_in**0.5).to(dtype)
     bias = torch.randn(num_out).to(dtype) if has_bias else None
     expected = linear_reference(x, weight, bias)
-    for layout in {"plain", layout_of(weight), layout_of(weight, is_for_many=True)}:
-        found = linear(x, Linear(weight, bias, layout=layout))
-        torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    layers = [
+        PlainLinear.pack(weight, bias),
+        make_linear(weight, bias),
+        make_linear(weight, bias, LinearConfig(is_compressed=False)),
+        make_linear(weight, bias, LinearConfig(is_for_many_rows=True)),
+    ]
+    for layer in layers:
+        found, tolerance = layer.apply(x), TOLERANCES[dtype]
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 @needs_native
 @pytest.mark.parametrize("num_out", [16, 80, 208])
-@pytest.mark.parametrize("layout", ["native", "compressed", "floats", "split"])
-def test_a_row_does_not_depend_on_the_number_of_rows_or_threads(num_out, layout, unit):
-    if layout == "split" and unit != "tiles":
+@pytest.mark.parametrize(("kind", "dtype"), KINDS, ids=str)
+def test_a_row_does_not_depend_on_the_number_of_rows_or_threads(num_out, kind, dtype, unit):
+    if kind is SplitLinear and unit != "tiles":
         pytest.skip("is tiles")
     torch.manual_seed(0)
-    dtype = torch.float32 if layout in ("floats", "split") else torch.bfloat16
     weight, bias = torch.randn(num_out, 96).to(dtype), torch.randn(num_out).to(dtype)
-    layer = Linear(weight, bias, layout=None if layout == "compressed" else layout)
-    assert layer.layout == layout
+    layer = kind.pack(weight, bias)
+    assert type(layer) is kind
     before = torch.get_num_threads()
     x = torch.randn(400, 128).to(dtype)[:, :96]  # strided
-    expected = linear(x, layer)
+    expected = layer.apply(x)
     tolerance = TOLERANCES[dtype]
     reference = linear_reference(x, weight, bias)
     torch.testing.assert_close(expected, reference, atol=tolerance, rtol=tolerance)
@@ -48,19 +64,18 @@ def test_a_row_does_not_depend_on_the_number_of_rows_or_threads(num_out, layout,
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
             for num_rows in (*range(1, 26), 48, 191, 192, 193, 400):
-                found = linear(x[-num_rows:], layer)
+                found = layer.apply(x[-num_rows:])
                 assert torch.equal(found, expected[-num_rows:]), num_rows
     finally:
         torch.set_num_threads(before)
 
 
 def test_a_batch_without_tokens_gives_no_rows():
-    assert linear(torch.empty(0, 8), Linear(torch.randn(4, 8))).shape == (0, 4)
+    assert make_linear(torch.randn(4, 8)).apply(torch.empty(0, 8)).shape == (0, 4)
 
 
-def test_half_precision_is_not_packed_and_says_so():
-    layer = Linear(torch.zeros(4, 8, dtype=torch.float16))
-    assert repr(layer) == "Linear(8 -> 4, torch.float16, plain)"
+def test_a_layer_says_how_it_is_kept():
+    assert repr(make_linear(torch.zeros(4, 8, dtype=torch.float16))) == "<PlainLinear 8 -> 4>"
 
 
 def test_the_reference_equals_a_sum_of_products():

@@ -2,24 +2,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trouper.kernels.cpu.linear.fused import (
-    FUSED,
-    activate,
-    linear_act,
-    linear_act_reference,
-    linear_add,
-    linear_add_reference,
-)
-from trouper.kernels.cpu.linear.layer import NATIVE, Linear, layout_of
+from trouper.kernels.codegen import units
+from trouper.kernels.cpu.linear.dense import DenseLinear
+from trouper.kernels.cpu.linear.onednn import FUSED, OneDNNLinear, packed_dtypes
+from trouper.kernels.cpu.linear.plain import PlainLinear
+from trouper.kernels.cpu.linear.split_fp32 import SplitLinear
+from trouper.kernels.reference.activation import activate
+from trouper.kernels.reference.linear import linear_act_reference, linear_add_reference
 
 pytestmark = pytest.mark.usefixtures("unit")
 KINDS = [
-    (torch.float32, "onednn", 1e-5),
-    (torch.float32, "floats", 1e-5),
-    (torch.float32, "split", 1e-5),
-    (torch.float32, "plain", 1e-5),
-    (torch.bfloat16, "onednn", 5e-2),
-    (torch.bfloat16, "native", 5e-2),
+    (torch.float32, OneDNNLinear, 1e-5),
+    (torch.float32, DenseLinear, 1e-5),
+    (torch.float32, SplitLinear, 1e-5),
+    (torch.float32, PlainLinear, 1e-5),
+    (torch.bfloat16, OneDNNLinear, 5e-2),
+    (torch.bfloat16, DenseLinear, 5e-2),
 ]
 SHAPES = [(1, 32, 16), (7, 64, 48), (130, 64, 96)]
 
@@ -34,35 +32,35 @@ def tensors(shape, dtype):
     return torch.randn(num_tokens, num_inputs).to(dtype), weight, bias, residual
 
 
-def skip_without(layout, weight):
-    is_bf16 = weight.dtype == torch.bfloat16
-    if layout == "onednn" and is_bf16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN does not multiply bfloat16 here")
-    own = (layout_of(weight, is_for_many=is_for_many) for is_for_many in (False, True))
-    if layout in NATIVE and layout not in own:
-        pytest.skip("this machine does not multiply so")
+def skip_without(kind, dtype):
+    if kind is OneDNNLinear and dtype not in packed_dtypes():
+        pytest.skip("oneDNN does not pack this dtype here")
+    if kind in (DenseLinear, SplitLinear) and not units.can_multiply():
+        pytest.skip("needs native products")
+    if kind is SplitLinear and units.bf16_unit() != "tiles":
+        pytest.skip("is tiles")
 
 
-@pytest.mark.parametrize(("dtype", "layout", "tolerance"), KINDS, ids=str)
+@pytest.mark.parametrize(("dtype", "kind", "tolerance"), KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("act", FUSED)
-def test_the_activation_equals_the_reference(act, shape, dtype, layout, tolerance):
+def test_the_activation_equals_the_reference(act, shape, dtype, kind, tolerance):
     x, weight, bias, _ = tensors(shape, dtype)
-    skip_without(layout, weight)
-    layer = Linear(weight.clone(), bias, layout=layout)
+    skip_without(kind, dtype)
+    layer = kind.pack(weight.clone(), bias)
     want = linear_act_reference(x, weight, bias, act)
-    torch.testing.assert_close(linear_act(x, layer, act), want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(layer.apply_act(x, act), want, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "layout", "tolerance"), KINDS, ids=str)
+@pytest.mark.parametrize(("dtype", "kind", "tolerance"), KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_sum_equals_the_reference(shape, dtype, layout, tolerance):
+def test_the_sum_equals_the_reference(shape, dtype, kind, tolerance):
     x, weight, bias, residual = tensors(shape, dtype)
-    skip_without(layout, weight)
+    skip_without(kind, dtype)
     before = residual.clone()
-    layer = Linear(weight.clone(), bias, layout=layout)
+    layer = kind.pack(weight.clone(), bias)
     want = linear_add_reference(x, weight, bias, residual)
-    torch.testing.assert_close(linear_add(x, layer, residual), want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(layer.apply_add(x, residual), want, atol=tolerance, rtol=tolerance)
     assert torch.equal(residual, before)
 
 
@@ -79,9 +77,9 @@ def test_every_activation_has_torchs_formula():
 
 def test_gelu_of_bfloat16_is_exact_to_half_a_unit():
     weight = torch.eye(64).bfloat16()
-    if layout_of(weight) != "native":
+    if not units.can_multiply():
         pytest.skip("this machine does not multiply bfloat16")
     x = torch.linspace(-12, 12, 64 * 64).view(64, 64).bfloat16()
-    got = linear_act(x, Linear(weight, layout="native"), "gelu").double()
+    got = DenseLinear.pack(weight).apply_act(x, "gelu").double()
     want = F.gelu(x.double())
     assert ((got - want).abs() - want.abs() / 256).max() < 1e-4

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from trouper.kernels.cpu.linear.layer import Linear, linear, linear_reference
+from trouper.kernels.cuda.linear import InvariantLinear
 from trouper.kernels.cuda.matmul import matmul
+from trouper.kernels.reference.linear import linear_reference
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -45,10 +46,10 @@ def test_it_is_the_product(num_tokens, num_in, num_out, dtype, device):
 @pytest.mark.parametrize("num_in", [96, pytest.param(4096, marks=pytest.mark.gpu)])
 def test_a_row_has_the_same_bits_alone_and_in_a_crowd(num_in, dtype, device):
     x, weight, bias = tensors(150, num_in, 70, dtype, device)
-    layer = Linear(weight, bias, layout="invariant")
-    crowd = linear(x, layer)
+    layer = InvariantLinear.pack(weight, bias)
+    crowd = layer.apply(x)
     for first, last in ((0, 1), (7, 8), (64, 67), (3, 131), (149, 150)):
-        assert torch.equal(linear(x[first:last], layer), crowd[first:last])
+        assert torch.equal(layer.apply(x[first:last]), crowd[first:last])
 
 
 def test_more_tiles_of_rows_than_share_a_tile_of_the_weight(device):

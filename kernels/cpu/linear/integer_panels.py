@@ -1,0 +1,142 @@
+"""Panels of integer weights as a kernel reads them: pairs of bfloat16, decoded or decoded before.
+
+    int4  by a lookup of the lowest five bits of each half word; without z the fifth is the next
+          integer's, and the table holds everything twice
+    int8  converted to float32, and those to bfloat16
+
+A panel decodes step after step; what reads it asks for the pairs of a step (`pairs`), or has a tile of them written
+to memory (`decode`) and loads it from there (`tile`).
+"""
+
+from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.units import LANES
+from trouper.kernels.cpu.linear.products import TILE
+from trouper.kernels.cpu.linear.quantization import PANELS, STEP
+
+AHEAD = 48  # steps asked for, into the second cache
+GROUPS_AHEAD = 8  # of scales
+LINE = 64  # bytes
+NIBBLES = [float(i % 16 - 8) for i in range(32)]
+DIFFERENCES = [float((i + 16) % 32 - 16) for i in range(32)]
+
+
+class PanelStream:
+    """What a panel has for each step or group, side by side with the other panels'."""
+
+    def __init__(
+        self, start: Pointer, panel: Value, length: int, count: Value, num_threads: Value
+    ) -> None:
+        self._own = start + (panel // PANELS * (count * PANELS) + panel % PANELS) * length
+        self._stride, self._count, self._num_threads = length * PANELS, count, num_threads
+
+    def at(self, i: Value, more: int = 0) -> Pointer:
+        """Of i + more."""
+        return self._own + i * self._stride + more * self._stride
+
+    def enter(self, group: Value) -> None:
+        """Of scales."""
+        self.ask(group, GROUPS_AHEAD)
+
+    def ask(self, i: Value, ahead: int, more: int = 0) -> None:
+        """For a later one, or for one of the panels that this thread will probably take next."""
+        later = i + ahead
+        beyond = later + (self._num_threads - 1) * self._count
+        there = self.at(later.code.select(later < self._count, later, beyond), more)
+        for line in range(0, self._stride // PANELS, LINE // 4):
+            there.prefetch(line)
+
+
+class NibblePanel:
+    """A panel of int4, read as pairs of bfloat16."""
+
+    def __init__(self, code: Code, words: PanelStream, zeros: PanelStream | None) -> None:
+        self._code, self._words, self._zeros = code, words, zeros
+        self._zero: Value | None = None
+
+    def enter(self, group: Value) -> None:
+        self._zero = self._zeros and self._zeros.at(group).load()
+
+    def pairs(self, i: Value, more: int = 0) -> list[Value]:
+        """Of step i + more."""
+        word = self._words.at(i, more).load()
+        self._words.ask(i, AHEAD, more)
+        shifted = [word >> 4 * j for j in range(STEP)]
+        if self._zero is None:
+            return [self._code.lookup(NIBBLES, index) for index in shifted]
+        zero = self._zero
+        return [self._code.lookup(DIFFERENCES, (x & 0x000F000F) + zero) for x in shifted]
+
+
+class BytePanel:
+    """A panel of int8, likewise."""
+
+    def __init__(self, code: Code, words: PanelStream) -> None:
+        self._code, self._words = code, words
+
+    def enter(self, group: Value) -> None:
+        """One group has no zeros."""
+
+    def pairs(self, i: Value, more: int = 0) -> list[Value]:
+        code = self._code
+        self._words.ask(i, AHEAD, more)
+        here = self._words.at(i, more).of("i8")
+        numbers = [code.numbers(here.load(half * LANES)) for half in range(2 * STEP)]
+        return [code.packed(*numbers[j : j + 2]) for j in range(0, 2 * STEP, 2)]
+
+
+PackedPanel = NibblePanel | BytePanel
+
+
+class KeptPanel:
+    """A panel that is pairs of bfloat16 already."""
+
+    def __init__(self, words: Pointer) -> None:
+        self._words = words
+
+    def enter(self, group: Value) -> None:
+        """Zeros were taken off."""
+
+    def pairs(self, i: Value, more: int = 0) -> list[Value]:
+        place = self.tile(i, more)
+        return [place.load(j * LANES) for j in range(STEP)]
+
+    def decode(self, i: Value, more: int = 0) -> None:
+        """It is."""
+
+    def tile(self, i: Value, more: int = 0) -> Pointer:
+        """Where step i + more and those after it are."""
+        return self._words + i * (STEP * LANES) + more * (STEP * LANES)
+
+
+class ChunkPanel(KeptPanel):
+    """For a chunk, whichever: no step but `more` counts."""
+
+    def tile(self, i: Value, more: int = 0) -> Pointer:
+        return self._words + more * (STEP * LANES)
+
+
+class KeepingPanel:
+    """A packed panel that is kept as it is read."""
+
+    def __init__(self, packed: PackedPanel, kept: KeptPanel) -> None:
+        self._packed, self._kept = packed, kept
+
+    def enter(self, group: Value) -> None:
+        self._packed.enter(group)
+
+    def pairs(self, i: Value, more: int = 0) -> list[Value]:
+        pairs, place = self._packed.pairs(i, more), self.tile(i, more)
+        for j, pair in enumerate(pairs):
+            place.store(j * LANES, pair)
+        return pairs
+
+    def decode(self, i: Value, more: int = 0) -> None:
+        """A tile."""
+        for step in range(TILE // STEP):
+            self.pairs(i, more + step)
+
+    def tile(self, i: Value, more: int = 0) -> Pointer:
+        return self._kept.tile(i, more)
+
+
+IntegerPanel = PackedPanel | KeepingPanel | KeptPanel

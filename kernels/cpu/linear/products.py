@@ -1,0 +1,264 @@
+"""Blocks of panels and rows by each unit that multiplies, whatever form the panels have in memory.
+
+    dots    AVX512-BF16: a word of W times a pair of x in all lanes is sixteen outputs and two inputs.  Up to
+            twelve rows are one block of accumulators in registers.  Elsewhere two FMAs of float32
+    tiles   AMX: sixteen pairs of a panel are a tile as they lie, sixteen rows of 32 inputs another, and
+            their product sixteen rows of sixteen outputs
+    floats  float32: a word is one input, and the same blocks of accumulators
+
+No sum across lanes is ever needed.  Few rows are one block, so that each panel is read once; for more rows
+the panels of a piece stay in the second cache.
+
+Law: an output is one accumulator over the inputs in their order, whatever the block: a row's result does
+not depend on the number of rows.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.features import has_bf16_dot, num_registers
+from trouper.kernels.codegen.units import LANES, Kind, Unit
+from trouper.kernels.cpu.linear.gelu import gelu
+
+Act = Literal["none", "gelu"]
+Steps = Iterator[tuple[Value, list[Pointer]]]  # first pair of inputs, where each panel has it
+
+
+class Block(NamedTuple):
+    """How much is computed at once."""
+
+    panels: int
+    rows: int
+    ahead: int = 0  # words to ask for
+
+
+class Blocking(NamedTuple):
+    few: tuple[Block, ...]  # the first that holds a step's rows
+    many: Block
+    most_rows: int = 192  # of a piece of many
+    most_bytes: int = 2**20  # of x that one reads: the second cache holds it, and the panels
+
+    @property
+    def most_few(self) -> int:
+        return self.few[-1].rows
+
+    def num_pieces(self, num_rows: int, num_out: int, num_in: int) -> int:
+        """`num_in` of two bytes."""
+        fitting = (block for block in (*self.few, self.many) if num_rows <= block.rows)
+        panels = next(fitting, self.many).panels
+        most, step = min(self.most_rows, self.most_bytes // (2 * num_in)), self.many.rows
+        rows = max(most // step * step, step)  # whole blocks: then no stretch of rows is empty
+        return -(-num_out // (LANES * panels)) * -(-num_rows // rows)
+
+
+_IS_WIDE = num_registers() == 32
+_WIDE_DOTS = Blocking(
+    few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(4, 6), Block(3, 8, 1024), Block(2, 12, 1024)),
+    many=Block(3, 8, 1024),
+)
+# Of FMAs: a word is two registers of numbers, and AVX2 has eight in place of thirty-two.
+_WIDE_FMAS = Blocking(few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(2, 8)), many=Block(8, 8))
+_NARROW_FMAS = Blocking(few=(Block(4, 1), Block(2, 2), Block(1, 4)), many=Block(8, 5))
+BLOCKINGS: dict[Unit, Blocking] = {
+    "dots": _WIDE_DOTS if has_bf16_dot() else _WIDE_FMAS if _IS_WIDE else _NARROW_FMAS,
+    "tiles": Blocking(few=(Block(4, 16, 1024),), many=Block(2, 32), most_rows=512),
+    "floats": Blocking(few=(Block(4, 1), Block(4, 2), Block(4, 4), Block(3, 8, 1024)), many=Block(3, 8, 1024))
+    if _IS_WIDE
+    else Blocking(few=(Block(4, 1), Block(2, 2), Block(1, 4), Block(1, 6)), many=Block(1, 6)),
+}  # fmt: skip
+
+
+def pieces_of_many(
+    code: Code, block: Block, num_rows: Value, num_panels: Value
+) -> Iterator[tuple[Value, Value, Value]]:
+    """First panel, first row, end of the rows of each piece: all panels with one stretch of rows, then with the next.
+
+    The call's number of pieces says how many stretches: equal ones.
+    """
+    across = (num_panels + (block.panels - 1)) // block.panels
+    num_stretches = code.num_pieces // across
+    rows = (num_rows + (num_stretches - 1)) // num_stretches
+    length = (rows + (block.rows - 1)) // block.rows * block.rows
+    for piece in code.pieces():
+        first = piece // across * length
+        yield piece % across * block.panels, first, code.smaller(first + length, num_rows)
+
+
+class Product(ABC):
+    """Blocks of panels and rows, whatever form the panels have in memory."""
+
+    step: ClassVar[int]  # words of inputs that are multiplied at once
+    kind: ClassVar[Kind] = "bf16"
+
+    def __init__(
+        self,
+        code: Code,
+        act: Act,
+        x: Value,
+        stride: Value,
+        bias: Value,
+        y: Value,
+        y_stride: Value,
+        num_rows: Value,
+        pairs: Value,
+        num_panels: Value,
+    ) -> None:
+        self.code, self.bias, self.stride = code, bias, stride
+        self.x, self._act = code.pointer(x, "i32"), act
+        self._y, self._y_stride = code.pointer(y, self.kind), y_stride
+        self.num_rows, self.pairs, self.num_panels = num_rows, pairs, num_panels
+
+    def panels_from(self, first: Value, panels: int) -> list[Value]:
+        """Beyond the last, the last again."""
+        return [self.code.smaller(first + p, self.num_panels - 1) for p in range(panels)]
+
+    def plain(self, weights: list[Pointer], ahead: int) -> Steps:
+        """The words of packed panels."""
+        for i in self.code.loop(0, self.pairs, self.step):
+            if ahead:
+                for weight in weights:
+                    for line in range(0, self.step * LANES, LANES):
+                        weight.prefetch(i * LANES + (ahead + line))
+            yield i, [weight + i * LANES for weight in weights]
+
+    def begun(self) -> "contextlib.AbstractContextManager[None]":
+        """All blocks of a call are computed within it."""
+        return contextlib.nullcontext()
+
+    @abstractmethod
+    def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
+        """Beyond the last row, the last again."""
+
+    def store(self, row: Value, panel: Value, total: Value) -> None:
+        found = gelu(self.code, total, self.kind) if self._act == "gelu" else total
+        self._y.store(row * self._y_stride + panel * LANES, found)
+
+    def own_bias(self, panel: Value) -> Value:
+        return self.code.pointer(self.bias, self.kind).load(panel * LANES)
+
+    def bias_or_zeros(self, panel: Value) -> Value:
+        own = self.code.var(self.code.lanes(0.0))
+        with self.code.when(self.bias > 0):
+            own.set(self.own_bias(panel))
+        return own
+
+
+class Dots(Product):
+    step = 1
+
+    def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
+        code = self.code
+        at_row = [code.smaller(first_row + r, self.num_rows - 1) for r in range(rows)]
+        xs = [self.x + r * self.stride for r in at_row]
+        sums = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in at_panel]
+        for i, places in steps:
+            words = [self.read(place) for place in places]
+            for r, row in enumerate(xs):
+                x = self.spread(row + i)
+                for p, word in enumerate(words):
+                    sums[p][r].set(self.dot(word, x, sums[p][r]))
+        for p, panel in enumerate(at_panel):
+            with code.when(self.bias > 0):
+                own = self.own_bias(panel)
+                for total in sums[p]:
+                    total.set(total + own)
+            for r in range(rows):
+                self.store(at_row[r], panel, sums[p][r])
+
+    def read(self, place: Pointer) -> Value:
+        return place.load()
+
+    def spread(self, place: Pointer) -> Value:
+        return self.code.words(place[0])
+
+    def dot(self, word: Value, x: Value, total: Value) -> Value:
+        return self.code.dot(word, x, total)
+
+
+class Floats(Dots):
+    """Of float32: a word is one input."""
+
+    kind = "f32"
+
+    def read(self, place: Pointer) -> Value:
+        return place.of("f32").load()
+
+    def spread(self, place: Pointer) -> Value:
+        return self.code.lanes(place.of("f32")[0])
+
+    def dot(self, word: Value, x: Value, total: Value) -> Value:
+        return self.code.fma(word, x, total)
+
+
+TILE = 16  # rows of a tile, and pairs of inputs of one
+TILE_BYTES = 64  # of a row
+
+
+class Tiles(Product):
+    """Registers: the sums, then one or two tiles of rows, then panels."""
+
+    step = TILE
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._sums = self.code.array("f32", TILE * LANES)
+        self.tile_rows = self.code.smaller(self.num_rows, TILE)
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[None]:
+        with self.code.tiles(
+            self.tile_rows, narrow=range(6)
+        ):  # of the first six none holds weights
+            yield
+
+    def tile_at(self, row: Value) -> Value:
+        """The last tile of rows ends at the last row: some are computed twice, to the same end."""
+        return self.code.smaller(row, self.code.larger(self.num_rows - TILE, 0))
+
+    def block(
+        self,
+        at_panel: list[Value],
+        first_row: Value,
+        rows: int,
+        steps: Steps,
+        scales: Sequence[Value] = (),
+    ) -> None:
+        """`scales`: of each panel."""
+        code, num_tiles = self.code, rows // TILE
+        num_sums = len(at_panel) * num_tiles
+        at_row = [self.tile_at(first_row + r * TILE) for r in range(num_tiles)]
+        xs = [self.x + r * self.stride for r in at_row]
+        for tile in range(num_sums):
+            code.tile_zero(tile)
+        for i, places in steps:
+            for r, row in enumerate(xs):
+                code.tile_load(num_sums + r, row + i, self.stride * 4)
+            for p, place in enumerate(places):
+                weights = 6 + p % 2
+                code.tile_load(weights, place, TILE_BYTES)
+                for r in range(num_tiles):
+                    code.tile_dot(p * num_tiles + r, num_sums + r, weights)
+        for p, panel in enumerate(at_panel):
+            for r, start in enumerate(at_row):
+                code.tile_store(p * num_tiles + r, self._sums, TILE_BYTES)
+                self.write(self._sums, panel, start, scales[p] if scales else None)
+
+    def write(
+        self, sums: Pointer, panel: Value, first_row: Value, scale: Value | None = None
+    ) -> None:
+        """A tile of rows, times the scale, and the bias."""
+        own = self.bias_or_zeros(panel)
+        for row in self.code.loop(0, self.tile_rows):
+            total = sums.load(row * LANES)
+            scaled = total if scale is None else total * scale
+            self.store(first_row + row, panel, scaled + own)
+
+
+PRODUCTS = {"dots": Dots, "tiles": Tiles, "floats": Floats}
+
+
+def product_of(unit: Unit, *arguments: Any) -> Product:
+    return PRODUCTS[unit](*arguments)

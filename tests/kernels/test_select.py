@@ -1,0 +1,66 @@
+"""Which method a linear layer gets, for every kind of machine."""
+
+import pytest
+import torch
+
+from trouper.kernels.cpu.linear.compressed import CompressedLinear
+from trouper.kernels.cpu.linear.dense import DenseLinear
+from trouper.kernels.cpu.linear.integer import Int4Linear, Int8Linear
+from trouper.kernels.cpu.linear.onednn import OneDNNLinear
+from trouper.kernels.cpu.linear.plain import PlainLinear
+from trouper.kernels.cpu.linear.split_fp32 import SplitLinear
+from trouper.kernels.linear import LinearConfig
+from trouper.kernels.select import Machine, WeightSpec, choose_linear
+
+BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
+NOTHING = Machine(False, False, False, frozenset())
+OLD = Machine(False, False, False, frozenset((FP32,)))
+AVX2 = Machine(True, False, False, frozenset((FP32, BF16)))
+AVX512 = Machine(True, True, False, frozenset((FP32, BF16)))
+AMX = Machine(True, True, True, frozenset((FP32, BF16)))
+INT4, INT8 = LinearConfig(quantization="int4"), LinearConfig(quantization="int8")
+MANY = LinearConfig(is_for_many_rows=True)
+EIGHT_ROWS = LinearConfig(is_compressed=False)
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "config", "method"),
+    [
+        (AVX512, BF16, LinearConfig(), CompressedLinear),
+        (AVX512, BF16, EIGHT_ROWS, DenseLinear),
+        (AVX512, BF16, MANY, DenseLinear),
+        (AVX512, BF16, INT4, Int4Linear),
+        (AVX512, BF16, INT8, Int8Linear),
+        (AVX2, BF16, LinearConfig(), DenseLinear),
+        (AVX2, BF16, INT4, DenseLinear),
+        (OLD, BF16, LinearConfig(), PlainLinear),
+        (AMX, FP32, MANY, SplitLinear),
+        (AMX, FP32, LinearConfig(), DenseLinear),
+        (AVX512, FP32, MANY, DenseLinear),
+        (AVX512, FP32, INT4, DenseLinear),
+        (OLD, FP32, LinearConfig(), OneDNNLinear),
+        (NOTHING, FP32, LinearConfig(), PlainLinear),
+        (AMX, FP16, LinearConfig(), PlainLinear),
+        (AMX, BF16, LinearConfig(device="cuda"), PlainLinear),
+    ],
+)
+def test_the_method_depends_on_dtype_machine_and_config(machine, dtype, config, method):
+    assert choose_linear(WeightSpec(64, 64, dtype), machine, config) is method
+
+
+def test_integers_of_a_checkpoint_stay_integers_where_they_can():
+    spec = WeightSpec(64, 64, BF16, fmt="int4")
+    assert choose_linear(spec, AVX512, LinearConfig()) is Int4Linear
+    assert choose_linear(spec, AVX2, LinearConfig()) is DenseLinear
+
+
+@pytest.mark.parametrize(
+    ("num_out", "num_in", "dtype"),
+    [(63, 64, BF16), (64, 48, BF16), (64, 40, FP32), (8, 64, FP32)],
+)
+def test_shapes_that_are_not_whole_panels_go_to_onednn(num_out, num_in, dtype):
+    assert choose_linear(WeightSpec(num_out, num_in, dtype), AMX, LinearConfig()) is OneDNNLinear
+
+
+def test_a_weight_without_numbers_is_plain():
+    assert choose_linear(WeightSpec(0, 64, FP32), AMX, LinearConfig()) is PlainLinear
