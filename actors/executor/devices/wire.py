@@ -1,0 +1,220 @@
+"""The frames between an engine and its worker processes: kind (1 byte), length (4 bytes), msgpack.
+
+A payload beyond `MAX_INLINE` bytes is written once into a memory file whose descriptor goes with the frame, so a prompt of
+embeddings is not pushed through a socket buffer. Nothing is pickled: each kind has one type, and a frame that is
+not of it is an error of the connection.
+"""
+
+import mmap
+import os
+import struct
+from collections import deque
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.messages.plans import PoolPlan, StepPlan
+from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
+from trouper.config.args import EngineConfig
+
+HEADER = struct.Struct("<BI")
+MAX_INLINE = 2**18  # bytes; a pipe's worth, beyond it a memory file costs less than the copies
+MAX_FRAME = 2**32 - 1
+IN_FILE = 0x80  # in the kind: the payload lies in a memory file
+
+Phase = Literal["import", "weights", "ready"]
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Engine → worker, the first frame: what to load, and the sleep level in which to leave it."""
+
+    config: EngineConfig
+    rank: int = 0
+    sleep_level: int = 0
+    profile: tuple[str, str] | None = None  # folder and prefix of a trace that is to be begun again
+
+
+class Call(msgspec.Struct, frozen=True):
+    """Engine → worker: anything but a step, behind the plans already sent."""
+
+    number: int
+    method: Literal["sleep", "wake", "start_profile", "stop_profile", "probe"]
+    level: int = 0
+    tags: tuple[str, ...] = ()
+    folder: str = ""
+    prefix: str = ""
+
+
+class Close(msgspec.Struct, frozen=True):
+    """Engine → worker: give everything back and exit."""
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Worker → engine: plans may come."""
+
+    info: DeviceInfo
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Worker → engine: what it does while it starts."""
+
+    phase: Phase
+
+
+class LogRecord(msgspec.Struct, frozen=True):
+    """Worker → engine: a line of its log."""
+
+    name: str
+    level: int
+    message: str
+
+
+class Returned(msgspec.Struct, frozen=True):
+    """Worker → engine: a call has been done, or why not."""
+
+    number: int
+    error: "ErrorText | None" = None
+
+
+class ErrorText(msgspec.Struct, frozen=True):
+    """An exception in words: its class, by which an error of our own is raised again, and its message."""
+
+    kind: str
+    message: str
+    parameter: str | None = None
+
+
+class Broken(msgspec.Struct, frozen=True):
+    """Worker → engine, the last frame: it cannot go on, or could not start."""
+
+    error: ErrorText
+
+
+ToWorker = Load | StepPlan | PoolPlan | Call | Close
+FromWorker = Loaded | Progress | LogRecord | StepDone | PoolDone | StepFailed | Returned | Broken
+Frame = ToWorker | FromWorker
+
+# A kind is a place in this table: append, never reorder.
+TYPES: tuple[type[Any], ...] = (
+    Load, StepPlan, PoolPlan, Call, Close,
+    Loaded, Progress, LogRecord, StepDone, PoolDone, StepFailed, Returned, Broken,
+)  # fmt: skip
+_KINDS = {kind: number for number, kind in enumerate(TYPES)}
+
+
+class WireError(Exception):
+    """The bytes of the other side are no frame of this protocol."""
+
+
+class _Array(msgspec.Struct, array_like=True):
+    """A numpy array on its way: its type, its shape and its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def _encode_other(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        array = np.ascontiguousarray(value)
+        return _Array(array.dtype.str, array.shape, memoryview(array).cast("B"))
+    if isinstance(value, frozenset):
+        return sorted(value)
+    raise NotImplementedError(f"{type(value).__name__} does not cross a process")
+
+
+def _decode_other(kind: type, value: Any) -> object:
+    if kind is np.ndarray:
+        array = msgspec.convert(value, _Array)
+        return np.frombuffer(array.data, array.dtype).reshape(array.shape)
+    raise NotImplementedError(f"{kind.__name__} does not cross a process")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
+_decoders = tuple(msgspec.msgpack.Decoder(kind, dec_hook=_decode_other) for kind in TYPES)
+
+
+def encode(frame: Frame) -> tuple[bytes, int | None]:
+    """Encode a frame.
+
+    Returns:
+        Its bytes, and the descriptor of a memory file that is to be sent with them, or None. The caller closes it.
+    """
+    kind = _KINDS[type(frame)]
+    payload = _encoder.encode(frame)
+    if len(payload) > MAX_FRAME:
+        raise WireError(f"a {type(frame).__name__} of {len(payload)} bytes")
+    if len(payload) <= MAX_INLINE:
+        return HEADER.pack(kind, len(payload)) + payload, None
+    file = os.memfd_create("trouper-frame", os.MFD_CLOEXEC)
+    try:
+        with open(file, "wb", closefd=False) as writer:
+            writer.write(payload)
+    except BaseException:
+        os.close(file)
+        raise
+    return HEADER.pack(kind | IN_FILE, len(payload)), file
+
+
+class FrameReader:
+    """Cuts a stream of bytes, and the descriptors that came with them, into frames.
+
+    Descriptors of memory files belong to the reader until their frame is taken.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._files: deque[int] = deque()
+
+    def __repr__(self) -> str:
+        return f"<FrameReader: {len(self._bytes)} bytes, {len(self._files)} files>"
+
+    def feed(self, data: bytes, files: list[int]) -> None:
+        """Add what one read has brought."""
+        self._bytes += data
+        self._files.extend(files)
+
+    def take(self) -> Frame | None:
+        """Take the next whole frame; None until it has come.
+
+        Raises:
+            WireError: this is no frame, or its memory file is missing.
+        """
+        if len(self._bytes) < HEADER.size:
+            return None
+        tag, length = HEADER.unpack_from(self._bytes)
+        kind, is_in_file = tag & ~IN_FILE, bool(tag & IN_FILE)
+        if kind >= len(TYPES):
+            raise WireError(f"unknown kind {kind}")
+        if not is_in_file and length > MAX_INLINE:
+            raise WireError(f"a {TYPES[kind].__name__} of {length} bytes without a file")
+        end = HEADER.size + (0 if is_in_file else length)
+        if len(self._bytes) < end:
+            return None
+        payload = self._read_file(length) if is_in_file else bytes(self._bytes[HEADER.size : end])
+        del self._bytes[:end]
+        try:
+            return _decoders[kind].decode(payload)
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            raise WireError(f"not a {TYPES[kind].__name__}: {error}") from None
+
+    def _read_file(self, length: int) -> memoryview:
+        """Map the memory file; what is decoded refers to the mapping and keeps it."""
+        if not self._files:
+            raise WireError("a frame without its memory file")
+        file = self._files.popleft()
+        try:
+            if os.fstat(file).st_size < length:
+                raise WireError("a memory file that is too short")
+            return memoryview(mmap.mmap(file, length, prot=mmap.PROT_READ))
+        except OSError as error:
+            raise WireError(f"a memory file cannot be read: {error}") from None
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        """Close the memory files of frames that were not taken.  Idempotent."""
+        while self._files:
+            os.close(self._files.popleft())

@@ -1,0 +1,112 @@
+"""Frames between an engine and its workers: whole, cut anywhere, large, and wrong."""
+
+import os
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.devices import wire
+from trouper.actors.messages.embeds import Embeds
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
+from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
+from trouper.config.args import EngineArgs
+
+
+def a_plan(num_rows=4, num_embeds_bytes=0):
+    embeds = ()
+    if num_embeds_bytes:
+        data = memoryview(bytes(range(256)) * (num_embeds_bytes // 256))
+        embeds = (Embeds("float32", 1, num_embeds_bytes // 4, data),)
+    new = NewSequence(0, SequenceId(7), (1, 2, 3), 3, (4,), Sampling(seed=2**63), embeds)
+    return StepPlan(9, 0, (0,), (0,), (num_rows,), (1,), (new,), ((0, (5, 6)),), ((1, 2),))
+
+
+FRAMES = [
+    a_plan(),
+    StepDone(9, ((5,), ())),
+    StepFailed(3, "RuntimeError: x", True),
+    wire.Call(1, "wake", tags=("weights",)),
+    wire.Close(),
+    wire.Loaded(DeviceInfo(8, 128, "bfloat16", "cpu")),
+    wire.Broken(wire.ErrorText("TrouperValidationError", "too little", "kv_cache_memory")),
+]
+
+
+def frames_of(*pieces):
+    reader = wire.FrameReader()
+    for piece in pieces:
+        reader.feed(piece, [])
+        while (frame := reader.take()) is not None:
+            yield frame
+
+
+@given(st.lists(st.sampled_from(FRAMES), max_size=5), st.data())
+def test_frames_come_out_as_they_went_in_wherever_the_bytes_are_cut(frames, data):
+    stream = b"".join(wire.encode(frame)[0] for frame in frames)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
+    pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    assert list(frames_of(*pieces)) == frames
+
+
+def test_a_resolved_config_crosses():
+    config = EngineArgs().resolve()
+    (frame,) = frames_of(wire.encode(wire.Load(config, sleep_level=1))[0])
+    assert frame == wire.Load(config, sleep_level=1)
+
+
+def test_a_large_payload_goes_in_a_memory_file_that_is_closed():
+    before = len(os.listdir("/proc/self/fd"))
+    plan = a_plan(num_embeds_bytes=2**20)
+    data, file = wire.encode(plan)
+    assert len(data) == wire.HEADER.size
+    reader = wire.FrameReader()
+    reader.feed(data, [file])
+    taken = reader.take()
+    assert taken == plan
+    assert bytes(taken.new_sequences[0].embeds[0].data) == bytes(
+        plan.new_sequences[0].embeds[0].data
+    )
+    del taken
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("size", [3, 2**18])
+def test_arrays_cross_as_they_are(size):
+    done = PoolDone(1, (np.arange(size, dtype=np.float32), np.ones((2, 3), np.float32)))
+    data, file = wire.encode(done)
+    reader = wire.FrameReader()
+    reader.feed(data, [] if file is None else [file])
+    taken = reader.take()
+    assert taken.step == 1
+    for mine, theirs in zip(taken.arrays, done.arrays, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+        assert mine.dtype == theirs.dtype
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        wire.HEADER.pack(len(wire.TYPES), 0),
+        wire.HEADER.pack(0, wire.MAX_INLINE + 1),
+        wire.HEADER.pack(8, 1) + b"\xc0",
+        wire.HEADER.pack(8 | wire.IN_FILE, 10),
+        wire.HEADER.pack(8, 3) + msgspec.msgpack.encode([1]) + b"xx",
+    ],
+)
+def test_what_is_no_frame_is_refused(data):
+    with pytest.raises(wire.WireError):
+        list(frames_of(data))
+
+
+def test_files_of_frames_that_were_not_taken_are_closed():
+    _, file = wire.encode(a_plan(num_embeds_bytes=2**20))
+    reader = wire.FrameReader()
+    reader.feed(b"", [file])
+    reader.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
