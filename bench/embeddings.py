@@ -217,7 +217,7 @@ def _ways(
     import anyio.to_thread
 
     from trouper import PoolingParams
-    from trouper.actors.executor.device import Later
+    from trouper.actors.executor.device import PendingResult
     from trouper.actors.messages.plans import PoolEntry, PoolPlan
     from trouper.actors.output.postprocessing import finish
 
@@ -232,7 +232,7 @@ def _ways(
         return PoolPlan(1, 0, (PoolEntry(ids, None, "embed"),))
 
     def end(answer: Any) -> None:
-        done = answer.finish() if isinstance(answer, Later) else answer
+        done = answer.finish() if isinstance(answer, PendingResult) else answer
         finish(done.arrays[0], resolved, spec)
 
     async def through() -> None:

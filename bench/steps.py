@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trouper.actors.executor.devices.threaded import LocalDevice
+from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.scheduling.policy import Policy
 
@@ -67,9 +67,9 @@ def longest_row(steps: Sequence[Step], batch_size: int) -> list[Step]:
 def watched() -> Iterator[Watch]:
     """Every engine of this process, until the block ends."""
     watch = Watch()
-    plain_step, plain = LocalDevice._step, {name: getattr(Policy, name) for name in POLICY}
+    plain_step, plain = ThreadedDevice._step, {name: getattr(Policy, name) for name in POLICY}
 
-    def step(self: LocalDevice, plan: Any) -> Any:
+    def step(self: ThreadedDevice, plan: Any) -> Any:
         begin = perf_counter()
         done = plain_step(self, plan)
         watch.steps.append(Step(_batch_size(plan), begin, perf_counter()))
@@ -84,13 +84,13 @@ def watched() -> Iterator[Watch]:
 
         return call
 
-    LocalDevice._step = step
+    ThreadedDevice._step = step
     for name, method in plain.items():
         setattr(Policy, name, timed(method))
     try:
         yield watch
     finally:
-        LocalDevice._step = plain_step
+        ThreadedDevice._step = plain_step
         for name, method in plain.items():
             setattr(Policy, name, method)
 

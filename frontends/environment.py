@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trouper import __version__
-from trouper.actors.executor.devices.threaded import num_physical_cores
 from trouper.actors.executor.environment import torch_facts
+from trouper.actors.executor.topology import num_physical_cores
 
 PACKAGES = (
     "anyio", "httptools", "httpx2", "huggingface_hub", "hypercorn", "jinja2", "msgspec", "numpy", "prometheus_client",

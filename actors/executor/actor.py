@@ -1,4 +1,4 @@
-"""The executor actor: plans go to the device in order, answers come back in order."""
+"""The executor actor: two loops, one submits plans to the device, one passes its results to the scheduler."""
 
 import anyio
 from anyio.abc import TaskStatus
@@ -28,20 +28,27 @@ class Executor:
         with self._inbox, self._scheduler:
             try:
                 info = await self._device.load()
-                async with anyio.create_task_group() as tg:
-                    # Room for the answers is reserved: there are never more than the plans in flight.
-                    tell = self._scheduler.send_nowait
-                    tg.start_soon(self._device.deliver, tell, name="executor answers")
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._receive, name="executor, results")
                     task_status.started(info)
-                    async for message in self._inbox:
-                        if isinstance(message, DeviceCall):
-                            await self._call(message)
-                        else:
-                            self._device.submit(message)
-                    tg.cancel_scope.cancel()
+                    await self._submit()
+                    tasks.cancel_scope.cancel()
             finally:
                 with anyio.move_on_after(CLOSE_GRACE_S, shield=True):
                     await self._device.aclose()
+
+    async def _submit(self) -> None:
+        """Submit plans in the order in which they come; a call waits behind those before it."""
+        async for message in self._inbox:
+            if isinstance(message, DeviceCall):
+                await self._call(message)
+            else:
+                self._device.submit(message)
+
+    async def _receive(self) -> None:
+        """Pass on each result; room is reserved, for there are never more than the plans in flight."""
+        while True:
+            self._scheduler.send_nowait(await self._device.receive())
 
     async def _call(self, message: DeviceCall) -> None:
         try:

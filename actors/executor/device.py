@@ -9,11 +9,11 @@ from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
 
 Result_co = TypeVar("Result_co", covariant=True)
-Answer = StepDone | PoolDone | StepFailed
+StepResult = StepDone | PoolDone | StepFailed
 
 
-class Later(NamedTuple, Generic[Result_co]):
-    """A result on its way from the device: whoever launched the work goes on with the next."""
+class PendingResult(NamedTuple, Generic[Result_co]):
+    """The result of work that is launched and still running; meanwhile the next can be launched."""
 
     is_ready: Callable[[], bool]
     finish: Callable[[], Result_co]  # waits if it is not ready
@@ -33,24 +33,23 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 class Device(Protocol):
     """Runs plans one after another, in the order in which they were submitted.
 
-    Queueing is synchronous and separate from waiting, so the order of plans never depends on the order in
-    which tasks happen to be resumed.
+    Submitting is synchronous and separate from waiting, so the order of plans never depends on the order in
+    which tasks happen to be resumed.  One task receives.
     """
 
     async def load(self) -> DeviceInfo:
-        """Weights, KV memory, graphs: everything that can fail at start."""
+        """Load weights, take KV memory, record graphs: everything that can fail at start."""
         ...
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
         """Queue a plan of the kind that the model is for.  At most `max_steps_in_flight` are out, so there is always room."""
         ...
 
-    async def deliver(self, answer: Callable[[Answer], None]) -> None:
-        """Hand `answer` the answers in the order of the plans, each as soon as it is there; until cancelled.
+    async def receive(self) -> StepResult:
+        """Wait for the next result, in the order of the plans.  A wait that is cancelled loses none.
 
-        It is called on the event loop and does not wait; what nobody has been handed is kept for who comes next.
         `StepFailed` is an error that the device caught and survived.  After one, every plan of the same
-        epoch is answered by `StepFailed` without having run.
+        epoch yields `StepFailed` without having run.
 
         Raises:
             Exception: the device is broken; the engine cannot go on.
@@ -58,8 +57,8 @@ class Device(Protocol):
         ...
 
     async def call(self, method: str, *args: object) -> object:
-        """`sleep(level)`, `wake(tags)`, `start_profile(folder, prefix)`, `stop_profile()`, and `probe()`,
-        which does nothing; behind the plans already submitted.
+        """Call one of `sleep(level)`, `wake(tags)`, `start_profile(folder, prefix)`, `stop_profile()`, and
+        `probe()`, which does nothing; behind the plans already submitted.
 
         Raises:
             Exception: it could not be done; the device is as it was.

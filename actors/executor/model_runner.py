@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from trouper.actors.executor.device import Answer, DeviceInfo, Later
+from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 
 
@@ -25,7 +25,7 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def execute(self, plan: StepPlan | PoolPlan) -> Answer | Later[Answer]:
+    def execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult]:
         """Run a plan of the kind that the model is for, or launch it.
 
         After an exception the rows of the plan must be given again.

@@ -11,7 +11,7 @@ from anyio import AsyncContextManagerMixin
 
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.wiring import Engine, EngineStatistics, open_engine
-from trouper.actors.executor.devices.threaded import LocalDevice
+from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs, EngineConfig, ModelConfig
 from trouper.errors import EngineDeadError, TrouperValidationError
@@ -61,7 +61,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         config = await anyio.to_thread.run_sync(  # reads files, and may download
             lambda: self._args.resolve(offline=self._offline), limiter=anyio.CapacityLimiter(1)
         )
-        device = LocalDevice(config)
+        device = ThreadedDevice(config)
         async with open_engine(config, device, is_stepped=self._is_stepped) as engine:
             self._engine = engine
             try:

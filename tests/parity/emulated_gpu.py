@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trouper.actors.executor.device import Later
+from trouper.actors.executor.device import PendingResult
 
 MIB = 2**20
 POISON = -(2**30)
@@ -61,7 +61,7 @@ class EmulatedMachine:
             self.num_finished += 1
             return [tensor.numpy().copy() for tensor in tensors]
 
-        return Later(lambda: next(looks, None) is None, finish)
+        return PendingResult(lambda: next(looks, None) is None, finish)
 
     def to_host(self, tensor):
         self.host_bytes += tensor.nbytes

@@ -25,7 +25,7 @@ from trouper.actors.executor.cpu.pooling_runner import (
     PoolingRunner,
     slices,
 )
-from trouper.actors.executor.device import Later
+from trouper.actors.executor.device import PendingResult
 from trouper.actors.executor.devices import threaded
 from trouper.actors.executor.models.encoder import Encoder, rounded
 from trouper.actors.messages.plans import PoolEntry, PoolPlan
@@ -104,7 +104,7 @@ def in_a_thread(function):
 
 
 def result(answer):
-    return (answer.finish() if isinstance(answer, Later) else answer).arrays
+    return (answer.finish() if isinstance(answer, PendingResult) else answer).arrays
 
 
 @pytest.mark.parametrize("kind", [*ENCODERS, *DECODERS])

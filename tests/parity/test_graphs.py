@@ -10,7 +10,7 @@ from trouper.actors.executor.batch import make_batch
 from trouper.actors.executor.cpu import pooling_runner, recorded_steps
 from trouper.actors.executor.cpu.pooling_runner import PoolingRunner
 from trouper.actors.executor.cpu.runner import CpuRunner
-from trouper.actors.executor.device import Later
+from trouper.actors.executor.device import PendingResult
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.messages.plans import PoolEntry, PoolPlan, Sampling
 from trouper.config.args import EngineArgs
@@ -278,7 +278,7 @@ def test_an_encoder_in_whose_steps_torch_computes_is_not_recorded(tmp_path):
 
 def pooled(runner, columns):
     answer = runner.execute(PoolPlan(1, 0, columns))
-    return answer.finish() if isinstance(answer, Later) else answer
+    return answer.finish() if isinstance(answer, PendingResult) else answer
 
 
 def encoder_runner(folder, **options):

@@ -125,8 +125,8 @@ class WatchedDevice(Watched, SimulatedDevice):
         ] = {}  # (sequence, position) -> when it was answered
         self.sampled: dict[SequenceId, list[int]] = {}
 
-    async def _collect(self) -> StepDone | StepFailed:
-        answer = await super()._collect()
+    async def receive(self) -> StepDone | StepFailed:
+        answer = await super().receive()
         if isinstance(answer, StepFailed):
             self.record("failed", answer.step)
         else:

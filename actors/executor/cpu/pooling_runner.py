@@ -27,7 +27,7 @@ from trouper.actors.executor.cpu.memory import give_back_free_memory
 from trouper.actors.executor.cpu.recorded_steps import RecordedEncoderSteps
 from trouper.actors.executor.cpu.thread_priority import compute_with
 from trouper.actors.executor.cpu.unpaged_decoder import UnpagedDecoder
-from trouper.actors.executor.device import DeviceInfo, Later
+from trouper.actors.executor.device import DeviceInfo, PendingResult
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, encoder_traits
 from trouper.actors.executor.models.registry import decoder_traits, generating_sibling
@@ -132,7 +132,7 @@ class PoolingRunner:
         self.sleep(2)
         self._workers.shutdown()
 
-    def execute(self, plan: StepPlan | PoolPlan) -> PoolDone | Later[PoolDone]:
+    def execute(self, plan: StepPlan | PoolPlan) -> PoolDone | PendingResult[PoolDone]:
         """Run one plan: a single pass here, if all cores are idle, and otherwise each by a worker."""
         assert isinstance(plan, PoolPlan), "this model pools"
         if self._model is None:
@@ -147,7 +147,7 @@ class PoolingRunner:
         """One core computes them sooner than it wakes another for each operation; a recording wakes it once."""
         return not self._can_record and sum(len(c.token_ids) for c in columns) <= FEW_TOKENS
 
-    def _launch(self, step: int, parts: Sequence[Sequence[PoolEntry]]) -> Later[PoolDone]:
+    def _launch(self, step: int, parts: Sequence[Sequence[PoolEntry]]) -> PendingResult[PoolDone]:
         passes = [self._workers.submit(self._run_alone, part) for part in parts]
         self._num_launched += 1
 
@@ -167,7 +167,7 @@ class PoolingRunner:
             for done in passes:
                 done.add_done_callback(note)
 
-        return Later(is_ready, finish, when_ready)
+        return PendingResult(is_ready, finish, when_ready)
 
     def _run_alone(self, columns: Sequence[PoolEntry]) -> list[np.ndarray]:
         with torch.inference_mode():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.arrays import from_numpy
-from trouper.actors.executor.device import Later
+from trouper.actors.executor.device import PendingResult
 from trouper.errors import TrouperValidationError
 
 
@@ -38,7 +38,7 @@ class Machine(Protocol):
         """A copy on the device; `host` may be changed as soon as this returns."""
         ...
 
-    def download(self, tensors: Sequence[Tensor]) -> Later[list[np.ndarray]]:
+    def download(self, tensors: Sequence[Tensor]) -> PendingResult[list[np.ndarray]]:
         """Copies on the host.  Nobody may write to the tensors until they are ready."""
         ...
 
@@ -98,7 +98,7 @@ class CudaMachine:
         out = torch.empty_like(source, device=self.device) if out is None else out
         return out.copy_(pinned, non_blocking=True)
 
-    def download(self, tensors: Sequence[Tensor]) -> Later[list[np.ndarray]]:
+    def download(self, tensors: Sequence[Tensor]) -> PendingResult[list[np.ndarray]]:
         computed, arrived = torch.cuda.Event(), torch.cuda.Event()
         computed.record(self._stream)
         hosts: list[Tensor] = []
@@ -114,7 +114,7 @@ class CudaMachine:
             arrived.synchronize()
             return [host.numpy() for host in hosts]
 
-        return Later(arrived.query, finish)
+        return PendingResult(arrived.query, finish)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)

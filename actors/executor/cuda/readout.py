@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.cuda.machine import Machine
-from trouper.actors.executor.device import Later
+from trouper.actors.executor.device import PendingResult
 from trouper.actors.executor.sampling.results import make_step_done
 from trouper.actors.executor.sampling.sampler import token_logprobs
 from trouper.actors.messages.plans import Sampling, StepPlan
@@ -79,10 +79,10 @@ class Readout:
                 for row, token in enumerate(following)
             ]
 
-    def download(self, machine: Machine) -> Later[StepDone]:
+    def download(self, machine: Machine) -> PendingResult[StepDone]:
         """Copy what has been added to the host."""
         copies = machine.download(self._tensors)
-        return Later(copies.is_ready, lambda: self._done(copies.finish()))
+        return PendingResult(copies.is_ready, lambda: self._done(copies.finish()))
 
     def _add(self, *tensors: Tensor) -> int:
         self._tensors += tensors

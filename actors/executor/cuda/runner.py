@@ -24,7 +24,7 @@ from trouper.actors.executor.cuda.readout import Readout
 from trouper.actors.executor.cuda.resident import Resident
 from trouper.actors.executor.cuda.shapes import BatchShape, graph_shapes, padded, shape_of
 from trouper.actors.executor.cuda.tables import Changes, Layout, is_penalised
-from trouper.actors.executor.device import DeviceInfo, Later
+from trouper.actors.executor.device import DeviceInfo, PendingResult
 from trouper.actors.executor.kv_memory import kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_config
 from trouper.actors.executor.models.registry import decoder_traits
@@ -190,7 +190,7 @@ class CudaRunner:
 
     # Steps
 
-    def execute(self, plan: StepPlan | PoolPlan) -> Later[StepDone] | StepDone:
+    def execute(self, plan: StepPlan | PoolPlan) -> PendingResult[StepDone] | StepDone:
         """Launch one plan.  After an exception its sequences must be given again."""
         assert isinstance(plan, StepPlan), "this model generates"
         resident = self._resident

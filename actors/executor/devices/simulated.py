@@ -14,13 +14,13 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import anyio
 import msgspec
 
-from trouper.actors.executor.device import Answer, DeviceInfo
+from trouper.actors.executor.device import DeviceInfo, StepResult
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, PoolPlan, Sampling, StepPlan
 from trouper.actors.messages.results import EntryFailure, StepDone, StepFailed, TokenLogprobs
@@ -87,7 +87,7 @@ class SimulatedSteps(ABC, Generic[Plan]):
         self._is_closed = False
 
     @abstractmethod
-    def _run(self, plan: Plan) -> Answer: ...
+    def _run(self, plan: Plan) -> StepResult: ...
 
     @abstractmethod
     def _forget(self) -> None:
@@ -108,11 +108,7 @@ class SimulatedSteps(ABC, Generic[Plan]):
         self._queue.append((cast("Plan", plan), anyio.current_time()))
         self._submitted.set()
 
-    async def deliver(self, answer: Callable[[Answer], None]) -> None:
-        while True:
-            answer(await self._collect())
-
-    async def _collect(self) -> Answer:
+    async def receive(self) -> StepResult:
         while not self._queue:
             self._submitted = anyio.Event()
             await self._submitted.wait()

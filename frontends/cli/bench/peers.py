@@ -53,7 +53,7 @@ def peers(
     report: ReportOptions,
 ) -> None:
     """Everybody on the same prompts, in turn; medians, spread and ratios."""
-    from trouper.actors.executor.devices.threaded import num_physical_cores
+    from trouper.actors.executor.topology import num_physical_cores
     from trouper.bench import peers as core
 
     works = [core.parse_workload(text) for text in workload or core.WORKLOADS]

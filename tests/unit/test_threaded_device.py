@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from trouper.actors.executor.cpu.thread_priority import NICER
-from trouper.actors.executor.device import DeviceInfo, Later
-from trouper.actors.executor.devices.threaded import DEVICE_THREAD, LocalDevice
+from trouper.actors.executor.device import DeviceInfo, PendingResult
+from trouper.actors.executor.devices.threaded import DEVICE_THREAD, ThreadedDevice
 from trouper.actors.executor.topology import num_physical_cores
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
@@ -53,17 +53,8 @@ def next_plan(step, row=0, epoch=0):
 
 async def answers_of(device, num=1):
     """The next answers, waited for if they are not there."""
-    answers = []
-    with anyio.fail_after(10), anyio.CancelScope() as scope:
-
-        def note(answer):
-            answers.append(answer)
-            if len(answers) == num:
-                scope.cancel()
-
-        await device.deliver(note)
-    assert len(answers) == num
-    return answers
+    with anyio.fail_after(10):
+        return [await device.receive() for _ in range(num)]
 
 
 def device_threads():
@@ -72,7 +63,7 @@ def device_threads():
 
 @pytest.mark.anyio
 async def test_answers_come_in_the_order_of_the_plans(config):
-    device = LocalDevice(config)
+    device = ThreadedDevice(config)
     info = await device.load()
     assert (info.block_size, info.num_blocks, info.dtype) == (8, 4 * 8 + 1, "float32")
     device.submit(first_plan())
@@ -85,8 +76,8 @@ async def test_answers_come_in_the_order_of_the_plans(config):
 
 
 @pytest.mark.anyio
-async def test_who_takes_answers_waits_for_a_plan_that_comes_later(config):
-    device = LocalDevice(config)
+async def test_a_receiver_waits_for_a_plan_that_comes_later(config):
+    device = ThreadedDevice(config)
     await device.load()
     found = []
 
@@ -102,12 +93,12 @@ async def test_who_takes_answers_waits_for_a_plan_that_comes_later(config):
 
 
 @pytest.mark.anyio
-async def test_answers_that_nobody_takes_are_kept_for_who_comes_next(config):
-    device = LocalDevice(config)
+async def test_results_that_are_not_received_are_kept(config):
+    device = ThreadedDevice(config)
     await device.load()
     with anyio.CancelScope() as scope:
         scope.cancel()
-        await device.deliver(None)
+        await device.receive()
     device.submit(first_plan())
     device.submit(next_plan(1))
     await device.call("probe")  # behind them
@@ -116,23 +107,27 @@ async def test_answers_that_nobody_takes_are_kept_for_who_comes_next(config):
 
 
 @pytest.mark.anyio
-async def test_an_error_of_who_takes_the_answers_is_raised_where_he_waits(config):
-    device = LocalDevice(config)
+async def test_a_wait_for_a_result_that_is_cancelled_loses_none(config):
+    device = ThreadedDevice(config)
     await device.load()
-    device.submit(first_plan())
-
-    def refuse(answer):
-        raise ValueError(answer.step)
-
+    found = []
     with anyio.fail_after(10):
-        with pytest.raises(ValueError, match="0"):
-            await device.deliver(refuse)
+        for step in range(4):
+            device.submit(next_plan(step) if step else first_plan())
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                found.append(await device.receive())
+            await device.call("probe")
+            with anyio.CancelScope() as scope:
+                found.append(await device.receive())
+                scope.cancel()
+    assert [answer.step for answer in found] == [0, 1, 2, 3]
     await device.aclose()
 
 
 @pytest.mark.anyio
 async def test_a_failed_step_fails_its_epoch_and_nothing_after(config, caplog):
-    device = LocalDevice(config)
+    device = ThreadedDevice(config)
     await device.load()
     device.submit(next_plan(1, row=77))  # there is no such row
     device.submit(first_plan())
@@ -151,7 +146,7 @@ async def test_errors_of_loading_reach_the_caller(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["Mamba"]}))
     unknown = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True).resolve()
     for broken, error in ((unknown, UnsupportedFeatureError), (None, TrouperValidationError)):
-        device = LocalDevice(broken or _without_weights(tmp_path))
+        device = ThreadedDevice(broken or _without_weights(tmp_path))
         with pytest.raises(error):
             await device.load()
         await device.aclose()
@@ -165,7 +160,7 @@ def _without_weights(folder):
 
 @pytest.mark.anyio
 async def test_closing_waits_for_what_is_queued_and_ends_the_thread(config):
-    device = LocalDevice(config)
+    device = ThreadedDevice(config)
     await device.load()
     assert len(device_threads()) == 1
     device.submit(first_plan())
@@ -181,7 +176,7 @@ async def test_closing_waits_for_what_is_queued_and_ends_the_thread(config):
 
 @pytest.mark.anyio
 async def test_a_device_that_was_never_loaded_closes_at_once(config):
-    device = LocalDevice(config)
+    device = ThreadedDevice(config)
     await device.aclose()
     with pytest.raises(RuntimeError, match="never loaded"):
         device.submit(first_plan())
@@ -189,7 +184,7 @@ async def test_a_device_that_was_never_loaded_closes_at_once(config):
 
 @pytest.mark.anyio
 async def test_sleeping_devices_fail_steps_and_wake_with_the_same_answers(config):
-    device = LocalDevice(config)
+    device = ThreadedDevice(config)
     await device.load()
     device.submit(first_plan())
     [before] = await answers_of(device)
@@ -224,7 +219,7 @@ class SlowRunner:
     def execute(self, plan):
         self.log.append(("launch", plan.step))
         self.launches.release()
-        return Later(lambda: self._is_ready(plan.step), lambda: self._finish(plan.step))
+        return PendingResult(lambda: self._is_ready(plan.step), lambda: self._finish(plan.step))
 
     def _is_ready(self, step):
         if isinstance(self.broken.get(step), torch.AcceleratorError):
@@ -268,7 +263,7 @@ async def test_a_device_that_computes_on_every_core_is_nice_to_the_loop(
     monkeypatch.setattr("trouper.actors.executor.devices.threaded.num_physical_cores", lambda: 2)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    device = LocalDevice(config)
+    device = ThreadedDevice(config)
     try:
         await device.load()
         [own] = [
@@ -282,7 +277,7 @@ async def test_a_device_that_computes_on_every_core_is_nice_to_the_loop(
 
 @pytest.mark.anyio
 async def test_a_step_is_launched_before_the_one_ahead_of_it_has_its_results(slow, config):
-    device = LocalDevice(config)
+    device = ThreadedDevice(config)
     await device.load()
     runner = SlowRunner.last
     for step in (1, 2):
@@ -312,7 +307,7 @@ class ForgetfulQueue(queue.SimpleQueue):
 @pytest.mark.anyio
 async def test_a_silent_step_ends_though_a_wait_with_a_timeout_might_not(slow, config, monkeypatch):
     monkeypatch.setattr(queue, "SimpleQueue", ForgetfulQueue)
-    device = LocalDevice(config)
+    device = ThreadedDevice(config)
     await device.load()
     device.submit(next_plan(1))
     await launched(SlowRunner.last, 1)
@@ -334,10 +329,10 @@ async def test_nobody_looks_at_a_step_that_tells_when_it_is_ready(slow, config, 
             looks.append(plan.step)
             return later.is_ready()
 
-        return Later(is_ready, later.finish, acts.put)
+        return PendingResult(is_ready, later.finish, acts.put)
 
     monkeypatch.setattr(SlowRunner, "execute", execute)
-    device = LocalDevice(config)
+    device = ThreadedDevice(config)
     await device.load()
     runner = SlowRunner.last
     device.submit(next_plan(1))
@@ -355,7 +350,7 @@ async def test_nobody_looks_at_a_step_that_tells_when_it_is_ready(slow, config, 
 
 @pytest.mark.anyio
 async def test_a_call_and_the_end_wait_for_the_steps_ahead_of_them(slow, config):
-    device = LocalDevice(config)
+    device = ThreadedDevice(config)
     await device.load()
     runner = SlowRunner.last
     device.submit(next_plan(1))
@@ -371,7 +366,7 @@ async def test_a_call_and_the_end_wait_for_the_steps_ahead_of_them(slow, config)
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [ValueError("late"), torch.OutOfMemoryError("no memory")])
 async def test_an_error_that_comes_late_fails_what_was_launched_after_it(slow, config, error):
-    device = LocalDevice(config)
+    device = ThreadedDevice(config)
     await device.load()
     runner = SlowRunner.last
     runner.broken, runner.ready = {1: error}, {1, 2, 3}
@@ -388,7 +383,7 @@ async def test_an_error_that_comes_late_fails_what_was_launched_after_it(slow, c
 
 @pytest.mark.anyio
 async def test_a_gpu_that_is_lost_ends_the_engine(slow, config):
-    device = LocalDevice(config)
+    device = ThreadedDevice(config)
     await device.load()
     SlowRunner.last.broken = {1: torch.AcceleratorError("an illegal memory access")}
     device.submit(next_plan(1))
