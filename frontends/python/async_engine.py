@@ -30,7 +30,7 @@ from trouper.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
 
 class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
-    """Entering starts the actors, leaving aborts what is open and ends them.
+    """An engine that runs inside its `async with` block: entering starts the actors, leaving aborts and ends them.
 
     ::
 
@@ -183,7 +183,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         return generation
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; each reader gets its final output with `finish_reason="abort"`."""
+        """Abort requests; each reader gets a final output with `finish_reason="abort"`."""
         self.engine.abort(request_id)
 
     async def start(self) -> None:
@@ -238,7 +238,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine's arguments were resolved to."""
+        """The resolved configuration of the engine."""
         return self.engine.config
 
     @property

@@ -36,7 +36,7 @@ class BeamSearchOutput(msgspec.Struct):
 
 
 class SearchLimits(NamedTuple):
-    """What the engine and the model allow a search."""
+    """The limits of the engine and the model that a search keeps to."""
 
     max_logprobs: int  # of one position; -1 is the vocabulary
     max_model_len: int
@@ -95,7 +95,7 @@ def beam_search(
 
 
 def _one_token(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
-    """How a beam grows: the logprobs are the model's own, so not only of what is allowed."""
+    """Return the parameters of one round; logprobs are the model's own, not only those of allowed tokens."""
     allowed = params.allowed_token_ids
     width: dict[str, Any] = {"logprobs": 2 * params.beam_width}
     if allowed is not None:
@@ -114,7 +114,7 @@ def _one_token(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
 
 
 def _as_prompt(beam: BeamSearchSequence, prompt: PromptType) -> TokensPrompt:
-    """The beam so far, with what the prompt said beside its text."""
+    """Return the beam so far as a prompt, with the other fields of the first prompt."""
     extras = {name: prompt[name] for name in EXTRAS if name in prompt} if _is_dict(prompt) else {}
     return cast("TokensPrompt", {**extras, "prompt_token_ids": beam.tokens})
 
@@ -154,7 +154,12 @@ def _text(
 
 
 def check_params(params: BeamSearchParams, max_logprobs: int) -> None:
-    """Raises TrouperValidationError when `2 × beam_width` candidates cannot be had, TypeError for another type."""
+    """Check the parameters of a search.
+
+    Raises:
+        TrouperValidationError: the engine gives fewer than `2 × beam_width` logprobs.
+        TypeError: not BeamSearchParams.
+    """
     if not isinstance(params, BeamSearchParams):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
         raise TypeError(f"params must be BeamSearchParams, not {type(params).__name__}")
     if max_logprobs != -1 and 2 * params.beam_width > max_logprobs:

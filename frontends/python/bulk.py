@@ -1,4 +1,4 @@
-"""What `LLM` does beside the actors with many requests at once, and how it reads what it is given."""
+"""Many requests of `LLM` at once, run on the engine's event loop, and the reading of their prompts."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ async def submit(generations: list[Generation[RequestOutput]], bar: Any) -> None
 
 
 async def gather(generations: list[Generation[RequestOutput]], bar: Any) -> list[RequestOutput]:
-    """Run all at once; the first failure ends the others and is raised as it is."""
+    """Run all at once and return their last outputs; the first failure ends the others and is raised as it is."""
     outputs: dict[int, RequestOutput] = {}
     failure: Exception | None = None
 
@@ -60,7 +60,7 @@ async def gather(generations: list[Generation[RequestOutput]], bar: Any) -> list
 
 
 def as_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
-    """One prompt as a list of one; arrays of token ids as lists.
+    """Return a list of prompts; one prompt is a list of one, and arrays of token ids become lists.
 
     Raises:
         TrouperValidationError: neither a prompt nor a list of prompts.
@@ -125,7 +125,7 @@ def as_chat_prompts(
 
 
 def final_only(params: SamplingParams) -> SamplingParams:
-    """A copy that yields one output, at the end."""
+    """Return a copy that yields one output, at the end."""
     if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
         raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
     params = params.clone()

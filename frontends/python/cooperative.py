@@ -1,18 +1,18 @@
-"""Work for each of many requests, on the event loop: after some of it the others have a turn."""
+"""Iteration over many requests on the event loop that gives other tasks a turn now and then."""
 
 from collections.abc import Iterable
 from typing import Generic, Self, TypeVar
 
 import anyio.lowlevel
 
-PER_TURN = 64  # of 5 to 10 µs each: to make a request, to open it, to take its result
+PER_TURN = 64  # items of 5 to 10 µs each: to make a request, to open it, to take its result
 T = TypeVar("T")
 
 
 class InTurns(Generic[T]):
     """`async for item in InTurns(items)`: a checkpoint after every `PER_TURN` items.
 
-    No async generator, for those have to be closed by whoever leaves early.
+    It is not an async generator, because those must be closed where a loop is left early.
     """
 
     def __init__(self, items: Iterable[T]) -> None:

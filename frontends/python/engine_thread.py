@@ -30,7 +30,7 @@ THREADS = "trouper"  # begins the names of an engine's own threads: the portal's
 
 
 class EngineThread:
-    """Making one starts the engine; `close` ends it.
+    """A running engine and its thread: the constructor starts both, `close` ends both.
 
     Raises:
         RuntimeError: inside trio, whose loop this would block: use `AsyncLLMEngine`, or a thread.
@@ -115,7 +115,7 @@ class EngineThread:
 
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True):
-            # The garbage collector calls from any thread, and only the owner is sure not to be waited for.
+            # The garbage collector calls from any thread, and only the owner is certain not to be one of the engine's.
             waits = threading.get_ident() == self._owner
             try:
                 warnings.warn(f"dropped without close(): {self!r}", ResourceWarning, 2, source=self)

@@ -26,7 +26,7 @@ from trouper.params import BeamSearchParams, SamplingParams
 
 
 class LLM(PoolingMethods):
-    """Prompts in, `RequestOutput`s out, in the order of the prompts; or, with a pooling model, embeddings.
+    """An engine for lists of prompts: results are in their order; with a pooling model they are embeddings.
 
     ::
 
@@ -48,7 +48,9 @@ class LLM(PoolingMethods):
         self.thread = self.llm_engine.thread
         self._queued = self.thread.generations  # not waited for yet
         self._enqueued: list[str] = []
-        self._completed: list[RequestOutput] = []  # of the wrong type for the last who asked
+        self._completed: list[
+            RequestOutput
+        ] = []  # outputs that the last `wait_for_completion` refused by type
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -119,7 +121,7 @@ class LLM(PoolingMethods):
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[str]:
-        """Add prompts without waiting for their completion; their ids, in order.
+        """Queue prompts without waiting for their completion; returns their ids, in order.
 
         Legal while the engine sleeps at level 0 or is paused with `keep`: they are queued.  If one prompt
         is bad, all of this call are aborted and its error is raised.
@@ -146,7 +148,7 @@ class LLM(PoolingMethods):
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[str]:
-        """`chat` without waiting: the ids of the conversations, in order."""
+        """Queue conversations without waiting for their completion; returns their ids, in order."""
         prompts = as_chat_prompts(
             messages, chat_template, chat_template_content_format, add_generation_prompt,
             continue_final_message, tools, chat_template_kwargs,
@@ -163,7 +165,7 @@ class LLM(PoolingMethods):
         *,
         use_tqdm: bool | ProgressBar = True,
     ) -> list[RequestOutput]:
-        """Wait for everything enqueued; the outputs are in the order in which it was enqueued.
+        """Wait for all requests that were enqueued; the outputs are in the same order.
 
         Raises:
             EnginePausedError: the engine is paused and something enqueued would need it.
@@ -203,7 +205,7 @@ class LLM(PoolingMethods):
             for prompt in as_list(prompts)
         ]  # fmt: skip
 
-    # Of vLLM, and not here
+    # Methods of vLLM that cannot exist here
 
     def collective_rpc(self, *_: object, **__: object) -> NoReturn:
         raise UnsupportedFeatureError("collective_rpc: there are no worker processes to call")
@@ -279,7 +281,7 @@ class LLM(PoolingMethods):
         return ids
 
     def _finish(self, ids: list[str], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
-        """Wait for these; none is open afterwards, whatever happens."""
+        """Wait for these requests; none is open afterwards, whatever happens."""
         try:
             with progress_bar(use_tqdm, len(ids), "requests") as bar:
                 outputs = self.thread.call(gather, [self._queued[id] for id in ids], bar)

@@ -21,7 +21,7 @@ from trouper.pooling import PoolingParams
 
 
 class LLMEngine(BlockingControls):
-    """`add_request`, then `step` until nothing is unfinished.  A context manager with `close()`.
+    """An engine that runs only in `step`: add requests, then step until none is unfinished.
 
     ::
 
@@ -98,7 +98,7 @@ class LLMEngine(BlockingControls):
         self.thread.generations[request_id] = generation
 
     def step(self) -> list[RequestOutput]:
-        """One iteration: schedule, execute, detokenise.  `[]` when there is nothing to do or to tell.
+        """Run one iteration: schedule, execute, detokenise.  Returns `[]` when no output is ready.
 
         Raises:
             ExecutionError: the model could not compute these requests.  They are gone; the next step
@@ -127,12 +127,12 @@ class LLMEngine(BlockingControls):
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests; the next `step` returns their final outputs.  Unknown ids are ignored."""
+        """Abort requests; the next `step` returns their final outputs.  Unknown ids are ignored."""
         self.thread.check_open()
         self.thread.call(self.thread.engine.engine.abort, request_ids)
 
     def get_num_unfinished_requests(self) -> int:
-        """Sequences whose end has not been handed out; n > 1 counts its unfinished children."""
+        """Count the sequences whose end has not been returned yet; a request has n of them."""
         return sum(
             generation.num_unfinished for generation in list(self.thread.generations.values())
         )
@@ -141,9 +141,9 @@ class LLMEngine(BlockingControls):
         return bool(self.thread.generations) or bool(self._kept)
 
     def execute_dummy_batch(self) -> None:
-        """Keep in step with data-parallel peers; alone there is nobody to keep in step with."""
+        """Do nothing: an engine without data-parallel peers has none to keep in step with."""
 
-    # State, beside what `BlockingControls` tells
+    # State
 
     do_log_stats = blocking(AsyncControls.do_log_stats)
     reset_encoder_cache = blocking(AsyncControls.reset_encoder_cache)
@@ -163,7 +163,7 @@ class LLMEngine(BlockingControls):
         super().close()
 
     def _take_outputs(self) -> tuple[list[RequestOutput], Exception | None]:
-        """What is due, and the first error; a request that raises is gone, the others are taken."""
+        """Return the outputs that are ready, and the first error; a request that raises is closed."""
         outputs: list[RequestOutput] = []
         first_error: Exception | None = None
         for request_id, generation in list(self.thread.generations.items()):

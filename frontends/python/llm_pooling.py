@@ -25,7 +25,7 @@ Prompts = PoolingPrompt | Sequence[PoolingPrompt]
 
 
 class PoolingMethods(BlockingControls):
-    """What `LLM` does with a pooling model; results are in the order of the prompts."""
+    """The pooling half of `LLM`; results are in the order of the prompts."""
 
     def encode(
         self,
@@ -71,7 +71,7 @@ class PoolingMethods(BlockingControls):
         lora_request: object | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """The embedding of each prompt, as a list of floats."""
+        """Return the embedding of each prompt, as a list of floats."""
         outputs = self.encode(
             prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
             pooling_task="embed", tokenization_kwargs=tokenization_kwargs,
@@ -87,7 +87,7 @@ class PoolingMethods(BlockingControls):
         lora_request: object | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """The probability of each class, for each prompt."""
+        """Return the probability of each class, for each prompt."""
         outputs = self.encode(
             prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
             pooling_task="classify", tokenization_kwargs=tokenization_kwargs,
@@ -103,7 +103,7 @@ class PoolingMethods(BlockingControls):
         lora_request: object | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The rewards of each prompt's tokens: `encode` with the task token_classify."""
+        """Return the rewards of each prompt's tokens, by the task token_classify."""
         return self.encode(
             prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
             pooling_task="token_classify", tokenization_kwargs=tokenization_kwargs,
@@ -121,7 +121,7 @@ class PoolingMethods(BlockingControls):
         tokenization_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well texts fit together: 1 with 1, 1 with N, or N with N of them.
+        """Score how well texts fit together: 1 with 1, 1 with N, or N with N of them.
 
         A classifier with one label reads both texts at once; an embedding model gives the cosine of their
         embeddings; a late-interaction model the sum over the first text's tokens of the best match.

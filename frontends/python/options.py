@@ -1,4 +1,4 @@
-"""What all Python faces do with the options they are given."""
+"""Reading of the options that all Python interfaces share."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ TOKENIZATION_OPTIONS = ("truncate_prompt_tokens", "truncation_side", "add_specia
 
 
 def default_sampling_params(model: ModelConfig) -> SamplingParams:
-    """The model's own defaults, from its generation_config.json; spec section 2.2."""
+    """Return the model's own defaults, from its generation_config.json."""
     return SamplingParams(**model.default_sampling)
 
 
 def tokenization_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Keep what the renderer knows; the rest is ignored with a warning (spec section 3.3).
+    """Keep what the renderer knows; the rest is ignored with a warning.
 
     Raises:
         TrouperValidationError: not a dict, or `add_special_tokens` not a bool.
@@ -41,7 +41,7 @@ def tokenization_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def plain_prompt(prompt: Any) -> Any:
-    """Arrays of token ids, numpy's and others', as lists; anything else as it is."""
+    """Return arrays of token ids, numpy's and others', as lists; anything else as it is."""
     if isinstance(prompt, str):
         return prompt
     if hasattr(prompt, "tolist"):
@@ -61,7 +61,7 @@ def check_unused(**options: Any) -> None:
 
 
 def one_each(value: T | Sequence[T] | None, num_prompts: int, name: str) -> list[T | None]:
-    """A scalar stands for every prompt; a list must have one entry for each."""
+    """Return one value for each prompt: a scalar stands for all, a list must have one entry for each."""
     if not isinstance(value, list | tuple):
         return [cast("T | None", value)] * num_prompts
     values = cast("Sequence[T]", value)

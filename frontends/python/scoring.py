@@ -1,7 +1,4 @@
-"""What all faces of a pooling engine share: many requests at once, and scores of pairs.
-
-Source: spec sections 14.3 and 14.5.
-"""
+"""Pooling over many requests at once, and scores of pairs, for all interfaces of a pooling engine."""
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -28,11 +25,11 @@ Encoding = Generation[PoolingRequestOutput[PoolingOutput]]
 Pooled = PoolingRequestOutput[PoolingOutput]
 Run = Callable[[Iterable[Encoding], Any], Awaitable[list[Pooled]]]
 T = TypeVar("T")
-QUERIES_AT_ONCE = MAX_QUERIES // 4  # whoever else scores keeps some, too
+QUERIES_AT_ONCE = MAX_QUERIES // 4  # concurrent scores keep some, too
 
 
 async def collect(encodings: Iterable[Encoding], bar: Any = None) -> list[Pooled]:
-    """Run all at once; the outputs in order.  The first failure ends the others and is raised as it is."""
+    """Run all at once and return their outputs in order; the first failure ends the others and is raised as it is."""
     opened: list[Encoding] = []
     outputs: list[Pooled] = []
     try:
@@ -51,7 +48,7 @@ async def collect(encodings: Iterable[Encoding], bar: Any = None) -> list[Pooled
 
 
 class Scorer:
-    """Scores of pairs by whatever the model can: cross-encoder, bi-encoder or late interaction."""
+    """Scoring of pairs by the method of the model: cross-encoder, bi-encoder or late interaction."""
 
     def __init__(
         self,
@@ -63,7 +60,12 @@ class Scorer:
         options: dict[str, Any] | None = None,
         run: Run | None = None,
     ) -> None:
-        """`name` begins the request ids; None lets the engine mint them.  `run` stands in for `collect`."""
+        """Make a scorer.
+
+        Args:
+            name: begins the request ids; None lets the engine mint them.
+            run: replaces `collect`.
+        """
         self._collect = run or collect
         self._engine = engine
         self._params = params or PoolingParams()
@@ -74,7 +76,7 @@ class Scorer:
     async def score(
         self, queries: Sequence[str], documents: Sequence[str], bar: Any = None
     ) -> list[Pooled]:
-        """One score for each pair; `queries` and `documents` are equally many.
+        """Return one score for each pair; `queries` and `documents` are equally many.
 
         Raises:
             TrouperValidationError: the model cannot score, or a text is bad.
@@ -127,7 +129,7 @@ class Scorer:
     async def _interact(
         self, queries: Sequence[str], documents: Sequence[str], bar: Any
     ) -> list[Pooled]:
-        """The Pooler keeps only so many queries: one group of them after the other."""
+        """Score by late interaction, in groups, because the Pooler keeps a limited number of queries."""
         places: dict[str, list[int]] = {}
         for i, query in enumerate(queries):
             places.setdefault(query, []).append(i)
@@ -141,7 +143,7 @@ class Scorer:
     async def _interact_with(
         self, places: dict[str, list[int]], documents: Sequence[str], bar: Any
     ) -> dict[int, Pooled]:
-        """The queries' token embeddings stay with the Pooler, until their documents have met them."""
+        """Score one group; the Pooler keeps the queries' token embeddings until their documents have met them."""
         keep: list[LateInteractionParams] = []
         meet: list[LateInteractionParams] = []
         for query_places in places.values():
@@ -164,7 +166,7 @@ class Scorer:
 
 
 def score_kind(spec: PoolerSpec | None) -> str:
-    """Raises TrouperValidationError: the model has no way to score."""
+    """Return the method by which the model scores.  Raises TrouperValidationError when it has none."""
     if spec is not None and (spec.task in ("embed", "token_embed") or len(spec.labels) == 1):
         return spec.task
     has = (
@@ -181,7 +183,7 @@ def score_kind(spec: PoolerSpec | None) -> str:
 def as_pairs(
     first: T | Sequence[T], second: T | Sequence[T], names: tuple[str, str]
 ) -> tuple[list[T], list[T]]:
-    """Two equally long lists from 1 and 1, 1 and N, or N and N texts.
+    """Return two equally long lists from 1 and 1, 1 and N, or N and N texts.
 
     Raises:
         TrouperValidationError: a side is empty, or the numbers do not fit.
@@ -214,7 +216,7 @@ def _cosines(pairs: Sequence[tuple[Pooled, Pooled]]) -> list[Array]:
 
 
 def _joined(query: Pooled, document: Pooled, array: Array) -> Pooled:
-    """A score stands for both texts."""
+    """Return the output of a pair, whose score stands for both texts."""
     return PoolingRequestOutput(
         request_id=document.request_id,
         outputs=PoolingOutput(array),

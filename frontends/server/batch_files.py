@@ -28,7 +28,7 @@ encode_line = msgspec.json.Encoder().encode
 
 
 class BatchLine(msgspec.Struct, kw_only=True):
-    """One line of the input."""
+    """One line of the input file."""
 
     custom_id: str
     method: Literal["POST"]
@@ -37,7 +37,7 @@ class BatchLine(msgspec.Struct, kw_only=True):
 
 
 class BatchResponse(msgspec.Struct):
-    """What the route has answered, also where that is an error."""
+    """The route's reply, also where that is an error."""
 
     status_code: int = 0
     request_id: str = ""
@@ -45,14 +45,14 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct):
-    """Why no route was asked."""
+    """The reason why a line was not sent to any route."""
 
     code: str
     message: str
 
 
 class BatchReply(msgspec.Struct):
-    """One line of the output."""
+    """One line of the output file."""
 
     id: str
     custom_id: str | None = None
@@ -65,7 +65,7 @@ class BatchReply(msgspec.Struct):
 
 
 class BatchFile:
-    """One run over one file."""
+    """One run over a file of requests."""
 
     def __init__(self, app: App, max_inflight: int) -> None:
         self._app = app
@@ -80,7 +80,7 @@ class BatchFile:
         return f"<BatchFile {self.num_lines} lines written, {self.num_failed} of them failures>"
 
     async def answer_all(self, source: BinaryIO, sink: BinaryIO) -> None:
-        """Until the source ends.
+        """Answer every line of `source` with a line in `sink`.
 
         Raises:
             EngineDeadError, OSError: the engine or the sink has failed; also in a group for the source.
@@ -117,7 +117,7 @@ class BatchFile:
                         requests.start_soon(self._answer, request, slot)
 
     async def _next_line(self, source: BinaryIO) -> bytes:
-        """With its end; of a line that is too long one byte too many, and the rest is skipped."""
+        """Return the next line with its end.  A line that is too long is cut to one byte more than the limit."""
         limit = self._max_line + 1
         line = await self._in_thread(source.readline, limit)
         rest = line
@@ -137,13 +137,17 @@ class BatchFile:
             self.num_failed += slot.reply.has_failed
 
     async def _in_thread(self, function: Any, argument: Any) -> Any:
-        # Abandoned when the batch ends: nobody can take back a read from a pipe.
+        # Abandoned when the batch ends: a read from a pipe cannot be cancelled.
         return await anyio.to_thread.run_sync(
             function, argument, abandon_on_cancel=True, limiter=self._files
         )
 
     async def _request(self, line: bytes) -> BatchLine:
-        """Raises HTTPError.  In the order of the lines: of two equal custom_ids the first is taken."""
+        """Decode a line.  Called in the order of the lines: of two equal custom_ids the first is taken.
+
+        Raises:
+            HTTPError: the line is not answered by any route.
+        """
         if len(line) > self._max_line:
             raise HTTPError(400, "line_too_large", f"a line may have {self._max_line} bytes")
         request: BatchLine = (await decode(line, BatchLine, self._app.service.threads)).request
@@ -173,7 +177,7 @@ class _Streaming(msgspec.Struct):
 
 
 class _Slot:
-    """The place of one line among the answers."""
+    """The place of one line among the replies."""
 
     def __init__(self) -> None:
         self.is_filled = anyio.Event()
@@ -185,11 +189,11 @@ class _Slot:
 
 
 class _InProcessCall:
-    """One request to the application, and what it answers."""
+    """One request to the application, and its reply."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
-        self._is_json = True  # what is not goes into the line as base64
+        self._is_json = True  # other replies are written as a JSON string
         self.response = BatchResponse()
 
     def scope(self, url: str) -> dict[str, Any]:
@@ -220,7 +224,7 @@ class _InProcessCall:
 
 def _put(sink: BinaryIO, line: bytes) -> None:
     sink.write(line)
-    sink.flush()  # whoever looks on sees it
+    sink.flush()  # so that progress can be watched
 
 
 def _not_asked(number: int, line: bytes, problem: ErrorBody) -> BatchReply:
@@ -230,7 +234,7 @@ def _not_asked(number: int, line: bytes, problem: ErrorBody) -> BatchReply:
 
 
 def _custom_id(line: bytes) -> str | None:
-    """Of a line that is wrong otherwise, if it can be found."""
+    """Return the custom_id of a line that is wrong otherwise, if it can be found."""
     try:
         return msgspec.json.decode(line, type=_Named).custom_id
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""Outputs of one or several generations, handed to one consumer; and the count of their tokens."""
+"""Outputs of one or several generations, handed to one consumer."""
 
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -29,9 +29,10 @@ async def each_output(
     places: Sequence[str],
     consume: Consume,
 ) -> None:
-    """`consume(i, output)` for all that generation i says; one call at a time.
+    """Call `consume(i, output)` for each output of generation i; one call at a time.
 
-    Leaving, on whatever way, aborts what has not ended.  `places` are what clients call the prompts.
+    Leaving, in whatever way, aborts the generations that have not ended.  `places` are the client's names of the
+    prompts.
 
     Raises:
         Exception: the first failure among them, perhaps in groups; the others are aborted.
@@ -51,16 +52,18 @@ async def final_outputs(
     generations: "Iterable[Generation[T]]",
     places: Sequence[str],
 ) -> list[T]:
-    """The last output of each generation, in order; under FINAL_ONLY that is all of it."""
+    """Return the last output of each generation, in order; under FINAL_ONLY it is the whole of it."""
     found: dict[int, T] = {}
 
     with _listed(service) as opened:
         await _open(service, context, generations, opened)
-        if len(opened) > 1:  # the last may be bad, and is not to be found so after all the others
+        if len(opened) > 1:  # a bad last prompt is found before the others run
             await _wait_rendered(opened, places)
         async for i, generation in InTurns(enumerate(opened)):
             with _named(places[i]):
-                while (output := generation.next_nowait()) is not None:  # no turn for what is there
+                while (
+                    output := generation.next_nowait()
+                ) is not None:  # outputs that are ready need no turn of the event loop
                     found[i] = output
                 async for output in generation:
                     found[i] = output
@@ -73,7 +76,11 @@ async def _open(
     generations: "Iterable[Generation[T]]",
     opened: "list[Generation[T]]",
 ) -> None:
-    """When it is our turn: all of them, into `opened`.  Raises HTTPError when they are aborted meanwhile."""
+    """Open all generations, once the request is admitted, and append them to `opened`.
+
+    Raises:
+        HTTPError: the request has been aborted meanwhile.
+    """
     async for generation in InTurns(generations):
         opened.append(generation)
         service.note(generation, context)
@@ -84,13 +91,13 @@ async def _open(
         context.check_wanted()
         generation.open()
     if ticket is not None:
-        ticket.generations = opened  # not before: what is not open counts as over
+        ticket.generations = opened  # not before: an unopened generation counts as over
 
 
 async def _wait_rendered(
     generations: "Sequence[Generation[RequestOutput]]", places: Sequence[str]
 ) -> None:
-    """Each prompt is good."""
+    """Wait until each prompt is known to be good."""
     async for generation, place in InTurns(zip(generations, places, strict=True)):
         with _named(place):
             await generation.submit()
@@ -100,7 +107,7 @@ async def _interleaved(
     generations: "Sequence[Generation[RequestOutput]]", consume: Consume
 ) -> None:
     error: Exception | None = None
-    # Nothing is buffered: what the consumer does not take merges in the reply slots.
+    # Nothing is buffered: outputs that the consumer does not take yet are merged in the reply slots.
     send, receive = anyio.create_memory_object_stream[tuple[int, RequestOutput]](0)
 
     async def put(i: int, output: RequestOutput) -> None:
@@ -130,7 +137,7 @@ async def _read(generation: "Generation[RequestOutput]", i: int, consume: Consum
 
 @contextmanager
 def _named(place: str) -> "Generator[None]":
-    """Errors name the prompt as the client does."""
+    """Rename the parameter of an error about the prompt to the client's name for it."""
     try:
         yield
     except TrouperValidationError as error:
@@ -141,7 +148,7 @@ def _named(place: str) -> "Generator[None]":
 
 @contextmanager
 def _listed(service: "Service") -> "Generator[list[Any]]":
-    """What is put there, and in the table, is closed and forgotten afterwards."""
+    """Lend a list whose generations are closed, and taken out of the service's table, after the block."""
     opened: list[Generation[Any]] = []
     try:
         yield opened

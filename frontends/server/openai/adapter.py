@@ -1,7 +1,7 @@
-"""What the streaming driver asks of an API: how its requests are read, and how its replies are written.
+"""The interface between the streaming driver and an API: reading its requests, writing its replies.
 
-An adapter is pure and synchronous.  It sees one request, never the engine or the connection; everything that
-waits is the driver's.
+An adapter is pure and synchronous.  It sees one request, never the engine or the connection; whatever waits is
+done by the driver.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from trouper.params import SamplingParams
 
 
 class ServedModel(NamedTuple):
-    """What an adapter may know of the server and its model."""
+    """The part of the server and its model that adapters may read."""
 
     settings: ServerSettings
     name: str  # as the client knows it
@@ -27,7 +27,7 @@ class ServedModel(NamedTuple):
 
 
 class ReplyHead(NamedTuple):
-    """What identifies a reply."""
+    """The identity of a reply."""
 
     request_id: str  # the client's name for the request, or else the server's
     unique_id: str  # the server's own
@@ -52,7 +52,7 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
 
 
 class ChoiceUpdate(msgspec.Struct, frozen=True):
-    """What a choice has said since its last update; everything, when the reply is not streamed."""
+    """The output of a choice since its last update; all of it, when the reply is not streamed."""
 
     index: int  # among all choices of the reply
     is_first: bool

@@ -140,7 +140,7 @@ def _says_something(choice: CompletionChoice) -> bool:
 
 
 def _prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
-    """The prompts in the engine's form, and what the client calls each."""
+    """Return the prompts in the engine's form, and the client's name for each."""
     if request.max_tokens == 0 and not request.echo:
         raise _bad("max_tokens", "must be at least 1 without echo")
     if request.prompt_embeds is None:

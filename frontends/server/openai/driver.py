@@ -1,8 +1,8 @@
 """The streaming driver: generation → parser chain → events, under an adapter for each API.
 
-Everything of a generation request that waits is here; adapters and parsers are pure.  Leaving, on whatever
-way, closes the generations, and that aborts them; a failure in mid-stream becomes the stream's last event
-where every failure becomes a reply, in the application.
+All waiting of a generation request is here; adapters and parsers are pure.  Leaving, in whatever way, closes the
+generations, and that aborts them.  A failure leaves as an exception; the application makes it the reply or, in
+mid-stream, the last event.
 """
 
 import time
@@ -100,7 +100,7 @@ class Driver:
             await self._exchange.send_event(event.content, event.name)
 
     async def _updates(self, i: int, output: RequestOutput) -> list[ChoiceUpdate]:
-        """Return what an output of prompt `i` says for each of its choices."""
+        """Return the updates, one for each choice, in an output of prompt `i`."""
         if self._parsed.is_prompt_only:
             for completion in output.outputs:
                 completion.text, completion.token_ids, completion.logprobs = "", [], []

@@ -1,4 +1,4 @@
-"""The engine's logprobs in the two shapes that OpenAI gives them.  Pure."""
+"""Conversion of the engine's logprobs to the two forms of OpenAI's APIs.  Pure."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +24,12 @@ def completion_logprobs(
     offset: int = 0,
     as_ids: bool = False,
 ) -> CompletionLogprobs:
-    """`offset` is the length of the text before these tokens, `text_of` names what has no logprob."""
+    """Convert logprobs to four lists of one length.
+
+    Args:
+        text_of: gives the text of tokens without a logprob.
+        offset: the length of the text before these tokens.
+    """
     made = CompletionLogprobs()
     for token_id, position in zip(token_ids, positions, strict=True):
         chosen = None if position is None else position.get(token_id)
@@ -84,7 +89,7 @@ def _plain(position: LogprobsOnePosition) -> dict[int, dict[str, Any]]:
 
 
 def _shown(position: LogprobsOnePosition, chosen: int, num_top: int) -> list[tuple[int, Logprob]]:
-    """The likeliest, and the chosen one where it is not among them; none when none were asked for."""
+    """Return the `num_top` likeliest tokens, and the chosen one where it is not among them; 0: none at all."""
     if num_top == 0:
         return []
     top = sorted(position.items(), key=lambda item: -item[1].logprob)

@@ -1,4 +1,4 @@
-"""The parser chain: what stands between the text of a choice and the adapters that render it.  Pure.
+"""The parser chain between the text of a choice and the adapter that renders it.  Pure.
 
 A parser takes parts and gives parts.  Law: however the text is cut into pieces, the parts are the same once
 neighbours of one kind are joined; so a parser holds back only what may still turn out to be a mark.
@@ -23,7 +23,7 @@ class Parser(Protocol):
     """One link of the chain, with the state of one choice."""
 
     def feed(self, parts: Sequence[Part], *, is_last: bool) -> Sequence[Part]:
-        """Return what is certain by now; after the last call nothing is held back."""
+        """Return the parts that are certain by now; after the last call nothing is held back."""
         ...
 
 

@@ -25,7 +25,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class Generating(msgspec.Struct, kw_only=True):
-    """What completions and chat have in common."""
+    """The fields that completions and chats share."""
 
     PASSED_OVER: ClassVar[tuple[str, ...]] = ("user", "metadata")
     UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.GENERATING
@@ -86,7 +86,7 @@ class CompletionRequest(Generating, kw_only=True):
     logprobs: int | None = None
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
-        """Take from `strings` what they stand for, as bytes: only payloads."""
+        """Replace the placeholders of embedded payloads by their bytes, which are taken out of `strings`."""
         given = self.prompt_embeds
         if isinstance(given, list):
             self.prompt_embeds = [strings.pop(text, text) for text in given]  # type: ignore[misc]  # text, all the same
@@ -114,7 +114,7 @@ class ChatRequest(Generating, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
-        """The same, of the parts that are embeddings."""
+        """Replace the placeholders in parts that are embeddings, as in `CompletionRequest`."""
         for message in self.messages:
             content: Any = message.get("content")
             for part in cast("list[Any]", content) if isinstance(content, list) else ():
@@ -129,7 +129,7 @@ def _put_back_part(part: dict[str, Any], strings: dict[str, memoryview]) -> None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """`POST /v1/responses`, as far as it is a conversation without memory."""
+    """`POST /v1/responses` for conversations without memory."""
 
     PASSED_OVER: ClassVar[tuple[str, ...]] = ("user", "metadata")
     UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.RESPONSES

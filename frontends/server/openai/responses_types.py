@@ -11,7 +11,7 @@ PromptLogprobs = list[dict[int, dict[str, Any]] | None]
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Four lists of one length."""
+    """Logprobs of a completion, in four lists of one length."""
 
     text_offset: list[int] = msgspec.field(default_factory=list[int])
     token_logprobs: list[float | None] = msgspec.field(default_factory=list[float | None])

@@ -1,4 +1,4 @@
-"""A request's fields as `SamplingParams` and the rest of a `ParsedRequest`.  Pure.
+"""Conversion of a request's fields to `SamplingParams` and the rest of a `ParsedRequest`.  Pure.
 
 Precedence: the request, then the model's generation_config.json, then OpenAI's default.
 """
@@ -29,7 +29,11 @@ OPENAI_MAX_TOKENS = 16  # of completions; a chat goes on to the model's length
 def completion_params(
     request: CompletionRequest, defaults: Mapping[str, Any], max_model_len: int
 ) -> SamplingParams:
-    """Raises TrouperValidationError or UnsupportedFeatureError, naming the field."""
+    """Return the sampling parameters of a completion.
+
+    Raises:
+        TrouperValidationError, UnsupportedFeatureError: naming the field.
+    """
     check_common(request)
     if request.logprob_token_ids is not None and request.logprobs is None:
         raise _bad("logprob_token_ids", "needs logprobs")
@@ -49,7 +53,11 @@ def completion_params(
 def chat_params(
     request: ChatRequest, defaults: Mapping[str, Any], max_model_len: int
 ) -> SamplingParams:
-    """Raises TrouperValidationError or UnsupportedFeatureError, naming the field."""
+    """Return the sampling parameters of a chat.
+
+    Raises:
+        TrouperValidationError, UnsupportedFeatureError: naming the field.
+    """
     check_common(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise _bad("top_logprobs", "needs logprobs")
@@ -94,7 +102,7 @@ def parsed_request(
 
 
 def check_common(request: Generating) -> None:
-    """What both kinds of request must keep to."""
+    """Check the rules that completions and chats share."""
     kind = request.response_format
     if kind is not None and kind.type != "text":
         raise unsupported("response_format", f"only text is; {NO_GRAMMAR}")
@@ -106,7 +114,7 @@ def check_common(request: Generating) -> None:
 
 
 def check_sequences(num_prompts: int, n: int) -> None:
-    """Fields that multiply are capped by their product."""
+    """Check the product of fields that multiply."""
     if num_prompts * n > MAX_SEQUENCES:
         raise _bad("n", f"at most {MAX_SEQUENCES} completions (prompts × n) in one request")
 

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`, in threads.  Source: spec section 16.1."""
+"""`POST /tokenize` and `/detokenize`, in worker threads."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ async def detokenize(service: Service, context: RequestContext, request: Detoken
 
 
 def _message(prompt: Any, add_special_tokens: bool | None) -> Render:
-    """For the renderer alone: nothing is generated."""
+    """Return a message for the renderer alone; nothing is generated."""
     params = SamplingParams(max_tokens=1)
     slot = ReplySlot("tokenize", params)  # rendering only passes it on
     slot.close()

@@ -1,4 +1,4 @@
-"""Control routes: sleep, pause, abort, profile.  Admin only.  Source: spec section 16.1."""
+"""Control routes for administrators: sleep, pause, abort, profile."""
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -79,7 +79,7 @@ async def stop_profile(service: Service, context: RequestContext, _: None) -> No
 
 @contextmanager
 def _transition() -> "Generator[None]":
-    """What the engine says of an illegal call, in the words of the query."""
+    """Turn the engine's refusal of a call into an error about the query's field."""
     try:
         yield
     except TrouperValidationError as error:

@@ -1,4 +1,4 @@
-"""`GET /openapi.json`: what is served, made from the tables that serve it."""
+"""`GET /openapi.json`: a description of the routes, made from the table that serves them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -33,13 +33,13 @@ TAKING_WORK = (404, 429, 504)
 
 
 async def describe(service: Service, context: RequestContext, _: None) -> None:
-    """What this listener serves."""
+    """Describe the routes of this listener as OpenAPI."""
     has_keys = bool(service.settings.api_keys)
     await context.send_json(document(context.served, has_keys=has_keys))
 
 
 def document(routes: Iterable[Route], *, has_keys: bool) -> dict[str, Any]:
-    """OpenAPI 3.1 for these routes."""
+    """Return the OpenAPI 3.1 document of these routes."""
     routes = tuple(routes)
     kinds = {kind for route in routes for kind in (route.body, route.reply) if kind is not None}
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
@@ -90,7 +90,7 @@ def _answer(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     schema = refs[route.reply] if route.reply is not None else {"type": "object"}
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if route.generates:
-        # OpenAPI 3.1 has no words for events: a schema is read of each, or of all
+        # OpenAPI 3.1 cannot describe events: some readers take a schema for one of them, some for all
         content["text/event-stream"] = {}
     return {"description": "OK", "content": content}
 

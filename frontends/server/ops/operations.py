@@ -1,4 +1,4 @@
-"""Routes for whoever looks after the server: models, health, metrics.  Source: spec section 16.1."""
+"""Routes for operators: models, health, metrics."""
 
 import time
 from contextlib import suppress
@@ -15,7 +15,7 @@ from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.metrics import expose
 from trouper.frontends.server.service import Service
 
-REFRESH_S = 1.0  # for the last facts; an actor that is ending may hold them back for long
+REFRESH_S = 1.0  # for the latest statistics; an actor that is ending may hold them back for long
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -45,7 +45,7 @@ async def live(service: Service, context: RequestContext, _: None) -> None:
 
 
 async def ready(service: Service, context: RequestContext, _: None) -> None:
-    """Would a request be taken and scheduled now?"""
+    """Tell whether a request would be admitted and scheduled now."""
     service.check_alive()
     service.check_open()
     if service.engine.engine.lifecycle.is_sleeping:
@@ -58,7 +58,7 @@ async def ready(service: Service, context: RequestContext, _: None) -> None:
 
 
 async def step_age(service: Service, context: RequestContext, _: None) -> None:
-    """Seconds since a step was seen to end, while there is work; 0 when there is none."""
+    """Tell the seconds since a step ended, while there is work; 0 when there is none."""
     service.check_alive()
     age_s = service.steps.age_s(service.engine.statistics().scheduler, anyio.current_time())
     if age_s > service.settings.max_step_age_s:
@@ -71,7 +71,7 @@ async def version(service: Service, context: RequestContext, _: None) -> None:
 
 
 async def server_info(service: Service, context: RequestContext, _: None) -> None:
-    """The engine's plan as it was resolved; for whoever looks after the server only."""
+    """Show the resolved configuration and the device."""
     config = msgspec.to_builtins(service.config)
     device = msgspec.to_builtins(service.engine.engine.info)
     await context.send_json({"version": __version__, "config": config, "device": device})
@@ -82,7 +82,7 @@ async def metrics(service: Service, context: RequestContext, _: None) -> None:
     found = engine.metrics
     if found is None:
         raise HTTPError(404, "not_found", "statistics are switched off")
-    # One that ends counts no more, and what it counted stays.
+    # An engine that is ending reports no more; the counts so far stay.
     with suppress(EngineDeadError), anyio.move_on_after(REFRESH_S):
         await engine.refresh_metrics()
     await context.send_body(await expose((found, service.metrics)), PROMETHEUS)

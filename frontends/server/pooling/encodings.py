@@ -1,4 +1,4 @@
-"""Arrays -> what goes over the wire: numbers, base64 or bytes, in any of five dtypes.  Pure; runs in threads.
+"""Encoding of arrays for replies: numbers, base64 or bytes, in any of five dtypes.  Pure; runs in threads.
 
 bfloat16 and the 8-bit floats have no dtype in numpy, so they are made here: rounded to nearest, ties to even,
 and beyond the largest value that value (e4m3, which has no infinity) or infinity, as torch converts.
@@ -21,7 +21,7 @@ as_json = msgspec.json.Encoder().encode
 
 
 class Encoding(msgspec.Struct, frozen=True):
-    """How a client wants its numbers."""
+    """The format, dtype and byte order in which a client wants its numbers."""
 
     format: str = "float"
     dtype: str = "float32"
@@ -33,7 +33,7 @@ class Encoding(msgspec.Struct, frozen=True):
 
 
 def encode(array: Array, how: Encoding) -> bytes:
-    """The json of numbers in lists, or of a base64 string, or the bytes themselves."""
+    """Return the JSON of nested lists of numbers or of a base64 string, or the bytes themselves."""
     if how.format == "float":
         return numbers(array)
     raw = to_bytes(array, how.dtype, how.endianness)
@@ -41,12 +41,12 @@ def encode(array: Array, how: Encoding) -> bytes:
 
 
 def numbers(array: Array) -> bytes:
-    """The json of an array, nested as it is; others get a turn every `STEP` numbers."""
+    """Return an array as JSON, nested as it is; other threads get a turn every `STEP` numbers."""
     if array.ndim > 1:
         rows: list[bytes] = []
         for row in array:
             rows.append(numbers(row))
-            time.sleep(0)  # gives the interpreter away
+            time.sleep(0)  # releases the interpreter
         return listed(rows)
     parts: list[bytes] = []
     for begin in range(0, len(array), STEP):
@@ -57,7 +57,7 @@ def numbers(array: Array) -> bytes:
 
 
 def listed(parts: Sequence[bytes]) -> bytes:
-    """A json list of what is json already.  Joining more than 1 MB leaves the interpreter to others."""
+    """Return a JSON list of entries that are JSON already.  Joining more than 1 MB releases the interpreter."""
     return b"".join((b"[", b",".join(parts), b"]"))
 
 
@@ -94,7 +94,7 @@ def _float8(array: Array, num_exponent_bits: int) -> np.ndarray[Any, Any]:
 
 @lru_cache(2)
 def _float8_table(num_exponent_bits: int) -> tuple[Array, Array, int]:
-    """The finite values ≥ 0 by their codes, what lies half-way to the next one, the code of all beyond."""
+    """Return the finite values ≥ 0 by code, the middles between neighbours, and the code of values beyond."""
     num_mantissa_bits = 7 - num_exponent_bits
     num_finite, beyond = (0x7F, 0x7E) if num_exponent_bits == 4 else (0x7C, 0x7C)
     codes = np.arange(num_finite)

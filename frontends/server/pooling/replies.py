@@ -1,4 +1,4 @@
-"""What the pooling routes answer.  Pure, and slow for many floats: a long one runs in a thread.  Source: spec section 16.3."""
+"""Building of the pooling routes' replies.  Pure, and slow for many floats, so long ones are built in a thread."""
 
 from typing import Any, NamedTuple
 
@@ -11,12 +11,12 @@ OCTETS = b"application/octet-stream"
 
 
 class PoolingServeContext(NamedTuple):
-    """One request on its way; `pooling_params` is never left open."""
+    """A checked request; its `pooling_params` always name a task."""
 
     prompts: list[Any]
-    places: list[str]  # what the client calls each prompt
+    places: list[str]  # the client's name for each prompt
     pooling_params: PoolingParams
-    options: dict[str, Any]  # of tokenising
+    options: dict[str, Any]  # of tokenisation
     priority: int
     id: str
     model: str
@@ -24,7 +24,7 @@ class PoolingServeContext(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A built answer."""
+    """A reply that is ready to be sent."""
 
     body: bytes
     kind: bytes = JSON
@@ -51,7 +51,7 @@ def build_encoded(
 def _build_bytes(
     serving: PoolingServeContext, outputs: list[Pooled], parts: list[bytes], how: Encoding
 ) -> Reply:
-    """All values in one body; the header `metadata` says where each begins."""
+    """Put all values into one body; the header `metadata` says where each begins."""
     items: list[dict[str, Any]] = []
     start = 0
     for i, (part, output) in enumerate(zip(parts, outputs, strict=True)):
@@ -119,7 +119,7 @@ def build_cohere(serving: PoolingServeContext, outputs: list[Pooled]) -> Reply:
 
 
 def _listed(serving: PoolingServeContext, outputs: list[Pooled], data: list[bytes]) -> Reply:
-    """`data` is json already, perhaps much of it: it is copied and not walked through."""
+    """Join entries that are JSON already; they may be long, so they are copied and not parsed."""
     head = {
         "id": serving.id, "object": "list", "created": serving.created, "model": serving.model
     }  # fmt: skip

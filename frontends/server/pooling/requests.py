@@ -1,6 +1,6 @@
-"""What clients of a pooling model send.  Unknown fields are ignored; null means "not given".
+"""The bodies that clients of a pooling model send.  Unknown fields are ignored; null means "not given".
 
-Source: spec section 16.2.  Ranges that the engine checks itself are not checked here a second time.
+Ranges that the engine checks itself are not checked here a second time.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ Endianness = Literal["native", "big", "little"]
 
 
 class Shared(msgspec.Struct, kw_only=True):
-    """What all of them have in common."""
+    """The fields that all pooling requests share."""
 
     PASSED_OVER: ClassVar[tuple[str, ...]] = ("user",)
     UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.POOLING
@@ -35,7 +35,7 @@ class Shared(msgspec.Struct, kw_only=True):
 
 
 class InputRequest(Shared, kw_only=True):
-    """Texts, token ids, or a conversation."""
+    """The input of a pooling request: texts, token ids, or a conversation."""
 
     input: str | list[Any] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -47,7 +47,7 @@ class InputRequest(Shared, kw_only=True):
 
 
 class EncodedRequest(InputRequest, kw_only=True):
-    """Results that are numbers: how to write them."""
+    """The form in which a client wants arrays of numbers."""
 
     dimensions: int | None = None
     encoding_format: EncodingFormat | None = None

@@ -1,8 +1,8 @@
-"""The routes of a pooling model.  Source: spec sections 14.4, 16.2 and 16.3.
+"""The routes of a pooling model.
 
-    pre-process (checks; rendering is the Renderers') -> one `encode` a prompt -> post-process, in a thread
+    pre-process (checks; the engine renders) -> one `encode` for each prompt -> post-process, in a thread
 
-The answer, with all its floats, base64 or bytes, is built in a thread unless it is short; the loop only sends it.
+A reply, with all its floats, base64 or bytes, is built in a thread unless it is short; the event loop only sends it.
 """
 
 import time
@@ -139,7 +139,7 @@ def _preprocess(
     *,
     field: str = "input",
 ) -> PoolingServeContext:
-    """Checks, names and prompts: what takes no time.  The prompts are rendered by the engine's pool."""
+    """Check a request and collect its prompts; the engine's renderers render them later."""
     _spec(service)
     _check_shared(request)
     if request.messages is not None:
@@ -195,7 +195,7 @@ def _check_shared(request: Shared) -> None:
 
 
 def _inputs(given: str | list[Any] | None, field: str) -> tuple[list[PoolingPrompt], list[str]]:
-    """The prompts in the engine's form, and what the client calls each."""
+    """Return the prompts in the engine's form, and the client's name for each."""
     if not given:
         raise _bad(field, "must not be empty")
     if isinstance(given, str) or all(type(id) is int for id in given):
@@ -259,7 +259,7 @@ async def _score(
 async def _run_listed(
     service: Service, context: RequestContext, encodings: Iterable[Encoding], bar: Any
 ) -> list[Pooled]:
-    """Some of the requests that a score is made of."""
+    """Run some of the requests that a score consists of, and list them where they can be aborted."""
     ticket = context.ticket
     noted: list[Any] = [] if ticket is None else [*ticket.generations]
 
@@ -280,7 +280,7 @@ async def _run_listed(
 
 
 def _whole(outputs: list[Pooled]) -> list[Pooled]:
-    """Raises what ended one of them early."""
+    """Return the outputs, or raise the error that ended one of them early."""
     for output in outputs:
         if output.error is not None:
             raise output.error.to_exception(output.request_id)
