@@ -33,9 +33,11 @@ def chat(
     ctx: typer.Context,
     quick: Annotated[
         str | None,
-        typer.Option("--quick", "-q", metavar="MESSAGE", help="Answer one message, and end."),
+        typer.Option("--quick", "-q", metavar="MESSAGE", help="Answer this one message, and end."),
     ] = None,
-    system_prompt: Annotated[str | None, typer.Option(help="What to tell the model first.")] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="System message at the beginning of the conversation.")
+    ] = None,
     stats: StatsOption = False,
     *,
     remote: RemoteOptions,
@@ -102,7 +104,7 @@ async def _ask_engine(
 
 
 class Conversation:
-    """The messages so far, and how they are answered."""
+    """The messages so far of one conversation, and the way to answer the next one."""
 
     def __init__(self, system_prompt: str | None, *, shows_stats: bool) -> None:
         self._shows_stats = shows_stats
@@ -115,7 +117,7 @@ class Conversation:
         self.messages = [*self._system]
 
     async def answer(self, ask: Ask, message: str, interrupts: Interrupts) -> None:
-        """Print the answer as it comes.  What Ctrl-C cut off stays in the history as far as it came.
+        """Print the answer as it comes.  An answer that Ctrl-C cuts off stays in the history as far as it came.
 
         Raises:
             TrouperClientError: the conversation cannot be rendered; it is as it was before.

@@ -1,4 +1,4 @@
-"""`trouper collect-env`: what to put into a report of a defect."""
+"""`trouper collect-env`: the facts about this machine that belong into a report of a defect."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from trouper.frontends.cli.options import expand_options
 @expand_options
 def collect_env(
     ctx: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")] = False,
 ) -> None:
     """Show versions, processor, memory, limits and devices; nothing is sent.
 

@@ -1,4 +1,4 @@
-"""`trouper complete`: a server goes on from prompts."""
+"""`trouper complete`: completion of prompts by a server."""
 
 from functools import partial
 from typing import Annotated, Any
@@ -19,14 +19,14 @@ def complete(
     ctx: typer.Context,
     quick: Annotated[
         str | None,
-        typer.Option("--quick", "-q", metavar="PROMPT", help="Complete one prompt, and end."),
+        typer.Option("--quick", "-q", metavar="PROMPT", help="Complete this one prompt, and end."),
     ] = None,
     stats: StatsOption = False,
     *,
     remote: RemoteOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Let an OpenAI-compatible server go on from each line of stdin.
+    """Complete each line of stdin at an OpenAI-compatible server.
 
     For example: trouper complete --url http://127.0.0.1:8000 -q "def f("
 

@@ -25,7 +25,7 @@ def embed(
     ctx: typer.Context,
     texts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="TEXT", show_default=False, help="Text to embed."),
+        typer.Argument(metavar="TEXT", show_default=False, help="Text to embed or classify."),
     ] = None,
     prompt_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="One text per line; - is stdin.")
@@ -52,7 +52,9 @@ def embed(
 def score(
     ctx: typer.Context,
     query: Annotated[str, typer.Argument(help="Text to compare with.")],
-    documents: Annotated[list[str], typer.Argument(metavar="DOCUMENT", help="Text to score.")],
+    documents: Annotated[
+        list[str], typer.Argument(metavar="DOCUMENT", help="Text to score against the query.")
+    ],
     truncate_prompt_tokens: Truncate = None,
     *,
     engine_args: EngineArgs,

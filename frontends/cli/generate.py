@@ -27,22 +27,23 @@ def generate(
     ctx: typer.Context,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PROMPT", show_default=False, help="Text to go on from."),
+        typer.Argument(metavar="PROMPT", show_default=False, help="Text that the model continues."),
     ] = None,
     prompt_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="One prompt per line; - is stdin.")
+        str | None, typer.Option(metavar="FILE", help="File with one prompt per line; - is stdin.")
     ] = None,
-    n: Annotated[int, typer.Option(help="Completions of each prompt.")] = 1,
+    n: Annotated[int, typer.Option(help="Number of completions for each prompt.")] = 1,
     stream: Annotated[
         bool | None,
-        typer.Option(help="Print text as it comes; the default for one completion."),
+        typer.Option(help="Print text as it comes; on by default for one completion."),
     ] = None,
     echo: Annotated[bool, typer.Option(help="Print the prompt before its text.")] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON per prompt.")
     ] = False,
     stats: Annotated[
-        bool | None, typer.Option(help="Print a line of figures on stderr; the default there.")
+        bool | None,
+        typer.Option(help="Print tokens and times on stderr; on by default at a terminal."),
     ] = None,
     *,
     sampling: SamplingOptions,
@@ -72,7 +73,7 @@ def generate(
 
 
 class _TextPrinter:
-    """Prompt and text, a blank line between two results."""
+    """Printer of prompts and texts, with a blank line between two results."""
 
     def __init__(self, echo: bool) -> None:
         self._echo = echo
@@ -97,7 +98,7 @@ class _TextPrinter:
 
 
 class _JsonPrinter:
-    """One line of JSON per prompt."""
+    """Printer of one line of JSON per prompt."""
 
     def begin(self, prompt: str) -> None:
         pass
@@ -110,7 +111,7 @@ class _JsonPrinter:
 
 
 class _Figures:
-    """What the last line on stderr tells."""
+    """The tokens and times of a run, for the last line on stderr."""
 
     def __init__(self) -> None:
         self._started = perf_counter()
@@ -146,9 +147,9 @@ async def _complete(
     engine: "AsyncLLMEngine",
     _: Interrupts,
 ) -> None:
-    """All prompts run at once; results are shown in the order of the prompts.
+    """Run all prompts at once and show the results in their order.
 
-    What comes out of turn waits in its request's reply slot.
+    Outputs that come out of order wait in their request's reply slot.
     """
     figures.note_ready()
     generations = [engine.generate(prompt, params, str(i)) for i, prompt in enumerate(prompts)]

@@ -46,7 +46,11 @@ def root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", "-v", callback=_print_version, is_eager=True, help="Print the version."
+            "--version",
+            "-v",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version, and end.",
         ),
     ] = False,
 ) -> None:
@@ -56,8 +60,8 @@ def root(
 
 
 def run_line(arguments: list[str] | None = None) -> int:
-    """Run one command line; its exit code.  Everything that goes wrong is one line on stderr."""
-    # What a command tells this function, and what it was told itself.
+    """Run one command line and return its exit code; every error is one line on stderr."""
+    # Shared with the command: its arguments go in, `debug` comes back.
     state: dict[str, Any] = {"arguments": sys.argv[1:] if arguments is None else arguments}
     output.prepare_streams()
     try:
@@ -76,7 +80,7 @@ def run_line(arguments: list[str] | None = None) -> int:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line of this process and exit."""
     code = run_line()
     sys.stdout.flush()
     sys.stderr.flush()

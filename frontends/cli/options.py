@@ -21,7 +21,9 @@ from trouper.frontends.cli import output
 from trouper.params import SamplingParams
 
 NO = "no_"  # begins the name of the switch that turns another one off
-DEFAULT_MAX_TOKENS = 128  # where the model names none: more than the library's 16, for people
+DEFAULT_MAX_TOKENS = (
+    128  # where the model names none; more than the library's 16, for use at a terminal
+)
 
 # Panels of `--help`: every field of EngineArgs but `seed`, which is the sampling's.  Each switch that is on by
 # default has its `--no-…`.
@@ -29,64 +31,64 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     "Model": {
         "model": "Folder or hub id; the bundled demo model when left out.",
         "tokenizer": "Folder or hub id of the tokenizer; the model's own when left out.",
-        "skip_tokenizer_init": "No tokenizer: token ids in, token ids out.",
+        "skip_tokenizer_init": "Load no tokenizer: prompts and outputs are token ids.",
         "trust_remote_code": "Not supported: a model's own Python code is never run.",
         "revision": "Branch, tag or commit of the model on the hub.",
         "tokenizer_revision": "Branch, tag or commit of the tokenizer on the hub.",
-        "hf_token": "Access token of the hub.",
-        "download_dir": "Where downloads are kept.",
-        "load_format": "auto, or dummy: random weights, of a folder or of a geometry such as qwen3-0.6b.",
-        "device": "auto (a GPU that can be used), cpu or cuda.",
-        "dtype": "auto (as stored), float32, bfloat16 or float16.",
+        "hf_token": "Access token for the model hub.",
+        "download_dir": "Folder in which downloads are kept.",
+        "load_format": "auto, or dummy for random weights of a folder or of a preset such as qwen3-0.6b.",
+        "device": "Device to run on: auto (a usable GPU, else the CPU), cpu or cuda.",
+        "dtype": "Type of the weights: auto (as stored), float32, bfloat16 or float16.",
         "quantization": "Round the weights at load: int8, or int4 in groups of 32.",
         "compress_weights": "Keep bfloat16 weights in 12 bits, exactly; by default with --max-num-seqs below 8.",
         "max_model_len": "Longest prompt plus output, e.g. 4096 or 8k; the model's own by default.",
-        "generation_config": "auto, trouper (ignore the model's), or a folder.",
+        "generation_config": "Source of sampling defaults: auto, trouper (ignore the model's), or a folder.",
         "override_generation_config": "Sampling defaults that win over the model's.",
-        "enable_prompt_embeds": "Take prompts of embeddings.",
-        "chat_template": "Template, or a file with one, instead of the model's.",
-        "served_model_name": "Name to report; repeatable.",
+        "enable_prompt_embeds": "Accept prompts that are embeddings.",
+        "chat_template": "Chat template, or a file with one, in place of the model's.",
+        "served_model_name": "Name of the model for clients; repeatable.",
     },
     "Pooling": {
-        "runner": "auto, generate or pooling.",
-        "convert": "auto, none, embed or classify: make a pooling model of another kind of it.",
-        "pooler_config": "Settings of the pooler.",
+        "runner": "Kind of engine: auto, generate or pooling.",
+        "convert": "Conversion into a pooling model: auto, none, embed or classify.",
+        "pooler_config": "Settings of the pooler as JSON.",
     },
     "KV cache": {
-        "block_size": "Tokens in a block.",
-        "num_gpu_blocks_override": "Number of blocks, instead of what memory allows.",
-        "kv_cache_memory_bytes": "Memory for the cache in bytes.",
+        "block_size": "Tokens in a block of the KV cache.",
+        "num_gpu_blocks_override": "Number of KV blocks, in place of as many as fit the memory.",
+        "kv_cache_memory_bytes": "Memory for the KV cache, in bytes.",
         "gpu_memory_utilization": "Share of the device's memory to use.",
         "enable_prefix_caching": "Reuse the blocks of equal prefixes; on by default.",
-        "prefix_caching_hash_algo": "sha256; vLLM's others are not supported yet.",
+        "prefix_caching_hash_algo": "Hash of prefixes: sha256; others of vLLM are not supported yet.",
     },
     "Scheduler": {
         "max_num_seqs": "Sequences that run at once.",
-        "max_num_batched_tokens": "Tokens in one step, at most.",
+        "max_num_batched_tokens": "Largest number of tokens in one step.",
         "max_num_scheduled_tokens": "Token budget of a step; max-num-batched-tokens by default.",
-        "max_num_active_seqs": "Cap on running sequences that leaves buffers as they are.",
-        "max_num_queued_reqs": "Open requests before new ones are refused.",
-        "max_num_queued_tokens": "Open prompt tokens before new requests are refused.",
+        "max_num_active_seqs": "Limit on running sequences that does not change the size of buffers.",
+        "max_num_queued_reqs": "Number of open requests from which on new ones are refused.",
+        "max_num_queued_tokens": "Number of waiting prompt tokens from which on new requests are refused.",
         "enable_chunked_prefill": "Split long prompts over several steps; on by default.",
-        "long_prefill_token_threshold": "Most tokens of one prompt in a step; 0 is off.",
+        "long_prefill_token_threshold": "Largest number of tokens of one long prompt in a step; 0 is off.",
         "long_prefill_token_threshold_adaptive": "Apply the threshold under load only.",
-        "scheduling_policy": "priority or fcfs.",
-        "async_scheduling": "Plan a step while the one before runs; on by default.",
+        "scheduling_policy": "Order of waiting requests: priority or fcfs.",
+        "async_scheduling": "Plan a step while the previous one runs; on by default.",
         "scheduler_reserve_full_isl": "Admit a prompt only when all its blocks fit.",
         "watermark": "Share of blocks that admission leaves free.",
         "stream_interval": "Tokens between two outputs of a stream.",
     },
     "Engine": {
-        "renderer_num_workers": "Tasks that tokenise prompts.",
+        "renderer_num_workers": "Number of tasks that tokenise prompts.",
         "max_logprobs": "Most logprobs that a request may ask for; -1 is the vocabulary.",
-        "enforce_eager": "No CUDA graphs; on the CPU no recorded decode steps.",
+        "enforce_eager": "Run without CUDA graphs, and on the CPU without recorded decode steps.",
         "cudagraph_capture_sizes": "Batch sizes to capture, e.g. 1,2,4,8.",
-        "batch_invariant": "The same tokens alone and in any crowd, bit for bit; on a GPU, slower.",
-        "enable_sleep_mode": "Accepted for compatibility.",
-        "shutdown_timeout": "Seconds that open requests get at shutdown.",
-        "disable_log_stats": "No statistics.",
-        "otlp_traces_endpoint": "Where to send spans; needs the extra `tracing`.",
-        "profiler_config": "Settings of the profiler.",
+        "batch_invariant": "Generate the same tokens, bit for bit, alone and in any batch; slower on a GPU.",
+        "enable_sleep_mode": "Accepted for compatibility; sleeping always works.",
+        "shutdown_timeout": "Seconds in which open requests may finish at shutdown.",
+        "disable_log_stats": "Collect and log no statistics.",
+        "otlp_traces_endpoint": "Address to send spans to; needs the extra `tracing`.",
+        "profiler_config": "Settings of the profiler as JSON.",
     },
 }
 
@@ -97,25 +99,39 @@ def _sampling(text: str, *names: str, metavar: str | None = None) -> Any:
 
 @dataclasses.dataclass
 class SamplingOptions:
-    """`SamplingParams` as far as a command line needs them; None leaves the model's own default."""
+    """The sampling options of a command line; None leaves the model's own default."""
 
-    max_tokens: Annotated[int | None, _sampling("Most tokens to generate.")] = None
-    min_tokens: Annotated[int | None, _sampling("Tokens before the text may end.")] = None
-    temperature: Annotated[float | None, _sampling("0 takes the likeliest token.")] = None
-    top_p: Annotated[float | None, _sampling("Keep the likeliest tokens of this total.")] = None
-    top_k: Annotated[int | None, _sampling("Keep this many tokens; 0 is off.")] = None
-    min_p: Annotated[float | None, _sampling("Drop tokens below this share of the best.")] = None
-    presence_penalty: Annotated[float | None, _sampling("Against tokens already used.")] = None
-    frequency_penalty: Annotated[float | None, _sampling("Against tokens used often.")] = None
-    repetition_penalty: Annotated[float | None, _sampling("Divide repeated tokens by it.")] = None
-    seed: Annotated[int | None, _sampling("Equal seeds give equal text.")] = None
-    stop: Annotated[
-        list[str] | None, _sampling("End before this text; repeatable.", metavar="TEXT")
+    max_tokens: Annotated[int | None, _sampling("Largest number of tokens to generate.")] = None
+    min_tokens: Annotated[int | None, _sampling("Tokens to generate before the text may end.")] = (
+        None
+    )
+    temperature: Annotated[
+        float | None, _sampling("Randomness of the text; 0 takes the likeliest token.")
     ] = None
-    ignore_eos: Annotated[bool, _sampling("Go on after the end of text.", "--ignore-eos")] = False
+    top_p: Annotated[float | None, _sampling("Keep the likeliest tokens of this total.")] = None
+    top_k: Annotated[int | None, _sampling("Keep this many likeliest tokens; 0 is off.")] = None
+    min_p: Annotated[float | None, _sampling("Drop tokens below this share of the best.")] = None
+    presence_penalty: Annotated[
+        float | None, _sampling("Penalty on tokens that are already in the text.")
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, _sampling("Penalty on tokens by the number of their uses.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, _sampling("Factor that makes repeated tokens less likely.")
+    ] = None
+    seed: Annotated[int | None, _sampling("Seed of the sampling; equal seeds give equal text.")] = (
+        None
+    )
+    stop: Annotated[
+        list[str] | None, _sampling("End the text before this string; repeatable.", metavar="TEXT")
+    ] = None
+    ignore_eos: Annotated[
+        bool, _sampling("Continue after an end-of-text token.", "--ignore-eos")
+    ] = False
 
     def given(self) -> dict[str, Any]:
-        """What the command line says, and nothing that it leaves to others."""
+        """Return only the options that the command line sets."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -123,7 +139,7 @@ class SamplingOptions:
         }
 
     def params(self, model_defaults: dict[str, Any], **more: Any) -> SamplingParams:
-        """What was given wins over the model's defaults, and those over the library's.
+        """Return sampling parameters: given options win over the model's defaults, and those over the library's.
 
         Raises:
             TrouperValidationError: a value outside its range; the message names the parameter.
@@ -133,7 +149,7 @@ class SamplingOptions:
 
 
 def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
-    """A callback: what the file says is the default of this command's options.
+    """Make the values of a TOML file the defaults of this command's options.
 
     Raises:
         typer.BadParameter: it is no TOML, or names no option.
@@ -156,14 +172,14 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 def _as_typed(value: Any) -> Any:
-    """Lists and tables as they would stand in a command line."""
+    """Return lists and tables as they would stand in a command line."""
     if isinstance(value, list):
         return ",".join(map(str, cast("list[Any]", value)))
     return json.dumps(value) if isinstance(value, dict) else value
 
 
 def served_names(engine_args: EngineArgs) -> tuple[str, ...]:
-    """What clients may call the model; empty: what the engine calls it."""
+    """Return the names of the model for clients; empty means the engine's own name."""
     names = engine_args.served_model_name or ()
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -192,7 +208,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(**values)
         except BrokenPipeError:
-            # `trouper generate … | head -1`: nobody reads on, and that is all right.
+            # The reader of stdout has ended, as in `trouper generate … | head -1`; that is no error.
             output.silence_stdout()
             raise typer.Exit(output.EXIT_BROKEN_PIPE) from None
 
@@ -211,7 +227,7 @@ def _options_of(group: type[Any]) -> list[inspect.Parameter]:
 
 
 def _engine_options() -> list[inspect.Parameter]:
-    """One option a field, and a hidden `--no-…` for each switch: shown, it would squeeze the names."""
+    """Return one option for each field, and a hidden `--no-…` for each switch; shown, it would squeeze the names."""
     fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
     parameters: list[inspect.Parameter] = []
     for panel, texts in ENGINE_HELP.items():
@@ -225,7 +241,7 @@ def _engine_options() -> list[inspect.Parameter]:
 
 
 def _engine_option(name: str, wished: Any, panel: str, text: str) -> Any:
-    """A field's type in words that typer knows: one of bool, int, float, str or list[str]."""
+    """Return a field as an option of a type that typer knows: bool, int, float, str or list[str]."""
     kinds = set(get_args(wished)) - {NoneType} if get_args(wished) else {wished}
     flag = f"--{name.replace('_', '-')}"
     settings: dict[str, Any] = {"help": text, "rich_help_panel": panel}

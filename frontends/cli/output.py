@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, everything else on stderr, an error in one line."""
+"""Output of commands: results on stdout, everything else on stderr, an error in one line."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ HINT = " (--debug shows where)"
 
 
 class Interrupted(Exception):
-    """A signal ended the command, and what was open has been closed in order."""
+    """Raised when a signal has ended the command, and all it had open has been closed in order."""
 
     def __init__(self, number: int) -> None:
         super().__init__("interrupted" if number == EXIT_CTRL_C - EXIT_SIGNALLED else "terminated")
@@ -29,7 +29,7 @@ class Interrupted(Exception):
 
 @runtime_checkable
 class _UsageError(Protocol):
-    """What typer raises for a command line that it cannot parse."""
+    """The errors of typer for a command line that it cannot parse."""
 
     exit_code: int
 
@@ -37,7 +37,7 @@ class _UsageError(Protocol):
 
 
 def explain(error: BaseException) -> tuple[int, str]:
-    """The exit code and the line for an error."""
+    """Return the exit code and the line for an error."""
     error = _first(error)
     if isinstance(error, _UsageError):
         return error.exit_code, _usage(error)
@@ -63,12 +63,12 @@ def _first(error: BaseException) -> BaseException:
 
 
 def complain(message: str) -> None:
-    """One line on stderr, whatever the message holds."""
+    """Print a message as one line on stderr, whatever it holds."""
     print(f"trouper: {' '.join(message.split())}", file=sys.stderr)
 
 
 def prepare_streams() -> None:
-    """A text that the terminal cannot show is no reason to fail; a warning is one line."""
+    """Let streams replace characters that they cannot encode, and print warnings as one line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -76,7 +76,7 @@ def prepare_streams() -> None:
 
 
 def silence_stdout() -> None:
-    """The reader of stdout is gone: let what is still buffered go nowhere."""
+    """Discard all further output: the reader of stdout has ended."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # lives as long as the process
 
 

@@ -10,7 +10,7 @@ from trouper.frontends.cli import output
 
 
 def read_prompts(prompts: list[str] | None, prompt_file: str | None) -> list[str]:
-    """Prompts from the arguments, then from the file; the whole of stdin when there are neither."""
+    """Return prompts from the arguments, then from the file; the whole of stdin when there are neither."""
     texts = list(prompts or ())
     if prompt_file is not None:
         lines = _read(prompt_file).splitlines()

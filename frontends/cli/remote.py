@@ -1,7 +1,7 @@
-"""A client of any server that speaks OpenAI's API, as far as a person at a terminal needs one.
+"""A client of servers with OpenAI's API, for use at a terminal.
 
-What the server refuses for what was asked (400, 401, 404 …) is a client error; everything else that goes
-wrong between here and the last word of an answer is a RemoteError.  Nothing is asked twice.
+A refusal of the request itself (400, 401, 404 …) is a client error; every other failure until the end of an
+answer is a RemoteError.  No request is sent twice.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ DEFAULT_URL = "http://127.0.0.1:8000/v1"
 CONNECT_S = 10.0
 SILENCE_S = 600.0  # a long prompt on a slow machine is silent for minutes
 LAST_WORDS_S = 1.0  # for a stream to end after `[DONE]`, so that its connection can be used again
-MAX_BODY = 2**20  # of an answer that is no stream
+MAX_BODY = 2**20  # bytes of a reply that is no stream
 MAX_MESSAGE = 400
 TRY_AGAIN = (408, 429)
 
@@ -38,17 +38,19 @@ def _option(text: str, **more: Any) -> Any:
 
 @dataclasses.dataclass
 class RemoteOptions:
-    """Which server is asked, and as whom."""
+    """The address of the server, the model, and the key to send."""
 
     url: Annotated[str | None, _option("Base address of an OpenAI-compatible server.")] = None
     model_name: Annotated[
         str | None, _option("Model to ask; the first of the server's when left out.")
     ] = None
-    api_key: Annotated[str | None, _option("Key to send.", envvar="TROUPER_API_KEY")] = None
+    api_key: Annotated[
+        str | None, _option("API key to send to the server.", envvar="TROUPER_API_KEY")
+    ] = None
 
 
 class RemoteServer(AsyncContextManagerMixin):
-    """Entering finds out which model to ask."""
+    """A server that answers for one model; entering looks the model up if none is named."""
 
     def __init__(self, options: RemoteOptions) -> None:
         """Raises TrouperValidationError: the address or the key cannot be used."""
@@ -78,13 +80,13 @@ class RemoteServer(AsyncContextManagerMixin):
     async def chat(
         self, fields: dict[str, Any], messages: list[dict[str, Any]], show: Show
     ) -> AnswerUsage | None:
-        """`show` each piece of the answer to a conversation; as `complete` otherwise."""
+        """Pass each piece of the answer to a conversation to `show`; otherwise as `complete`."""
         return await self._ask("chat/completions", {"messages": messages, **fields}, show)
 
     async def complete(self, fields: dict[str, Any], prompt: str, show: Show) -> AnswerUsage | None:
-        """`show` each piece of the text that follows a prompt.  Leaving closes the connection.
+        """Pass each piece of the text that follows a prompt to `show`.  Leaving closes the connection.
 
-        Returns what the server says of the tokens, where it was asked (`stream_options`) and says it.
+        Returns the counts of tokens if `fields` request them (`stream_options`) and the server sends them.
 
         Raises:
             TrouperClientError: the server refuses the request.
@@ -114,7 +116,7 @@ class RemoteServer(AsyncContextManagerMixin):
 
     @contextmanager
     def _explained(self) -> Generator[None]:
-        """The client library's errors in the words of this command line."""
+        """Raise the client library's errors as errors of this command line."""
         import httpx2
 
         try:
@@ -153,7 +155,7 @@ class _Models(msgspec.Struct):
 
 
 async def _read(source: "EventSource", show: Show) -> AnswerUsage | None:
-    """Until the stream ends."""
+    """Read a stream to its end."""
     error: Exception | None = None
     usage: AnswerUsage | None = None
     is_over = False
@@ -221,12 +223,12 @@ async def _bounded_body(response: "Response") -> bytes:
 
 
 def _plain(text: str) -> str:
-    """What others say, fit for a terminal: short, and without control characters."""
+    """Return foreign text fit for a terminal: short, and without control characters."""
     return "".join(c if c.isprintable() else " " for c in text[:MAX_MESSAGE])
 
 
 def _base_url(text: str) -> "URL":
-    """The address under which the routes are; `/v1` when only a host is given."""
+    """Return the address that routes are relative to; `/v1` when only a host is given."""
     import httpx2
 
     try:

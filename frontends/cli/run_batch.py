@@ -22,23 +22,27 @@ if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 INFLIGHT = 1024
-PART = ".part"  # what the output is called until it is complete
+PART = ".part"  # suffix of the output file until it is complete
 
 
 @expand_options
 def run_batch(
     ctx: typer.Context,
     input_file: Annotated[
-        str, typer.Option("--input-file", "-i", metavar="FILE", help="Requests; - is stdin.")
+        str,
+        typer.Option("--input-file", "-i", metavar="FILE", help="File of requests; - is stdin."),
     ],
     output_file: Annotated[
-        str, typer.Option("--output-file", "-o", metavar="FILE", help="Answers; - is stdout.")
+        str,
+        typer.Option(
+            "--output-file", "-o", metavar="FILE", help="File for the replies; - is stdout."
+        ),
     ],
     max_inflight: Annotated[
         int | None,
-        typer.Option(help="Lines held at once; 1024 or twice max-num-seqs by default.", min=1),
+        typer.Option(help="Lines under way at once; 1024 or twice max-num-seqs by default.", min=1),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of requests that bring none.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of requests without one.")] = 0,
     *,
     engine_args: EngineArgs,
 ) -> None:
@@ -69,7 +73,7 @@ async def _answer(
     from trouper.frontends.server.batch_files import BatchFile
     from trouper.frontends.server.settings import ServerSettings
 
-    # Who waits in a batch waits for the whole of it: no places, no deadline.
+    # A batch is answered as a whole, so its requests have no limit on their number and no deadline.
     settings = ServerSettings(
         served_model_names=names, max_requests=sys.maxsize, request_timeout_s=math.inf
     )
@@ -93,7 +97,7 @@ def _source(name: str) -> Generator[BinaryIO]:
 
 @contextmanager
 def _sink(name: str, input_name: str) -> Generator[BinaryIO]:
-    """A file that takes its name when it is complete; what is no plain file is written as it is."""
+    """Open a file that takes its name when it is complete; a pipe or device is written directly."""
     if name == "-":
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()

@@ -1,4 +1,4 @@
-"""Running a command over something open: one task group, one task that listens for signals.
+"""Running a command over an engine or a client: one task group, one task that listens for signals.
 
 The first Ctrl-C ends what it points at (the answer of a chat, or else the command) in order: requests
 are aborted, the step under way ends, memory goes back.  SIGTERM always ends the command.  A second
@@ -26,7 +26,7 @@ Act = Callable[[T, "Interrupts"], Awaitable[None]]
 
 
 class Interrupts:
-    """What a signal ends: the innermost `stoppable` block for Ctrl-C, else the whole command."""
+    """The target of signals: the innermost `stoppable` block for Ctrl-C, else the whole command."""
 
     def __init__(self) -> None:
         self.number: int | None = None  # the signal that ended the command
@@ -34,7 +34,7 @@ class Interrupts:
 
     @contextmanager
     def stoppable(self) -> Generator[anyio.CancelScope]:
-        """Ctrl-C ends this block, and the command goes on after it."""
+        """Let Ctrl-C end this block alone, so that the command goes on after it."""
         with anyio.CancelScope() as scope:
             self._stoppable = scope
             try:
@@ -76,7 +76,9 @@ def run_engine(
 def run_open(
     unopened: AbstractAsyncContextManager[T], act: Act[T], status: str, *, backend: str = "trio"
 ) -> None:
-    """Open it on the event loop `backend`, showing `status` meanwhile, let `act` use it, and close it.
+    """Open an engine or a client on the event loop `backend`, let `act` use it, and close it.
+
+    `status` is shown while it opens.
 
     Raises:
         Interrupted: a signal ended the command.

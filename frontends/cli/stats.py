@@ -1,4 +1,4 @@
-"""`--stats`: what one answer took, in tokens and seconds."""
+"""`--stats`: tokens and seconds of each answer."""
 
 import sys
 from collections.abc import Callable
@@ -9,20 +9,20 @@ import msgspec
 import typer
 
 StatsOption = Annotated[
-    bool, typer.Option("--stats", help="After each answer: tokens and times, on stderr.")
+    bool, typer.Option("--stats", help="Print tokens and times of each answer on stderr.")
 ]
-ASKED = {"stream_options": {"include_usage": True}}  # for a server to tell
+ASKED = {"stream_options": {"include_usage": True}}  # fields that request the counts from a server
 
 
 class AnswerUsage(msgspec.Struct):
-    """Of one answer, in tokens."""
+    """The tokens of one answer and its prompt."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 class Stopwatch:
-    """Begins when it is made; `hear` passes each piece of the answer to `show`."""
+    """Times of one answer, from the construction on; `hear` passes each piece of it to `show`."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show
@@ -39,7 +39,12 @@ class Stopwatch:
 
 
 def stats_line(usage: AnswerUsage | None, first_s: float | None, whole_s: float) -> str:
-    """`usage` is None when the answer was cut off or the server does not tell, `first_s` when it has no text."""
+    """Return the line of one answer.
+
+    Args:
+        usage: None when the answer was cut off or the server sends no counts.
+        first_s: None when the answer has no text.
+    """
     times = f"{whole_s:.2f} s"
     if first_s is not None:
         times += f", first text after {first_s:.2f} s"

@@ -1,4 +1,4 @@
-"""Lines that a person types, or a pipe brings."""
+"""Lines from a terminal or a pipe, and text for it."""
 
 import re
 import sys
@@ -15,14 +15,14 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newli
 
 
 def show(text: str) -> None:
-    """A piece of an answer, at once; a terminal takes no orders from it."""
+    """Print a piece of an answer at once; a terminal gets no control characters from it."""
     if output.is_terminal(sys.stdout):
         text = CONTROLS.sub("", text)
     print(text, end="", flush=True)
 
 
 async def read_line() -> str | None:
-    """The next line, None at the end.  Abandoned when the command ends: a read cannot be taken back."""
+    """Return the next line, or None at the end.  Abandoned when the command ends: a read cannot be cancelled."""
     return await anyio.to_thread.run_sync(
         _input, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
     )
@@ -40,7 +40,7 @@ def _input() -> str | None:
 
 @contextmanager
 def terminal_kept() -> Generator[None]:
-    """Line editing puts the terminal into another mode; put it back if the read is abandoned."""
+    """Restore the terminal's mode after the block, for line editing changes it and a read may be abandoned."""
     if not output.is_terminal(sys.stdin):
         yield
         return

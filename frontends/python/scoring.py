@@ -21,16 +21,16 @@ from trouper.pooling_outputs import Array, PoolingOutput, PoolingRequestOutput
 if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
-Encoding = Generation[PoolingRequestOutput[PoolingOutput]]
+PoolingGeneration = Generation[PoolingRequestOutput[PoolingOutput]]
 Pooled = PoolingRequestOutput[PoolingOutput]
-Run = Callable[[Iterable[Encoding], Any], Awaitable[list[Pooled]]]
+Run = Callable[[Iterable[PoolingGeneration], Any], Awaitable[list[Pooled]]]
 T = TypeVar("T")
 QUERIES_AT_ONCE = MAX_QUERIES // 4  # concurrent scores keep some, too
 
 
-async def collect(encodings: Iterable[Encoding], bar: Any = None) -> list[Pooled]:
+async def collect(encodings: Iterable[PoolingGeneration], bar: Any = None) -> list[Pooled]:
     """Run all at once and return their outputs in order; the first failure ends the others and is raised as it is."""
-    opened: list[Encoding] = []
+    opened: list[PoolingGeneration] = []
     outputs: list[Pooled] = []
     try:
         await anyio.lowlevel.checkpoint()

@@ -1,4 +1,4 @@
-"""`trouper bench kernels`: each operation beside the measured roofs."""
+"""`trouper bench kernels`: each operation beside the measured peaks of memory and arithmetic."""
 
 import os
 from typing import Annotated, Any, Literal
@@ -15,46 +15,61 @@ from trouper.frontends.cli.options import expand_options, integers
 def kernels(
     ctx: typer.Context,
     op: Annotated[
-        list[str] | None, typer.Option(help="One operation; repeatable.", metavar="NAME")
+        list[str] | None, typer.Option(help="Time only this operation; repeatable.", metavar="NAME")
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
             "-m",
-            help="Whose shapes: a folder or a geometry; Qwen3-0.6B's when left out.",
+            help="Folder or preset whose shapes are timed; Qwen3-0.6B's by default.",
         ),
     ] = None,
     device: Annotated[
         Literal["cpu", "cuda", "interpreter"],
-        typer.Option(help="interpreter tries what cuda does; its figures mean nothing."),
+        typer.Option(
+            help="Device to time; interpreter only tries the CUDA kernels, without meaningful times."
+        ),
     ] = "cpu",
     num_tokens: Annotated[
-        Any, typer.Option(parser=integers, metavar="N,N,…", help="Tokens of a step.")
+        Any, typer.Option(parser=integers, metavar="N,N,…", help="Numbers of tokens in a step.")
     ] = "1,16,256",
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence that decodes.")] = 1024,
+    context: Annotated[
+        int, typer.Option(min=1, help="Cached tokens of each decoding sequence.")
+    ] = 1024,
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a block; 128, on a GPU 16.")
+        int | None, typer.Option(min=1, help="Tokens in a KV block; 128 by default, on a GPU 16.")
     ] = None,
     dtype: Annotated[
-        Literal["bfloat16", "float32"], typer.Option(help="Of all numbers.")
+        Literal["bfloat16", "float32"], typer.Option(help="Type of weights and activations.")
     ] = "bfloat16",
     roof_mib: Annotated[
         int | None,
-        typer.Option(min=1, help="Array of the roof: read, 512; or on a GPU copied, 4096."),
+        typer.Option(
+            min=1,
+            help="MiB of the array that measures memory bandwidth: 512 read, or on a GPU 4096 copied.",
+        ),
     ] = None,
     roof_gemm: Annotated[
-        int | None, typer.Option(min=1, help="Side of the roof's matrices: 2048, on a GPU 8192.")
+        int | None,
+        typer.Option(
+            min=1, help="Side of the square matrices that measure FLOP/s; 2048, on a GPU 8192."
+        ),
     ] = None,
     cold_mib: Annotated[
         int,
-        typer.Option(min=0, help="Weights and caches are copied to so much: none is in a cache."),
+        typer.Option(
+            min=0,
+            help="MiB over which copies of weights and KV are spread, so that no cache holds them.",
+        ),
     ] = 256,
-    sample_ms: Annotated[float, typer.Option(min=0.0, help="Least length of a sample.")] = 20.0,
+    sample_ms: Annotated[
+        float, typer.Option(min=0.0, help="Shortest duration of a sample in milliseconds.")
+    ] = 20.0,
     *,
     report: ReportOptions,
 ) -> None:
-    """Time, GB/s, GFLOP/s and share of the roof of every operation."""
+    """Measure time, GB/s, GFLOP/s and share of the measured peak of every operation."""
     report.check()
     if min(num_tokens) < 1:
         raise TrouperValidationError(
@@ -102,7 +117,7 @@ def kernels(
 
 
 def _cuda_ops(device: str) -> Any:
-    """Raises UnsupportedFeatureError: no Triton, or no such device."""
+    """Return the CUDA operations.  Raises UnsupportedFeatureError without Triton or such a device."""
     try:
         from trouper.bench.cuda_kernels import OPS
         from trouper.kernels.cuda.launch import INTERPRETED  # pyright: ignore[reportUnknownVariableType]

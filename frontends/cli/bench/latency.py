@@ -13,28 +13,34 @@ from trouper.frontends.cli.options import expand_options, integers
 @expand_options
 def latency(
     ctx: typer.Context,
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 32,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens of an output.")] = 128,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of each output.")] = 128,
     batch_size: Annotated[
-        Any, typer.Option(parser=integers, metavar="N,N,…", help="Prompts in a batch.")
+        Any, typer.Option(parser=integers, metavar="N,N,…", help="Numbers of prompts in a batch.")
     ] = "8",
     n: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
-    num_iters_warmup: Annotated[int, typer.Option(min=0, help="Batches before, untimed.")] = 10,
+    num_iters_warmup: Annotated[
+        int, typer.Option(min=0, help="Untimed batches before the timed ones.")
+    ] = 10,
     num_iters: Annotated[int, typer.Option(min=1, help="Batches that are timed.")] = 30,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal prompts.")] = 0,
     disable_detokenize: Annotated[
-        bool, typer.Option("--disable-detokenize", help="Token ids only.")
+        bool, typer.Option("--disable-detokenize", help="Generate token ids without text.")
     ] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Trace one batch, and end.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Trace one batch instead of timing, and end.")
+    ] = False,
     breakdown: Annotated[
-        bool, typer.Option("--breakdown", help="Where the time of a decode step goes.")
+        bool, typer.Option("--breakdown", help="Show the parts of a decode step's time.")
     ] = False,
-    plot: Annotated[str | None, reporting("PNG over the batch sizes.", metavar="FILE")] = None,
+    plot: Annotated[
+        str | None, reporting("Plot latencies over the batch sizes as PNG.", metavar="FILE")
+    ] = None,
     *,
     report: ReportOptions,
     engine_args: EngineArgs,
 ) -> None:
-    """How long a batch takes; prefix caching is off unless asked for."""
+    """Measure the duration of a batch; prefix caching is off by default."""
     from trouper.bench.datasets import SampleRequest, check_fit
     from trouper.bench.plot import check_available
     from trouper.bench.report import check_writable

@@ -1,4 +1,4 @@
-"""`trouper bench loop-gap`: is the event loop ever kept from running?"""
+"""`trouper bench loop-gap`: delays of the event loop beside generation."""
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 @expand_options
 def loop_gap(
     ctx: typer.Context,
-    loop: Annotated[Literal["trio", "asyncio"], typer.Option(help="Event loop.")] = "trio",
-    interval_ms: Annotated[float, typer.Option(min=0.1, help="Between two heartbeats.")] = 1.0,
-    idle: Annotated[float, typer.Option(min=0.0, help="Seconds of an idle engine, before.")] = 1.0,
+    loop: Annotated[
+        Literal["trio", "asyncio"], typer.Option(help="Event loop to run on.")
+    ] = "trio",
+    interval_ms: Annotated[
+        float, typer.Option(min=0.1, help="Milliseconds between two heartbeats.")
+    ] = 1.0,
+    idle: Annotated[
+        float, typer.Option(min=0.0, help="Seconds of measurement on an idle engine first.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal requests.")] = 0,
     *,
     dataset: DatasetOptions,

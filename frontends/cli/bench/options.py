@@ -1,4 +1,4 @@
-"""Options that several benchmarks share, and how each of them reports."""
+"""Options and reports that several benchmarks share."""
 
 import dataclasses
 import json
@@ -33,30 +33,48 @@ def reporting(text: str, *names: str, **more: Any) -> Any:
 
 @dataclasses.dataclass
 class DatasetOptions:
-    """Which requests are sent; vLLM's names."""
+    """The requests that a benchmark sends; options have vLLM's names."""
 
     dataset_name: Annotated[
         Literal["sharegpt", "random", "prefix_repetition"],
-        dataset("sharegpt is random without --dataset-path."),
+        dataset("Source of the requests; sharegpt without --dataset-path is random."),
     ] = "sharegpt"
-    dataset_path: Annotated[str | None, dataset("A ShareGPT file.", metavar="FILE")] = None
-    num_prompts: Annotated[int, dataset("Requests.", **POSITIVE)] = 1000
-    input_len: Annotated[int | None, dataset("Tokens of a random prompt.", **POSITIVE)] = None
-    output_len: Annotated[int | None, dataset("Tokens of an output.", **POSITIVE)] = None
-    random_input_len: Annotated[int | None, dataset("1024, or --input-len.", **POSITIVE)] = None
-    random_output_len: Annotated[int | None, dataset("128, or --output-len.", **POSITIVE)] = None
-    random_range_ratio: Annotated[float, dataset("Lengths vary by this share.")] = 0.0
-    random_prefix_len: Annotated[int, dataset("Tokens that all share, before.", min=0)] = 0
-    prefix_repetition_prefix_len: Annotated[int, dataset("Tokens of a prefix.", min=0)] = 256
-    prefix_repetition_suffix_len: Annotated[int, dataset("Tokens after it.", **POSITIVE)] = 256
-    prefix_repetition_num_prefixes: Annotated[int, dataset("Prefixes.", **POSITIVE)] = 10
-    prefix_repetition_output_len: Annotated[int, dataset("Tokens out.", **POSITIVE)] = 128
+    dataset_path: Annotated[
+        str | None, dataset("ShareGPT file with conversations in JSON.", metavar="FILE")
+    ] = None
+    num_prompts: Annotated[int, dataset("Number of requests to send.", **POSITIVE)] = 1000
+    input_len: Annotated[int | None, dataset("Tokens of each random prompt.", **POSITIVE)] = None
+    output_len: Annotated[int | None, dataset("Tokens of each output.", **POSITIVE)] = None
+    random_input_len: Annotated[
+        int | None,
+        dataset("Tokens of each random prompt; --input-len or 1024 by default.", **POSITIVE),
+    ] = None
+    random_output_len: Annotated[
+        int | None,
+        dataset("Tokens of each random output; --output-len or 128 by default.", **POSITIVE),
+    ] = None
+    random_range_ratio: Annotated[float, dataset("Share by which random lengths vary.")] = 0.0
+    random_prefix_len: Annotated[
+        int, dataset("Tokens of a prefix that all random prompts share.", min=0)
+    ] = 0
+    prefix_repetition_prefix_len: Annotated[
+        int, dataset("Tokens of each repeated prefix.", min=0)
+    ] = 256
+    prefix_repetition_suffix_len: Annotated[
+        int, dataset("Tokens after each repeated prefix.", **POSITIVE)
+    ] = 256
+    prefix_repetition_num_prefixes: Annotated[
+        int, dataset("Number of different repeated prefixes.", **POSITIVE)
+    ] = 10
+    prefix_repetition_output_len: Annotated[
+        int, dataset("Tokens of each output after a repeated prefix.", **POSITIVE)
+    ] = 128
     oversample: Annotated[bool, dataset("Repeat requests of a file that has too few.")] = True
 
     def requests(
         self, tokenizer: "Tokenizer | None", vocabulary: Sequence[int], seed: int, *, texts: bool
     ) -> "list[SampleRequest]":
-        """The same for the same seed.
+        """Make the requests; equal seeds give equal ones.
 
         Args:
             tokenizer: needed for ShareGPT and for texts.
@@ -113,19 +131,19 @@ class DatasetOptions:
 
 @dataclasses.dataclass
 class ReportOptions:
-    """Where the figures go."""
+    """The destination and form of the results."""
 
-    output_json: Annotated[str | None, reporting("Write a report.", metavar="FILE")] = None
+    output_json: Annotated[str | None, reporting("Write a report in JSON.", metavar="FILE")] = None
     as_json: Annotated[bool, reporting("Print the report instead of the table.", "--json")] = False
 
     def check(self) -> None:
-        """Before anything is measured.  Raises TrouperValidationError."""
+        """Check the options before any measurement.  Raises TrouperValidationError."""
         from trouper.bench.report import check_writable
 
         check_writable("output_json", self.output_json)
 
     def finish(self, ctx: typer.Context, record: dict[str, Any], lines: Iterable[str]) -> None:
-        """Print, and write if asked to; the report says with what and on what it was made."""
+        """Print the results, and write the report with the command, versions and machine if a file is named."""
         from trouper.bench import report
 
         full = {"about": report.about(ctx.obj["arguments"]), **record}
@@ -139,7 +157,7 @@ class ReportOptions:
 
 
 def tokenizer_of(folder: str | None) -> "tuple[Tokenizer, list[int]]":
-    """The tokenizer of a folder, and the ids that a random prompt may hold.
+    """Return the tokenizer of a folder, and the ids that a random prompt may hold.
 
     Raises:
         TrouperValidationError: there is none.
@@ -155,7 +173,7 @@ def tokenizer_of(folder: str | None) -> "tuple[Tokenizer, list[int]]":
 
 @contextmanager
 def progress(total: int, what: str) -> Generator[Step]:
-    """A bar on a terminal's stderr; the value is to be called for each thing that is done."""
+    """Show a progress bar on a terminal's stderr; the yielded function advances it by one."""
     from tqdm import tqdm
 
     with tqdm(
@@ -165,14 +183,14 @@ def progress(total: int, what: str) -> Generator[Step]:
 
 
 def note(text: str) -> None:
-    """A line of progress, for whoever watches."""
+    """Print a line of progress on stderr."""
     if output.is_terminal(sys.stderr):
         print(text, file=sys.stderr)
 
 
 @contextmanager
 def terminable() -> Generator[None]:
-    """SIGTERM leaves the block as Ctrl-C does, so that no process that it started is left behind."""
+    """Let SIGTERM leave the block as Ctrl-C does, so that its child processes end, too."""
 
     def end(number: int, _: object) -> None:
         raise output.Interrupted(number)

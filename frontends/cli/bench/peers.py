@@ -15,44 +15,65 @@ PYTHON: dict[str, Any] = {"metavar": "PATH", "rich_help_panel": "Peers"}
 def peers(
     ctx: typer.Context,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Folder; the demo when left out.")
+        str | None,
+        typer.Option("--model", "-m", help="Folder of the model; the demo model by default."),
     ] = None,
     gguf: Annotated[
-        str | None, typer.Option(help="The same model for llama.cpp.", metavar="FILE")
+        str | None, typer.Option(help="File of the same model for llama.cpp.", metavar="FILE")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of everybody but llama.cpp.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Type of the weights in all engines but llama.cpp.")
+    ] = "bfloat16",
     quantization: Annotated[
-        str | None, typer.Option(help="Of trouper: int8 or int4, beside a GGUF file of that kind.")
+        str | None,
+        typer.Option(
+            help="Quantization of trouper, int8 or int4, beside a GGUF file of that kind."
+        ),
     ] = None,
     workload: Annotated[
         list[str] | None,
-        typer.Option(help="Requests x input x output; repeatable.", metavar="16x128x64"),
+        typer.Option(
+            help="Workload as requests x input x output tokens; repeatable.", metavar="16x128x64"
+        ),
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Rounds; everybody runs in each.")] = 5,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Number of rounds; every engine runs in each.")
+    ] = 5,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal prompts.")] = 0,
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="vllm, llama.cpp, transformers or transformers-cb; repeatable; without it all that are found.",
+            help="Engine to compare with: vllm, llama.cpp, transformers or transformers-cb; repeatable; all that are found by default.",
             metavar="NAME",
             rich_help_panel="Peers",
         ),
     ] = None,
-    alone: Annotated[bool, typer.Option("--alone", help="trouper, and nobody else.")] = False,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Run trouper without any other engine.")
+    ] = False,
     vllm_python: Annotated[
-        str | None, typer.Option(help="Where vLLM is installed.", **PYTHON)
+        str | None, typer.Option(help="Python interpreter of an environment with vLLM.", **PYTHON)
     ] = None,
     llama_python: Annotated[
-        str | None, typer.Option(help="Where llama-cpp-python is.", **PYTHON)
+        str | None,
+        typer.Option(help="Python interpreter of an environment with llama-cpp-python.", **PYTHON),
     ] = None,
     llama_batched_bench: Annotated[
-        str | None, typer.Option(help="llama.cpp's own program, instead.", **PYTHON)
+        str | None,
+        typer.Option(
+            help="llama.cpp's own benchmark program, in place of llama-cpp-python.", **PYTHON
+        ),
     ] = None,
-    hf_python: Annotated[str | None, typer.Option(help="Another transformers.", **PYTHON)] = None,
+    hf_python: Annotated[
+        str | None,
+        typer.Option(
+            help="Python interpreter of an environment with another transformers.", **PYTHON
+        ),
+    ] = None,
     *,
     report: ReportOptions,
 ) -> None:
-    """Everybody on the same prompts, in turn; medians, spread and ratios."""
+    """Run several engines on the same prompts, in turn; show medians, spread and ratios."""
     from trouper.actors.executor.topology import num_physical_cores
     from trouper.bench import peers as core
 
@@ -75,7 +96,7 @@ def peers(
         llama_batched_bench=llama_batched_bench,
         threads=num_physical_cores(),
     )
-    settings.engines()  # here, because it finds mistakes before anything is loaded
+    settings.engines()  # here, because it finds mistakes before any engine loads
     report.check()
     _, vocabulary = tokenizer_of(config.tokenizer)
     with terminable():

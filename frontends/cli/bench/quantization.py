@@ -1,4 +1,4 @@
-"""`trouper bench quantization`: what rounded weights cost."""
+"""`trouper bench quantization`: the loss of quality by rounded weights."""
 
 from typing import Annotated
 
@@ -14,12 +14,14 @@ def quantization(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Folder or hub id; the demo when left out.")
     ] = None,
-    num_chars: Annotated[int, typer.Option(min=1, help="Of each text.")] = 600,
-    num_files: Annotated[int, typer.Option(min=1, max=6, help="Texts.")] = 6,
+    num_chars: Annotated[int, typer.Option(min=1, help="Characters of each text.")] = 600,
+    num_files: Annotated[
+        int, typer.Option(min=1, max=6, help="Number of texts to compare on.")
+    ] = 6,
     *,
     report: ReportOptions,
 ) -> None:
-    """KL divergence, equal top tokens and perplexity of int8 and int4 beside the plain weights."""
+    """Measure KL divergence, equal top tokens and perplexity of int8 and int4 beside the plain weights."""
     from trouper.bench.quantization import measure
 
     report.check()

@@ -29,49 +29,70 @@ COMMON_IDS = range(300, 1000)
 def serve(
     ctx: typer.Context,
     url: Annotated[
-        str, typer.Option("--url", "--base-url", help="Up to and with /v1.")
+        str, typer.Option("--url", "--base-url", help="Base address of the server, with /v1.")
     ] = "http://127.0.0.1:8000/v1",
     endpoint: Annotated[
-        Literal["completions", "chat"], typer.Option(help="Which route.")
+        Literal["completions", "chat"], typer.Option(help="API to send the requests to.")
     ] = "completions",
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Name; the server's first when left out.")
+        str | None,
+        typer.Option("--model", "-m", help="Model to request; the server's first by default."),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder; texts of exact lengths need it.", metavar="FOLDER")
+        str | None,
+        typer.Option(help="Folder of a tokenizer, for texts of exact lengths.", metavar="FOLDER"),
     ] = None,
     request_rate: Annotated[
-        float, typer.Option(help="Requests per second; inf: all at once.")
+        float, typer.Option(help="Requests per second; inf sends all at once.")
     ] = math.inf,
-    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursts; more: even.")] = 1.0,
+    burstiness: Annotated[
+        float,
+        typer.Option(
+            help="Shape of the arrivals: 1 is Poisson, less comes in bursts, more is even."
+        ),
+    ] = 1.0,
     max_concurrency: Annotated[
         Any,
         typer.Option(
-            parser=integers, metavar="N,N,…", help="Open requests; several: one run each."
+            parser=integers,
+            metavar="N,N,…",
+            help="Limits on open requests; each makes a run of its own.",
         ),
     ] = None,
-    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before, not counted.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds without a byte.")] = 600.0,
+    num_warmups: Annotated[
+        int, typer.Option(min=0, help="Uncounted requests before the measurement.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds of silence after which a request fails.")
+    ] = 600.0,
     extra_body: Annotated[
-        Any, typer.Option(parser=json_object, metavar="JSON", help="Fields of each request.")
+        Any,
+        typer.Option(
+            parser=json_object, metavar="JSON", help="Further fields for each request's body."
+        ),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Of the server.", envvar="TROUPER_API_KEY")
+        str | None, typer.Option(help="API key to send to the server.", envvar="TROUPER_API_KEY")
     ] = None,
     goodput: Annotated[
         list[str] | None,
-        reporting("ttft, tpot or e2el and its limit; repeatable.", metavar="NAME:MS"),
+        reporting(
+            "Limit on ttft, tpot or e2el for requests that count as goodput; repeatable.",
+            metavar="NAME:MS",
+        ),
     ] = None,
     metric_percentiles: Annotated[
-        Any, reporting("Which percentiles.", parser=integers, metavar="N,N,…")
+        Any, reporting("Percentiles of the latencies to show.", parser=integers, metavar="N,N,…")
     ] = "50,90,99",
-    plot: Annotated[str | None, reporting("PNG over the concurrencies.", metavar="FILE")] = None,
+    plot: Annotated[
+        str | None, reporting("Plot latencies over the concurrencies as PNG.", metavar="FILE")
+    ] = None,
     *,
     dataset: DatasetOptions,
     report: ReportOptions,
 ) -> None:
-    """Latencies, throughput and goodput that clients of a server see."""
+    """Measure latencies, throughput and goodput as clients of a server see them."""
     from trouper.bench import serve as core
     from trouper.bench.plot import check_available
     from trouper.bench.report import check_writable
@@ -120,7 +141,7 @@ def serve(
 def _requests(
     dataset: DatasetOptions, folder: str | None, endpoint: str, seed: int
 ) -> "list[SampleRequest]":
-    """Without a tokenizer ids for completions, and for chats a text of as many words."""
+    """Make requests; without a tokenizer completions get token ids, and chats a text of as many words."""
     if folder is not None:
         tokenizer, vocabulary = tokenizer_of(folder)
         return dataset.requests(tokenizer, vocabulary, seed, texts=endpoint == "chat")

@@ -1,4 +1,4 @@
-"""`trouper bench startup`: how long a user waits."""
+"""`trouper bench startup`: the time until the first text and until a server is ready."""
 
 from typing import Annotated, Any
 
@@ -12,16 +12,19 @@ from trouper.frontends.cli.options import expand_options
 def startup(
     ctx: typer.Context,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Folder or hub id; the demo when left out.")
+        str | None,
+        typer.Option("--model", "-m", help="Folder or hub id; the demo model by default."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are generated.")] = 32,
-    num_iters_cold: Annotated[int, typer.Option(min=0, help="Starts with empty caches.")] = 3,
-    num_iters_warmup: Annotated[int, typer.Option(min=0, help="Starts before, untimed.")] = 1,
-    num_iters_warm: Annotated[int, typer.Option(min=0, help="Starts after those.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate in each start.")] = 32,
+    num_iters_cold: Annotated[int, typer.Option(min=0, help="Timed starts with empty caches.")] = 3,
+    num_iters_warmup: Annotated[
+        int, typer.Option(min=0, help="Untimed starts before the warm ones.")
+    ] = 1,
+    num_iters_warm: Annotated[int, typer.Option(min=0, help="Timed starts with warm caches.")] = 3,
     *,
     report: ReportOptions,
 ) -> None:
-    """Time to import, --help, the first text and a ready server; each start is a process."""
+    """Measure the time to import, --help, the first text and a ready server, each in new processes."""
     from trouper.bench import startup as core
     from trouper.config.args import EngineArgs
 

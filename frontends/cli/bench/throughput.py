@@ -29,36 +29,44 @@ def throughput(
     ctx: typer.Context,
     backend: Annotated[
         Literal["trouper", "trouper-chat", "vllm", "vllm-chat", "hf", "hf-cb"],
-        typer.Option(help="Who generates; the others must be installed here."),
+        typer.Option(help="Engine that generates; others than trouper must be installed."),
     ] = "trouper",
     n: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
-    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before, untimed.")] = 0,
+    num_warmups: Annotated[
+        int, typer.Option(min=0, help="Untimed requests before the timed ones.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal requests.")] = 0,
-    repeat: Annotated[int, typer.Option(min=1, help="Runs; medians and spread are told.")] = 1,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Number of runs, whose medians and spread are shown.")
+    ] = 1,
     prequeue_requests: Annotated[
-        bool, typer.Option("--prequeue-requests", help="Queue all before any is scheduled.")
+        bool,
+        typer.Option("--prequeue-requests", help="Queue all requests before any is scheduled."),
     ] = False,
     compare_prequeue: Annotated[
-        bool, typer.Option("--compare-prequeue", help="Each repeat both ways, in turn.")
+        bool,
+        typer.Option(
+            "--compare-prequeue", help="Run each repeat with and without prequeueing, in turn."
+        ),
     ] = False,
     async_engine: Annotated[
-        bool, typer.Option("--async-engine", help="Drive AsyncLLMEngine, not LLM.")
+        bool, typer.Option("--async-engine", help="Run AsyncLLMEngine in place of LLM.")
     ] = False,
     disable_detokenize: Annotated[
-        bool, typer.Option("--disable-detokenize", help="Token ids only.")
+        bool, typer.Option("--disable-detokenize", help="Generate token ids without text.")
     ] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Trace the device; needs --profiler-config.")
     ] = False,
     hf_max_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Batch of --backend hf.")
+        int | None, typer.Option(min=1, help="Largest batch of --backend hf.")
     ] = None,
     *,
     dataset: DatasetOptions,
     report: ReportOptions,
     engine_args: EngineArgs,
 ) -> None:
-    """Offline throughput: requests/s and tokens/s."""
+    """Measure offline throughput in requests/s and tokens/s."""
     from trouper.bench import throughput as core
     from trouper.bench.datasets import check_fit
 
@@ -99,7 +107,7 @@ def throughput(
 
 
 def _record(runs: "Sequence[Run]") -> dict[str, Any]:
-    """vLLM's keys; the elapsed time is the median of the runs."""
+    """Return the results under vLLM's keys; the elapsed time is the median of the runs."""
     from trouper.bench.figures import repeats
 
     seconds, tokens = median(run.seconds for run in runs), runs[0].num_tokens
@@ -142,6 +150,6 @@ def _lines(way: str, runs: "Sequence[Run]") -> list[str]:
 
 
 def _front_share(runs: "Sequence[Run]") -> float | None:
-    """Of the elapsed time: what everything but the device costs."""
+    """Return the share of the elapsed time in which everything but the device used a processor."""
     shares = [run.front_s / run.seconds for run in runs if run.front_s is not None]
     return median(shares) if shares else None

@@ -16,7 +16,7 @@ EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 Endianness = Literal["native", "big", "little"]
 
 
-class Shared(msgspec.Struct, kw_only=True):
+class PoolingFields(msgspec.Struct, kw_only=True):
     """The fields that all pooling requests share."""
 
     PASSED_OVER: ClassVar[tuple[str, ...]] = ("user",)
@@ -34,7 +34,7 @@ class Shared(msgspec.Struct, kw_only=True):
     normalize: Any = None
 
 
-class InputRequest(Shared, kw_only=True):
+class InputRequest(PoolingFields, kw_only=True):
     """The input of a pooling request: texts, token ids, or a conversation."""
 
     input: str | list[Any] | None = None
@@ -69,13 +69,13 @@ class ClassifyRequest(InputRequest, kw_only=True):
     """`POST /classify`."""
 
 
-class Scoring(Shared, kw_only=True):
+class ScoringFields(PoolingFields, kw_only=True):
     """Fields of requests that compare texts."""
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.SCORING
 
 
-class ScoreRequest(Scoring, kw_only=True):
+class ScoreRequest(ScoringFields, kw_only=True):
     """`POST /score`: one pair of sides, under any of four names."""
 
     data_1: str | list[str] | None = None
@@ -91,7 +91,7 @@ class RerankDocument(msgspec.Struct, kw_only=True):
     text: str
 
 
-class RerankRequest(Scoring, kw_only=True):
+class RerankRequest(ScoringFields, kw_only=True):
     """`POST /rerank`, `/v1/rerank`, `/v2/rerank`."""
 
     query: str

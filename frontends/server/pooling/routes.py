@@ -15,10 +15,10 @@ import anyio.to_thread
 
 from trouper.config.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError
-from trouper.frontends.python.scoring import Encoding, Pooled, Scorer, as_pairs, collect
+from trouper.frontends.python.scoring import Pooled, PoolingGeneration, Scorer, as_pairs, collect
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
-from trouper.frontends.server.pooling.encodings import Encoding as HowEncoded
+from trouper.frontends.server.pooling.encodings import Encoding
 from trouper.frontends.server.pooling.replies import (
     PoolingServeContext,
     Reply,
@@ -34,11 +34,11 @@ from trouper.frontends.server.pooling.requests import (
     EmbeddingRequest,
     EncodedRequest,
     InputRequest,
+    PoolingFields,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
-    Scoring,
-    Shared,
+    ScoringFields,
 )
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.streams import final_outputs
@@ -160,7 +160,7 @@ def _preprocess(
 def _context(
     service: Service,
     context: RequestContext,
-    request: Shared,
+    request: PoolingFields,
     prefix: str,
     prompts: list[Any],
     places: list[str],
@@ -189,7 +189,7 @@ def _spec(service: Service) -> PoolerSpec:
     return spec
 
 
-def _check_shared(request: Shared) -> None:
+def _check_shared(request: PoolingFields) -> None:
     if request.normalize is not None:
         raise _bad("normalize", "is no parameter any more: use use_activation")
 
@@ -233,7 +233,7 @@ async def _encode(
 async def _score(
     service: Service,
     context: RequestContext,
-    request: Scoring,
+    request: ScoringFields,
     queries: Sequence[str],
     documents: Sequence[str],
 ) -> tuple[list[Pooled], PoolingServeContext]:
@@ -257,13 +257,13 @@ async def _score(
 
 
 async def _run_listed(
-    service: Service, context: RequestContext, encodings: Iterable[Encoding], bar: Any
+    service: Service, context: RequestContext, encodings: Iterable[PoolingGeneration], bar: Any
 ) -> list[Pooled]:
     """Run some of the requests that a score consists of, and list them where they can be aborted."""
     ticket = context.ticket
     noted: list[Any] = [] if ticket is None else [*ticket.generations]
 
-    def note() -> Iterator[Encoding]:
+    def note() -> Iterator[PoolingGeneration]:
         for encoding in encodings:
             context.check_wanted()
             service.note(encoding, context)
@@ -300,14 +300,14 @@ async def _send(
     await context.send_body(reply.body, reply.kind, 200, reply.headers)
 
 
-def _is_quick(outputs: list[Pooled], how: HowEncoded) -> bool:
+def _is_quick(outputs: list[Pooled], how: Encoding) -> bool:
     num_numbers = sum(output.outputs.array.size for output in outputs)
     is_copied = how.format != "float" and how.dtype == "float32"
     return num_numbers <= (QUICK_BASE64 if is_copied else QUICK)
 
 
-def _how(request: EncodedRequest) -> HowEncoded:
-    return HowEncoded(
+def _how(request: EncodedRequest) -> Encoding:
+    return Encoding(
         request.encoding_format or "float",
         request.embed_dtype or "float32",
         request.endianness or "native",
