@@ -1,4 +1,4 @@
-"""What a report about a machine needs, and nothing that is a secret.  Nothing is sent anywhere."""
+"""Facts about this machine for reports, without secrets.  They are only returned, never sent."""
 
 import importlib.metadata
 import os
@@ -16,9 +16,9 @@ PACKAGES = (
     "anyio", "httptools", "httpx2", "huggingface_hub", "hypercorn", "jinja2", "msgspec", "numpy", "prometheus_client",
     "safetensors", "tokenizers", "torch", "transformers", "trio", "triton", "typer", "uvicorn", "uvloop",
 )  # fmt: skip
-# Of the instruction sets those that kernels choose by.
+# The instruction sets by which kernels are chosen.
 FEATURES = re.compile(r"\b(?:avx\w*|amx_\w+|fma|f16c|vnni|asimd\w*|sve\w*|bf16|i8mm)\b")
-# Everything else may be a secret, or name somebody.
+# Other variables may hold secrets or names of persons.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "KMP_AFFINITY", "KMP_BLOCKTIME", "LRU_CACHE_CAPACITY",
     "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "ONEDNN_MAX_CPU_ISA",
@@ -29,7 +29,7 @@ UNLIMITED = 2**60  # what version 1 of cgroups says for "no limit" is beyond it
 
 
 def collect() -> dict[str, Any]:
-    """Sections of facts; None where something is not there or cannot be found out."""
+    """Return sections of facts; None stands for facts that are absent or unknown."""
     return {
         "trouper": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
@@ -49,7 +49,7 @@ def collect() -> dict[str, Any]:
 def cgroup_limits(
     memberships: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> dict[str, Any]:
-    """The narrowest limits on the way from this process's group to the root: CPUs, and bytes."""
+    """Return the narrowest limits from this process's cgroup up to the root: CPUs, and bytes."""
     cpus: list[float] = []
     memory: list[int] = []
     for line in _read(memberships).splitlines():
@@ -102,7 +102,7 @@ def _version(package: str) -> str | None:
 
 
 def _read(path: Path) -> str:
-    """Empty where there is no such file, or nobody may read it."""
+    """Return the text of a file; empty where it is absent or unreadable."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -222,7 +222,9 @@ async def test_a_batch_file_may_embed_and_rerank(pooling_engine):
         for url, body in bodies.items()
     ]
     sink = io.BytesIO()
-    await BatchFile(create_app(pooling_engine), 4).run(io.BytesIO("\n".join(lines).encode()), sink)
+    await BatchFile(create_app(pooling_engine), 4).answer_all(
+        io.BytesIO("\n".join(lines).encode()), sink
+    )
     answers = [json.loads(line)["response"] for line in sink.getvalue().splitlines()]
     assert [answer["status_code"] for answer in answers] == [200, 200, 200]
     floats = answers[0]["body"]["data"][0]["embedding"]

@@ -11,7 +11,7 @@ Handler = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class Route(msgspec.Struct, frozen=True):
-    """What a method and a path lead to, and how the OpenAPI document describes it.
+    """The handler of a method and a path, and its description for the OpenAPI document.
 
     `body` is what the request's body is decoded to.  A route that `generates` makes the engine work; requests of a
     route that generates or `tokenizes` are admitted.  `reply` of None stands for any JSON object.

@@ -62,7 +62,7 @@ class Driver:
         self, service: Service, context: RequestContext, parsed: ParsedRequest, adapter: Adapter
     ) -> None:
         self._service = service
-        self._exchange = context
+        self._context = context
         self._parsed = parsed
         self._adapter = adapter
         self._counter = UsageCounter(len(parsed.prompts), shows_cached=parsed.shows_cached)
@@ -71,15 +71,15 @@ class Driver:
     async def send_reply(self) -> None:
         parsed = self._parsed
         outputs = await final_outputs(
-            self._service, self._exchange, self._generations(), parsed.places
+            self._service, self._context, self._generations(), parsed.places
         )
         async for i, output in InTurns(enumerate(outputs)):
             for update in await self._updates(i, output):
                 self._adapter.add(update)
-        await self._exchange.send_json(self._adapter.reply(self._counter.usage))
+        await self._context.send_json(self._adapter.reply(self._counter.usage))
 
     async def send_stream(self) -> None:
-        context, parsed = self._exchange, self._parsed
+        context, parsed = self._context, self._parsed
         await each_output(
             self._service, context, self._generations(), parsed.places, self._send_output
         )
@@ -89,15 +89,15 @@ class Driver:
     async def _send_output(self, i: int, output: RequestOutput) -> None:
         updates = await self._updates(i, output)
         usage = self._counter.usage if self._parsed.shows_usage else None
-        if not self._exchange.has_started:
-            await self._exchange.start_events()
+        if not self._context.has_started:
+            await self._context.start_events()
             await self._send_events(self._adapter.begin(output, usage))
         for update in updates:
             await self._send_events(self._adapter.render(update, usage))
 
     async def _send_events(self, events: Iterable[StreamEvent]) -> None:
         for event in events:
-            await self._exchange.send_event(event.content, event.name)
+            await self._context.send_event(event.content, event.name)
 
     async def _updates(self, i: int, output: RequestOutput) -> list[ChoiceUpdate]:
         """Return the updates, one for each choice, in an output of prompt `i`."""
@@ -131,7 +131,7 @@ class Driver:
         Raises:
             HTTPError: there is no place for so much.
         """
-        service, context, parsed = self._service, self._exchange, self._parsed
+        service, context, parsed = self._service, self._context, self._parsed
         params, num_prompts = parsed.params, len(parsed.prompts)
         priority = service.size(context, num_prompts, params.n, params.max_tokens, parsed.priority)
         parent = service.trace_parent(context)
