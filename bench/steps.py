@@ -28,7 +28,7 @@ NUM_REPEATS = 3
 EDGE = 0.1  # of a trace at either end: not steady yet, or no longer
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     """On the device's thread: launched, on a GPU, or computed."""
 
     batch_size: int  # 0 unless all columns have one token and ran before
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Watch(msgspec.Struct):
-    steps: list[Step] = msgspec.field(default_factory=list)
+    steps: list[TimedStep] = msgspec.field(default_factory=list)
     plan_s: list[float] = msgspec.field(default_factory=list)  # one entry a call of the policy
 
     def figures(self, batch_size: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Watch(msgspec.Struct):
         }
 
 
-def longest_row(steps: Sequence[Step], batch_size: int) -> list[Step]:
+def longest_row(steps: Sequence[TimedStep], batch_size: int) -> list[TimedStep]:
     """Consecutive steps in which exactly so many sequences decode."""
     rows = groupby(steps, key=lambda step: step.batch_size == batch_size)
     return max((list(row) for is_wanted, row in rows if is_wanted), key=len, default=[])
@@ -72,7 +72,7 @@ def watched() -> Iterator[Watch]:
     def step(self: ThreadedDevice, plan: Any) -> Any:
         begin = perf_counter()
         done = plain_step(self, plan)
-        watch.steps.append(Step(_batch_size(plan), begin, perf_counter()))
+        watch.steps.append(TimedStep(_batch_size(plan), begin, perf_counter()))
         return done
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:

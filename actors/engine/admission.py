@@ -8,11 +8,9 @@ A request is refused when the others have reached the limit, however long it is 
 from collections.abc import Callable
 from typing import Any, cast
 
+from trouper.actors.limits import MAX_OPEN_REQUESTS
+from trouper.actors.replies.prefill import Prefills
 from trouper.errors import MaxQueuedTokensError, QueueOverflowError
-
-# Far above any real load: it turns a runaway caller into a QueueOverflowError.
-MAX_OPEN_REQUESTS = 2**20
-
 
 CHARACTERS_PER_TOKEN = 4  # of usual text; it counts only until the prompt is rendered
 BYTES_PER_EMBEDDING = 2**13  # 4096 numbers of two bytes
@@ -64,13 +62,6 @@ def _payload_bytes(prompt: Any) -> int:
         if isinstance(prompt, str):
             return len(prompt)
     return len(prompt) if isinstance(prompt, bytes | bytearray) else getattr(prompt, "nbytes", 0)
-
-
-class Prefills:
-    """Prompt tokens of requests in prefill; the reply slots write it."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
 
 
 class Admission:

@@ -15,10 +15,10 @@ import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from trouper.actors.engine.admission import MAX_OPEN_REQUESTS
 from trouper.actors.engine.engine import Engine, EngineStatistics
 from trouper.actors.executor.actor import Executor
 from trouper.actors.executor.device import Device, DeviceInfo
+from trouper.actors.limits import MAX_OPEN_REQUESTS
 from trouper.actors.messages.inboxes import (
     DetokenizerInbox,
     ExecutorInbox,
@@ -30,7 +30,6 @@ from trouper.actors.messages.inboxes import (
 from trouper.actors.messages.stats import RequestEnded
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
-from trouper.actors.observability.reporter import Reporter
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.pooling import PoolingPrompts
@@ -38,6 +37,7 @@ from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.runtime.event_loop import EventLoop
+from trouper.actors.runtime.reporter import Reporter
 from trouper.actors.runtime.threads import Threads, WorkerThreads
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy

@@ -1,7 +1,7 @@
 """Observations in buckets: what Prometheus calls a histogram, at 0.2 µs an observation.
 
 `prometheus_client`'s own takes 2 µs (a lock for each of three values), which at one observation a token is
-too much for the event loop.  Here there is one writer, the Observer, and nobody to lock out.
+too much for the event loop.  Here the Observer is the only writer, so that no lock is needed.
 """
 
 from bisect import bisect_left
@@ -10,7 +10,7 @@ from itertools import accumulate
 
 
 class Distribution:
-    """A value equal to a bound counts as up to that bound."""
+    """Counts per bucket; a value equal to a bound counts as up to that bound."""
 
     __slots__ = ("_bounds", "_counts", "sum")
 
@@ -24,24 +24,27 @@ class Distribution:
 
     @property
     def count(self) -> int:
+        """Observations so far."""
         return sum(self._counts)
 
     def observe(self, value: float) -> None:
+        """Count one observation."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     def observe_all(self, values: Iterable[float]) -> None:
+        """Count several observations."""
         counts, bounds = self._counts, self._bounds
         for value in values:
             counts[bisect_left(bounds, value)] += 1
             self.sum += value
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """(upper bound, observations up to it); the last bound is infinite."""
+        """Return (upper bound, observations up to it) pairs; the last bound is infinite."""
         return list(zip((*self._bounds, float("inf")), accumulate(self._counts), strict=True))
 
 
 def one_two_five(largest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50 … up to `largest`."""
+    """Return the bounds 1, 2, 5, 10, 20, 50 … up to `largest`."""
     series = (m * 10**e for e in range(len(str(largest))) for m in (1, 2, 5))
     return tuple(float(value) for value in series if value <= largest)

@@ -3,8 +3,6 @@
 `expose` is the text that Prometheus scrapes, `values` the list behind `get_metrics()`.  Names are vLLM's
 under our prefix.  One registry for each engine, so several live in one process and none outlives its
 engine.  What trouper has no source for yet (KV connectors, multimodal caches) stays 0.
-
-Source: spec section 18.
 """
 
 import math
@@ -76,31 +74,35 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def note_step(self, num_tokens: int) -> None:
+        """Count one iteration of the scheduler."""
         self._observe("iteration_tokens_total", num_tokens)
 
     def note_stats(self, stats: SchedulerStats) -> None:
+        """Replace the scheduler's snapshot."""
         self._stats = stats
 
-    def note_output_stats(self, told: OutputStats) -> None:
-        self._histograms["time_to_first_token_seconds"].observe_all(told.first_token_s)
-        self._histograms["inter_token_latency_seconds"].observe_all(told.inter_token_s)
-        for ended in told.ended:
+    def note_output_stats(self, stats: OutputStats) -> None:
+        """Count latencies, and the requests that ended."""
+        self._histograms["time_to_first_token_seconds"].observe_all(stats.first_token_s)
+        self._histograms["inter_token_latency_seconds"].observe_all(stats.inter_token_s)
+        for ended in stats.ended:
             self._note_ended(ended)
 
     def note_rejection(self, limit: str) -> None:
+        """Count a request that admission refused because of `limit`."""
         self._rejections[limit] += 1
 
     def set_sleep_level(self, level: int, *, is_sleeping: bool) -> None:
-        """A level-0 pause is none of the three states."""
+        """Set the sleep state; a level-0 pause is none of the three."""
         holds = (not is_sleeping, level == 1, level == 2)
         self._sleep_states = dict(zip(SLEEP_STATES, map(int, holds), strict=True))
 
     def expose(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """Return the text that Prometheus scrapes."""
         return generate_latest(self.registry)
 
     def values(self) -> list[Metric]:
-        """All values, for `get_metrics()`."""
+        """Return all values, for `get_metrics()`."""
         found: list[Metric] = []
         for number in self._numbers():
             name = self._name(number)
@@ -117,7 +119,7 @@ class Metrics(Collector):
         return found
 
     def collect(self) -> Iterable[Family]:
-        """For the registry."""
+        """Return all families, for the registry."""
         for number in self._numbers():
             kind = CounterMetricFamily if number.is_counter else GaugeMetricFamily
             names, _ = self._labels(number, number.labels)
@@ -153,7 +155,7 @@ class Metrics(Collector):
         observe("request_time_per_output_token_seconds", stats.time_per_output_token_s)
 
     def _observe(self, name: str, value: float | None) -> None:
-        """None: the request did not get that far."""
+        """Count an observation, unless it is None: the request did not get that far."""
         if value is not None:
             self._histograms[name].observe(value)
 
@@ -163,7 +165,7 @@ class Metrics(Collector):
     def _labels(
         self, number: _Number, own: tuple[str, ...]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names and values."""
+        """Return the names and the values of all its labels."""
         if not number.has_engine:
             return ("model_name", *number.labels), (self._model_name, *own)
         return ("model_name", "engine", *number.labels), (self._model_name, "0", *own)
@@ -193,7 +195,7 @@ class Metrics(Collector):
         num_waiting = stats.num_waiting + stats.num_deferred
         waiting_by = {"capacity": stats.num_waiting, "deferred": stats.num_deferred}
         yield _Number(
-            "num_requests_running", "Sequences that hold a device row.", {(): stats.num_running}
+            "num_requests_running", "Sequences that hold a request slot.", {(): stats.num_running}
         )
         yield _Number("num_requests_waiting", "Sequences that wait to run.", {(): num_waiting})
         yield _Number(

@@ -1,7 +1,7 @@
-"""The observer actor: facts in; metrics, the interval log line and spans out.
+"""The observer actor: statistics in; metrics, the interval log line and spans out.
 
-Laws.  Who reports never waits: a fact that finds the inbox full is dropped and counted.  A failure in here
-ends nobody's request: it is logged and the next fact is taken.  Source: spec section 18.
+Laws.  A sender never waits: a message that finds the inbox full is dropped and counted.  A failure in here
+ends no request: it is logged and the next message is taken.
 """
 
 import logging
@@ -21,17 +21,17 @@ from trouper.actors.messages.stats import OutputStats, RequestEnded, SchedulerSt
 from trouper.actors.observability.metrics import Metrics
 
 logger = logging.getLogger("trouper")
-# Between two looks at the inbox: facts come when the loop is needed elsewhere, and a look takes a core from a step
+# Between two looks at the inbox: messages come when the loop is needed elsewhere, and a look takes a core from a step
 # for 0.2 ms where caches are cold.
-REST_S = 0.25
-FACTS_PER_TURN = 64  # of 5 µs each
+INTAKE_PAUSE_S = 0.25
+MESSAGES_PER_TURN = 64  # of 5 µs each
 HIT_RATE_REQUESTS = 1000  # the hit rate in the log line is over so many
 
 
 class Observer:
     """Owns its inbox and the metrics; writes one log line each `interval_s` seconds.
 
-    Without metrics there are no log lines either: then it only passes on who has ended, for tracing.
+    Without metrics there are no log lines either: then it only passes ended requests on, for tracing.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Observer:
     ) -> None:
         self.metrics = metrics
         self._inbox = inbox
-        self._statistics = statistics  # of the scheduler, whenever somebody asks
+        self._statistics = statistics  # of the scheduler, at any time
         self._interval_s = interval_s if metrics is not None else math.inf
         self._note_ended = note_ended  # makes a span
-        self._rest = anyio.CancelScope()
+        self._intake_pause = anyio.CancelScope()
         self._before: SchedulerStats | None = None  # at the last line, or at the beginning
         self._since_s = 0.0
         # Of the last requests: prompt tokens, and how many of them were in the prefix cache.
@@ -55,39 +55,41 @@ class Observer:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox:
-            self._since_s, self._before = anyio.current_time(), self._look()
+            self._since_s, self._before = anyio.current_time(), self._take_snapshot()
             task_status.started()
             try:
                 while not await self._watch():
                     self.log()
             finally:
-                self._drain()  # the end of the engine: what its last requests left is still counted
-                self._look()
+                self._drain()  # the engine ends: what its last requests left is still counted
+                self._take_snapshot()
 
     async def _watch(self) -> bool:
-        """Take facts until the interval is over; True when the inbox has ended."""
+        """Take messages until the interval is over; True when the inbox has ended."""
         deadline = self._since_s + self._interval_s
         with anyio.CancelScope(deadline=deadline):
-            async for fact in self._inbox:
-                self._note(fact)
-                is_empty = self._drain(FACTS_PER_TURN)
+            async for message in self._inbox:
+                self._note(message)
+                is_empty = self._drain(MESSAGES_PER_TURN)
                 if anyio.current_time() >= deadline:
                     return False
                 if is_empty:
-                    await self._rest_a_while()
+                    await self._pause_intake()
             return True
         return False
 
-    async def _rest_a_while(self) -> None:
-        with anyio.CancelScope(deadline=anyio.current_time() + REST_S) as self._rest:
+    async def _pause_intake(self) -> None:
+        with anyio.CancelScope(
+            deadline=anyio.current_time() + INTAKE_PAUSE_S
+        ) as self._intake_pause:
             await anyio.sleep_forever()
 
     def hurry(self) -> None:
-        """Somebody waits for what is in the inbox."""
-        self._rest.cancel()
+        """Take what is in the inbox now: its answer is waited for."""
+        self._intake_pause.cancel()
 
     def _drain(self, limit: int | None = None) -> bool:
-        """Take what is there; True when nothing is left."""
+        """Take what is in the inbox; True when nothing is left."""
         try:
             for _ in count() if limit is None else range(limit):
                 self._note(self._inbox.receive_nowait())
@@ -95,7 +97,7 @@ class Observer:
             return True
         return False
 
-    def _look(self) -> SchedulerStats:
+    def _take_snapshot(self) -> SchedulerStats:
         stats = self._statistics()
         if self.metrics is not None:
             self.metrics.note_stats(stats)
@@ -104,33 +106,33 @@ class Observer:
     def log(self) -> None:
         """Write the line of this interval and begin the next one."""
         now = anyio.current_time()
-        stats = self._look()
+        stats = self._take_snapshot()
         if stats.num_steps:
             is_idle = stats == self._before and not stats.num_running
             line = interval_line(self._before, stats, now - self._since_s, self._prompts)
             logger.log(logging.DEBUG if is_idle else logging.INFO, "%s", line)
         self._before, self._since_s = stats, now
 
-    def _note(self, fact: ObserverInbox) -> None:
+    def _note(self, message: ObserverInbox) -> None:
         try:
-            match fact:
+            match message:
                 case StepStats(num_tokens):
                     if self.metrics is not None:
                         self.metrics.note_step(num_tokens)
                 case OutputStats():
-                    self._note_output_stats(fact)
+                    self._note_output_stats(message)
                 case Flush(answer):
-                    self._look()
+                    self._take_snapshot()
                     answer.set(None)
                 case _:
-                    assert_never(fact)
+                    assert_never(message)
         except Exception:  # statistics never touch requests
-            logger.exception("a fact could not be recorded")
+            logger.exception("statistics could not be recorded")
 
-    def _note_output_stats(self, told: OutputStats) -> None:
+    def _note_output_stats(self, stats: OutputStats) -> None:
         if self.metrics is not None:
-            self.metrics.note_output_stats(told)
-        for ended in told.ended:
+            self.metrics.note_output_stats(stats)
+        for ended in stats.ended:
             self._prompts.append((ended.num_prompt_tokens, ended.num_cached_tokens))
             if self._note_ended is not None:
                 self._note_ended(ended)
@@ -142,7 +144,7 @@ def interval_line(
     seconds: float,
     prompts: Collection[tuple[int, int]] = (),
 ) -> str:
-    """The log line: throughput since `before`, queues, cache.  `prompts`: (tokens, cached tokens)."""
+    """Write the log line: throughput since `before`, queues, cache.  `prompts`: (tokens, cached tokens)."""
 
     def gained(name: str) -> int:
         return getattr(now, name) - (0 if before is None else getattr(before, name))

@@ -2,7 +2,7 @@
 
 A span is made when its request has ended, from the times that were noted on the way; nothing is traced
 while the request runs.  The caller's W3C trace context, when it sent one, is the span's parent, and its
-"not sampled" is honoured.  Source: spec section 18.
+"not sampled" is honoured.
 """
 
 from collections.abc import Mapping
@@ -80,7 +80,7 @@ def otlp_processor(endpoint: str) -> SpanProcessor:
     Raises:
         ImportError: the exporter is not installed.
     """
-    # By name, because whoever checks types need not have the extra.
+    # By name, because types are checked without the extra too.
     http = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     return BatchSpanProcessor(http.OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
 

@@ -23,11 +23,11 @@ from trouper.actors.messages.outputs import SequenceTokens, StepTokens, Stop
 from trouper.actors.messages.requests import Track
 from trouper.actors.messages.sinks import GenerationSink
 from trouper.actors.messages.stats import RequestEnded
-from trouper.actors.observability.facts import Facts, SequenceTimes
-from trouper.actors.observability.reporter import Reporter
+from trouper.actors.output.decoding import TokenDecoder
+from trouper.actors.output.logprobs import position_logprobs
+from trouper.actors.output.output_stats import OutputStatsCollector, SequenceTimes
 from trouper.actors.output.stops import TextState
-from trouper.actors.rendering.logprobs import position_logprobs
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.runtime.reporter import Reporter
 from trouper.errors import GenerationError, TrouperError
 from trouper.outputs import FinishReason, LogprobsOnePosition, RequestError
 from trouper.params import SamplingParams
@@ -72,13 +72,13 @@ class Detokenizer:
         self,
         inbox: MemoryObjectReceiveStream[DetokenizerInbox],
         scheduler: MemoryObjectSendStream[SchedulerInbox],
-        tokenizer: Tokenizer | None,
+        tokenizer: TokenDecoder | None,
         reporter: Reporter | None = None,
     ) -> None:
         self._inbox = inbox
         self._scheduler = scheduler
         self._tokenizer = tokenizer
-        self._facts = Facts(reporter or Reporter(None))
+        self._stats = OutputStatsCollector(reporter or Reporter(None))
         self._sequences: dict[SequenceId, _Sequence] = {}
 
     def __repr__(self) -> str:
@@ -88,7 +88,7 @@ class Detokenizer:
         return DetokenizerStatistics(num_tracked=len(self._sequences))
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        with self._inbox, self._scheduler, self._facts.reporter:
+        with self._inbox, self._scheduler, self._stats.reporter:
             task_status.started()
             async for message in self._inbox:
                 match message:
@@ -101,7 +101,7 @@ class Detokenizer:
 
     def _track(self, message: Track) -> None:
         message.slot.start(message.prompt, message.prompt_token_ids)
-        self._facts.note_queued(message.slot.stats, anyio.current_time())
+        self._stats.note_queued(message.slot.stats, anyio.current_time())
         n = message.params.n
         request = _Request(
             message.id,
@@ -121,7 +121,7 @@ class Detokenizer:
         work = 0
         for id in message.started:
             if (sequence := self._sequences.get(id)) is not None:
-                self._facts.note_start(sequence.request.slot.stats, now)
+                self._stats.note_start(sequence.request.slot.stats, now)
         for news in message.sequences:
             work += _work(news)
             if work > WORK_PER_TURN:
@@ -133,7 +133,7 @@ class Detokenizer:
                 self._scheduler.send_nowait(Stop(tuple(stopped)))  # room is reserved by the wiring
             except anyio.BrokenResourceError:
                 pass  # the engine is going down, and its end ends every sequence
-        self._facts.send()
+        self._stats.send()
         for answer in message.answers:
             answer.set(None)
 
@@ -143,7 +143,7 @@ class Detokenizer:
         if sequence is None:
             return []
         request, reason = sequence.request, news.finish_reason
-        self._facts.note_preemptions(request.slot.stats, sequence.times, news.num_preemptions)
+        self._stats.note_preemptions(request.slot.stats, sequence.times, news.num_preemptions)
         if reason is not None:
             del self._sequences[news.id]
         stopped: list[SequenceId] = []
@@ -191,7 +191,7 @@ class Detokenizer:
         )
         token_ids = news.token_ids[: told.num_tokens]
         if token_ids:
-            self._facts.note_tokens(slot.stats, sequence.times, len(token_ids), now)
+            self._stats.note_tokens(slot.stats, sequence.times, len(token_ids), now)
         slot.write(
             sequence.index,
             told.text,
@@ -219,7 +219,7 @@ class Detokenizer:
             trace_headers=request.trace_headers,
             error_code=request.error_code,
         )
-        self._facts.note_end(ended, now)
+        self._stats.note_end(ended, now)
 
     def _open_text(self, request: _Request) -> TextState:
         params = request.params

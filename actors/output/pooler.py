@@ -15,7 +15,7 @@ import numpy as np
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from trouper.actors.engine.admission import MAX_OPEN_REQUESTS
+from trouper.actors.limits import MAX_OPEN_REQUESTS
 from trouper.actors.messages.inboxes import PoolerInbox
 from trouper.actors.messages.outputs import PooledRequest
 from trouper.actors.output.postprocessing import finish
@@ -36,7 +36,7 @@ class _Query(msgspec.Struct):
     num_uses: int  # that are left
 
 
-class _Work(msgspec.Struct, frozen=True):
+class _PoolerJob(msgspec.Struct, frozen=True):
     request: PooledRequest
     array: Array
     query: Array | None
@@ -65,7 +65,7 @@ class Pooler:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         # One for each open request, so there is always room.
-        to_lane, lane = anyio.create_memory_object_stream[_Work](MAX_OPEN_REQUESTS)
+        to_lane, lane = anyio.create_memory_object_stream[_PoolerJob](MAX_OPEN_REQUESTS)
         # The two defaults differ (spec 14.1), so they are said.
         logger.info(
             "pooling tasks: %s; by default %s, of encode %s",
@@ -78,7 +78,7 @@ class Pooler:
                 tasks.start_soon(self._finish_large, lane, name="pooler, large")
                 task_status.started()
                 async for message in self._inbox:
-                    small: list[_Work] = []
+                    small: list[_PoolerJob] = []
                     for work in self._prepare(message):
                         if work.array.size > LARGE:
                             to_lane.send_nowait(work)
@@ -90,15 +90,15 @@ class Pooler:
                         answer.set(None)
                 to_lane.close()
 
-    async def _finish_large(self, lane: MemoryObjectReceiveStream[_Work]) -> None:
+    async def _finish_large(self, lane: MemoryObjectReceiveStream[_PoolerJob]) -> None:
         async for work in lane:
             await self._finish([work])
 
-    def _prepare(self, message: PoolerInbox) -> list[_Work]:
+    def _prepare(self, message: PoolerInbox) -> list[_PoolerJob]:
         works = map(self._prepare_one, message.requests)
         return [work for work in works if work is not None]
 
-    def _prepare_one(self, request: PooledRequest) -> _Work | None:
+    def _prepare_one(self, request: PooledRequest) -> _PoolerJob | None:
         """What is to be computed; None when the request has its end already."""
         slot, late = request.admit.slot, request.admit.params.late_interaction_params
         is_scored = late is not None and late.mode == "score_doc"
@@ -117,16 +117,18 @@ class Pooler:
             slot.fail(TrouperValidationError(rule, parameter="query_key", value=late.query_key))
             return None
         assert request.array is not None
-        return _Work(request, request.array, query)
+        return _PoolerJob(request, request.array, query)
 
-    async def _finish(self, batch: Sequence[_Work]) -> None:
+    async def _finish(self, batch: Sequence[_PoolerJob]) -> None:
         self._write(batch, await self._threads.run(_finish_all, batch, self._spec))
 
-    def _write(self, batch: Sequence[_Work], results: Sequence[Array | Exception | None]) -> None:
+    def _write(
+        self, batch: Sequence[_PoolerJob], results: Sequence[Array | Exception | None]
+    ) -> None:
         for work, result in zip(batch, results, strict=True):
             self._write_one(work, result)
 
-    def _write_one(self, work: _Work, result: Array | Exception | None) -> None:
+    def _write_one(self, work: _PoolerJob, result: Array | Exception | None) -> None:
         admit = work.request.admit
         late = admit.params.late_interaction_params
         if result is None:
@@ -155,12 +157,12 @@ class Pooler:
         return query.embeddings
 
 
-def _finish_all(batch: Sequence[_Work], spec: PoolerSpec) -> list[Array | Exception | None]:
+def _finish_all(batch: Sequence[_PoolerJob], spec: PoolerSpec) -> list[Array | Exception | None]:
     """None: aborted meanwhile."""
     return [_finish_one(work, spec) for work in batch]
 
 
-def _finish_one(work: _Work, spec: PoolerSpec) -> Array | Exception | None:
+def _finish_one(work: _PoolerJob, spec: PoolerSpec) -> Array | Exception | None:
     admit = work.request.admit
     if admit.slot.is_aborted:
         return None

@@ -1,4 +1,4 @@
-"""From a raw result to what the request asked for.  Pure numpy; runs in a thread of the Pooler.
+"""From a raw result to what the request asked for: normalisation, activation, scores.  Pure numpy.
 
 embeddings  matryoshka slice -> L2 norm                     logits  (x - mean) / sigma -> activation
 STEP        the rows of the step tokens, the asked columns  MaxSim  Σ over query tokens of the best match
@@ -24,7 +24,9 @@ def finish(
     query: Array | None = None,
     skipped_rows: tuple[int, ...] = (),
 ) -> Array:
-    """A new array.  With `query`, [query tokens, size], the document's score against it, without `skipped_rows`.
+    """Finish a raw result, as a new array.
+
+    With `query`, [query tokens, size], it is the document's score against it, without `skipped_rows`.
 
     Raises:
         GenerationError: the model's result is not finite.
@@ -53,11 +55,12 @@ def finish(
 
 
 def _is_finite(array: Array) -> bool:
-    """If the sum of squares is, so are all; it may be too large, and then each is looked at."""
+    """Whether all numbers are: if their sum of squares is, they are; else each is tested."""
     return math.isfinite(np.vdot(array, array)) or bool(np.isfinite(array).all())
 
 
 def normalized(array: Array) -> Array:
+    """Scale rows to length 1."""
     squares = np.vecdot(array, array)
     if array.ndim == 1:  # the same bits in half the time: float64's root, rounded, is float32's
         return array / np.float32(max(math.sqrt(squares), LEAST_NORM))
@@ -65,12 +68,12 @@ def normalized(array: Array) -> Array:
 
 
 def max_sim(query: Array, document: Array) -> float:
-    """Late interaction (Khattab and Zaharia 2020): each query token counts its most similar one."""
+    """Score by late interaction (Khattab and Zaharia 2020): each query token counts its most similar one."""
     return float((query @ document.T).max(axis=1).sum())
 
 
 def cosines(first: Array, second: Array) -> Array:
-    """[n] of [n, size] and [n, size]."""
+    """Return the cosines [n] of the rows of two arrays [n, size]."""
     return np.einsum("ns,ns->n", normalized(first), normalized(second))
 
 

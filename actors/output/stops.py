@@ -11,8 +11,6 @@ Laws.
     text produced   |--- returned by earlier pushes ---|--------- tail --------|
                                                        | returned |  withheld  |
                     |---------------- floor: no match may begin before it ------…
-
-Source: spec sections 9.2 and 9.3.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ import msgspec
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """What one push adds for the reader."""
+    """What one push adds to the text that the client has."""
 
     text: str
     num_tokens: int  # how many of the pushed tokens count; those after a match do not
@@ -29,7 +27,7 @@ class TextDelta(msgspec.Struct, frozen=True):
 
 
 class TextState:
-    """One sequence.  `decode_next` turns the next token into the text that it completes."""
+    """The text of one sequence; `decode_next` turns the next token into the text that it completes."""
 
     def __init__(
         self,
@@ -58,7 +56,7 @@ class TextState:
     def push(
         self, token_ids: Sequence[int], *, is_last: bool = False, ends_with_stop_token: bool = False
     ) -> TextDelta:
-        """Append tokens.
+        """Append tokens; return what they add.
 
         `is_last` releases what is withheld.  `ends_with_stop_token` leaves the last token's text out,
         unless stop strings are included in the output; the token itself counts.
@@ -82,7 +80,7 @@ class TextState:
         return TextDelta("".join(texts), len(token_ids))
 
     def _append(self, text: str) -> tuple[str, int] | None:
-        """Take one token's text; answer the stop string that it completes and where to cut."""
+        """Take one token's text; return the stop string that it completes and where to cut."""
         new_from = len(self._tail)
         self._tail += text
         self._num_tokens += 1

@@ -6,7 +6,7 @@ however slow the reader.  Source: spec sections 4.3 and 9.4.
 
 import msgspec
 
-from trouper.actors.engine.admission import Prefills
+from trouper.actors.replies.prefill import Prefills
 from trouper.actors.replies.slot import Slot
 from trouper.outputs import (
     CompletionOutput,

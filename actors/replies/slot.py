@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import anyio
 import anyio.lowlevel
 
-from trouper.actors.engine.admission import Prefills
+from trouper.actors.replies.prefill import Prefills
 from trouper.outputs import RequestStateStats
 
 Output = TypeVar("Output", covariant=True)

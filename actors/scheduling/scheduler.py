@@ -25,7 +25,7 @@ from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Abort, Admit, AdmitPooling
 from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
 from trouper.actors.messages.stats import SchedulerStats, StepStats
-from trouper.actors.observability.reporter import Reporter
+from trouper.actors.runtime.reporter import Reporter
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
 
 OutputsT = TypeVar("OutputsT")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.bench.steps import Step, Watch, gpu_figures, longest_row, watched
+from trouper.bench.steps import TimedStep, Watch, gpu_figures, longest_row, watched
 
 
 def kernel(at, us, name="gemm", cat="kernel"):
@@ -30,7 +30,7 @@ def test_a_trace_without_a_gpu_says_nothing():
 
 def test_only_the_longest_row_of_full_batches_counts():
     sizes = [0, 4, 4, 0, 4, 4, 4, 3, 4]
-    steps = [Step(size, i, i + 0.25) for i, size in enumerate(sizes)]
+    steps = [TimedStep(size, i, i + 0.25) for i, size in enumerate(sizes)]
     assert longest_row(steps, 4) == steps[4:7]
     found = Watch(steps, [0.5] * 18).figures(4)
     assert found == pytest.approx(

@@ -98,7 +98,7 @@ def digest(count: int, draw: Callable[[int], Any]) -> str:
 def print_bugs() -> int:
     num_blind = 0
     for bug in BUGS:
-        count, broken = num_schedules_until_found(bug, 500)
+        count, broken = num_schedules_until_found(bug, 1000)
         num_blind += broken is None
         print(f"{bug:44s} {count if broken else 'NOT FOUND':>9}  {(broken or '')[:70]}", flush=True)
     return 1 if num_blind else 0

@@ -18,8 +18,8 @@ from trouper.actors.engine.engine import Engine
 from trouper.actors.engine.generation import Generation
 from trouper.actors.executor.devices.simulated import SimulatedDevice
 from trouper.actors.messages.controls import Pause
-from trouper.actors.observability.facts import Facts
 from trouper.actors.output.detokenizer import Detokenizer
+from trouper.actors.output.output_stats import OutputStatsCollector
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.actors.scheduling.bisection import FaultBisection
@@ -533,7 +533,7 @@ def repetition_is_seen_one_token_late(right):
     return lambda tokens, rule: right(tokens[:-1], rule)
 
 
-@bug(Facts, "note_end")
+@bug(OutputStatsCollector, "note_end")
 def aborted_request_is_not_counted(right):
     def faulty(self, ended, now):
         if ended.finish_reason != "abort":
@@ -542,7 +542,7 @@ def aborted_request_is_not_counted(right):
     return faulty
 
 
-@bug(Facts, "note_tokens")
+@bug(OutputStatsCollector, "note_tokens")
 def first_token_is_not_counted(right):
     def faulty(self, stats, times, num_tokens, now):
         is_first = times.num_tokens == 0

@@ -10,9 +10,9 @@ from trouper.actors.messages.controls import Flush
 from trouper.actors.messages.inboxes import ObserverInbox
 from trouper.actors.messages.stats import OutputStats, RequestEnded, SchedulerStats, StepStats
 from trouper.actors.observability.metrics import Metrics
-from trouper.actors.observability.observer import REST_S, Observer, interval_line
-from trouper.actors.observability.reporter import Reporter
+from trouper.actors.observability.observer import INTAKE_PAUSE_S, Observer, interval_line
 from trouper.actors.runtime.future import Answer
+from trouper.actors.runtime.reporter import Reporter
 from trouper.metrics import Counter
 from trouper.outputs import RequestStateStats
 from trouper.params import SamplingParams
@@ -158,7 +158,7 @@ async def test_a_failure_inside_is_logged_and_the_next_fact_is_taken(caplog):
             await stage.settle()
             assert value(stage.metrics, "time_to_first_token_seconds") == 1
             assert value(stage.metrics, "request_params_n") == 1  # counted before it failed
-    assert caplog.messages == ["a fact could not be recorded"]
+    assert caplog.messages == ["statistics could not be recorded"]
     assert "no span today" in caplog.text
 
 
@@ -172,10 +172,10 @@ async def test_a_broken_observer_is_not_noticed_by_requests(autojump_clock, monk
         params = SamplingParams(temperature=0, max_tokens=4)
         outputs = [o async for o in engine.generate(PROMPT, params, "a")]
     assert len(outputs[-1].outputs[0].token_ids) == 4
-    assert set(caplog.messages) == {"a fact could not be recorded"}
+    assert set(caplog.messages) == {"statistics could not be recorded"}
 
 
-async def test_it_rests_between_two_looks_unless_somebody_waits(mock_clock):
+async def test_it_pauses_its_intake_unless_a_flush_waits(mock_clock):
     async with trio.open_nursery() as nursery:
         with Stage(nursery) as stage:
 
@@ -186,13 +186,13 @@ async def test_it_rests_between_two_looks_unless_somebody_waits(mock_clock):
 
             assert await count() == 1
             assert await count() == 1
-            mock_clock.jump(REST_S)
+            mock_clock.jump(INTAKE_PAUSE_S)
             await stage.settle()
             assert await count() == 2
             stage.actor.hurry()
             await stage.settle()
             assert value(stage.metrics, "iteration_tokens_total") == 3
-            mock_clock.jump(REST_S)
+            mock_clock.jump(INTAKE_PAUSE_S)
             await stage.settle()
 
 

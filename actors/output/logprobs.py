@@ -1,20 +1,20 @@
-"""What the device says of one position -> what the caller gets.  Pure.  Source: spec section 8.4."""
+"""From the device's logprobs of one position to those that a client reads.  Pure."""
 
 from collections.abc import Sequence
 
 from trouper.actors.messages.results import TokenLogprobs
-from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.actors.output.decoding import TokenDecoder
 from trouper.outputs import Logprob, LogprobsOnePosition
 
 
 def position_logprobs(
     position: TokenLogprobs,
-    tokenizer: Tokenizer | None,
+    tokenizer: TokenDecoder | None,
     before: Sequence[int],
     *,
     is_ranked: bool = True,
 ) -> LogprobsOnePosition:
-    """The sampled (or prompt) token first, then the others by falling logprob.
+    """Make the table of one position: the sampled (or prompt) token first, then by falling logprob.
 
     `before` holds the tokens before this position: they complete a character that was cut in two.
     `is_ranked` is False where the candidates are the caller's choice: only the first has a rank then.
@@ -34,5 +34,5 @@ def position_logprobs(
     return table
 
 
-def _text(tokenizer: Tokenizer | None, token_id: int, before: Sequence[int]) -> str | None:
+def _text(tokenizer: TokenDecoder | None, token_id: int, before: Sequence[int]) -> str | None:
     return None if tokenizer is None else tokenizer.token_text(token_id, before)

@@ -1,13 +1,13 @@
-"""What the Detokenizer has for the Observer: times of requests, one fact for each of its turns.
+"""The statistics of requests as their outputs pass the detokenizer: one `OutputStats` for each of its turns.
 
 Laws.  With statistics off nothing is recorded.  A request counts once however many completions it has: its
-first token is that of the first completion to have one, its end that of the last.  Source: spec section 18.
+first token is that of the first completion to have one, its end that of the last.
 """
 
 import msgspec
 
 from trouper.actors.messages.stats import OutputStats, RequestEnded
-from trouper.actors.observability.reporter import Reporter
+from trouper.actors.runtime.reporter import Reporter
 from trouper.outputs import RequestStateStats
 
 
@@ -19,7 +19,7 @@ class SequenceTimes(msgspec.Struct):
     last_token_s: float = 0.0  # of no meaning before the first
 
 
-class Facts:
+class OutputStatsCollector:
     """Owns the reporter; collects until `send`."""
 
     def __init__(self, reporter: Reporter) -> None:
@@ -29,24 +29,26 @@ class Facts:
         self._ended: list[RequestEnded] = []
 
     def note_queued(self, stats: RequestStateStats, now: float) -> None:
+        """Note that a request has been rendered and waits to run."""
         if self.reporter.is_on:
             stats.queued_ts = now
 
     def note_start(self, stats: RequestStateStats, now: float) -> None:
-        """One of its sequences takes a device row."""
+        """Note that one of a request's sequences takes a request slot."""
         if self.reporter.is_on and stats.scheduled_ts is None:
             stats.scheduled_ts = now
 
     def note_preemptions(
         self, stats: RequestStateStats, times: SequenceTimes, num_preemptions: int
     ) -> None:
-        """So many in all."""
+        """Note how often a sequence has been preempted so far."""
         stats.num_preemptions += num_preemptions - times.num_preemptions
         times.num_preemptions = num_preemptions
 
     def note_tokens(
         self, stats: RequestStateStats, times: SequenceTimes, num_tokens: int, now: float
     ) -> None:
+        """Note that a sequence has more tokens."""
         if not self.reporter.is_on:
             return
         if times.num_tokens:
@@ -61,12 +63,13 @@ class Facts:
             stats.max_num_generation_tokens = times.num_tokens
 
     def note_end(self, ended: RequestEnded, now: float) -> None:
+        """Note that a request has ended."""
         if self.reporter.is_on:
             ended.stats.finished_ts = now
             self._ended.append(ended)
 
     def send(self) -> None:
-        """Tell the Observer, if there is anything to tell."""
+        """Report what has been collected, if anything."""
         if self._first_token_s or self._inter_token_s or self._ended:
             self.reporter.report(
                 OutputStats(

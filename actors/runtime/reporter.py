@@ -1,4 +1,4 @@
-"""How an actor leaves its facts with the Observer: it never waits and never fails."""
+"""The way from an actor to the observer: statistics are sent without waiting, or dropped."""
 
 from types import TracebackType
 from typing import Self
@@ -10,7 +10,7 @@ from trouper.actors.messages.inboxes import ObserverInbox
 
 
 class Reporter:
-    """Owns a sending end, or none when statistics are off.  Facts that find no room are dropped."""
+    """Owns a sending end, or none when statistics are off.  Statistics that find no room are dropped."""
 
     def __init__(self, observer: MemoryObjectSendStream[ObserverInbox] | None) -> None:
         self._observer = observer
@@ -18,14 +18,15 @@ class Reporter:
 
     @property
     def is_on(self) -> bool:
+        """Whether statistics are kept at all."""
         return self._observer is not None
 
-    def report(self, fact: ObserverInbox) -> bool:
-        """Whether it was sent."""
+    def report(self, stats: ObserverInbox) -> bool:
+        """Send statistics; return whether there was room."""
         if self._observer is None:
             return False
         try:
-            self._observer.send_nowait(fact)
+            self._observer.send_nowait(stats)
         except (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError):
             self.num_dropped += 1
             return False
