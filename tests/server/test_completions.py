@@ -10,6 +10,11 @@ PATH = "/v1/completions"
 GREEDY = {"prompt": "def f(", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
+@pytest.fixture(scope="module", params=["asyncio", "trio"])
+def anyio_backend(request):
+    return request.param
+
+
 async def expected(engine, prompt="def f(", **params):
     params = SamplingParams(**{"temperature": 0, "max_tokens": 8, "ignore_eos": True, **params})
     async for output in engine.generate(prompt, params):

@@ -18,6 +18,11 @@ from .process import started, stop
 NUM_DRAWN = 200
 
 
+@pytest.fixture(scope="module", params=["asyncio", "trio"])
+def anyio_backend(request):
+    return request.param
+
+
 @pytest.mark.parametrize("is_admin", [False, True], ids=["public", "admin"])
 @pytest.mark.anyio
 async def test_drawn_hostile_connections_end_alone(anyio_backend, is_admin):

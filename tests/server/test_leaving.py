@@ -19,6 +19,11 @@ LONG = {"prompt": "def f(", "max_tokens": 500, "ignore_eos": True}
 MANY = {**LONG, "prompt": ["def f(", "import"], "n": 2}
 
 
+@pytest.fixture(scope="module", params=["asyncio", "trio"])
+def anyio_backend(request):
+    return request.param
+
+
 def body(**fields):
     return json.dumps({**LONG, **fields}).encode()
 
