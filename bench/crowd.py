@@ -24,7 +24,7 @@ from trouper.bench.callers import Call
 from trouper.bench.figures import percentile
 from trouper.bench.report import about, write
 from trouper.bench.stage import PATIENCE_S, Client, Stage, Turn, served
-from trouper.config.args import DEMO_MODEL
+from trouper.config.model import DEMO_MODEL
 
 NUM_CLIENTS = 256
 SHARE_LEAVING = 0.3

@@ -42,7 +42,7 @@ from unittest.mock import patch
 
 from trouper.bench.callers import Call, Callers
 from trouper.bench.report import about, write
-from trouper.config.args import EngineConfig
+from trouper.config.resolve import EngineConfig
 
 if TYPE_CHECKING:
     from trouper.actors.executor.cpu.pooling_runner import PoolingRunner

@@ -23,6 +23,7 @@ from trouper.bench.goals import DECODE_STEPS, GOALS, Goal, workload
 from trouper.bench.peers import Peer, Settings, Workload, started
 from trouper.bench.throughput import model_folder
 from trouper.config.presets import GEOMETRIES
+from trouper.config.resolve import resolve
 
 NUM_REPEATS = 3
 PEER_STEPS = 32
@@ -84,7 +85,7 @@ def _generate(llm: LLM, prompts: list[list[int]], lengths: Sequence[int]) -> Non
 
 
 def measure_peer(goals: Sequence[Goal], name: str) -> Iterator[dict[str, Any]]:
-    config = engine_args(goals).resolve(offline=True)
+    config = resolve(engine_args(goals), offline=True)
     largest = Workload(config.scheduler.max_num_seqs, config.max_model_len, 0)
     with ExitStack() as stack:
         folder = stack.enter_context(model_folder(config))

@@ -26,6 +26,7 @@ from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevic
 from trouper.actors.runtime.threads import WorkerThreads
 from trouper.bench.report import about, write
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 from trouper.frontends.python.async_engine import AsyncLLMEngine
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.http.listeners import Listener, Shutdown, bind_tcp
@@ -72,7 +73,7 @@ async def measure(
 ) -> dict[str, float]:
     """Processor time for each token, in µs, of every way to stream it."""
     arguments = EngineArgs(max_num_seqs=num_streams, dtype="float32", skip_tokenizer_init=True)
-    config = arguments.resolve()
+    config = resolve(arguments)
     credits = config.scheduler.max_steps_in_flight
     device = SimulatedDevice(
         num_streams * 200 + 1, 16, config.model.vocab_size, credits, Conditions(step_s=0.0)

@@ -24,7 +24,9 @@ from trouper.actors.executor.devices.threaded import DEVICE_THREAD
 from trouper.actors.executor.topology import num_physical_cores
 from trouper.bench.datasets import SampleRequest
 from trouper.bench.peers import Settings, Workload, started
-from trouper.config.args import DEMO_MODEL, EngineArgs, EngineConfig
+from trouper.config.args import EngineArgs
+from trouper.config.model import DEMO_MODEL
+from trouper.config.resolve import EngineConfig, resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 Backend = Literal["trouper", "trouper-chat", "vllm", "vllm-chat", "hf", "hf-cb"]
@@ -225,7 +227,7 @@ class TransformersEngine:
 
     def __init__(self, wishes: Wishes, engine_args: EngineArgs) -> None:
         self._batch_size = wishes.hf_max_batch_size
-        config = engine_args.resolve(offline=True)
+        config = resolve(engine_args, offline=True)
         largest = Workload(config.scheduler.max_num_seqs, config.max_model_len, 0)
         name = "transformers" if wishes.backend == "hf" else "transformers-cb"
         with ExitStack() as stack:

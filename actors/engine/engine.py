@@ -38,7 +38,7 @@ from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.event_loop import EventLoop
 from trouper.actors.scheduling.scheduler import Scheduler
-from trouper.config.args import EngineConfig
+from trouper.config.resolve import EngineConfig
 from trouper.errors import (
     EngineDeadError,
     RetryableRequestError,

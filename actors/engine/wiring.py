@@ -44,7 +44,7 @@ from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
-from trouper.config.args import EngineConfig
+from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 
 if TYPE_CHECKING:

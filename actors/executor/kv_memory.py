@@ -10,7 +10,7 @@ import msgspec
 from torch import Tensor
 
 from trouper.actors.executor.models.traits import DecoderTraits
-from trouper.config.args import EngineConfig
+from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError
 
 # The scheduler keeps some hundred bytes of each block; an 8 B model has 50,000 blocks in 110 GB.

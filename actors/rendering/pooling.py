@@ -24,8 +24,8 @@ from trouper.actors.rendering.text import (
     template_text,
 )
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.config.args import EngineConfig
 from trouper.config.pooler import PoolerSpec
+from trouper.config.resolve import EngineConfig
 from trouper.pooling import PoolingParams
 
 TYPES = "token_type_ids"

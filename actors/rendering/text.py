@@ -21,8 +21,8 @@ from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digest
 from trouper.actors.rendering.mixed import encode_mixed, take_embeds, unmarked
 from trouper.actors.rendering.sampling import ModelLimits, resolve_sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.config.args import EngineConfig
 from trouper.config.files import read_text
+from trouper.config.resolve import EngineConfig
 from trouper.errors import (
     ChatTemplateResolutionError,
     TrouperValidationError,

@@ -37,7 +37,7 @@ from trouper.actors.scheduling.sequence_table import SequenceTable
 from trouper.actors.scheduling.sequences import Sequence, State
 from trouper.actors.scheduling.step_builder import InFlightStep, StepBuilder
 from trouper.actors.scheduling.token_budget import TokenBudget
-from trouper.config.args import SchedulerConfig
+from trouper.config.resolve import SchedulerConfig
 
 FAILURES: dict[EntryFailure, str] = {
     "not_finite": "numerical_error: the logits are not finite",

@@ -26,7 +26,7 @@ from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
 from trouper.actors.messages.results import PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
-from trouper.config.args import SchedulerConfig
+from trouper.config.resolve import SchedulerConfig
 
 WINDOW = 256  # sorting them by length takes 0.1 ms
 PASS_TOKENS = 512  # that a device computes in one pass, so it is not worth while to part them

@@ -12,7 +12,7 @@ from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.sequences import Sequence, State
 from trouper.actors.scheduling.step_builder import StepBuilder
 from trouper.actors.scheduling.waiting import Queue
-from trouper.config.args import SchedulerConfig
+from trouper.config.resolve import SchedulerConfig
 
 MAX_EVICTIONS = 8
 

@@ -13,7 +13,7 @@ from trouper.actors.scheduling.outbox import SchedulerOutputs
 from trouper.actors.scheduling.running import Running
 from trouper.actors.scheduling.sequences import Request, Sequence, State, open_request
 from trouper.actors.scheduling.waiting import Waiting
-from trouper.config.args import SchedulerConfig
+from trouper.config.resolve import SchedulerConfig
 from trouper.outputs import FinishReason
 
 

@@ -22,7 +22,7 @@ from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import TokenLogprobs
 from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, block_hash
 from trouper.actors.scheduling.repetition import is_repeating
-from trouper.config.args import SchedulerConfig
+from trouper.config.resolve import SchedulerConfig
 from trouper.outputs import FinishReason
 
 Order = tuple[int, float, int, int]  # smaller runs first; unique

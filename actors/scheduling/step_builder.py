@@ -8,7 +8,7 @@ import msgspec
 
 from trouper.actors.messages.plans import NewSequence, StepPlan
 from trouper.actors.scheduling.sequences import Sequence
-from trouper.config.args import SchedulerConfig
+from trouper.config.resolve import SchedulerConfig
 
 StepEntry = tuple[Sequence, int, int, int, int]
 """A sequence, its preemption epoch, the first position, the position after the last, and samples."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 from trouper.errors import RemoteError, TrouperClientError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.options import SamplingOptions, expand_options
@@ -79,7 +80,7 @@ def _with_engine(
         raise typer.BadParameter("needs --url", param_hint="--model-name")
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
-    model = engine_args.resolve(offline=True).model
+    model = resolve(engine_args, offline=True).model
     defaults = {"max_tokens": None, **model.default_sampling}  # None: up to the model's length
     params = sampling.params(defaults, output_kind=RequestOutputKind.DELTA)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.options import SamplingOptions, expand_options
@@ -60,8 +61,8 @@ def generate(
         raise typer.BadParameter("needs n = 1 and no --json", param_hint="--stream")
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
-    model = engine_args.resolve(
-        offline=True
+    model = resolve(
+        engine_args, offline=True
     ).model  # here, because it finds mistakes before torch loads
     kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     params = sampling.params(model.default_sampling, n=n, output_kind=kind)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any, Protocol, cast, runtime_checkable
 
-from trouper.config.args import NOT_IMPLEMENTED
+from trouper.config.vllm_options import NOT_IMPLEMENTED
 from trouper.errors import RemoteError, TrouperClientError, UnsupportedFeatureError
 
 EXIT_CRASH = 1

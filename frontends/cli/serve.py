@@ -12,6 +12,7 @@ import anyio
 import typer
 
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.options import expand_options, json_object, read_config, served_names
@@ -191,7 +192,7 @@ def serve(
         engine_args.model = model_name
     _check_keys(options)
     engine_args.seed = options.seed
-    engine_args.resolve()  # here, because it finds mistakes before torch is loaded
+    resolve(engine_args)  # here, because it finds mistakes before torch is loaded
     # As in `run_engine`: read when torch is loaded, and threads that spin would starve the event loop.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _run(options, engine_args)

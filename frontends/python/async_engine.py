@@ -13,7 +13,9 @@ from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.wiring import Engine, EngineStatistics, open_engine
 from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.config.args import EngineArgs, EngineConfig, ModelConfig
+from trouper.config.args import EngineArgs
+from trouper.config.model import ModelConfig
+from trouper.config.resolve import EngineConfig, resolve
 from trouper.errors import EngineDeadError, TrouperValidationError
 from trouper.frontends.python.controls import AsyncControls
 from trouper.frontends.python.options import (
@@ -59,7 +61,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
         config = await anyio.to_thread.run_sync(  # reads files, and may download
-            lambda: self._args.resolve(offline=self._offline), limiter=anyio.CapacityLimiter(1)
+            lambda: resolve(self._args, offline=self._offline), limiter=anyio.CapacityLimiter(1)
         )
         device = ThreadedDevice(config)
         async with open_engine(config, device, is_stepped=self._is_stepped) as engine:

@@ -6,7 +6,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from trouper.config.args import ModelConfig
+from trouper.config.model import ModelConfig
 from trouper.errors import TrouperValidationError
 from trouper.frontends.python.controls import AsyncControls
 from trouper.frontends.python.engine_thread import EngineThread

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from trouper.config.args import ModelConfig
+from trouper.config.model import ModelConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.params import SamplingParams
 

@@ -8,7 +8,7 @@ import anyio
 import anyio.to_thread
 
 from trouper.actors.observability.metrics import LIMITS
-from trouper.config.args import EngineConfig
+from trouper.config.resolve import EngineConfig
 from trouper.errors import RetryableRequestError, TrouperNotFoundError
 from trouper.frontends.server.admission.codel import QueueDelay
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate, AdmissionTicket

@@ -13,7 +13,8 @@ from trouper.bench import plot, roofs, startup
 from trouper.bench import throughput as core
 from trouper.bench.kernels import OPS, TOLERANCE, Case, Shapes, WrongResultError, measure
 from trouper.bench.loop_gap import Heartbeat
-from trouper.config.args import DEMO_MODEL, EngineArgs
+from trouper.config.args import EngineArgs
+from trouper.config.model import DEMO_MODEL
 from trouper.config.presets import GEOMETRIES
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.cli.main import run_line

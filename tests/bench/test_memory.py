@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trouper.bench.memory import measure, resident
-from trouper.config.args import DEMO_MODEL
+from trouper.config.model import DEMO_MODEL
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's page map")
 

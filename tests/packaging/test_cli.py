@@ -19,6 +19,7 @@ from trouper.frontends.cli.main import run_line
 
 GOLDEN = Path(__file__).parent / "help.txt"
 GREEDY = ["--temperature", "0"]
+GENERATE_RESOLVE = "trouper.frontends.cli.generate.resolve"
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,7 @@ def test_every_engine_argument_is_an_option():
 
 def test_options_become_engine_args(monkeypatch):
     seen = []
-    monkeypatch.setattr(EngineArgs, "resolve", lambda self, **_: seen.append(self) or 1 / 0)
+    monkeypatch.setattr(GENERATE_RESOLVE, lambda args, **_: seen.append(args) or 1 / 0)
     arguments = ["x", "-m", "folder", "--max-model-len", "8k", "--max-num-seqs", "3", "--seed", "7"]
     arguments += ["--no-enable-prefix-caching", "--enforce-eager", "--watermark", "0.5"]
     arguments += [
@@ -99,7 +100,7 @@ def test_a_file_has_the_options_of_the_server_and_the_command_line_wins(monkeypa
     (tmp_path / "config.toml").write_text(CONFIG)
     seen = []
     monkeypatch.setattr(serve, "_run", lambda *options: seen.append(options))
-    monkeypatch.setattr(EngineArgs, "resolve", lambda self, **_: None)
+    monkeypatch.setattr(serve, "resolve", lambda args, **_: None)
     given = ["--config", str(tmp_path / "config.toml"), "--port", "1", "--max-num-seqs", "4"]
     assert run_line(["serve", *given]) == 0
     assert seen == [
@@ -200,7 +201,7 @@ def test_no_prompt_on_a_terminal_is_a_mistake(capsys, monkeypatch):
 
 
 def test_debug_shows_the_traceback(monkeypatch):
-    monkeypatch.setattr(EngineArgs, "resolve", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(GENERATE_RESOLVE, lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_line(["generate", "x", "--debug"])
 

@@ -12,7 +12,8 @@ from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
-from trouper.config.args import EngineArgs, EngineConfig
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import EngineConfig, resolve
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -126,7 +127,7 @@ def engine_config(path: str, **changes: object) -> EngineConfig:
         "kv_cache_memory_bytes": 2**24,
         "skip_tokenizer_init": True,
     }
-    return EngineArgs(model=str(path), **{**defaults, **changes}).resolve()
+    return resolve(EngineArgs(model=str(path), **{**defaults, **changes}))
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

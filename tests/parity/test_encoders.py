@@ -30,6 +30,7 @@ from trouper.actors.executor.devices import threaded
 from trouper.actors.executor.models.encoder import Encoder, rounded
 from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.codegen import units
 
@@ -83,9 +84,9 @@ def prompts():
 
 
 def run(folder, task, type_ids=None, texts=None, columns=None, is_alone=False, **options):
-    config = EngineArgs(
-        model=str(folder), runner="pooling", skip_tokenizer_init=True, **options
-    ).resolve()
+    config = resolve(
+        EngineArgs(model=str(folder), runner="pooling", skip_tokenizer_init=True, **options)
+    )
     runner = PoolingRunner(config)
     runner.load()
     columns = columns or [
@@ -180,9 +181,9 @@ def test_equal_texts_are_as_many_in_each_threads_pass():
 def test_who_is_done_with_a_plan_begins_the_next(tmp_path, monkeypatch):
     """One pass of the first plan waits for a pass of the second."""
     save_tiny("bert", AutoModel, tmp_path)
-    config = EngineArgs(
-        model=str(tmp_path), runner="pooling", skip_tokenizer_init=True, dtype="float32"
-    ).resolve()
+    config = resolve(
+        EngineArgs(model=str(tmp_path), runner="pooling", skip_tokenizer_init=True, dtype="float32")
+    )
     runner = PoolingRunner(config)
     runner.load()
     right, has_begun, told = runner._run, threading.Event(), threading.Event()

@@ -14,6 +14,7 @@ from trouper.actors.executor.device import PendingResult
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.messages.plans import PoolEntry, PoolPlan, Sampling
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 from trouper.kernels.codegen import units
 from trouper.kernels.codegen.recording import Recording
 from trouper.kernels.cpu.attention import decode
@@ -285,6 +286,6 @@ def encoder_runner(folder, **options):
     args = EngineArgs(
         model=str(folder), runner="pooling", skip_tokenizer_init=True, dtype="bfloat16", **options
     )
-    runner = PoolingRunner(args.resolve())
+    runner = PoolingRunner(resolve(args))
     runner.load()
     return runner

@@ -10,6 +10,7 @@ from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.weights.quantized import integer_scheme
 from trouper.actors.messages.plans import Sampling
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.codegen import units
 
@@ -242,4 +243,4 @@ def test_one_group_for_all_inputs_where_the_config_says_so(config):
 def test_integers_are_not_rounded_again(tmp_path):
     _, packed = write(tmp_path, "awq")
     with pytest.raises(TrouperValidationError, match="quantised already"):
-        EngineArgs(model=str(packed), quantization="int8", skip_tokenizer_init=True).resolve()
+        resolve(EngineArgs(model=str(packed), quantization="int8", skip_tokenizer_init=True))

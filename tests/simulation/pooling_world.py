@@ -15,8 +15,8 @@ from trouper.actors.messages.plans import PoolPlan
 from trouper.actors.messages.requests import Render
 from trouper.actors.messages.results import PoolDone, StepFailed
 from trouper.actors.rendering.pooling import PoolingPrompts
-from trouper.config.args import EngineConfig
 from trouper.config.pooler import PoolerSpec
+from trouper.config.resolve import EngineConfig
 from trouper.pooling import LateInteractionParams, PoolingParams
 from trouper.pooling_outputs import PoolingRequestOutput
 

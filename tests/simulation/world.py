@@ -16,7 +16,8 @@ from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.requests import Admit, Render
 from trouper.actors.rendering.text import Prompts
-from trouper.config.args import EngineConfig, ModelConfig, SchedulerConfig
+from trouper.config.model import ModelConfig
+from trouper.config.resolve import EngineConfig, SchedulerConfig
 from trouper.errors import EngineDeadError
 
 from . import oracles

@@ -7,7 +7,8 @@ import anyio.lowlevel
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice, simulated_tokens
 from trouper.actors.messages.plans import Sampling
-from trouper.config.args import EngineConfig, ModelConfig, SchedulerConfig
+from trouper.config.model import ModelConfig
+from trouper.config.resolve import EngineConfig, SchedulerConfig
 
 VOCAB_SIZE = 97
 STEP_S = 0.01

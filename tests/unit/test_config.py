@@ -7,16 +7,11 @@ from dataclasses import fields
 
 import pytest
 
-from trouper.config.args import (
-    DEFAULT_KV_CACHE_BYTES,
-    DEMO_MODEL,
-    DTYPES,
-    NOT_IMPLEMENTED,
-    AsyncEngineArgs,
-    EngineArgs,
-    ModelConfig,
-)
+from trouper.config.args import AsyncEngineArgs, EngineArgs
+from trouper.config.model import DEMO_MODEL, DTYPES, ModelConfig
 from trouper.config.presets import GEOMETRIES
+from trouper.config.resolve import DEFAULT_KV_CACHE_BYTES, resolve
+from trouper.config.vllm_options import NOT_IMPLEMENTED
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 CONFIG = {
@@ -42,7 +37,7 @@ def folder(tmp_path):
 
 
 def test_defaults_are_those_of_the_specification(folder):
-    config = EngineArgs(folder()).resolve()
+    config = resolve(EngineArgs(folder()))
     assert config.scheduler.max_num_seqs == 128
     assert config.scheduler.max_num_active_seqs == 128
     assert config.scheduler.max_num_scheduled_tokens == 1024  # on a CPU
@@ -56,13 +51,13 @@ def test_defaults_are_those_of_the_specification(folder):
 
 
 def test_offline_limits_are_larger(folder):
-    scheduler = EngineArgs(folder()).resolve(offline=True).scheduler
+    scheduler = resolve(EngineArgs(folder()), offline=True).scheduler
     assert (scheduler.max_num_seqs, scheduler.max_num_scheduled_tokens) == (256, 1024)
 
 
 def test_a_step_takes_what_it_is_given(folder):
     for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
-        scheduler = EngineArgs(folder(), **{name: 4096}).resolve().scheduler
+        scheduler = resolve(EngineArgs(folder(), **{name: 4096})).scheduler
         assert scheduler.max_num_scheduled_tokens == 4096
 
 
@@ -101,10 +96,10 @@ def test_what_is_not_implemented_is_accepted_at_its_default_only(name):
 
 
 def test_the_runner_may_be_said_aloud():
-    assert EngineArgs(runner="generate", convert="none").resolve().pooler is None
-    assert EngineArgs(runner="pooling").resolve().pooler.tasks == ("embed", "token_embed")
+    assert resolve(EngineArgs(runner="generate", convert="none")).pooler is None
+    assert resolve(EngineArgs(runner="pooling")).pooler.tasks == ("embed", "token_embed")
     with pytest.raises(TrouperValidationError, match="parameter=runner"):
-        EngineArgs(runner="draft?").resolve()
+        resolve(EngineArgs(runner="draft?"))
 
 
 @pytest.mark.parametrize(
@@ -141,26 +136,26 @@ def test_the_runner_may_be_said_aloud():
 )
 def test_a_value_out_of_range_names_its_parameter(folder, wish, message):
     with pytest.raises(TrouperValidationError, match=message):
-        EngineArgs(folder(), **wish).resolve()
+        resolve(EngineArgs(folder(), **wish))
 
 
 def test_cross_checks_name_both_numbers(folder):
     path = folder()
     with pytest.raises(TrouperValidationError, match=r"\(4\) must be at least max_num_seqs \(8\)"):
-        EngineArgs(path, max_num_batched_tokens=4, max_num_seqs=8).resolve()
+        resolve(EngineArgs(path, max_num_batched_tokens=4, max_num_seqs=8))
     with pytest.raises(TrouperValidationError, match=r"\(500\) must be at least .* \(10000\)"):
-        EngineArgs(path, max_num_batched_tokens=500, enable_chunked_prefill=False).resolve()
+        resolve(EngineArgs(path, max_num_batched_tokens=500, enable_chunked_prefill=False))
     with pytest.raises(TrouperValidationError, match=r"\(9\) must be at most max_num_seqs \(8\)"):
-        EngineArgs(path, max_num_active_seqs=9, max_num_seqs=8).resolve()
+        resolve(EngineArgs(path, max_num_active_seqs=9, max_num_seqs=8))
 
 
 def test_what_is_left_out_fits_what_is_given(folder):
     path = folder()
-    few_tokens = EngineArgs(path, max_num_batched_tokens=32).resolve().scheduler
+    few_tokens = resolve(EngineArgs(path, max_num_batched_tokens=32)).scheduler
     assert (few_tokens.max_num_seqs, few_tokens.max_num_scheduled_tokens) == (32, 32)
-    many_seqs = EngineArgs(path, max_num_seqs=3000).resolve().scheduler
+    many_seqs = resolve(EngineArgs(path, max_num_seqs=3000)).scheduler
     assert (many_seqs.max_num_seqs, many_seqs.max_num_scheduled_tokens) == (3000, 3000)
-    whole_prompts = EngineArgs(path, enable_chunked_prefill=False).resolve().scheduler
+    whole_prompts = resolve(EngineArgs(path, enable_chunked_prefill=False)).scheduler
     assert whole_prompts.max_num_scheduled_tokens == 10_000
 
 
@@ -170,21 +165,21 @@ def test_what_is_left_out_fits_what_is_given(folder):
     + [(nothing, 10_000) for nothing in (None, -1, "-1", "auto")],
 )
 def test_lengths_may_be_written_for_people(folder, wished, length):
-    assert EngineArgs(folder(), max_model_len=wished).resolve().max_model_len == length
+    assert resolve(EngineArgs(folder(), max_model_len=wished)).max_model_len == length
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_dtypes_have_vllms_names(folder, name):
-    assert EngineArgs(folder(), dtype=name).resolve().dtype == DTYPES[name]
+    assert resolve(EngineArgs(folder(), dtype=name)).dtype == DTYPES[name]
 
 
 def test_a_torch_dtype_is_understood_by_its_name(folder):
-    assert EngineArgs(folder(), dtype="torch.float16").resolve().dtype == "float16"
+    assert resolve(EngineArgs(folder(), dtype="torch.float16")).dtype == "float16"
 
 
 def test_an_unknown_stored_dtype_is_named(folder):
     with pytest.raises(TrouperValidationError, match="value='float8'"):
-        EngineArgs(folder({**CONFIG, "dtype": "float8"})).resolve()
+        resolve(EngineArgs(folder({**CONFIG, "dtype": "float8"})))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +187,7 @@ def test_an_unknown_stored_dtype_is_named(folder):
 )
 def test_a_missing_model_folder_is_named(model):
     with pytest.raises(TrouperValidationError, match=rf"no such model folder.*value='{model}'"):
-        EngineArgs(model).resolve()
+        resolve(EngineArgs(model))
 
 
 @pytest.mark.parametrize(
@@ -211,12 +206,12 @@ def test_an_unusable_config_says_what_is_wrong(tmp_path, text, message):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(TrouperValidationError, match=message):
-        EngineArgs(str(tmp_path)).resolve()
+        resolve(EngineArgs(str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_a_geometry_is_a_model_of_dummy_weights_with_the_demos_tokenizer(name):
-    config = EngineArgs(name, load_format="dummy").resolve()
+    config = resolve(EngineArgs(name, load_format="dummy"))
     assert config.model.hf_config.items() >= GEOMETRIES[name].items()
     assert (config.model.path, config.tokenizer) == (name, str(DEMO_MODEL))
     assert config.max_model_len == GEOMETRIES[name]["max_position_embeddings"]
@@ -227,14 +222,14 @@ def test_a_geometry_is_a_model_of_dummy_weights_with_the_demos_tokenizer(name):
 )
 def test_a_geometry_needs_dummy_weights_and_a_known_name(wish):
     with pytest.raises(TrouperValidationError, match=r"load_format=.dummy. knows qwen3-0\.6b, "):
-        EngineArgs(**wish).resolve()
+        resolve(EngineArgs(**wish))
 
 
 def test_a_folder_of_a_geometrys_name_wins(tmp_path, monkeypatch):
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny/config.json").write_text(json.dumps(CONFIG))
     monkeypatch.chdir(tmp_path)
-    assert EngineArgs("tiny", load_format="dummy").resolve().model.vocab_size == 100
+    assert resolve(EngineArgs("tiny", load_format="dummy")).model.vocab_size == 100
 
 
 def test_a_nested_text_config_is_lifted(folder):
@@ -270,7 +265,7 @@ def test_generation_config_may_lie_elsewhere(folder, tmp_path):
     elsewhere.mkdir()
     path = folder(generation={"top_k": 3})
     with pytest.raises(TrouperValidationError, match=r"no generation_config.json"):
-        EngineArgs(path, generation_config=str(elsewhere)).resolve()
+        resolve(EngineArgs(path, generation_config=str(elsewhere)))
     (elsewhere / "generation_config.json").write_text('{"top_k": 4}')
     model = ModelConfig.load(EngineArgs(path, generation_config=str(elsewhere)))
     assert model.default_sampling == {"top_k": 4}
@@ -283,35 +278,35 @@ def test_a_model_without_eos_has_none(folder):
 
 def test_tokenizer_may_lie_elsewhere_or_be_left_out(folder, tmp_path):
     path = folder()
-    assert EngineArgs(path).resolve().tokenizer == path
-    assert EngineArgs(path, skip_tokenizer_init=True).resolve().tokenizer is None
+    assert resolve(EngineArgs(path)).tokenizer == path
+    assert resolve(EngineArgs(path, skip_tokenizer_init=True)).tokenizer is None
     elsewhere = tmp_path / "tokenizer"
     elsewhere.mkdir()
-    assert EngineArgs(path, tokenizer=str(elsewhere)).resolve().tokenizer == str(elsewhere)
+    assert resolve(EngineArgs(path, tokenizer=str(elsewhere))).tokenizer == str(elsewhere)
 
 
 @pytest.mark.parametrize(("text", "size"), [("0", DEFAULT_KV_CACHE_BYTES), ("0.5", 2**29)])
 def test_cache_size_comes_from_the_environment(folder, monkeypatch, text, size):
     monkeypatch.setenv("TROUPER_CPU_KVCACHE_SPACE", text)
-    assert EngineArgs(folder()).resolve().kv_cache_bytes == size
-    assert EngineArgs(folder(), kv_cache_memory_bytes=10).resolve().kv_cache_bytes == 10
+    assert resolve(EngineArgs(folder())).kv_cache_bytes == size
+    assert resolve(EngineArgs(folder(), kv_cache_memory_bytes=10)).kv_cache_bytes == 10
 
 
 @pytest.mark.parametrize("text", ["much", "nan", "inf", "-1", ""])
 def test_a_malformed_variable_is_named(folder, monkeypatch, text):
     monkeypatch.setenv("TROUPER_CPU_KVCACHE_SPACE", text)
     with pytest.raises(TrouperValidationError, match="TROUPER_CPU_KVCACHE_SPACE"):
-        EngineArgs(folder()).resolve()
+        resolve(EngineArgs(folder()))
 
 
 @pytest.mark.parametrize(("wish", "steps"), [(None, 2), (True, 2), (False, 1)])
 def test_async_scheduling_plans_one_step_ahead(folder, wish, steps):
-    config = EngineArgs(folder(), async_scheduling=wish).resolve()
+    config = resolve(EngineArgs(folder(), async_scheduling=wish))
     assert config.scheduler.max_steps_in_flight == steps
 
 
 def test_the_vocabulary_needs_no_torch():
-    code = "import sys, trouper.config.args, trouper.params, trouper.outputs; sys.exit('torch' in sys.modules)"
+    code = "import sys, trouper.config.resolve, trouper.params, trouper.outputs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -327,4 +322,4 @@ def test_the_vocabulary_needs_no_torch():
     ],
 )
 def test_weights_are_compressed_for_few_sequences_or_on_request(options, expected):
-    assert EngineArgs(**options).resolve().compress_weights is expected
+    assert resolve(EngineArgs(**options)).compress_weights is expected

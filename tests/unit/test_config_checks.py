@@ -11,6 +11,7 @@ import pytest
 
 import trouper
 from trouper.config.args import AsyncEngineArgs, EngineArgs
+from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 CONFIG = {
@@ -33,7 +34,7 @@ def folder(tmp_path):
 
 
 def longest(path, **options):
-    return EngineArgs(path, **{"max_model_len": "auto", **options}).resolve().max_model_len
+    return resolve(EngineArgs(path, **{"max_model_len": "auto", **options})).max_model_len
 
 
 def test_auto_is_the_longest_that_fits_the_blocks(folder):
@@ -42,7 +43,7 @@ def test_auto_is_the_longest_that_fits_the_blocks(folder):
     assert longest(path, num_gpu_blocks_override=3, block_size=16, max_model_len=-1) == 48
     assert longest(path, num_gpu_blocks_override=3) == 3 * 128
     assert longest(path, num_gpu_blocks_override=10**6) == 10_000
-    fixed = EngineArgs(path, num_gpu_blocks_override=3).resolve()
+    fixed = resolve(EngineArgs(path, num_gpu_blocks_override=3))
     assert fixed.max_model_len == 10_000
 
 
@@ -117,12 +118,12 @@ WRONG = [
 def test_a_value_of_the_wrong_type_names_its_parameter(folder, name, value):
     options = {"model": folder(), name: value}
     with pytest.raises(TrouperValidationError, match=f"parameter={name}"):
-        EngineArgs(**options).resolve()
+        resolve(EngineArgs(**options))
 
 
 def test_paths_and_numpys_numbers_are_fine(folder):
     path = folder()
-    config = EngineArgs(Path(path), max_num_seqs=np.int64(4), seed=np.int32(3)).resolve()
+    config = resolve(EngineArgs(Path(path), max_num_seqs=np.int64(4), seed=np.int32(3)))
     assert (config.model.path, config.scheduler.max_num_seqs, config.seed) == (path, 4, 3)
     assert type(config.seed) is int
 
@@ -133,15 +134,15 @@ def test_paths_and_numpys_numbers_are_fine(folder):
 )
 def test_what_would_be_ignored_is_refused(folder, name, value):
     with pytest.raises(UnsupportedFeatureError, match=name):
-        EngineArgs(folder(), **{name: value}).resolve()
+        resolve(EngineArgs(folder(), **{name: value}))
 
 
 def test_what_a_cpu_has_no_use_for_is_told(folder, caplog):
     caplog.set_level(logging.INFO, "trouper")
     path = folder()
-    EngineArgs(path).resolve()
+    resolve(EngineArgs(path))
     assert caplog.messages == []
-    EngineArgs(path, cudagraph_capture_sizes=[1], gpu_memory_utilization=0.5).resolve()
+    resolve(EngineArgs(path, cudagraph_capture_sizes=[1], gpu_memory_utilization=0.5))
     assert caplog.messages == [
         "no effect on the CPU: cudagraph_capture_sizes, gpu_memory_utilization"
     ]

@@ -9,6 +9,7 @@ import pytest
 from trouper.config import devices
 from trouper.config.args import EngineArgs
 from trouper.config.devices import choose_device, cuda_problem
+from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 
@@ -89,28 +90,28 @@ def test_a_model_that_pools_is_not_for_a_gpu(machine):
 
 def test_an_unknown_device_is_refused():
     with pytest.raises(TrouperValidationError, match="auto, cpu, cuda"):
-        EngineArgs(device="tpu").resolve()
+        resolve(EngineArgs(device="tpu"))
 
 
 def test_what_the_device_decides_of_a_config(monkeypatch):
     monkeypatch.setattr(devices, "cuda_problem", lambda: None)
-    config = EngineArgs(device="cuda", gpu_memory_utilization=0.5).resolve()
+    config = resolve(EngineArgs(device="cuda", gpu_memory_utilization=0.5))
     assert (config.device, config.block_size, config.kv_cache_bytes) == ("cuda", 16, None)
     assert (config.graphs, config.gpu_memory_utilization) == ((), 0.5)
-    config = EngineArgs(device="cuda", enforce_eager=True, kv_cache_memory_bytes=7).resolve()
+    config = resolve(EngineArgs(device="cuda", enforce_eager=True, kv_cache_memory_bytes=7))
     assert (config.graphs, config.kv_cache_bytes) == (None, 7)
     sizes = EngineArgs(device="cuda", cudagraph_capture_sizes=[4, 1, 4])
-    assert sizes.resolve().graphs == (1, 4)
-    assert EngineArgs(device="cuda", cudagraph_capture_sizes=[]).resolve().graphs is None
+    assert resolve(sizes).graphs == (1, 4)
+    assert resolve(EngineArgs(device="cuda", cudagraph_capture_sizes=[])).graphs is None
     with pytest.raises(TrouperValidationError, match="at least 1"):
-        EngineArgs(device="cuda", cudagraph_capture_sizes=[0]).resolve()
+        resolve(EngineArgs(device="cuda", cudagraph_capture_sizes=[0]))
 
 
 def test_batch_invariance_is_of_the_gpu(monkeypatch):
     with pytest.raises(UnsupportedFeatureError, match="batch_invariant"):
-        EngineArgs(device="cpu", batch_invariant=True).resolve()
+        resolve(EngineArgs(device="cpu", batch_invariant=True))
     monkeypatch.setattr(devices, "cuda_problem", lambda: None)
-    assert EngineArgs(device="cuda", batch_invariant=True).resolve().batch_invariant
-    assert not EngineArgs(device="cuda").resolve().batch_invariant
+    assert resolve(EngineArgs(device="cuda", batch_invariant=True)).batch_invariant
+    assert not resolve(EngineArgs(device="cuda")).batch_invariant
     monkeypatch.setenv("TROUPER_BATCH_INVARIANT", "1")
-    assert EngineArgs(device="cuda").resolve().batch_invariant
+    assert resolve(EngineArgs(device="cuda")).batch_invariant

@@ -19,6 +19,7 @@ from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
 from trouper.config.files import MAX_TEXT_BYTES
 from trouper.config.hf_fields import HfFields, Rope
+from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 BASE = {
@@ -46,7 +47,7 @@ def folder(tmp_path):
 
 def refused(path, **options):
     with pytest.raises(TrouperValidationError) as caught:
-        EngineArgs(str(path), **options).resolve()
+        resolve(EngineArgs(str(path), **options))
     return caught.value
 
 
@@ -88,8 +89,8 @@ def test_a_sampling_default_that_no_request_could_use_is_named(folder, field, va
 
 def test_a_default_length_is_no_longer_than_the_engines(folder):
     path = folder({"generation_config.json": {"max_new_tokens": 10**6}})
-    assert EngineArgs(str(path)).resolve().model.default_sampling == {"max_tokens": 512}
-    short = EngineArgs(str(path), max_model_len=64).resolve()
+    assert resolve(EngineArgs(str(path))).model.default_sampling == {"max_tokens": 512}
+    short = resolve(EngineArgs(str(path), max_model_len=64))
     assert short.model.default_sampling == {"max_tokens": 64}
 
 
@@ -229,7 +230,7 @@ def test_any_config_is_read_or_refused_with_a_typed_error(place, architecture, b
     config = {**BASE, **base, "architectures": [architecture], **changes}
     (place / "config.json").write_text(json.dumps(config))
     with suppress(TrouperValidationError, UnsupportedFeatureError):
-        model = EngineArgs(str(place)).resolve().model
+        model = resolve(EngineArgs(str(place))).model
         integer_scheme(model.hf_config)
         traits = encoder_traits(model.hf_config, model.architecture)
         if traits is None:
@@ -245,6 +246,6 @@ def test_any_generation_config_is_read_or_refused_with_a_typed_error(place, conf
     (place / "generation_config.json").write_text(json.dumps(config))
     try:
         with suppress(TrouperValidationError, UnsupportedFeatureError):
-            EngineArgs(str(place)).resolve()
+            resolve(EngineArgs(str(place)))
     finally:
         (place / "generation_config.json").unlink()

@@ -10,7 +10,7 @@ from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.sequences import State
-from trouper.config.args import SchedulerConfig
+from trouper.config.resolve import SchedulerConfig
 from trouper.params import SamplingParams
 
 EOS = 99

@@ -18,7 +18,7 @@ from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import StepDone
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
-from trouper.config.args import SchedulerConfig
+from trouper.config.resolve import SchedulerConfig
 from trouper.params import SamplingParams
 
 EOS, SECOND_EOS, VOCABULARY, POISON = 0, 1, 40, -7

@@ -9,7 +9,7 @@ from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.requests import AdmitPooling
 from trouper.actors.messages.results import PoolDone
 from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
-from trouper.config.args import SchedulerConfig
+from trouper.config.resolve import SchedulerConfig
 from trouper.pooling import PoolingParams
 
 

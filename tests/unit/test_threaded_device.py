@@ -21,6 +21,7 @@ from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.actors.messages.results import StepDone, StepFailed
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 CONFIG = {
@@ -33,13 +34,15 @@ CONFIG = {
 @pytest.fixture
 def config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return EngineArgs(
-        model=str(tmp_path),
-        load_format="dummy",
-        block_size=8,
-        max_num_seqs=4,
-        skip_tokenizer_init=True,
-    ).resolve()
+    return resolve(
+        EngineArgs(
+            model=str(tmp_path),
+            load_format="dummy",
+            block_size=8,
+            max_num_seqs=4,
+            skip_tokenizer_init=True,
+        )
+    )
 
 
 def first_plan(row=0, epoch=0):
@@ -144,7 +147,7 @@ async def test_a_failed_step_fails_its_epoch_and_nothing_after(config, caplog):
 @pytest.mark.anyio
 async def test_errors_of_loading_reach_the_caller(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["Mamba"]}))
-    unknown = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True).resolve()
+    unknown = resolve(EngineArgs(model=str(tmp_path), skip_tokenizer_init=True))
     for broken, error in ((unknown, UnsupportedFeatureError), (None, TrouperValidationError)):
         device = ThreadedDevice(broken or _without_weights(tmp_path))
         with pytest.raises(error):
@@ -155,7 +158,7 @@ async def test_errors_of_loading_reach_the_caller(config, tmp_path):
 
 def _without_weights(folder):
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    return EngineArgs(model=str(folder), skip_tokenizer_init=True).resolve()
+    return resolve(EngineArgs(model=str(folder), skip_tokenizer_init=True))
 
 
 @pytest.mark.anyio

@@ -15,6 +15,7 @@ from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 
 
 def a_plan(num_rows=4, num_embeds_bytes=0):
@@ -54,7 +55,7 @@ def test_frames_come_out_as_they_went_in_wherever_the_bytes_are_cut(frames, data
 
 
 def test_a_resolved_config_crosses():
-    config = EngineArgs().resolve()
+    config = resolve(EngineArgs())
     (frame,) = frames_of(wire.encode(wire.Load(config, sleep_level=1))[0])
     assert frame == wire.Load(config, sleep_level=1)
 

@@ -1,15 +1,13 @@
-"""What `EngineArgs` may hold: types, ranges and choices.  Pure; needs no model."""
+"""Types, ranges and choices of the values in `EngineArgs`.  Pure; needs no model."""
 
 import dataclasses
 import logging
 import operator
 import os
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-
-if TYPE_CHECKING:
-    from trouper.config.args import EngineArgs
 
 logger = logging.getLogger("trouper")
 AT_LEAST = {
@@ -28,8 +26,8 @@ ONE_OF = {
 IDLE_ON_CPU = ("cudagraph_capture_sizes", "gpu_memory_utilization")
 
 
-def check_engine_args(args: "EngineArgs") -> None:
-    """Convert what means the same (paths, numpy's integers), and refuse what cannot be.
+def check_engine_args(args: EngineArgs) -> None:
+    """Convert paths and numpy's integers to plain values, and refuse values that no engine can have.
 
     Raises:
         TrouperValidationError: a value of the wrong type or out of range; the message names the option.
@@ -49,15 +47,15 @@ def check_engine_args(args: "EngineArgs") -> None:
         raise UnsupportedFeatureError("trust_remote_code: a model's own code is never run")
 
 
-def tell_what_is_idle(args: "EngineArgs") -> None:
-    """One line of log for options of a GPU that this engine does not use."""
+def log_idle_options(args: EngineArgs) -> None:
+    """Log in one line which options of a GPU have no effect on this engine."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     idle = [name for name in IDLE_ON_CPU if getattr(args, name) != defaults[name]]
     if idle:
         logger.info("no effect on the CPU: %s", ", ".join(idle))
 
 
-def _check_types(args: "EngineArgs") -> None:
+def _check_types(args: EngineArgs) -> None:
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name)
         if isinstance(value, os.PathLike):
@@ -79,7 +77,7 @@ def _check_types(args: "EngineArgs") -> None:
     _check_lists(args)
 
 
-def _check_lists(args: "EngineArgs") -> None:
+def _check_lists(args: EngineArgs) -> None:
     names: Any = args.served_model_name
     if names is not None and not isinstance(names, str) and not _is_list_of(names, str):
         raise _bad(args, "served_model_name", "must be a string or a list of strings")
@@ -90,7 +88,7 @@ def _check_lists(args: "EngineArgs") -> None:
         raise _bad(args, "cudagraph_capture_sizes", "must be at least 1 each")
 
 
-def _check_numbers(args: "EngineArgs") -> None:
+def _check_numbers(args: EngineArgs) -> None:
     for name in AT_LEAST:
         value = _as_integer(getattr(args, name))
         setattr(args, name, value)
@@ -105,7 +103,7 @@ def _check_numbers(args: "EngineArgs") -> None:
         raise _bad(args, "gpu_memory_utilization", "gpu_memory_utilization must be in (0, 1]")
 
 
-def _check_number(args: "EngineArgs", name: str, value: Any) -> None:
+def _check_number(args: EngineArgs, name: str, value: Any) -> None:
     low, high = AT_LEAST[name], AT_MOST.get(name)
     if not _is_number(value):
         raise _bad(args, name, "must be a number")
@@ -117,7 +115,7 @@ def _check_number(args: "EngineArgs", name: str, value: Any) -> None:
         raise _bad(args, name, "must be an integer")
 
 
-def _is_optional(args: "EngineArgs", name: str) -> bool:
+def _is_optional(args: EngineArgs, name: str) -> bool:
     return any(f.name == name and f.default is None for f in dataclasses.fields(args))
 
 
@@ -139,5 +137,5 @@ def _as_integer(value: Any) -> Any:
         return value
 
 
-def _bad(args: "EngineArgs", name: str, rule: str) -> TrouperValidationError:
+def _bad(args: EngineArgs, name: str, rule: str) -> TrouperValidationError:
     return TrouperValidationError(rule, parameter=name, value=getattr(args, name))

@@ -1,19 +1,17 @@
 """A model folder as its json files describe it.  Only json files are read here; torch is never imported."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
 
+from trouper.config.args import EngineArgs
 from trouper.config.files import check_folder, checked, read_object
 from trouper.config.hf_fields import GenerationFields, HfFields
 from trouper.config.pooler import PoolerConfig, PoolerSpec, is_pooling, pooler_spec
 from trouper.config.presets import GEOMETRIES
 from trouper.errors import TrouperValidationError, invalid
 from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, SamplingParams
-
-if TYPE_CHECKING:
-    from trouper.config.args import EngineArgs
 
 GENERATION = "generation_config.json"
 DEMO_MODEL = Path(__file__).parents[1] / "demo"
@@ -58,7 +56,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0  # 0: the config does not say
 
     @classmethod
-    def load(cls, args: "EngineArgs") -> Self:
+    def load(cls, args: EngineArgs) -> Self:
         """Read the folder, the hub snapshot, the geometry or the bundled demo that `args.model` names.
 
         Raises:
@@ -146,7 +144,7 @@ def _num_positions(fields: HfFields, path: Path) -> int:
     return num_positions
 
 
-def _model_path(args: "EngineArgs") -> Path:
+def _model_path(args: EngineArgs) -> Path:
     if args.model is None:
         return DEMO_MODEL
     path = Path(args.model).expanduser()
@@ -165,7 +163,7 @@ def _model_path(args: "EngineArgs") -> Path:
     return _download(args, args.model, args.revision)
 
 
-def _download(args: "EngineArgs", repo_id: str, revision: str | None) -> Path:
+def _download(args: EngineArgs, repo_id: str, revision: str | None) -> Path:
     """Fetch a hub snapshot (huggingface_hub shows the progress bar), safetensors and json only."""
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # untyped dicts in it
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -189,7 +187,7 @@ def _download(args: "EngineArgs", repo_id: str, revision: str | None) -> Path:
         ) from error
 
 
-def tokenizer_path(args: "EngineArgs", model: ModelConfig) -> str:
+def tokenizer_path(args: EngineArgs, model: ModelConfig) -> str:
     """The model's own; the bundled demo's where dummy weights come without one."""
     if args.tokenizer is None:
         found = (any(Path(model.path).glob(name)) for name in ("tokenizer*", "vocab*"))
@@ -200,7 +198,7 @@ def tokenizer_path(args: "EngineArgs", model: ModelConfig) -> str:
     return str(_download(args, args.tokenizer, args.tokenizer_revision))
 
 
-def _generation_config(args: "EngineArgs", path: Path) -> dict[str, Any]:
+def _generation_config(args: EngineArgs, path: Path) -> dict[str, Any]:
     source = args.generation_config
     own = read_object(path / GENERATION) or {}
     if source in ("trouper", "vllm"):

@@ -37,8 +37,8 @@ from trouper.actors.executor.weights.encoder import Tensors, load_encoder
 from trouper.actors.executor.weights.heads import Project, load_head, load_projection
 from trouper.actors.messages.plans import PoolEntry, PoolPlan, StepPlan
 from trouper.actors.messages.results import PoolDone
-from trouper.config.args import EngineConfig
 from trouper.config.pooler import PoolerSpec
+from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.codegen.recording import NotRecordableError
 from trouper.kernels.cpu.attention.varlen import UNLIMITED, Group, positions_of

@@ -30,7 +30,7 @@ from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
-from trouper.config.args import EngineConfig
+from trouper.config.resolve import EngineConfig
 from trouper.kernels.codegen.arena import Arena, Lender
 from trouper.kernels.codegen.recording import NotRecordableError
 from trouper.kernels.cpu.sampling.sample import compile_draw

@@ -15,7 +15,7 @@ from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.models.decoder import Decoder, ops_config
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.weights.decoder import load_decoder
-from trouper.config.args import EngineConfig
+from trouper.config.resolve import EngineConfig
 from trouper.kernels.cpu.attention.varlen import Group
 from trouper.kernels.ops import CpuOps, StepTokens
 from trouper.kernels.select import make_ops

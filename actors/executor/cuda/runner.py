@@ -33,7 +33,7 @@ from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
-from trouper.config.args import EngineConfig
+from trouper.config.resolve import EngineConfig
 from trouper.kernels.cuda.apply_penalties import apply_penalties
 from trouper.kernels.cuda.ops import DeviceTokens, TritonOps
 from trouper.kernels.cuda.sample import sample

@@ -26,7 +26,7 @@ from trouper.actors.executor.topology import num_physical_cores
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepFailed
 from trouper.actors.runtime.event_loop import EventLoop
-from trouper.config.args import EngineConfig
+from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import numpy as np
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
-from trouper.config.args import EngineConfig
+from trouper.config.resolve import EngineConfig
 
 HEADER = struct.Struct("<BI")
 MAX_INLINE = 2**18  # bytes; a pipe's worth, beyond it a memory file costs less than the copies

@@ -34,8 +34,8 @@ from trouper.actors.executor.weights.quantized import (
     joined,
     unsupported,
 )
-from trouper.config.args import EngineConfig
 from trouper.config.files import check_folder, checked, read_object
+from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError, invalid
 from trouper.kernels.cpu.linear.quantization import (
     GROUP,

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from trouper.config.devices import cuda_problem
+from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli.bench.options import ReportOptions, note
 from trouper.frontends.cli.options import expand_options, integers
@@ -81,7 +82,7 @@ def kernels(
     if model is not None:
         from trouper.config.args import EngineArgs
 
-        config = EngineArgs(model=model, load_format="dummy").resolve().model.hf_config
+        config = resolve(EngineArgs(model=model, load_format="dummy")).model.hf_config
 
     from trouper.bench import kernels as core
     from trouper.bench.cuda_roofs import clock_and_roofs

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.bench.options import ReportOptions, progress, reporting, tokenizer_of
 from trouper.frontends.cli.options import expand_options, integers
@@ -56,7 +57,7 @@ def latency(
     if engine_args.enable_prefix_caching is None:
         engine_args.enable_prefix_caching = False
     engine_args.seed = seed
-    config = engine_args.resolve(offline=True)
+    config = resolve(engine_args, offline=True)
     _, vocabulary = tokenizer_of(config.tokenizer)
     check_fit([SampleRequest((0,) * input_len, output_len)], config.max_model_len)
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 from trouper.frontends.cli.bench.options import DatasetOptions, ReportOptions, tokenizer_of
 from trouper.frontends.cli.options import expand_options
 from trouper.frontends.cli.running import Interrupts, run_engine
@@ -37,7 +38,7 @@ def loop_gap(
 
     report.check()
     engine_args.seed = seed
-    config = engine_args.resolve(offline=True)
+    config = resolve(engine_args, offline=True)
     tokenizer, vocabulary = tokenizer_of(config.tokenizer)
     requests = dataset.requests(tokenizer, vocabulary, seed, texts=False)
     check_fit(requests, config.max_model_len)

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 from trouper.frontends.cli.bench.options import ReportOptions, note, terminable, tokenizer_of
 from trouper.frontends.cli.options import expand_options
 
@@ -85,7 +86,7 @@ def peers(
         quantization=quantization,
         max_model_len=max(w.input_len + w.output_len for w in works),
     )
-    config = args.resolve(offline=True)
+    config = resolve(args, offline=True)
     settings = core.Settings(
         model=config.model.path,
         dtype=config.dtype,

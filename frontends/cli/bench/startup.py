@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trouper.config.resolve import resolve
 from trouper.frontends.cli.bench.options import ReportOptions, note
 from trouper.frontends.cli.options import expand_options
 
@@ -29,9 +30,9 @@ def startup(
     from trouper.config.args import EngineArgs
 
     report.check()
-    EngineArgs(
-        model=model
-    ).resolve()  # here, because it finds mistakes before the first process does
+    resolve(
+        EngineArgs(model=model)
+    )  # here, because it finds mistakes before the first process does
     results = core.measure(
         model,
         num_iters_cold=num_iters_cold,

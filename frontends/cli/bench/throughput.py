@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 from trouper.frontends.cli import output
 from trouper.frontends.cli.bench.options import (
     DatasetOptions,
@@ -83,7 +84,7 @@ def throughput(
     wishes.check(engine_args)
     report.check()
     engine_args.seed = seed
-    config = engine_args.resolve(offline=True)
+    config = resolve(engine_args, offline=True)
     if dataset.dataset_name == "sharegpt" and dataset.dataset_path is None:
         note("no --dataset-path: random prompts")
     tokenizer, vocabulary = tokenizer_of(config.tokenizer)

@@ -1,0 +1,297 @@
+"""From the options of an engine to its plan: `resolve` makes an `EngineConfig`, all of which is concrete.
+
+Only json files are read here; torch is never imported.
+"""
+
+import math
+import operator
+import os
+from typing import Any, Literal, cast
+
+import msgspec
+
+from trouper.config.args import EngineArgs
+from trouper.config.checks import check_engine_args, log_idle_options
+from trouper.config.devices import DeviceKind, choose_device
+from trouper.config.model import ModelConfig, concrete_dtype, kv_bytes_per_token, tokenizer_path
+from trouper.config.pooler import PoolerSpec
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
+
+Quantization = Literal["int8", "int4"] | None
+# a decode kernel of the CPU reads 2 x the bandwidth at 128 of what it reads at 16
+DEFAULT_BLOCK_SIZES: dict[DeviceKind, int] = {"cpu": 128, "cuda": 16}
+# beyond this the activations of a layer come from the system anew: 16 prompts of 1,024 take 1.2 times as long
+CPU_STEP_TOKENS = 1024
+# twelve bits a weight multiply one row 1.2 times as fast as sixteen, eight rows or more 0.85 to 0.95 times
+COMPRESSED_ROWS = 8
+DEFAULT_KV_CACHE_BYTES = (
+    2 * 2**30
+)  # CPU, when nothing else says; capped by what max_num_seqs can use
+UNCHANGED = (
+    "load_format", "gpu_memory_utilization", "enforce_eager", "seed", "max_logprobs", "renderer_num_workers",
+    "stream_interval", "chat_template", "enable_prompt_embeds", "otlp_traces_endpoint",
+)  # fmt: skip
+NOT_INVARIANT = (
+    "batch_invariant: not on the CPU, whose attention adds up a prompt in another order when it is split "
+    "(its bfloat16 products and norms do not); device='cuda' has it"
+)
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of the plan that the scheduling policy works by.  The defaults are for tests of the policy alone."""
+
+    max_model_len: int = 8192
+    max_num_seqs: int = 128
+    max_num_active_seqs: int = 128
+    max_num_scheduled_tokens: int = 2048  # token budget of one step
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0  # 0 = off
+    long_prefill_token_threshold_adaptive: bool = False
+    policy: Literal["priority", "fcfs"] = "priority"
+    reserve_full_isl: bool = True
+    watermark: float = 0.0  # share of all blocks that must stay free when a request is admitted
+    enable_prefix_caching: bool = True
+    max_steps_in_flight: int = 1
+    seed: int = 0
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The resolved plan of one engine; nothing in it changes after start."""
+
+    model: ModelConfig
+    pooler: PoolerSpec | None = None  # None: it generates
+    tokenizer: str | None  # a folder; None = token ids only
+    dtype: str
+    load_format: str
+    device: DeviceKind = "cpu"
+    batch_invariant: bool = False  # a request's bits do not depend on its neighbours
+    graphs: tuple[int, ...] | None = None  # sizes to capture, () = the device's own; None = none
+    gpu_memory_utilization: float = 0.92  # of the GPU's memory
+    seed: int
+    max_model_len: int
+    max_logprobs: int
+    renderer_num_workers: int
+    block_size: int
+    num_blocks: int | None  # usable blocks; None = as many as kv_cache_bytes hold
+    kv_cache_bytes: int | None  # None = what gpu_memory_utilization leaves
+    stream_interval: int
+    chat_template: str | None
+    enable_prompt_embeds: bool = False
+    shutdown_timeout_s: float
+    quantization: Quantization = None  # of the weights, at load
+    compress_weights: bool = False  # bfloat16 in twelve bits, where the machine can
+    enforce_eager: bool = False  # no recorded decode steps
+    render_timeout_s: float = 30.0  # for one prompt
+    log_stats: bool = False
+    log_stats_interval_s: float = 10.0
+    metrics_prefix: str = "trouper"
+    otlp_traces_endpoint: str | None = None
+    max_num_queued_reqs: int | None
+    max_num_queued_tokens: int | None
+    scheduler: SchedulerConfig
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",) if self.pooler is None else self.pooler.tasks
+
+
+def resolve(args: EngineArgs, *, offline: bool = False) -> EngineConfig:
+    """Find the model, read its config and fill in every default.
+
+    May download (hub ids), so it is called from a thread.
+
+    Args:
+        offline: whether to take the batch limits of `LLM` instead of the server's.
+
+    Raises:
+        TrouperValidationError: a value out of range, or one that the model cannot follow; the message names it.
+        UnsupportedFeatureError: an option or a model that this build lacks.
+    """
+    check_engine_args(args)
+    model = ModelConfig.load(args)
+    pooler = model.pooler(args.runner, args.convert, args.pooler_config)
+    device = choose_device(args.device, pools=pooler is not None)
+    batch_invariant = args.batch_invariant or bool(_environ("TROUPER_BATCH_INVARIANT", 0.0))
+    if device == "cpu":
+        log_idle_options(args)
+        if batch_invariant:
+            raise UnsupportedFeatureError(NOT_INVARIANT, parameter="batch_invariant")
+    _check_quantization(args, model, pooler)
+    dtype = concrete_dtype(args.dtype, model)
+    block_size = args.block_size or DEFAULT_BLOCK_SIZES[device]
+    kv_cache_bytes = args.kv_cache_memory_bytes
+    if kv_cache_bytes is None and device == "cpu":
+        kv_cache_bytes = _kv_cache_bytes()
+    max_model_len = _max_model_len(args, model, dtype, pooler, block_size, kv_cache_bytes)
+    scheduler = _scheduler_config(args, max_model_len, device, pooler, offline)
+    compresses = args.compress_weights
+    if compresses is None:
+        compresses = scheduler.max_num_seqs < COMPRESSED_ROWS
+    return EngineConfig(
+        model=model.with_lengths_below(max_model_len),
+        pooler=pooler,
+        tokenizer=None if args.skip_tokenizer_init else tokenizer_path(args, model),
+        dtype=dtype,
+        device=device,
+        batch_invariant=batch_invariant,
+        graphs=None if args.enforce_eager else _graph_sizes(args),
+        quantization=cast("Quantization", args.quantization),
+        compress_weights=compresses,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=args.num_gpu_blocks_override,
+        kv_cache_bytes=kv_cache_bytes,
+        shutdown_timeout_s=args.shutdown_timeout,
+        render_timeout_s=_environ("TROUPER_CHAT_TEMPLATE_RENDER_TIMEOUT", 30.0),
+        log_stats=not args.disable_log_stats,
+        log_stats_interval_s=_environ("TROUPER_LOG_STATS_INTERVAL", 10.0),
+        # A caller that adds requests to an offline engine also waits for them, so it needs no limits.
+        max_num_queued_reqs=None if offline else args.max_num_queued_reqs,
+        max_num_queued_tokens=None if offline else args.max_num_queued_tokens,
+        scheduler=scheduler,
+        **{name: getattr(args, name) for name in UNCHANGED},
+    )
+
+
+def _scheduler_config(
+    args: EngineArgs,
+    max_model_len: int,
+    device: DeviceKind,
+    pooler: PoolerSpec | None,
+    offline: bool,
+) -> SchedulerConfig:
+    max_num_seqs, max_num_batched_tokens = _batch_limits(args, max_model_len, offline)
+    chunked = args.enable_chunked_prefill is not False
+    step_tokens = args.max_num_scheduled_tokens or max_num_batched_tokens
+    is_open = args.max_num_scheduled_tokens is None and args.max_num_batched_tokens is None
+    if device == "cpu" and pooler is None and chunked and is_open:
+        step_tokens = min(step_tokens, max(CPU_STEP_TOKENS, max_num_seqs))
+    return SchedulerConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_active_seqs=args.max_num_active_seqs or max_num_seqs,
+        max_num_scheduled_tokens=step_tokens,
+        enable_chunked_prefill=chunked,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        long_prefill_token_threshold_adaptive=args.long_prefill_token_threshold_adaptive,
+        policy="fcfs" if args.scheduling_policy == "fcfs" else "priority",
+        reserve_full_isl=args.scheduler_reserve_full_isl,
+        watermark=args.watermark,
+        enable_prefix_caching=args.enable_prefix_caching is not False,
+        max_steps_in_flight=1 if args.async_scheduling is False else 2,
+        seed=args.seed,
+    )
+
+
+def _check_quantization(args: EngineArgs, model: ModelConfig, pooler: PoolerSpec | None) -> None:
+    if args.quantization is None:
+        return
+    if pooler is not None:
+        raise UnsupportedFeatureError(
+            "quantization: not of a model that pools", parameter="quantization"
+        )
+    if model.hf_config.get("quantization_config"):
+        raise invalid("quantization", "the checkpoint is quantised already", args.quantization)
+
+
+def _graph_sizes(args: EngineArgs) -> tuple[int, ...] | None:
+    sizes = args.cudagraph_capture_sizes
+    if sizes is None:
+        return ()
+    return tuple(sorted(set(sizes))) or None
+
+
+def _max_model_len(
+    args: EngineArgs,
+    model: ModelConfig,
+    dtype: str,
+    pooler: PoolerSpec | None,
+    block_size: int,
+    kv_cache_bytes: int | None,
+) -> int:
+    """Choose the longest sequence.
+
+    None: the model's own; -1 or auto: as much of that as the KV memory holds, if its size is known.
+    """
+    wanted, longest = args.max_model_len, model.max_position_embeddings
+    if wanted is None:
+        return min(longest, (pooler and pooler.max_length) or longest)
+    if wanted in (-1, "-1", "auto"):
+        if pooler is not None:  # it keeps no KV
+            return longest
+        num_blocks = args.num_gpu_blocks_override
+        token_bytes = kv_bytes_per_token(model, dtype)
+        if num_blocks is None and token_bytes and kv_cache_bytes:
+            num_blocks = kv_cache_bytes // (token_bytes * block_size)
+        if num_blocks is None:
+            return longest
+        return max(1, min(longest, num_blocks * block_size))
+    length = _human_int(wanted)
+    if not 1 <= length <= longest:
+        raise TrouperValidationError(
+            f"max_model_len must be in [1, {longest}] for this model",
+            parameter="max_model_len",
+            value=wanted,
+        )
+    return length
+
+
+def _batch_limits(args: EngineArgs, max_model_len: int, offline: bool) -> tuple[int, int]:
+    """Choose `max_num_seqs` and `max_num_batched_tokens`; what is left out is made to fit what is given."""
+    num_tokens = args.max_num_batched_tokens
+    num_seqs = args.max_num_seqs or min(256 if offline else 128, num_tokens or 256)
+    chunked = args.enable_chunked_prefill is not False
+    if num_tokens is None:
+        num_tokens = max(4096 if offline else 2048, num_seqs, 0 if chunked else max_model_len)
+    if num_tokens < num_seqs:
+        raise TrouperValidationError(
+            f"max_num_batched_tokens ({num_tokens}) must be at least max_num_seqs ({num_seqs})",
+            parameter="max_num_batched_tokens",
+        )
+    if not chunked and num_tokens < max_model_len:
+        raise TrouperValidationError(
+            f"without chunked prefill max_num_batched_tokens ({num_tokens}) must be "
+            f"at least max_model_len ({max_model_len})",
+            parameter="max_num_batched_tokens",
+        )
+    if args.max_num_active_seqs is not None and args.max_num_active_seqs > num_seqs:
+        raise TrouperValidationError(
+            f"max_num_active_seqs ({args.max_num_active_seqs}) must be at most "
+            f"max_num_seqs ({num_seqs})",
+            parameter="max_num_active_seqs",
+        )
+    return num_seqs, num_tokens
+
+
+def _human_int(value: Any) -> int:
+    """Read `8k`, `1M`, `4096`: lower-case suffixes are decimal, upper-case ones binary."""
+    units = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        if not isinstance(value, str):
+            return operator.index(value)
+        return int(float(value[:-1]) * units[value[-1]]) if value[-1:] in units else int(value)
+    except (OverflowError, TypeError, ValueError):
+        raise TrouperValidationError(
+            "must be a number such as 4096, 8k or 1M", parameter="max_model_len", value=value
+        ) from None
+
+
+def _kv_cache_bytes() -> int:
+    """Read `TROUPER_CPU_KVCACHE_SPACE`, which is in GiB; 0 or unset means the default."""
+    return int(_environ("TROUPER_CPU_KVCACHE_SPACE", 0.0) * 2**30) or DEFAULT_KV_CACHE_BYTES
+
+
+def _environ(name: str, default: float) -> float:
+    """Read a number ≥ 0 from an environment variable."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise TrouperValidationError("must be a number ≥ 0", parameter=name, value=text)
+    return value
