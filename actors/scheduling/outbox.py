@@ -30,7 +30,7 @@ class SchedulerOutputs:
     ) -> None:
         """Add sampled tokens; the first ones bring along what is known of the prompt."""
         finish_reason, stop_reason = end if end is not None else (None, None)
-        is_first = sequence.num_output == len(token_ids)
+        is_first = len(sequence.output) == len(token_ids)
         entry = SequenceTokens(
             sequence.id,
             token_ids,

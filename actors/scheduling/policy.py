@@ -156,6 +156,10 @@ class Policy:
         prompt_logprobs = dict(done.prompt_logprobs) if done.prompt_logprobs else {}
         failed = dict(done.failed) if done.failed else {}
         logprobs, token_ids = done.logprobs, done.token_ids
+        register, append = (
+            table.running.register,
+            table.append,
+        )  # looked up once, not for each entry
         for i, (sequence, preemption_epoch, start, end, num_sampled) in enumerate(step.entries):
             if sequence.state is State.FINISHED or preemption_epoch < sequence.valid_from_epoch:
                 continue
@@ -163,12 +167,17 @@ class Policy:
                 table.fail(sequence, FAILURES[failed[i]])
                 continue
             if preemption_epoch == sequence.preemption_epoch:
-                self._note_computed(sequence, start, end)
+                sequence.num_computed_on_device = end
+                if start < sequence.num_prompt:
+                    self._num_prompt_tokens += min(end, sequence.num_prompt) - start
+                register(sequence)
+                if sequence.request.deferred and end >= sequence.num_prompt:
+                    table.release_siblings(sequence.request)
             if i in prompt_logprobs:
                 sequence.take_prompt_logprobs(start, prompt_logprobs[i])
             if num_sampled:
                 sequence.num_in_flight -= num_sampled
-                table.append(sequence, token_ids[i], logprobs[i] if logprobs else ())
+                append(sequence, token_ids[i], logprobs[i] if logprobs else ())
 
     def fail_step(self, step: int, message: str, *, is_out_of_memory: bool = False) -> None:
         """Take the failure of the eldest plan: the device raised, or refused it because an earlier one raised.
@@ -264,15 +273,6 @@ class Policy:
             expected = [record.step for record in self.in_flight]
             raise RuntimeError(f"an answer to step {step}, in flight are {expected}")
         return self.in_flight.popleft()
-
-    def _note_computed(self, sequence: Sequence, start: int, end: int) -> None:
-        """Note that the KV of positions start … end - 1 is there."""
-        sequence.num_computed_on_device = end
-        if start < sequence.num_prompt:
-            self._num_prompt_tokens += min(end, sequence.num_prompt) - start
-        self.table.running.register(sequence)
-        if sequence.request.deferred and end >= sequence.num_prompt:
-            self.table.release_siblings(sequence.request)
 
     def _undo(self, step: InFlightStep) -> list[Sequence]:
         """Take its sequences back to what is computed on the device; return those that still run."""

@@ -84,14 +84,15 @@ class SequenceTable:
         self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
     ) -> None:
         """Commit sampled tokens; those behind one that ends the sequence are dropped."""
-        end, num_taken = None, 0
+        end, num_before = None, len(sequence.output)
         for token in token_ids:
             end = sequence.append(token)
-            num_taken += 1
             if end is not None:
+                num_taken = len(sequence.output) - num_before
+                token_ids, logprobs = token_ids[:num_taken], logprobs[:num_taken]
                 break
-        self.num_generation_tokens += num_taken
-        self.outputs.add_tokens(sequence, token_ids[:num_taken], end, logprobs[:num_taken])
+        self.num_generation_tokens += len(token_ids)
+        self.outputs.add_tokens(sequence, token_ids, end, logprobs)
         if end is not None:
             self._finish(sequence)
         elif sequence.request_slot < 0:
