@@ -118,7 +118,7 @@ class Callers:
     def later(self, moment: float, act: Callable[[], object]) -> None:
         heapq.heappush(self._timers, (moment, next(self._numbers), act))
 
-    def run(self, end: float, is_over: Callable[[], bool] = lambda: False) -> None:
+    def run_until(self, end: float, is_over: Callable[[], bool] = lambda: False) -> None:
         """Until a moment, or until it is over."""
         while (now := perf_counter()) < end and not is_over():
             while self._timers and self._timers[0][0] <= now:

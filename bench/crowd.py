@@ -63,7 +63,7 @@ def warm(stage: Stage, max_tokens: int) -> dict[str, float]:
     """What the server holds when it is idle, after work."""
     end = perf_counter() + WARM_S
     stage.ask_on(NUM_CLIENTS, max_tokens, "warm", lambda: perf_counter() > end)
-    stage.callers.run(end)
+    stage.callers.run_until(end)
     return stage.end()
 
 
@@ -77,7 +77,7 @@ def leaving(seconds: float, max_tokens: int) -> dict[str, Any]:
     with served("--max-num-seqs", str(NUM_CLIENTS), *CACHE) as stage:
         idle = warm(stage, max_tokens)
         scene = _Leaving(stage, max_tokens)
-        stage.callers.run(perf_counter() + SETTLE_S)
+        stage.callers.run_until(perf_counter() + SETTLE_S)
         order = [NOBODY]
         for i in range(NUM_TURNS):  # none of the two always follows the other
             order += [STAY_AWAY, AT_ONCE, NOBODY] if i % 2 else [AT_ONCE, STAY_AWAY, NOBODY]
@@ -115,7 +115,7 @@ class _Leaving:
         callers, begin = self._stage.callers, perf_counter()
         for client in self._leavers:  # whoever has stayed away comes back, one by one
             callers.later(begin + self._random.uniform(0, TURN_SETTLE_S), client.ask)
-        callers.run(begin + TURN_SETTLE_S)
+        callers.run_until(begin + TURN_SETTLE_S)
         if way != NOBODY:
             for client in self._leavers:
                 self._tempt(client, perf_counter() + seconds, comes_back=way == AT_ONCE)
@@ -202,7 +202,7 @@ class _Overload:
         else:
             for _ in range(NUM_CLIENTS - self._stage.callers.num_open):
                 self._ask()
-        self._stage.callers.run(perf_counter() + OVERLOAD_SETTLE_S)
+        self._stage.callers.run_until(perf_counter() + OVERLOAD_SETTLE_S)
         self._is_counted = bool(arrivals_s)
         turn = self._stage.play(seconds)
         self._is_counted = False
@@ -238,12 +238,12 @@ def cancelled(_: float, __: int) -> dict[str, Any]:
     """Many long requests that are all left after half a second; then one."""
     with longer_demo() as model, served(model, "--max-num-seqs", str(NUM_CLIENTS)) as stage:
         calls = [stage.ask(LONG, "long", lambda _: None) for _ in range(NUM_CANCELLED)]
-        stage.callers.run(perf_counter() + 0.5)
+        stage.callers.run_until(perf_counter() + 0.5)
         num_begun = sum(call.first > 0 for call in calls)
         for call in calls:
             stage.callers.drop(call)
         one = stage.ask(1, "one", lambda _: None)
-        stage.callers.run(perf_counter() + PATIENCE_S, lambda: one.outcome != "open")
+        stage.callers.run_until(perf_counter() + PATIENCE_S, lambda: one.outcome != "open")
         return {
             "cancelled": NUM_CANCELLED,
             "of which had begun": num_begun,

@@ -138,7 +138,7 @@ def qkv_writing(s: Shapes) -> Iterator[Case]:
     }
     positions = _ids(s, np.arange(s.num_tokens))
 
-    def run() -> Tensor:
+    def launch() -> Tensor:
         qk_norm_rope_kv_write_(qkv, cache, positions, positions, **options)
         return qkv[:, : s.num_q]
 
@@ -150,7 +150,7 @@ def qkv_writing(s: Shapes) -> Iterator[Case]:
 
     num_items = s.num_tokens * num_heads * s.width
     shape = f"[{s.num_tokens}, {num_heads}, {s.width}]"
-    yield Case(shape, run, reference, 2 * s.item * num_items, 10 * num_items)
+    yield Case(shape, launch, reference, 2 * s.item * num_items, 10 * num_items)
 
 
 def residual_norm(s: Shapes) -> Iterator[Case]:
@@ -226,8 +226,8 @@ def edits(s: Shapes) -> Iterator[Case]:
         first = SamplingRows(*(x[:1].cpu() for x in d.sampling))
         return apply_penalties_reference(d.logits[0].cpu(), 0, 3, d.tokens[:1].cpu(), first)[None]
 
-    run = lambda: apply_penalties(d.logits, d.rows, d.ends, d.tokens, d.sampling, out=d.edited)  # noqa: E731
-    yield d.case(run, reference, s.item + 8)
+    launch = lambda: apply_penalties(d.logits, d.rows, d.ends, d.tokens, d.sampling, out=d.edited)  # noqa: E731
+    yield d.case(launch, reference, s.item + 8)
 
 
 def thresholds(s: Shapes) -> Iterator[Case]:
@@ -238,10 +238,10 @@ def thresholds(s: Shapes) -> Iterator[Case]:
         first = d.logits[0].float().cpu()
         return first[top_k_top_p_reference(first, TOP_K, TOP_P, -torch.inf)].min()[None]
 
-    def run() -> Tensor:
+    def launch() -> Tensor:
         return top_k_top_p(d.logits, d.edited, d.rows, d.sampling, scratch=scratch)[0]
 
-    yield d.case(run, reference, 3 * s.item)
+    yield d.case(launch, reference, 3 * s.item)
 
 
 def draws(s: Shapes) -> Iterator[Case]:
@@ -253,8 +253,8 @@ def draws(s: Shapes) -> Iterator[Case]:
         noise = gumbel(np.zeros(1, dtype=np.uint64), np.array([3]), np.arange(s.vocab))[0]
         return torch.tensor([sample_reference(first, torch.ones_like(first).bool(), noise)])
 
-    run = lambda: sample(d.logits, d.edited, d.rows, d.ends, *everything, d.tokens, d.sampling)  # noqa: E731
-    yield d.case(run, reference, s.item)
+    launch = lambda: sample(d.logits, d.edited, d.rows, d.ends, *everything, d.tokens, d.sampling)  # noqa: E731
+    yield d.case(launch, reference, s.item)
 
 
 def logprobs(s: Shapes) -> Iterator[Case]:

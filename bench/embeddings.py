@@ -170,7 +170,7 @@ def _ask_all(port: int, docs: list[str], texts: int) -> None:
     try:
         for client in range(NUM_CLIENTS):
             ask(str(client))
-        callers.run(time.perf_counter() + MAX_ROUND_S, lambda: not callers.num_open)
+        callers.run_until(time.perf_counter() + MAX_ROUND_S, lambda: not callers.num_open)
         assert not callers.num_open, callers.num_open
     finally:
         callers.close()
@@ -221,7 +221,7 @@ def _ways(
     from trouper.actors.messages.plans import PoolEntry, PoolPlan
     from trouper.actors.output.postprocessing import finish
 
-    tokenizer, spec = engine.engine.tokenizer, engine.engine.config.pooler
+    tokenizer, spec = engine.tokenizer, engine.config.pooler
     assert tokenizer is not None
     assert spec is not None
     params = PoolingParams(task="embed")

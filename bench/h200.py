@@ -112,7 +112,7 @@ def _has(package: str) -> bool:
         return False
 
 
-def run(wanted: Sequence[Piece], folder: Path, budget_s: float) -> Iterator[str]:
+def run_pieces(wanted: Sequence[Piece], folder: Path, budget_s: float) -> Iterator[str]:
     """Run what has no report yet, as long as it fits; a line for each piece."""
     end = monotonic() + budget_s
     for piece in wanted:
@@ -220,7 +220,7 @@ def main() -> None:
         for piece in chosen:
             (folder / f"{piece.name}.json").unlink(missing_ok=True)
     is_whole = True
-    for line in run(chosen, folder, options.budget):
+    for line in run_pieces(chosen, folder, options.budget):
         is_whole &= "FAILED" not in line and "NOT RUN" not in line
         print(line, flush=True)
     print(f"\n{goals_table(folder)}\n\nreports: {folder}")

@@ -135,13 +135,13 @@ def kv_write(s: Shapes) -> Iterator[Case]:
     kv = torch.randn(s.num_tokens, 2, s.num_kv, s.width).to(s.dtype)
     slots = torch.randperm(num_slots)[: s.num_tokens]
 
-    def run() -> Tensor:
+    def launch() -> Tensor:
         kv_write_(cache, kv, slots)
         return cache
 
     num_bytes = 4 * s.item * s.num_tokens * s.num_kv * s.width
     shape = f"[{s.num_tokens}, 2, {s.num_kv}, {s.width}]"
-    yield Case(shape, run, lambda: kv_write_reference(cache, kv, slots), num_bytes, 0)
+    yield Case(shape, launch, lambda: kv_write_reference(cache, kv, slots), num_bytes, 0)
 
 
 def gemm(s: Shapes, *, is_compressed: bool = True) -> Iterator[Case]:
@@ -267,7 +267,7 @@ def qk_norm_rope_kv_write(s: Shapes) -> Iterator[Case]:
     table = rope_table(frequencies, s.num_tokens, 1.0, s.dtype)
     _, step = ops.begin_step(tokens, torch.zeros(1, s.hidden, dtype=s.dtype), 1.0, [table])
 
-    def run() -> Tensor:
+    def launch() -> Tensor:
         ops.qk_norm_rope_kv_write(qkv, weight, step, 0, cache)
         return qkv[:, : s.num_q]
 
@@ -277,7 +277,7 @@ def qk_norm_rope_kv_write(s: Shapes) -> Iterator[Case]:
 
     num_items = s.num_tokens * num_heads * s.width
     shape = f"[{s.num_tokens}, {num_heads}, {s.width}]"
-    yield Case(shape, run, reference, 2 * s.item * num_items, 7 * num_items)
+    yield Case(shape, launch, reference, 2 * s.item * num_items, 7 * num_items)
 
 
 def fused_add_rms_norm(s: Shapes) -> Iterator[Case]:
@@ -310,14 +310,14 @@ def head_norm(s: Shapes) -> Iterator[Case]:
     x = torch.randn(s.num_tokens, num_heads, s.width).to(s.dtype)
     weight = torch.ones(num_heads, s.width).to(s.dtype)  # so that again and again stays in range
 
-    def run() -> Tensor:
+    def launch() -> Tensor:
         rms_norm_heads_(x, weight, EPS)
         return x
 
     num_items = s.num_tokens * num_heads * s.width
     yield Case(
         f"[{s.num_tokens}, {num_heads}, {s.width}]",
-        run,
+        launch,
         lambda: rms_norm_reference(x, weight[0], EPS),
         2 * s.item * num_items,
         4 * num_items,
@@ -331,14 +331,14 @@ def rope(s: Shapes) -> Iterator[Case]:
     positions = torch.arange(s.num_tokens)
     rotation = rotation_of(rope_table(frequencies, s.num_tokens, 1.0, s.dtype), positions)
 
-    def run() -> Tensor:
+    def launch() -> Tensor:
         rope_(x, rotation)
         return x
 
     num_items = s.num_tokens * num_heads * s.width
     yield Case(
         f"[{s.num_tokens}, {num_heads}, {s.width}]",
-        run,
+        launch,
         lambda: rope_reference(x, positions, frequencies),
         2 * s.item * num_items,
         3 * num_items,

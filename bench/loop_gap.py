@@ -27,7 +27,7 @@ class Heartbeat:
         self._interval_s = interval_s
         self.late_ms: list[float] = []
 
-    async def run(self) -> None:
+    async def beat(self) -> None:
         while True:
             due = perf_counter() + self._interval_s
             await anyio.sleep(self._interval_s)
@@ -48,7 +48,7 @@ async def measure(
     """
     idle, busy, num_tokens = Heartbeat(interval_s), Heartbeat(interval_s), 0
     with anyio.move_on_after(idle_s):
-        await idle.run()
+        await idle.beat()
 
     async def stream(request: SampleRequest) -> None:
         nonlocal num_tokens
@@ -62,7 +62,7 @@ async def measure(
 
     started = perf_counter()
     async with anyio.create_task_group() as beats:
-        beats.start_soon(busy.run)
+        beats.start_soon(busy.beat)
         async with anyio.create_task_group() as streams:
             for request in requests:
                 streams.start_soon(stream, request)

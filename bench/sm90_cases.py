@@ -125,10 +125,10 @@ def _attentions(table: Any, run: Callable[..., object], block_m: int | None) -> 
 
 
 def _decodes() -> Iterator[Case]:
-    def run(*arguments: Tensor, **options: Any) -> object:
+    def launch(*arguments: Tensor, **options: Any) -> object:
         return decode_attention.decode_attention(*arguments, max_length=8192, **options)
 
-    return _attentions(decode_attention.CONFIGS, run, 16)
+    return _attentions(decode_attention.CONFIGS, launch, 16)
 
 
 def _prefills() -> Iterator[Case]:

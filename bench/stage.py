@@ -62,11 +62,11 @@ class Stage:
     def play(self, seconds: float) -> "Turn":
         """Let everybody go on for so long, and tell what was seen in that time."""
         before = self._get("/metrics")
-        self.callers.run(perf_counter() + CATCH_UP_S)
+        self.callers.run_until(perf_counter() + CATCH_UP_S)
         outcomes = self.outcomes.copy()
         frames, server, begin = self.callers.num_frames.copy(), self._cpu_s(), perf_counter()
         cpu = process_time()
-        self.callers.run(begin + seconds)
+        self.callers.run_until(begin + seconds)
         took, cpu = perf_counter() - begin, process_time() - cpu
         server, frames = self._cpu_s() - server, self.callers.num_frames - frames
         outcomes, after = self.outcomes - outcomes, self._get("/metrics")
@@ -82,12 +82,12 @@ class Stage:
 
     def end(self) -> dict[str, float]:
         """Wait until everybody has his answer and his connection is closed, and tell what the server holds then."""
-        self.callers.run(perf_counter() + PATIENCE_S, lambda: not self.callers.num_open)
+        self.callers.run_until(perf_counter() + PATIENCE_S, lambda: not self.callers.num_open)
         if self.callers.num_open:
             raise SystemExit(f"{self.callers.num_open} requests without an end")
         while b'"server_load":0' not in self._get("/load"):
             pass
-        self.callers.run(perf_counter() + IDLE_S)  # the task of this connection, too
+        self.callers.run_until(perf_counter() + IDLE_S)  # the task of this connection, too
         process = Path(f"/proc/{self._pid}")
         pages = int((process / "statm").read_text().split()[1])
         metrics = self._get("/metrics")

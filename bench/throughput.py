@@ -103,7 +103,7 @@ class Engine(Protocol):
     def num_steps(self) -> int | None:
         """The scheduler's, so far; None for others' engines."""
 
-    def run(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run: ...
+    def generate_all(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run: ...
 
     def __enter__(self) -> Self: ...
 
@@ -137,7 +137,7 @@ class OfflineEngine:
             return None
         return self._llm.llm_engine.statistics().scheduler.num_steps
 
-    def run(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
+    def generate_all(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
         """No prefix is cached when it begins.
 
         With `prequeue` all requests are queued while nothing is scheduled, so that the batches do not
@@ -194,7 +194,7 @@ class AsyncEngine:
     def num_steps(self) -> int:
         return self._portal.call(self._engine.statistics).scheduler.num_steps
 
-    def run(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
+    def generate_all(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
         assert not prequeue
         return self._portal.call(self._run, requests)
 
@@ -249,7 +249,7 @@ class TransformersEngine:
     def num_steps(self) -> None:
         return None
 
-    def run(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
+    def generate_all(self, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
         """A padded batch runs to its longest output; only what a request asked for is counted."""
         assert not prequeue
         size = self._batch_size or len(requests)
@@ -271,7 +271,7 @@ class TransformersEngine:
 def run_observed(engine: Engine, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
     """Ours with its steps, and the processor time of what is not the device: loop, renderers, the caller."""
     num_before, before = engine.num_steps(), _thread_times()
-    run = engine.run(requests, prequeue=prequeue)
+    run = engine.generate_all(requests, prequeue=prequeue)
     num_after = engine.num_steps()
     if num_before is None or num_after is None:
         return run

@@ -188,6 +188,10 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         """Abort requests; each reader gets a final output with `finish_reason="abort"`."""
         self.engine.abort(request_id)
 
+    async def step(self) -> None:
+        """Run one iteration of an engine that is stepped by hand; readers then find its outputs."""
+        await self.engine.step()
+
     async def start(self) -> None:
         """Start the actors, as entering does; for a program that cannot nest.
 

@@ -113,7 +113,7 @@ class LLMEngine(BlockingControls):
             self.execute_dummy_batch()
             return []
         if not self._kept or self.thread.engine.dead_error is None:
-            self.thread.call(self.thread.engine.engine.step)
+            self.thread.call(self.thread.engine.step)
         new, error = self.thread.call(self._take_outputs)
         outputs, self._kept = [*self._kept, *new], []
         if error is not None:
@@ -129,7 +129,7 @@ class LLMEngine(BlockingControls):
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests; the next `step` returns their final outputs.  Unknown ids are ignored."""
         self.thread.check_open()
-        self.thread.call(self.thread.engine.engine.abort, request_ids)
+        self.thread.call(self.thread.engine.abort, request_ids)
 
     def get_num_unfinished_requests(self) -> int:
         """Count the sequences whose end has not been returned yet; a request has n of them."""

@@ -130,7 +130,7 @@ class BatchFile:
         async for slot in receive:
             await slot.is_filled.wait()
             if service.died.is_set():
-                service.engine.engine.check_alive()
+                service.core.check_alive()
             assert slot.reply is not None
             await self._in_thread(partial(_put, sink), encode_line(slot.reply) + b"\n")
             self.num_lines += 1

@@ -23,6 +23,7 @@ from trouper.frontends.server.settings import ServerSettings
 from trouper.outputs import RequestOutput
 
 if TYPE_CHECKING:
+    from trouper.actors.engine.engine import Engine
     from trouper.actors.engine.generation import Generation
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
@@ -65,7 +66,7 @@ class Service:
 
     def open(self, engine: "AsyncLLMEngine") -> None:
         """Take requests from now on."""
-        config, info = engine.engine.config, engine.engine.info
+        config, info = engine.config, engine.engine.info
         num_seqs = config.scheduler.max_num_seqs
         limits = (self.settings.max_requests or PLACES * num_seqs, config.max_num_queued_reqs)
         admission = self.gate.admission
@@ -99,8 +100,13 @@ class Service:
         return self._engine
 
     @property
+    def core(self) -> "Engine":
+        """The actors' handle below `AsyncLLMEngine`.  Raises as `engine` does."""
+        return self.engine.engine
+
+    @property
     def config(self) -> EngineConfig:
-        return self.engine.engine.config
+        return self.core.config
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -135,7 +141,7 @@ class Service:
         self.steps.age_s(self._engine.statistics().scheduler, anyio.current_time())
         self._note_throughput()
         self.gate.let_in()
-        self.gate.look(is_paused=self._engine.engine.lifecycle.is_sleeping)
+        self.gate.look(is_paused=self.core.lifecycle.is_sleeping)
         level = self._ladder.look(memory_used(), lag_s)
         if level != self.gate.level:
             logger.warning("overload: %s after %s", level.name, self.gate.level.name)
@@ -155,7 +161,7 @@ class Service:
         if anyio.current_time() - self._proved_at < PROOF_S:
             return
         with anyio.move_on_after(PROBE_S):
-            await self.engine.engine.probe()
+            await self.core.probe()
             self._proved_at = anyio.current_time()
             return
         raise unavailable("no_progress", "the engine does not answer")
@@ -168,10 +174,10 @@ class Service:
 
     def check_open(self) -> None:
         """Raises HTTPError unless requests are taken now, EngineDeadError when they never will be."""
-        self.engine.engine.check_alive()
+        self.core.check_alive()
         if self.is_draining:
             raise unavailable("draining", "the server is shutting down")
-        refuses = self.engine.engine.lifecycle.refuses
+        refuses = self.core.lifecycle.refuses
         if refuses is not None:
             raise RetryableRequestError(refuses)
 
@@ -211,7 +217,7 @@ class Service:
 
     async def prompt_text(self, output: RequestOutput) -> str:
         """What the prompt says, also where it came as token ids."""
-        tokenizer = self.engine.engine.tokenizer
+        tokenizer = self.core.tokenizer
         if output.prompt is not None or tokenizer is None:
             return output.prompt or ""
         return await anyio.to_thread.run_sync(
@@ -219,7 +225,7 @@ class Service:
         )
 
     def token_text(self, token_id: int) -> str:
-        tokenizer = self.engine.engine.tokenizer
+        tokenizer = self.core.tokenizer
         return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
 
     def note(self, generation: "Generation[Any]", context: RequestContext) -> None:
@@ -243,14 +249,14 @@ class Service:
             context.is_aborted = True
         tickets = {context.ticket for context in found.values() if context.ticket is not None}
         self.gate.close(aborted(), tickets)
-        self.engine.engine.abort(found)
+        self.core.abort(found)
         return len(found)
 
     def _give_up_one(self) -> None:
         """Abort the newest request: those that wait for admission are newer than those of the engine."""
         if self.gate.close(unavailable("overloaded", "the server is overloaded, try again later")):
             return
-        engine = self.engine.engine
+        engine = self.core
         slots = [slot for slot in engine.open_slots if not (slot.is_aborted or slot.is_over)]
         if slots:
             engine.abort(slots[-1].request_id)
@@ -262,13 +268,13 @@ class Service:
 
     def _note_rejection(self, reason: str) -> None:
         self.metrics.note_rejection(reason)
-        engine = self.engine.engine
+        engine = self.core
         if engine.metrics is not None and reason in LIMITS:
             engine.metrics.note_rejection(reason)
 
     def _note_throughput(self) -> None:
         stats = self.engine.statistics().scheduler
         num_tokens = stats.num_prompt_tokens + stats.num_generation_tokens
-        is_asleep = self.engine.engine.lifecycle.is_sleeping  # a pause is not slowness
+        is_asleep = self.core.lifecycle.is_sleeping  # a pause is not slowness
         is_busy = self.gate.admission.num_started > 0 and not is_asleep
         self.gate.throughput.note(num_tokens, anyio.current_time(), is_busy=is_busy)

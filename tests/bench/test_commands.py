@@ -133,7 +133,7 @@ def test_prequeued_requests_wait_until_all_are_there():
     engine = object.__new__(core.OfflineEngine)
     engine._wishes = core.Wishes(prequeue_requests=True, profile=True)
     engine._api, engine._llm = Fake(), Fake()
-    engine.run([], prequeue=True)
+    engine.generate_all([], prequeue=True)
     assert calls == [
         ("reset_prefix_cache", None), ("sleep", "abort"), ("start_profile", None), ("enqueue", None),
         ("wake_up", "scheduling", None), ("wait_for_completion", None), ("stop_profile", None),
@@ -141,7 +141,7 @@ def test_prequeued_requests_wait_until_all_are_there():
     calls.clear()
     engine._llm.enqueue = lambda *_, **__: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        engine.run([], prequeue=True)
+        engine.generate_all([], prequeue=True)
     assert calls[-1][:2] == ("wake_up", "scheduling")
 
 
@@ -192,7 +192,7 @@ def test_ctrl_c_while_gaps_are_measured_is_one_line(loop, monkeypatch, capsys):
             signal.raise_signal(signal.SIGINT)
         await anyio.sleep_forever()
 
-    monkeypatch.setattr(Heartbeat, "run", interrupted)
+    monkeypatch.setattr(Heartbeat, "beat", interrupted)
     assert run_line(["bench", "loop-gap", *TINY, "--loop", loop, "--idle", "0"]) == 130
     assert capsys.readouterr() == ("", "trouper: interrupted\n")
 

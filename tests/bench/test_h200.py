@@ -46,20 +46,20 @@ def test_pieces_run_once_and_what_fails_runs_again(tmp_path):
     bad = Piece("bad", 20, ("-c", "print('this is why'); raise SystemExit(3)"))
     good = Piece("good", 20, ("-c", WRITE, h200.REPORT))
     silent = Piece("silent", 20, ("-c", "print('17 passed')"))
-    lines = list(h200.run([bad, good, silent], tmp_path, 60))
+    lines = list(h200.run_pieces([bad, good, silent], tmp_path, 60))
     assert lines[0] == "bad: FAILED with 3: this is why"
     assert json.loads((tmp_path / "silent.json").read_text())["said"] == "17 passed"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.log", "good.json", "silent.json"]  # fmt: skip
-    again = list(h200.run([bad, good], tmp_path, 60))
+    again = list(h200.run_pieces([bad, good], tmp_path, 60))
     assert again == [lines[0], "good: done before"]
 
 
 def test_a_piece_that_takes_too_long_is_ended_and_one_that_cannot_fit_is_not_begun(tmp_path):
     endless = Piece("endless", 0.5, ("-c", "import time; time.sleep(600)"))
-    assert list(h200.run([endless], tmp_path, 60)) == [
+    assert list(h200.run_pieces([endless], tmp_path, 60)) == [
         "endless: FAILED after 0.5 s; see endless.log"
     ]
-    (line,) = h200.run([endless], tmp_path, -1)
+    (line,) = h200.run_pieces([endless], tmp_path, -1)
     assert "NOT RUN" in line
 
 

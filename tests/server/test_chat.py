@@ -135,11 +135,11 @@ def special(answer):
 
 
 async def test_text_to_tokens_and_back(engine, client):
-    ids = engine.engine.tokenizer.encode("def f(")
+    ids = engine.tokenizer.encode("def f(")
     answer = await client.post("/tokenize", {"prompt": "def f(", "return_token_strs": True})
     assert answer.json == {
         "count": 3, "max_model_len": 512, "tokens": ids,
-        "token_strs": [engine.engine.tokenizer.token_text(id) for id in ids],
+        "token_strs": [engine.tokenizer.token_text(id) for id in ids],
     }  # fmt: skip
     assert (await client.post("/detokenize", {"tokens": ids})).json == {"prompt": "def f("}
 

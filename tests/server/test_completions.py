@@ -114,7 +114,7 @@ async def test_prompts_times_n_choices(engine, client, stream):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("as_ids", [False, True])
 async def test_echo_and_logprobs(engine, client, stream, as_ids):
-    prompt = engine.engine.tokenizer.encode("def f(") if as_ids else "def f("
+    prompt = engine.tokenizer.encode("def f(") if as_ids else "def f("
     fields = {**GREEDY, "prompt": prompt, "echo": True, "logprobs": 2, "stream": stream}
     answer = await client.post(PATH, fields)
     wanted = await expected(engine, logprobs=2, prompt_logprobs=2)

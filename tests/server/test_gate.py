@@ -337,6 +337,6 @@ async def test_who_waits_at_the_door_hears_of_an_abort_and_of_the_end(
 async def test_a_large_body_counts_as_what_its_prompts_can_be_at_most(engine):
     service = Service(ServerSettings())
     service.open(engine)
-    num_bytes = engine.engine.config.max_model_len * BYTES_PER_TOKEN
+    num_bytes = engine.config.max_model_len * BYTES_PER_TOKEN
     assert service.counted_bytes(2**25, 3) == 3 * num_bytes
     assert service.counted_bytes(100, 1) == 100

@@ -72,7 +72,7 @@ async def test_what_is_left_costs_one_step_more(
         call.leave()
         at_leaving = num_tokens()
     await wait_idle()
-    in_flight = engine.engine.config.scheduler.max_steps_in_flight
+    in_flight = engine.config.scheduler.max_steps_in_flight
     assert num_tokens() - at_leaving <= in_flight + 1
 
 

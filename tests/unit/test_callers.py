@@ -53,7 +53,7 @@ def test_a_connection_that_was_closed_while_it_was_idle_is_no_error():
         callers = Callers(listener.getsockname()[1])
         for num in (1, 2):
             callers.call(b"x", "one", ended.append)
-            callers.run(perf_counter() + 20, lambda num=num: len(ended) == num)
+            callers.run_until(perf_counter() + 20, lambda num=num: len(ended) == num)
         server.join()
         callers.close()
     assert [call.outcome for call in ended] == ["503", "503"]

@@ -95,7 +95,7 @@ def throughput(
     runs: dict[str, list[Run]] = {way: [] for way in ways}
     with terminable(), core.open_engine(wishes, engine_args) as engine:
         if warm_ups:
-            engine.run(warm_ups, prequeue=ways[0] == PREQUEUED)
+            engine.generate_all(warm_ups, prequeue=ways[0] == PREQUEUED)
         for _ in range(repeat):
             for way in ways:
                 is_queued = way == PREQUEUED

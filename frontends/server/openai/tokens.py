@@ -83,7 +83,7 @@ def _texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 def _tokenizer(service: Service) -> Tokenizer:
-    tokenizer = service.engine.engine.tokenizer
+    tokenizer = service.core.tokenizer
     if tokenizer is None:
         raise _bad("prompt", "this engine has no tokenizer (skip_tokenizer_init)")
     return tokenizer

@@ -14,13 +14,12 @@ if TYPE_CHECKING:
 
 
 async def sleep(service: Service, context: RequestContext, _: None) -> None:
-    engine = service.engine
     query = context.query()
     level, mode = _one(query, "level", "1"), _one(query, "mode", "abort")
     if level not in ("0", "1", "2"):
         raise _bad_query("level", "must be 0, 1 or 2")
     with _transition():
-        await engine.engine.sleep(int(level), mode)
+        await service.core.sleep(int(level), mode)
     await context.send_json({"status": "sleeping", "level": int(level)})
 
 

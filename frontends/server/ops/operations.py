@@ -48,7 +48,7 @@ async def ready(service: Service, context: RequestContext, _: None) -> None:
     """Tell whether a request would be admitted and scheduled now."""
     service.check_alive()
     service.check_open()
-    if service.engine.engine.lifecycle.is_sleeping:
+    if service.core.lifecycle.is_sleeping:
         raise unavailable("engine_paused", "the engine is paused or asleep")
     if service.gate.level >= Level.SHED_ALL:
         raise unavailable("overloaded", "the server is overloaded")
@@ -73,12 +73,12 @@ async def version(service: Service, context: RequestContext, _: None) -> None:
 async def server_info(service: Service, context: RequestContext, _: None) -> None:
     """Show the resolved configuration and the device."""
     config = msgspec.to_builtins(service.config)
-    device = msgspec.to_builtins(service.engine.engine.info)
+    device = msgspec.to_builtins(service.core.info)
     await context.send_json({"version": __version__, "config": config, "device": device})
 
 
 async def metrics(service: Service, context: RequestContext, _: None) -> None:
-    engine = service.engine.engine
+    engine = service.core
     found = engine.metrics
     if found is None:
         raise HTTPError(404, "not_found", "statistics are switched off")

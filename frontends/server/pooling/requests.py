@@ -16,7 +16,7 @@ EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 Endianness = Literal["native", "big", "little"]
 
 
-class PoolingFields(msgspec.Struct, kw_only=True):
+class PoolingRequestFields(msgspec.Struct, kw_only=True):
     """The fields that all pooling requests share."""
 
     PASSED_OVER: ClassVar[tuple[str, ...]] = ("user",)
@@ -34,7 +34,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     normalize: Any = None
 
 
-class InputRequest(PoolingFields, kw_only=True):
+class InputRequest(PoolingRequestFields, kw_only=True):
     """The input of a pooling request: texts, token ids, or a conversation."""
 
     input: str | list[Any] | None = None
@@ -69,7 +69,7 @@ class ClassifyRequest(InputRequest, kw_only=True):
     """`POST /classify`."""
 
 
-class ScoringFields(PoolingFields, kw_only=True):
+class ScoringFields(PoolingRequestFields, kw_only=True):
     """Fields of requests that compare texts."""
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.SCORING

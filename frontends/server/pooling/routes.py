@@ -34,8 +34,8 @@ from trouper.frontends.server.pooling.requests import (
     EmbeddingRequest,
     EncodedRequest,
     InputRequest,
-    PoolingFields,
     PoolingRequest,
+    PoolingRequestFields,
     RerankRequest,
     ScoreRequest,
     ScoringFields,
@@ -160,7 +160,7 @@ def _preprocess(
 def _context(
     service: Service,
     context: RequestContext,
-    request: PoolingFields,
+    request: PoolingRequestFields,
     prefix: str,
     prompts: list[Any],
     places: list[str],
@@ -189,7 +189,7 @@ def _spec(service: Service) -> PoolerSpec:
     return spec
 
 
-def _check_shared(request: PoolingFields) -> None:
+def _check_shared(request: PoolingRequestFields) -> None:
     if request.normalize is not None:
         raise _bad("normalize", "is no parameter any more: use use_activation")
 
