@@ -183,6 +183,8 @@ SUITE = {
         *(c(f"logprobs {n}", 400, "invalid_value", "logprobs", logprobs=n) for n in (21, -2, 10**6, -1)),
         c("prompt_logprobs", 400, "invalid_value", "prompt_logprobs", prompt_logprobs=21),
         c("streamed prompt_logprobs", 400, "invalid_value", "prompt_logprobs", prompt_logprobs=1, stream=True),
+        c("logprobs of no ids", 400, "invalid_value", "logprob_token_ids", logprobs=1, logprob_token_ids=[]),
+        h("logprobs of no ids", 400, "invalid_value", "logprob_token_ids", logprobs=True, logprob_token_ids=[]),
         h("no completion tokens", 400, "invalid_value", "max_completion_tokens", max_completion_tokens=0),
         h("top without logprobs", 400, "invalid_value", "top_logprobs", top_logprobs=1),
         h("top_logprobs", 400, "invalid_value", "top_logprobs", logprobs=True, top_logprobs=21),

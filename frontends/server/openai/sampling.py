@@ -110,6 +110,8 @@ def check_common(request: Generating) -> None:
         raise _bad("stream_options", "needs stream")
     if request.prompt_logprobs is not None and request.stream:
         raise _bad("prompt_logprobs", "not with stream")
+    if request.logprob_token_ids is not None and not request.logprob_token_ids:
+        raise _bad("logprob_token_ids", "must not be empty")
     _check_lengths(request)
 
 
