@@ -15,7 +15,7 @@ import anyio
 
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
-from trouper.frontends.server.auth import Gate
+from trouper.frontends.server.auth import Authenticator
 from trouper.frontends.server.errors import ErrorBody, HTTPError, describe, log, logger
 from trouper.frontends.server.http.body import ClientGone
 from trouper.frontends.server.http.context import (
@@ -56,7 +56,7 @@ class App:
         self.service = service
         self._root_path = root_path  # a prefix that a proxy leaves on the paths
         self._settings = service.settings
-        self._gate = Gate(service.settings, is_admin_listener=is_admin_listener)
+        self._authenticator = Authenticator(service.settings, is_admin_listener=is_admin_listener)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -105,7 +105,7 @@ class App:
         if self.service.gate.level >= Level.TIDY:
             context.own_headers += ((b"connection", b"close"),)
         context.check_head(self._settings)
-        route = self._gate.route(context)
+        route = self._authenticator.route(context)
         if route is not None:
             context.timeout_s = _timeout_s(context, self._settings)
         return route

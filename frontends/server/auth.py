@@ -1,6 +1,6 @@
-"""Who may ask what.  Fails closed: what is not on the public list needs a key, if there are keys.
+"""Check keys and find routes.  Fails closed: a path that is not on the public list needs a key, if there are keys.
 
-The path is compared as it is, before anybody normalises it, and routing sees the same string.
+The path is compared as it came, without normalisation, and routing sees the same string.
 """
 
 import hmac
@@ -15,10 +15,10 @@ from trouper.frontends.server.settings import ServerSettings
 SCHEME = b"Bearer "
 
 
-class Gate:
-    """Finds the route of an context that may have it.
+class Authenticator:
+    """Finds the route of a request and checks its key.
 
-    `is_admin_listener`: whoever can connect is trusted, unless there is an admin key.
+    `is_admin_listener`: every client that can connect is trusted, unless there is an admin key.
     """
 
     def __init__(self, settings: ServerSettings, *, is_admin_listener: bool = False) -> None:
@@ -33,12 +33,12 @@ class Gate:
         self._served = [r for r in ROUTES if r.access != "admin" or self._has_control]
 
     def route(self, context: RequestContext) -> Route | None:
-        """None for OPTIONS, which is free.  Raises HTTPError: 401, 404 or 405."""
+        """Return the route; None for OPTIONS, which needs no key.  Raises HTTPError: 401, 404 or 405."""
         context.served = self._served
         methods = TABLE.get(context.path, {})
         access = next((route.access for route in methods.values()), "user")
         if access == "admin" and not self._has_control:
-            methods, access = {}, "user"  # it is not there
+            methods, access = {}, "user"  # as if it did not exist
         if context.path == "/metrics" and self._protects_metrics:
             access = "user"
         if context.method == "OPTIONS":
@@ -71,5 +71,5 @@ class Gate:
 
 
 def _digests(keys: tuple[str, ...]) -> tuple[bytes, ...]:
-    """Of one length, so that comparing takes one time."""
+    """Hash the keys to one length, so that comparing always takes the same time."""
     return tuple(sha256(key.encode()).digest() for key in keys)

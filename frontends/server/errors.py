@@ -50,7 +50,7 @@ CONTROLS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]+")
 
 
 class HTTPError(TrouperError):
-    """An answer that a handler has decided on."""
+    """An error response that a handler has decided on."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class HTTPError(TrouperError):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """One error as the client gets it."""
+    """One error in the form that the client gets, with its status and headers."""
 
     status: int
     code: str
@@ -97,11 +97,11 @@ def unavailable(code: str, message: str) -> HTTPError:
 
 
 def aborted() -> HTTPError:
-    return unavailable("aborted", "aborted before it was all begun")
+    return unavailable("aborted", "aborted before all of it had begun")
 
 
 def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a line a class
-    """The table.  Order matters: the first class that fits decides."""
+    """Map an exception to its response.  The first class that fits decides, so the order matters."""
     while isinstance(error, BaseExceptionGroup):
         error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
     match error:
@@ -144,7 +144,7 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
 
 
 def log(problem: ErrorBody, error: BaseException, request_id: str) -> None:
-    """Ours with the traceback, the client's in one line that only --log-level debug shows."""
+    """Log a 500 with its traceback, and other errors in one line that only --log-level debug shows."""
     if problem.status == 500:
         logger.error("request %s failed", request_id, exc_info=error)
     else:
@@ -152,7 +152,7 @@ def log(problem: ErrorBody, error: BaseException, request_id: str) -> None:
 
 
 def clean(text: str, limit: int) -> str:
-    """One line of at most `limit` characters that any encoder accepts."""
+    """Return one line of at most `limit` characters that any encoder accepts."""
     text = CONTROLS.sub(" ", text[: 2 * limit])
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -173,7 +173,7 @@ def _client_code(error: TrouperClientError) -> str:
 
 
 def _refused_by_engine(error: Exception) -> ErrorBody:
-    """The engine's refusals begin with their code: `engine_paused: …`, `draining: …`."""
+    """Map a refusal of the engine, which begins with its code: `engine_paused: …`, `draining: …`."""
     code, colon, _ = str(error).partition(":")
     is_known = bool(colon) and code in ("engine_paused", "draining")
     text = "the engine takes no requests now, try again"
@@ -181,7 +181,7 @@ def _refused_by_engine(error: Exception) -> ErrorBody:
 
 
 def _retry(wait_s: float = 1.0) -> Headers:
-    """Clients read either header."""
+    """Return both headers that clients read."""
     return (
         (b"retry-after", b"%d" % math.ceil(wait_s)),
         (b"retry-after-ms", b"%d" % (1000 * wait_s)),

@@ -1,4 +1,4 @@
-"""The server's own metrics, beside the engine's.  Label sets are fixed: what clients send is never one."""
+"""The server's own metrics, beside the engine's.  Label sets are fixed: nothing that clients send becomes a label."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
 class _Alone(msgspec.Struct):
-    """A family that is written without the others."""
+    """A registry of one family."""
 
     family: Family
 
@@ -27,7 +27,7 @@ class _Alone(msgspec.Struct):
 
 
 async def expose(collectors: Iterable[Collector]) -> bytes:
-    """What Prometheus scrapes.  Others have a turn after each family: all of them take ten milliseconds."""
+    """Write the metrics for Prometheus, with a checkpoint after each family: all of them take ten milliseconds."""
     pieces: list[bytes] = []
     for collector in collectors:
         for family in collector.collect():
@@ -37,7 +37,7 @@ async def expose(collectors: Iterable[Collector]) -> bytes:
 
 
 class ServerMetrics(Collector):
-    """Counters and one histogram."""
+    """Counts refusals and responses, and measures how late the event loop is."""
 
     def __init__(self) -> None:
         self.level = Level.CALM
@@ -45,29 +45,33 @@ class ServerMetrics(Collector):
         self.max_gap_s = 0.0
         self._rejections: Counter[str] = Counter()
         self._answers: Counter[tuple[str, int]] = Counter()
-        self.prefix = ""  # of the names
+        self.prefix = ""  # of the metrics' names
 
     def note_rejection(self, reason: str) -> None:
         self._rejections[reason] += 1
 
     def note_answer(self, route: str, status: int) -> None:
-        """`status` 0: the client had left."""
+        """Count a response; status 0 means that the client had left."""
         self._answers[route, status] += 1
 
     def note_gap(self, gap_s: float) -> None:
-        """How much later than it should the event loop came back to somebody."""
+        """Note how much later than asked the event loop resumed a task."""
         self.gaps.observe(gap_s)
         self.max_gap_s = max(self.max_gap_s, gap_s)
 
     def collect(self) -> Iterable[Family]:
         rejected = CounterMetricFamily(
-            f"{self.prefix}:rejected", "Requests refused at the door.", labels=("reason",)
+            f"{self.prefix}:rejected",
+            "Requests refused before they were admitted.",
+            labels=("reason",),
         )
         for reason, count in self._rejections.items():
             rejected.add_metric((reason,), count)
         yield rejected
         answers = CounterMetricFamily(
-            f"{self.prefix}:http_requests", "Answers; 0: to nobody.", labels=("handler", "status")
+            f"{self.prefix}:http_requests",
+            "Responses by status; 0: the client had left.",
+            labels=("handler", "status"),
         )
         for (route, status), count in self._answers.items():
             answers.add_metric((route, str(status)), count)
@@ -85,7 +89,7 @@ class ServerMetrics(Collector):
         )
         yield HistogramMetricFamily(
             f"{self.prefix}:event_loop_gap_seconds",
-            "How late the event loop came back to who wanted to go on.",
+            "How late the event loop resumed a task.",
             [(str(bound), count) for bound, count in self.gaps.cumulative()[:-1]]
             + [("+Inf", self.gaps.count)],
             self.gaps.sum,

@@ -36,7 +36,7 @@ PROBE_S = 5.0  # how long it may take
 
 
 class Service:
-    """Starting until `open`, draining after `drain`."""
+    """The state of one server: starting until `open`, draining after `drain`."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -94,7 +94,7 @@ class Service:
 
     @property
     def engine(self) -> "AsyncLLMEngine":
-        """Raises HTTPError while it is loading, EngineDeadError when it has failed."""
+        """The engine.  Raises HTTPError while it is loading."""
         if self._engine is None:
             raise unavailable("starting", "the model is being loaded")
         return self._engine
@@ -182,7 +182,7 @@ class Service:
             raise RetryableRequestError(refuses)
 
     def check_model(self, name: str | None) -> str:
-        """The name that the answer carries.  Raises TrouperNotFoundError."""
+        """Return the model's name for the response.  Raises TrouperNotFoundError."""
         if name is None:
             return self.model_names[0]
         if name not in self.model_names:
@@ -216,7 +216,7 @@ class Service:
         return trace_headers(context.headers)
 
     async def prompt_text(self, output: RequestOutput) -> str:
-        """What the prompt says, also where it came as token ids."""
+        """Return the text of a prompt, also where it came as token ids."""
         tokenizer = self.core.tokenizer
         if output.prompt is not None or tokenizer is None:
             return output.prompt or ""

@@ -18,13 +18,15 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     served_model_names: tuple[str, ...] = ()  # empty: the model's own name
-    api_keys: tuple[str, ...] = ()  # empty: everybody may ask
+    api_keys: tuple[str, ...] = ()  # empty: no key is needed
     admin_key: str | None = None  # mounts the control routes on the public listener
     is_dev_mode: bool = False  # mounts them openly
     protect_metrics: bool = False
     max_requests: int | None = None  # sequences open at once; 4 × max_num_seqs
     max_waiting_tokens: int | None = None  # what fits the KV cache, or 10 s of the throughput
-    max_queue_delay_s: float = math.inf  # of who is next, for a second: the youngest are refused
+    max_queue_delay_s: float = (
+        math.inf
+    )  # wait of the next to start, for a second: the newest are refused
     request_timeout_s: float = 600.0
     max_step_age_s: float = 10.0  # without a step while there is work: /health/step fails
     max_refusing_s: float = 5.0  # all requests refused for longer: /health/ready fails
@@ -44,7 +46,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool = False
     is_smaller_priority_first: bool = False  # --priority-order vllm
     sse_keep_alive_interval_s: float = 0.0  # 0: off
-    allowed_origins: tuple[str, ...] = ()  # of browsers; empty: no CORS headers, "*": everybody
+    allowed_origins: tuple[str, ...] = ()  # of browsers; empty: no CORS headers, "*": all
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False

@@ -1,7 +1,7 @@
-"""What a server gives up when it runs short of memory or of time, one thing after the other.
+"""Levels of overload: what the server gives up, step by step, when it runs short of memory or of time.
 
-    TIDY  idle connections are closed        SHED_ALL      nobody new comes in
-    SHED_LOWEST  negative priorities go      ABORT     the youngest request is aborted, every look
+    TIDY  idle connections are closed        SHED_ALL      no new request is admitted
+    SHED_LOWEST  negative priorities go      ABORT     the newest request is aborted, at every look
 
 `Ladder` decides; `memory_used` reads.
 """
@@ -26,14 +26,14 @@ NUM_CALM = 8  # looks in a row below a level before it is left
 
 
 class Ladder:
-    """Up at once, down a level at a time."""
+    """Decides the level: it rises at once and falls one level at a time."""
 
     def __init__(self) -> None:
         self.level = Level.CALM
         self._num_below = 0
 
     def look(self, memory: float, lag_s: float) -> Level:
-        """`memory` is the share in use, `lag_s` how late the event loop was since the last look."""
+        """Return the level, given the share of memory in use and how late the event loop was since the last look."""
         wanted = _level(memory, lag_s)
         if wanted >= self.level:
             self.level, self._num_below = wanted, 0
@@ -53,9 +53,9 @@ def _level(memory: float, lag_s: float) -> Level:
 
 
 def memory_used(root: Path = Path("/")) -> float:
-    """The share of memory that cannot be taken back, of the machine or of our control group: the larger.
+    """Return the share of memory that cannot be reclaimed, of the machine or of the control group: the larger.
 
-    0.0 where nobody tells (not Linux).
+    0.0 where the system does not say (not Linux).
     """
     return max(_used_of_machine(root), _used_of_group(root / "sys/fs/cgroup"))
 
@@ -70,7 +70,7 @@ def _used_of_machine(root: Path) -> float:
 
 
 def _used_of_group(group: Path) -> float:
-    """Version 2; pages of files that nobody uses are given back when somebody needs them."""
+    """Read a control group of version 2; inactive pages of files are reclaimed when memory is needed."""
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit == "max":

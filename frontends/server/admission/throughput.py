@@ -1,24 +1,24 @@
-"""Is the engine still moving, and how fast?  Pure."""
+"""Watch whether the engine moves, and how fast.  Pure."""
 
 import math
 
 from trouper.actors.messages.stats import SchedulerStats
 
-MEMORY_S = 10.0  # what the throughput forgets
-MIN_S = 0.2  # of work, before it is believed
+MEMORY_S = 10.0  # time constant of the throughput's average
+MIN_S = 0.2  # seconds of work before the throughput is known
 
 
 class StepClock:
-    """Sees a step end when the scheduler's counters have moved between two looks."""
+    """Notices that a step has ended when the scheduler's counters have moved between two looks."""
 
     def __init__(self) -> None:
         self._seen: tuple[int, int, int] = (0, 0, 0)
         self._moved_at: float | None = None
 
     def age_s(self, stats: SchedulerStats, now: float) -> float:
-        """Seconds since the last step that was seen to end; at most the time since the last look.
+        """Return the seconds since the last step that was seen to end.
 
-        Nothing in flight is as good as a step: there is nothing to wait for.
+        Nothing in flight counts as a step: there is nothing to wait for.
         """
         seen = (stats.num_prompt_tokens, stats.num_generation_tokens, stats.num_preemptions)
         if self._moved_at is None or seen != self._seen or not stats.num_steps_in_flight:
@@ -27,7 +27,7 @@ class StepClock:
 
 
 class Throughput:
-    """Tokens per second while there is work, over the last seconds of it."""
+    """The tokens per second while there is work, over the last seconds of it."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -37,7 +37,7 @@ class Throughput:
         )
 
     def note(self, num_tokens: int, now: float, *, is_busy: bool) -> None:
-        """A look at the counter, at any time; `is_busy` until the next one."""
+        """Note the token counter, at any time; `is_busy` holds until the next call."""
         if self._seen is not None:
             seconds = now - self._seen[1]
             kept = math.exp(-seconds / MEMORY_S)
@@ -47,10 +47,10 @@ class Throughput:
 
     @property
     def per_s(self) -> float | None:
-        """None until that is known."""
+        """The pace; None until it is known."""
         return self._tokens / self._seconds if self._seconds >= MIN_S else None
 
     def time_s(self, num_tokens: int) -> float:
-        """In which so much is done; 0 when that is not known."""
+        """Return the time that so many tokens take; 0 when the pace is not known."""
         per_s = self.per_s
         return 0.0 if per_s is None else num_tokens / max(per_s, 1e-9)

@@ -1,6 +1,6 @@
-"""One HTTP request and its answer, over the three callables of ASGI.
+"""One HTTP request and its response, over the three callables of ASGI.
 
-Laws.  One answer per context; after the client has left, sending does nothing.  Nothing larger than its limit is held.
+Laws.  One response per request; after the client has left, sending does nothing.  Nothing larger than its limit is held.
 """
 
 import re

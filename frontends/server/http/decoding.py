@@ -50,7 +50,7 @@ async def decode(
 
 
 def decode_now(body: bytes | memoryview, kind: type[T]) -> Decoded:
-    """A kind with `put_back` has places whose long texts become bytes, which nobody has decoded."""
+    """Decode in this thread.  A type with `put_back` gets its long texts as bytes of the body, undecoded."""
     short = excerpt(body) if hasattr(kind, "put_back") and len(body) >= THREAD_FROM else None
     if short is not None:
         decoded = _decode_whole(short.rest, kind)

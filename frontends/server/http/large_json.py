@@ -1,6 +1,6 @@
-"""Long strings are taken out of a JSON body before it is parsed.
+"""Take long strings out of a JSON body before it is parsed.
 
-A parser keeps the interpreter to itself from beginning to end: 0.2 s for 90 MB of base64 that nobody wants
+A parser holds the interpreter from beginning to end: 0.2 s for 90 MB of base64 that is never needed
 as a Python string.  Here numpy finds the ends of all strings (the interpreter is free meanwhile), each
 long one is replaced by a short reference, and what is left is parsed by the strict parser as ever.
 
@@ -16,7 +16,7 @@ from uuid import uuid4
 import numpy as np
 
 LONG = 2**16  # bytes; a shorter string is parsed in 50 µs
-STEP = 2**20  # bytes looked at in one turn: 0.2 ms; then others have the processor
+STEP = 2**20  # bytes looked at in one turn: 0.2 ms; then other threads get the processor
 PAUSE_S = 1e-4
 MAX_MARKS = 2**16  # quotes and backslashes, gone through one by one in 5 ms
 QUOTE, BACKSLASH = b'"\\'
@@ -30,7 +30,7 @@ class Excerpt(NamedTuple):
 
 
 def excerpt(body: bytes | memoryview) -> Excerpt | None:
-    """None when nothing can be taken out."""
+    """Return a body without its long strings; None when there is nothing to take out."""
     marks = _marks(body)
     if marks is None:
         return None
@@ -50,7 +50,7 @@ def excerpt(body: bytes | memoryview) -> Excerpt | None:
 
 
 def _marks(body: bytes | memoryview) -> list[int] | None:
-    """Where all quotes and backslashes are; None when they are too many."""
+    """Find all quotes and backslashes; None when there are too many."""
     characters = np.frombuffer(body, np.uint8)
     found: list[np.ndarray] = []
     num = 0
@@ -66,7 +66,7 @@ def _marks(body: bytes | memoryview) -> list[int] | None:
 
 
 def _plain_strings(view: memoryview, marks: list[int]) -> list[tuple[int, int]]:
-    """Begin and end of what stands between the quotes of each string that holds no backslash."""
+    """Find the begin and end of each string that holds no backslash, without its quotes."""
     found: list[tuple[int, int]] = []
     begin: int | None = None  # inside a string
     is_plain = True
