@@ -63,7 +63,8 @@ class ChoiceUpdate(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        return "".join([part.text for part in self.parts])
+        parts = self.parts
+        return parts[0].text if len(parts) == 1 else "".join([part.text for part in parts])
 
 
 class StreamEvent(NamedTuple):

@@ -74,7 +74,7 @@ class Driver:
             self._service, self._context, self._generations(), parsed.places
         )
         async for i, output in InTurns(enumerate(outputs)):
-            for update in await self._updates(i, output):
+            for update in self._updates(i, output, await self._prompt_text(i, output)):
                 self._adapter.add(update)
         await self._context.send_json(self._adapter.reply(self._counter.usage))
 
@@ -87,28 +87,34 @@ class Driver:
         await context.end_events(self._adapter.STREAM_END)
 
     async def _send_output(self, i: int, output: RequestOutput) -> None:
-        updates = await self._updates(i, output)
+        prompt_text = await self._prompt_text(i, output) if self._parsed.shows_prompt else ""
+        updates = self._updates(i, output, prompt_text)
         usage = self._counter.usage if self._parsed.shows_usage else None
         if not self._context.has_started:
             await self._context.start_events()
             await self._send_events(self._adapter.begin(output, usage))
         for update in updates:
-            await self._send_events(self._adapter.render(update, usage))
+            for event in self._adapter.render(update, usage):
+                await self._context.send_event(event.content, event.name)
 
     async def _send_events(self, events: Iterable[StreamEvent]) -> None:
         for event in events:
             await self._context.send_event(event.content, event.name)
 
-    async def _updates(self, i: int, output: RequestOutput) -> list[ChoiceUpdate]:
+    async def _prompt_text(self, i: int, output: RequestOutput) -> str:
+        """Return the text of prompt `i` if a choice in this output begins with it, and else nothing."""
+        first = i * self._parsed.params.n
+        is_new = any(first + each.index not in self._chains for each in output.outputs)
+        is_shown = is_new and self._parsed.shows_prompt
+        return await self._service.prompt_text(output) if is_shown else ""
+
+    def _updates(self, i: int, output: RequestOutput, prompt_text: str) -> list[ChoiceUpdate]:
         """Return the updates, one for each choice, in an output of prompt `i`."""
         if self._parsed.is_prompt_only:
             for completion in output.outputs:
                 completion.text, completion.token_ids, completion.logprobs = "", [], []
         self._counter.add(i, output)
         first = i * self._parsed.params.n
-        is_new = any(first + each.index not in self._chains for each in output.outputs)
-        shows_prompt = is_new and self._parsed.shows_prompt
-        prompt_text = await self._service.prompt_text(output) if shows_prompt else ""
         return [
             self._update(first + completion.index, completion, output, prompt_text)
             for completion in output.outputs
