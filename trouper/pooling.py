@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, cast, get_args
 import msgspec
 
 from trouper.config.pooler import PoolerSpec
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.params import RequestOutputKind
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
@@ -45,15 +45,15 @@ class LateInteractionParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.mode not in ("cache_query", "score_doc"):
-            raise _bad("mode", self.mode, "must be cache_query or score_doc")
+            raise invalid("mode", "must be cache_query or score_doc", self.mode)
         if not isinstance(self.query_key, str) or not self.query_key:  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
-            raise _bad("query_key", self.query_key, "must be a string that is not empty")
+            raise invalid("query_key", "must be a string that is not empty", self.query_key)
         uses = self.query_uses
         if uses is None:
             if self.mode == "cache_query":
-                raise _bad("query_uses", uses, "cache_query needs a number of uses")
+                raise invalid("query_uses", "cache_query needs a number of uses", uses)
         elif isinstance(uses, bool) or not isinstance(uses, int) or uses < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # the same
-            raise _bad("query_uses", uses, "must be a positive integer")
+            raise invalid("query_uses", "must be a positive integer", uses)
 
 
 class PoolingParams(msgspec.Struct, kw_only=True):
@@ -87,12 +87,14 @@ class PoolingParams(msgspec.Struct, kw_only=True):
     def __post_init__(self) -> None:
         _check_task(self.task)
         if not isinstance(self.use_activation, bool | None):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
-            raise _bad("use_activation", self.use_activation, "must be True or False")
+            raise invalid("use_activation", "must be True or False", self.use_activation)
         for name, least in (("dimensions", 1), ("step_tag_id", 0)):
             _check_integer(name, getattr(self, name), least)
         if self.returned_token_ids is not None:
             if not isinstance(self.returned_token_ids, list) or not self.returned_token_ids:  # pyright: ignore[reportUnnecessaryIsInstance]  # the same
-                raise _bad("returned_token_ids", self.returned_token_ids, "must be a list of ids")
+                raise invalid(
+                    "returned_token_ids", "must be a list of ids", self.returned_token_ids
+                )
             for id in self.returned_token_ids:
                 _check_integer("returned_token_ids", id, 0)
         if self.late_chunking_params is not None:
@@ -101,9 +103,9 @@ class PoolingParams(msgspec.Struct, kw_only=True):
             raise UnsupportedFeatureError("extra_kwargs are for plugins, which are not supported")
         late: Any = self.late_interaction_params
         if late is not None and not isinstance(late, LateInteractionParams):
-            raise _bad("late_interaction_params", late, "must be LateInteractionParams")
+            raise invalid("late_interaction_params", "must be LateInteractionParams", late)
         if self.output_kind != RequestOutputKind.FINAL_ONLY:
-            raise _bad("output_kind", self.output_kind, "pooling has one output, at the end")
+            raise invalid("output_kind", "pooling has one output, at the end", self.output_kind)
 
     def clone(self) -> "PoolingParams":
         """An independent copy."""
@@ -121,7 +123,7 @@ class PoolingParams(msgspec.Struct, kw_only=True):
         task = self.task or spec.engine_task
         if task not in spec.tasks:
             known = ", ".join(spec.tasks)
-            raise _bad("task", task, f"this model can {known}")
+            raise invalid("task", f"this model can {known}", task)
         self._check_belongs(task, spec)
         is_embedding = task.endswith("embed")
         if is_embedding:
@@ -150,10 +152,10 @@ class PoolingParams(msgspec.Struct, kw_only=True):
             if value is None:
                 continue
             if name not in PARAMETERS_OF[task]:
-                raise _bad(name, value, f"has no meaning for the task {task!r}")
+                raise invalid(name, f"has no meaning for the task {task!r}", value)
             is_of_step = name in ("step_tag_id", "returned_token_ids")
             if is_of_step and spec.tok_pooling_type != "STEP":
-                raise _bad(name, value, "needs the token pooling type STEP")
+                raise invalid(name, "needs the token pooling type STEP", value)
 
 
 def _check_task(task: Any) -> None:
@@ -162,27 +164,23 @@ def _check_task(task: Any) -> None:
     if task in LATER_TASKS:
         raise UnsupportedFeatureError(f"the pooling task {task!r} is not supported yet")
     removed = REMOVED.get(task) if isinstance(task, str) else None
-    raise _bad("task", task, removed or f"must be one of {', '.join(TASKS)}")
+    raise invalid("task", removed or f"must be one of {', '.join(TASKS)}", task)
 
 
 def _check_dimensions(dimensions: int | None, spec: PoolerSpec) -> None:
     if dimensions is None:
         return
     if not spec.is_matryoshka:
-        raise _bad("dimensions", dimensions, "this model's embeddings cannot be shortened")
+        raise invalid("dimensions", "this model's embeddings cannot be shortened", dimensions)
     if dimensions > spec.embedding_size:
-        raise _bad("dimensions", dimensions, f"must be in [1, {spec.embedding_size}]")
+        raise invalid("dimensions", f"must be in [1, {spec.embedding_size}]", dimensions)
     known = spec.matryoshka_dimensions
     if known and dimensions not in known:
-        raise _bad("dimensions", dimensions, f"must be one of {', '.join(map(str, known))}")
+        raise invalid("dimensions", f"must be one of {', '.join(map(str, known))}", dimensions)
 
 
 def _check_integer(name: str, value: object, least: int) -> None:
     if value is not None and (
         isinstance(value, bool) or not isinstance(value, int) or value < least
     ):
-        raise _bad(name, cast("Any", value), f"must be an integer ≥ {least}")
-
-
-def _bad(name: str, value: Any, rule: str) -> TrouperValidationError:
-    return TrouperValidationError(f"{name}: {rule}", parameter=name, value=value)
+        raise invalid(name, f"must be an integer ≥ {least}", cast("Any", value))

@@ -18,7 +18,7 @@ import numpy as np
 import pybase64
 
 from trouper.actors.messages.embeds import Embeds, EmbedsDtype
-from trouper.errors import TrouperValidationError
+from trouper.errors import invalid
 
 ITEM_BYTES: dict[EmbedsDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 STORAGES: dict[str, EmbedsDtype] = {
@@ -67,9 +67,9 @@ def decode_base64(text: str | memoryview, num_columns: int, max_rows: int) -> me
     try:
         return _decoded(text, num_columns, max_rows)
     except _RefusedError as error:
-        raise _bad(str(error)) from None
+        raise invalid("prompt_embeds", str(error)) from None
     except ValueError:
-        raise _bad("not base64") from None
+        raise invalid("prompt_embeds", "not base64") from None
     finally:
         if isinstance(text, memoryview):
             text.release()
@@ -109,17 +109,18 @@ def decode_embeds(
         TrouperValidationError: anything else; `parameter` is `prompt_embeds`.
     """
     if len(payload) > max_payload_bytes(num_columns, max_rows):
-        raise _bad(f"longer than any tensor of [{max_rows}, {num_columns}]")
+        raise invalid("prompt_embeds", f"longer than any tensor of [{max_rows}, {num_columns}]")
     view = memoryview(payload)
     try:
         is_zip = payload[:4] == b"PK\3\4"
         found = _read_torch_file(view) if is_zip else _read_safetensors(view)
     except _RefusedError as error:
-        raise _bad(str(error)) from None
+        raise invalid("prompt_embeds", str(error)) from None
     if found.num_columns != num_columns or not 1 <= found.num_rows <= max_rows:
-        raise _bad(
+        raise invalid(
+            "prompt_embeds",
             f"the shape must be [1 to {max_rows}, {num_columns}], "
-            f"not [{found.num_rows}, {found.num_columns}]"
+            f"not [{found.num_rows}, {found.num_columns}]",
         )
     return found
 
@@ -132,14 +133,20 @@ def from_tensor(tensor: Any, num_columns: int, max_rows: int) -> Embeds:
     """
     dtype = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
-        raise _bad("must be a floating point tensor, or the bytes of one", type(tensor).__name__)
+        raise invalid(
+            "prompt_embeds",
+            "must be a floating point tensor, or the bytes of one",
+            type(tensor).__name__,
+        )
     if str(tensor.layout) != "torch.strided":
-        raise _bad("must be dense")
+        raise invalid("prompt_embeds", "must be dense")
     if tensor.ndim == 3 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.ndim != 2 or tensor.shape[1] != num_columns or not 1 <= tensor.shape[0] <= max_rows:
         shape = list(tensor.shape)
-        raise _bad(f"the shape must be [1 to {max_rows}, {num_columns}], not {shape}")
+        raise invalid(
+            "prompt_embeds", f"the shape must be [1 to {max_rows}, {num_columns}], not {shape}"
+        )
     numbers = tensor.detach().cpu().contiguous()
     uint8 = numbers.new_empty(0).byte().dtype  # as bytes: numpy has no bfloat16
     data = memoryview(numbers.view(uint8).numpy()).cast("B")
@@ -344,7 +351,3 @@ def _read_safetensors(payload: memoryview) -> Embeds:
     if entry.data_offsets != (0, size) or len(data) != size:
         raise _RefusedError("the data has another size than its shape")
     return Embeds(dtype, shape[0], shape[1], data)
-
-
-def _bad(rule: str, value: object = None) -> TrouperValidationError:
-    return TrouperValidationError(f"prompt_embeds: {rule}", parameter="prompt_embeds", value=value)

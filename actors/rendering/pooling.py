@@ -19,13 +19,13 @@ from trouper.actors.rendering.text import (
     SPARE_TOKENS,
     Prompts,
     Rendered,
-    bad,
     checked_ids,
     template_text,
 )
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.pooler import PoolerSpec
 from trouper.config.resolve import EngineConfig
+from trouper.errors import invalid
 from trouper.pooling import PoolingParams
 
 TYPES = "token_type_ids"
@@ -123,7 +123,7 @@ class PoolingPrompts(Prompts):
             num_types = self._limits.num_token_types or 2  # of a model without, which ignores them
             type_ids = checked_ids(type_ids, num_types, TYPES)
             if len(type_ids) != len(ids):
-                raise bad(TYPES, f"must be {len(ids)} in number", len(type_ids))
+                raise invalid(TYPES, f"must be {len(ids)} in number", len(type_ids))
         if wanted is not None and len(ids) > wanted:
             kept = slice(-wanted, None) if keeps_end else slice(wanted)
             ids, type_ids = ids[kept], type_ids and type_ids[kept]
@@ -142,11 +142,11 @@ class PoolingPrompts(Prompts):
         self, given: dict[str, Any], wanted: int | None, keeps_end: bool, adds: bool | None
     ) -> _Encoded:
         if unknown := given.keys() - PAIR_KEYS:
-            raise bad("prompt", "unknown keys beside 'text_pair'", sorted(map(str, unknown)))
+            raise invalid("prompt", "unknown keys beside 'text_pair'", sorted(map(str, unknown)))
         text, pair = given.get("prompt"), given["text_pair"]
         for part in (text, pair):
             if not isinstance(part, str) or not part:
-                raise bad("prompt", "a pair needs two texts", type(part).__name__)
+                raise invalid("prompt", "a pair needs two texts", type(part).__name__)
         return self._encode_text(str(text), pair, wanted, keeps_end, adds is not False)
 
     def _encode_marked(
@@ -165,7 +165,7 @@ class PoolingPrompts(Prompts):
     ) -> _Encoded:
         tokenizer = self._needed_tokenizer("prompt")
         if not text:
-            raise bad("prompt", "the prompt must not be empty")
+            raise invalid("prompt", "the prompt must not be empty")
         if self._spec.lowers_case:
             text, pair = text.lower(), pair and pair.lower()
         if wanted is None:

@@ -25,8 +25,8 @@ from trouper.config.files import read_text
 from trouper.config.resolve import EngineConfig
 from trouper.errors import (
     ChatTemplateResolutionError,
-    TrouperValidationError,
     UnsupportedFeatureError,
+    invalid,
 )
 from trouper.params import SamplingParams
 
@@ -158,7 +158,7 @@ class Prompts:
     def _keeps_end(self, side: str | None) -> bool:
         """A prompt is cut at its beginning unless the request, or else the tokenizer, says otherwise."""
         if side not in (None, "left", "right"):
-            raise bad("truncation_side", "must be left or right", side)
+            raise invalid("truncation_side", "must be left or right", side)
         if side is None and self._tokenizer is not None:
             side = self._tokenizer.truncation_side
         return side != "right"
@@ -172,7 +172,7 @@ class Prompts:
             return self._embeds_form(prompt, None, None)
         if isinstance(prompt, Sequence):
             return _Form(None, prompt, None, None, False)
-        raise bad("prompt", "must be text, token ids or a prompt dict", type(prompt).__name__)
+        raise invalid("prompt", "must be text, token ids or a prompt dict", type(prompt).__name__)
 
     def _dict_form(self, prompt: Mapping[str, Any]) -> _Form:
         given = {key: value for key, value in prompt.items() if value is not None}
@@ -185,15 +185,17 @@ class Prompts:
         ):  # fmt: skip
             if key in given:
                 if unknown := given.keys() - known:
-                    raise bad("prompt", f"unknown keys beside {key!r}", sorted(map(str, unknown)))
+                    raise invalid(
+                        "prompt", f"unknown keys beside {key!r}", sorted(map(str, unknown))
+                    )
                 break
         else:
-            raise bad(
+            raise invalid(
                 "prompt", "a prompt dict needs prompt, prompt_token_ids, prompt_embeds or messages"
             )
         text = given.get("prompt")
         if text is not None and not isinstance(text, str):
-            raise bad("prompt", "must be text", type(text).__name__)
+            raise invalid("prompt", "must be text", type(text).__name__)
         if "messages" in given:
             pieces, embeds = self._chat(given)
             return _Form(pieces, None, unmarked(pieces), salt, False, embeds)
@@ -211,7 +213,7 @@ class Prompts:
     def _decoded(self, given: Any) -> Embeds:
         width, max_rows = self._limits.hidden_size, self._limits.max_model_len
         if width is None:
-            raise bad("prompt_embeds", "not enabled (enable_prompt_embeds)")
+            raise invalid("prompt_embeds", "not enabled (enable_prompt_embeds)")
         is_text = isinstance(given, str | memoryview)
         payload = decode_base64(given, width, max_rows) if is_text else given
         if isinstance(payload, bytes | bytearray | memoryview):
@@ -223,13 +225,13 @@ class Prompts:
         messages, tools = prompt["messages"], prompt.get("tools")
         variables = prompt.get("chat_template_kwargs") or {}
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-            raise bad("messages", "must be a list of messages", type(messages).__name__)
+            raise invalid("messages", "must be a list of messages", type(messages).__name__)
         if tools is not None and not (
             isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)
         ):
-            raise bad("tools", "must be a list of dicts")
+            raise invalid("tools", "must be a list of dicts")
         if not isinstance(variables, Mapping):
-            raise bad("chat_template_kwargs", "must be a dict", type(variables).__name__)
+            raise invalid("chat_template_kwargs", "must be a dict", type(variables).__name__)
         messages, embeds = take_embeds(cast("Sequence[Any]", messages), self._decoded)
         foreign = prompt.get("foreign_chat_template")
         if foreign is None or foreign in tokenizer.chat_templates:
@@ -261,7 +263,7 @@ class Prompts:
                 "the tokenizer has no chat template, and none was given (chat_template)"
             )
         if not isinstance(source, str):
-            raise bad("chat_template", "must be text", type(source).__name__)
+            raise invalid("chat_template", "must be text", type(source).__name__)
         return own.get(source, source)
 
     def _encode(
@@ -270,7 +272,7 @@ class Prompts:
         tokenizer = self._needed_tokenizer("prompt")
         num_chars = sum(map(len, pieces))
         if num_chars == 0:
-            raise bad("prompt", "the prompt must not be empty")
+            raise invalid("prompt", "the prompt must not be empty")
         if wanted is None:
             self._refuse_hopeless(num_chars, tokenizer)
         else:
@@ -294,7 +296,7 @@ class Prompts:
         limit = self._limits.max_model_len
         if num_chars > limit * tokenizer.longest_token_chars:
             least = -(-num_chars // tokenizer.longest_token_chars)
-            raise bad(
+            raise invalid(
                 "prompt",
                 f"the prompt has {num_chars} characters, which are at least {least} tokens, "
                 f"but the limit is {limit} tokens (max_model_len)",
@@ -303,7 +305,7 @@ class Prompts:
     def _needed_tokenizer(self, parameter: str) -> Tokenizer:
         if self._tokenizer is None:
             rule = "this engine has no tokenizer (skip_tokenizer_init), so it takes token ids only"
-            raise bad(parameter, rule)
+            raise invalid(parameter, rule)
         return self._tokenizer
 
     def _wanted_length(self, truncate: Any) -> int | None:
@@ -311,22 +313,22 @@ class Prompts:
             return None
         limit = self._limits.max_model_len
         if isinstance(truncate, bool) or not isinstance(truncate, int):
-            raise bad("truncate_prompt_tokens", "must be an integer", truncate)
+            raise invalid("truncate_prompt_tokens", "must be an integer", truncate)
         if truncate == -1:
             return limit - self._limits.room
         if not 1 <= truncate <= limit:
             rule = f"must be -1 or in [1, {limit}] (max_model_len)"
-            raise bad("truncate_prompt_tokens", rule, truncate)
+            raise invalid("truncate_prompt_tokens", rule, truncate)
         return truncate
 
     def _check_length(self, length: int) -> None:
         limit = self._limits.max_model_len
         if length == 0:
-            raise bad("prompt", "the prompt must not be empty")
+            raise invalid("prompt", "the prompt must not be empty")
         if length > limit - self._limits.room:
             also = ", which must also hold at least one new token" if self._limits.room else ""
             rule = f"the prompt has {length} tokens, but the limit is {limit} (max_model_len){also}"
-            raise bad("prompt", rule)
+            raise invalid("prompt", rule)
 
 
 def _control_tokens(tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -340,9 +342,9 @@ def _check_embeds_request(message: Render) -> None:
     """What needs the prompt's tokens, which such a prompt does not have."""
     assert isinstance(message.params, SamplingParams)
     if message.params.prompt_logprobs is not None:
-        raise bad("prompt_logprobs", "not with prompt_embeds")
+        raise invalid("prompt_logprobs", "not with prompt_embeds")
     if message.truncate_prompt_tokens is not None:
-        raise bad("truncate_prompt_tokens", "not with prompt_embeds")
+        raise invalid("truncate_prompt_tokens", "not with prompt_embeds")
 
 
 def template_text(given: str | None) -> str | None:
@@ -352,7 +354,7 @@ def template_text(given: str | None) -> str | None:
     try:
         return read_text(Path(given), "chat_template")
     except (FileNotFoundError, ValueError) as error:
-        raise bad(
+        raise invalid(
             "chat_template", f"neither a template nor a readable file: {error}", given
         ) from error
 
@@ -360,12 +362,12 @@ def template_text(given: str | None) -> str | None:
 def checked_ids(ids: Any, num: int, parameter: str = "prompt_token_ids") -> list[int]:
     """Those of `parameter`: each below `num`."""
     if not isinstance(ids, list | Sequence) or isinstance(ids, str | bytes):  # mostly a list
-        raise bad(parameter, "must be a list of ids", type(ids).__name__)
+        raise invalid(parameter, "must be a list of ids", type(ids).__name__)
     if not all(map(operator.is_, map(type, ids), repeat(int))):
         ids = [_as_int(token_id, parameter) for token_id in ids]
     if ids and not (min(ids) >= 0 and max(ids) < num):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < num)
-        raise bad(parameter, f"ids must be in [0, {num})", wrong)
+        raise invalid(parameter, f"ids must be in [0, {num})", wrong)
     return list(ids)
 
 
@@ -375,7 +377,7 @@ def _as_int(token_id: Any, parameter: str) -> int:
             return operator.index(token_id)  # numpy's integers too, floats not
     except TypeError:
         pass  # said below
-    raise bad(parameter, "ids must be integers", token_id)
+    raise invalid(parameter, "ids must be integers", token_id)
 
 
 def _checked_salt(salt: Any) -> str | None:
@@ -384,8 +386,4 @@ def _checked_salt(salt: Any) -> str | None:
     if isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT_CHARS and not set(salt) & set("@/\\\0"):
         return salt
     rule = f"must be 1 to {MAX_SALT_CHARS} characters without @, /, \\ and NUL"
-    raise bad("cache_salt", rule, salt)
-
-
-def bad(parameter: str, rule: str, value: object = None) -> TrouperValidationError:
-    return TrouperValidationError(f"{parameter}: {rule}", parameter=parameter, value=value)
+    raise invalid("cache_salt", rule, salt)

@@ -7,7 +7,7 @@ import os
 from typing import Any, cast
 
 from trouper.config.args import EngineArgs
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import UnsupportedFeatureError, invalid
 
 logger = logging.getLogger("trouper")
 AT_LEAST = {
@@ -37,7 +37,7 @@ def check_engine_args(args: EngineArgs) -> None:
     _check_numbers(args)
     for name, choices in ONE_OF.items():
         if getattr(args, name) not in choices:
-            raise _bad(args, name, f"{name} must be {' or '.join(map(str, choices))}")
+            raise invalid(name, f"must be {' or '.join(map(str, choices))}", getattr(args, name))
     if args.prefix_caching_hash_algo != "sha256":
         raise UnsupportedFeatureError(
             f"prefix_caching_hash_algo={args.prefix_caching_hash_algo!r} is not supported yet; "
@@ -64,28 +64,34 @@ def _check_types(args: EngineArgs) -> None:
         if value is None and field.default is None:
             continue
         if field.type in (bool, bool | None) and not isinstance(value, bool):
-            raise _bad(args, name, "must be True or False")
+            raise invalid(name, "must be True or False", getattr(args, name))
         is_text = (
             field.type in (str, str | None) and name != "dtype"
         )  # a torch dtype has a name, too
         if is_text and not isinstance(value, str):
-            raise _bad(args, name, "must be a string")
+            raise invalid(name, "must be a string", getattr(args, name))
         if field.type == dict[str, Any] | None and not isinstance(value, dict):
-            raise _bad(args, name, "must be a dict")
+            raise invalid(name, "must be a dict", getattr(args, name))
     if not isinstance(args.hf_token, str | bool | None):  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
-        raise _bad(args, "hf_token", "must be a string or a bool")
+        raise invalid("hf_token", "must be a string or a bool", args.hf_token)
     _check_lists(args)
 
 
 def _check_lists(args: EngineArgs) -> None:
     names: Any = args.served_model_name
     if names is not None and not isinstance(names, str) and not _is_list_of(names, str):
-        raise _bad(args, "served_model_name", "must be a string or a list of strings")
+        raise invalid(
+            "served_model_name", "must be a string or a list of strings", args.served_model_name
+        )
     sizes: Any = args.cudagraph_capture_sizes
     if sizes is not None and not _is_list_of(sizes, int):
-        raise _bad(args, "cudagraph_capture_sizes", "must be a list of integers")
+        raise invalid(
+            "cudagraph_capture_sizes", "must be a list of integers", args.cudagraph_capture_sizes
+        )
     if sizes is not None and min(sizes, default=1) < 1:
-        raise _bad(args, "cudagraph_capture_sizes", "must be at least 1 each")
+        raise invalid(
+            "cudagraph_capture_sizes", "must be at least 1 each", args.cudagraph_capture_sizes
+        )
 
 
 def _check_numbers(args: EngineArgs) -> None:
@@ -96,23 +102,23 @@ def _check_numbers(args: EngineArgs) -> None:
             _check_number(args, name, value)
     for name in ("watermark", "gpu_memory_utilization"):
         if not _is_number(getattr(args, name)):
-            raise _bad(args, name, "must be a number")
+            raise invalid(name, "must be a number", getattr(args, name))
     if not 0 <= args.watermark < 1:
-        raise _bad(args, "watermark", "watermark must be in [0, 1)")
+        raise invalid("watermark", "must be in [0, 1)", args.watermark)
     if not 0 < args.gpu_memory_utilization <= 1:
-        raise _bad(args, "gpu_memory_utilization", "gpu_memory_utilization must be in (0, 1]")
+        raise invalid("gpu_memory_utilization", "must be in (0, 1]", args.gpu_memory_utilization)
 
 
 def _check_number(args: EngineArgs, name: str, value: Any) -> None:
     low, high = AT_LEAST[name], AT_MOST.get(name)
     if not _is_number(value):
-        raise _bad(args, name, "must be a number")
+        raise invalid(name, "must be a number", getattr(args, name))
     if not value >= low:
-        raise _bad(args, name, f"must be at least {low}")
+        raise invalid(name, f"must be at least {low}", getattr(args, name))
     if high is not None and value > high:
-        raise _bad(args, name, f"must be at most {high}")
+        raise invalid(name, f"must be at most {high}", getattr(args, name))
     if name != "shutdown_timeout" and not isinstance(value, int):
-        raise _bad(args, name, "must be an integer")
+        raise invalid(name, "must be an integer", getattr(args, name))
 
 
 def _is_optional(args: EngineArgs, name: str) -> bool:
@@ -135,7 +141,3 @@ def _as_integer(value: Any) -> Any:
         return value if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return value
-
-
-def _bad(args: EngineArgs, name: str, rule: str) -> TrouperValidationError:
-    return TrouperValidationError(rule, parameter=name, value=getattr(args, name))

@@ -13,7 +13,7 @@ from trouper.actors.executor.models.encoder import Encoder, Layer
 from trouper.actors.executor.models.encoder_traits import EncoderTraits
 from trouper.actors.executor.weights.decoder import Checkpoint
 from trouper.actors.executor.weights.dummy import Dummy
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, invalid
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm
 from trouper.kernels.cpu.fused.token_embedding import TokenEmbedding
 from trouper.kernels.linear import LinearConfig, LinearMethod
@@ -49,10 +49,10 @@ class Tensors:
             return self._dummy.read(name, shape)
         found = self._find(name)
         if found is None or self._checkpoint is None:
-            raise _bad(self._folder, f"the checkpoint lacks {name}")
+            raise invalid("model", f"the checkpoint lacks {name}", str(self._folder))
         if self._shapes[found] != shape:
             problem = f"{found} has the shape {self._shapes[found]} instead of {shape}"
-            raise _bad(self._folder, problem)
+            raise invalid("model", problem, str(self._folder))
         return self._checkpoint.read(found, shape).to(self._dtype, copy=True)
 
     def linear(
@@ -147,7 +147,3 @@ def _layer(tensors: Tensors, traits: EncoderTraits, index: int) -> Layer:
         attention_norm=norm(names.attention_norm) if has_norm or not traits.norm_first else None,
         mlp_norm=norm(names.mlp_norm),
     )
-
-
-def _bad(folder: Path, problem: str) -> TrouperValidationError:
-    return TrouperValidationError(problem, parameter="model", value=str(folder))

@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from trouper.errors import TrouperValidationError
+from trouper.errors import invalid
 from trouper.frontends.server.settings import ServerSettings
 from trouper.frontends.server.unsupported import NO_TOOLS, unsupported
 
@@ -18,15 +18,15 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
     """
     messages: list[dict[str, Any]] = request.messages
     if not messages:
-        raise _bad("messages", "must not be empty")
+        raise invalid("messages", "must not be empty")
     if len(messages) > MAX_MESSAGES:
-        raise _bad("messages", f"at most {MAX_MESSAGES} messages")
+        raise invalid("messages", f"at most {MAX_MESSAGES} messages")
     for i, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, list) and len(cast("list[Any]", content)) > MAX_PARTS:
-            raise _bad(f"messages[{i}].content", f"at most {MAX_PARTS} parts")
+            raise invalid(f"messages[{i}].content", f"at most {MAX_PARTS} parts")
     if request.chat_template is not None and not settings.trust_request_chat_template:
-        raise _bad("chat_template", "this server renders its own template only")
+        raise invalid("chat_template", "this server renders its own template only")
     _check_tools(request.tools, getattr(request, "tool_choice", "none"))
     variables = dict(settings.default_chat_template_kwargs)
     if (effort := getattr(request, "reasoning_effort", None)) is not None:
@@ -44,12 +44,8 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
 def _check_tools(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> None:
     if tools is None:
         if choice not in (None, "none"):
-            raise _bad("tool_choice", "needs tools")
+            raise invalid("tool_choice", "needs tools")
     elif not tools:
-        raise _bad("tools", "must not be empty")
+        raise invalid("tools", "must not be empty")
     elif choice != "none":
         raise unsupported("tools", f"only tool_choice none is; {NO_TOOLS}")
-
-
-def _bad(name: str, rule: str) -> TrouperValidationError:
-    return TrouperValidationError(f"{name}: {rule}", parameter=name)

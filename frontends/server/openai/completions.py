@@ -5,7 +5,7 @@ from typing import Any, ClassVar, cast
 
 from msgspec import UNSET
 
-from trouper.errors import TrouperValidationError
+from trouper.errors import invalid
 from trouper.frontends.server.http.context import DONE, RequestContext
 from trouper.frontends.server.openai.adapter import (
     ChoiceUpdate,
@@ -142,7 +142,7 @@ def _says_something(choice: CompletionChoice) -> bool:
 def _prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
     """Return the prompts in the engine's form, and the client's name for each."""
     if request.max_tokens == 0 and not request.echo:
-        raise _bad("max_tokens", "must be at least 1 without echo")
+        raise invalid("max_tokens", "must be at least 1 without echo")
     if request.prompt_embeds is None:
         return _text_prompts(request)
     prompts, places = _embeds_prompts(request)
@@ -155,23 +155,23 @@ def _prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
 def _text_prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
     given = request.prompt
     if not given:
-        raise _bad("prompt", "must not be empty")
+        raise invalid("prompt", "must not be empty")
     if isinstance(given, str):
         return [_salted("prompt", given, request)], ["prompt"]
     if _is_ids(given):
         return [_salted("prompt_token_ids", given, request)], ["prompt"]
     if len(given) > MAX_PROMPTS:
-        raise _bad("prompt", f"at most {MAX_PROMPTS} prompts")
+        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts")
     kind = cast("type[object]", type(given[0]))
     prompts: list[Any] = []
     for i, prompt in enumerate(given):
         place = f"prompt[{i}]"
         if type(prompt) is not kind or kind not in (str, list):
-            raise _bad(place, "must be text, or a list of token ids, as the others")
+            raise invalid(place, "must be text, or a list of token ids, as the others")
         if not prompt:
-            raise _bad(place, "must not be empty")
+            raise invalid(place, "must not be empty")
         if kind is list and not _is_ids(cast("list[Any]", prompt)):
-            raise _bad(place, "must hold integers")
+            raise invalid(place, "must hold integers")
         prompts.append(_salted("prompt" if kind is str else "prompt_token_ids", prompt, request))
     return prompts, [f"prompt[{i}]" for i in range(len(prompts))]
 
@@ -179,13 +179,13 @@ def _text_prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
 def _embeds_prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
     given = request.prompt_embeds
     if request.echo:
-        raise _bad("echo", "not with prompt_embeds")
+        raise invalid("echo", "not with prompt_embeds")
     if isinstance(given, str | memoryview):
         return [_salted("prompt_embeds", given, request)], ["prompt_embeds"]
     if not given:
-        raise _bad("prompt_embeds", "must not be empty")
+        raise invalid("prompt_embeds", "must not be empty")
     if len(given) > MAX_PROMPTS:
-        raise _bad("prompt_embeds", f"at most {MAX_PROMPTS} prompts")
+        raise invalid("prompt_embeds", f"at most {MAX_PROMPTS} prompts")
     places = [f"prompt_embeds[{i}]" for i in range(len(given))]
     return [_salted("prompt_embeds", text, request) for text in given], places
 
@@ -197,7 +197,3 @@ def _salted(key: str, prompt: Any, request: CompletionRequest) -> dict[str, Any]
 
 def _is_ids(given: list[Any]) -> bool:
     return all(type(token_id) is int for token_id in given)
-
-
-def _bad(name: str, rule: str) -> TrouperValidationError:
-    return TrouperValidationError(f"{name}: {rule}", parameter=name)

@@ -6,7 +6,7 @@ Precedence: the request, then the model's generation_config.json, then OpenAI's 
 from collections.abc import Mapping
 from typing import Any
 
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.server.openai.adapter import ParsedRequest
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest, Generating
 from trouper.frontends.server.settings import ServerSettings
@@ -36,7 +36,7 @@ def completion_params(
     """
     check_common(request)
     if request.logprob_token_ids is not None and request.logprobs is None:
-        raise _bad("logprob_token_ids", "needs logprobs")
+        raise invalid("logprob_token_ids", "needs logprobs")
     given = _given(request)
     max_tokens = request.max_tokens
     if max_tokens == 0 and request.echo:
@@ -60,9 +60,9 @@ def chat_params(
     """
     check_common(request)
     if request.top_logprobs is not None and not request.logprobs:
-        raise _bad("top_logprobs", "needs logprobs")
+        raise invalid("top_logprobs", "needs logprobs")
     if request.logprob_token_ids is not None and not request.logprobs:
-        raise _bad("logprob_token_ids", "needs logprobs")
+        raise invalid("logprob_token_ids", "needs logprobs")
     given = _given(request)
     if request.logprobs and request.logprob_token_ids is None:
         given["logprobs"] = request.top_logprobs or 0
@@ -107,28 +107,28 @@ def check_common(request: Generating) -> None:
     if kind is not None and kind.type != "text":
         raise unsupported("response_format", f"only text is; {NO_GRAMMAR}")
     if request.stream_options is not None and not request.stream:
-        raise _bad("stream_options", "needs stream")
+        raise invalid("stream_options", "needs stream")
     if request.prompt_logprobs is not None and request.stream:
-        raise _bad("prompt_logprobs", "not with stream")
+        raise invalid("prompt_logprobs", "not with stream")
     if request.logprob_token_ids is not None and not request.logprob_token_ids:
-        raise _bad("logprob_token_ids", "must not be empty")
+        raise invalid("logprob_token_ids", "must not be empty")
     _check_lengths(request)
 
 
 def check_sequences(num_prompts: int, n: int) -> None:
     """Check the product of fields that multiply."""
     if num_prompts * n > MAX_SEQUENCES:
-        raise _bad("n", f"at most {MAX_SEQUENCES} completions (prompts × n) in one request")
+        raise invalid("n", f"at most {MAX_SEQUENCES} completions (prompts × n) in one request")
 
 
 def _check_lengths(request: Generating) -> None:
     for name, limit in LONGEST.items():
         value: list[Any] | dict[Any, Any] | str | None = getattr(request, name)
         if isinstance(value, list | dict) and len(value) > limit:
-            raise _bad(name, f"may have {limit} entries")
+            raise invalid(name, f"may have {limit} entries")
     for text in (request.stop,) if isinstance(request.stop, str) else request.stop or ():
         if len(text) > MAX_STOP_CHARS:
-            raise _bad("stop", f"a stop string may have {MAX_STOP_CHARS} characters")
+            raise invalid("stop", f"a stop string may have {MAX_STOP_CHARS} characters")
 
 
 def _given(request: Generating) -> dict[str, Any]:
@@ -151,7 +151,3 @@ def _make(request: Generating, values: dict[str, Any], max_model_len: int) -> Sa
             f"{name}: the limit is {max_model_len} tokens (max_model_len)", parameter=name
         )
     return params
-
-
-def _bad(name: str, rule: str) -> TrouperValidationError:
-    return TrouperValidationError(f"{name}: {rule}", parameter=name)

@@ -10,7 +10,7 @@ from trouper.actors.messages.requests import Render
 from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.replies.reply_slot import ReplySlot
-from trouper.errors import TrouperValidationError
+from trouper.errors import invalid
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
 from trouper.frontends.server.openai.requests import DetokenizeRequest, TokenizeRequest
@@ -22,12 +22,12 @@ async def tokenize(service: Service, context: RequestContext, request: TokenizeR
     service.check_model(request.model)
     tokenizer = _tokenizer(service)
     if (request.prompt is None) == (request.messages is None):
-        raise _bad("prompt", "give either prompt or messages")
+        raise invalid("prompt", "give either prompt or messages")
     if request.prompt is not None:
         adds = request.add_special_tokens is not False
         limit = service.config.max_model_len * tokenizer.longest_token_chars
         if len(request.prompt) > limit:
-            raise _bad("prompt", f"at most {limit} characters (max_model_len)")
+            raise invalid("prompt", f"at most {limit} characters (max_model_len)")
         ids = await anyio.to_thread.run_sync(
             tokenizer.encode, request.prompt, adds, limiter=service.threads
         )
@@ -55,7 +55,7 @@ async def detokenize(service: Service, context: RequestContext, request: Detoken
     tokenizer = _tokenizer(service)
     for i, id in enumerate(request.tokens):
         if not 0 <= id < service.config.model.vocab_size:
-            raise _bad(f"tokens[{i}]", f"must be in [0, {service.config.model.vocab_size})")
+            raise invalid(f"tokens[{i}]", f"must be in [0, {service.config.model.vocab_size})")
     text = await anyio.to_thread.run_sync(
         tokenizer.decode, request.tokens, False, limiter=service.threads
     )
@@ -85,9 +85,5 @@ def _texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 def _tokenizer(service: Service) -> Tokenizer:
     tokenizer = service.core.tokenizer
     if tokenizer is None:
-        raise _bad("prompt", "this engine has no tokenizer (skip_tokenizer_init)")
+        raise invalid("prompt", "this engine has no tokenizer (skip_tokenizer_init)")
     return tokenizer
-
-
-def _bad(name: str, rule: str) -> TrouperValidationError:
-    return TrouperValidationError(f"{name}: {rule}", parameter=name)

@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 
 from trouper.config.pooler import PoolerSpec
-from trouper.errors import TrouperValidationError
+from trouper.errors import invalid
 from trouper.frontends.python.scoring import Pooled, PoolingGeneration, Scorer, as_pairs, collect
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
@@ -87,7 +87,7 @@ async def create_score(service: Service, context: RequestContext, request: Score
         ("data_1", "data_2"),
     )
     if getattr(request, first) is None or getattr(request, second) is None:
-        raise _bad("data_1", "give two sides: data_1 and data_2, or queries and documents")
+        raise invalid("data_1", "give two sides: data_1 and data_2, or queries and documents")
     queries, documents = as_pairs(
         getattr(request, first), getattr(request, second), (first, second)
     )
@@ -98,9 +98,9 @@ async def create_score(service: Service, context: RequestContext, request: Score
 async def create_rerank(service: Service, context: RequestContext, request: RerankRequest) -> None:
     texts = [d if isinstance(d, str) else d.text for d in request.documents]
     if not texts:
-        raise _bad("documents", "must not be empty")
+        raise invalid("documents", "must not be empty")
     if request.top_n is not None and request.top_n < 0:
-        raise _bad("top_n", "must be at least 0")
+        raise invalid("top_n", "must be at least 0")
     queries = [request.query] * len(texts)
     outputs, serving = await _score(service, context, request, queries, texts)
     num = request.top_n or len(texts)
@@ -112,7 +112,7 @@ async def create_cohere_embedding(
 ) -> None:
     for kind in request.embedding_types or ():
         if kind not in COHERE_TYPES:
-            raise _bad("embedding_types", f"{kind[:40]} is not supported; float is")
+            raise invalid("embedding_types", f"{kind[:40]} is not supported; float is")
     side = {"START": "left", "END": "right"}.get(request.truncate or "END")
     inner = EmbeddingRequest(
         model=request.model,
@@ -144,7 +144,7 @@ def _preprocess(
     _check_shared(request)
     if request.messages is not None:
         if request.input is not None:
-            raise _bad("input", "give either input or messages")
+            raise invalid("input", "give either input or messages")
         prompts: list[Any] = [chat_prompt(request, service.settings)]
         places = ["messages"]
     else:
@@ -185,29 +185,29 @@ def _context(
 def _spec(service: Service) -> PoolerSpec:
     spec = service.config.pooler
     if spec is None:
-        raise _bad("model", "this model generates; it does not pool")
+        raise invalid("model", "this model generates; it does not pool")
     return spec
 
 
 def _check_shared(request: PoolingRequestFields) -> None:
     if request.normalize is not None:
-        raise _bad("normalize", "is no parameter any more: use use_activation")
+        raise invalid("normalize", "is no parameter any more: use use_activation")
 
 
 def _inputs(given: str | list[Any] | None, field: str) -> tuple[list[PoolingPrompt], list[str]]:
     """Return the prompts in the engine's form, and the client's name for each."""
     if not given:
-        raise _bad(field, "must not be empty")
+        raise invalid(field, "must not be empty")
     if isinstance(given, str) or all(type(id) is int for id in given):
         return [given], [field]
     if len(given) > MAX_INPUTS:
-        raise _bad(field, f"at most {MAX_INPUTS} inputs")
+        raise invalid(field, f"at most {MAX_INPUTS} inputs")
     kind = cast("type[object]", type(given[0]))
     for i, prompt in enumerate(given):
         if type(prompt) is not kind or kind not in (str, list):
-            raise _bad(f"{field}[{i}]", "must be text, or a list of token ids, as the others")
+            raise invalid(f"{field}[{i}]", "must be text, or a list of token ids, as the others")
         if not prompt:
-            raise _bad(f"{field}[{i}]", "must not be empty")
+            raise invalid(f"{field}[{i}]", "must not be empty")
     return given, [f"{field}[{i}]" for i in range(len(given))]
 
 
@@ -240,7 +240,7 @@ async def _score(
     _spec(service)
     _check_shared(request)
     if len(documents) > MAX_INPUTS:
-        raise _bad("documents", f"at most {MAX_INPUTS} pairs")
+        raise invalid("documents", f"at most {MAX_INPUTS} pairs")
     params = PoolingParams(use_activation=request.use_activation)
     serving = _context(service, context, request, "score", list(documents), [], params)
     scorer = Scorer(
@@ -312,7 +312,3 @@ def _how(request: EncodedRequest) -> Encoding:
         request.embed_dtype or "float32",
         request.endianness or "native",
     )
-
-
-def _bad(name: str, rule: str) -> TrouperValidationError:
-    return TrouperValidationError(f"{name}: {rule}", parameter=name)
