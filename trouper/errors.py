@@ -1,17 +1,17 @@
-"""Every error a caller can meet.  `except ValueError` catches each validation failure.
+"""The errors that callers can meet; `except ValueError` catches each validation failure.
 
-Source: spec section 2.1.  The HTTP status and `type` of each class are decided in the server, in one table.
+The HTTP status and `type` of each class are decided in the server, in one table.
 """
 
 from typing import Any
 
 
 class TrouperError(Exception):
-    """Base of all errors raised on purpose."""
+    """The base of all errors that are raised on purpose."""
 
 
 class TrouperClientError(TrouperError):
-    """Caused by the request."""
+    """An error that the request caused."""
 
 
 class TrouperValidationError(TrouperClientError, ValueError):
@@ -39,23 +39,23 @@ def invalid(parameter: str, rule: str, value: object = None) -> TrouperValidatio
 
 
 class ChatTemplateResolutionError(TrouperClientError):
-    """No usable chat template."""
+    """The model has no chat template, or the given one cannot be used."""
 
 
 class TemplateBudgetError(TrouperValidationError):
-    """A request's own chat template takes more than it may."""
+    """A chat template takes more time, memory or text than it may."""
 
 
 class TrouperNotFoundError(TrouperClientError):
-    """Unknown model or adapter."""
+    """The model or adapter that a request names is not known."""
 
 
 class LoRAAdapterNotFoundError(TrouperNotFoundError):
-    """Unknown adapter."""
+    """The adapter that a request names is not known."""
 
 
 class TrouperUnprocessableEntityError(TrouperClientError):
-    """Media that cannot be fetched or decoded."""
+    """Media of the request cannot be fetched or decoded."""
 
     def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
         super().__init__(message)
@@ -78,11 +78,11 @@ class GracefulHTTPError(TrouperError):
 
 
 class QueueOverflowError(GracefulHTTPError):
-    """`max_num_queued_reqs` is reached."""
+    """The queue holds `max_num_queued_reqs` requests."""
 
 
 class MaxQueuedTokensError(GracefulHTTPError):
-    """`max_num_queued_tokens` is reached."""
+    """The queue holds `max_num_queued_tokens` tokens."""
 
 
 class ProfilerAlreadyActiveError(GracefulHTTPError):
@@ -96,11 +96,11 @@ class RemoteError(TrouperError):
 
 
 class TrouperServerError(TrouperError):
-    """Our fault."""
+    """An error of the engine, which the request did not cause."""
 
 
 class GenerationError(TrouperServerError):
-    """One request failed inside the engine (`finish_reason="error"`); `code` says of what."""
+    """One request failed inside the engine (`finish_reason="error"`); `code` names the cause."""
 
     def __init__(self, message: str = "", code: str = "internal_error") -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""What a caller may hand in as a prompt.  Source: spec section 2.4."""
+"""The forms of a prompt that callers may hand in."""
 
 from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict
@@ -29,7 +29,7 @@ class ChatPrompt(TypedDict):
     messages: Sequence[dict[str, Any]]
     chat_template: NotRequired[str | None]
     foreign_chat_template: NotRequired[str | None]
-    """The same from somebody who is not trusted: rendered in a process of its own, on a budget."""
+    """A template of a client that is not trusted: rendered in a process of its own, on a smaller budget."""
     add_generation_prompt: NotRequired[bool]
     continue_final_message: NotRequired[bool]
     tools: NotRequired[Sequence[dict[str, Any]] | None]

@@ -1,4 +1,4 @@
-"""What `get_metrics()` returns: one value for each metric and set of labels.  Source: spec section 18."""
+"""Values that `get_metrics()` returns: one for each metric and set of labels."""
 
 import msgspec
 
@@ -11,7 +11,7 @@ class Metric(msgspec.Struct, frozen=True):
 
 
 class Counter(Metric, frozen=True):
-    """It only grows."""
+    """A metric whose value only grows."""
 
     value: int
 

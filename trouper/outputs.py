@@ -1,7 +1,4 @@
-"""What a caller gets back.  Part of the shared vocabulary: imports nothing of trouper but errors.
-
-Source: spec section 2.5.
-"""
+"""Outputs of generation as callers get them.  Part of the shared vocabulary: imports nothing of trouper but errors."""
 
 from typing import Literal
 
@@ -30,7 +27,7 @@ LogprobsOnePosition = dict[int, Logprob]
 
 
 class RequestError(msgspec.Struct, frozen=True):
-    """A per-request failure as data; codes are those of spec section 2.1."""
+    """A per-request failure as data; `code` is one of a fixed set."""
 
     code: str
     message: str
@@ -49,7 +46,7 @@ class RequestError(msgspec.Struct, frozen=True):
 class RequestStateStats(msgspec.Struct):
     """Times of one request in seconds on the engine's monotonic clock; None: that has not happened.
 
-    The durations count what they span, preemptions included.  Source: spec section 18.
+    The durations count what they span, preemptions included.
     """
 
     arrival_time: float = 0.0  # the same moment as arrival_ts, on the wall clock

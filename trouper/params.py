@@ -1,4 +1,4 @@
-"""What a caller may ask for: `SamplingParams` with its ranges.  Source: spec section 2.2.
+"""Parameters of a generating request, `SamplingParams`, with their ranges.
 
 Everything that needs no model is checked here, at construction; what needs the vocabulary or the
 engine's limits is checked by `verify`.
@@ -70,7 +70,7 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct):
-    """How one request is sampled, stopped and returned; defaults and rules as in vLLM.
+    """Parameters that say how one request is sampled, stopped and returned; names and defaults are vLLM's.
 
     `stop` may hold 64 strings and `bad_words` 128, each of 256 characters and all of a list of 16,384.
 
@@ -136,11 +136,11 @@ class SamplingParams(msgspec.Struct):
 
     @classmethod
     def from_optional(cls, **kwargs: Any) -> "SamplingParams":
-        """None means "use the default"; string keys of `logit_bias` are converted."""
+        """Make them from keywords of which None means the default; string keys of `logit_bias` are converted."""
         return cls(**{name: value for name, value in kwargs.items() if value is not None})
 
     def clone(self) -> "SamplingParams":
-        """An independent copy."""
+        """Make an independent copy."""
         copies: dict[str, Any] = {
             name: value if isinstance(value, PLAIN) else deepcopy(value)
             for name in self.__struct_fields__
@@ -188,7 +188,7 @@ class SamplingParams(msgspec.Struct):
                 )
 
     def _convert(self) -> None:
-        """Numbers of other libraries, numpy's say, become Python's."""
+        """Replace numbers of other libraries, such as numpy's, by Python's."""
         for name in _INTEGERS:
             setattr(self, name, _plain(getattr(self, name)))
         for name in _NUMBERS:
@@ -271,7 +271,7 @@ class SamplingParams(msgspec.Struct):
 
 
 class BeamSearchParams(msgspec.Struct):
-    """How `LLM.beam_search` searches.
+    """Parameters of `LLM.beam_search`.
 
     Raises:
         TrouperValidationError: a value outside its range.
@@ -335,12 +335,12 @@ def _check_finite(name: str, value: object) -> None:
 
 
 def _is_finite(value: float) -> bool:
-    """Whether a float holds it: an integer may be too large for one."""
+    """Tell whether a float holds the value: an integer may be too large for one."""
     return abs(value) <= sys.float_info.max
 
 
 def _plain(value: Any) -> Any:
-    """An int or a float for any integer or real number but bool; anything else as it is."""
+    """Convert an integer or a real number to int or float; return a bool and anything else as it is."""
     if isinstance(value, bool | int | float | str | None):
         return float(value) if isinstance(value, float) else value
     try:

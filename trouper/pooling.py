@@ -1,4 +1,4 @@
-"""What a caller may ask of a pooling model: `PoolingParams`.  Source: spec section 2.3.
+"""Parameters of a request to a pooling model, `PoolingParams`.
 
 What needs no model is checked at construction; what depends on the model by `resolve`, which also
 fills in what the caller left open.
@@ -57,7 +57,7 @@ class LateInteractionParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingParams(msgspec.Struct, kw_only=True):
-    """What to compute, and how its result is finished.  None: as the model says.
+    """The result to compute, and how it is finished; None takes what the model says.
 
     Args:
         task: embed, classify, token_embed or token_classify.
@@ -108,14 +108,14 @@ class PoolingParams(msgspec.Struct, kw_only=True):
             raise invalid("output_kind", "pooling has one output, at the end", self.output_kind)
 
     def clone(self) -> "PoolingParams":
-        """An independent copy."""
+        """Make an independent copy."""
         params = copy(self)
         if self.returned_token_ids is not None:
             params.returned_token_ids = self.returned_token_ids.copy()
         return params
 
     def resolve(self, spec: PoolerSpec) -> "PoolingParams":
-        """A copy with everything decided for this model.
+        """Make a copy with everything decided for this model.
 
         Raises:
             TrouperValidationError: the model cannot do the task, or a parameter does not belong to it.

@@ -1,4 +1,4 @@
-"""What a caller gets back from a pooling model.  Source: spec section 2.5.
+"""Outputs of a pooling model as callers get them.
 
 Results are numpy arrays, float32; `PoolingOutput.data` shows the same memory as a tensor.
 """
@@ -21,7 +21,7 @@ class PoolingOutput(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def data(self) -> Any:
-        """A torch tensor over the same memory."""
+        """Make a torch tensor over the same memory."""
         from torch import from_numpy  # pyright: ignore[reportUnknownVariableType]  # partly typed
 
         return from_numpy(self.array)
@@ -36,7 +36,7 @@ class EmbeddingOutput(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_base(cls, output: PoolingOutput) -> Self:
-        """Raises ValueError unless the result has one dimension."""
+        """Convert a finished result; raises ValueError unless the result has one dimension."""
         return cls(_one_dimension(output, "embedding"))
 
 
@@ -49,7 +49,7 @@ class ClassificationOutput(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_base(cls, output: PoolingOutput) -> Self:
-        """Raises ValueError unless the result has one dimension."""
+        """Convert a finished result; raises ValueError unless the result has one dimension."""
         return cls(_one_dimension(output, "class probabilities"))
 
 
@@ -58,7 +58,7 @@ class ScoringOutput(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_base(cls, output: PoolingOutput) -> Self:
-        """Raises ValueError unless the result is one number."""
+        """Convert a finished result; raises ValueError unless the result is one number."""
         if output.array.size != 1:
             raise ValueError(f"a score is one number, not {output.array.shape}")
         return cls(float(output.array.reshape(())))

@@ -3,7 +3,7 @@
 Laws.  Nothing is unpickled and nothing inflated: a torch.save file is a zip of stored members, its pickle
 is *parsed* and must spell exactly one dense tensor.  Every size is checked before memory is taken for
 it.  The result is a view of the payload, and no global state is touched, so any number may be decoded
-at once.  Source: spec robustness 5 and semantics 3.4.
+at once.
 """
 
 import hashlib
@@ -251,7 +251,7 @@ class _Tensor(msgspec.Struct, frozen=True):
 class _Pickle:
     """Walks the opcodes; anything but the expected next one is refused."""
 
-    # The notes that a pickler takes; whoever read one back would need GET, which is not expected.
+    # The notes that a pickler takes; reading one back would need GET, which is not expected.
     NOTES = frozenset({"BINPUT", "LONG_BINPUT", "PROTO", "FRAME", "MEMOIZE"})
     INTEGERS = frozenset({"BININT1", "BININT2", "BININT", "LONG1"})
 

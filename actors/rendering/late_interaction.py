@@ -52,7 +52,7 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
 def marks_of(late: LateInteraction, tokenizer: Tokenizer, limits: ModelLimits) -> dict[str, Marks]:
     """By the mode of `LateInteractionParams`.
 
-    Documents have their own length, or all of a `max_model_len` that somebody chose beyond both lengths.
+    Documents have their own length, or all of a `max_model_len` that was chosen beyond both lengths.
 
     Raises:
         TrouperValidationError: the tokenizer lacks the mask token, or the model what the tokenizer marks with.

@@ -3,7 +3,6 @@
 Beside the forms of generation there is the pair: `{"prompt": …, "text_pair": …}`.  A text is cut inside its
 special tokens, as transformers does it, and at its end unless told otherwise; of a pair the longer text is
 cut.  A query or document of late interaction is marked; every other text is read as it is.
-Source: spec sections 2.4, 3.3 and 14.
 """
 
 from collections.abc import Mapping

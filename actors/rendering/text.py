@@ -1,7 +1,7 @@
 """Prompts of every form -> what the engine needs to know.  Pure; runs in a renderer's thread.
 
 In this order: form → text (chat template) → length bound → tokens → truncation → validation →
-parameters.  Source: spec sections 2.4, 3.3 and 4.2.
+parameters.
 """
 
 import operator
@@ -102,7 +102,7 @@ class Prompts:
         return cls(tokenizer, limits, template_text(config.chat_template))
 
     def render(self, message: Render) -> Rendered:
-        """Raises what spec section 2.1 says about bad prompts, or anything on a defect."""
+        """Render one request; raises a TrouperError for a bad prompt, or anything on a defect."""
         assert isinstance(message.params, SamplingParams)
         slot = cast("GenerationSink", message.slot)  # goes with the parameters
         form = self._form(message.prompt)
@@ -206,7 +206,7 @@ class Prompts:
         return _Form([text or ""], None, text, salt, True)
 
     def _embeds_form(self, given: Any, text: str | None, salt: str | None) -> _Form:
-        """The ids of such a prompt are zeros: nobody looks at them."""
+        """Read a prompt of embeddings; its ids are zeros, which no part looks at."""
         embeds = self._decoded(given)
         return _Form(None, [0] * embeds.num_rows, text, salt, False, (embeds,))
 

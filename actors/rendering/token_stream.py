@@ -3,8 +3,6 @@
 Laws.  A character is given out when its last byte is there, never before, and never half of it.  What
 `push` returned so far is a prefix of the whole text.  Memory and time per token are bounded: what is
 still no character after `MAX_HELD` tokens never will be, and is given out as replacement characters.
-
-Source: spec section 9.3.
 """
 
 import logging

@@ -1,1 +1,1 @@
-"""Arguments of an engine, and what they resolve to."""
+"""Options of an engine, and the plan that they resolve to."""

@@ -1,4 +1,4 @@
-"""Which device an engine can use, found out without torch: its import takes a second, and commands that need none have none.
+"""The choice of an engine's device, made without torch: its import takes a second, which some commands do not need.
 
 `auto` takes a GPU that can be used, and `TROUPER_DEVICE` says what it means instead.
 """
@@ -19,7 +19,10 @@ LEAST_CAPABILITY = 8  # Ampere: bfloat16, and copies that run beside a kernel's 
 
 
 def choose_device(wanted: str, *, pools: bool = False) -> DeviceKind:
-    """`pools`: the model does not generate; its kernels are the CPU's.
+    """Choose the device that `wanted` names, or the best one.
+
+    Args:
+        pools: whether the model pools, for which there are kernels on the CPU alone.
 
     Raises:
         TrouperValidationError: no such device, or "cuda" where there is none; it names the cause.
@@ -45,7 +48,7 @@ def choose_device(wanted: str, *, pools: bool = False) -> DeviceKind:
 
 
 def cuda_problem() -> str | None:
-    """Why a GPU cannot be used; None if one can."""
+    """Tell why a GPU cannot be used; None if one can."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return "torch is not installed"

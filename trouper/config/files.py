@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def check_folder(folder: Path, parameter: str = "model") -> None:
-    """Refuse a folder that holds pipes, sockets or devices: whoever opens one of those may wait for good.
+    """Refuse a folder that holds pipes, sockets or devices: a reader that opens one of those may wait for good.
 
     Raises:
         TrouperValidationError: it names the file.

@@ -1,4 +1,4 @@
-"""How a late-interaction model was trained to read queries and documents, as its folder says it.
+"""The form in which a late-interaction model was trained to read queries and documents, from its folder.
 
 PyLate says it in `config_sentence_transformers.json`, whose names and defaults these are, sentence-transformers in
 the configs of its modules, Stanford's ColBERT in `artifact.metadata`.  A folder with none has its texts read as
@@ -34,7 +34,7 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_pylate(cls, config: Mapping[str, Any]) -> Self | None:
-        """None: the folder is not PyLate's.  Raises msgspec.ValidationError: a wrong type."""
+        """Read PyLate's config; None when it is not PyLate's.  Raises msgspec.ValidationError for a wrong type."""
         given = {n: config[n] for n in cls.__struct_fields__ if config.get(n) is not None}
         return msgspec.convert(given, cls) if given else None
 
@@ -46,7 +46,7 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
         mask: Mapping[str, Any],
         max_length: int | None,
     ) -> Self:
-        """Of a MultiVectorEncoder: its own config, its Transformer's, its MultiVectorMask's; tokens a text.
+        """Read a MultiVectorEncoder's configs: its own, its Transformer's, its MultiVectorMask's; tokens a text.
 
         Raises:
             UnsupportedFeatureError: an option that is not read here.
@@ -75,7 +75,7 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_stanford(cls, metadata: Mapping[str, Any]) -> Self | None:
-        """The same, of Stanford's."""
+        """Read Stanford's artifact.metadata."""
         if not metadata:
             return None
         config: dict[str, Any] = dict(STANFORD)

@@ -104,7 +104,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, default_sampling=sampling)
 
     def pooler(self, runner: str, convert: str, wishes: Any) -> PoolerSpec | None:
-        """How the model pools; None when it generates."""
+        """Work out how the model pools; None when it generates."""
         folder = Path(self.path)
         wishes = PoolerConfig.of(wishes)
         if not is_pooling(runner, convert, folder, self.architecture):
@@ -188,7 +188,7 @@ def _download(args: EngineArgs, repo_id: str, revision: str | None) -> Path:
 
 
 def tokenizer_path(args: EngineArgs, model: ModelConfig) -> str:
-    """The model's own; the bundled demo's where dummy weights come without one."""
+    """Find the tokenizer's folder: the model's own, or the demo's where dummy weights come without one."""
     if args.tokenizer is None:
         found = (any(Path(model.path).glob(name)) for name in ("tokenizer*", "vocab*"))
         return str(DEMO_MODEL) if args.load_format == "dummy" and not any(found) else model.path
@@ -238,7 +238,7 @@ def _default_sampling(generation: dict[str, Any]) -> dict[str, Any]:
 
 
 def concrete_dtype(wanted: str, model: ModelConfig) -> str:
-    """Of `auto`, as stored; bfloat16 beside integers, which the kernels multiply with nothing else."""
+    """Name the dtype; `auto` is the stored one, and bfloat16 beside integers, for which the kernels are made."""
     stored = "bfloat16" if model.hf_config.get("quantization_config") else model.dtype
     name = str(stored if wanted == "auto" else wanted).removeprefix("torch.")
     if name not in DTYPES:
@@ -249,7 +249,7 @@ def concrete_dtype(wanted: str, model: ModelConfig) -> str:
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype: str) -> int | None:
-    """What keys and values of one token take; None when config.json does not say."""
+    """Compute the bytes of one token's keys and values; None when config.json does not say."""
     config = model.hf_config
     try:
         num_heads = int(config["num_attention_heads"])

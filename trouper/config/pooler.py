@@ -1,7 +1,7 @@
-"""How a model pools: `PoolerConfig` (the caller's wishes) and the model's own files -> `PoolerSpec`.
+"""From the options of pooling, `PoolerConfig`, and the model's own files to a `PoolerSpec`.
 
 An explicit setting beats the sentence-transformers files, which beat the architecture's default.  Only
-json files are read.  Source: spec section 14.
+json files are read.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ DENSE_ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid")
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a pooling engine, vLLM's names; None takes what the model says.
+    """The options of a pooling engine under vLLM's names; None takes what the model says.
 
     Raises:
         TrouperValidationError: a value that cannot be; the message names the option.
@@ -76,7 +76,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, given: Any) -> "PoolerConfig":
-        """From None, a dict, json text, a PoolerConfig, or any object with its attributes."""
+        """Make one from None, a dict, json text, a PoolerConfig, or any object with its attributes."""
         if given is None:
             return cls()
         if isinstance(given, cls):
@@ -142,7 +142,7 @@ class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_pooling(runner: str, convert: str, folder: Path, architecture: str) -> bool:
-    """Whether the model runs as a pooling model.
+    """Tell whether the model runs as a pooling model.
 
     Raises:
         TrouperValidationError: an option that does not exist, or that this model cannot follow.
@@ -227,7 +227,7 @@ def pooler_spec(
 
 
 def _is_decoder(architecture: str) -> bool:
-    """Decoders share their prefix with `…ForCausalLM`; encoders are all named after BERT, but for two."""
+    """Tell a decoder by its name: encoders are named after BERT, but for a few families."""
     return "bert" not in architecture.lower() and not architecture.startswith(
         ("MPNet", "Gte", "New", "XLM")
     )
@@ -276,7 +276,7 @@ def _labels(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _activation(config: dict[str, Any], saved: dict[str, Any], num_labels: int) -> Activation:
-    """A cross-encoder's own, wherever its release of sentence-transformers wrote it, newest first."""
+    """Find a cross-encoder's own activation where any release of sentence-transformers wrote it, newest first."""
     modules: dict[str, Any] = config.get("sentence_transformers") or {}
     own = (
         saved.get("activation_fn")
@@ -298,7 +298,7 @@ def _activation(config: dict[str, Any], saved: dict[str, Any], num_labels: int) 
 
 
 class _Modules:
-    """What modules.json and the modules' own files say; defaults where there are none."""
+    """The contents of modules.json and of the modules' own files; defaults where there are none."""
 
     def __init__(self, folder: Path) -> None:
         self.pooling: SeqPooling | None = None
@@ -350,7 +350,7 @@ class _Modules:
 
 
 def _tokenizer_length(folder: Path) -> int | None:
-    """Tokens a text; what is no positive number, or a huge one, is a tokenizer's way to say no limit."""
+    """Read how many tokens a text may have; a huge number, or none, is a tokenizer's way to say no limit."""
     length: Any = (read_object(folder / "tokenizer_config.json") or {}).get("model_max_length")
     return int(length) if type(length) in (int, float) and 1 <= length < UNLIMITED else None
 

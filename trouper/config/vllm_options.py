@@ -106,7 +106,7 @@ NOT_IMPLEMENTED: dict[str, Any] = {
 
 
 def check_not_implemented(name: str, value: Any) -> None:
-    """Raises UnsupportedFeatureError for anything that asks for more than the default."""
+    """Refuse a value that asks for more than the default; raises UnsupportedFeatureError."""
     default = NOT_IMPLEMENTED[name]
     value = getattr(value, "value", value)  # a member of one of vLLM's enumerations
     is_default = value is None or value == default or value in ({}, [], set())
