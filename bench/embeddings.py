@@ -240,7 +240,7 @@ def _ways(
             pass
 
     async def in_a_thread() -> None:
-        end(await anyio.to_thread.run_sync(runner.step, plan()))
+        end(await anyio.to_thread.run_sync(runner.execute, plan()))
 
     def direct() -> None:
         end(runner.execute(plan()))

@@ -25,7 +25,7 @@ from trouper.kernels.cpu.attention.varlen import (
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm, layer_norm_reference
 from trouper.kernels.cpu.sampling.sample import ROW, draw, draw_reference
 from trouper.kernels.linear import LinearConfig
-from trouper.kernels.ops import CpuOps, OpsConfig, StepTokens
+from trouper.kernels.ops import CpuOps, HostTokens, OpsConfig
 from trouper.kernels.reference.act_and_mul import silu_and_mul_reference
 from trouper.kernels.reference.kv_write import kv_write_, kv_write_reference
 from trouper.kernels.reference.linear import linear_reference
@@ -263,7 +263,7 @@ def qk_norm_rope_kv_write(s: Shapes) -> Iterator[Case]:
     positions, slots = torch.arange(s.num_tokens), torch.randperm(s.num_tokens)
     cache = torch.zeros(2, s.num_kv, s.num_tokens, s.width, dtype=s.dtype)
     ops = s.ops()
-    tokens = StepTokens(torch.zeros_like(positions), positions, slots)
+    tokens = HostTokens(torch.zeros_like(positions), positions, slots)
     table = rope_table(frequencies, s.num_tokens, 1.0, s.dtype)
     _, step = ops.begin_step(tokens, torch.zeros(1, s.hidden, dtype=s.dtype), 1.0, [table])
 

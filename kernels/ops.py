@@ -32,7 +32,7 @@ class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
     softcap: float | None
 
 
-class StepTokens(NamedTuple):
+class HostTokens(NamedTuple):
     """The tokens of one step, in host memory; int64."""
 
     ids_T: Tensor
@@ -105,7 +105,7 @@ class Ops(Protocol):
 
 
 class CpuOps(Ops, Protocol):
-    """The operations on the CPU, whose tokens are `StepTokens`."""
+    """The operations on the CPU, whose tokens are `HostTokens`."""
 
     def plan(
         self,

@@ -1,1 +1,1 @@
-"""The device world: with kernels/, the only place that imports torch."""
+"""Everything that computes: with kernels/, the only place that imports torch."""

@@ -11,10 +11,10 @@ from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.models.decoder import LogitsIndices
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.messages.plans import StepPlan
-from trouper.kernels.ops import StepTokens
+from trouper.kernels.ops import HostTokens
 
-# A chunk that is so short is attended token by token, as generated ones are: such a step can be a recording.  Whatever
-# else is in the step, so that a prompt's keys do not depend on its company.
+# A chunk of at most so many tokens is attended token by token, as generated tokens are: such a step can be recorded.
+# This does not depend on the other entries of the step, so neither do the keys of a prompt.
 SHORT_CHUNK = 8
 
 
@@ -25,7 +25,7 @@ class Batch(msgspec.Struct, frozen=True):
     seq_lens: np.ndarray  # [C], after the step: the position that a sample of the entry will take
     first_tokens: np.ndarray  # [C], of the entry in the flat batch
     last_tokens: np.ndarray  # [C]
-    tokens: StepTokens
+    tokens: HostTokens
     plans: dict[int | None, Any]  # attention, by window, as the decoder's ops make them
     has_long_chunks: bool = True  # else every token is attended alone
     embeds: tuple[tuple[int, Tensor], ...] = ()  # first token in the flat batch, rows from there on
@@ -64,7 +64,7 @@ def make_batch(
         seq_lens=seq_lens,
         first_tokens=first_tokens,
         last_tokens=last_tokens,
-        tokens=StepTokens(
+        tokens=HostTokens(
             from_numpy(slots.token_ids[chosen_T, positions_T]),
             from_numpy(positions_T),
             from_numpy(kv_slots_T),

@@ -1,4 +1,4 @@
-"""KV memory: what the layers keep of each token, how many blocks of tokens there are, and their tensors.
+"""KV memory: the specs of what layers keep of a token, the number of blocks, and the tensors.
 
 H  KV heads    D  head width    S  slots = blocks × tokens of a block
 """
@@ -18,7 +18,7 @@ MAX_PREFIX_BLOCKS = 2**17
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What one group of layers keeps of a token: keys and values of one shape, all in one tensor.
+    """The memory that one group of layers keeps of a token: keys and values of one shape, all in one tensor.
 
     The layers of a group find their blocks in the same block table.
     """
@@ -34,7 +34,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_layers * 2 * self.num_heads * self.head_dim
 
     def shape(self, num_slots: int) -> tuple[int, ...]:
-        """[layers, 2, H, S, D]."""
+        """Return [layers, 2, H, S, D]."""
         return (self.num_layers, 2, self.num_heads, num_slots, self.head_dim)
 
 
@@ -76,7 +76,7 @@ class KVCache:
 
 
 def kv_cache_specs(traits: DecoderTraits) -> tuple[KVCacheSpec, ...]:
-    """One group: the layers of today's models differ in their windows alone, and a sequence keeps all its blocks."""
+    """Make one group: the layers of today's models differ in their windows alone, and a sequence keeps all its blocks."""
     return (
         KVCacheSpec(
             num_layers=len(traits.layers),
@@ -88,7 +88,7 @@ def kv_cache_specs(traits: DecoderTraits) -> tuple[KVCacheSpec, ...]:
 
 
 def num_kv_blocks(config: EngineConfig, specs: Sequence[KVCacheSpec], item_bytes: int) -> int:
-    """The number of blocks, the null block included.
+    """Compute the number of blocks, the null block included.
 
     Args:
         item_bytes: of one number in the cache.

@@ -1,4 +1,4 @@
-"""Torch's profiler around what a runner does."""
+"""Torch's profiler around the work of a model runner."""
 
 import logging
 import time
@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
+    """At most one trace at a time."""
+
     def __init__(self) -> None:
         self._profile: tuple[torch.profiler.profile, Path] | None = None
 
@@ -28,7 +30,7 @@ class Profiler:
         self._profile = profile, Path(folder) / f"{prefix}-{time.time_ns()}.json"
 
     def stop(self) -> None:
-        """Without a start: a warning and nothing else."""
+        """Write the trace; without one, warn and do nothing else."""
         if self._profile is None:
             logger.warning("stop_profile without start_profile")
             return

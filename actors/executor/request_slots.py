@@ -1,4 +1,4 @@
-"""What the device keeps of each sequence between steps, in one slot each.
+"""The state of each sequence between steps, as a device keeps it: in one slot each.
 
 The tables are numpy arrays sized once: a step gathers from them with array operations, whatever the number
 of its entries.  Law: the token at position p of a slot is final once the step that sampled it has run;

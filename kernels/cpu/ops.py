@@ -19,7 +19,7 @@ from trouper.kernels.cpu.fused.finish_logits import finish_logits
 from trouper.kernels.cpu.fused.fused_add_rms_norm import fused_add_rms_norm
 from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from trouper.kernels.cpu.rows import num_threads_for, padded
-from trouper.kernels.ops import Integers, OpsConfig, StepTokens
+from trouper.kernels.ops import HostTokens, Integers, OpsConfig
 from trouper.kernels.reference.ops import finished_logits
 
 KINDS = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -142,7 +142,7 @@ class NativeOps:
         return x_TE
 
     def begin_step(
-        self, tokens: StepTokens, table_VE: Tensor, scale: float, rope_tables: Sequence[Tensor]
+        self, tokens: HostTokens, table_VE: Tensor, scale: float, rope_tables: Sequence[Tensor]
     ) -> tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]]:
         x_TE = self.embed(table_VE, tokens.ids_T, scale)
         return x_TE, self.begin(tokens.positions_T, tokens.slots_T, rope_tables)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from trouper.kernels.ops import Integers, OpsConfig, StepTokens
+from trouper.kernels.ops import HostTokens, Integers, OpsConfig
 from trouper.kernels.reference.act_and_mul import gelu_tanh_and_mul, silu_and_mul
 from trouper.kernels.reference.attention_plan import Tile, plan_attention
 from trouper.kernels.reference.kv_write import kv_write_
@@ -49,7 +49,7 @@ class TorchOps:
         return x_TE if scale == 1 else x_TE.mul_(scale)
 
     def begin_step(
-        self, tokens: StepTokens, table_VE: Tensor, scale: float, rope_tables: Sequence[Tensor]
+        self, tokens: HostTokens, table_VE: Tensor, scale: float, rope_tables: Sequence[Tensor]
     ) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
         x_TE = self.embed(table_VE, tokens.ids_T, scale)
         return x_TE, self.begin(tokens.positions_T, tokens.slots_T, rope_tables)

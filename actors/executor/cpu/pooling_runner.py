@@ -2,10 +2,10 @@
 
 Passes run side by side, a thread each: threads that share a pass wait for each other after every operation, and
 for what the other's cache holds.  MiniLM in bfloat16 on two cores: 430 texts/s together, 540 side by side.
-Whoever is done with a pass takes the next, be it of the next plan: nobody waits for the last of a plan.
+A thread that is done with a pass takes the next, be it of the next plan: none waits for the last pass of a plan.
 
 Laws:
-  * Columns come sorted by length; those of one length are one group of the attention.
+  * Entries come sorted by length; those of one length are one group of the attention.
   * Nothing is padded, and nothing is kept from one plan to the next.
   * Raw results leave as float32 arrays; whatever needs no model is the Pooler's.
 """
@@ -46,16 +46,16 @@ from trouper.kernels.cpu.fused.row_pooling import RowPooling
 
 logger = logging.getLogger(__name__)
 
-TINY_BYTES = 4 * 2**20  # of weights; see runner.TINY_BYTES, and every batch here is many tokens
+TINY_BYTES = 4 * 2**20  # of weights; see `runner.TINY_BYTES`, and every batch here is many tokens
 FEW_TOKENS = 32
-START_S = 60.0  # in which a thread must begin
+START_S = 60.0  # a thread that has not begun after this is an error
 # Of one forward pass: what a layer makes of so many fits the second cache.  Each pass more costs 0.4 ms of Python.
 SLICE_TOKENS = 512
 LEAST_TOKENS = 128  # of one of several passes: fewer are sooner computed by all threads together
 
 
-class Model(Protocol):
-    """What the runner needs of an encoder or a decoder."""
+class UnpagedModel(Protocol):
+    """An encoder, or a decoder that keeps nothing: whole prompts to hidden states."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -83,7 +83,7 @@ class PoolingRunner:
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         size = self._traits.hidden_size
         self._pool = RowPooling(config.pooler.seq_pooling_type, self._dtype, size)
-        self._model: Model | None = None
+        self._model: UnpagedModel | None = None
         self._recorded_steps: dict[int, RecordedEncoderSteps] = {}  # by thread
         self._is_recorded = not config.enforce_eager
         self._embed: Project | None = None
@@ -107,7 +107,7 @@ class PoolingRunner:
         )
 
     def sleep(self, level: int) -> None:
-        """There is no KV memory; level 2 discards the weights."""
+        """Discard the weights at level 2; there is no KV memory."""
         if level >= 2:
             self._model = self._embed = self._classify = None
             self._recorded_steps.clear()
@@ -133,7 +133,7 @@ class PoolingRunner:
         self._workers.shutdown()
 
     def execute(self, plan: StepPlan | PoolPlan) -> PoolDone | PendingResult[PoolDone]:
-        """Run one plan: a single pass here, if all cores are idle, and otherwise each by a worker."""
+        """Run one plan: a single pass in this thread, if all cores are idle, and otherwise each pass in a worker's."""
         assert isinstance(plan, PoolPlan), "this model pools"
         if self._model is None:
             raise RuntimeError("a step while the weights are absent")
@@ -144,7 +144,7 @@ class PoolingRunner:
             return PoolDone(plan.step, tuple(self._run(*parts)))
 
     def _is_for_one(self, columns: Sequence[PoolEntry]) -> bool:
-        """One core computes them sooner than it wakes another for each operation; a recording wakes it once."""
+        """Whether one core computes the texts sooner than it wakes another for each operation; a recording wakes it once."""
         return not self._can_record and sum(len(c.token_ids) for c in columns) <= FEW_TOKENS
 
     def _launch(self, step: int, parts: Sequence[Sequence[PoolEntry]]) -> PendingResult[PoolDone]:
@@ -174,7 +174,7 @@ class PoolingRunner:
             return self._run(columns)
 
     def _run(self, columns: Sequence[PoolEntry]) -> list[np.ndarray]:
-        """One forward pass."""
+        """Compute one forward pass and pool it."""
         assert self._model is not None
         # numpy's: each call of torch lets go of the interpreter, and the loop may keep it for a millisecond
         token_ids = np.concatenate([np.array(column.token_ids, np.int64) for column in columns])
@@ -271,7 +271,7 @@ class PoolingRunner:
 
 
 def slices(columns: Sequence[PoolEntry], num_threads: int) -> list[Sequence[PoolEntry]]:
-    """The columns in order, in passes of about equal tokens: at most about `SLICE_TOKENS`, and as many for each thread."""
+    """Cut the entries, in order, into passes of about equal tokens: at most about `SLICE_TOKENS`, and as many for each thread."""
     total = sum(len(column.token_ids) for column in columns)
     num_passes = -(-total // SLICE_TOKENS)
     if total >= num_threads * LEAST_TOKENS:
@@ -286,19 +286,19 @@ def slices(columns: Sequence[PoolEntry], num_threads: int) -> list[Sequence[Pool
 
 
 def _check_expansion(spec: PoolerSpec, traits: EncoderTraits | DecoderTraits) -> None:
-    """Tokens that expand a query see the text alone: of its least, one token, each must have it in its window."""
+    """Refuse a query expansion whose tokens could not see the whole text, which has one token at least."""
     late = spec.late
     if late is None or not late.do_query_expansion or late.attend_to_expansion_tokens:
         return
     nearest = min((w for w in traits.windows if w is not None), default=late.query_length)
     if isinstance(traits, DecoderTraits) or late.query_length > nearest + 1:
         raise UnsupportedFeatureError(
-            "query expansion that nobody attends to, by a decoder or beyond an attention window"
+            "query expansion whose tokens are not attended to, by a decoder or beyond an attention window"
         )
 
 
 def _lone_threads(num: int) -> ThreadPoolExecutor:
-    """Each computes alone.  All are there already: nobody who begins later meets one that is setting its number."""
+    """Start threads that compute alone, and wait until all have set their number of torch's threads, which is global for a moment."""
     threads = ThreadPoolExecutor(num, "pooling", initializer=compute_with, initargs=(1, num))
     all_are_there = threading.Barrier(num, timeout=START_S)
     for there in [threads.submit(all_are_there.wait) for _ in range(num)]:

@@ -22,7 +22,7 @@ from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.kernels.codegen.arena import Arena
 from trouper.kernels.codegen.recording import Recording
 from trouper.kernels.cpu.attention.varlen import Group, positions_of, tiles_of
-from trouper.kernels.ops import CpuOps, StepTokens
+from trouper.kernels.ops import CpuOps, HostTokens
 
 # Of more rows, Python is less than a hundredth of the time.  A launch is recorded in about 180 bytes: 50 KiB
 # for 28 layers, 16 MiB if every number of rows occurs, 32 if each does drawn and not.
@@ -30,7 +30,7 @@ MAX_ROWS = 320
 # The logits of a recorded step are in the arena, which keeps the memory of each power of two: at most 64 MiB, and half
 # as much for the product of bfloat16 that they are made of.
 MAX_LOGITS = 2**23
-NEWCOMERS = 64  # tokens of short prompts beside those who decode
+NEWCOMERS = 64  # tokens of short prompts beside the sequences that decode
 MAX_TOKENS = 64  # of one text that has a recording of its own
 # What a pass is rounded up to: rows are multiplied sixteen at a time anyway, and a tile of no queries takes 0.3 µs a head.
 ROW_STEP, TILE_STEP = 16, 8
@@ -40,7 +40,7 @@ MAX_PASS = 1024
 
 
 class ForwardOutput(NamedTuple):
-    """What a step's pass gives; valid until the next one."""
+    """The output of a step's pass; valid until the next one."""
 
     hidden_TE: Tensor
     logits_TV: Tensor | None = None  # of all tokens, if they are there at no cost
@@ -48,17 +48,21 @@ class ForwardOutput(NamedTuple):
 
 
 class _RecordedStep(NamedTuple):
+    """A recording, and what it reads beside its inputs."""
+
     recording: Recording[tuple[Tensor, Tensor | None]]
     plans: dict[int | None, Any]  # whose words it reads
 
 
 class _RecordedPass(NamedTuple):
+    """A recording, and what it reads beside its inputs."""
+
     recording: Recording[Tensor]
     tiles: np.ndarray  # that it reads
 
 
 class RecordedDecoderSteps:
-    """Records a step of T rows when it is first asked for one; with the draw, if its rows need no more than that.
+    """Records a step of T tokens when it is first asked for one; with the draw, if its requests need no more than that.
 
     Args:
         caches: of each layer.
@@ -87,12 +91,15 @@ class RecordedDecoderSteps:
         return f"<RecordedDecoderSteps of {sorted(self._steps)} in {self._arena!r}>"
 
     def can_forward(self, batch: Batch) -> bool:
-        """Every token is attended alone, and from the vocabulary."""
+        """Whether every token is attended alone, and from the vocabulary."""
         is_alone = not (batch.has_long_chunks or batch.embeds)
         return is_alone and len(batch.tokens.ids_T) <= self._max_rows
 
     def forward(self, batch: Batch, sampling: np.ndarray) -> ForwardOutput:
-        """As the decoder's `forward`.  `sampling`: the entries that sample.
+        """Compute what the decoder's `forward` would, and the logits or tokens that come at no cost.
+
+        Args:
+            sampling: the entries that sample.
 
         Raises:
             NotRecordableError: torch computes in this model's steps.
@@ -123,7 +130,7 @@ class RecordedDecoderSteps:
 
     def _recorded(self, num_rows: int, is_drawn: bool, batch: Batch) -> _RecordedStep:
         decoder = self._decoder
-        inputs = StepTokens(*(from_numpy(held[:num_rows]) for held in self._inputs))
+        inputs = HostTokens(*(from_numpy(held[:num_rows]) for held in self._inputs))
         *draws, tokens = (held[:num_rows] for held in self._draws)
 
         def step() -> tuple[Tensor, Tensor | None]:
@@ -139,11 +146,11 @@ class RecordedDecoderSteps:
 
 
 class RecordedEncoderSteps:
-    """Passes of an encoder, by one thread.
+    """Records passes of an encoder, for one thread.
 
     One short text is recorded when its number of tokens is first asked for; its positions are 0 … T - 1 in every one.
     Other passes are rounded up, to rows of no text and tiles of no queries, so that few recordings serve them all.
-    To record takes 1.6 ms of Python if nobody else wants the interpreter, and 17 beside a busy event loop: torch gives
+    To record takes 1.6 ms of Python if no other thread wants the interpreter, and 17 beside a busy event loop: torch gives
     it away at each of its calls, and the loop keeps it for a millisecond.
     """
 
@@ -155,7 +162,7 @@ class RecordedEncoderSteps:
         self._short: dict[int, _RecordedPass] = {}  # by tokens
         self._passes: dict[
             tuple[int, int], _RecordedPass
-        ] = {}  # by rows and tiles, the eldest first
+        ] = {}  # by rows and tiles, the oldest first
 
     def __repr__(self) -> str:
         passes = f"{len(self._passes)} passes"
@@ -167,7 +174,7 @@ class RecordedEncoderSteps:
     def forward(
         self, token_ids: np.ndarray, type_ids: np.ndarray | None, groups: Sequence[Group]
     ) -> Tensor:
-        """Hidden states [T, E], as the encoder's `forward` gives; valid until the next call.
+        """Compute the hidden states [T, E] of the encoder's `forward`; valid until the next call.
 
         Args:
             token_ids: [T] int64.

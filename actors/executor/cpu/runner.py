@@ -1,10 +1,10 @@
-"""Runs plans on one thread: rows, batch, forward pass, sampler.  Synchronous, no scheduling state.
+"""Runs plans on the CPU: request slots, batch, forward pass, sampler.  Synchronous, no scheduling state.
 
 Laws:
-  * Plans run in the order of the calls; a plan's rows, blocks and copies take effect before its pass.
-  * The sampled token is written into its row before `step` returns, so a plan that was made without
+  * Plans run in the order of the calls; a plan's sequences, blocks and copies take effect before its pass.
+  * The sampled token is written into its slot before `execute` returns, so a plan that was made without
     knowing it finds it there.
-  * A column with logits that are not finite fails alone.
+  * An entry with logits that are not finite fails alone.
 """
 
 import logging
@@ -45,7 +45,7 @@ TINY_BYTES = 32 * 2**20
 
 
 class CpuRunner:
-    """The model, its KV memory and the rows.  Belongs to the thread that calls `load`.
+    """The model, its KV memory and the request slots.  Belongs to the thread that calls `load`.
 
     Args:
         config: resolved; `model.path` holds safetensors unless `load_format` is "dummy".
@@ -86,7 +86,7 @@ class CpuRunner:
         )
 
     def sleep(self, level: int) -> None:
-        """Level 1 discards KV memory (weights are in host memory already), level 2 weights too."""
+        """Discard KV memory, and at level 2 the weights too: those are in host memory already."""
         if level >= 1:
             self._kv = self._recorded_steps = None
             self._arena = Arena()

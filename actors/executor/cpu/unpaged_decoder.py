@@ -17,13 +17,15 @@ from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.config.resolve import EngineConfig
 from trouper.kernels.cpu.attention.varlen import Group
-from trouper.kernels.ops import CpuOps, StepTokens
+from trouper.kernels.ops import CpuOps, HostTokens
 from trouper.kernels.select import make_ops
 
 BLOCK_SIZE = 16
 
 
 class UnpagedDecoder:
+    """A decoder with the interface of an encoder."""
+
     def __init__(self, decoder: Decoder[CpuOps]) -> None:
         self._decoder = decoder
 
@@ -49,12 +51,12 @@ class UnpagedDecoder:
         type_ids_T: Tensor,
         groups: Sequence[Group],
     ) -> Tensor:
-        """Hidden states [T, E]; a decoder has no types."""
+        """Compute the hidden states [T, E]; a decoder ignores the types."""
         traits = self._decoder.traits
         lengths = [group.length for group in groups for _ in range(group.num_sequences)]
         num_blocks = -(-np.array(lengths) // BLOCK_SIZE)
         firsts = np.cumsum(num_blocks) - num_blocks
-        block_ids = firsts[:, None] + np.arange(num_blocks.max())
+        block_ids = firsts[:, None] + np.arange(int(num_blocks.max()))
         slots_T = from_numpy(np.repeat(firsts * BLOCK_SIZE, lengths)) + positions_T
         rows, starts = range(len(lengths)), [0] * len(lengths)
         plans = {
@@ -65,5 +67,5 @@ class UnpagedDecoder:
         scratch = torch.empty(
             (2, traits.num_kv_heads, num_slots, traits.head_dim), dtype=self._decoder.dtype
         )
-        tokens = StepTokens(token_ids_T, positions_T, slots_T)
+        tokens = HostTokens(token_ids_T, positions_T, slots_T)
         return self._decoder.forward(tokens, plans, [scratch] * len(traits.layers))

@@ -1,1 +1,1 @@
-"""The device world of a GPU."""
+"""The model runner of a GPU."""

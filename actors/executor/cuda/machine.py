@@ -1,6 +1,6 @@
-"""All that the runner asks of CUDA itself, and its one implementation: streams, events, graphs, memory.
+"""The runner's interface to CUDA itself, and its one implementation: streams, events, graphs, memory.
 
-Whatever decides something is elsewhere and needs no GPU.  Tests put a machine in this one's place that runs
+Nothing is decided here, so that decisions need no GPU.  Tests put a machine in this one's place that runs
 the kernels in Triton's interpreter.
 """
 
@@ -26,7 +26,7 @@ class Graph(Protocol):
 
 
 class Machine(Protocol):
-    """Belongs to the thread that makes it.  Work is queued in the order of the calls; none waits for it,
+    """A device as the runner uses it, from the thread that makes it.  Work is queued in the order of the calls; none waits for it,
     but those that say so."""
 
     device: torch.device
@@ -35,36 +35,36 @@ class Machine(Protocol):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
     def upload(self, host: np.ndarray, out: Tensor | None = None) -> Tensor:
-        """A copy on the device; `host` may be changed as soon as this returns."""
+        """Copy to the device; `host` may be changed as soon as this returns."""
         ...
 
     def download(self, tensors: Sequence[Tensor]) -> PendingResult[list[np.ndarray]]:
-        """Copies on the host.  Nobody may write to the tensors until they are ready."""
+        """Begin to copy to the host.  The tensors must not be written to until the copies are ready."""
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Waits."""
+        """Copy to pinned memory of the host.  Waits."""
         ...
 
     def to_device(self, tensor: Tensor) -> Tensor: ...
 
     def capture(self, runs: Iterable[Callable[[], tuple[Tensor, ...]]]) -> list[Graph]:
-        """Each run once for real, so that every kernel is loaded, and once to record.  Waits.
+        """Run each once for real, so that every kernel is loaded, and once to record.  Waits.
 
         The graphs share their memory: of the outputs only those of the last replay are there.
         """
         ...
 
     def peak_of(self, run: Callable[[], object]) -> int:
-        """Bytes that the run takes at its worst, beyond what it finds.  Waits."""
+        """Measure the bytes that the run takes at its worst, beyond what it finds.  Waits."""
         ...
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes of the device, everybody's use counted."""
+        """Return the (free, total) bytes of the device, the use of all processes counted."""
         ...
 
     def release(self) -> None:
-        """Give back what nobody refers to any more.  Waits."""
+        """Give back memory that nothing refers to any more.  Waits."""
         ...
 
 
@@ -77,7 +77,11 @@ class CudaMachine:
     """
 
     def __init__(self) -> None:
-        """Raises TrouperValidationError with CUDA's own words, e.g. that the driver is too old for this torch."""
+        """Take the current device.
+
+        Raises:
+            TrouperValidationError: with CUDA's own words, e.g. that the driver is too old for this torch.
+        """
         try:
             self.device = torch.device("cuda", torch.cuda.current_device())
         except RuntimeError as error:
@@ -153,6 +157,8 @@ class CudaMachine:
 
 
 class _Captured:
+    """`Graph` of CUDA."""
+
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...]) -> None:
         self.outputs = outputs
         self.replay = graph.replay

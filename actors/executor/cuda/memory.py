@@ -1,4 +1,4 @@
-"""How much of a GPU's memory is left for keys and values.  Pure."""
+"""The share of a GPU's memory that is left for keys and values.  Pure."""
 
 from trouper.errors import TrouperValidationError
 
@@ -6,7 +6,7 @@ GRAPH_BYTES = 8 * 2**20  # of one graph beside its tensors: its nodes and their 
 
 
 def kv_budget(*, free: int, total: int, utilization: float, reserved: int) -> int:
-    """Bytes for the cache: the share `utilization` of all memory, less what is taken and what is `reserved`.
+    """Compute the bytes of the cache: the share `utilization` of all memory, less what is taken and what is `reserved`.
 
     Args:
         free: with weights and rows resident; what other processes took counts as taken.

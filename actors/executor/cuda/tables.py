@@ -1,4 +1,4 @@
-"""The request slots on the device, and what a plan changes of them.
+"""The request slots on the device, and the changes that a plan makes of them.
 
 All numbers of all slots lie in one array of int32 words, the *arena*; each table is a view of it.  So
 whatever a plan changes (a slot's tokens, blocks, sampling state) is a list of words with their addresses:

@@ -103,7 +103,7 @@ class Decoder(Generic[OpsT]):
         """Compute the hidden states after the last norm; the caches gain this step's keys and values.
 
         Args:
-            tokens: of the step, as the operations take them: `StepTokens` or `DeviceTokens`.
+            tokens: of the step, as the operations take them: `HostTokens` or `DeviceTokens`.
             plans: of the attention, by window, as the operations make them.
             caches: of each layer [2, H, S, D].
             embeds: rows that stand for the embeddings of tokens: the first token, and the rows.
@@ -125,7 +125,8 @@ class Decoder(Generic[OpsT]):
             qkv_TND = self._projections(layer, y_TE, step, cache)
             if read is not None and layer is self._layers[-1]:
                 plans = read.plans
-                x_TE, qkv_TND = (each.index_select(0, read.tokens_R) for each in (x_TE, qkv_TND))
+                x_TE = _selected(x_TE, read.tokens_R)
+                qkv_TND = _selected(qkv_TND, read.tokens_R)
                 if not len(x_TE):
                     return x_TE
             plan = plans[layer.traits.window]
@@ -197,6 +198,10 @@ class Decoder(Generic[OpsT]):
         x_TX, width = qkv_TND.flatten(1), self.traits.head_dim
         self.ops.rms_norm_(x_TX.narrow(1, 0, num_q * width), q_norm)
         self.ops.rms_norm_(x_TX.narrow(1, num_q * width, num_kv * width), k_norm)
+
+
+def _selected(x_TX: Tensor, tokens_R: Tensor) -> Tensor:
+    return x_TX.index_select(0, tokens_R)  # pyright: ignore[reportUnknownMemberType]  # torch's stubs
 
 
 def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> OpsConfig:

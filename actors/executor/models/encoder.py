@@ -31,7 +31,7 @@ ACT_AND_MUL = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_tanh": gelu_tan
 MAX_DISTANCE = 128  # of MPNet's buckets
 
 
-class Layer:
+class EncoderLayer:
     """The weights of one layer; `attention_norm` is None where ModernBERT's first layer has none."""
 
     def __init__(
@@ -49,13 +49,15 @@ class Layer:
 
 
 class Encoder:
+    """The weights of a model, and its forward pass."""
+
     def __init__(
         self,
         traits: EncoderTraits,
         *,
         embedding: TokenEmbedding,  # whose first position is that of the first token
         norm: LayerNorm,
-        layers: Sequence[Layer],
+        layers: Sequence[EncoderLayer],
         final_norm: LayerNorm | None,
         relative_bias: Tensor | None,  # [buckets, N]
         max_model_len: int,
@@ -72,7 +74,7 @@ class Encoder:
 
     @property
     def num_bytes(self) -> int:
-        """What a batch reads: the weights without the embeddings."""
+        """The bytes that a batch reads: the weights without the embeddings."""
         linears = [x for la in self._layers for x in (la.qkv, la.o, la.up, la.down)]
         return sum(x.shape[0] * x.shape[1] for x in linears) * self.dtype.itemsize
 
@@ -83,7 +85,7 @@ class Encoder:
         type_ids_T: Tensor,
         groups: Sequence[Group],
     ) -> Tensor:
-        """Hidden states [T, E] after the last norm."""
+        """Compute the hidden states [T, E] after the last norm."""
         num_tokens = len(token_ids_T)
         if self._layers[0].qkv.is_compiled_per_size:  # padding rows belong to no sequence
             more = (0, rounded(num_tokens) - num_tokens)
@@ -101,7 +103,11 @@ class Encoder:
         groups: Sequence[Group],
         tiles: np.ndarray | None,
     ) -> Tensor:
-        """The same of any rows.  `tiles`: of the groups; they live as long as this is recorded."""
+        """Compute the same of any rows, of which some may belong to no sequence.
+
+        Args:
+            tiles: of the groups; they live as long as this is recorded.
+        """
         x_TE = self._norm(self._embedding(token_ids_T, type_ids_T, positions_T))
         rotations = [rotation_of(table, positions_T) for table in self._rope_tables]
         for i, layer in enumerate(self._layers):
@@ -120,7 +126,7 @@ class Encoder:
 
     def _attend(
         self,
-        layer: Layer,
+        layer: EncoderLayer,
         rotation: Tensor | None,
         window: int | None,
         groups: Sequence[Group],
@@ -140,8 +146,8 @@ class Encoder:
             tiles=tiles,
         )
 
-    def _widen(self, layer: Layer, x_TE: Tensor) -> Tensor:
-        """The first half of the MLP."""
+    def _widen(self, layer: EncoderLayer, x_TE: Tensor) -> Tensor:
+        """Compute the first half of the MLP."""
         traits = self.traits
         if traits.is_gated:
             return ACT_AND_MUL[traits.act](layer.up.apply(x_TE))
@@ -149,7 +155,7 @@ class Encoder:
 
 
 def rounded(num_tokens: int) -> int:
-    """Up to the next of sixteen sizes in each power of two: at most a sixteenth more rows.
+    """Round up to the next of sixteen sizes in each power of two: at most a sixteenth more rows.
 
     oneDNN makes code for each size it meets: 25 to 50 ms a batch of 4,000 tokens whose size is new.
     """
@@ -158,7 +164,7 @@ def rounded(num_tokens: int) -> int:
 
 
 def spread_bias(bias_BN: Tensor, num_positions: int) -> Tensor:
-    """T5's buckets (Raffel et al. 2020) by distance, as `varlen_attention` reads them: half of them for keys
+    """Spread T5's buckets (Raffel et al. 2020) by distance, as `varlen_attention` reads them: half for keys
     on the right, half of the rest for exact distances, the others logarithmic up to `MAX_DISTANCE`."""
     away = num_positions - torch.arange(2 * num_positions + ROWS)  # key - query
     half = bias_BN.shape[0] // 2

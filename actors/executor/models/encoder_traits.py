@@ -1,4 +1,4 @@
-"""What distinguishes one encoder from another, as plain data, and how its checkpoint names things.
+"""The traits that distinguish one encoder from another, as plain data, and the names in its checkpoint.
 
 An encoder is: embed -> norm -> layers of (bidirectional attention, MLP) with residual sums.  A new one
 is a reader here, if its differences are traits already.  Which biases and norms there are, the
@@ -45,7 +45,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a classifier: logits = out(norm(act(dense(x)))); "" = there is no such module."""
+    """The modules of a classifier: logits = out(norm(act(dense(x)))); "" = there is no such module."""
 
     dense: str = ""
     act: str = "identity"
@@ -54,6 +54,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncoderTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """One architecture with the sizes of one model."""
+
     names: Names
     head: Head
     token_head: Head = Head()

@@ -13,7 +13,7 @@ from trouper.kernels.ops import Ops
 
 
 class Mlp(Protocol):
-    """One kind of it, with its weights."""
+    """One kind of MLP, with its weights."""
 
     @property
     def linears(self) -> Sequence[LinearMethod]: ...

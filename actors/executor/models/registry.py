@@ -211,7 +211,7 @@ READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
 
 
 def _layers(config: HfConfig, window: int | None, *, pattern: int = 0) -> tuple[LayerTraits, ...]:
-    """`layer_types` if the config has them; else every `pattern`-th layer sees all, 0 = none does."""
+    """Read `layer_types` if the config has them; else every `pattern`-th layer sees all, 0 = none does."""
     num_layers = require(config, "num_hidden_layers")
     kinds = config.get("layer_types") or [
         "full_attention" if pattern and (i + 1) % pattern == 0 else "sliding_attention"
@@ -244,6 +244,7 @@ HEAD = "lm_head.weight"
 
 
 def outer_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
+    """Yield the tensors outside of the layers."""
     table = (traits.vocab_size, traits.hidden_size)
     yield Parameter("embedding", ((EMBEDDING, table),))
     yield Parameter("norm", (("model.norm.weight", (traits.hidden_size,)),), traits.norm_offset)
@@ -252,7 +253,7 @@ def outer_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
 
 
 def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
-    """The tensors of one layer under the names of `decoder.Layer`."""
+    """Yield the tensors of one layer under the names of `DecoderLayer`."""
     prefix = f"model.layers.{layer}."
     for name, norm, width in _norms(traits):
         yield Parameter(name, ((f"{prefix}{norm}.weight", (width,)),), traits.norm_offset)
@@ -266,7 +267,7 @@ def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
 
 
 def _norms(traits: DecoderTraits) -> Iterator[tuple[str, str, int]]:
-    """(our name, the checkpoint's name, width).  The checkpoint's depend on what else there is."""
+    """Yield (our name, the checkpoint's name, width).  The checkpoint's names depend on which norms there are."""
     hidden = traits.hidden_size
     if traits.norm_placement != "post":
         yield "attention_norm", "input_layernorm", hidden
@@ -286,7 +287,7 @@ def _norms(traits: DecoderTraits) -> Iterator[tuple[str, str, int]]:
 def _projections(
     traits: DecoderTraits,
 ) -> Iterator[tuple[str, str, tuple[tuple[str, int], ...], int, bool]]:
-    """(our name, the checkpoint's module, its parts and their rows, columns, has a bias)."""
+    """Yield (our name, the checkpoint's module, its parts and their rows, columns, has a bias)."""
     q, kv, hidden = traits.q_size, traits.kv_size, traits.hidden_size
     mlp, has_mlp_bias = traits.mlp.intermediate_size, traits.mlp.has_bias
     qkv = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))

@@ -1,4 +1,4 @@
-"""RopeTraits -> the table of `kernels/reference/rope.py`.
+"""From RopeTraits to the table of `kernels/reference/rope.py`.
 
 Formulas: linear, Chen et al. 2023; llama3, Meta's reference code; yarn, Peng et al. 2023 (2309.00071);
 longrope, Ding et al. 2024 (2402.13753).  All as transformers evaluates them, in float32.
@@ -14,7 +14,7 @@ from trouper.kernels.reference.rope import rope_table
 
 
 def make_rope_table(rope: RopeTraits, num_positions: int, dtype: torch.dtype) -> Tensor:
-    """[P, 2, R]; `num_positions` is the engine's longest sequence.
+    """Make the table [P, 2, R]; `num_positions` is the engine's longest sequence.
 
     Longrope uses its long factors when that exceeds the length before stretching, for all sequences:
     a choice by the length of each sequence would invalidate what is cached.
@@ -25,7 +25,7 @@ def make_rope_table(rope: RopeTraits, num_positions: int, dtype: torch.dtype) ->
 
 
 def inverse_frequencies(rope: RopeTraits, num_positions: int) -> Tensor:
-    """[R / 2] float32."""
+    """Compute the frequencies [R / 2], float32."""
     exponents = torch.arange(0, rope.width, 2, dtype=torch.float32) / rope.width
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -41,7 +41,7 @@ def inverse_frequencies(rope: RopeTraits, num_positions: int) -> Tensor:
 
 
 def _llama3(rope: RopeTraits, plain: Tensor) -> Tensor:
-    """Long waves are stretched, short ones kept, those between blended."""
+    """Stretch long waves, keep short ones, and blend those between."""
     turns = rope.original_max_position * plain / (2 * math.pi)  # within the original length
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0, 1)

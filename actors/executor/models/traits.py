@@ -1,4 +1,4 @@
-"""What distinguishes one decoder from another, as plain data: no torch, no files, no names of tensors.
+"""The traits that distinguish one decoder from another, as plain data: no torch, no files, no names of tensors.
 
 A decoder is: embed -> layers of (attention, gated MLP) with residual sums -> norm -> head.  Traits say
 the rest.  `registry.decoder_traits` reads them from a Hugging Face config.
@@ -21,7 +21,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """How positions become angles; `models/rotary.py` has the formulas."""
+    """The way from positions to angles; `models/rotary.py` has the formulas."""
 
     kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     theta: float = 10_000.0
@@ -39,6 +39,8 @@ class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerTraits(msgspec.Struct, frozen=True):
+    """The traits in which layers of one model differ."""
+
     window: int | None = None  # a query sees this many keys, itself included; None = all before it
     rope: int | None = 0  # index into `DecoderTraits.ropes`; None = no positions (NoPE)
 
@@ -52,6 +54,8 @@ class GatedMlpTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """One architecture with the sizes of one model."""
+
     vocab_size: int
     hidden_size: int
     num_q_heads: int

@@ -10,7 +10,7 @@ Laws:
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import safetensors
 import torch
@@ -77,7 +77,8 @@ class Checkpoint:
                     f"cannot be read: {error}", parameter="model", value=str(folder / file)
                 ) from error
             self._files[file] = opened
-            self._file_of.update((prefix + name, file) for name in opened.keys())  # noqa: SIM118  # no dict
+            names: list[str] = cast("Any", opened).keys()  # a method of no dict
+            self._file_of.update((prefix + name, file) for name in names)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.encoder import Encoder, Layer
+from trouper.actors.executor.models.encoder import Encoder, EncoderLayer
 from trouper.actors.executor.models.encoder_traits import EncoderTraits
 from trouper.actors.executor.weights.decoder import Checkpoint
 from trouper.actors.executor.weights.dummy import Dummy
@@ -126,7 +126,7 @@ def load_encoder(tensors: Tensors, traits: EncoderTraits, max_model_len: int) ->
     )
 
 
-def _layer(tensors: Tensors, traits: EncoderTraits, index: int) -> Layer:
+def _layer(tensors: Tensors, traits: EncoderTraits, index: int) -> EncoderLayer:
     names, hidden, wide = traits.names, traits.hidden_size, traits.intermediate_size
     at = names.layer.format(index)
 
@@ -134,7 +134,7 @@ def _layer(tensors: Tensors, traits: EncoderTraits, index: int) -> Layer:
         return tensors.norm(at + name, hidden, traits.norm_eps)
 
     has_norm = tensors.has(f"{at}{names.attention_norm}.weight")
-    return Layer(
+    return EncoderLayer(
         qkv=tensors.linear(tuple(at + part for part in names.qkv), 3 * hidden, hidden),
         o=tensors.linear((at + names.o,), hidden, hidden),
         up=tensors.linear(

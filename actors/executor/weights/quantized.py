@@ -153,12 +153,13 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
 def _compressed(config: Mapping[str, Any]) -> Scheme:
     _expect(config, "format", "pack-quantized")
     _expect(config, "kv_cache_scheme", None)
-    groups = list((config.get("config_groups") or {}).values())
+    named: Mapping[str, Mapping[str, Any]] = config.get("config_groups") or {}
+    groups = list(named.values())
     if len(groups) != 1:
         raise unsupported("config_groups", f"{len(groups)} groups; one is")
     _expect(groups[0], "input_activations", None)
     _expect(groups[0], "output_activations", None)
-    weights = groups[0].get("weights") or {}
+    weights: Mapping[str, Any] = groups[0].get("weights") or {}
     _expect(weights, "num_bits", 4)
     _expect(weights, "type", "int")
     _expect(weights, "strategy", "group", "channel")
@@ -195,4 +196,5 @@ def _unpacked(words: Tensor) -> Tensor:
 
 
 def _in_order(stored: Tensor) -> Tensor:
-    return stored.unflatten(1, (-1, 8))[..., AWQ_PLACES].flatten(1)
+    places: Tensor = stored.reshape(len(stored), -1, 8)[..., AWQ_PLACES]
+    return places.reshape(len(stored), -1)
