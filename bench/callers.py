@@ -119,7 +119,7 @@ class Callers:
         heapq.heappush(self._timers, (moment, next(self._numbers), act))
 
     def run_until(self, end: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Until a moment, or until it is over."""
+        """Run the callers until a moment, or until `is_over` says so."""
         while (now := perf_counter()) < end and not is_over():
             while self._timers and self._timers[0][0] <= now:
                 heapq.heappop(self._timers)[2]()

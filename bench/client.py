@@ -40,7 +40,7 @@ class _Event(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """What came of a request; moments are seconds on the client's clock."""
+    """The outcome of one request; moments are seconds on the client's clock."""
 
     due: float  # when it was to be sent
     sent: float = 0.0
@@ -118,7 +118,7 @@ async def _read(response: httpx2.Response, outcome: Outcome) -> None:
 
 
 def _take(payload: bytes, now: float, outcome: Outcome) -> str | None:
-    """What is wrong, or None."""
+    """Check one event of the stream and return what is wrong with it, or None."""
     if payload == b"[DONE]":
         outcome.is_done = True
         return None if outcome.is_finished else "no finish_reason"

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def warm(stage: Stage, max_tokens: int) -> dict[str, float]:
-    """What the server holds when it is idle, after work."""
+    """Measure what the server holds when it is idle, after work."""
     end = perf_counter() + WARM_S
     stage.ask_on(NUM_CLIENTS, max_tokens, "warm", lambda: perf_counter() > end)
     stage.callers.run_until(end)
@@ -68,9 +68,9 @@ def warm(stage: Stage, max_tokens: int) -> dict[str, float]:
 
 
 def leaving(seconds: float, max_tokens: int) -> dict[str, Any]:
-    """Some disconnect at random in the middle of their answers, while the others read on.
+    """Let some clients disconnect at random in the middle of their answers, while the others read on.
 
-    Three ways in turns, `seconds` of each: nobody leaves; who leaves stays away until the turn is over; who leaves
+    Three ways in turns, `seconds` of each: no client leaves; one that leaves stays away until the turn is over; one that leaves
     asks anew at once, so that there is more to do.  What the others get is told beside the turns around it in which
     nobody leaves, each weighted by its nearness: machines drift.
     """
@@ -100,7 +100,7 @@ def leaving(seconds: float, max_tokens: int) -> dict[str, Any]:
 
 
 class _Leaving:
-    """Clients who leave now and then, and others who do not."""
+    """Clients of two kinds: some leave now and then, the others never."""
 
     def __init__(self, stage: Stage, max_tokens: int) -> None:
         self.is_over = False
@@ -113,7 +113,7 @@ class _Leaving:
 
     def play(self, way: str, seconds: float) -> Turn:
         callers, begin = self._stage.callers, perf_counter()
-        for client in self._leavers:  # whoever has stayed away comes back, one by one
+        for client in self._leavers:  # those that stayed away come back, one by one
             callers.later(begin + self._random.uniform(0, TURN_SETTLE_S), client.ask)
         callers.run_until(begin + TURN_SETTLE_S)
         if way != NOBODY:
@@ -122,7 +122,7 @@ class _Leaving:
         return self._stage.play(seconds)
 
     def _tempt(self, client: Client, end: float, *, comes_back: bool) -> None:
-        """It leaves before `end`, or it does not."""
+        """Draw the moment at which the client leaves; after `end` it stays."""
         moment = perf_counter() + self._random.expovariate(1 / MEAN_STAY_S)
 
         def leave() -> None:
@@ -136,20 +136,20 @@ class _Leaving:
 
 
 def _calm(rates: Sequence[float], i: int) -> float:
-    """What turn i would have been if nobody had left: every third turn was such a one."""
+    """Interpolate what turn i would have been without clients that leave: every third turn was such a one."""
     before = i - i % 3
     return rates[before] + (rates[before + 3] - rates[before]) * (i % 3) / 3
 
 
 def total(turns: Iterable[Turn]) -> Turn:
-    """As if it had been one."""
+    """Add turns up to one."""
     return reduce(add, turns)
 
 
 def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
-    """Requests come ten times as fast as they were served just before, whatever becomes of them.
+    """Send requests ten times as fast as they were served just before, whatever becomes of them.
 
-    In turns with as many clients as the house has room for, who ask again when they have their answers.
+    In turns with as many clients as the server has room for, which ask again when they have their answers.
     """
     with served(*CACHE) as stage:
         idle = warm(stage, max_tokens)
@@ -161,7 +161,7 @@ def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
             arrivals.append(OVERLOAD * turns[-1].num_tokens / turns[-1].seconds / max_tokens)
             turns += [scene.play(seconds / NUM_OVERLOADS, each) for each in (arrivals[-1], 0)]
         scene.is_over = True
-        # Generated for those who were let in, who all get their answers: where frames merge, fewer are read.
+        # Generated for admitted requests, which all get their answers: where frames merge, fewer are read.
         rates = [turn.num_tokens / turn.seconds for turn in turns]
         shares = [
             rates[i] / statistics.mean((rates[i - 1], rates[i + 1]))
@@ -183,7 +183,7 @@ def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
 
 
 class _Overload:
-    """Who was let in stays when the arrivals stop, and asks again: the house is full at all times."""
+    """Clients of an overloaded server: those that were admitted stay when the arrivals stop, and ask again, so it is always full."""
 
     def __init__(self, stage: Stage, max_tokens: int) -> None:
         self.is_over = False
@@ -191,7 +191,7 @@ class _Overload:
         self._stage = stage
         self._max_tokens = max_tokens
         self._random = random.Random(0)
-        self._arrivals_s = 0.0  # 0: nobody comes of himself
+        self._arrivals_s = 0.0  # 0: no new client comes
         self._is_counted = False
         self._due = 0.0  # when the next one comes
 

@@ -82,7 +82,7 @@ class _Cache(NamedTuple):
         return cls((q, cache, *(_ids(s, n) for n in numbers)), options)
 
     def reference(self, column: int, num: int) -> Tensor:
-        """Of the last `num` tokens of a column."""
+        """Compute attention for the last `num` tokens of an entry."""
         q, cache, bounds, _, starts, blocks = self.arguments
         end = int(bounds[column + 1])
         length = int(starts[column]) + end - int(bounds[column])

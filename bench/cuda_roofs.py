@@ -52,7 +52,7 @@ def measure_roofs(clock: DeviceClock, dtype: torch.dtype, *, copy_bytes: int, ge
 def clock_and_roofs(
     device: str, dtype: str, *, roof_mib: int | None, roof_gemm: int | None, sample_s: float
 ) -> tuple[Callable[[Callable[[], object]], float], Roofs]:
-    """What times an operation on the device, "cpu", "cuda" or "interpreter" (once, on the CPU)."""
+    """Make the clock that times an operation on the device, "cpu", "cuda" or "interpreter" (once, on the CPU)."""
     number: torch.dtype = getattr(torch, dtype)
     if device == "cuda":
         clock = DeviceClock()

@@ -1,6 +1,6 @@
 """The requests of a benchmark: equal seeds give equal requests.
 
-Source: spec section 17.2, with the names and filters of vLLM's datasets.
+Names and filters are those of vLLM's datasets.
 """
 
 import random

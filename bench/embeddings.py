@@ -142,7 +142,7 @@ def _wait_ready(port: int) -> None:
 
 
 def bodies(docs: list[str], texts: int) -> list[bytes]:
-    """Of requests for `texts` texts each, the last for what is left; one is sent as itself, several as a list."""
+    """Encode the bodies of requests for `texts` texts each, the last for what is left; one is sent as itself, several as a list."""
     asked = (docs[first : first + texts] for first in range(0, len(docs), texts))
     return [
         json.dumps({"input": part[0] if texts == 1 else part, "encoding_format": "base64"}).encode()
@@ -151,7 +151,7 @@ def bodies(docs: list[str], texts: int) -> list[bytes]:
 
 
 def _ask_all(port: int, docs: list[str], texts: int) -> None:
-    """Every answer must be a 200 with as many embeddings as there were texts; nobody decodes them."""
+    """Every answer must be a 200 with as many embeddings as there were texts; they are not decoded."""
     parts = [docs[first : first + texts] for first in range(0, len(docs), texts)]
     waiting = iter(zip(map(len, parts), bodies(docs, texts), strict=True))
     callers = Callers(port, EMBEDDING)
@@ -275,7 +275,7 @@ class Apart:
         self.rates.append(num_docs / float(self._find("seconds ")))
 
     def _find(self, word: str) -> str:
-        """What stands behind it."""
+        """Find the line that begins with the word and return what follows it."""
         for line in self._said:
             if line.startswith(word):
                 return line.removeprefix(word)
@@ -309,7 +309,7 @@ def _serve(engine: str, model: str, docs: list[str]) -> None:
 
 
 def ratios(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of documents per second in each round, in each dtype that both were measured in."""
+    """Divide documents per second, round by round, in each dtype that both were measured in."""
     rounds = {(r["engine"], r["dtype"]): r["rounds"] for r in results if "rounds" in r}
     found: dict[str, Any] = {}
     for ours, theirs in RATIOS:
@@ -359,14 +359,14 @@ def _measure(given: argparse.Namespace, engines: list[str], folder: Path) -> lis
 
 
 def _figures_of(command: list[str]) -> dict[str, Any]:
-    """Of a process that ends by itself."""
+    """Run a process that ends by itself and return the JSON of its last line."""
     ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(ended.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="a sentence-transformers folder")
+    parser.add_argument("model", help="folder of a sentence-transformers model")
     parser.add_argument("--num-docs", type=int, default=1000)
     parser.add_argument("--num-rounds", type=int, default=5)
     parser.add_argument("--engines", default=ENGINES)

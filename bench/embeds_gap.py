@@ -1,4 +1,4 @@
-"""What large prompts of embeddings cost the others: the event loop's gaps, and the streams' inter-token latency.
+"""Measure what large prompts of embeddings cost the others: the event loop's gaps, and the streams' inter-token latency.
 
     python -m trouper.bench.embeds_gap [--streams 32] [--requests 10] [--output FILE.json]
 

@@ -1,4 +1,4 @@
-"""What many measurements say in a few figures.  Pure."""
+"""Sum up many measurements in a few figures.  Pure."""
 
 import statistics
 from collections.abc import Mapping, Sequence

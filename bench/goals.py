@@ -1,4 +1,4 @@
-"""What an H200 should reach: cases, their floors from bytes and FLOPs, and the table.  Pure.
+"""Goals for an H200: cases, their floors from bytes and FLOPs, and the table.  Pure.
 
     decode    one step of B sequences at a context:  (weights + KV) / bandwidth
     prefill   one prompt alone:                      2 · weights · S + causal attention, at the matrix rate
@@ -57,7 +57,7 @@ GOALS = (
 
 
 class Costs(NamedTuple):
-    """Of one geometry in 16 bits: parameters that a token is multiplied with, bytes and FLOPs beside them."""
+    """Sizes of one geometry in 16 bits: parameters that a token is multiplied with, bytes and FLOPs beside them."""
 
     layers: int  # parameters
     head: int

@@ -108,13 +108,13 @@ def _peer_seconds(peer: Peer, goal: Goal) -> float:
 
 
 def decode_prompts(goal: Goal) -> tuple[list[list[int]], int]:
-    """And how many tokens to make, so that the context is right in their middle."""
+    """Draw prompts, and say how many tokens to make so that the context is right in their middle."""
     num_steps = min(DECODE_STEPS, goal.length // 2)
     return _random_prompts(goal, goal.length - num_steps // 2, 0), num_steps
 
 
 def prompts_of(goal: Goal, number: int) -> tuple[list[list[int]], list[int]]:
-    """Of a prefill or a workload; a prefill's own for each number."""
+    """Draw the prompts of a prefill or a workload, and their output lengths; a prefill has its own prompt for each number."""
     if goal.kind == "prefill":
         return _random_prompts(goal, goal.length, number), [1]
     prompts, lengths = workload(goal.batch_size, goal.length)

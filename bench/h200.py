@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 def pieces(*, is_tiny: bool) -> list[Piece]:
-    """What tells most comes first."""
+    """List the commands to run; what tells most comes first."""
     tests = ("tests/kernels/cuda", "tests/parity")
     if is_tiny:
         tests = ("tests/kernels/cuda/test_act_mul.py",)
@@ -98,7 +98,7 @@ def _dummy(model: str) -> tuple[str, ...]:
 
 
 def missing_packages() -> list[str]:
-    """What pyproject.toml names for running and testing and this environment lacks."""
+    """List the packages that pyproject.toml names for running and testing and this environment lacks."""
     project = tomllib.loads(PROJECT.read_text())["project"]
     more = project["optional-dependencies"]
     wanted = [*project["dependencies"], *more["cuda"], *more["test"]]

@@ -1,4 +1,4 @@
-"""What HTTP costs for each streamed token, beside a bare ASGI application that streams the same bytes.
+"""Measure what HTTP costs for each streamed token, beside a bare ASGI application that streams the same bytes.
 
     python -m trouper.bench.http_path [--streams 64] [--tokens 400] [--loop asyncio] [--profile] [--output FILE.json]
 
@@ -156,7 +156,7 @@ async def call(app: Any, body: bytes, take: Callable[[bytes], object]) -> None:
 
 
 def make_bare(frames: list[bytes]) -> Any:
-    """The same bytes, a frame a message, and a turn of the event loop before each."""
+    """Make an application that sends the same bytes, a frame a message, with a turn of the event loop before each."""
 
     async def bare(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":

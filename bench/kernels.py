@@ -75,7 +75,7 @@ class Shapes(NamedTuple):
         return self.dtype.itemsize
 
     def ops(self) -> CpuOps:
-        """As a model of these shapes gets them."""
+        """Make the operations that a model of these shapes gets."""
         return make_ops(
             OpsConfig(
                 dtype=self.dtype,

@@ -1,4 +1,4 @@
-"""How long one batch takes, again and again.  Source: spec section 17.3."""
+"""How long one batch takes, again and again."""
 
 import random
 from collections.abc import Callable, Sequence

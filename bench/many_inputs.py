@@ -1,4 +1,4 @@
-"""What one request of many texts costs the event loop: the longest that a task kept it.
+"""Measure what one request of many texts costs the event loop: the longest that a task kept it.
 
     python -m trouper.bench.many_inputs [--inputs 2048] [--requests 5] [--output FILE.json]
 
@@ -29,7 +29,7 @@ PERCENTILES = (50.0,)
 def main() -> None:
     parser = argparse.ArgumentParser(description="How long many texts keep the event loop.")
     parser.add_argument("--inputs", type=int, default=2048, help="Texts of one request.")
-    parser.add_argument("--requests", type=int, default=5, help="Of each kind.")
+    parser.add_argument("--requests", type=int, default=5, help="Number of requests of each kind.")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     steps = Steps()

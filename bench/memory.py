@@ -1,4 +1,4 @@
-"""What a process holds after some work: its weights, the KV memory that it has touched, and everything else.
+"""Measure what a process holds after some work: its weights, the KV memory that it has touched, and everything else.
 
     python -m trouper.bench.memory MODEL [--num-prompts 16] [--input-len 128] [--output-len 32]
         [--dtype bfloat16] [--quantization int4] [--output FILE.json]
@@ -54,7 +54,7 @@ def measure(given: argparse.Namespace) -> dict[str, float]:
 
 
 def resident(address: int, num_bytes: int) -> int:
-    """Of the pages there."""
+    """Count the resident bytes of the pages there."""
     first, last = address // mmap.PAGESIZE, (address + num_bytes - 1) // mmap.PAGESIZE
     with Path("/proc/self/pagemap").open("rb") as entries:
         entries.seek(8 * first)

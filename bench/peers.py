@@ -1,6 +1,6 @@
 """trouper beside its peers: the same prompts, each engine alone on the machine, in turn.
 
-Every engine lives in a process of its own for the whole benchmark.  Whoever is not being measured is
+Every engine lives in a process of its own for the whole benchmark.  An engine that is not being measured is
 stopped (SIGSTOP), so that it cannot take a core; then the next one runs the same workload.
 """
 
@@ -67,7 +67,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     quantization: str | None = None
     gguf: str | None = None
-    peers: tuple[str, ...] | None = None  # None: whoever is installed
+    peers: tuple[str, ...] | None = None  # None: all that are installed
     pythons: dict[str, str] = {}
     llama_batched_bench: str | None = None
     threads: int = 1

@@ -1,4 +1,4 @@
-"""What rounded weights cost: the distance of every next-token distribution to that of the plain weights.
+"""Measure what rounded weights cost: the distance of every next-token distribution to that of the plain weights.
 
 Over the positions of some source files (this package's own): mean KL divergence in nats, share of
 positions with the same most probable token, and perplexity.

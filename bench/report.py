@@ -1,4 +1,4 @@
-"""What every report says about the machine and the command; nothing that names a host or a user."""
+"""Collect what every report says about the machine and the command; nothing that names a host or a user."""
 
 import json
 import platform

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured: reading memory, and multiplying matrices."""
+"""Measure what this machine can do at most: reading memory, and multiplying matrices."""
 
 from collections.abc import Callable
 from statistics import median

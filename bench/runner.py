@@ -5,7 +5,7 @@
     {"prompts": [[1, 2, …], …], "output_len": …}     any number of times  -> {"seconds": …, "num_output_tokens": …}
 
 Stands alone, on the standard library: peers run it by its path, in environments without trouper.
-Everybody decodes greedily, past the end token, and caches no prefix.  For transformers-cb, its continuous
+All of them decode greedily, past the end token, and caches no prefix.  For transformers-cb, its continuous
 batching, `output_len` may be a list, one for each prompt.
 """
 
@@ -107,7 +107,7 @@ class ContinuousBatching:
 
 
 def _transformers_model(options: dict[str, Any]) -> tuple[str, Any]:
-    """Its version and the model, on the GPU if there is one."""
+    """Load the model, on the GPU if there is one, and return it with the library's version."""
     torch, module = import_module("torch"), import_module("transformers")
     dtype = getattr(torch, options["dtype"])
     loader = module.AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Load on any OpenAI-compatible server, and what its clients saw.  Source: spec section 17.4."""
+"""Load on any OpenAI-compatible server, and what its clients saw."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""What the Triton kernels become on Hopper, without a GPU: registers, spills, instructions.
+"""Show what the Triton kernels become on Hopper, without a GPU: registers, spills, instructions.
 
     python -m trouper.bench.sm90 [--kernel NAME] [--case NAME] [--json]
 
@@ -46,7 +46,7 @@ class Compiled(msgspec.Struct, frozen=True):
 
 
 class OfflineDriver:
-    """As much of a Triton driver as a launch touches."""
+    """A stand-in for Triton's driver: as much of it as a launch touches."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[str, bytes, int]] = []  # name, machine code, shared bytes

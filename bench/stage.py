@@ -53,14 +53,14 @@ class Stage:
         kind: str,
         is_over: Callable[[], bool],
     ) -> "list[Client]":
-        """So many clients, each of which asks again when it has its answer."""
+        """Start so many clients, each of which asks again when it has its answer."""
         clients = [Client(self, max_tokens, kind, is_over) for _ in range(num)]
         for client in clients:
             client.ask()
         return clients
 
     def play(self, seconds: float) -> "Turn":
-        """Let everybody go on for so long, and tell what was seen in that time."""
+        """Let all clients go on for so long, and return what was seen in that time."""
         before = self._get("/metrics")
         self.callers.run_until(perf_counter() + CATCH_UP_S)
         outcomes = self.outcomes.copy()
@@ -81,7 +81,7 @@ class Stage:
         )
 
     def end(self) -> dict[str, float]:
-        """Wait until everybody has his answer and his connection is closed, and tell what the server holds then."""
+        """Wait until all clients have their answers and their connections are closed, and return what the server holds then."""
         self.callers.run_until(perf_counter() + PATIENCE_S, lambda: not self.callers.num_open)
         if self.callers.num_open:
             raise SystemExit(f"{self.callers.num_open} requests without an end")
@@ -133,7 +133,7 @@ class Client:
         self._call: Call | None = None
 
     def ask(self, _: Call | None = None) -> None:
-        """Unless it is being answered, or nobody asks any more."""
+        """Ask, unless the last request is still being answered or the run is over."""
         if not (self._is_over() or (self._call is not None and self._call.outcome == "open")):
             num_tokens = self._stage.some(self._max_tokens)
             self._call = self._stage.ask(num_tokens, self._kind, self.ask)
@@ -147,7 +147,7 @@ class Client:
 
 @dataclass
 class Turn:
-    """What was seen in some time, or in several times."""
+    """Counts of what the clients saw in a stretch of time, or in several."""
 
     seconds: float
     frames: dict[str, int]  # read by the clients, by kind
@@ -191,7 +191,7 @@ class Turn:
 
 @contextmanager
 def served(*arguments: str) -> Iterator[Stage]:
-    """Until the block ends; a server that then ends otherwise than with 0 is an error."""
+    """Run a server until the block ends; one that then ends otherwise than with 0 is an error."""
     command = [sys.executable, "-m", "trouper", "serve", *arguments, "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None

@@ -21,7 +21,7 @@ from trouper.errors import TrouperError
 
 POLL_S = 0.01  # asking all the time would slow it down
 PROMPT = "def quicksort(items):"
-# Where Python, Numba, Triton and everybody else keep what they can make again.
+# Where Python, Numba, Triton and other libraries keep what they can make again.
 CACHES = ("PYTHONPYCACHEPREFIX", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
 
 
@@ -101,7 +101,7 @@ def until_ready(command: Sequence[str], environment: Mapping[str, str] | None = 
                         sleep(POLL_S)
                     return perf_counter() - started
             raise StartError(line.strip() or "it said nothing")
-        except OSError:  # nobody listens any more
+        except OSError:  # the port is closed again
             raise StartError((server.stderr.read().strip().splitlines() or [line])[-1]) from None
         finally:
             server.terminate()

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: planning, launching, computing, copying back, and nothing at all.
+"""Find where the time of a decode step goes: planning, launching, computing, copying back, and nothing at all.
 
 Some runs of one batch are watched from outside: when the device's thread began and ended each step, and how
 long the policy took.  The median one is told.  Another is traced by torch's profiler; what the GPU did in it counts,
@@ -41,7 +41,7 @@ class Watch(msgspec.Struct):
     plan_s: list[float] = msgspec.field(default_factory=list)  # one entry a call of the policy
 
     def figures(self, batch_size: int) -> dict[str, Any]:
-        """Of the longest unbroken row of decode steps, in µs; empty without two of them."""
+        """Times of the longest unbroken row of decode steps, in µs; empty without two of them."""
         steps = longest_row(self.steps, batch_size)
         if len(steps) < 2:
             return {}
@@ -107,7 +107,7 @@ def _batch_size(plan: Any) -> int:
 def breakdown(
     llm: Any, generate: Callable[[], object], batch_size: int, folder: str
 ) -> dict[str, Any]:
-    """Of `generate`, a batch that decodes.  `llm` was made to write its profiles into `folder`.
+    """Measure `generate` of a batch that decodes.  `llm` was made to write its profiles into `folder`.
 
     Returns:
         Nothing where no two full steps follow each other; else num_steps, and of one step step_us (all of it), plan_us (beside the others, on the event loop),
@@ -170,7 +170,7 @@ def gpu_figures(events: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 @contextmanager
 def profile_folder(engine_args: Any) -> Iterator[str]:
-    """Where the engine to be made writes its profiles; gone after."""
+    """Make the folder into which the engine writes its profiles; it is removed afterwards."""
     with TemporaryDirectory() as folder:
         engine_args.profiler_config = {"torch_profiler_dir": folder}
         yield folder

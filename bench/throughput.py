@@ -1,4 +1,4 @@
-"""Offline throughput of trouper, vLLM or transformers on the same requests.  Source: spec section 17.2.
+"""Offline throughput of trouper, vLLM or transformers on the same requests.
 
 vLLM and trouper have one API, so one class drives both.
 """
@@ -291,7 +291,7 @@ def _thread_times() -> dict[threading.Thread, float]:
 
 @contextmanager
 def model_folder(config: EngineConfig) -> Iterator[str]:
-    """Where others find the model's config.json; a geometry is written into a folder."""
+    """Find the folder where other engines read the model's config.json; a geometry is written into a folder."""
     if Path(config.model.path).is_dir():
         yield config.model.path
         return
@@ -301,7 +301,7 @@ def model_folder(config: EngineConfig) -> Iterator[str]:
 
 
 def given_options(engine_args: EngineArgs) -> dict[str, Any]:
-    """What differs from the defaults, in vLLM's words."""
+    """List the arguments that differ from the defaults, by vLLM's names."""
     return {
         field.name: getattr(engine_args, field.name)
         for field in fields(engine_args)
@@ -321,7 +321,7 @@ def prompts_of(requests: Sequence[SampleRequest], *, is_chat: bool) -> list[Any]
 
 
 def sampling(api: Any, request: SampleRequest, wishes: Wishes) -> Any:
-    """As vLLM's benchmark samples: temperature 1, exactly `output_len` tokens."""
+    """Make the sampling parameters of vLLM's benchmark: temperature 1, exactly `output_len` tokens."""
     return api.SamplingParams(
         n=wishes.n,
         temperature=1.0,

@@ -447,7 +447,7 @@ def load(out: Path) -> tuple[Model, Tokenizer]:
 
 @torch.inference_mode()
 def bits(model: Model, bpe: Tokenizer, source: str, window: int = 1024) -> float:
-    """What a file costs, its end included; each window scores its second half, given its first."""
+    """Compute what a file costs in bits, its end included; each window scores its second half, given its first."""
     ids = torch.tensor([0, *bpe.encode(source).ids, 0])
     nats, done = 0.0, 1
     while done < len(ids):
@@ -490,7 +490,7 @@ torch {torch.__version__}."""
 def bits_per_byte(
     model: Model, bpe: Tokenizer, held_out: dict[str, str]
 ) -> tuple[dict[str, float], float]:
-    """(who -> bits per byte of the held-out files, the tokenizer's bytes per token)."""
+    """(model -> bits per byte of the held-out files, the tokenizer's bytes per token)."""
     raw = [source.encode() for source in held_out.values()]
     num_bytes = sum(map(len, raw))
     num_tokens = sum(len(bpe.encode(source).ids) for source in held_out.values())
@@ -499,7 +499,7 @@ def bits_per_byte(
         "`xz -9`, the files glued into one": 8 * len(lzma.compress(b"".join(raw), preset=9)),
         "`xz -9`, each file alone": 8 * sum(len(lzma.compress(r, preset=9)) for r in raw),
     }
-    return {who: paid / num_bytes for who, paid in cost.items()}, num_bytes / num_tokens
+    return {name: paid / num_bytes for name, paid in cost.items()}, num_bytes / num_tokens
 
 
 def card(
@@ -511,7 +511,7 @@ def card(
 ) -> str:
     model, bpe = load(out)
     paid, bytes_per_token = bits_per_byte(model, bpe, held_out)
-    table = "\n".join(f"| {who} | {value:.3f} |" for who, value in paid.items())
+    table = "\n".join(f"| {name} | {value:.3f} |" for name, value in paid.items())
     trained_mb, held_out_mb = (
         sum(len(source.encode()) for source in part.values()) / 1e6 for part in (trained, held_out)
     )
@@ -617,8 +617,12 @@ def verify(out: Path, held_out: dict[str, str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True, help="the model folder")
-    parser.add_argument("--work", type=Path, required=True, help="where checkpoints go")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder into which the model is written"
+    )
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder in which checkpoints are kept"
+    )
     parser.add_argument("--steps", type=int, default=540)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=50)
