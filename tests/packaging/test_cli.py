@@ -146,7 +146,7 @@ MISTAKES = [
     ("generate x --n 2 --stream", 2, "--stream"),
     ("generate x -m /no/such/folder", 2, "no such model folder"),
     ("generate x --tokenizer /no/such/folder", 2, "folder"),
-    ("generate x --quantization fp8", 2, "quantization must be None or int8 or int4"),
+    ("generate x --quantization fp8", 2, "must be None or int8 or int4"),
     ("generate x --kv-cache-dtype fp8", 2, "--kv-cache-dtype is not supported yet"),
     ("generate x --max-num-seqs 8 --max-num-batched-tokens 4", 2, "(4) must be at least"),
     ("generate x --dtype int3", 2, "parameter=dtype"),
