@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.actors.executor.batch import Rows, make_batch
+from trouper.actors.executor.batch import make_batch
+from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.kernels.cuda.embed import Embedded, embed, embed_reference
@@ -49,13 +50,13 @@ def test_it_equals_the_reference_with_and_without_padding(device, columns, dtype
 def test_the_reference_is_the_batch_of_the_cpu_path():
     columns = [column for column in COLUMNS["mixed"] if column[2]]
     bounds, row_ids, starts, tokens, blocks, embedding = arguments(columns, 8, torch.float32)
-    rows = Rows(5, 16, 4)
+    rows = RequestSlots(5, 16, 4)
     for row in range(5):
         ids, blocks_of = tokens[row, :16].tolist(), blocks[row].tolist()
         rows.place(NewSequence(row, SequenceId(row), tuple(ids), 16, tuple(blocks_of), Sampling()))
     counts = np.diff(bounds.numpy()).tolist()
     columns = row_ids.tolist(), starts.tolist(), counts
-    plan = StepPlan(0, 0, *map(tuple, columns), (True,) * len(counts))
+    plan = StepPlan(0, 0, *map(tuple, columns), (1,) * len(counts))
     batch = make_batch(plan, rows, (), plan_attention=lambda *_: None)
     found = embed_reference(
         bounds,
@@ -64,9 +65,9 @@ def test_the_reference_is_the_batch_of_the_cpu_path():
         tokens,
         blocks,
         embedding,
-        num_tokens=len(batch.slots),
+        num_tokens=len(batch.tokens.ids_T),
         block_size=4,
     )
-    assert found.positions.tolist() == batch.positions.tolist()
-    assert found.slots.tolist() == batch.slots.tolist()
-    assert torch.equal(found.x, embedding[batch.token_ids])
+    assert found.positions.tolist() == batch.tokens.positions_T.tolist()
+    assert found.slots.tolist() == batch.tokens.slots_T.tolist()
+    assert torch.equal(found.x, embedding[batch.tokens.ids_T])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.actors.executor.batch import Rows
+from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling
@@ -56,7 +56,7 @@ class Batch:
         self.ends = [10] * num
         self.logits = (scale * torch.randn(num, vocab_size)).to(dtype)
         prompt, outputs = (3, 1, 4, 2), (1, 5, 9, 5, 7, 8)
-        self.cpu_rows = Rows(2 * num, 20, 4)
+        self.cpu_rows = RequestSlots(2 * num, 20, 4)
         self.cpu = Sampler(self.cpu_rows)
         on_device = make_sampling_rows(2 * num, vocab_size, max_edits=8, max_condition=7)
         tokens = torch.full((2 * num, 21), -5, dtype=torch.int32)
