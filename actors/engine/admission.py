@@ -1,4 +1,4 @@
-"""How much may be open at once.  Source: spec section 13.4.
+"""How much may be open at once.
 
 `max_num_queued_reqs` counts every completion that is not over, waiting or running.  `max_num_queued_tokens`
 counts whole prompts until they have a first token: by an estimate, until they are rendered, then exactly.

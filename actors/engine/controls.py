@@ -1,11 +1,11 @@
-"""Pause, sleep, wake and profile: the lifecycle half of the engine's handle.  Source: spec section 10.
+"""Pause, sleep, wake and profile: what changes the engine as a whole.
 
 Each change is a protocol of several waits over one state, so one lock admits them one at a time; it also
 keeps calls to the device, for which the executor's inbox has one place, from meeting there.
 """
 
 import warnings
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, cast
@@ -23,47 +23,57 @@ from trouper.actors.engine.lifecycle import (
     check_mode,
     check_tags,
 )
-from trouper.actors.engine.requests import Questions
+from trouper.actors.engine.requests import ControlClient
 from trouper.actors.messages.controls import Pause, ResetPrefixCache, SetPause, Step
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.replies.slot import Slot
-from trouper.actors.runtime.shielded import insist
+from trouper.actors.runtime.shielded import wait_shielded
 from trouper.errors import EngineDeadError, ProfilerAlreadyActiveError
 
 RESTORE_GRACE_S = 60  # taking a pause back, while being cancelled
 
 
 class Controls:
-    """Base of `Engine`, which brings `abort_all`."""
+    """Changes what the engine as a whole does: one change at a time, and each to its end.
 
-    def __init__(self, questions: Questions, metrics: Metrics | None) -> None:
-        self.lifecycle = Lifecycle()
-        self.metrics = metrics  # None: statistics are off
-        self._questions = questions
+    Args:
+        abort_all: aborts every open request; returns the slots in which their ends will appear.
+    """
+
+    def __init__(
+        self,
+        client: ControlClient,
+        lifecycle: Lifecycle,
+        metrics: Metrics | None,
+        abort_all: Callable[[], list[Slot[Any]]],
+    ) -> None:
+        self._client = client
+        self._lifecycle = lifecycle
+        self._metrics = metrics  # None: statistics are off
+        self._abort_all = abort_all
         self._transition = anyio.Lock()
         self._is_profiling = False
 
-    def abort_all(self) -> list[Slot[Any]]:
-        """Abort every open request; the slots in which their ends will appear."""
-        raise NotImplementedError
+    def __repr__(self) -> str:
+        return f"<Controls of an engine that is {self._lifecycle.state.value}>"
 
     async def step(self) -> None:
-        """One iteration of an engine that is stepped by hand; its outputs are then in the slots."""
-        await self._questions.ask_scheduler(Step)
+        """Run one iteration of an engine that is stepped by hand; its outputs are then in the slots."""
+        await self._client.ask_scheduler(Step)
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Stop scheduling; returns when that has taken full effect.  Spec sections 10.1 and 10.2."""
+        """Stop scheduling; returns when that has taken full effect."""
         check_mode(mode)
         async with self._changing():
-            self.lifecycle.move(Event.PAUSE)
+            self._lifecycle.move(Event.PAUSE)
             await self._pause(mode, refuses=mode != "keep")
-            if clear_cache and self.lifecycle.resident == MEMORY:
+            if clear_cache and self._lifecycle.resident == MEMORY:
                 await self.reset_prefix_cache(preempt="recompute")
 
     async def resume(self) -> None:
         """Schedule again.  Raises RuntimeError while memory is absent."""
         async with self._changing():
-            self.lifecycle.move(
+            self._lifecycle.move(
                 Event.RESUME
             )  # illegal in ASLEEP, and memory is absent nowhere else
             await self._resume()
@@ -74,20 +84,20 @@ class Controls:
     ) -> AsyncGenerator[None]:
         """Paused inside the block; on every way out as it was found."""
         check_mode(mode)
-        hold = self.lifecycle.hold(cast("Mode", mode))
+        hold = self._lifecycle.hold(cast("Mode", mode))
         try:
             await self.pause(mode, clear_cache=clear_cache)
             yield
         finally:
             try:
-                cancelled = await insist(  # noqa: ASYNC102  # which has a shield and a limit
+                cancelled = await wait_shielded(  # noqa: ASYNC102  # which has a shield and a limit
                     partial(self._release, hold),
-                    lambda: not self.lifecycle.has(hold),
+                    lambda: not self._lifecycle.has(hold),
                     limit_s=RESTORE_GRACE_S,
                 )
             finally:
-                if self.lifecycle.has(hold):  # somebody else's change takes that long
-                    self.lifecycle.release(hold)
+                if self._lifecycle.has(hold):  # somebody else's change takes that long
+                    self._lifecycle.release(hold)
             if cancelled is not None:
                 raise cancelled
 
@@ -100,7 +110,7 @@ class Controls:
         check_level(level)
         check_mode(mode)
         async with self._changing():
-            lifecycle = self.lifecycle
+            lifecycle = self._lifecycle
             if level == 0:
                 lifecycle.move(Event.PAUSE)
                 await self._pause(mode, refuses=False)
@@ -120,7 +130,7 @@ class Controls:
         """Bring memory back and, when all of it is there, schedule again.  True when fully awake."""
         wanted = check_tags(tags)
         async with self._changing():
-            lifecycle = self.lifecycle
+            lifecycle = self._lifecycle
             if not lifecycle.is_sleeping:
                 return True
             missing = (wanted & MEMORY) - lifecycle.resident
@@ -129,7 +139,7 @@ class Controls:
             try:
                 if missing:
                     done = partial(lifecycle.bring_back, missing)
-                    await self._questions.call_device("wake", missing, done=done)
+                    await self._client.call_device("wake", missing, done=done)
             finally:
                 if lifecycle.state is EngineState.WAKING:
                     is_whole = lifecycle.resident == MEMORY
@@ -143,11 +153,11 @@ class Controls:
 
     async def reset_prefix_cache(self, *, preempt: str = "no") -> bool:
         """Forget all prefixes; False, and nothing changes, while any block is held."""
-        return await self._questions.ask_scheduler(ResetPrefixCache, preempt)
+        return await self._client.ask_scheduler(ResetPrefixCache, preempt)
 
     async def probe(self) -> None:
         """Returns when the scheduler has heard of it and the device has come to it: both are alive."""
-        await self._questions.probe()
+        await self._client.probe()
 
     async def start_profile(self, folder: str, prefix: str) -> None:
         """Trace the device; `stop_profile` writes the trace into `folder`."""
@@ -155,7 +165,7 @@ class Controls:
             if self._is_profiling:
                 raise ProfilerAlreadyActiveError("stop_profile first")
             done = partial(setattr, self, "_is_profiling", True)
-            await self._questions.call_device("start_profile", folder, prefix, done=done)
+            await self._client.call_device("start_profile", folder, prefix, done=done)
 
     async def stop_profile(self) -> None:
         async with self._transition:
@@ -163,55 +173,55 @@ class Controls:
                 warnings.warn("stop_profile without start_profile", stacklevel=2)
                 return
             self._is_profiling = False
-            await self._questions.call_device("stop_profile")
+            await self._client.call_device("stop_profile")
 
     @asynccontextmanager
     async def _changing(self) -> AsyncGenerator[None]:
         """One change of the lifecycle at a time; the metrics show what came of it."""
         async with self._transition:
-            self._questions.check_alive()
+            self._client.check_alive()
             try:
                 yield
             finally:
                 self._show()
 
     def _show(self) -> None:
-        if self.metrics is not None:
-            self.metrics.set_sleep_level(
-                self.lifecycle.level, is_sleeping=self.lifecycle.is_sleeping
+        if self._metrics is not None:
+            self._metrics.set_sleep_level(
+                self._lifecycle.level, is_sleeping=self._lifecycle.is_sleeping
             )
 
     async def _give_memory_back(self, level: int, mode: str) -> None:
-        lifecycle = self.lifecycle
+        lifecycle = self._lifecycle
         await self._pause(mode, refuses=mode != "keep")
         if lifecycle.resident == MEMORY:
             lifecycle.pause = Pause.ALL
-            await self._questions.ask_scheduler(SetPause, Pause.ALL)
+            await self._client.ask_scheduler(SetPause, Pause.ALL)
             await self.reset_prefix_cache(preempt="recompute")
         done = partial(lifecycle.give_back, level)
-        await self._questions.call_device("sleep", level, done=done)
+        await self._client.call_device("sleep", level, done=done)
 
     async def _release(self, hold: Hold) -> None:
         """Whoever slept or ended the engine inside the block has said what is to be now."""
         async with self._transition:
-            lifecycle = self.lifecycle
+            lifecycle = self._lifecycle
             lifecycle.release(hold)
             self._show()
             if lifecycle.state not in (EngineState.AWAKE, EngineState.PAUSED):
                 return
             lifecycle.move(Event.PAUSE if lifecycle.is_paused else Event.RESUME)
             try:
-                await self._questions.ask_scheduler(SetPause, lifecycle.pause)
+                await self._client.ask_scheduler(SetPause, lifecycle.pause)
             except EngineDeadError:
                 pass  # nothing is left to resume, and whoever must know is told elsewhere
 
     async def _pause(self, mode: str, *, refuses: bool) -> None:
-        self.lifecycle.begin_pause(cast("Mode", mode), refuses=refuses)
-        aborted = self.abort_all() if mode == "abort" else ()
-        await self._questions.ask_scheduler(SetPause, self.lifecycle.pause)
+        self._lifecycle.begin_pause(cast("Mode", mode), refuses=refuses)
+        aborted = self._abort_all() if mode == "abort" else ()
+        await self._client.ask_scheduler(SetPause, self._lifecycle.pause)
         for slot in aborted:
             await slot.wait_over()
 
     async def _resume(self) -> None:
-        self.lifecycle.resume()
-        await self._questions.ask_scheduler(SetPause, Pause.NONE)
+        self._lifecycle.resume()
+        await self._client.ask_scheduler(SetPause, Pause.NONE)

@@ -1,4 +1,4 @@
-"""Questions to actors: each is answered, or failed by the end of the engine; nobody waits for ever."""
+"""ControlClient to actors: each is answered, or failed by the end of the engine; nobody waits for ever."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -9,17 +9,17 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from trouper.actors.messages.controls import DeviceCall, Flush, Probe
 from trouper.actors.messages.inboxes import ExecutorInbox, ObserverInbox, SchedulerInbox
-from trouper.actors.runtime.future import Answer
+from trouper.actors.runtime.future import Future
 from trouper.errors import EngineDeadError
 
 # The end of the engine follows at once, and fails the open answers with its cause.
 ACTOR_IS_GONE = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 
 
-class Questions:
-    """Borrows the sending ends; keeps the answers that somebody waits for.
+class ControlClient:
+    """Borrows the sending ends; keeps the futures that a task waits for.
 
-    `end` is final: it fails what is open, and every later question raises the same error.
+    `end` is final: it fails what is open, and every later call raises the same error.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class Questions:
         self._scheduler = scheduler
         self._executor = executor
         self._observer = observer
-        self._open: set[Answer[Any]] = set()
+        self._open: set[Future[Any]] = set()
         self._probing = anyio.Lock()
-        self._probe = Answer[object]()  # sent, or to be sent next
+        self._probe = Future[object]()  # sent, or to be sent next
         self._is_probe_sent = False
         self.error: EngineDeadError | None = None
 
     async def ask_scheduler(self, question: Callable[..., SchedulerInbox], *args: object) -> Any:
-        """`question` is the message's class; the answer becomes its last field."""
+        """Send a message of the class `question`, whose last field is the future, and wait for the answer."""
         with self._asking() as answer:
             with suppress(*ACTOR_IS_GONE):
                 self._scheduler.send_nowait(question(*args, answer))
@@ -50,14 +50,15 @@ class Questions:
         *args: object,
         done: Callable[[], object] = lambda: None,
     ) -> None:
-        """One at a time, which is what the executor's inbox has room for, and `done` as soon as it is.
+        """Have the device do something, and call `done` as soon as it has.
 
-        Nobody leaves a device that is at it: a cancellation is raised after `done`, or in place of an error.
+        One call at a time is under way, which is what the executor's inbox has room for.  A cancellation is raised
+        after the call has ended: after `done`, or in place of an error.
         """
         with self._asking() as answer:
             with suppress(*ACTOR_IS_GONE):
                 self._executor.send_nowait(DeviceCall(method, args, answer))
-            cancelled = await answer.insist()
+            cancelled = await answer.wait_shielded()
         try:
             answer.result()
             done()
@@ -66,10 +67,10 @@ class Questions:
                 raise cancelled
 
     async def probe(self) -> None:
-        """A round trip: to the scheduler, from it through the executor to the device, and back.
+        """Make a round trip: to the scheduler, from it through the executor to the device, and back.
 
-        One is under way at a time, which is what the executor's inbox has room for: whoever asks after
-        somebody has stopped waiting takes over what that one sent.
+        One is under way at a time, which is what the executor's inbox has room for: a caller that follows one that
+        was cancelled waits for the trip that it had begun.
         """
         async with self._probing:
             with self._asking(self._probe) as answer:
@@ -80,8 +81,8 @@ class Questions:
                         self._is_probe_sent = True
                     await answer.wait()
                 finally:
-                    if answer.is_there:
-                        self._probe, self._is_probe_sent = Answer[object](), False
+                    if answer.is_done:
+                        self._probe, self._is_probe_sent = Future[object](), False
 
     async def flush_observer(self, hurry: Callable[[], object]) -> None:
         """Wait until everything reported before has been counted; `hurry` wakes the observer."""
@@ -92,7 +93,7 @@ class Questions:
             await answer.wait()
 
     def check_alive(self) -> None:
-        """Raises EngineDeadError, with the cause, once the engine has failed or is closed."""
+        """Raise EngineDeadError, with the cause, once the engine has failed or is closed."""
         if self.error is not None:
             raise EngineDeadError(str(self.error)) from self.error.__cause__
 
@@ -102,9 +103,9 @@ class Questions:
             answer.fail(error)
 
     @contextmanager
-    def _asking(self, answer: Answer[Any] | None = None) -> Generator[Answer[Any]]:
+    def _asking(self, answer: Future[Any] | None = None) -> Generator[Future[Any]]:
         self.check_alive()
-        answer = answer or Answer[Any]()
+        answer = answer or Future[Any]()
         self._open.add(answer)
         try:
             yield answer

@@ -1,8 +1,8 @@
-"""The wiring: who talks to whom.  The only module that opens channels between actors and starts them.
+"""The wiring: the only module that opens channels between actors and starts them.
 
-Scopes, outermost first: the caller's block ⊃ the troupe.  When an actor raises, the troupe ends and every
-waiter gets `EngineDeadError` with that exception as its cause; the caller's block is not cancelled, it
-learns of it where it waits, and at the latest where it ends.
+Scopes, outermost first: the caller's block ⊃ the task group of the actors.  When an actor raises, that group ends and
+every waiter gets `EngineDeadError` with that exception as its cause; the caller's block is not cancelled, it learns of
+it where it waits, and at the latest where it ends.
 """
 
 from collections.abc import AsyncGenerator, Callable
@@ -15,7 +15,7 @@ import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from trouper.actors.engine.engine import Engine, EngineStatistics
+from trouper.actors.engine.engine import Engine, EngineParts, EngineStatistics
 from trouper.actors.executor.actor import Executor
 from trouper.actors.executor.device import Device, DeviceInfo
 from trouper.actors.limits import MAX_OPEN_REQUESTS
@@ -69,10 +69,10 @@ async def open_engine(
     is_stepped: bool = False,
     span_processor: "SpanProcessor | None" = None,
 ) -> AsyncGenerator[Engine]:
-    """Run the troupe for the length of the block.
+    """Run the actors for the length of the block.
 
     Leaving the block drains for `shutdown_timeout_s` (not after an error), aborts what is still open, and
-    ends the actors, the device last.  `is_stepped`: nothing is planned but by `Engine.step`.
+    ends the actors, the device last.  `is_stepped`: nothing is planned but by `Controls.step`.
     `span_processor` takes the spans instead of the endpoint that `otlp_traces_endpoint` names.
 
     Raises:
@@ -89,7 +89,7 @@ async def open_engine(
     ):
         try:
             engine = opened = await supervisor.start(
-                _perform, config, device, threads, is_stepped, note_ended, name="troupe"
+                _run_actors, config, device, threads, is_stepped, note_ended, name="engine"
             )
             yield opened
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -107,7 +107,7 @@ async def open_engine(
         engine.raise_death()
 
 
-async def _perform(
+async def _run_actors(
     config: EngineConfig,
     device: Device,
     threads: Threads,
@@ -151,13 +151,13 @@ async def _perform(
         to_detokenizer, detokenizer_inbox, to_pooler, pooler_inbox, to_observer, observer_inbox,
     ):  # fmt: skip
         try:
-            async with anyio.create_task_group() as troupe:
+            async with anyio.create_task_group() as tasks:
                 executor = Executor(executor_inbox, to_scheduler.clone(), device)
-                info, tokenizer = await _load(config, executor, threads, troupe)
+                info, tokenizer = await _load(config, executor, threads, tasks)
                 policy = _make_policy(config, info)
                 observer = _make_observer(config, info, observer_inbox, policy, note_ended)
                 if observer is not None:
-                    await troupe.start(observer.run, name="observer")
+                    await tasks.start(observer.run, name="observer")
                 reporter = partial(_make_reporter, to_observer, is_on=observer is not None)
 
                 detokenizer: Detokenizer | None = None
@@ -165,11 +165,11 @@ async def _perform(
                     detokenizer = Detokenizer(
                         detokenizer_inbox, to_scheduler.clone(), tokenizer, reporter()
                     )
-                    await troupe.start(detokenizer.run, name="detokenizer")
+                    await tasks.start(detokenizer.run, name="detokenizer")
                     prompts = Prompts.for_engine(config, tokenizer)
                 else:
                     pooler = Pooler(pooler_inbox, config.pooler, threads)
-                    await troupe.start(pooler.run, name="pooler")
+                    await tasks.start(pooler.run, name="pooler")
                     prompts = PoolingPrompts.for_engine(config, tokenizer)
                 scheduler = Scheduler[Any](
                     scheduler_inbox,
@@ -179,7 +179,7 @@ async def _perform(
                     reporter=reporter(),
                     is_stepped=is_stepped,
                 )
-                await troupe.start(scheduler.run, name="scheduler")
+                await tasks.start(scheduler.run, name="scheduler")
                 # One more than the workers: large prompts wait for each other and for nobody else.
                 lanes = [large_renderer_inbox, *[renderer_inbox] * config.renderer_num_workers]
                 for number, lane in enumerate(lanes):
@@ -190,11 +190,12 @@ async def _perform(
                         prompts.render,
                         threads,
                     )
-                    await troupe.start(renderer.run, name=f"renderer {number}")
-                engine = Engine(
-                    config, info, tokenizer, to_renderer, to_large_renderer, to_scheduler,
-                    to_executor, to_observer, scheduler, detokenizer, observer, EventLoop(),
+                    await tasks.start(renderer.run, name=f"renderer {number}")
+                parts = EngineParts(
+                    info, tokenizer, to_renderer, to_large_renderer, to_scheduler, to_executor,
+                    to_observer, scheduler, detokenizer, observer, EventLoop(),
                 )  # fmt: skip
+                engine = Engine(config, parts)
                 task_status.started(engine)
         except BaseExceptionGroup as group:
             errors, rest = group.split(Exception)
@@ -268,7 +269,7 @@ async def _tracing(
 
 
 async def _load(
-    config: EngineConfig, executor: Executor, threads: Threads, troupe: TaskGroup
+    config: EngineConfig, executor: Executor, threads: Threads, tasks: TaskGroup
 ) -> tuple[DeviceInfo, Tokenizer | None]:
     """The tokenizer is read while the weights are."""
     tokenizer: Tokenizer | None = None
@@ -281,7 +282,7 @@ async def _load(
     async with anyio.create_task_group() as loading:
         if config.tokenizer is not None:
             loading.start_soon(load_tokenizer, config.tokenizer)
-        info = await troupe.start(executor.run, name="executor")
+        info = await tasks.start(executor.run, name="executor")
     return info, tokenizer  # pyright: ignore[reportPossiblyUnboundVariable]  # the group does not swallow
 
 

@@ -1,48 +1,51 @@
-"""The answer to one question: a cell that is filled once and waited for by one task."""
+"""A value that is there later: set once by one task, waited for by another."""
 
 from typing import Generic, TypeVar, cast
 
 import anyio
 
-from trouper.actors.runtime.shielded import insist
+from trouper.actors.runtime.shielded import wait_shielded
 
 T = TypeVar("T")
 
 
-class Answer(Generic[T]):
-    """Opened by who asks, lent in a message, filled by the actor that did the work.
+class Future(Generic[T]):
+    """Opened by the task that asks, lent in a message, set by the actor that did the work.
 
-    Filling never waits and never fails; whoever has stopped waiting simply does not look.
+    Setting never waits and never fails, also when the task that asked has stopped waiting.
     """
 
     def __init__(self) -> None:
-        self._is_there = anyio.Event()
+        self._done = anyio.Event()
         self._value: T | None = None
         self._error: BaseException | None = None
 
     @property
-    def is_there(self) -> bool:
-        return self._is_there.is_set()
+    def is_done(self) -> bool:
+        """Whether there is a value or an error."""
+        return self._done.is_set()
 
     def set(self, value: T) -> None:
+        """Deliver the value."""
         self._value = value
-        self._is_there.set()
+        self._done.set()
 
     def fail(self, error: BaseException) -> None:
+        """Deliver an error instead."""
         self._error = error
-        self._is_there.set()
+        self._done.set()
 
     async def wait(self) -> T:
-        """Raises what `fail` was given."""
-        await self._is_there.wait()
+        """Wait for the value.  Raises what `fail` was given."""
+        await self._done.wait()
         return self.result()
 
-    async def insist(self) -> BaseException | None:
-        """Wait until it is there, whatever cancels; the cancellation is the caller's to raise."""
-        return await insist(self._is_there.wait, self._is_there.is_set)
+    async def wait_shielded(self) -> BaseException | None:
+        """Wait until it is done, whatever cancels; returns the cancellation, which the caller raises."""
+        return await wait_shielded(self._done.wait, self._done.is_set)
 
     def result(self) -> T:
-        """Of an answer that is there.  Raises what `fail` was given."""
+        """Return the value of a future that is done.  Raises what `fail` was given."""
         if self._error is not None:
             raise self._error
         return cast("T", self._value)

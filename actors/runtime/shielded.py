@@ -6,16 +6,16 @@ from collections.abc import Awaitable, Callable
 import anyio
 
 
-async def insist(
+async def wait_shielded(
     attempt: Callable[[], Awaitable[object]],
     is_over: Callable[[], bool],
     *,
     limit_s: float = math.inf,
 ) -> BaseException | None:
-    """Await attempts until it is over; the cancellation that came meanwhile is the caller's to raise, afterwards.
+    """Await attempts until it is over; returns the cancellation that came meanwhile, which the caller raises.
 
-    A shield keeps anyio's cancellation out, and not that of an asyncio task, by which `wait_for`, `timeout`, a
-    `TaskGroup` and Ctrl-C work.
+    A shield of anyio keeps out the cancellation of scopes, but not that of an asyncio task, which `wait_for`,
+    `timeout`, a `TaskGroup` and Ctrl-C use.
 
     Args:
         limit_s: after which it is given up, over or not.

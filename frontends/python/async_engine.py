@@ -190,7 +190,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
 
     async def step(self) -> None:
         """Run one iteration of an engine that is stepped by hand; readers then find its outputs."""
-        await self.engine.step()
+        await self.engine.controls.step()
 
     async def start(self) -> None:
         """Start the actors, as entering does; for a program that cannot nest.

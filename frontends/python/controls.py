@@ -28,11 +28,11 @@ class AsyncControls:
 
     async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
         """Stop scheduling; `abort` ends the requests, `wait` lets them finish, `keep` freezes them."""
-        await self.engine.pause(mode, clear_cache=clear_cache)
+        await self.engine.controls.pause(mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
         """Schedule again.  Raises RuntimeError while memory is absent."""
-        await self.engine.resume()
+        await self.engine.controls.resume()
 
     async def is_paused(self) -> bool:
         return self.engine.lifecycle.is_paused
@@ -40,7 +40,7 @@ class AsyncControls:
     @asynccontextmanager
     async def paused(self, mode: str = "keep", clear_cache: bool = False) -> AsyncGenerator[None]:
         """Pause inside the block; on every way out the engine is again as it was before."""
-        async with self.engine.paused(mode, clear_cache=clear_cache):
+        async with self.engine.controls.paused(mode, clear_cache=clear_cache):
             yield
 
     async def sleep(self, level: int = 1, mode: str = "abort", *, reload: bool = True) -> None:
@@ -51,12 +51,12 @@ class AsyncControls:
         """
         if not reload:
             raise UnsupportedFeatureError("sleep: reload=False is not supported yet")
-        if not await self.engine.sleep(level, mode):
+        if not await self.engine.controls.sleep(level, mode):
             warnings.warn(f"already asleep at level {level} or deeper", stacklevel=2)
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> bool:
         """Bring back `weights`, `kv_cache`, `scheduling`, or all.  Returns True when fully awake."""
-        return await self.engine.wake(tags)
+        return await self.engine.controls.wake(tags)
 
     async def is_sleeping(self) -> bool:
         """Return True while the engine is paused or short of memory."""
@@ -67,7 +67,7 @@ class AsyncControls:
     ) -> bool:
         """Forget all prefixes; returns False, and changes nothing, while any block is held."""
         preempt = "resample" if reset_running_requests else "no"
-        return await self.engine.reset_prefix_cache(preempt=preempt)
+        return await self.engine.controls.reset_prefix_cache(preempt=preempt)
 
     async def reset_mm_cache(self) -> None:
         """Do nothing: prompts are text, so there is no such cache."""
@@ -88,12 +88,12 @@ class AsyncControls:
             max_iterations=max_iterations,
             profiler_kwargs=profiler_kwargs,
         )
-        await self.engine.start_profile(self.profiler_dir(), profile_prefix or "trouper")
+        await self.engine.controls.start_profile(self.profiler_dir(), profile_prefix or "trouper")
 
     async def stop_profile(self) -> None:
         """Write the trace."""
         self.profiler_dir()
-        await self.engine.stop_profile()
+        await self.engine.controls.stop_profile()
 
     async def get_metrics(self) -> list[Metric]:
         """Return every counter, gauge and histogram; needs `disable_log_stats=False`."""

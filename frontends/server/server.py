@@ -190,7 +190,7 @@ class Server:
         if engine is not None:
             await anyio.sleep(self._shutdown_timeout_s)
             self._service.close_gate()
-            engine.abort_all()
+            engine.requests.abort_all()
         await anyio.sleep(GRACE_S)
         self._report("closing connections that do not read their answers")
         self._shutdown.aborting.set()

@@ -161,7 +161,7 @@ class Service:
         if anyio.current_time() - self._proved_at < PROOF_S:
             return
         with anyio.move_on_after(PROBE_S):
-            await self.core.probe()
+            await self.core.controls.probe()
             self._proved_at = anyio.current_time()
             return
         raise unavailable("no_progress", "the engine does not answer")
@@ -257,7 +257,7 @@ class Service:
         if self.gate.close(unavailable("overloaded", "the server is overloaded, try again later")):
             return
         engine = self.core
-        slots = [slot for slot in engine.open_slots if not (slot.is_aborted or slot.is_over)]
+        slots = [slot for slot in engine.requests.slots if not (slot.is_aborted or slot.is_over)]
         if slots:
             engine.abort(slots[-1].request_id)
 

@@ -91,7 +91,7 @@ def test_the_diagram_shows_every_channel_with_its_capacity():
 
 def test_the_diagram_shows_every_actor():
     page = (ROOT / "docs" / "architecture.md").read_text()
-    started = {name.capitalize() for name in re.findall(r"troupe\.start\(\s*(\w+)\.run", ENGINE)}
+    started = {name.capitalize() for name in re.findall(r"tasks\.start\(\s*(\w+)\.run", ENGINE)}
     described = re.findall(r"^\| `([A-Z]\w+)` \| `(actors/\S+)` \|", page, re.MULTILINE)
     assert {name for name, _ in described} == started
     for name, path in described:

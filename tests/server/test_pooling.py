@@ -131,7 +131,7 @@ async def test_an_abort_while_texts_are_being_opened_ends_them_all(
     answer = await Client(app).post(path, body)
     assert (answer.status, answer.error["code"], len(opened)) == (503, "aborted", 3)
     assert app.service.abort(None) == 0
-    assert not pooling_engine.engine.open_slots
+    assert not pooling_engine.engine.requests.slots
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])

@@ -258,17 +258,17 @@ async def _operate(world: Any, engine: Engine, operation: Operation) -> None:
     try:
         match operation.kind:
             case "reset":
-                await engine.reset_prefix_cache(preempt=operation.preempt)
+                await engine.controls.reset_prefix_cache(preempt=operation.preempt)
             case "paused":
-                async with engine.paused(operation.mode, clear_cache=operation.level > 0):
+                async with engine.controls.paused(operation.mode, clear_cache=operation.level > 0):
                     with world.frozen():
                         await anyio.sleep(operation.hold_s)
             case "sleep":
-                await engine.sleep(operation.level, operation.mode)
+                await engine.controls.sleep(operation.level, operation.mode)
                 with world.frozen():
                     await anyio.sleep(operation.hold_s)
                 if operation.tags is not None:
-                    await engine.wake(operation.tags)
+                    await engine.controls.wake(operation.tags)
                     await anyio.sleep(operation.hold_s)
     except InjectedError:
         pass  # the device refused; waking up is tried again
@@ -278,7 +278,7 @@ async def _wake_up(world: Any, engine: Engine) -> None:
     with anyio.CancelScope(shield=True):
         while engine.dead_error is None and engine.lifecycle.state is not EngineState.STOPPED:
             try:
-                if await engine.wake():
+                if await engine.controls.wake():
                     break
             except InjectedError:
                 pass

@@ -42,14 +42,14 @@ def at_rest(world: Any) -> None:
     device = world.device
     stats = policy.statistics()
     for name, channel in (
-        ("scheduler", engine._to_scheduler),
-        ("executor", engine._questions._executor),
+        ("scheduler", engine.requests._scheduler),
+        ("executor", engine._client._executor),
         ("detokenizer", engine._scheduler._output),
     ):
         num_left = channel.statistics().current_buffer_used
         require(num_left == 0, "a message is left lying", name, num_left)
     num_rendering = world.threads.num_begun - world.threads.num_ended
-    num_queued = engine._to_renderer.statistics().current_buffer_used
+    num_queued = engine.requests._renderer.statistics().current_buffer_used
     require(
         num_queued == 0 or num_rendering == world.scenario.num_renderers,
         "a renderer is idle while prompts wait", num_queued, num_rendering,
@@ -146,7 +146,11 @@ def check_tables(world: Any, engine: Engine, policy: Policy) -> None:
             is_rendering = case.id in world.rendering
             is_told = case.slot._error is not None or case.slot._num_open == 0
             require(bool(mine) or is_rendering or is_told, "a request is lost", case)
-    require(len(engine._open) == sum(case.is_open for case in world.cases), "open requests", engine)
+    require(
+        len(engine.requests._open) == sum(case.is_open for case in world.cases),
+        "open requests",
+        engine,
+    )
 
 
 def _is_readable(case: Case) -> bool:

@@ -26,14 +26,14 @@ def at_rest(world: Any) -> None:
     policy: PoolingPolicy = engine._scheduler.policy
     is_pooling = threads.num_begun - threads.num_ended > threads.num_rendering
     for name, channel in (
-        ("scheduler", engine._to_scheduler),
-        ("executor", engine._questions._executor),
+        ("scheduler", engine.requests._scheduler),
+        ("executor", engine._client._executor),
         ("pooler", engine._scheduler._output),
     ):
         num_left = channel.statistics().current_buffer_used
         may_wait = name == "pooler" and is_pooling
         require(num_left == 0 or may_wait, "a message is left lying", name, num_left)
-    num_queued = engine._to_renderer.statistics().current_buffer_used
+    num_queued = engine.requests._renderer.statistics().current_buffer_used
     require(
         num_queued == 0 or threads.num_rendering == world.scenario.num_renderers,
         "a renderer is idle while prompts wait", num_queued, threads.num_rendering,
@@ -61,7 +61,9 @@ def at_rest(world: Any) -> None:
             require(is_known or not case.is_unfinished, "a request is lost", case)
         if case.reads_since is not None and case.is_open:
             require(case.is_unfinished, "a reader sleeps beside its output", case)
-    require(len(engine._open) == sum(c.is_open for c in world.cases), "open requests", engine)
+    require(
+        len(engine.requests._open) == sum(c.is_open for c in world.cases), "open requests", engine
+    )
 
 
 class Line:

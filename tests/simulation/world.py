@@ -143,8 +143,8 @@ class World:
         """Look over the shoulder of those who open, abort, admit and plan."""
         self.engine = engine
         policy = engine._scheduler.policy
-        engine.open_request = partial(self._open, engine.open_request)  # type: ignore[method-assign]
-        engine.abort = partial(self._abort, engine.abort)  # type: ignore[method-assign]
+        engine.requests.open_request = partial(self._open, engine.requests.open_request)  # type: ignore[method-assign]
+        engine.requests.abort = partial(self._abort, engine.requests.abort)  # type: ignore[method-assign]
         policy.admit = partial(self._admit, policy.admit)  # type: ignore[method-assign]
         policy.plan = partial(self._plan, policy.plan)  # type: ignore[method-assign]
 
@@ -156,14 +156,14 @@ class World:
         render: Callable[..., Any],
         arrival_time: float | None,
     ) -> tuple[RequestId, Any]:
-        if request_id in self.engine._open:
+        if request_id in self.engine.requests._open:
             self.duplicates.add(request_id)
         if self.engine.lifecycle.refuses is not None:
             self.refused.add(request_id)
         case = self._by_task[trio.lowlevel.current_task()]
 
         def noted(*, id: RequestId, slot: Any, **rest: Any) -> Any:
-            """Before anybody else knows it: a short prompt is rendered before `right` returns."""
+            """Note the request before any actor knows it."""
             case.id, case.slot = id, slot
             self.rendering.add(id)
             for index in range(case.client.wish.n):

@@ -349,7 +349,7 @@ async def test_a_broken_device_reaches_every_waiter_and_every_later_call(autojum
             with pytest.raises(EngineDeadError):
                 await anext(engine.generate(PROMPT, greedy(), "late"))
             with pytest.raises(EngineDeadError):
-                await engine.pause("keep")
+                await engine.controls.pause("keep")
     assert str(outcome.value.__cause__) == "device lost"
 
 

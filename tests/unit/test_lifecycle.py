@@ -61,13 +61,13 @@ async def test_keep_freezes_and_the_tokens_after_it_are_those_without_it(autojum
     async with simulated_engine() as engine, anyio.create_task_group() as tg:
         client = Client(engine, tg)
         await anyio.sleep(5.5 * STEP_S)
-        await engine.sleep(level, "keep")
+        await engine.controls.sleep(level, "keep")
         steps = engine.statistics().scheduler.num_generation_tokens
         late = Client(engine, tg, "late")  # keep queues what comes meanwhile
         await settle()
         assert engine.statistics().scheduler.num_generation_tokens == steps
         assert client.output is None
-        assert await engine.wake()
+        assert await engine.controls.wake()
         await settle()
         assert client.token_ids == late.token_ids == expected(PROMPT, 20)
 
@@ -77,12 +77,12 @@ async def test_abort_ends_running_and_waiting_requests_once(autojump_clock, leve
     async with simulated_engine(max_num_active_seqs=1) as engine, anyio.create_task_group() as tg:
         runs, waits = Client(engine, tg, "runs"), Client(engine, tg, "waits")
         await anyio.sleep(5.5 * STEP_S)
-        await engine.sleep(level, "abort")
+        await engine.controls.sleep(level, "abort")
         await trio.testing.wait_all_tasks_blocked()
         assert (runs.ending, waits.ending) == ("abort", "abort")
         assert runs.token_ids == expected(PROMPT, 20)[: len(runs.token_ids)]
         assert engine.lifecycle.is_sleeping
-        await engine.wake()
+        await engine.controls.wake()
         after = Client(engine, tg, "after")
         await settle()
         assert after.token_ids == expected(PROMPT, 20)
@@ -93,12 +93,12 @@ async def test_wait_lets_what_runs_finish_and_keeps_what_never_ran(autojump_cloc
     async with simulated_engine(max_num_active_seqs=1) as engine, anyio.create_task_group() as tg:
         runs, waits = Client(engine, tg, "runs"), Client(engine, tg, "waits")
         await anyio.sleep(5.5 * STEP_S)
-        await engine.sleep(level, "wait")
+        await engine.controls.sleep(level, "wait")
         await trio.testing.wait_all_tasks_blocked()
         assert (runs.ending, waits.ending) == ("length", None)
         await settle()
         assert waits.output is None
-        await engine.wake()
+        await engine.controls.wake()
         await settle()
         assert waits.token_ids == expected(PROMPT, 20)
 
@@ -106,14 +106,14 @@ async def test_wait_lets_what_runs_finish_and_keeps_what_never_ran(autojump_cloc
 async def test_admission_while_paused_queues_or_refuses_as_the_table_says(autojump_clock):
     async with simulated_engine() as engine:
         for how, refuses in (
-            (lambda: engine.sleep(0, "abort"), False),
-            (lambda: engine.sleep(0, "wait"), False),
-            (lambda: engine.pause("keep"), False),
-            (lambda: engine.pause("abort"), True),
-            (lambda: engine.pause("wait"), True),
-            (lambda: engine.sleep(1, "keep"), False),
-            (lambda: engine.sleep(1, "abort"), True),
-            (lambda: engine.sleep(2, "wait"), True),
+            (lambda: engine.controls.sleep(0, "abort"), False),
+            (lambda: engine.controls.sleep(0, "wait"), False),
+            (lambda: engine.controls.pause("keep"), False),
+            (lambda: engine.controls.pause("abort"), True),
+            (lambda: engine.controls.pause("wait"), True),
+            (lambda: engine.controls.sleep(1, "keep"), False),
+            (lambda: engine.controls.sleep(1, "abort"), True),
+            (lambda: engine.controls.sleep(2, "wait"), True),
         ):
             await how()
             stream = engine.generate(PROMPT, greedy(), "a")
@@ -123,38 +123,38 @@ async def test_admission_while_paused_queues_or_refuses_as_the_table_says(autoju
             else:
                 stream.open()
             stream.close()
-            assert await engine.wake()
+            assert await engine.controls.wake()
 
 
 async def test_the_paused_block_restores_what_it_found(autojump_clock):
     async with simulated_engine() as engine:
-        async with engine.paused():
+        async with engine.controls.paused():
             assert engine.lifecycle.is_paused
-            async with engine.paused():
+            async with engine.controls.paused():
                 assert engine.lifecycle.is_paused
             assert engine.lifecycle.is_paused
         assert not engine.lifecycle.is_paused
         with pytest.raises(KeyError):
-            async with engine.paused():
+            async with engine.controls.paused():
                 raise KeyError
         assert not engine.lifecycle.is_paused
         with anyio.move_on_after(1):
-            async with engine.paused():
+            async with engine.controls.paused():
                 await anyio.sleep_forever()
         assert not engine.lifecycle.is_paused
 
 
 async def test_nested_and_overlapping_paused_blocks_leave_what_the_others_want(autojump_clock):
     async with simulated_engine() as engine:
-        async with engine.paused("keep"):
-            async with engine.paused("abort"):
+        async with engine.controls.paused("keep"):
+            async with engine.controls.paused("abort"):
                 with pytest.raises(RetryableRequestError):
                     engine.generate(PROMPT, greedy(), "refused").open()
             queued = engine.generate(PROMPT, greedy(), "queued")
             queued.open()
             queued.close()
         assert not engine.lifecycle.is_paused
-        first, second = engine.paused(), engine.paused()
+        first, second = engine.controls.paused(), engine.controls.paused()
         await first.__aenter__()
         await second.__aenter__()
         await first.__aexit__(None, None, None)
@@ -166,61 +166,61 @@ async def test_nested_and_overlapping_paused_blocks_leave_what_the_others_want(a
 async def test_a_sleep_inside_a_paused_block_outlasts_it_and_hides_no_error(autojump_clock):
     async with simulated_engine() as engine:
         with pytest.raises(KeyError):
-            async with engine.paused():
-                await engine.sleep(1)
+            async with engine.controls.paused():
+                await engine.controls.sleep(1)
                 raise KeyError
         assert engine.lifecycle.state is EngineState.ASLEEP
-        assert await engine.wake()
+        assert await engine.controls.wake()
 
 
 async def test_a_deeper_sleep_that_is_cancelled_leaves_it_asleep(autojump_clock):
     async with simulated_engine() as engine:
-        await engine.sleep(1)
+        await engine.controls.sleep(1)
         with anyio.CancelScope() as scope:
             scope.cancel()
-            await engine.sleep(2)
+            await engine.controls.sleep(2)
         with pytest.raises(RuntimeError, match="asleep"):
-            await engine.resume()
-        assert await engine.wake()
+            await engine.controls.resume()
+        assert await engine.controls.wake()
 
 
 async def test_sleeping_after_a_partial_wake_gives_the_memory_back_again(autojump_clock):
     async with simulated_engine() as engine:
-        await engine.sleep(1)
-        await engine.wake(["kv_cache"])
-        assert await engine.sleep(1)
+        await engine.controls.sleep(1)
+        await engine.controls.wake(["kv_cache"])
+        assert await engine.controls.sleep(1)
         assert not engine.lifecycle.resident
-        assert await engine.wake()
+        assert await engine.controls.wake()
 
 
 async def test_a_partial_wake_stays_asleep_until_all_memory_is_there(autojump_clock):
     async with simulated_engine() as engine:
-        await engine.sleep(1)
-        assert not await engine.wake(["scheduling"])
-        assert not await engine.wake(["weights"])
+        await engine.controls.sleep(1)
+        assert not await engine.controls.wake(["scheduling"])
+        assert not await engine.controls.wake(["weights"])
         assert engine.lifecycle.is_sleeping
         with pytest.raises(RuntimeError, match="asleep"):
-            await engine.resume()
-        assert await engine.wake(["kv_cache"])
+            await engine.controls.resume()
+        assert await engine.controls.wake(["kv_cache"])
         assert not engine.lifecycle.is_sleeping
 
 
 async def test_waking_the_memory_of_a_mere_pause_leaves_it_paused(autojump_clock):
     async with simulated_engine() as engine:
-        await engine.sleep(0)
-        assert not await engine.wake(["weights"])
+        await engine.controls.sleep(0)
+        assert not await engine.controls.wake(["weights"])
         assert engine.lifecycle.is_paused
-        assert await engine.wake(["scheduling"])
+        assert await engine.controls.wake(["scheduling"])
 
 
 async def test_wrong_modes_levels_and_tags_change_nothing(autojump_clock):
     async with simulated_engine() as engine:
         for call, named in (
-            (lambda: engine.pause("soft"), "mode"),
-            (lambda: engine.sleep(1, "soft"), "mode"),
-            (lambda: engine.sleep(3), "level"),
-            (lambda: engine.sleep(True), "level"),
-            (lambda: engine.wake(["wieghts"]), "weights, kv_cache, scheduling"),
+            (lambda: engine.controls.pause("soft"), "mode"),
+            (lambda: engine.controls.sleep(1, "soft"), "mode"),
+            (lambda: engine.controls.sleep(3), "level"),
+            (lambda: engine.controls.sleep(True), "level"),
+            (lambda: engine.controls.wake(["wieghts"]), "weights, kv_cache, scheduling"),
         ):
             with pytest.raises(TrouperValidationError, match=named):
                 await call()
@@ -229,26 +229,26 @@ async def test_wrong_modes_levels_and_tags_change_nothing(autojump_clock):
 
 async def test_pausing_twice_sleeping_twice_and_waking_twice_are_no_ops(autojump_clock):
     async with simulated_engine() as engine:
-        await engine.pause("keep")
-        await engine.pause("keep")
-        await engine.resume()
-        await engine.resume()
-        assert await engine.sleep(1)
-        assert not await engine.sleep(1)
-        assert await engine.sleep(2)
-        assert not await engine.sleep(1)
-        assert await engine.wake()
-        assert await engine.wake()
+        await engine.controls.pause("keep")
+        await engine.controls.pause("keep")
+        await engine.controls.resume()
+        await engine.controls.resume()
+        assert await engine.controls.sleep(1)
+        assert not await engine.controls.sleep(1)
+        assert await engine.controls.sleep(2)
+        assert not await engine.controls.sleep(1)
+        assert await engine.controls.wake()
+        assert await engine.controls.wake()
 
 
 async def test_sleep_and_wake_from_two_tasks_queue(autojump_clock):
     async with simulated_engine() as engine, anyio.create_task_group() as tg:
         client = Client(engine, tg)
         for _ in range(5):
-            tg.start_soon(engine.sleep, 1, "keep")
-            tg.start_soon(engine.wake)
+            tg.start_soon(engine.controls.sleep, 1, "keep")
+            tg.start_soon(engine.controls.wake)
         await settle()
-        await engine.wake()
+        await engine.controls.wake()
         await settle()
         assert client.token_ids == expected(PROMPT, 20)
 
@@ -258,9 +258,9 @@ async def test_a_cancelled_wait_leaves_the_engine_paused(autojump_clock):
         client = Client(engine, tg, max_tokens=200)
         await anyio.sleep(5 * STEP_S)
         with anyio.move_on_after(2 * STEP_S):
-            await engine.pause("wait")
+            await engine.controls.pause("wait")
         assert engine.lifecycle.is_paused
-        await engine.resume()
+        await engine.controls.resume()
         await anyio.sleep(300 * STEP_S)
         assert client.token_ids == expected(PROMPT, 200)
 
@@ -284,11 +284,11 @@ async def test_a_wake_that_fails_is_asleep_again_and_can_be_retried(autojump_clo
     ):
         client = Client(engine, tg)
         await anyio.sleep(5 * STEP_S)
-        await engine.sleep(2, "keep")
+        await engine.controls.sleep(2, "keep")
         with pytest.raises(MemoryError):
-            await engine.wake()
+            await engine.controls.wake()
         assert engine.lifecycle.is_sleeping
-        assert await engine.wake()
+        assert await engine.controls.wake()
         await settle()
         assert client.token_ids == expected(PROMPT, 20)
 
@@ -297,18 +297,18 @@ async def test_the_prefix_cache_is_reset_only_when_no_block_is_held(autojump_clo
     async with simulated_engine() as engine, anyio.create_task_group() as tg:
         client = Client(engine, tg)
         await anyio.sleep(5.5 * STEP_S)
-        assert not await engine.reset_prefix_cache()
-        assert await engine.reset_prefix_cache(preempt="resample")
+        assert not await engine.controls.reset_prefix_cache()
+        assert await engine.controls.reset_prefix_cache(preempt="resample")
         await settle()
         assert client.token_ids == expected(PROMPT, 20)
-        assert await engine.reset_prefix_cache()
+        assert await engine.controls.reset_prefix_cache()
 
 
 async def test_after_the_end_every_call_says_so(autojump_clock):
     async with simulated_engine() as engine:
         pass
     with pytest.raises(EngineDeadError, match="closed"):
-        await engine.pause()
+        await engine.controls.pause()
     with pytest.raises(EngineDeadError, match="closed"):
         engine.generate(PROMPT, greedy(), "a").open()
 
@@ -321,10 +321,10 @@ async def test_each_step_of_a_stepped_engine_is_one_iteration(autojump_clock):
         assert engine.statistics().scheduler.num_generation_tokens == 0
         seen = []
         for _ in range(3):
-            await engine.step()
+            await engine.controls.step()
             seen.append(len(stream.take_nowait().outputs[0].token_ids))
         assert seen == [1, 2, 3]
-        await engine.step()
+        await engine.controls.step()
         assert stream.take_nowait() is None
 
 
@@ -332,8 +332,8 @@ async def test_wait_drives_a_stepped_engine_by_itself(autojump_clock):
     async with simulated_engine(is_stepped=True) as engine:
         stream = engine.generate(PROMPT, greedy(5), "a")
         await stream.submit()
-        await engine.step()
-        await engine.pause("wait")
+        await engine.controls.step()
+        await engine.controls.pause("wait")
         output = stream.take_nowait()
         assert output.finished
         assert output.outputs[0].token_ids == expected(PROMPT, 5)
@@ -359,8 +359,8 @@ async def test_profiles_that_are_given_up_leave_room_for_the_next_question(autoj
         await anyio.sleep(0.5)  # of a step
         for _ in range(9):
             with anyio.move_on_after(0.05), suppress(ProfilerAlreadyActiveError):
-                await engine.start_profile("folder", "x")
-        await engine.probe()
-        await engine.stop_profile()
+                await engine.controls.start_profile("folder", "x")
+        await engine.controls.probe()
+        await engine.controls.stop_profile()
         outputs = [output async for output in stream]
         assert outputs[0].outputs[0].token_ids == expected(PROMPT, 3)

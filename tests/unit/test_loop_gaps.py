@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from tests.heartbeat import BEATS, WAIT_S, Heartbeat
-from trouper.actors.engine import engine as handle_module
+from trouper.actors.engine import request_table
 from trouper.actors.output import pooler as pooler_module
 from trouper.actors.rendering.pooling import PoolingPrompts
 from trouper.actors.rendering.text import Prompts
@@ -157,7 +157,7 @@ async def test_an_abort_ends_a_request_that_waits_for_the_renderer(monkeypatch):
 
 
 async def test_a_short_prompt_passes_large_embeddings_that_are_being_rendered(monkeypatch):
-    monkeypatch.setattr(handle_module, "LARGE_EMBEDS", 1000)
+    monkeypatch.setattr(request_table, "LARGE_EMBEDS", 1000)
     async with beating_engine(enable_prompt_embeds=True, renderer_num_workers=1) as (engine, _):
         is_short_done = threading.Event()
         right = Prompts._decoded

@@ -174,7 +174,7 @@ async def test_rendering_counts_into_latency_and_not_into_the_queue(autojump_clo
 
 @in_virtual_time
 async def test_an_arrival_time_given_by_the_caller_counts(autojump_clock, monkeypatch):
-    monkeypatch.setattr("trouper.actors.engine.engine.time.time", lambda: 1000.0)
+    monkeypatch.setattr("trouper.actors.engine.request_table.time.time", lambda: 1000.0)
     async with simulated_engine() as engine:
         stats = (await finish(engine, "a", greedy(1), arrival_time=997.0)).metrics
     assert stats.arrival_time == 997.0
@@ -294,16 +294,16 @@ async def test_the_sleep_state_follows_sleep_and_wake(autojump_clock):
 
         assert await state() == ["awake"]
         for level, name in ((1, "weights_offloaded"), (2, "discard_all")):
-            await engine.sleep(level)
+            await engine.controls.sleep(level)
             assert await state() == [name]
-            await engine.wake(["weights"])
+            await engine.controls.wake(["weights"])
             assert await state() == [name]
-            await engine.wake()
+            await engine.controls.wake()
             assert await state() == ["awake"]
-        await engine.sleep(0)
+        await engine.controls.sleep(0)
         assert await state() == []
-        await engine.wake()
-        async with engine.paused():
+        await engine.controls.wake()
+        async with engine.controls.paused():
             assert await state() == []
         assert await state() == ["awake"]
 

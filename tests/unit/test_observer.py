@@ -11,7 +11,7 @@ from trouper.actors.messages.inboxes import ObserverInbox
 from trouper.actors.messages.stats import OutputStats, RequestEnded, SchedulerStats, StepStats
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import INTAKE_PAUSE_S, Observer, interval_line
-from trouper.actors.runtime.future import Answer
+from trouper.actors.runtime.future import Future
 from trouper.actors.runtime.reporter import Reporter
 from trouper.metrics import Counter
 from trouper.outputs import RequestStateStats
@@ -64,7 +64,7 @@ class Stage:
 
 
 async def flushed(stage):
-    answer = Answer()
+    answer = Future()
     stage.observer.send_nowait(Flush(answer))
     stage.actor.hurry()
     await answer.wait()

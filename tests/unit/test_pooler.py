@@ -10,7 +10,7 @@ from trouper.actors.messages.requests import AdmitPooling
 from trouper.actors.output import pooler as pooler_module
 from trouper.actors.output.pooler import LARGE, Pooler
 from trouper.actors.replies.pooling_slot import PoolingSlot
-from trouper.actors.runtime.future import Answer
+from trouper.actors.runtime.future import Future
 from trouper.errors import GenerationError, TrouperValidationError
 from trouper.pooling import LateInteractionParams, PoolingParams
 
@@ -41,7 +41,7 @@ async def stage():
     pooler = Pooler(inbox, spec(), threads)
 
     async def send(*requests):
-        answer = Answer()
+        answer = Future()
         await to_pooler.send(Pooled(tuple(requests), (answer,)))
         await answer.wait()
 

@@ -13,11 +13,11 @@ pytestmark = pytest.mark.trio
 
 async def test_it_waits_for_the_steps_before_it_and_for_nothing_else(autojump_clock):
     async with simulated_engine() as engine:
-        await engine.probe()
+        await engine.controls.probe()
         async with engine.generate([1, 2, 3], SamplingParams(max_tokens=50), "a") as stream:
             await anext(stream)
             begin = anyio.current_time()
-            await engine.probe()
+            await engine.controls.probe()
             assert anyio.current_time() - begin < 3.5 * STEP_S  # in flight, and in the inbox
 
 
@@ -26,11 +26,11 @@ async def test_many_at_once_and_given_up_ones_never_fill_the_executors_inbox(aut
         async with engine.generate([1, 2, 3], SamplingParams(max_tokens=50), "a") as stream:
             await anext(stream)
             for _ in range(10):
-                tg.start_soon(engine.probe)
+                tg.start_soon(engine.controls.probe)
                 with anyio.move_on_after(STEP_S / 3):
-                    await engine.probe()
-            await engine.sleep(0)
-            await engine.wake()
+                    await engine.controls.probe()
+            await engine.controls.sleep(0)
+            await engine.controls.wake()
             async for output in stream:
                 last = output
     assert last.outputs[0].finish_reason == "abort"
@@ -39,6 +39,6 @@ async def test_many_at_once_and_given_up_ones_never_fill_the_executors_inbox(aut
 async def test_it_ends_with_the_engine(autojump_clock):
     async with simulated_engine() as engine:
         with anyio.move_on_after(0):
-            await engine.probe()
+            await engine.controls.probe()
     with pytest.raises(EngineDeadError):
-        await engine.probe()
+        await engine.controls.probe()

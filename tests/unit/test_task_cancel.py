@@ -58,15 +58,15 @@ async def test_engine_and_device_agree_about_memory_wherever_a_change_was_cut(is
     for num_turns in itertools.count(1):
         async with engine_of() as engine:
             if is_wake:
-                await engine.sleep(1)
+                await engine.controls.sleep(1)
             was_done = await cancelled_after(
-                num_turns, engine.wake() if is_wake else engine.sleep(1)
+                num_turns, engine.controls.wake() if is_wake else engine.controls.sleep(1)
             )
             assert MEMORY - engine.device._absent == engine.lifecycle.resident
             assert engine.lifecycle.state in (
                 EngineState.AWAKE, EngineState.PAUSED, EngineState.ASLEEP
             )  # fmt: skip
-            assert await engine.wake()
+            assert await engine.controls.wake()
             await check_alive(engine)
         if was_done:
             break
@@ -75,7 +75,7 @@ async def test_engine_and_device_agree_about_memory_wherever_a_change_was_cut(is
 
 async def test_a_paused_block_that_is_cut_leaves_the_engine_as_it_was():
     async def block(engine):
-        async with engine.paused():
+        async with engine.controls.paused():
             await asyncio.sleep(0)
 
     for num_turns in itertools.count(1):
@@ -92,7 +92,7 @@ async def test_a_block_that_is_cut_while_another_change_takes_too_long_holds_not
     monkeypatch.setattr(controls, "RESTORE_GRACE_S", 1e-3)
 
     async def block(engine, entered, leave):
-        async with engine.paused():
+        async with engine.controls.paused():
             entered.set()
             await leave.wait()
 
@@ -100,13 +100,13 @@ async def test_a_block_that_is_cut_while_another_change_takes_too_long_holds_not
         entered, leave = asyncio.Event(), asyncio.Event()
         task = asyncio.create_task(block(engine, entered, leave))
         await entered.wait()
-        async with engine._transition:
+        async with engine.controls._transition:
             leave.set()
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
         assert not engine.lifecycle._holds
-        await engine.resume()
+        await engine.controls.resume()
         await check_alive(engine)
 
 
@@ -114,9 +114,11 @@ async def test_a_profile_that_began_can_be_ended_wherever_its_start_was_cut():
     for num_turns in itertools.count(1):
         conditions = Watched()
         async with engine_of(conditions) as engine:
-            was_done = await cancelled_after(num_turns, engine.start_profile("folder", "x"))
+            was_done = await cancelled_after(
+                num_turns, engine.controls.start_profile("folder", "x")
+            )
             if "start_profile" in conditions.calls:
-                await engine.stop_profile()
+                await engine.controls.stop_profile()
                 assert conditions.calls == ["start_profile", "stop_profile"]
         if was_done:
             break
@@ -125,9 +127,9 @@ async def test_a_profile_that_began_can_be_ended_wherever_its_start_was_cut():
 
 async def test_changes_that_are_given_up_leave_room_for_the_next_question():
     async with engine_of() as engine:
-        await engine.sleep(1)
+        await engine.controls.sleep(1)
         for _ in range(9):
-            await cancelled_after(2, engine.wake())
-        await engine.probe()
-        assert await engine.wake()
+            await cancelled_after(2, engine.controls.wake())
+        await engine.controls.probe()
+        assert await engine.controls.wake()
         await check_alive(engine)

@@ -19,7 +19,7 @@ async def sleep(service: Service, context: RequestContext, _: None) -> None:
     if level not in ("0", "1", "2"):
         raise _bad_query("level", "must be 0, 1 or 2")
     with _transition():
-        await service.core.sleep(int(level), mode)
+        await service.core.controls.sleep(int(level), mode)
     await context.send_json({"status": "sleeping", "level": int(level)})
 
 

@@ -1,0 +1,172 @@
+"""The open requests of an engine.
+
+Requests are opened, aborted and closed synchronously, so no cancellation falls between two tables.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import anyio
+from anyio.streams.memory import MemoryObjectSendStream
+
+from trouper.actors.engine.admission import Admission, embeds_bytes, estimate_tokens
+from trouper.actors.engine.generation import MakeRender
+from trouper.actors.messages.identifiers import RequestId
+from trouper.actors.messages.inboxes import RendererInbox, SchedulerInbox
+from trouper.actors.messages.requests import Abort
+from trouper.actors.replies.pooling_slot import PoolingSlot
+from trouper.actors.replies.reply_slot import ReplySlot
+from trouper.actors.replies.slot import Slot
+from trouper.actors.runtime.event_loop import EventLoop
+from trouper.config.resolve import EngineConfig
+from trouper.params import SamplingParams
+from trouper.pooling import PoolingParams
+
+# Rendering either takes about 10 ms.
+LARGE_PROMPT = 8192  # tokens by estimate
+LARGE_EMBEDS = 2**22  # bytes
+
+
+class RequestTable:
+    """Opens requests for `Generation`s, and knows those that are open.
+
+    Args:
+        check_open: raises what refuses every request now.
+        note_rejection: is told the limit that refused a request.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        renderer: MemoryObjectSendStream[RendererInbox],
+        large_renderer: MemoryObjectSendStream[RendererInbox],
+        scheduler: MemoryObjectSendStream[SchedulerInbox],
+        loop: EventLoop,
+        check_open: Callable[[], None],
+        note_rejection: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._renderer = renderer
+        self._large_renderer = large_renderer
+        self._scheduler = scheduler
+        self._loop = loop
+        self._check_open = check_open
+        self._admission = Admission(
+            config.max_num_queued_reqs, config.max_num_queued_tokens, note_rejection
+        )
+        self._open: dict[str, tuple[RequestId, Slot[Any]]] = {}
+        self._next_id = 0
+
+    def __repr__(self) -> str:
+        return f"<RequestTable {len(self._open)} open>"
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def slots(self) -> tuple[Slot[Any], ...]:
+        """The reply slots of all open requests, in the order of their opening."""
+        return tuple(slot for _, slot in self._open.values())
+
+    @property
+    def num_rendering(self) -> int:
+        """Requests that are queued for a renderer."""
+        queues = self._renderer, self._large_renderer
+        return sum(queue.statistics().current_buffer_used for queue in queues)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens of requests without a first token; an estimate until they are rendered."""
+        return self._admission.prefills.num_tokens
+
+    def open_request(
+        self,
+        request_id: str,
+        params: SamplingParams | PoolingParams,
+        render: MakeRender,
+        arrival_time: float | None,
+    ) -> tuple[RequestId, Slot[Any]]:
+        """Register and submit in one synchronous act, so no cancellation can fall in between.
+
+        Raises:
+            RuntimeError: this is not the engine's loop, or its thread.
+            ValueError: the id is in flight already.
+            RetryableRequestError: the engine is paused, asleep or draining.
+            QueueOverflowError: too many open requests.
+            MaxQueuedTokensError: too many prompt tokens in prefill.
+            EngineDeadError: the engine is gone.
+        """
+        self._loop.check_current()
+        self.check(params.n, request_id)
+        id = RequestId(self._next_id)
+        self._next_id += params.n
+        slot = self._slot(request_id, params)
+        now = time.time()
+        slot.stats.arrival_time = now if arrival_time is None else arrival_time
+        slot.stats.arrival_ts = anyio.current_time() - max(0.0, now - slot.stats.arrival_time)
+        self._open[request_id] = id, slot
+        self._admission.enter(params.n)
+        message = render(id=id, params=params, slot=slot, arrival_time=slot.stats.arrival_time)
+        num_tokens = estimate_tokens(message.prompt)
+        slot.count_prefill(num_tokens)
+        is_large = num_tokens > LARGE_PROMPT or embeds_bytes(message.prompt) > LARGE_EMBEDS
+        renderer = self._large_renderer if is_large else self._renderer
+        renderer.send_nowait(message)
+        return id, slot
+
+    def _slot(self, request_id: str, params: SamplingParams | PoolingParams) -> Slot[Any]:
+        prefills, shows_stats = self._admission.prefills, self._config.log_stats
+        if isinstance(params, PoolingParams):
+            return PoolingSlot(request_id, prefills=prefills, shows_stats=shows_stats)
+        return ReplySlot(
+            request_id,
+            params,
+            self._config.stream_interval,
+            prefills=prefills,
+            shows_stats=shows_stats,
+        )
+
+    def check(self, n: int = 1, request_id: str | None = None) -> None:
+        """Raise what opening a request of n completions would raise now."""
+        self._check_open()
+        if request_id in self._open:
+            raise ValueError(f"request_id {request_id!r} is already in flight")
+        self._admission.check(n)
+
+    def close_request(self, id: RequestId, slot: Slot[Any], *, is_finished: bool) -> None:
+        """Forget a request that is no longer read; abort it if it has not finished."""
+        if not is_finished:
+            self._post_abort(id, slot)
+        slot.close()
+        if self._open.pop(slot.request_id, None) is not None:
+            self._admission.leave(slot.n)
+
+    def drop_request(self, id: RequestId, slot: Slot[Any]) -> None:
+        """Close a request whose iterator was garbage, on the loop, whatever thread collects it."""
+        try:
+            self._loop.call_soon(partial(self.close_request, id, slot, is_finished=False))
+        except RuntimeError:
+            pass  # the loop has ended, and the request with it
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; each reader gets its final output.  Unknown and finished ids are ignored."""
+        for request_id in (request_ids,) if isinstance(request_ids, str) else tuple(request_ids):
+            if request_id in self._open:
+                self._post_abort(*self._open[request_id])
+
+    def abort_all(self) -> list[Slot[Any]]:
+        """Abort every open request; returns the slots in which their ends will appear."""
+        self.abort(list(self._open))
+        return list(self.slots)
+
+    def _post_abort(self, id: RequestId, slot: Slot[Any]) -> None:
+        if slot.is_aborted:
+            return  # once is enough, and once is what the channel has room for
+        slot.cancel()
+        try:
+            self._scheduler.send_nowait(Abort(id))
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # the actors are gone, and all their tables with them
