@@ -1,4 +1,4 @@
-"""ControlClient to actors: each is answered, or failed by the end of the engine; nobody waits for ever."""
+"""Control calls to actors: each is answered, or failed by the end of the engine, so none waits for ever."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress

@@ -60,7 +60,7 @@ async def test_readiness_is_a_round_trip_through_the_device(engine, app, client,
         await anyio.sleep_forever()
 
     assert (await client.get("/health/ready")).status == 200
-    monkeypatch.setattr(engine.engine, "probe", never)
+    monkeypatch.setattr(engine.engine.controls, "probe", never)
     assert (await client.get("/health/ready")).status == 200  # proved a moment ago
     monkeypatch.setattr("trouper.frontends.server.service.PROOF_S", 0.0)
     monkeypatch.setattr("trouper.frontends.server.service.PROBE_S", 0.01)

@@ -14,8 +14,8 @@ import msgspec
 import trouper.actors.rendering.renderer as renderer_module
 import trouper.actors.scheduling.sequence_table as table_module
 import trouper.actors.scheduling.sequences as sequences_module
-from trouper.actors.engine.engine import Engine
 from trouper.actors.engine.generation import Generation
+from trouper.actors.engine.request_table import RequestTable
 from trouper.actors.executor.devices.simulated import SimulatedDevice
 from trouper.actors.messages.controls import Pause
 from trouper.actors.output.detokenizer import Detokenizer
@@ -375,7 +375,7 @@ def abort_of_a_waiting_one_is_silent(right):
     return faulty
 
 
-@bug(Engine, "_post_abort")
+@bug(RequestTable, "_post_abort")
 def abort_is_not_posted(right):
     def faulty(self, id, slot):
         slot.cancel()
@@ -504,7 +504,7 @@ def cancelled_read_leaves_the_request_open(right):
     return faulty
 
 
-@bug(Engine, "close_request")
+@bug(RequestTable, "close_request")
 def request_stays_in_the_table(right):
     def faulty(self, id, slot, *, is_finished):
         right(self, id, slot, is_finished=is_finished)
@@ -514,7 +514,7 @@ def request_stays_in_the_table(right):
     return faulty
 
 
-@bug(Engine, "abort_all")
+@bug(RequestTable, "abort_all")
 def shutdown_forgets_the_readers(right):
     return lambda self: []
 
