@@ -1,6 +1,6 @@
 """A small language for kernels: Python that writes LLVM IR.  No Numba, no compiler, only llvmlite.
 
-A kernel is a function of a `Code`.  It runs once, when the kernel is compiled; what it does with
+A kernel is a function of a `KernelBuilder`.  It runs once, when the kernel is compiled; what it does with
 values is what the machine will do in every call:
 
     for i in code.loop(0, n, LANES):   a loop of the machine   (over a Python range: unrolled)
@@ -28,7 +28,7 @@ from llvmlite import ir
 from trouper.kernels.codegen.features import has_bf16_dot, has_permutations, has_scaling
 from trouper.kernels.codegen.units import LANES, Kind
 
-HALFWORDS = 2 * LANES
+I16_LANES = 2 * LANES
 
 
 class _BFloat16(ir.Type):
@@ -49,7 +49,7 @@ _POINTER: Any = ir.PointerType()
 _LANES, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
 _I16, _I8 = ir.IntType(16), ir.IntType(8)
-_HALFWORDS, _HALF = ir.VectorType(_I16, HALFWORDS), ir.VectorType(_I16, LANES)
+_HALFWORDS, _HALF = ir.VectorType(_I16, I16_LANES), ir.VectorType(_I16, LANES)
 _ELEMENTS: dict[str, Any] = {
     "bf16": _BFloat16(),
     "f32": _F32,
@@ -77,7 +77,7 @@ _LOWEST, _HIGHEST = -126.0, 127.0  # below it exp2 is 0, above it stays
 class Value:
     """An int, a float, lanes, words or a condition; operators are those of its type."""
 
-    def __init__(self, code: "Code", value: Any) -> None:
+    def __init__(self, code: "KernelBuilder", value: Any) -> None:
         self.code, self._value = code, value
 
     @property
@@ -160,7 +160,7 @@ class Var(Value):
 class Pointer:
     """The address of elements of one kind; indices and sums count elements."""
 
-    def __init__(self, code: "Code", value: Any, kind: Kind) -> None:
+    def __init__(self, code: "KernelBuilder", value: Any, kind: Kind) -> None:
         self.code, self.ir = code, value
         self.kind: Kind = kind
 
@@ -187,7 +187,7 @@ class Pointer:
             halves = Value(
                 self.code, self.code.builder.zext(self.of("i16")._load(index, _HALF), _WORDS)
             )
-            return self.code.of_bits(halves << 16)
+            return self.code.as_f32x16(halves << 16)
         raw = self._load(index, ir.VectorType(_ELEMENTS[self.kind], LANES))
         if self.kind in ("i16", "i8"):
             raw = self.code.builder.sext(raw, _WORDS)
@@ -196,17 +196,17 @@ class Pointer:
     def store(self, index: Operand, x: Value) -> None:
         """Sixteen elements, rounded or cut to the kind."""
         if self.kind == "bf16":
-            self._store(index, self.code.half(x))
+            self._store(index, self.code.round_bf16(x))
             return
         raw = x.ir
         if self.kind in ("i16", "i8"):
             raw = self.code.builder.trunc(raw, ir.VectorType(_ELEMENTS[self.kind], LANES))
         self._store(index, raw)
 
-    def load_halfwords(self, index: Operand = 0) -> Value:
+    def load_i16x32(self, index: Operand = 0) -> Value:
         return Value(self.code, self._load(index, _HALFWORDS))
 
-    def store_halfwords(self, index: Operand, x: Value) -> None:
+    def store_i16x32(self, index: Operand, x: Value) -> None:
         self._store(index, x.ir)
 
     def prefetch(self, index: Operand = 0, *, level: Literal[1, 2] = 2) -> None:
@@ -223,7 +223,7 @@ class Pointer:
         self.code.builder.store(value, (self + index).ir, align=_SIZES[self.kind])
 
 
-class Code:
+class KernelBuilder:
     """A C function of one pointer to int64 arguments, while it is written; see `launch.py`."""
 
     def __init__(self, name: str) -> None:
@@ -366,15 +366,15 @@ class Code:
         wide = self.builder.bitcast(bits.ir, ir.DoubleType())
         return Value(self, self.builder.fptrunc(wide, _F32))
 
-    def lanes(self, x: Operand) -> Value:
+    def f32x16(self, x: Operand) -> Value:
         """One float in all lanes."""
         return self.like(Value(self, ir.Constant(_LANES, ir.Undefined)), x)
 
-    def words(self, x: Operand) -> Value:
+    def i32x16(self, x: Operand) -> Value:
         """One 32-bit integer in all words."""
         return self.like(Value(self, ir.Constant(_WORDS, ir.Undefined)), x)
 
-    def halfwords(self, x: Operand) -> Value:
+    def i16x32(self, x: Operand) -> Value:
         """One 16-bit integer in all halfwords."""
         return self.like(Value(self, ir.Constant(_HALFWORDS, ir.Undefined)), x)
 
@@ -421,11 +421,11 @@ class Code:
         chosen = self.like(model, yes).ir, self.like(model, no).ir
         return Value(self, self.builder.select(condition.ir, *chosen))
 
-    def smaller(self, a: Operand, b: Operand) -> Value:
+    def minimum(self, a: Operand, b: Operand) -> Value:
         a = self._value(a)
         return self.select(a < b, a, b)
 
-    def larger(self, a: Operand, b: Operand) -> Value:
+    def maximum(self, a: Operand, b: Operand) -> Value:
         """b where a is not a number."""
         a = self._value(a)
         return self.select(a > b, a, b)
@@ -447,7 +447,7 @@ class Code:
     def dot(self, a: Value, b: Value, c: Value) -> Value:
         """c + the two products of each pair of words: the machine's bfloat16 instruction, or two FMAs."""
         if not has_bf16_dot():
-            (a_low, a_high), (b_low, b_high) = self.unpaired(a), self.unpaired(b)
+            (a_low, a_high), (b_low, b_high) = self.unpack_bf16(a), self.unpack_bf16(b)
             return self.fma(a_high, b_high, self.fma(a_low, b_low, c))
         x, y = (self.builder.bitcast(v.ir, _PAIRS) for v in (a, b))
         return self._intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", _LANES, c.ir, x, y)
@@ -459,11 +459,11 @@ class Code:
         """Within the block all tiles are whole, but the `narrow` ones have so many rows; all hold zeros."""
         config = self.array("i8", 64)
         for i in range(0, 64, LANES):
-            config.store(i, self.words(0))
+            config.store(i, self.i32x16(0))
         config[0] = 1
         for tile in range(8):
             config.of("i16")[8 + tile] = 64  # bytes of a row
-            rows = self.narrowed(self.i64(num_rows), "i8") if tile in narrow else 16
+            rows = self.truncate(self.i64(num_rows), "i8") if tile in narrow else 16
             config[48 + tile] = rows
         nothing = ir.VoidType()
         self.call("llvm.x86.ldtilecfg", ir.FunctionType(nothing, [_POINTER]), [config.ir])
@@ -489,33 +489,33 @@ class Code:
         kind = ir.FunctionType(ir.VoidType(), [a.type for a in arguments])
         self.call(f"llvm.x86.{name}", kind, arguments)
 
-    def pair(self, low: Value, high: Value) -> Value:
+    def interleave_bf16(self, low: Value, high: Value) -> Value:
         """Words of the two numbers of each lane, rounded to bfloat16."""
         if not has_bf16_dot():
             return self._rounded_bits(low) >> 16 & 0xFFFF | self._rounded_bits(high) & -0x10000
-        both = self.halfwords_of(self.packed(low, high))
-        alternate = [i // 2 + i % 2 * LANES for i in range(HALFWORDS)]
+        both = self.as_i16x32(self.pack_bf16(low, high))
+        alternate = [i // 2 + i % 2 * LANES for i in range(I16_LANES)]
         return Value(self, self.builder.bitcast(self.shuffle(both, both, alternate).ir, _WORDS))
 
-    def unpaired(self, words: Value) -> tuple[Value, Value]:
+    def unpack_bf16(self, words: Value) -> tuple[Value, Value]:
         """The low and the high numbers of pairs of bfloat16, as lanes."""
-        return self.of_bits(words << 16), self.of_bits(words & -0x10000)
+        return self.as_f32x16(words << 16), self.as_f32x16(words & -0x10000)
 
-    def of_bits(self, words: Value) -> Value:
+    def as_f32x16(self, words: Value) -> Value:
         """The lanes that words hold."""
         return Value(self, self.builder.bitcast(words.ir, _LANES))
 
-    def packed(self, first: Value, second: Value) -> Value:
+    def pack_bf16(self, first: Value, second: Value) -> Value:
         """Words of sixteen numbers and sixteen more, in their order, rounded to bfloat16."""
         if not has_bf16_dot():
-            low, high = (Value(self, self.half(x)) for x in (first, second))
-            whole = self.shuffle(low, high, range(HALFWORDS))
+            low, high = (Value(self, self.round_bf16(x)) for x in (first, second))
+            whole = self.shuffle(low, high, range(I16_LANES))
             return Value(self, self.builder.bitcast(whole.ir, _WORDS))
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         pairs = self._intrinsic(name, _PAIRS, second.ir, first.ir)
         return Value(self, self.builder.bitcast(pairs.ir, _WORDS))
 
-    def half(self, x: Value) -> Any:
+    def round_bf16(self, x: Value) -> Any:
         """Sixteen numbers rounded to bfloat16: half a register."""
         if has_bf16_dot():
             return self.builder.fptrunc(x.ir, ir.VectorType(_BFloat16(), LANES))
@@ -523,64 +523,64 @@ class Code:
 
     def _rounded_bits(self, x: Value) -> Value:
         """Words whose upper halves are the nearest bfloat16, halves to even; what is not a number stays none."""
-        bits = self.words_of(x)
+        bits = self.as_i32x16(x)
         rounded = bits + 0x7FFF + (bits >> 16 & 1)
         return self.select(x.equals(x), rounded, bits | 0x400000)
 
-    def numbers(self, integers: Value) -> Value:
+    def to_f32x16(self, integers: Value) -> Value:
         """Words as lanes."""
         return Value(self, self.builder.sitofp(integers.ir, _LANES))
 
-    def split(self, x: Value) -> tuple[Value, Value]:
+    def split_exponent(self, x: Value) -> tuple[Value, Value]:
         """Positive normal lanes as f · 2^e: words e, and lanes f in [½, 1)."""
-        bits = self.words_of(x)
-        f = self.of_bits((bits & 0x7FFFFF) | 0x3F000000)
+        bits = self.as_i32x16(x)
+        f = self.as_f32x16((bits & 0x7FFFFF) | 0x3F000000)
         return (bits >> 23) - 126, f
 
-    def steps(self) -> Value:
+    def lane_ids(self) -> Value:
         """The words 0, 1, … 15."""
         return Value(self, ir.Constant(_WORDS, list(range(LANES))))
 
-    def rounded(self, x: Value) -> Value:
+    def round_i32x16(self, x: Value) -> Value:
         """Lanes as the nearest integers, halves to even."""
         whole = self._intrinsic("llvm.rint.v16f32", _LANES, x.ir)
         return Value(self, self.builder.fptosi(whole.ir, _WORDS))
 
-    def lookup(self, table: Sequence[float], index: Value) -> Value:
+    def lookup_bf16(self, table: Sequence[float], index: Value) -> Value:
         """Words of pairs of bfloat16: entry i of 32, where i is the lowest five bits of each half."""
         entries = [struct.unpack("i", struct.pack("f", x))[0] >> 16 for x in table]
         constant = Value(self, ir.Constant(_HALFWORDS, entries))
-        found = self.looked_up(constant, self.halfwords_of(index))
+        found = self.permute(constant, self.as_i16x32(index))
         return Value(self, self.builder.bitcast(found.ir, _WORDS))
 
-    def words_of(self, x: Value) -> Value:
+    def as_i32x16(self, x: Value) -> Value:
         """The bits of lanes."""
         return Value(self, self.builder.bitcast(x.ir, _WORDS))
 
-    def halfwords_of(self, x: Value) -> Value:
+    def as_i16x32(self, x: Value) -> Value:
         return Value(self, self.builder.bitcast(x.ir, _HALFWORDS))
 
-    def narrowed(self, x: Value, kind: Literal["i32", "i16", "i8"]) -> Value:
+    def truncate(self, x: Value, kind: Literal["i32", "i16", "i8"]) -> Value:
         """The lowest bits of an integer."""
         return Value(self, self.builder.trunc(x.ir, _ELEMENTS[kind]))
 
-    def widened(self, x: Value) -> Value:
+    def sign_extend(self, x: Value) -> Value:
         """An integer of fewer bits as an int, with its sign."""
         return Value(self, self.builder.sext(x.ir, _I64))
 
-    def swapped(self, x: Value) -> Value:
+    def swap_bytes(self, x: Value) -> Value:
         """The bytes of each halfword."""
         return self._intrinsic("llvm.bswap.v32i16", _HALFWORDS, x.ir)
 
-    def looked_up(self, table: Value, indices: Value) -> Value:
+    def permute(self, table: Value, indices: Value) -> Value:
         """table[index mod 32] of halfwords."""
         if not has_permutations():  # for tests: no layout that needs it is chosen there
-            room = self.array("i16", 3 * HALFWORDS)
-            room.store_halfwords(0, table)
-            room.store_halfwords(HALFWORDS, indices & HALFWORDS - 1)
-            for i in self.loop(0, HALFWORDS):
-                room[i + 2 * HALFWORDS] = room[self.widened(room[i + HALFWORDS])]
-            return room.load_halfwords(2 * HALFWORDS)
+            room = self.array("i16", 3 * I16_LANES)
+            room.store_i16x32(0, table)
+            room.store_i16x32(I16_LANES, indices & I16_LANES - 1)
+            for i in self.loop(0, I16_LANES):
+                room[i + 2 * I16_LANES] = room[self.sign_extend(room[i + I16_LANES])]
+            return room.load_i16x32(2 * I16_LANES)
         name = "llvm.x86.avx512.permvar.hi.512"
         return self._intrinsic(name, _HALFWORDS, table.ir, indices.ir)
 
@@ -594,7 +594,7 @@ class Code:
         number = self._intrinsic("llvm.ctpop.i16", _I16, bits.ir)
         return Value(self, self.builder.zext(number.ir, _I64))
 
-    def compressed(self, x: Value, conditions: Value) -> Value:
+    def compress(self, x: Value, conditions: Value) -> Value:
         """The lanes whose condition holds, in their order; then anything."""
         rest = ir.Constant(_LANES, ir.Undefined)
         name = "llvm.experimental.vector.compress.v16f32"
@@ -618,24 +618,24 @@ class Code:
         whole = self._intrinsic("llvm.rint.v16f32", _LANES, bounded.ir)
         power = self._polynomial(_EXP2, bounded - whole)
         exponent = Value(self, self.builder.fptosi(whole.ir, _WORDS))
-        scale = self.of_bits((exponent + 127) << 23)
+        scale = self.as_f32x16((exponent + 127) << 23)
         return self.select(x < _LOWEST, 0.0, power * scale)
 
     def log(self, x: Value) -> Value:
         """The natural logarithm of positive normal lanes."""
-        exponent, half_to_one = self.split(x)
+        exponent, half_to_one = self.split_exponent(x)
         is_low = half_to_one < _SQRT_HALF
         f = self.select(is_low, half_to_one + half_to_one, half_to_one) - 1.0
-        e = self.numbers(self.select(is_low, exponent - 1, exponent))
+        e = self.to_f32x16(self.select(is_low, exponent - 1, exponent))
         power = self._polynomial(_LOG, f)
         square = f * f
-        tail = self.fma(e, self.lanes(_LN2[1]), power * f * square) - 0.5 * square
-        return self.fma(e, self.lanes(_LN2[0]), f + tail)
+        tail = self.fma(e, self.f32x16(_LN2[1]), power * f * square) - 0.5 * square
+        return self.fma(e, self.f32x16(_LN2[0]), f + tail)
 
     def _polynomial(self, coefficients: Sequence[float], x: Value) -> Value:
-        total = self.lanes(coefficients[-1])
+        total = self.f32x16(coefficients[-1])
         for c in reversed(coefficients[:-1]):
-            total = self.fma(total, x, self.lanes(c))
+            total = self.fma(total, x, self.f32x16(c))
         return total
 
     def _above_floor(self, x: Value) -> Value:
@@ -650,15 +650,15 @@ class Code:
         full = f"llvm.x86.avx512.mask.{name}.ps.512"
         return self._intrinsic(full, _LANES, a.ir, b.ir, none, everywhere, as_ever)
 
-    def sum_of(self, x: Value) -> Value:
+    def reduce_sum(self, x: Value) -> Value:
         """Halves upon halves: the same order on every machine."""
         return self._horizontal(x, lambda a, b: a + b)
 
-    def max_of(self, x: Value) -> Value:
-        return self._horizontal(x, self.larger)
+    def reduce_max(self, x: Value) -> Value:
+        return self._horizontal(x, self.maximum)
 
-    def min_of(self, x: Value) -> Value:
-        return self._horizontal(x, self.smaller)
+    def reduce_min(self, x: Value) -> Value:
+        return self._horizontal(x, self.minimum)
 
     def _horizontal(self, x: Value, fold: Any) -> Value:
         width = LANES
@@ -690,7 +690,7 @@ class Code:
         evens, odds = range(0, LANES, 2), range(1, LANES, 2)
         return self.shuffle(pairs, pairs, evens) + self.shuffle(pairs, pairs, odds)
 
-    def transposed(self, rows: Sequence[Value]) -> list[Value]:
+    def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """Sixteen rows to sixteen columns."""
         vectors = [Value(self, row.ir) for row in rows]
         for distance in (8, 4, 2, 1):

@@ -22,7 +22,7 @@ from typing import Any
 from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding
 
-from trouper.kernels.codegen.builder import Code
+from trouper.kernels.codegen.builder import KernelBuilder
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _compiling = threading.Lock()
 
 
-def address_of(name: str, write: Callable[[Code], None]) -> tuple[int, object]:
+def address_of(name: str, write: Callable[[KernelBuilder], None]) -> tuple[int, object]:
     """Of the function that `write` writes, and what must live as long as it is called."""
     with _compiling:
         folder = cache_folder()
@@ -84,8 +84,8 @@ def _write(file: Path, image: bytes) -> None:
         os.replace(made.name, file)
 
 
-def _compile(name: str, write: Callable[[Code], None]) -> bytes:
-    code = Code(name)
+def _compile(name: str, write: Callable[[KernelBuilder], None]) -> bytes:
+    code = KernelBuilder(name)
     write(code)
     machine = _target_machine()
     module = binding.parse_assembly(code.finish())

@@ -2,7 +2,7 @@
 
 A kernel is a C function of one pointer, to int64 arguments; every thread of the team calls it:
 
-    args[0]  next piece of work, taken by `Code.pieces`        args[1]  threads so far, likewise
+    args[0]  next piece of work, taken by `KernelBuilder.pieces`        args[1]  threads so far, likewise
     args[2]  pieces in all                                     args[3 …]  the kernel's own
 
 `GOMP_parallel` is looked up through libtorch_cpu, so that it is the runtime torch itself calls: the
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from trouper.kernels.codegen.builder import Code
+    from trouper.kernels.codegen.builder import KernelBuilder
 
 _local = threading.local()
 _making = threading.Lock()
@@ -77,7 +77,7 @@ def compiled(write: "Callable[..., None]", *options: object) -> Kernel:
 
     name = "_".join((write.__name__, *map(str, options)))
 
-    def write_all(code: "Code") -> None:
+    def write_all(code: "KernelBuilder") -> None:
         write(code, *options)
 
     # The cache alone would let two threads make one each, and drop the one whose address is recorded.

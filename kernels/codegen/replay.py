@@ -24,7 +24,7 @@ Two Xeon cores, in turn: 31.5 with such meetings, 30.4 as it is; beside one busy
 
 import platform
 
-from trouper.kernels.codegen.builder import Code
+from trouper.kernels.codegen.builder import KernelBuilder
 
 COMMAND = 3
 LINE = 8  # int64 of a cache line
@@ -37,7 +37,7 @@ def num_counters(num_commands: int) -> int:
     return 3 * LINE + 2 * num_commands
 
 
-def replay(code: Code) -> None:
+def replay(code: KernelBuilder) -> None:
     """commands, C, counters, addresses of omp_get_num_threads or 0 and of libc's syscall or 0."""
     commands, count, counters, get_team_size, syscall = code.arguments(5)
     current = code.pointer(counters, "i64")

@@ -114,7 +114,7 @@ def test_dummy_weights_need_no_files_and_depend_on_the_seed(folder):
 
 def test_dummy_numbers_depend_on_seed_name_and_place_alone(monkeypatch):
     monkeypatch.setattr(dummy, "CHUNK", 64)
-    read = dummy.Dummy(3, torch.bfloat16).read
+    read = dummy.RandomWeights(3, torch.bfloat16).read
     rows = read("a.weight", (50, 20))
     assert rows.dtype == torch.bfloat16
     assert rows.float().std() == pytest.approx(dummy.DUMMY_STD, rel=0.05)

@@ -26,7 +26,6 @@ from trouper.actors.executor.models.registry import (
     outer_parameters,
 )
 from trouper.actors.executor.models.traits import DecoderTraits
-from trouper.actors.executor.weights.dummy import Dummy
 from trouper.actors.executor.weights.quantized import (
     Scheme,
     Stored,
@@ -34,6 +33,7 @@ from trouper.actors.executor.weights.quantized import (
     joined,
     unsupported,
 )
+from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.files import check_folder, checked, read_object
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError, invalid
@@ -180,7 +180,7 @@ def load_decoder(
     outer = [p for p in outer_parameters(traits) if has_head or p.name != "head"]
     source: Source
     if load_format == "dummy":
-        source = Dummy(config.seed, dtype)
+        source = RandomWeights(config.seed, dtype)
     elif load_format in ("auto", "safetensors"):
         parameters = list(outer)
         parameters += [p for i in range(num_layers) for p in layer_parameters(traits, i)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from trouper.actors.executor.models.encoder import Encoder, EncoderLayer
 from trouper.actors.executor.models.encoder_traits import EncoderTraits
 from trouper.actors.executor.weights.decoder import Checkpoint
-from trouper.actors.executor.weights.dummy import Dummy
+from trouper.actors.executor.weights.random import RandomWeights
 from trouper.errors import TrouperValidationError, invalid
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm
 from trouper.kernels.cpu.fused.token_embedding import TokenEmbedding
@@ -35,7 +35,7 @@ class Tensors:
     ) -> None:
         self._folder = folder
         self._dtype = dtype
-        self._dummy = Dummy(seed, dtype) if load_format == "dummy" else None
+        self._dummy = RandomWeights(seed, dtype) if load_format == "dummy" else None
         self._checkpoint = None if self._dummy else Checkpoint(folder)
         self._shapes = self._checkpoint.shapes if self._checkpoint else {}
         self._prefixes = ("", *prefixes)

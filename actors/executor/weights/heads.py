@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trouper.actors.executor.models.encoder_traits import Head
 from trouper.actors.executor.weights.decoder import Checkpoint
-from trouper.actors.executor.weights.dummy import Dummy
 from trouper.actors.executor.weights.encoder import Tensors
+from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.pooler import LATE_INTERACTION, Dense, PoolerSpec
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm
 from trouper.kernels.reference.activation import activate
@@ -69,7 +69,7 @@ def _linear(
 
 
 def _dense_weights(dense: Dense, load_format: str) -> tuple[Tensor, Tensor | None]:
-    source = Dummy(0) if load_format == "dummy" else Checkpoint(Path(dense.folder))
+    source = RandomWeights(0) if load_format == "dummy" else Checkpoint(Path(dense.folder))
     weight = source.read("linear.weight", (dense.num_outputs, dense.num_inputs)).float().clone()
     if not dense.has_bias:
         return weight, None

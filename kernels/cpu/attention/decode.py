@@ -28,7 +28,7 @@ tenth, but touch 2 MiB for each head of a sequence.
 import math
 from collections.abc import Iterator
 
-from trouper.kernels.codegen.builder import Code, Pointer, Value, Var
+from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES, Kind
 
 SPAN = 1024  # positions; 512 KiB of K and V at D = 128, enough to hide what a piece costs
@@ -43,7 +43,7 @@ def scratch_bytes(group: int, width: int) -> int:
     return -(-4 * group * (2 * width + KEYS + 2) // 64) * 64 + 64
 
 
-def decode_attention(code: Code, kind: Kind) -> None:
+def decode_attention(code: KernelBuilder, kind: Kind) -> None:
     """q, its stride, cache, S, plan, H, G, D, block size, scale, cap, out, its stride, scratch, its bytes."""
     (
         q, q_stride, cache, num_slots, plan, num_kv, group, width, block_size, scale, cap, out,
@@ -94,7 +94,7 @@ class _Span:
 
     def __init__(
         self,
-        code: Code,
+        code: KernelBuilder,
         q: Pointer,
         sums: Pointer,
         scores: Pointer,
@@ -117,16 +117,16 @@ class _Span:
         for g in code.loop(0, group):
             self.states[2 * g], self.states[2 * g + 1] = HIDDEN, 0.0
         for i in code.loop(0, group * width, LANES):
-            self.sums.store(i, code.lanes(0.0))
+            self.sums.store(i, code.f32x16(0.0))
         position = code.var(begin)
         for _ in code.while_(position, end):
             offset = position % size
             slot = table[position // size] * size + offset
-            count = code.var(code.smaller(code.smaller(size - offset, KEYS), end - position))
+            count = code.var(code.minimum(code.minimum(size - offset, KEYS), end - position))
             self._extend(count, position, slot, table, end)
             key, value = k + slot * width, v + slot * width
             after = position + count
-            index = code.smaller(after, end - 1)  # what is read next; of no use at the end
+            index = code.minimum(after, end - 1)  # what is read next; of no use at the end
             slot = table[index // size] * size + index % size
             is_last = after >= end
             # asked for while the values are summed, as these are during the scores
@@ -138,7 +138,7 @@ class _Span:
             for g, heads in self._heads():
                 self._write_scores(g, heads, key, count, value)
             for g in code.loop(0, group):
-                self._soften(g, count)
+                self._softmax(g, count)
             wide = width // (8 * LANES) * 8 * LANES
             for d in code.loop(0, wide, 8 * LANES):
                 for g, heads in self._heads():
@@ -151,12 +151,12 @@ class _Span:
     def _extend(self, count: Var, position: Value, slot: Value, table: Pointer, end: Value) -> None:
         """Blocks with consecutive ids are one stretch of memory."""
         code, size = self.code, self.block_size
-        limit = code.smaller(KEYS, end - position)
+        limit = code.minimum(KEYS, end - position)
         goal = code.var(limit)
         for _ in code.while_(count, goal):
             following = position + count
             is_next = (table[following // size] * size).equals(slot + count)
-            more = code.smaller(count + code.smaller(size, limit - count), limit)
+            more = code.minimum(count + code.minimum(size, limit - count), limit)
             goal.set(code.select(is_next, limit, 0))
             count.set(code.select(is_next, more, count))
 
@@ -176,8 +176,8 @@ class _Span:
             last = count - first - 1
             for d in code.loop(0, 8 * width, LINE):
                 ahead.prefetch(first * width + d)
-            rows = [key + (first + code.smaller(i, last)) * width for i in range(8)]
-            sums = [[code.var(code.lanes(0.0)) for _ in rows] for _ in range(heads)]
+            rows = [key + (first + code.minimum(i, last)) * width for i in range(8)]
+            sums = [[code.var(code.f32x16(0.0)) for _ in rows] for _ in range(heads)]
             for d in code.loop(0, width, LANES):
                 keys = [row.load(d) for row in rows]
                 for h in range(heads):
@@ -187,7 +187,7 @@ class _Span:
             for h in range(heads):
                 self.scores.store((g + h) * KEYS + first, code.sums8(sums[h]))
 
-    def _soften(self, g: Value, count: Value) -> None:
+    def _softmax(self, g: Value, count: Value) -> None:
         """Scores to weights; the state and the sums are brought up to the new maximum.
 
         Scores are in units of log 2, so that a weight is one exp2.
@@ -197,27 +197,27 @@ class _Span:
         padded = (count + (LANES - 1)) // LANES * LANES
         for i in code.loop(count, padded):
             scores[i] = -math.inf
-        largest = code.var(code.lanes(HIDDEN))
+        largest = code.var(code.f32x16(HIDDEN))
         for i in code.loop(0, padded, LANES):
             x = capped(code, scores.load(i) * self.scale, self.cap) * LOG2_E
             scores.store(i, x)
-            largest.set(code.larger(x, largest))
+            largest.set(code.maximum(x, largest))
         for i in code.loop(count, padded):
             scores[i] = -math.inf
         before = state[0]
-        now = code.larger(before, code.max_of(largest))
-        total = code.var(code.lanes(0.0))
+        now = code.maximum(before, code.reduce_max(largest))
+        total = code.var(code.f32x16(0.0))
         for i in code.loop(0, padded, LANES):
             weight = code.exp2(scores.load(i) - now)
             scores.store(i, weight)
             total.set(total + weight)
         with code.when(now > before):
-            shrink = code.exp2(code.lanes(before - now))
-            state[1] = state[1] * code.max_of(shrink)
+            shrink = code.exp2(code.f32x16(before - now))
+            state[1] = state[1] * code.reduce_max(shrink)
             for d in code.loop(0, self.width, LANES):
                 sums.store(d, sums.load(d) * shrink)
         state[0] = now
-        state[1] = state[1] + code.sum_of(total)
+        state[1] = state[1] + code.reduce_sum(total)
 
     def _add_values(
         self,
@@ -238,7 +238,7 @@ class _Span:
                 ahead.prefetch(i * width + d + j)
             line = [value.load(i * width + d + LANES * j) for j in range(num)]
             for h in range(heads):
-                weight = code.lanes(self.scores[(g + h) * KEYS + i])
+                weight = code.f32x16(self.scores[(g + h) * KEYS + i])
                 for j, total in enumerate(sums[h]):
                     total.set(code.fma(weight, line[j], total))
         for row, totals in zip(rows, sums, strict=True):
@@ -246,7 +246,7 @@ class _Span:
                 row.store(LANES * j, total)
 
 
-def capped(code: Code, x: Value, cap: Value) -> Value:
+def capped(code: KernelBuilder, x: Value, cap: Value) -> Value:
     """cap · tanh(x / cap), as cap · (1 - 2 / (e^(2 x / cap) + 1)), where there is a cap."""
     found = code.var(x)
     with code.when(cap > 0.0):
@@ -255,7 +255,7 @@ def capped(code: Code, x: Value, cap: Value) -> Value:
     return found
 
 
-def merge_partials(code: Code, kind: Kind) -> None:
+def merge_partials(code: KernelBuilder, kind: Kind) -> None:
     """plan, N, D, out, its stride.  A piece is one head of one token."""
     plan, num_q, width, out, stride = code.arguments(5)
     plan = code.pointer(plan, "i64")
@@ -268,16 +268,16 @@ def merge_partials(code: Code, kind: Kind) -> None:
         part = code.pointer(partials, "f32") + (first * num_q + head) * (width + 2)
         largest = code.var(part[0])
         for i in code.loop(1, count):
-            largest.set(code.larger(largest, part[i * step]))
+            largest.set(code.maximum(largest, part[i * step]))
         total = code.var(0.0)
         for i in code.loop(0, count):
-            weight = code.max_of(code.exp2(code.lanes(part[i * step] - largest)))
+            weight = code.reduce_max(code.exp2(code.f32x16(part[i * step] - largest)))
             total.set(total + part[i * step + 1] * weight)
             part[i * step] = weight
         target = code.pointer(out, kind) + (token * stride + head * width)
         for d in code.loop(0, width, LANES):
-            x = code.var(code.lanes(0.0))
+            x = code.var(code.f32x16(0.0))
             for i in code.loop(0, count):
-                weight = code.lanes(part[i * step] / total)
+                weight = code.f32x16(part[i * step] / total)
                 x.set(code.fma(weight, part.load(i * step + 2 + d), x))
             target.store(d, x)

@@ -26,7 +26,7 @@ torch's flash attention: 56, 61, 74.  Both products alone run at 225-230.
 
 from collections.abc import Iterator
 
-from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
 from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.attention.decode import LOG2_E, capped
 from trouper.kernels.cpu.attention.tile import WIDEST, Tile, tile_of
@@ -35,7 +35,7 @@ PARTS = 4  # tiles of queries in a piece of work, at most: keys and values are p
 SIDE = 128  # keys, and rows of queries: by AMX 64 and 64 take 1.15 times as long; by AVX-512 they are equal
 
 
-def prefill_attention(code: Code, kind: Kind, unit: Unit) -> None:
+def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
     """q, its stride, cache, S, tables, their stride, tiles, H, G, D, block size, scale, cap,
     window, out, its stride, scratch, its bytes."""
     (
@@ -68,19 +68,19 @@ def prefill_attention(code: Code, kind: Kind, unit: Unit) -> None:
                 """Of the piece: the tile, its first token, how many."""
                 for part in code.loop(0, (count + (step - 1)) // step):
                     at = part * step
-                    yield tile.part(part), at, code.smaller(step, count - at)
+                    yield tile.part(part), at, code.minimum(step, count - at)
 
             for part, at, own in parts():
                 part.read_queries(q + ((token + at) * q_stride + head * size), q_stride, own)
                 part.begin(position + at, own)
-            oldest = code.larger(position + 1 - window, 0)
+            oldest = code.maximum(position + 1 - window, 0)
             for first in code.loop(oldest // SIDE * SIDE, end, SIDE):
-                num = code.smaller(end - first, SIDE)
+                num = code.minimum(end - first, SIDE)
                 tile.stage_keys(lambda i, k=k, first=first: k + slot(first + i) * width, num)
                 tile.stage_values(lambda i, v=v, first=first: v + slot(first + i) * width, num)
                 for part, at, own in parts():
                     begin, stop = position + at, position + at + own
-                    num, num_rows = code.smaller(stop - first, SIDE), part.padded_rows(own)
+                    num, num_rows = code.minimum(stop - first, SIDE), part.padded_rows(own)
                     with code.when((num > 0) & (first + num > begin + 1 - window)):
                         part.write_scores(num_rows, num)
                         is_masked = (first + num - 1 > begin) | (stop - 1 - window >= first)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Self, TypeVar
 
-from trouper.kernels.codegen.builder import Code, Operand, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder, Operand, Pointer, Value
 from trouper.kernels.codegen.features import num_registers
 from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.attention.decode import HIDDEN
@@ -50,7 +50,7 @@ class Tile:
     num_lanes = HALVES * LANES  # rows that are multiplied at once
 
     def __init__(
-        self, code: Code, kind: Kind, base: Value, group: Operand, width: Value, side: int
+        self, code: KernelBuilder, kind: Kind, base: Value, group: Operand, width: Value, side: int
     ) -> None:
         self.code, self.side = code, side
         self.kind: Kind = kind
@@ -90,7 +90,7 @@ class Tile:
     def _dot(self, cells: Pointer, index: Operand, x: Value, total: Value) -> Value:
         """total + the cell in all lanes · x: of bfloat16 two products."""
         if self.per_cell == 2:
-            return self.code.dot(self.code.words(cells[index]), x, total)
+            return self.code.dot(self.code.i32x16(cells[index]), x, total)
         return self.code.fma(cells[index], x, total)
 
     def padded_rows(self, count: Value) -> Value:
@@ -106,13 +106,13 @@ class Tile:
             for d in code.loop(0, size, LANES):
                 plain.store(token * size + d, q.load(token * stride + d))
         for i in code.loop(num_rows * width, padded * width, LANES):
-            plain.store(i, code.lanes(0.0))
+            plain.store(i, code.f32x16(0.0))
         cells = width // self.per_cell
         whole = cells // LANES * LANES
         for r in code.loop(0, padded, LANES):
             for c in code.loop(0, whole, LANES):
                 rows = [self.keys.load((r + i) * cells + c) for i in range(LANES)]
-                for i, column in enumerate(code.transposed(rows)):
+                for i, column in enumerate(code.transpose(rows)):
                     self.queries.store((c + i) * self.side + r, column)
             for c in code.loop(whole, cells):
                 for i in range(LANES):
@@ -122,9 +122,9 @@ class Tile:
         code = self.code
         for r in code.loop(0, self.padded_rows(count)):
             self.largest[r], self.totals[r] = HIDDEN, 0.0
-            self.places[r] = code.f32(position + code.smaller(r // self.group, count - 1))
+            self.places[r] = code.f32(position + code.minimum(r // self.group, count - 1))
         for i in code.loop(0, self.width * self.side, LANES):
-            self.sums.store(i, code.lanes(0.0))
+            self.sums.store(i, code.f32x16(0.0))
 
     def stage_keys(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
         """keys [≤ side, PITCH], zeros up to a multiple of 8.  `row_of`: where key i of them lies."""
@@ -135,7 +135,7 @@ class Tile:
                 keys.store(i * pitch + d, row.load(d))
         for i in code.loop(count, (count + 7) // 8 * 8):
             for d in code.loop(0, self.width, LANES):
-                keys.store(i * pitch + d, code.lanes(0.0))
+                keys.store(i * pitch + d, code.f32x16(0.0))
 
     def stage_values(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
         """values [≤ side, D], or of bfloat16 words of two neighbours in time each."""
@@ -147,17 +147,17 @@ class Tile:
                     self.values.store(i * width + d, row.load(d))
                 continue
             has_other = i + 1 < count
-            other = row_of(code.smaller(i + 1, count - 1))
+            other = row_of(code.minimum(i + 1, count - 1))
             for d in code.loop(0, width, LANES):
                 high = code.select(has_other, other.load(d), 0.0)
-                self.values.store(i // 2 * width + d, code.pair(row.load(d), high))
+                self.values.store(i // 2 * width + d, code.interleave_bf16(row.load(d), high))
 
     def write_scores(self, num_rows: Value, count: Value) -> None:
         """scores [count, side] = keys · queries."""
         code = self.code
         for r in code.loop(0, num_rows, self.num_lanes):
             for key in code.loop(0, count, CELLS):
-                sums = [[code.var(code.lanes(0.0)) for _ in range(CELLS)] for _ in range(HALVES)]
+                sums = [[code.var(code.f32x16(0.0)) for _ in range(CELLS)] for _ in range(HALVES)]
                 for c in code.loop(0, self.width // self.per_cell):
                     for half in range(HALVES):
                         x = self.queries.load(c * self.side + r + half * LANES)
@@ -174,7 +174,7 @@ class Tile:
         place = self.places.load(r)
         oldest, newest = place - code.f32(window), place + code.f32(code.i64(ahead))
         for i in code.loop(0, count):
-            here = code.lanes(code.f32(first + i))
+            here = code.f32x16(code.f32(first + i))
             x = code.select(newest < here, -math.inf, scores.load(i * self.side + r))
             scores.store(i * self.side + r, code.select(oldest < here, x, -math.inf))
 
@@ -182,12 +182,12 @@ class Tile:
         """Scores of sixteen queries, times the scale, to weights; largest, totals and sums follow a far larger maximum."""
         code, scores = self.code, self.scores
         before = self.largest.load(r)
-        most = code.var(code.lanes(HIDDEN))
+        most = code.var(code.f32x16(HIDDEN))
         for i in code.loop(0, count):
-            most.set(code.larger(scores.load(i * self.side + r), most))
+            most.set(code.maximum(scores.load(i * self.side + r), most))
         most.set(most * scale)
         now = code.select(before + SLACK < most, most, before)
-        total = code.var(code.lanes(0.0))
+        total = code.var(code.f32x16(0.0))
 
         def weight_of(i: Value) -> Value:
             return code.exp2(code.fma(scale, scores.load(i * self.side + r), 0.0 - now))
@@ -198,13 +198,13 @@ class Tile:
                 scores.store(i * self.side + r, weight)
                 total.set(total + weight)
                 continue
-            other = code.select(i + 1 < count, weight_of(code.smaller(i + 1, count - 1)), 0.0)
-            self.pairs.store(i // 2 * self.side + r, code.pair(weight, other))
+            other = code.select(i + 1 < count, weight_of(code.minimum(i + 1, count - 1)), 0.0)
+            self.pairs.store(i // 2 * self.side + r, code.interleave_bf16(weight, other))
             total.set(total + (weight + other))
         shrink = code.exp2(before - now)
         self.largest.store(r, now)
         self.totals.store(r, code.fma(self.totals.load(r), shrink, total))
-        with code.when(code.max_of(now - before) > 0.0):
+        with code.when(code.reduce_max(now - before) > 0.0):
             for d in code.loop(0, self.width):
                 self.sums.store(d * self.side + r, self.sums.load(d * self.side + r) * shrink)
 
@@ -235,7 +235,7 @@ class Tile:
             inverse = 1.0 / self.totals.load(r)
             for d in code.loop(0, width, LANES):
                 rows = [self.sums.load((d + i) * self.side + r) * inverse for i in range(LANES)]
-                for i, column in enumerate(code.transposed(rows)):
+                for i, column in enumerate(code.transpose(rows)):
                     plain.store((r + i) * width + d, column)
         for token in code.loop(0, count):
             for d in code.loop(0, size, LANES):
@@ -248,7 +248,7 @@ class AmxTile(Tile):
     num_lanes = 2 * TILE
 
     def __init__(
-        self, code: Code, kind: Kind, base: Value, group: Operand, width: Value, side: int
+        self, code: KernelBuilder, kind: Kind, base: Value, group: Operand, width: Value, side: int
     ) -> None:
         super().__init__(code, kind, base, group, width, side)
         self._cells = width // 2
@@ -261,7 +261,7 @@ class AmxTile(Tile):
         super().read_queries(q, stride, count)
         for c in self.code.loop(self._cells, self._padded):
             for r in self.code.loop(0, self.padded_rows(count), LANES):
-                self.queries.store(c * self.side + r, self.code.words(0))
+                self.queries.store(c * self.side + r, self.code.i32x16(0))
 
     def stage_keys(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
         """Scores of keys beyond the last are of whatever lies there, and nobody reads them."""
@@ -279,14 +279,14 @@ class AmxTile(Tile):
         """values [D, side / 2] of words of two neighbours in time; beyond the last the last again, up to a multiple of 32."""
         code = self.code
         for first in code.loop(0, count, 2 * TILE):
-            places = [code.smaller(first + i, count - 1) for i in range(2 * TILE)]
+            places = [code.minimum(first + i, count - 1) for i in range(2 * TILE)]
             rows = [row_of(place).of("i16") for place in places]
             for d in code.loop(0, self.width, LANES):
                 pairs = [
                     (low.load(d) & 0xFFFF) | high.load(d) << 16
                     for low, high in zip(rows[::2], rows[1::2], strict=True)
                 ]
-                for i, column in enumerate(code.transposed(pairs)):
+                for i, column in enumerate(code.transpose(pairs)):
                     self.values.store((d + i) * (self.side // 2) + first // 2, column)
 
     def write_scores(self, num_rows: Value, count: Value) -> None:
@@ -313,11 +313,11 @@ class AmxTile(Tile):
         whole = (steps + (TILE - 1)) // TILE * TILE
         for t in code.loop(steps, whole):
             for r in code.loop(0, num_rows, LANES):
-                self.pairs.store(t * self.side + r, code.words(0))
+                self.pairs.store(t * self.side + r, code.i32x16(0))
         for r in code.loop(0, num_rows, 2 * TILE):
             for d in code.loop(0, self.width, 2 * TILE):
                 # beyond the width the last again: read before it is written
-                ds = [d, code.smaller(d + TILE, self.width - TILE)]
+                ds = [d, code.minimum(d + TILE, self.width - TILE)]
                 places = [self.sums + (ds[i // 2] * self.side + r + i % 2 * TILE) for i in range(4)]
                 for sums, place in enumerate(places):
                     code.tile_load(sums, place, 4 * self.side)
@@ -336,7 +336,13 @@ class AmxTile(Tile):
 
 
 def tile_of(
-    unit: Unit, code: Code, kind: Kind, base: Value, group: Operand, width: Value, side: int
+    unit: Unit,
+    code: KernelBuilder,
+    kind: Kind,
+    base: Value,
+    group: Operand,
+    width: Value,
+    side: int,
 ) -> Tile:
     made = AmxTile if kind == "bf16" and unit == "tiles" else Tile
     return made(code, kind, base, group, width, side)

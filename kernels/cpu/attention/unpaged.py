@@ -13,7 +13,7 @@ A piece of work is one head of one tile.  Tiles and what is done with one are th
 Roofline: FLOPs = 4 Σ L² N D, bytes = 4 e T N D.
 """
 
-from trouper.kernels.codegen.builder import Code
+from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.attention.decode import LOG2_E
 from trouper.kernels.cpu.attention.tile import tile_of
@@ -21,7 +21,7 @@ from trouper.kernels.cpu.attention.tile import tile_of
 SIDE = 64  # keys, and queries of a tile
 
 
-def whole_attention(code: Code, kind: Kind, unit: Unit) -> None:
+def whole_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
     """qkv, tiles, N, D, scale, window, bias or 0, its stride, out, scratch, its bytes."""
     (
         qkv, tiles, num_heads, width, scale, window, bias, bias_stride, out, scratch, num_bytes,
@@ -43,12 +43,12 @@ def whole_attention(code: Code, kind: Kind, unit: Unit) -> None:
             tile.read_queries(q + query * stride, stride, count)
             tile.begin(query, count)
             low, high = (
-                code.larger(query - window, 0),
-                code.smaller(query + count + window, num_keys),
+                code.maximum(query - window, 0),
+                code.minimum(query + count + window, num_keys),
             )
             is_masked = (query + count - 1 - window > low) | (query + window < high - 1)
             for first in code.loop(low, high, SIDE):
-                num = code.smaller(high - first, SIDE)
+                num = code.minimum(high - first, SIDE)
                 tile.stage_keys(lambda i, k=k, first=first: k + (first + i) * stride, num)
                 tile.write_scores(num_rows, num)
                 for r in code.loop(0, num_rows, LANES):

@@ -11,7 +11,7 @@ Measured, one EPYC core, M = 3072, bf16: 27 µs for 16 rows, 40 in torch.
 import math
 from typing import Literal
 
-from trouper.kernels.codegen.builder import Code
+from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.units import LANES, Kind
 
 LOG2_E = math.log2(math.e)
@@ -19,7 +19,7 @@ GELU_A = 2 * math.sqrt(2 / math.pi) * LOG2_E
 GELU_B = 0.044715
 
 
-def act_and_mul(code: Code, kind: Kind, activation: Literal["silu", "gelu_tanh"]) -> None:
+def act_and_mul(code: KernelBuilder, kind: Kind, activation: Literal["silu", "gelu_tanh"]) -> None:
     """gate_up, y, its stride, M.  A piece is a row."""
     gate_up, y, stride, width = code.arguments(4)
     for row in code.pieces():
@@ -30,6 +30,6 @@ def act_and_mul(code: Code, kind: Kind, activation: Literal["silu", "gelu_tanh"]
             g = gates.load(d)
             power = g * -LOG2_E
             if activation == "gelu_tanh":
-                power = g * code.fma(GELU_B, g * g, code.lanes(1.0)) * -GELU_A
+                power = g * code.fma(GELU_B, g * g, code.f32x16(1.0)) * -GELU_A
             act = g / (1.0 + code.exp2(power))
             target.store(d, act * ups.load(d))

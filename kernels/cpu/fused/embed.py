@@ -5,11 +5,11 @@
 Roofline: bytes = 2 e T D.  One launch, which a recording holds, where torch's two calls let go of the interpreter.
 """
 
-from trouper.kernels.codegen.builder import Code
+from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.units import LANES, Kind
 
 
-def embed(code: Code, kind: Kind) -> None:
+def embed(code: KernelBuilder, kind: Kind) -> None:
     """Table, D, ids, scale, y.  A piece is a row."""
     table, width, ids, scale, ys = code.arguments(5)
     scale = code.f32_argument(scale)

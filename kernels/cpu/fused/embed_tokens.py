@@ -1,10 +1,10 @@
 """The kernel of `token_embedding.py`: a row of each table, added up in float32."""
 
-from trouper.kernels.codegen.builder import Code
+from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.units import LANES, Kind
 
 
-def embed_tokens(code: Code, kind: Kind) -> None:
+def embed_tokens(code: KernelBuilder, kind: Kind) -> None:
     """Three times a table or 0 and the row of it for each token, then D, y.  The first table is there.
 
     A piece is a token.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
-from trouper.kernels.codegen.builder import HALFWORDS, Code, Pointer, Value
+from trouper.kernels.codegen.builder import I16_LANES, KernelBuilder, Pointer, Value
 from trouper.kernels.codegen.units import LANES, Unit
 from trouper.kernels.cpu.linear.dense import DenseLinear
 from trouper.kernels.cpu.linear.products import (
@@ -43,7 +43,7 @@ from trouper.kernels.cpu.linear.products import (
 from trouper.kernels.linear import LinearMethod
 
 VECTORS = 4  # of a group: as many codes as fit a halfword
-PLACES = VECTORS * HALFWORDS  # of a group
+PLACES = VECTORS * I16_LANES  # of a group
 GROUP_WORDS = LANES + PLACES // 4
 CODES = 16
 EXPONENT = 0x7F80
@@ -142,7 +142,7 @@ def _room(pairs: N) -> N:
     return 8 * (pairs // 128 + 1)
 
 
-def compress(code: Code) -> None:
+def compress(code: KernelBuilder) -> None:
     """The plain matrix [O, I], W, I / 2, failures.  A piece is a panel.
 
     A panel with more exceptions than there is room for adds one to failures [1] int64.
@@ -150,75 +150,75 @@ def compress(code: Code) -> None:
     plain, weight, pairs, failures = code.arguments(4)
     blocks = _Blocks(code, weight, pairs)
     counts = code.array("i32", 4 * 256)
-    bits, codes = (code.array("i16", HALFWORDS) for _ in range(2))
+    bits, codes = (code.array("i16", I16_LANES) for _ in range(2))
     last = _room(pairs) - 1
     for panel in code.pieces():
         rows = code.pointer(plain, "i32") + panel * LANES * pairs
         _count(code, rows.of("i64"), pairs * LANES // 2, counts)
         table, exceptions, groups = blocks.parts(panel)
         _most_frequent(code, counts, table)
-        exponents = [code.halfwords(table[c]) for c in range(CODES)]
+        exponents = [code.i16x32(table[c]) for c in range(CODES)]
         num_found = code.var(0)
         for first in code.loop(0, pairs, LANES):
-            columns = code.transposed([rows.load(pairs * r + first) for r in range(LANES)])
-            vectors = [code.halfwords_of(column) for column in columns]
+            columns = code.transpose([rows.load(pairs * r + first) for r in range(LANES)])
+            vectors = [code.as_i16x32(column) for column in columns]
             for j in range(0, LANES, VECTORS):
                 group = (groups + (first + j) // VECTORS * GROUP_WORDS).of("i16")
                 rest = [vector & ~EXPONENT for vector in vectors[j : j + VECTORS]]
-                four = code.halfwords(0)
+                four = code.i16x32(0)
                 for v, vector in enumerate(vectors[j : j + VECTORS]):
-                    found = code.halfwords(CODES)
+                    found = code.i16x32(CODES)
                     for c, exponent in enumerate(exponents):
                         found = code.select((vector & EXPONENT).equals(exponent), c, found)
                     with code.when(code.any(found.equals(CODES))):
-                        bits.store_halfwords(0, vector)
-                        codes.store_halfwords(0, found)
-                        for lane in code.loop(0, HALFWORDS):
+                        bits.store_i16x32(0, vector)
+                        codes.store_i16x32(0, found)
+                        for lane in code.loop(0, I16_LANES):
                             with code.when(codes[lane].equals(CODES)):
-                                place = (first + j + v) * HALFWORDS + lane
-                                entry = (place << 16) | (code.widened(bits[lane]) & 0xFFFF)
-                                exceptions[code.smaller(num_found, last)] = entry
+                                place = (first + j + v) * I16_LANES + lane
+                                entry = (place << 16) | (code.sign_extend(bits[lane]) & 0xFFFF)
+                                exceptions[code.minimum(num_found, last)] = entry
                                 num_found.set(num_found + 1)
                     four = four | (found & (CODES - 1)) << 4 * v
-                group.store_halfwords(0, four)
+                group.store_i16x32(0, four)
                 for v in range(0, VECTORS, 2):
-                    both = rest[v] | code.swapped(rest[v + 1])
-                    group.store_halfwords((1 + v // 2) * HALFWORDS, both)
-        exceptions[code.smaller(num_found, last)] = END
+                    both = rest[v] | code.swap_bytes(rest[v + 1])
+                    group.store_i16x32((1 + v // 2) * I16_LANES, both)
+        exceptions[code.minimum(num_found, last)] = END
         with code.when(num_found > last):
             code.fetch_add(code.pointer(failures, "i64"), 1)
 
 
-def _count(code: Code, quadruples: Pointer, length: Value, counts: Pointer) -> None:
+def _count(code: KernelBuilder, quadruples: Pointer, length: Value, counts: Pointer) -> None:
     """counts[exponent] = 256 times how often + exponent.
 
     Four counters each: one alone waits for itself.
     """
     for i in range(0, 4 * 256, LANES):
-        counts.store(i, code.words(0))
+        counts.store(i, code.i32x16(0))
     for i in code.loop(0, length):
         four = quadruples[i]
         for j in range(4):
             at = ((four >> (16 * j + 7)) & 0xFF) + 256 * j
             counts[at] = counts[at] + 256
     for exponent in code.loop(0, 256):
-        total = code.narrowed(exponent, "i32")
+        total = code.truncate(exponent, "i32")
         for j in range(4):
             total = total + counts[exponent + 256 * j]
         counts[exponent] = total
 
 
-def _most_frequent(code: Code, counts: Pointer, table: Pointer) -> None:
+def _most_frequent(code: KernelBuilder, counts: Pointer, table: Pointer) -> None:
     for c in code.loop(0, CODES):
         best = counts.load()
         for i in range(LANES, 256, LANES):
-            best = code.larger(best, counts.load(i))
-        exponent = code.max_of(best) & 0xFF
-        table[c] = table[c + CODES] = code.narrowed(exponent << 7, "i16")
-        counts[code.widened(exponent)] = -1
+            best = code.maximum(best, counts.load(i))
+        exponent = code.reduce_max(best) & 0xFF
+        table[c] = table[c + CODES] = code.truncate(exponent << 7, "i16")
+        counts[code.sign_extend(exponent)] = -1
 
 
-def compressed_matmul(code: Code, unit: Unit) -> None:
+def compressed_matmul(code: KernelBuilder, unit: Unit) -> None:
     """x, its stride in words, W, b or 0, y, its stride, T, I / 2, O / 16, threads, scratch.
 
     A piece is panels of a block of rows.
@@ -256,7 +256,7 @@ def compressed_matmul(code: Code, unit: Unit) -> None:
 class _Blocks:
     def __init__(
         self,
-        code: Code,
+        code: KernelBuilder,
         weight: Value,
         pairs: Value,
         threads: Value | int = 1,
@@ -300,7 +300,7 @@ class _Blocks:
 class _Panel:
     def __init__(
         self,
-        code: Code,
+        code: KernelBuilder,
         table: Pointer,
         exceptions: Pointer,
         groups: Pointer,
@@ -316,7 +316,7 @@ class _Panel:
         self._beyond = step - num_groups * GROUP_WORDS
         for line in range(4):
             table.of("i32").prefetch(step + line * LANES)
-        self._table, self._exceptions = table.load_halfwords(), exceptions
+        self._table, self._exceptions = table.load_i16x32(), exceptions
         self._groups, self._rooms = groups, rooms
         self._num_seen, self._next = code.var(0), code.var(exceptions[0])
 
@@ -334,13 +334,13 @@ class _Panel:
         for line in range(0, GROUP_WORDS, LANES):
             later.prefetch(AHEAD * GROUP_WORDS + line)
         packed = group.of("i16")
-        codes = packed.load_halfwords()
+        codes = packed.load_i16x32()
         for v in range(VECTORS):
-            both = packed.load_halfwords((1 + v // 2) * HALFWORDS)
-            rest = code.swapped(both) if v % 2 else both
-            vector = (rest & ~EXPONENT) | code.looked_up(self._table, codes >> 4 * v)
-            room.store_halfwords(v * HALFWORDS, vector)
+            both = packed.load_i16x32((1 + v // 2) * I16_LANES)
+            rest = code.swap_bytes(both) if v % 2 else both
+            vector = (rest & ~EXPONENT) | code.permute(self._table, codes >> 4 * v)
+            room.store_i16x32(v * I16_LANES, vector)
         for _ in code.while_(self._next, (g + 1) * (PLACES << 16)):
-            room[(self._next >> 16) & (PLACES - 1)] = code.narrowed(self._next, "i16")
+            room[(self._next >> 16) & (PLACES - 1)] = code.truncate(self._next, "i16")
             self._num_seen.set(self._num_seen + 1)
             self._next.set(self._exceptions[self._num_seen])

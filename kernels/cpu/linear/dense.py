@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
-from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
 from trouper.kernels.codegen.features import has_bf16_dot
 from trouper.kernels.codegen.units import LANES, Unit
 from trouper.kernels.cpu.linear.products import (
@@ -113,7 +113,7 @@ def pack_panels(weight_OI: Tensor) -> Tensor:
     return packed
 
 
-def pack(code: Code) -> None:
+def pack(code: KernelBuilder) -> None:
     """The plain matrix [O, I], its packed form, words of a row.  A piece is a panel."""
     plain, packed, pairs = code.arguments(3)
     for panel in code.pieces():
@@ -121,12 +121,12 @@ def pack(code: Code) -> None:
         words = code.pointer(packed, "i32") + panel * LANES * pairs
         for i in code.loop(0, pairs, LANES):
             for j, column in enumerate(
-                code.transposed([rows.load(pairs * r + i) for r in range(LANES)])
+                code.transpose([rows.load(pairs * r + i) for r in range(LANES)])
             ):
                 words.store((i + j) * LANES, column)
 
 
-def matmul(code: Code, unit: Unit, act: Act) -> None:
+def matmul(code: KernelBuilder, unit: Unit, act: Act) -> None:
     """x, its stride in words, W, b or 0, y, its stride, T, words of a row, O / 16.  A piece is panels of a block of rows."""
     x, stride, weight, *others = code.arguments(9)
     product, shape = product_of(unit, code, act, x, stride, *others), BLOCKINGS[unit]
@@ -184,21 +184,21 @@ class _Widened:
     def block(self, first_panel: Value, first_row: Value) -> None:
         product, code = self._product, self._product.code
         panels, rows, _ = self._block
-        at_row = [code.smaller(first_row + r, product.num_rows - 1) for r in range(rows)]
+        at_row = [code.minimum(first_row + r, product.num_rows - 1) for r in range(rows)]
         for i in code.loop(0, panels * rows * LANES, LANES):
-            self._sums.store(i, code.lanes(0.0))
+            self._sums.store(i, code.f32x16(0.0))
         for start in code.loop(0, product.pairs, WIDE):
-            num = code.smaller(product.pairs - start, WIDE)
+            num = code.minimum(product.pairs - start, WIDE)
             for r, row in enumerate(at_row):
                 for i in code.loop(0, num, LANES):
-                    halves = code.unpaired((product.x + row * product.stride).load(start + i))
+                    halves = code.unpack_bf16((product.x + row * product.stride).load(start + i))
                     for half, numbers in enumerate(halves):
                         self._x.store((2 * r + half) * WIDE + i, numbers)
             for p in code.loop(0, panels):
-                panel = code.smaller(first_panel + p, product.num_panels - 1)
+                panel = code.minimum(first_panel + p, product.num_panels - 1)
                 self._add(self._words + (panel * product.pairs + start) * LANES, num, p)
         for p in code.loop(0, panels):
-            panel = code.smaller(first_panel + p, product.num_panels - 1)
+            panel = code.minimum(first_panel + p, product.num_panels - 1)
             own = product.bias_or_zeros(panel)
             for r, row in enumerate(at_row):
                 product.store(row, panel, self._sums.load((p * rows + r) * LANES) + own)
@@ -208,9 +208,9 @@ class _Widened:
         places = [(p * rows + r) * LANES for r in range(rows)]
         sums = [code.var(self._sums.load(place)) for place in places]
         for i in code.loop(0, num):
-            for half, numbers in enumerate(code.unpaired((weights + i * LANES).load())):
+            for half, numbers in enumerate(code.unpack_bf16((weights + i * LANES).load())):
                 for r, total in enumerate(sums):
-                    x = code.lanes(self._x[(2 * r + half) * WIDE + i])
+                    x = code.f32x16(self._x[(2 * r + half) * WIDE + i])
                     total.set(code.fma(numbers, x, total))
         for place, total in zip(places, sums, strict=True):
             self._sums.store(place, total)

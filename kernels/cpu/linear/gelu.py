@@ -9,7 +9,7 @@ Of float32 y = max(x, 0) - |x| Φ(-|x|), and Φ(-|x|) = ½ R(t) exp(-x² / 2), t
 
 import math
 
-from trouper.kernels.codegen.builder import Code, Value
+from trouper.kernels.codegen.builder import KernelBuilder, Value
 from trouper.kernels.codegen.units import Kind
 
 EDGE = 4.5
@@ -21,25 +21,25 @@ P = 0.3275911 / math.sqrt(2)
 R = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
-def gelu(code: Code, x: Value, kind: Kind) -> Value:
+def gelu(code: KernelBuilder, x: Value, kind: Kind) -> Value:
     return _fine(code, x) if kind == "f32" else _coarse(code, x)
 
 
-def _fine(code: Code, x: Value) -> Value:
-    size = code.larger(x, 0.0 - x)
-    t = 1.0 / code.fma(P, size, code.lanes(1.0))
-    sum_ = code.lanes(R[-1] / 2)
+def _fine(code: KernelBuilder, x: Value) -> Value:
+    size = code.maximum(x, 0.0 - x)
+    t = 1.0 / code.fma(P, size, code.f32x16(1.0))
+    sum_ = code.f32x16(R[-1] / 2)
     for c in reversed(R[:-1]):
-        sum_ = code.fma(sum_, t, code.lanes(c / 2))
+        sum_ = code.fma(sum_, t, code.f32x16(c / 2))
     tail = sum_ * t * code.exp2(size * size * (-math.log2(math.e) / 2))
-    return code.larger(x, 0.0) - size * tail
+    return code.maximum(x, 0.0) - size * tail
 
 
-def _coarse(code: Code, x: Value) -> Value:
+def _coarse(code: KernelBuilder, x: Value) -> Value:
     near = code.select(x > EDGE, EDGE, x)
     near = code.select(near < -EDGE, -EDGE, near)
     square = near * near
-    sum_ = code.lanes(Q[-1])
+    sum_ = code.f32x16(Q[-1])
     for c in reversed(Q[:-1]):
-        sum_ = code.fma(sum_, square, code.lanes(c))
-    return x * code.fma(near, sum_, code.lanes(0.5))
+        sum_ = code.fma(sum_, square, code.f32x16(c))
+    return x * code.fma(near, sum_, code.f32x16(0.5))

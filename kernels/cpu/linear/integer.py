@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
-from trouper.kernels.codegen.builder import Code, Pointer, Value, Var
+from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.linear.integer_panels import (
     GROUPS_AHEAD,
@@ -183,7 +183,7 @@ def scratch_bytes(num_rows: int, num_in: int, unit: Unit, fmt: Format) -> int:
 
 
 def quantized_matmul(
-    code: Code, unit: Unit, fmt: Format, scale_kind: Kind, has_zeros: bool
+    code: KernelBuilder, unit: Unit, fmt: Format, scale_kind: Kind, has_zeros: bool
 ) -> None:
     """x, its stride in words, q, s, z or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, threads,
     scratch, its bytes a thread.
@@ -211,7 +211,7 @@ def quantized_matmul(
 
 
 class _Work(ABC):
-    def __init__(self, code: Code, fmt: Format, scale_kind: Kind, has_zeros: bool) -> None:
+    def __init__(self, code: KernelBuilder, fmt: Format, scale_kind: Kind, has_zeros: bool) -> None:
         x, stride, q, s, z, bias, y, *sizes, scratch, bytes_each = code.arguments(14)
         self.addresses = x, stride, bias, y
         self.num_rows, self.pairs, self.num_panels, self.length, self.num_threads = sizes
@@ -226,7 +226,7 @@ class _Work(ABC):
 
     def panels(self, first: Value, num: int) -> list[Value]:
         """Beyond the last, the last again."""
-        return [self.code.smaller(first + p, self.num_panels - 1) for p in range(num)]
+        return [self.code.minimum(first + p, self.num_panels - 1) for p in range(num)]
 
     def packed(self, panel: Value) -> "PackedPanel":
         steps = self.pairs // STEP
@@ -286,20 +286,20 @@ class _Dots(_Work):
     ) -> None:
         weights = self._read(at_panel, kept) if is_first else kept
         code, panels, num_groups = self.code, len(at_panel), self.num_groups
-        at_row = [code.smaller(first_row + r, self.num_rows - 1) for r in range(rows)]
+        at_row = [code.minimum(first_row + r, self.num_rows - 1) for r in range(rows)]
         xs = [self._x + r * self._stride for r in at_row]
         scales = self.scales_of(at_panel)
-        totals = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in range(panels)]
+        totals = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in range(panels)]
         steps = self.length // STEP
         for g in code.loop(0, num_groups):
-            sums = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in range(panels)]
+            sums = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in range(panels)]
             for stream in (*scales, *weights):
                 stream.enter(g)
             for i in code.loop(g * steps, g * steps + steps):
                 pairs = [weight.pairs(i) for weight in weights]
                 for j in range(STEP):
                     for r, row in enumerate(xs):
-                        both = code.words(row[i * STEP + j])
+                        both = code.i32x16(row[i * STEP + j])
                         for p in range(panels):
                             sums[p][r].set(code.dot(pairs[p][j], both, sums[p][r]))
             for p in range(panels):
@@ -372,7 +372,7 @@ class _Tiles(_Work):
         totals = [self._totals + p * (TILE * LANES) for p in range(len(at_panel))]
         for row in code.loop(0, product.tile_rows):
             for total in totals:
-                total.store(row * LANES, code.lanes(0.0))
+                total.store(row * LANES, code.f32x16(0.0))
         x = product.x + first_row * product.stride
         of_panel = list(zip(weights, scales, totals, strict=True))
         for first in code.loop(0, whole, CHUNK):

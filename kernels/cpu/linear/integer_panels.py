@@ -8,7 +8,7 @@ A panel decodes step after step; what reads it asks for the pairs of a step (`pa
 to memory (`decode`) and loads it from there (`tile`).
 """
 
-from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.products import TILE
 from trouper.kernels.cpu.linear.quantization import PANELS, STEP
@@ -49,7 +49,7 @@ class PanelStream:
 class NibblePanel:
     """A panel of int4, read as pairs of bfloat16."""
 
-    def __init__(self, code: Code, words: PanelStream, zeros: PanelStream | None) -> None:
+    def __init__(self, code: KernelBuilder, words: PanelStream, zeros: PanelStream | None) -> None:
         self._code, self._words, self._zeros = code, words, zeros
         self._zero: Value | None = None
 
@@ -62,15 +62,15 @@ class NibblePanel:
         self._words.ask(i, AHEAD, more)
         shifted = [word >> 4 * j for j in range(STEP)]
         if self._zero is None:
-            return [self._code.lookup(NIBBLES, index) for index in shifted]
+            return [self._code.lookup_bf16(NIBBLES, index) for index in shifted]
         zero = self._zero
-        return [self._code.lookup(DIFFERENCES, (x & 0x000F000F) + zero) for x in shifted]
+        return [self._code.lookup_bf16(DIFFERENCES, (x & 0x000F000F) + zero) for x in shifted]
 
 
 class BytePanel:
     """A panel of int8, likewise."""
 
-    def __init__(self, code: Code, words: PanelStream) -> None:
+    def __init__(self, code: KernelBuilder, words: PanelStream) -> None:
         self._code, self._words = code, words
 
     def enter(self, group: Value) -> None:
@@ -80,8 +80,8 @@ class BytePanel:
         code = self._code
         self._words.ask(i, AHEAD, more)
         here = self._words.at(i, more).of("i8")
-        numbers = [code.numbers(here.load(half * LANES)) for half in range(2 * STEP)]
-        return [code.packed(*numbers[j : j + 2]) for j in range(0, 2 * STEP, 2)]
+        numbers = [code.to_f32x16(here.load(half * LANES)) for half in range(2 * STEP)]
+        return [code.pack_bf16(*numbers[j : j + 2]) for j in range(0, 2 * STEP, 2)]
 
 
 PackedPanel = NibblePanel | BytePanel

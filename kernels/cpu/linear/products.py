@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
 from trouper.kernels.codegen.features import has_bf16_dot, num_registers
 from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.linear.gelu import gelu
@@ -72,7 +72,7 @@ BLOCKINGS: dict[Unit, Blocking] = {
 
 
 def pieces_of_many(
-    code: Code, block: Block, num_rows: Value, num_panels: Value
+    code: KernelBuilder, block: Block, num_rows: Value, num_panels: Value
 ) -> Iterator[tuple[Value, Value, Value]]:
     """First panel, first row, end of the rows of each piece: all panels with one stretch of rows, then with the next.
 
@@ -84,7 +84,7 @@ def pieces_of_many(
     length = (rows + (block.rows - 1)) // block.rows * block.rows
     for piece in code.pieces():
         first = piece // across * length
-        yield piece % across * block.panels, first, code.smaller(first + length, num_rows)
+        yield piece % across * block.panels, first, code.minimum(first + length, num_rows)
 
 
 class Product(ABC):
@@ -95,7 +95,7 @@ class Product(ABC):
 
     def __init__(
         self,
-        code: Code,
+        code: KernelBuilder,
         act: Act,
         x: Value,
         stride: Value,
@@ -113,7 +113,7 @@ class Product(ABC):
 
     def panels_from(self, first: Value, panels: int) -> list[Value]:
         """Beyond the last, the last again."""
-        return [self.code.smaller(first + p, self.num_panels - 1) for p in range(panels)]
+        return [self.code.minimum(first + p, self.num_panels - 1) for p in range(panels)]
 
     def plain(self, weights: list[Pointer], ahead: int) -> Steps:
         """The words of packed panels."""
@@ -140,7 +140,7 @@ class Product(ABC):
         return self.code.pointer(self.bias, self.kind).load(panel * LANES)
 
     def bias_or_zeros(self, panel: Value) -> Value:
-        own = self.code.var(self.code.lanes(0.0))
+        own = self.code.var(self.code.f32x16(0.0))
         with self.code.when(self.bias > 0):
             own.set(self.own_bias(panel))
         return own
@@ -151,13 +151,13 @@ class Dots(Product):
 
     def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
         code = self.code
-        at_row = [code.smaller(first_row + r, self.num_rows - 1) for r in range(rows)]
+        at_row = [code.minimum(first_row + r, self.num_rows - 1) for r in range(rows)]
         xs = [self.x + r * self.stride for r in at_row]
-        sums = [[code.var(code.lanes(0.0)) for _ in range(rows)] for _ in at_panel]
+        sums = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in at_panel]
         for i, places in steps:
             words = [self.read(place) for place in places]
             for r, row in enumerate(xs):
-                x = self.spread(row + i)
+                x = self.broadcast(row + i)
                 for p, word in enumerate(words):
                     sums[p][r].set(self.dot(word, x, sums[p][r]))
         for p, panel in enumerate(at_panel):
@@ -171,8 +171,8 @@ class Dots(Product):
     def read(self, place: Pointer) -> Value:
         return place.load()
 
-    def spread(self, place: Pointer) -> Value:
-        return self.code.words(place[0])
+    def broadcast(self, place: Pointer) -> Value:
+        return self.code.i32x16(place[0])
 
     def dot(self, word: Value, x: Value, total: Value) -> Value:
         return self.code.dot(word, x, total)
@@ -186,8 +186,8 @@ class Floats(Dots):
     def read(self, place: Pointer) -> Value:
         return place.of("f32").load()
 
-    def spread(self, place: Pointer) -> Value:
-        return self.code.lanes(place.of("f32")[0])
+    def broadcast(self, place: Pointer) -> Value:
+        return self.code.f32x16(place.of("f32")[0])
 
     def dot(self, word: Value, x: Value, total: Value) -> Value:
         return self.code.fma(word, x, total)
@@ -205,7 +205,7 @@ class Tiles(Product):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._sums = self.code.array("f32", TILE * LANES)
-        self.tile_rows = self.code.smaller(self.num_rows, TILE)
+        self.tile_rows = self.code.minimum(self.num_rows, TILE)
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[None]:
@@ -216,7 +216,7 @@ class Tiles(Product):
 
     def tile_at(self, row: Value) -> Value:
         """The last tile of rows ends at the last row: some are computed twice, to the same end."""
-        return self.code.smaller(row, self.code.larger(self.num_rows - TILE, 0))
+        return self.code.minimum(row, self.code.maximum(self.num_rows - TILE, 0))
 
     def block(
         self,

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
-from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.dense import pack_panels
 from trouper.kernels.cpu.linear.products import (
@@ -137,18 +137,18 @@ def scratch_bytes(num_rows: int, num_in: int) -> int:
     return rows * num_in * 2 * PARTS
 
 
-def split_rows(code: Code) -> None:
+def split_rows(code: KernelBuilder) -> None:
     """x, its stride, parts, T, I.  A piece is a tile."""
     x, stride, parts, num_rows, num_in = code.arguments(5)
     x, parts = code.pointer(x, "f32"), code.pointer(parts, "i32")
     for tile in code.pieces():
-        first = code.smaller(tile * TILE, code.larger(num_rows - TILE, 0))
+        first = code.minimum(tile * TILE, code.maximum(num_rows - TILE, 0))
         own = parts + tile * num_in * (PARTS * LANES // 2)
-        _split_tile(code, x + first * stride, stride, own, code.smaller(num_rows, TILE), num_in)
+        _split_tile(code, x + first * stride, stride, own, code.minimum(num_rows, TILE), num_in)
 
 
 def _split_tile(
-    code: Code, x: Pointer, stride: Value, parts: Pointer, num_rows: Value, num_in: Value
+    code: KernelBuilder, x: Pointer, stride: Value, parts: Pointer, num_rows: Value, num_in: Value
 ) -> None:
     for step in code.loop(0, num_in // STEP):
         numbers, target = x + step * STEP, parts + step * SIZE
@@ -158,15 +158,17 @@ def _split_tile(
                 target.store(part * TILE_WORDS + row * LANES, word)
 
 
-def _parts_of(code: Code, low: Value, high: Value) -> Iterator[Value]:
+def _parts_of(code: KernelBuilder, low: Value, high: Value) -> Iterator[Value]:
     """Words of pairs of bfloat16 whose sums the lanes are, the largest first."""
     for part in range(PARTS):
-        bits = [code.words_of(x) + (0x8000 if part == 0 else 0) for x in (low, high)]
+        bits = [code.as_i32x16(x) + (0x8000 if part == 0 else 0) for x in (low, high)]
         yield ((bits[0] >> 16) & 0xFFFF) | (bits[1] & -0x10000)
-        low, high = (x - code.of_bits(b & -0x10000) for x, b in zip((low, high), bits, strict=True))
+        low, high = (
+            x - code.as_f32x16(b & -0x10000) for x, b in zip((low, high), bits, strict=True)
+        )
 
 
-def split_matmul(code: Code, act: Act) -> None:
+def split_matmul(code: KernelBuilder, act: Act) -> None:
     """x, its stride, parts, W, b or 0, y, its stride, T, I, O / 16, scratch.  A piece is panels of a block of rows.
 
     Of few rows nobody reads `parts`.
@@ -198,7 +200,7 @@ class _Product(Tiles):
 
     def __init__(
         self,
-        code: Code,
+        code: KernelBuilder,
         act: Act,
         x: Value,
         stride: Value,
@@ -264,7 +266,7 @@ class _Product(Tiles):
         Registers: the sums, a part of each tile of rows, a part of each panel.
         """
         code, last_tile = self.code, (self.num_rows - 1) // TILE
-        at_tile = [code.smaller(first_row // TILE + r, last_tile) for r in range(2)]
+        at_tile = [code.minimum(first_row // TILE + r, last_tile) for r in range(2)]
         rows = [self._parts + tile * self.words_of_tile for tile in at_tile]
 
         def at(step: Value, places: list[Pointer]) -> list[Pointer]:

@@ -7,7 +7,7 @@ where none is kept, some 25 where one is and 70 where its noise may be enough: a
 
 import math
 
-from trouper.kernels.codegen.builder import Code, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.sampling.sample import NOT_FINITE, NOTHING_LEFT, ROW
 from trouper.kernels.cpu.sampling.top_k_top_p import LOG2_E, Kept, Row, truncated
@@ -19,7 +19,7 @@ SEED, TEMPERATURE, TOP_P, LOG_MIN_P, TOP_K, REPETITION = 0, 2, 3, 4, 5, 6
 UNROLLED = 4  # to compare or to add takes four cycles
 
 
-def draw_rows(code: Code) -> None:
+def draw_rows(code: KernelBuilder) -> None:
     """Logits, their stride, picked, parameters, rows, ends, tokens that have occurred, their stride, tokens, V, memory,
     its bytes for a thread.  A piece is a row.
     """
@@ -46,21 +46,21 @@ def draw_rows(code: Code) -> None:
                 _draw(code, token, values, length, words, end, held)
 
 
-def _is_finite(code: Code, values: Pointer, length: Value) -> Value:
+def _is_finite(code: KernelBuilder, values: Pointer, length: Value) -> Value:
     """Nothing times 0 is anything but 0."""
-    zeros = [code.var(code.lanes(0.0)) for _ in range(UNROLLED)]
+    zeros = [code.var(code.f32x16(0.0)) for _ in range(UNROLLED)]
     for start in code.loop(0, length, UNROLLED * LANES):
         for i, zero in enumerate(zeros):
-            x = values.load(code.smaller(start + i * LANES, length - LANES))  # those before again
-            zero.set(code.fma(x, code.lanes(0.0), zero))
+            x = values.load(code.minimum(start + i * LANES, length - LANES))  # those before again
+            zero.set(code.fma(x, code.f32x16(0.0), zero))
     total: Value = zeros[0]
     for zero in zeros[1:]:
         total = total + zero
-    return code.sum_of(total).equals(0.0)
+    return code.reduce_sum(total).equals(0.0)
 
 
 def _penalise(
-    code: Code,
+    code: KernelBuilder,
     values: Pointer,
     length: Value,
     ids: Pointer,
@@ -78,7 +78,7 @@ def _penalise(
 
 
 def _draw(
-    code: Code,
+    code: KernelBuilder,
     token: Pointer,
     values: Pointer,
     length: Value,
@@ -94,7 +94,7 @@ def _draw(
         _largest(code, values, length),
         temperature,
         log_min_p=numbers[LOG_MIN_P],
-        top_k=code.widened(words[TOP_K]),
+        top_k=code.sign_extend(words[TOP_K]),
         top_p=numbers[TOP_P],
         held=held,
     )
@@ -102,28 +102,28 @@ def _draw(
         token[0] = _first_of_largest(code, row)
     with code.when((row.best > -math.inf) & (temperature > 0.0)):
         seed = words + SEED
-        position = code.narrowed(position, "i32")
-        keys = _keys(code, *(code.words(x) for x in (position, seed[0], seed[1])))
+        position = code.truncate(position, "i32")
+        keys = _keys(code, *(code.i32x16(x) for x in (position, seed[0], seed[1])))
         token[0] = _drawn(code, row, keys)
 
 
-def _largest(code: Code, values: Pointer, length: Value) -> Value:
-    best = [code.var(code.lanes(-math.inf)) for _ in range(UNROLLED)]
+def _largest(code: KernelBuilder, values: Pointer, length: Value) -> Value:
+    best = [code.var(code.f32x16(-math.inf)) for _ in range(UNROLLED)]
     for start in code.loop(0, length, UNROLLED * LANES):
         for i, lanes in enumerate(best):
-            first = code.smaller(start + i * LANES, length - LANES)  # those before again
-            lanes.set(code.larger(values.load(first), lanes))
+            first = code.minimum(start + i * LANES, length - LANES)  # those before again
+            lanes.set(code.maximum(values.load(first), lanes))
     largest: Value = best[0]
     for lanes in best[1:]:
-        largest = code.larger(largest, lanes)
-    return code.max_of(largest)
+        largest = code.maximum(largest, lanes)
+    return code.reduce_max(largest)
 
 
-def _first_of_largest(code: Code, row: Row) -> Value:
+def _first_of_largest(code: KernelBuilder, row: Row) -> Value:
     first, is_found = code.var(0), code.var(0)
     token = code.var(0)
     for _ in code.while_(is_found, 1):
-        start = code.smaller(first, row.length - LANES)
+        start = code.minimum(first, row.length - LANES)
         is_best = row.values.load(start).equals(row.best)
         with code.when(code.any(is_best)):
             is_found.set(1)
@@ -132,22 +132,22 @@ def _first_of_largest(code: Code, row: Row) -> Value:
     return token
 
 
-def _ids(code: Code, first: Value) -> Value:
+def _ids(code: KernelBuilder, first: Value) -> Value:
     """Sixteen, from there on."""
-    return code.words(code.narrowed(first, "i32")) + code.steps()
+    return code.i32x16(code.truncate(first, "i32")) + code.lane_ids()
 
 
-def _least(code: Code, is_one: Value, ids: Value) -> Value:
-    return 0 - code.widened(code.max_of(code.select(is_one, 0 - ids, -(2**31))))
+def _least(code: KernelBuilder, is_one: Value, ids: Value) -> Value:
+    return 0 - code.sign_extend(code.reduce_max(code.select(is_one, 0 - ids, -(2**31))))
 
 
-def _drawn(code: Code, row: Row, keys: tuple[Value, Value]) -> Value:
+def _drawn(code: KernelBuilder, row: Row, keys: tuple[Value, Value]) -> Value:
     kept = truncated(code, row)
-    last_tie = code.words(code.narrowed(_last_tie(code, row, kept), "i32"))
-    best, at = code.var(code.lanes(-math.inf)), code.var(code.words(0))
+    last_tie = code.i32x16(code.truncate(_last_tie(code, row, kept), "i32"))
+    best, at = code.var(code.f32x16(-math.inf)), code.var(code.i32x16(0))
     to_beat = code.var(-math.inf)
     for start in code.loop(0, row.length, LANES):
-        first = code.smaller(start, row.length - LANES)
+        first = code.minimum(start, row.length - LANES)
         x = row.values.load(first)
         is_kept = x >= kept.cut
         with code.when(code.any(is_kept)):
@@ -159,40 +159,42 @@ def _drawn(code: Code, row: Row, keys: tuple[Value, Value]) -> Value:
                 is_better = is_kept & (noisy > best)
                 at.set(code.select(is_better, ids, at))
                 best.set(code.select(is_better, noisy, best))
-                to_beat.set(code.max_of(best))
+                to_beat.set(code.reduce_max(best))
     return _least(code, best.equals(to_beat), at)
 
 
-def _may_beat(code: Code, x: Value, bits: Value, to_beat: Value, temperature: Value) -> Value:
+def _may_beat(
+    code: KernelBuilder, x: Value, bits: Value, to_beat: Value, temperature: Value
+) -> Value:
     """False where x / temperature + noise is less for certain: two logarithms are saved, for nearly all tokens.
 
     -log(-log u) ≤ -log(1 - u); and the bits of a float, as an integer, are at most 2²³ (log2 + 127).
     """
-    complement = code.numbers(_shifted(bits ^ -1, 8) | 1)  # 2²⁴ (1 - u), exactly
-    logarithm = code.numbers(code.words_of(complement))
+    complement = code.to_f32x16(_shifted(bits ^ -1, 8) | 1)  # 2²⁴ (1 - u), exactly
+    logarithm = code.to_f32x16(code.as_i32x16(complement))
     most = LOG2_E / temperature * 2.0**23
     offset = (ROUNDING + 127 + 24) * 2.0**23 - to_beat * (LOG2_E * 2.0**23)
-    return logarithm < code.fma(most, x, code.lanes(offset))
+    return logarithm < code.fma(most, x, code.f32x16(offset))
 
 
-def _last_tie(code: Code, row: Row, kept: Kept) -> Value:
+def _last_tie(code: KernelBuilder, row: Row, kept: Kept) -> Value:
     """The id of the last of those that equal the cut and are kept; at least V where all are."""
     last, left = code.var(row.length), code.var(kept.ties)
     with code.when(kept.ties < kept.found):
         for start in code.loop(0, row.length, LANES):
-            x = row.values.load(code.smaller(start, row.length - LANES))
+            x = row.values.load(code.minimum(start, row.length - LANES))
             with code.when(code.any(x.equals(kept.cut)) & (left > 0.0)):
-                for token in code.loop(start, code.smaller(start + LANES, row.length)):
+                for token in code.loop(start, code.minimum(start + LANES, row.length)):
                     with code.when(row.values[token].equals(kept.cut) & (left > 0.0)):
                         last.set(token)
                         left.set(left - 1.0)
     return last
 
 
-def _keys(code: Code, position: Value, low: Value, high: Value) -> tuple[Value, Value]:
+def _keys(code: KernelBuilder, position: Value, low: Value, high: Value) -> tuple[Value, Value]:
     """`noise.row_keys`."""
     mixed = _hash32(_hash32(position, low, high), high, low)
-    return mixed, _hash32(mixed ^ low, high, code.words(0))
+    return mixed, _hash32(mixed ^ low, high, code.i32x16(0))
 
 
 def _hash32(x: Value, key0: Value, key1: Value) -> Value:
@@ -209,6 +211,6 @@ def _shifted(x: Value, count: int) -> Value:
     return (x >> count) & (2 ** (32 - count) - 1)
 
 
-def _gumbel(code: Code, bits: Value) -> Value:
-    u = (code.numbers(_shifted(bits, 9)) + 0.5) * 2.0**-23
+def _gumbel(code: KernelBuilder, bits: Value) -> Value:
+    u = (code.to_f32x16(_shifted(bits, 9)) + 0.5) * 2.0**-23
     return 0.0 - code.log(0.0 - code.log(u))

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from trouper.kernels.codegen.builder import Code, Pointer, Value, Var
+from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES
 
 REACH = 19.5  # 16.64 + 2.82, rounded up
@@ -47,15 +47,15 @@ def held_bytes(vocab_size: int) -> int:
     return 4 * (-(-vocab_size // LANES) + 2) * LANES
 
 
-def truncated(code: Code, row: Row) -> Kept:
+def truncated(code: KernelBuilder, row: Row) -> Kept:
     floor = row.best + row.log_min_p * row.temperature
-    in_reach = code.larger(floor, row.best - row.temperature * REACH)
+    in_reach = code.maximum(floor, row.best - row.temperature * REACH)
     kept = Kept(code.var(in_reach), code.var(code.f32(row.length)), code.var(0.0))
     counted, of_ties = code.var(-math.inf), code.var(0.0)
     scale = code.f32(LOG2_E) / row.temperature
 
     def one(x: Value) -> Value:
-        return code.lanes(1.0)
+        return code.f32x16(1.0)
 
     def probability(x: Value) -> Value:
         return code.exp2((x - row.best) * scale)
@@ -66,17 +66,17 @@ def truncated(code: Code, row: Row) -> Kept:
             copy.add(x, x >= kept.cut)
         _narrow(code, copy, one, code.f32(row.top_k), kept)
         counted.set(kept.cut)
-        of_ties.set(kept.ties * code.max_of(probability(code.lanes(kept.cut))))
+        of_ties.set(kept.ties * code.reduce_max(probability(code.f32x16(kept.cut))))
     with code.when(row.top_p < 1.0):
-        mass = code.var(code.lanes(0.0))
+        mass = code.var(code.f32x16(0.0))
         for x in _tokens(code, row):
             is_counted = (x >= floor) & (x > counted)
             mass.set(mass + code.select(is_counted, probability(x), 0.0))
-        total = code.sum_of(mass) + of_ties
+        total = code.reduce_sum(mass) + of_ties
         # what is less probable than that has less than 1 - p in all; half of it, for rounding
         negligible = (1.0 - row.top_p) * total * 0.5 / code.f32(row.length)
-        logarithm = code.max_of(code.log(code.lanes(negligible)))
-        needed = code.larger(row.best + logarithm * row.temperature, kept.cut)
+        logarithm = code.reduce_max(code.log(code.f32x16(negligible)))
+        needed = code.maximum(row.best + logarithm * row.temperature, kept.cut)
         copy = _Copy(code, row.held)
         for x in _tokens(code, row):
             copy.add(x, x >= needed)
@@ -84,21 +84,21 @@ def truncated(code: Code, row: Row) -> Kept:
     return kept
 
 
-def _tokens(code: Code, row: Row) -> Iterator[Value]:
+def _tokens(code: KernelBuilder, row: Row) -> Iterator[Value]:
     """Sixteen at a time; the last sixteen overlap those before, which are -inf the second time."""
     for start in code.loop(0, row.length, LANES):
-        first = code.smaller(start, row.length - LANES)
-        is_new = code.steps() >= code.words(code.narrowed(start - first, "i32"))
+        first = code.minimum(start, row.length - LANES)
+        is_new = code.lane_ids() >= code.i32x16(code.truncate(start - first, "i32"))
         yield code.select(is_new, row.values.load(first), -math.inf)
 
 
 class _Copy:
     """Of some values, in their order."""
 
-    def __init__(self, code: Code, held: Pointer) -> None:
+    def __init__(self, code: KernelBuilder, held: Pointer) -> None:
         self._code, self._held = code, held
         self.count = code.var(0)
-        self._least, self._most = code.var(code.lanes(0.0)), code.var(code.lanes(0.0))
+        self._least, self._most = code.var(code.f32x16(0.0)), code.var(code.f32x16(0.0))
         self._begin()
 
     def _begin(self) -> None:
@@ -109,16 +109,16 @@ class _Copy:
     def add(self, x: Value, is_wanted: Value) -> None:
         code = self._code
         with code.when(code.any(is_wanted)):
-            self._held.store(self.count, code.compressed(x, is_wanted))
+            self._held.store(self.count, code.compress(x, is_wanted))
             self.count.set(self.count + code.count(is_wanted))
-            least, most = code.smaller(x, self._least), code.larger(x, self._most)
+            least, most = code.minimum(x, self._least), code.maximum(x, self._most)
             self._least.set(code.select(is_wanted, least, self._least))
             self._most.set(code.select(is_wanted, most, self._most))
 
     def range(self) -> tuple[Value, Value]:
         """Least and most; what the next `values` read beyond the last is nothing."""
-        self._held.store(self.count, self._code.lanes(-math.inf))
-        return self._code.min_of(self._least), self._code.max_of(self._most)
+        self._held.store(self.count, self._code.f32x16(-math.inf))
+        return self._code.reduce_min(self._least), self._code.reduce_max(self._most)
 
     def values(self) -> Iterator[Value]:
         for i in self._code.loop(0, self.count, LANES):
@@ -134,7 +134,7 @@ class _Copy:
 
 
 def _narrow(
-    code: Code, copy: _Copy, weigh: Callable[[Value], Value], target: Value, kept: Kept
+    code: KernelBuilder, copy: _Copy, weigh: Callable[[Value], Value], target: Value, kept: Kept
 ) -> None:
     """Keep what has less than the target before it, or all of the copy where that is less."""
     low, high = map(code.var, copy.range())
@@ -142,10 +142,10 @@ def _narrow(
     for _ in code.while_(low, high):
         middle = low + (high - low) * 0.5
         middle = code.select(middle < high, middle, low)  # when it was rounded up, or is too large
-        weight = code.var(code.lanes(0.0))
+        weight = code.var(code.f32x16(0.0))
         for x in copy.values():
             weight.set(weight + code.select(x > middle, weigh(x), 0.0))
-        above = before + code.sum_of(weight)
+        above = before + code.reduce_sum(weight)
         is_above = above >= target
         before.set(code.select(is_above, before, above))
         copy.keep(code.select(is_above, middle, -math.inf), code.select(is_above, high, middle))
@@ -153,11 +153,11 @@ def _narrow(
         low.set(least)
         high.set(most)
     found = code.f32(copy.count)
-    wanted = code.lanes(target - before) / weigh(code.lanes(high))
-    wanted = code.smaller(code.larger(wanted, code.lanes(1.0)), code.lanes(found))
-    whole = code.numbers(code.rounded(wanted))
-    ties = code.max_of(whole + code.select(whole < wanted, code.lanes(1.0), 0.0))
-    fewer = code.smaller(ties, kept.ties)
+    wanted = code.f32x16(target - before) / weigh(code.f32x16(high))
+    wanted = code.minimum(code.maximum(wanted, code.f32x16(1.0)), code.f32x16(found))
+    whole = code.to_f32x16(code.round_i32x16(wanted))
+    ties = code.reduce_max(whole + code.select(whole < wanted, code.f32x16(1.0), 0.0))
+    fewer = code.minimum(ties, kept.ties)
     kept.ties.set(code.select(kept.cut.equals(high), fewer, ties))
     kept.cut.set(high)
     kept.found.set(found)

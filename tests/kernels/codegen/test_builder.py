@@ -76,10 +76,10 @@ def test_sums_transposition_and_pairs():
         for _ in code.pieces():
             rows = [x.load(16 * i) for i in range(16)]
             sums.store(0, code.sums8(rows[:8]))
-            sums[8], sums[9] = code.sum_of(rows[8]), code.max_of(rows[8])
-            for i, column in enumerate(code.transposed(rows)):
+            sums[8], sums[9] = code.reduce_sum(rows[8]), code.reduce_max(rows[8])
+            for i, column in enumerate(code.transpose(rows)):
                 columns.store(16 * i, column)
-            words.of("i32").store(0, code.pair(rows[0], rows[1]))
+            words.of("i32").store(0, code.interleave_bf16(rows[0], rows[1]))
 
     x = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
     sums, columns = np.zeros(16, np.float32), np.zeros((16, 16), np.float32)
@@ -97,12 +97,12 @@ def test_halfwords_are_looked_up_swapped_and_narrowed():
         x, y = (code.pointer(a, "i16") for a in code.arguments(2))
         room = code.array("i32", 16)
         for _ in code.pieces():
-            table, indices = x.load_halfwords(), x.load_halfwords(32)
-            y.store_halfwords(0, code.looked_up(table, indices))
-            y.store_halfwords(32, code.swapped(indices))
-            room.of("i16").store_halfwords(0, code.halfwords(7))
-            room[1] = code.narrowed(code.widened(x[0]) * 65536, "i32")
-            y.store_halfwords(64, code.halfwords_of(room.load()))
+            table, indices = x.load_i16x32(), x.load_i16x32(32)
+            y.store_i16x32(0, code.permute(table, indices))
+            y.store_i16x32(32, code.swap_bytes(indices))
+            room.of("i16").store_i16x32(0, code.i16x32(7))
+            room[1] = code.truncate(code.sign_extend(x[0]) * 65536, "i32")
+            y.store_i16x32(64, code.as_i16x32(room.load()))
             for i, limit in enumerate((table, 32767)):
                 with code.when(code.any(indices > limit)):
                     y[96 + i] = 1

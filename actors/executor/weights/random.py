@@ -16,7 +16,7 @@ DUMMY_STD = 0.02
 CHUNK = 2**22  # numbers a thread draws at once: 8 MiB
 
 
-class Dummy:
+class RandomWeights:
     """Uniform numbers of deviation 0.02, and norms of 1: activations and logits stay of the order of 1.
 
     Number i of a tensor is 16 bits of Philox under the key (seed, name), so it depends neither on the
