@@ -23,7 +23,8 @@ from trouper.kernels.cpu.attention.varlen import (
     varlen_attention_reference,
 )
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm, layer_norm_reference
-from trouper.kernels.cpu.sampling.sample import ROW, draw, draw_reference
+from trouper.kernels.cpu.sampling.row_layout import ROW
+from trouper.kernels.cpu.sampling.sample import sample, sample_reference
 from trouper.kernels.linear import LinearConfig
 from trouper.kernels.ops import CpuOps, HostTokens, OpsConfig
 from trouper.kernels.reference.act_and_mul import silu_and_mul_reference
@@ -200,10 +201,10 @@ def draws(s: Shapes) -> Iterator[Case]:
         yield Case(
             f"[{s.num_tokens}, {s.vocab}], {name}",
             lambda rows=rows: torch.from_numpy(
-                draw(logits, positions, rows, positions, positions, nothing)
+                sample(logits, positions, rows, positions, positions, nothing)
             ),
             lambda rows=rows: torch.from_numpy(
-                draw_reference(logits, few, rows, few, few, nothing)
+                sample_reference(logits, few, rows, few, few, nothing)
             ),
             4 * s.num_tokens * s.vocab,
             0,
@@ -389,7 +390,7 @@ OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
     "varlen_attention": whole_attention,
     "layer_norm": layer_norm,
     "noise": noise,
-    "draw": draws,
+    "sample": draws,
 }
 
 

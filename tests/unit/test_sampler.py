@@ -12,7 +12,7 @@ from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling
-from trouper.kernels.cpu.sampling.sample import NOTHING_LEFT
+from trouper.kernels.cpu.sampling.row_layout import NOTHING_LEFT
 
 V = 50
 

@@ -33,7 +33,7 @@ from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.config.resolve import EngineConfig
 from trouper.kernels.codegen.arena import Arena, Lender
 from trouper.kernels.codegen.recording import NotRecordableError
-from trouper.kernels.cpu.sampling.sample import compile_draw
+from trouper.kernels.cpu.sampling.sample import compile_sample
 from trouper.kernels.ops import CpuOps
 from trouper.kernels.select import make_ops
 
@@ -126,7 +126,7 @@ class CpuRunner:
         config = self._config
         with ThreadPoolExecutor(1, "trouper-compile") as pool:
             ops = pool.submit(make_ops, ops_config(self._traits, self._dtype, config.block_size))
-            draw = pool.submit(compile_draw)
+            draw = pool.submit(compile_sample)
             decoder = load_decoder(config, self._traits, ops=ops.result)
             draw.result()
             return decoder

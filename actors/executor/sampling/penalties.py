@@ -15,7 +15,7 @@ from torch import Tensor
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.bad_words import BadWords
 from trouper.actors.messages.plans import Sampling
-from trouper.kernels.cpu.sampling.sample import penalise_repetition_reference_
+from trouper.kernels.cpu.sampling.sample import apply_repetition_penalty_reference_
 
 
 class _Edits(msgspec.Struct):
@@ -115,7 +115,7 @@ def _penalise(logits_V: np.ndarray, edits: _Edits, outputs: np.ndarray) -> None:
     s = edits.sampling
     if edits.prompt_ids is not None:
         ids = np.concatenate([edits.prompt_ids, outputs])
-        penalise_repetition_reference_(logits_V, ids, np.float32(s.repetition))
+        apply_repetition_penalty_reference_(logits_V, ids, np.float32(s.repetition))
     if s.frequency_penalty or s.presence_penalty:
         ids, counts = np.unique(outputs, return_counts=True)
         penalty = counts * s.frequency_penalty + s.presence_penalty

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.results import EntryFailure, StepDone, TokenLogprobs
-from trouper.kernels.cpu.sampling.sample import NOT_FINITE, NOTHING_LEFT
+from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, NOTHING_LEFT
 
 FAILURES: dict[int, EntryFailure] = {NOT_FINITE: "not_finite", NOTHING_LEFT: "no_valid_token"}
 PromptLogprobs = tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]  # (entry, positions)

@@ -21,7 +21,8 @@ from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.penalties import Penalties
 from trouper.actors.messages.plans import Sampling
 from trouper.actors.messages.results import TokenLogprobs
-from trouper.kernels.cpu.sampling.sample import NOT_FINITE, ROW, draw
+from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, ROW
+from trouper.kernels.cpu.sampling.sample import sample
 
 NO_TOP_K = 2**31 - 1  # more than any vocabulary
 
@@ -68,7 +69,7 @@ class Sampler:
     ) -> np.ndarray:
         """Draw with the parameters and tokens of these slots; the call can be recorded."""
         tokens_SL = self._slots.token_ids
-        return draw(logits_TV, picked_R, self._parameters, slots_R, ends_R, tokens_SL, out)
+        return sample(logits_TV, picked_R, self._parameters, slots_R, ends_R, tokens_SL, out)
 
     def written(self, token_R: np.ndarray, slots_R: np.ndarray, ends_R: np.ndarray) -> list[int]:
         """Write each token into its slot, if it is one, and return all as a list."""

@@ -15,7 +15,7 @@ Laws:
   * A token that occurs twice is penalised once: all are read before any is written.  What is no token of the vocabulary
     counts for nothing.
 
-Roofline: bytes = 4 R V from memory; but instructions bound it, see `draw_rows.py` and `truncation.py`.
+Roofline: bytes = 4 R V from memory; but instructions bound it, see `sample_rows.py` and `truncation.py`.
 Measured, one Xeon core (Emerald Rapids), logits of deviation 3; in brackets with torch's and numpy's partitions:
 256 rows of 4,096, temperature 0.4 and top-p 0.95: 0.98 ms (5.3); 16 rows of 151,936: top-p 0.9 3.3 (365), top-k 50 1.9 (9.2),
 neither 1.2 (4.9), greedy 0.44 (0.45).
@@ -28,24 +28,14 @@ import torch
 from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
+from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, NOTHING_LEFT
 from trouper.kernels.reference.noise import gumbel
 
-ROW = np.dtype(
-    [
-        ("seed", np.uint64),
-        ("temperature", np.float32),  # 0 = greedy
-        ("top_p", np.float32),  # in (0, 1]; 1 = off
-        ("log_min_p", np.float32),  # -inf = off
-        ("top_k", np.int32),  # ≤ 0, or as many as there are, = off
-        ("repetition", np.float32),  # 1 = off; 0 = nor is it asked whether the logits are finite
-    ]
-)
-NOT_FINITE, NOTHING_LEFT = -1, -2
 TOKENS_PER_THREAD = 2**15  # 10 µs; to wake a second thread costs 3
 LEAST = 16  # tokens in a vocabulary of the kernel's
 
 
-def draw(
+def sample(
     logits_TV: Tensor,
     picked_R: np.ndarray,
     parameters_S: np.ndarray,
@@ -60,8 +50,8 @@ def draw(
     """
     assert logits_TV.dtype == torch.float32
     if not units.is_available() or logits_TV.shape[1] < LEAST:
-        return draw_reference(logits_TV, picked_R, parameters_S, rows_R, ends_R, tokens_SL, out)
-    from trouper.kernels.cpu.sampling.sample_rows import draw_rows
+        return sample_reference(logits_TV, picked_R, parameters_S, rows_R, ends_R, tokens_SL, out)
+    from trouper.kernels.cpu.sampling.sample_rows import sample_rows
     from trouper.kernels.cpu.sampling.top_k_top_p import held_bytes
 
     picked_R, rows_R, ends_R = (np.ascontiguousarray(x) for x in (picked_R, rows_R, ends_R))
@@ -70,7 +60,7 @@ def draw(
     is_long = num_rows * vocab_size + int(ends_R.sum()) >= 2 * TOKENS_PER_THREAD
     num_threads = torch.get_num_threads() if is_long else 1
     num_bytes = max(held_bytes(vocab_size), 4 * tokens_SL.shape[1])
-    launch.compiled(draw_rows)(
+    launch.compiled(sample_rows)(
         num_rows,
         logits_TV.data_ptr(),
         logits_TV.stride(0),
@@ -89,15 +79,15 @@ def draw(
     return token_R
 
 
-def compile_draw() -> None:
+def compile_sample() -> None:
     """Before the first step, which would else wait."""
     if units.is_available():
-        from trouper.kernels.cpu.sampling.sample_rows import draw_rows
+        from trouper.kernels.cpu.sampling.sample_rows import sample_rows
 
-        launch.compiled(draw_rows)
+        launch.compiled(sample_rows)
 
 
-def draw_reference(
+def sample_reference(
     logits_TV: Tensor,
     picked_R: np.ndarray,
     parameters_S: np.ndarray,
@@ -116,10 +106,12 @@ def draw_reference(
             if not np.isfinite(logits).all():
                 token_R[i] = NOT_FINITE
                 continue
-            penalise_repetition_reference_(logits, tokens_SL[row, :end], parameters["repetition"])
+            apply_repetition_penalty_reference_(
+                logits, tokens_SL[row, :end], parameters["repetition"]
+            )
         logits = np.where(np.isnan(logits), -np.inf, logits)
         if parameters["temperature"] and not np.isneginf(logits).all():
-            kept = kept_reference(logits, parameters)
+            kept = top_k_top_p_reference(logits, parameters)
             noise = gumbel(
                 parameters["seed"].reshape(1),
                 np.array([end]),
@@ -131,7 +123,7 @@ def draw_reference(
     return token_R
 
 
-def penalise_repetition_reference_(
+def apply_repetition_penalty_reference_(
     logits_V: np.ndarray, ids: np.ndarray, penalty: np.float32
 ) -> None:
     ids = ids[(ids >= 0) & (ids < len(logits_V))]
@@ -140,7 +132,7 @@ def penalise_repetition_reference_(
         logits_V[ids] = np.where(logits > 0, logits / penalty, logits * penalty)
 
 
-def kept_reference(logits_V: np.ndarray, row: np.void) -> np.ndarray:
+def top_k_top_p_reference(logits_V: np.ndarray, row: np.void) -> np.ndarray:
     """Which tokens may be drawn, by a stable sort and in float64."""
     order = np.argsort(-logits_V, kind="stable")
     with np.errstate(invalid="ignore"):  # -inf less -inf

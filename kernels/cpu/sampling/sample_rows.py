@@ -9,17 +9,25 @@ import math
 
 from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.cpu.sampling.sample import NOT_FINITE, NOTHING_LEFT, ROW
-from trouper.kernels.cpu.sampling.top_k_top_p import LOG2_E, Kept, Row, truncated
+from trouper.kernels.cpu.sampling.row_layout import (
+    LOG_MIN_P,
+    NOT_FINITE,
+    NOTHING_LEFT,
+    REPETITION,
+    ROW_WORDS,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
+from trouper.kernels.cpu.sampling.top_k_top_p import LOG2_E, Kept, Row, top_k_top_p
 from trouper.kernels.reference.noise import MULTIPLIERS
 
 ROUNDING = 2.0**-6  # of logarithms to the base 2, and much more
-# Where they are in a `ROW`, in words.
-SEED, TEMPERATURE, TOP_P, LOG_MIN_P, TOP_K, REPETITION = 0, 2, 3, 4, 5, 6
 UNROLLED = 4  # to compare or to add takes four cycles
 
 
-def draw_rows(code: KernelBuilder) -> None:
+def sample_rows(code: KernelBuilder) -> None:
     """Logits, their stride, picked, parameters, rows, ends, tokens that have occurred, their stride, tokens, V, memory,
     its bytes for a thread.  A piece is a row.
     """
@@ -30,7 +38,7 @@ def draw_rows(code: KernelBuilder) -> None:
         place, row = code.pointer(picked, "i64")[i], code.pointer(rows, "i64")[i]
         token, end = code.pointer(tokens, "i64") + i, code.pointer(ends, "i64")[i]
         values = code.pointer(logits, "f32") + place * stride
-        words = code.pointer(parameters, "i32") + row * (ROW.itemsize // 4)
+        words = code.pointer(parameters, "i32") + row * ROW_WORDS
         ids = code.pointer(occurred, "i64") + row * occurred_stride
         with code.when(place >= 0):
             repetition = words.of("f32")[REPETITION]
@@ -41,7 +49,7 @@ def draw_rows(code: KernelBuilder) -> None:
                 token[0] = NOT_FINITE
             with code.when(is_spoiled < 1):
                 with code.when((repetition > 0.0) & ((repetition < 1.0) | (repetition > 1.0))):
-                    _penalise(code, values, length, ids, end, repetition, held)
+                    _apply_penalties(code, values, length, ids, end, repetition, held)
                 token[0] = NOTHING_LEFT
                 _draw(code, token, values, length, words, end, held)
 
@@ -59,7 +67,7 @@ def _is_finite(code: KernelBuilder, values: Pointer, length: Value) -> Value:
     return code.reduce_sum(total).equals(0.0)
 
 
-def _penalise(
+def _apply_penalties(
     code: KernelBuilder,
     values: Pointer,
     length: Value,
@@ -142,7 +150,7 @@ def _least(code: KernelBuilder, is_one: Value, ids: Value) -> Value:
 
 
 def _drawn(code: KernelBuilder, row: Row, keys: tuple[Value, Value]) -> Value:
-    kept = truncated(code, row)
+    kept = top_k_top_p(code, row)
     last_tie = code.i32x16(code.truncate(_last_tie(code, row, kept), "i32"))
     best, at = code.var(code.f32x16(-math.inf)), code.var(code.i32x16(0))
     to_beat = code.var(-math.inf)

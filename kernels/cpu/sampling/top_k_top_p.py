@@ -47,7 +47,7 @@ def held_bytes(vocab_size: int) -> int:
     return 4 * (-(-vocab_size // LANES) + 2) * LANES
 
 
-def truncated(code: KernelBuilder, row: Row) -> Kept:
+def top_k_top_p(code: KernelBuilder, row: Row) -> Kept:
     floor = row.best + row.log_min_p * row.temperature
     in_reach = code.maximum(floor, row.best - row.temperature * REACH)
     kept = Kept(code.var(in_reach), code.var(code.f32(row.length)), code.var(0.0))

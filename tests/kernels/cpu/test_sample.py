@@ -7,19 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trouper.kernels.cpu.sampling import sample as drawing
+from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, NOTHING_LEFT, ROW
 from trouper.kernels.cpu.sampling.sample import (
-    NOT_FINITE,
-    NOTHING_LEFT,
-    ROW,
-    kept_reference,
-    penalise_repetition_reference_,
+    apply_repetition_penalty_reference_,
+    top_k_top_p_reference,
 )
 from trouper.kernels.reference.noise import gumbel
 
 MASS = 1e-5  # of a sum of float32: whoever is so near a limit may be on either side
 
 
-def drawn(logits, rows, positions, how=drawing.draw):
+def drawn(logits, rows, positions, how=drawing.sample):
     """From logits as they are: nothing has occurred, and they may be anything."""
     numbers = np.arange(len(logits))
     nothing = np.zeros((len(logits), 1), dtype=np.int64)
@@ -65,8 +63,8 @@ def assert_drawn_right(logits_V, row, position, token):
     if row["top_p"] < 1:
         surely["top_p"] -= min(MASS, row["top_p"] / 2)
         possibly["top_p"] = min(row["top_p"] + MASS, 1 - 1e-7)
-    assert kept_reference(logits_V.numpy(), possibly)[token], "it was cut off"
-    best = noisy_V[kept_reference(logits_V.numpy(), surely)].max(initial=-np.inf)
+    assert top_k_top_p_reference(logits_V.numpy(), possibly)[token], "it was cut off"
+    best = noisy_V[top_k_top_p_reference(logits_V.numpy(), surely)].max(initial=-np.inf)
     assert noisy_V[token] >= best - 4e-6 - 2e-7 * abs(best)
 
 
@@ -127,7 +125,7 @@ def test_a_mixture_of_rows_gives_the_tokens_of_the_formulas(vocab_size):
     found = drawn(logits, rows, positions)
     for i, token in enumerate(found):
         assert_drawn_right(logits[i], rows[i], i, token)
-    assert np.mean(found == drawn(logits, rows, positions, drawing.draw_reference)) > 0.9
+    assert np.mean(found == drawn(logits, rows, positions, drawing.sample_reference)) > 0.9
 
 
 @pytest.mark.parametrize("vocab_size", [50, 20_000])
@@ -201,7 +199,7 @@ def test_nearly_equal_tokens_are_all_drawn():
     logits = torch.linspace(0, 1, 4096).repeat(3000, 1)
     rows, positions = rows_of(3000), np.arange(3000)
     assert (
-        drawn(logits, rows, positions) == drawn(logits, rows, positions, drawing.draw_reference)
+        drawn(logits, rows, positions) == drawn(logits, rows, positions, drawing.sample_reference)
     ).all()
 
 
@@ -218,7 +216,7 @@ def penalised(logits, token_ids, rows, ends, penalties):
     """Who drew something."""
     parameters = np.zeros(len(token_ids), dtype=ROW)
     parameters["repetition"][rows] = penalties
-    found = drawing.draw(logits, np.arange(len(rows)), parameters, rows, ends, token_ids)
+    found = drawing.sample(logits, np.arange(len(rows)), parameters, rows, ends, token_ids)
     return found != NOT_FINITE
 
 
@@ -237,7 +235,7 @@ def test_each_token_that_has_occurred_counts_once(num_rows, vocab_size, length):
     assert (logits.numpy() == expected).all()
     for i in range(num_rows):
         ids = token_ids[rows[i], : ends[i]]
-        penalise_repetition_reference_(alike[i].numpy(), ids, penalties[i])
+        apply_repetition_penalty_reference_(alike[i].numpy(), ids, penalties[i])
     assert torch.equal(alike, logits)
 
 
@@ -281,5 +279,5 @@ def test_rows_draw_from_those_of_the_logits_that_are_picked():
     logits, rows, positions = mixed(9, 100)
     picked = np.array([7, 2, 3])
     nothing = np.zeros((9, 1), dtype=np.int64)
-    found = drawing.draw(logits, picked, rows, picked - 1, positions[picked], nothing)
+    found = drawing.sample(logits, picked, rows, picked - 1, positions[picked], nothing)
     assert (found == drawn(logits[picked], rows[picked - 1], positions[picked])).all()
