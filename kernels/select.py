@@ -30,7 +30,7 @@ from trouper.kernels.linear import Format, LinearConfig, LinearMethod
 from trouper.kernels.ops import CpuOps, OpsConfig
 
 
-class Machine(NamedTuple):
+class Processor(NamedTuple):
     """What this machine multiplies with, as far as a choice depends on it."""
 
     can_multiply: bool  # compiled products, AVX2
@@ -75,7 +75,7 @@ def make_linear(
     config: LinearConfig = LinearConfig(),  # noqa: B008  # immutable
 ) -> LinearMethod:
     """Choose the method for a weight, and pack the weight."""
-    method = choose_linear(spec_of(weight), this_machine(), config)
+    method = choose_linear(spec_of(weight), this_processor(), config)
     if method.takes_integers:
         return method.pack(weight, bias_O)
     if isinstance(weight, Tensor) and config.quantization is not None:
@@ -85,7 +85,9 @@ def make_linear(
     return method.pack(weight, bias_O)
 
 
-def choose_linear(weight: WeightSpec, machine: Machine, config: LinearConfig) -> type[LinearMethod]:
+def choose_linear(
+    weight: WeightSpec, processor: Processor, config: LinearConfig
+) -> type[LinearMethod]:
     """Choose the method of a linear layer: a pure function of its arguments."""
     if config.device == "cuda":
         if not config.is_batch_invariant:
@@ -95,20 +97,22 @@ def choose_linear(weight: WeightSpec, machine: Machine, config: LinearConfig) ->
         return InvariantLinear
     if not weight.num_out * weight.num_in:
         return PlainLinear
-    if machine.can_multiply and weight.num_out % LANES == 0:
+    if processor.can_multiply and weight.num_out % LANES == 0:
         if weight.dtype == torch.bfloat16 and weight.num_in % (2 * LANES) == 0:
-            return _choose_bf16(weight.fmt or config.quantization, machine, config)
+            return _choose_bf16(weight.fmt or config.quantization, processor, config)
         if weight.dtype == torch.float32 and weight.num_in % LANES == 0:
-            return _choose_fp32(weight, machine, config)
-    return OneDNNLinear if weight.dtype in machine.onednn_dtypes else PlainLinear
+            return _choose_fp32(weight, processor, config)
+    return OneDNNLinear if weight.dtype in processor.onednn_dtypes else PlainLinear
 
 
-def _choose_bf16(fmt: Format | None, machine: Machine, config: LinearConfig) -> type[LinearMethod]:
-    if machine.can_decode and fmt is not None:
+def _choose_bf16(
+    fmt: Format | None, processor: Processor, config: LinearConfig
+) -> type[LinearMethod]:
+    if processor.can_decode and fmt is not None:
         from trouper.kernels.cpu.linear.integer import Int4Linear, Int8Linear
 
         return Int4Linear if fmt == "int4" else Int8Linear
-    if machine.can_decode and config.is_compressed and not config.is_for_many_rows:
+    if processor.can_decode and config.is_compressed and not config.is_for_many_rows:
         from trouper.kernels.cpu.linear.compressed import CompressedLinear
 
         return CompressedLinear
@@ -117,8 +121,10 @@ def _choose_bf16(fmt: Format | None, machine: Machine, config: LinearConfig) -> 
     return DenseLinear
 
 
-def _choose_fp32(weight: WeightSpec, machine: Machine, config: LinearConfig) -> type[LinearMethod]:
-    if config.is_for_many_rows and machine.has_tiles and weight.num_in % (2 * LANES) == 0:
+def _choose_fp32(
+    weight: WeightSpec, processor: Processor, config: LinearConfig
+) -> type[LinearMethod]:
+    if config.is_for_many_rows and processor.has_tiles and weight.num_in % (2 * LANES) == 0:
         from trouper.kernels.cpu.linear.split_fp32 import SplitLinear
 
         return SplitLinear
@@ -127,10 +133,10 @@ def _choose_fp32(weight: WeightSpec, machine: Machine, config: LinearConfig) -> 
     return DenseLinear
 
 
-def this_machine() -> Machine:
+def this_processor() -> Processor:
     """Ask the processor and torch."""
     can_multiply = units.can_multiply()
-    return Machine(
+    return Processor(
         can_multiply=can_multiply,
         can_decode=units.can_decode(),
         has_tiles=can_multiply and units.bf16_unit() == "tiles",

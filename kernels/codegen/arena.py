@@ -9,6 +9,9 @@ were touched anew, a sixth of the step's time.
 Law: everything that was lent is read before the next block begins.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves the types of split, view and some others open.
+
 import weakref
 from collections.abc import Iterable
 from typing import Any

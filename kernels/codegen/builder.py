@@ -16,11 +16,14 @@ Laws:
   * The order of every sum is fixed by the code: no fast-math flags.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# llvmlite has no types.
+
 import contextlib
 import math
 import platform
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Literal
 
 from llvmlite import ir
@@ -83,6 +86,11 @@ class Value:
     @property
     def ir(self) -> Any:
         return self._value
+
+    @property
+    def type(self) -> Any:
+        """LLVM's type of the value."""
+        return self._value.type
 
     def __add__(self, other: "Operand") -> "Value":
         return self.code.binary("add", self, other)
@@ -151,7 +159,11 @@ class Var(Value):
 
     @property
     def ir(self) -> Any:
-        return self.code.builder.load(self._value, typ=self._value.allocated_type)
+        return self.code.builder.load(self._value, typ=self.type)
+
+    @property
+    def type(self) -> Any:
+        return self._value.allocated_type
 
     def set(self, value: Operand) -> None:
         self.code.builder.store(self.code.like(self, value).ir, self._value)
@@ -312,7 +324,7 @@ class KernelBuilder:
             yield
 
     @contextlib.contextmanager
-    def _repeated(self) -> Iterator[Any]:
+    def _repeated(self) -> Generator[Any]:
         head, after = (self._function.append_basic_block() for _ in range(2))
         self.builder.branch(head)
         self.builder.position_at_end(head)
@@ -327,7 +339,7 @@ class KernelBuilder:
         self.builder.position_at_end(after)
 
     @contextlib.contextmanager
-    def when(self, condition: Value) -> Iterator[None]:
+    def when(self, condition: Value) -> Generator[None]:
         with self.builder.if_then(condition.ir):
             yield
 
@@ -383,7 +395,7 @@ class KernelBuilder:
 
     def like(self, model: Value, x: Operand) -> Value:
         """`x` in the type of `model`: a number, or the element of its lanes."""
-        kind = model._value.allocated_type if isinstance(model, Var) else model.ir.type
+        kind = model.type
         element = kind.element if isinstance(kind, ir.VectorType) else kind
         if not isinstance(x, Value):
             number = _f32(x) if element == _F32 else _signed(int(x), element.width)
@@ -455,7 +467,7 @@ class KernelBuilder:
     # Tiles of AMX: eight registers of up to 16 rows of 64 bytes, and a product of them
 
     @contextlib.contextmanager
-    def tiles(self, num_rows: Operand, narrow: Sequence[int]) -> Iterator[None]:
+    def tiles(self, num_rows: Operand, narrow: Sequence[int]) -> Generator[None]:
         """Within the block all tiles are whole, but the `narrow` ones have so many rows; all hold zeros."""
         config = self.array("i8", 64)
         for i in range(0, 64, LANES):

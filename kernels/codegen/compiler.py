@@ -7,6 +7,9 @@ Laws:
     (cut off, foreign, not ours) is compiled anew.  Nothing is unpickled.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# llvmlite has no types.
+
 import contextlib
 import functools
 import hashlib

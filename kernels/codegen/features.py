@@ -1,5 +1,8 @@
 """What the processor can do, as the kernel builder asks about it."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# llvmlite has no types.
+
 import ctypes
 import functools
 

@@ -19,7 +19,7 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -105,7 +105,7 @@ def scratch(num_bytes: int) -> int:
 
 
 @contextlib.contextmanager
-def recorded_by(recorder: Recorder) -> Iterator[None]:
+def recorded_by(recorder: Recorder) -> Generator[None]:
     """Within the block, give this thread's launches to `recorder`; no kernel runs."""
     _local.recorder = recorder
     try:

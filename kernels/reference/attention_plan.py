@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Consecutive cache slots, read by the first `num_queries` queries of a tile."""
 
     slot: int
@@ -26,12 +26,12 @@ class Run(NamedTuple):
     mask: np.ndarray | None  # [num_queries, length] bool, True = visible; None = all of it
 
 
-class Tile(NamedTuple):
+class QueryTile(NamedTuple):
     """Queries first … first + num_queries - 1 of the flat batch, all of one sequence."""
 
     first: int
     num_queries: int
-    runs: tuple[Run, ...]
+    runs: tuple[SlotRun, ...]
 
 
 def plan_attention(
@@ -42,26 +42,26 @@ def plan_attention(
     block_size: int,
     window: int | None = None,
     max_tile: int | None = None,
-) -> tuple[Tile, ...]:
+) -> tuple[QueryTile, ...]:
     """The tiles of a ragged batch, in the order of its tokens.
 
     Column i holds counts[i] tokens at positions starts[i] …; block_tables[i] are its block ids.
     """
     longest = min(window or 2**62, max_tile or 2**62)
-    tiles: list[Tile] = []
+    tiles: list[QueryTile] = []
     first = 0
     for blocks, start, count in zip(block_tables, starts, counts, strict=True):
         for offset in range(0, count, longest):
             num = min(longest, count - offset)
             runs = _runs(blocks, start + offset, num, block_size, window)
-            tiles.append(Tile(first + offset, num, tuple(runs)))
+            tiles.append(QueryTile(first + offset, num, tuple(runs)))
         first += count
     return tuple(tiles)
 
 
 def _runs(
     blocks: np.ndarray, start: int, count: int, block_size: int, window: int | None
-) -> Iterator[Run]:
+) -> Iterator[SlotRun]:
     end = start + 1 if count == 1 else start  # positions read from the cache: [begin, end)
     begin = 0 if window is None else max(0, start + 1 - window)
     if begin >= end:
@@ -77,7 +77,7 @@ def _runs(
             oldest = np.arange(start, start + num_queries) - window  # the last invisible position
             if oldest[-1] >= position:
                 mask = np.arange(position, position + length) > oldest[:, None]
-        yield Run(slot, length, num_queries, mask)
+        yield SlotRun(slot, length, num_queries, mask)
         position += length
 
 

@@ -7,6 +7,9 @@
 Roofline: bytes = 4 e T H D.  One call for keys and values: 9 µs at T = 16, H = 8, D = 128.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves the types of split, view and some others open.
+
 from torch import Tensor
 
 

@@ -13,6 +13,9 @@ word added between its two products.  All of it is uint32, so that Triton writes
 Roofline: 4 bytes written and about 12 integer operations, two logarithms for each token and row.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves the types of split, view and some others open.
+
 import numpy as np
 import torch
 from torch import Tensor

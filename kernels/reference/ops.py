@@ -1,5 +1,8 @@
 """The operations of a decoder by torch: any dtype, shape and machine; several calls an operation."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves the types of split, view and some others open.
+
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,7 +10,7 @@ from torch import Tensor
 
 from trouper.kernels.ops import HostTokens, Integers, OpsConfig
 from trouper.kernels.reference.act_and_mul import gelu_tanh_and_mul, silu_and_mul
-from trouper.kernels.reference.attention_plan import Tile, plan_attention
+from trouper.kernels.reference.attention_plan import QueryTile, plan_attention
 from trouper.kernels.reference.kv_write import kv_write_
 from trouper.kernels.reference.paged_attention import MAX_TILE_CAPPED, mask_tensors, paged_attention
 from trouper.kernels.reference.rms_norm import rms_norm, rms_norm_heads_
@@ -32,7 +35,7 @@ class TorchOps:
         starts: Integers,
         counts: Integers,
         window: int | None,
-    ) -> tuple[tuple[Tile, ...], dict[int, Tensor]]:
+    ) -> tuple[tuple[QueryTile, ...], dict[int, Tensor]]:
         size = self._config.block_size
         chosen, firsts, nums = (np.asarray(x).tolist() for x in (rows, starts, counts))
         tables = [
@@ -96,7 +99,10 @@ class TorchOps:
         kv_write_(cache_2HSD, kv_T2HD, slots_T)
 
     def attend(
-        self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: tuple[tuple[Tile, ...], dict[int, Tensor]]
+        self,
+        qkv_TND: Tensor,
+        cache_2HSD: Tensor,
+        plan: tuple[tuple[QueryTile, ...], dict[int, Tensor]],
     ) -> Tensor:
         num_q, num_kv = self._config.num_q_heads, self._config.num_kv_heads
         return paged_attention(

@@ -16,6 +16,9 @@ Roofline, decode: bytes = 2 e H L D, FLOPs = 4 N L D for L keys; bound by memory
 Measured at L = 1024, H = 8, D = 128, bf16, one EPYC core: 459 µs = 9 GB/s, of about 20.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves the types of split, view and some others open.
+
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels.reference.attention_plan import Run, Tile
+from trouper.kernels.reference.attention_plan import QueryTile, SlotRun
 
 MAX_TILE_CAPPED = (
     256  # queries; a capped score matrix lives in memory: 8 heads x 256 x 8192 x 4 B = 64 MiB
@@ -45,7 +48,7 @@ def paged_attention(
     k_THD: Tensor,
     v_THD: Tensor,
     cache_2HSD: Tensor,
-    tiles: Sequence[Tile],
+    tiles: Sequence[QueryTile],
     masks: dict[int, Tensor],
     *,
     scale: float,
@@ -80,7 +83,7 @@ def paged_attention(
     return out_THGD.reshape(num_tokens, num_q * width)
 
 
-def mask_tensors(tiles: Sequence[Tile], dtype: torch.dtype) -> dict[int, Tensor]:
+def mask_tensors(tiles: Sequence[QueryTile], dtype: torch.dtype) -> dict[int, Tensor]:
     """The masks of a plan as numbers to add to the scores: 0 or -inf."""
     found = {}
     for mask in (run.mask for tile in tiles for run in tile.runs):
@@ -96,7 +99,7 @@ def _over_run(
     q_HGCD: Tensor,
     k_1HSD: Tensor,
     v_1HSD: Tensor,
-    run: Run,
+    run: SlotRun,
     masks: dict[int, Tensor],
 ) -> Part:
     """The part of one run; queries that see none of it are given no weight."""

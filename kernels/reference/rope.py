@@ -13,6 +13,9 @@ Roofline: bytes = 2 e T N D, FLOPs = 3 T N R.
 Source: the halves convention of GPT-NeoX as transformers writes it (`rotate_half`).
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves the types of split, view and some others open.
+
 import torch
 from torch import Tensor
 

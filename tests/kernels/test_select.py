@@ -10,14 +10,14 @@ from trouper.kernels.cpu.linear.onednn import OneDNNLinear
 from trouper.kernels.cpu.linear.plain import PlainLinear
 from trouper.kernels.cpu.linear.split_fp32 import SplitLinear
 from trouper.kernels.linear import LinearConfig
-from trouper.kernels.select import Machine, WeightSpec, choose_linear
+from trouper.kernels.select import Processor, WeightSpec, choose_linear
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
-NOTHING = Machine(False, False, False, frozenset())
-OLD = Machine(False, False, False, frozenset((FP32,)))
-AVX2 = Machine(True, False, False, frozenset((FP32, BF16)))
-AVX512 = Machine(True, True, False, frozenset((FP32, BF16)))
-AMX = Machine(True, True, True, frozenset((FP32, BF16)))
+NOTHING = Processor(False, False, False, frozenset())
+OLD = Processor(False, False, False, frozenset((FP32,)))
+AVX2 = Processor(True, False, False, frozenset((FP32, BF16)))
+AVX512 = Processor(True, True, False, frozenset((FP32, BF16)))
+AMX = Processor(True, True, True, frozenset((FP32, BF16)))
 INT4, INT8 = LinearConfig(quantization="int4"), LinearConfig(quantization="int8")
 MANY = LinearConfig(is_for_many_rows=True)
 EIGHT_ROWS = LinearConfig(is_compressed=False)

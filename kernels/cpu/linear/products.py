@@ -15,7 +15,7 @@ not depend on the number of rows.
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
@@ -208,7 +208,7 @@ class Tiles(Product):
         self.tile_rows = self.code.minimum(self.num_rows, TILE)
 
     @contextlib.contextmanager
-    def begun(self) -> Iterator[None]:
+    def begun(self) -> Generator[None]:
         with self.code.tiles(
             self.tile_rows, narrow=range(6)
         ):  # of the first six none holds weights

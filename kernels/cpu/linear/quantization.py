@@ -10,6 +10,9 @@ Scales are bfloat16 and are rounded before the integers are.  Checkpoints bring 
 multiple of 32, float32 scales and zeros (`actors/executor/weights/quantized.py`).
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves the types of split, view and some others open.
+
 from typing import NamedTuple
 
 import torch

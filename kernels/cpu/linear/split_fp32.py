@@ -28,7 +28,7 @@ than theirs: half of it for normal and for positive numbers, nine tenths where m
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import ClassVar, Self
 
@@ -216,7 +216,7 @@ class _Product(Tiles):
         self.words_of_tile = self._num_in * (PARTS * LANES // 2)
 
     @contextlib.contextmanager
-    def begun(self) -> Iterator[None]:
+    def begun(self) -> Generator[None]:
         """Of few rows the last register alone holds weights."""
         with self.code.tiles(self.tile_rows, narrow=range(7)):
             yield

@@ -8,9 +8,9 @@ from trouper.kernels.codegen.recording import Recording
 from trouper.kernels.cpu.linear import split_fp32
 from trouper.kernels.cpu.linear.dense import DenseLinear
 from trouper.kernels.cpu.linear.split_fp32 import SplitLinear
-from trouper.kernels.select import this_machine
+from trouper.kernels.select import this_processor
 
-pytestmark = pytest.mark.skipif(not this_machine().has_tiles, reason="needs AMX")
+pytestmark = pytest.mark.skipif(not this_processor().has_tiles, reason="needs AMX")
 
 
 def spread(*shape):
