@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trouper.actors.executor.devices.threaded import ThreadedDevice
+from trouper.actors.executor.devices.model_host import ModelHost
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.scheduling.policy import Policy
 
@@ -67,9 +67,9 @@ def longest_row(steps: Sequence[TimedStep], batch_size: int) -> list[TimedStep]:
 def watched() -> Iterator[Watch]:
     """Every engine of this process, until the block ends."""
     watch = Watch()
-    plain_step, plain = ThreadedDevice._step, {name: getattr(Policy, name) for name in POLICY}
+    plain_step, plain = ModelHost.execute, {name: getattr(Policy, name) for name in POLICY}
 
-    def step(self: ThreadedDevice, plan: Any) -> Any:
+    def step(self: ModelHost, plan: Any) -> Any:
         begin = perf_counter()
         done = plain_step(self, plan)
         watch.steps.append(TimedStep(_batch_size(plan), begin, perf_counter()))
@@ -84,13 +84,13 @@ def watched() -> Iterator[Watch]:
 
         return call
 
-    ThreadedDevice._step = step
+    ModelHost.execute = step
     for name, method in plain.items():
         setattr(Policy, name, timed(method))
     try:
         yield watch
     finally:
-        ThreadedDevice._step = plain_step
+        ModelHost.execute = plain_step
         for name, method in plain.items():
             setattr(Policy, name, method)
 

@@ -99,6 +99,10 @@ class TrouperServerError(TrouperError):
     """An error of the engine, which the request did not cause."""
 
 
+class DeviceStartError(TrouperServerError):
+    """A device's process, or what it needs, could not be started."""
+
+
 class GenerationError(TrouperServerError):
     """One request failed inside the engine (`finish_reason="error"`); `code` names the cause."""
 

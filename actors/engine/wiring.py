@@ -134,8 +134,8 @@ async def _run_actors(
     to_scheduler, scheduler_inbox = anyio.create_memory_object_stream[SchedulerInbox](
         5 * MAX_OPEN_REQUESTS
     )
-    # The plans in flight, and one call at a time from the lifecycle and from who probes.
-    to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](credits + 2)
+    # The plans in flight, and one call at a time from the lifecycle, from a probe and from the scheduler.
+    to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](credits + 3)
     # One Track for each open request; the scheduler waits when it is a whole table of steps ahead.
     to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream[DetokenizerInbox](
         2 * MAX_OPEN_REQUESTS

@@ -6,10 +6,17 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from trouper.actors.messages.plans import PoolPlan, StepPlan
-from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
+from trouper.actors.messages.results import (
+    DeviceBack,
+    DeviceLost,
+    PoolDone,
+    StepDone,
+    StepFailed,
+)
 
 Result_co = TypeVar("Result_co", covariant=True)
 StepResult = StepDone | PoolDone | StepFailed
+DeviceEvent = StepResult | DeviceLost | DeviceBack
 
 
 class PendingResult(NamedTuple, Generic[Result_co]):
@@ -45,8 +52,10 @@ class Device(Protocol):
         """Queue a plan of the kind that the model is for.  At most `max_steps_in_flight` are out, so there is always room."""
         ...
 
-    async def receive(self) -> StepResult:
+    async def receive(self) -> DeviceEvent:
         """Wait for the next result, in the order of the plans.  A wait that is cancelled loses none.
+
+        After `DeviceLost` no plan before it is answered, and none is taken until `DeviceBack`.
 
         `StepFailed` is an error that the device caught and survived.  After one, every plan of the same
         epoch yields `StepFailed` without having run.
@@ -57,8 +66,9 @@ class Device(Protocol):
         ...
 
     async def call(self, method: str, *args: object) -> object:
-        """Call one of `sleep(level)`, `wake(tags)`, `start_profile(folder, prefix)`, `stop_profile()`, and
-        `probe()`, which does nothing; behind the plans already submitted.
+        """Call one of `sleep(level)`, `wake(tags)`, `start_profile(folder, prefix)`, `stop_profile()`, `probe()`,
+        which does nothing, and `explain(num_losses)`: the cause of the last losses has been found and is gone;
+        behind the plans already submitted.
 
         Raises:
             Exception: it could not be done; the device is as it was.

@@ -58,7 +58,7 @@ class DeviceCall(msgspec.Struct, frozen=True):
     An error goes to the caller, and the engine lives.
     """
 
-    method: Literal["sleep", "wake", "start_profile", "stop_profile", "probe"]
+    method: Literal["sleep", "wake", "start_profile", "stop_profile", "probe", "explain"]
     args: tuple[object, ...]
     answer: Promise[object]
 

@@ -11,13 +11,19 @@ from trouper.actors.messages.controls import (
 from trouper.actors.messages.outputs import Pooled, StepTokens, Stop
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.requests import Abort, Admit, AdmitPooling, Render, Track
-from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
+from trouper.actors.messages.results import (
+    DeviceBack,
+    DeviceLost,
+    PoolDone,
+    StepDone,
+    StepFailed,
+)
 from trouper.actors.messages.stats import OutputStats, StepStats
 
 RendererInbox = Render
 SchedulerInbox = (
     Admit | AdmitPooling | Abort | Stop | StepDone | PoolDone | StepFailed
-    | SetPause | ResetPrefixCache | Step | Probe
+    | DeviceLost | DeviceBack | SetPause | ResetPrefixCache | Step | Probe
 )  # fmt: skip
 ExecutorInbox = StepPlan | PoolPlan | DeviceCall
 DetokenizerInbox = Track | StepTokens

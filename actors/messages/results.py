@@ -47,3 +47,19 @@ class StepFailed(msgspec.Struct, frozen=True):
     step: int
     message: str
     is_out_of_memory: bool = False  # a smaller step may pass
+
+
+class DeviceLost(msgspec.Struct, frozen=True):
+    """Executor → Scheduler: the device died with all plans that were not answered, and with its KV cache.
+
+    It is being started again; until `DeviceBack` no plan may be sent.
+    """
+
+    message: str  # the cause, in one line
+    step: int | None = None  # the eldest plan without an answer; None: there was none
+
+
+class DeviceBack(msgspec.Struct, frozen=True):
+    """Executor → Scheduler: the device has been loaded again and takes plans."""
+
+    pause_s: float  # since it was lost

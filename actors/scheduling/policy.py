@@ -17,7 +17,7 @@ Laws:
    in flight; sequences are finite, hence it ends, and the next best is the best.
    No sequence behind the head of the queue overtakes it, so it starts at the latest when all running
    ones have ended.
-6. `plan()` is None only when paused, when enough steps are in flight, or when nothing is runnable; an
+6. `plan()` is None only when paused, while the device is lost, when enough steps are in flight, or when nothing is runnable; an
    answer from the device or a new event then calls it again.
 """
 
@@ -29,7 +29,7 @@ from trouper.actors.messages.outputs import StepTokens
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
-from trouper.actors.messages.results import EntryFailure, PoolDone, StepDone
+from trouper.actors.messages.results import DeviceLost, EntryFailure, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.scheduling.bisection import FaultBisection
 from trouper.actors.scheduling.kv_blocks import KVBlocks
@@ -63,6 +63,7 @@ class Policy:
         self._step = 0
         self._epoch = 0
         self._num_prompt_tokens = 0
+        self._is_lost = False  # the device; it is being started again
 
     def __repr__(self) -> str:
         return (
@@ -205,6 +206,26 @@ class Policy:
         if culprit is not None and culprit.state is not State.FINISHED:
             self.table.fail(culprit, f"execution_error: {message}")
 
+    def lose_device(self, loss: DeviceLost) -> int:
+        """Take the end of the device, with its KV cache and all plans in flight.
+
+        Each running sequence is computed again as after a preemption: what has been sampled and answered stays, so no
+        token is put out twice.
+        """
+        for step in self.in_flight:
+            if not step.is_cancelled:
+                self._undo(step)
+        self.in_flight.clear()
+        self._epoch += 1
+        self._is_lost = True
+        self.preempt_all()
+        self.blocks.reset_cache()
+        return 0
+
+    def return_device(self) -> None:
+        """The device takes plans again."""
+        self._is_lost = False
+
     def set_pause(self, pause: Pause) -> None:
         """Set what may be planned from now on."""
         self.pause = pause
@@ -232,7 +253,11 @@ class Policy:
 
     def plan(self) -> StepPlan | None:
         """Make the next plan, which is in flight from now on; None as law 6 says."""
-        if self.pause is Pause.ALL or len(self.in_flight) >= self.config.max_steps_in_flight:
+        if (
+            self._is_lost
+            or self.pause is Pause.ALL
+            or len(self.in_flight) >= self.config.max_steps_in_flight
+        ):
             return None
         running = self.table.running
         num_competing = len(running) + len(self.table.waiting)

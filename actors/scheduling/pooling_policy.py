@@ -24,7 +24,7 @@ from trouper.actors.messages.outputs import Pooled, PooledRequest
 from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
-from trouper.actors.messages.results import PoolDone, StepDone
+from trouper.actors.messages.results import DeviceLost, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
 from trouper.config.resolve import SchedulerConfig
 
@@ -60,6 +60,8 @@ class PoolingPolicy:
         self._step = 0
         self._epoch = 0
         self._num_prompt_tokens = 0
+        self._is_lost = False  # the device; it is being started again
+        self._suspects: set[RequestId] = set()  # in the step of a loss; unfinished
 
     def __repr__(self) -> str:
         return f"<PoolingPolicy {len(self.unfinished)} open, {len(self.in_flight)} plans in flight>"
@@ -113,6 +115,7 @@ class PoolingPolicy:
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored."""
         admit = self.unfinished.pop(id, None)
+        self._suspects.discard(id)
         if admit is not None:
             self.outputs.append(PooledRequest(admit, error="aborted: the request was aborted"))
 
@@ -125,6 +128,7 @@ class PoolingPolicy:
         assert isinstance(done, PoolDone)
         flight = self._complete_step(done.step)
         for admit, array in zip(flight.group, done.arrays, strict=True):
+            self._suspects.discard(admit.id)
             if self.unfinished.pop(admit.id, None) is not None:
                 self._num_prompt_tokens += len(admit.prompt_token_ids)
                 self.outputs.append(PooledRequest(admit, array))
@@ -146,6 +150,38 @@ class PoolingPolicy:
         elif group:
             del self.unfinished[group[0].id]
             self.outputs.append(PooledRequest(group[0], error=f"execution_error: {message}"))
+
+    def lose_device(self, loss: DeviceLost) -> int:
+        """Take the end of the device, with all plans in flight.
+
+        The eldest plan is what it ran: that one is run again in halves. A request ends if it was alone in it and had
+        been in such a plan before.
+        """
+        self._is_lost = True
+        self._epoch += 1
+        groups = [
+            [admit for admit in flight.group if admit.id in self.unfinished]
+            for flight in self.in_flight
+        ]
+        was_alone = bool(self.in_flight) and len(self.in_flight[0].group) == 1
+        suspects = groups[0] if groups else []
+        self.in_flight.clear()
+        self.retries.extend(groups[1:])
+        if was_alone and suspects and suspects[0].id in self._suspects:
+            (culprit,) = suspects
+            self._suspects.discard(culprit.id)
+            del self.unfinished[culprit.id]
+            error = f"poisoned_request: {loss.message}"
+            self.outputs.append(PooledRequest(culprit, error=error))
+            return 2
+        self._suspects.update(admit.id for admit in suspects)
+        half = len(suspects) // 2
+        self.retries.extend((suspects[:half], suspects[half:]))
+        return 0
+
+    def return_device(self) -> None:
+        """The device takes plans again."""
+        self._is_lost = False
 
     def set_pause(self, pause: Pause) -> None:
         """Set what may be planned from now on."""
@@ -171,7 +207,11 @@ class PoolingPolicy:
         """Make the next plan, which is in flight from now on; None if there is none to make now."""
         if not (self.waiting or self.retries):  # most often: this is called after each answer
             return None
-        if self._pause is Pause.ALL or len(self.in_flight) >= self.config.max_steps_in_flight:
+        if (
+            self._is_lost
+            or self._pause is Pause.ALL
+            or len(self.in_flight) >= self.config.max_steps_in_flight
+        ):
             return None
         group = self._retry() if self.retries else []
         if not group and self._pause is not Pause.NO_NEW_REQUESTS:

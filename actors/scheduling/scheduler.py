@@ -23,8 +23,15 @@ from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
 from trouper.actors.messages.outputs import Stop
 from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Abort, Admit, AdmitPooling
-from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
+from trouper.actors.messages.results import (
+    DeviceBack,
+    DeviceLost,
+    PoolDone,
+    StepDone,
+    StepFailed,
+)
 from trouper.actors.messages.stats import SchedulerStats, StepStats
+from trouper.actors.runtime.future import Future
 from trouper.actors.runtime.reporter import Reporter
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
 
@@ -95,6 +102,12 @@ class Scheduler(Generic[OutputsT]):
                 policy.stop(ids)
             case StepFailed(step, error, is_out_of_memory):
                 policy.fail_step(step, error, is_out_of_memory=is_out_of_memory)
+            case DeviceLost():
+                if num_losses := policy.lose_device(message):
+                    call = DeviceCall("explain", (num_losses,), Future())
+                    self._executor.send_nowait(call)  # room: one at a time, it waits for nothing
+            case DeviceBack():
+                policy.return_device()
             case SetPause(pause, answer):
                 policy.set_pause(pause)
                 if pause is Pause.NONE:  # an earlier pause that is not in effect yet never will be

@@ -7,7 +7,7 @@ from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
-from trouper.actors.messages.results import PoolDone, StepDone
+from trouper.actors.messages.results import DeviceLost, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
 
 OutputsT = TypeVar("OutputsT", covariant=True)
@@ -53,6 +53,17 @@ class SchedulingPolicy(Protocol[OutputsT]):
 
     def fail_step(self, step: int, message: str, *, is_out_of_memory: bool = False) -> None:
         """Take the failure of the eldest plan in flight."""
+
+    def lose_device(self, loss: DeviceLost) -> int:
+        """Take the end of the device, with all plans in flight: nothing is planned until `return_device`.
+
+        Returns:
+            How many losses, this one included, have been found to be one request's doing; it has ended.
+        """
+        ...
+
+    def return_device(self) -> None:
+        """The device takes plans again; what it kept is gone."""
 
     def set_pause(self, pause: Pause) -> None:
         """Set what may be planned from now on."""

@@ -39,6 +39,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "download_dir": "Folder in which downloads are kept.",
         "load_format": "auto, or dummy for random weights of a folder or of a preset such as qwen3-0.6b.",
         "device": "Device to run on: auto (a usable GPU, else the CPU), cpu or cuda.",
+        "device_worker": "Where the model runs: inline (a thread of this process), process (its own, which may "
+        "die and is started again), or auto (inline).",
         "dtype": "Type of the weights: auto (as stored), float32, bfloat16 or float16.",
         "quantization": "Round the weights at load: int8, or int4 in groups of 32.",
         "compress_weights": "Keep bfloat16 weights in 12 bits, exactly; by default with --max-num-seqs below 8.",
@@ -85,6 +87,9 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "cudagraph_capture_sizes": "Batch sizes to capture, e.g. 1,2,4,8.",
         "batch_invariant": "Generate the same tokens, bit for bit, alone and in any batch; slower on a GPU.",
         "enable_sleep_mode": "Accepted for compatibility; sleeping always works.",
+        "max_worker_restarts": "Unexplained losses of the worker process that the engine survives in the window.",
+        "worker_restart_window": "Seconds in which losses of the worker process are counted.",
+        "step_timeout": "Seconds after which a step counts as hung; learnt from the steps before by default.",
         "shutdown_timeout": "Seconds in which open requests may finish at shutdown.",
         "disable_log_stats": "Collect and log no statistics.",
         "otlp_traces_endpoint": "Address to send spans to; needs the extra `tracing`.",

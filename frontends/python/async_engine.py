@@ -11,6 +11,8 @@ from anyio import AsyncContextManagerMixin
 
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.wiring import Engine, EngineStatistics, open_engine
+from trouper.actors.executor.device import Device
+from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
@@ -63,7 +65,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         config = await anyio.to_thread.run_sync(  # reads files, and may download
             lambda: resolve(self._args, offline=self._offline), limiter=anyio.CapacityLimiter(1)
         )
-        device = ThreadedDevice(config)
+        device = _make_device(config)
         async with open_engine(config, device, is_stepped=self._is_stepped) as engine:
             self._engine = engine
             try:
@@ -287,6 +289,12 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         """Raises EngineDeadError when the engine has failed or is not running."""
         if self.engine.dead_error is not None:
             raise self.engine.dead_error
+
+
+def _make_device(config: EngineConfig) -> Device:
+    if config.device_worker == "process":
+        return ProcessDevice(config)
+    return ThreadedDevice(config)
 
 
 AsyncLLM = AsyncLLMEngine

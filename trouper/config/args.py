@@ -66,6 +66,10 @@ class EngineArgs:
     download_dir: str | None = None
     load_format: str = "auto"
     device: str = "auto"
+    device_worker: str = "auto"
+    max_worker_restarts: int = 3
+    worker_restart_window: float = 300.0
+    step_timeout: float | None = None
     dtype: str = "auto"
     quantization: str | None = None
     compress_weights: bool | None = None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import operator
 import os
 from typing import Any, cast
@@ -15,11 +16,12 @@ AT_LEAST = {
     "max_num_active_seqs": 1, "block_size": 1, "renderer_num_workers": 1, "stream_interval": 1,
     "num_gpu_blocks_override": 1, "kv_cache_memory_bytes": 1, "max_num_queued_reqs": 0,
     "max_num_queued_tokens": 0, "long_prefill_token_threshold": 0, "max_logprobs": -1,
-    "shutdown_timeout": 0, "seed": -(2**63),
+    "shutdown_timeout": 0, "seed": -(2**63), "max_worker_restarts": 0,
 }  # fmt: skip
 AT_MOST = {"seed": 2**63 - 1}
 ONE_OF = {
     "scheduling_policy": ("priority", "fcfs"),
+    "device_worker": ("auto", "inline", "process"),
     "quantization": (None, "int8", "int4"),
     "prefix_caching_hash_algo": ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
 }
@@ -103,6 +105,10 @@ def _check_numbers(args: EngineArgs) -> None:
     for name in ("watermark", "gpu_memory_utilization"):
         if not _is_number(getattr(args, name)):
             raise invalid(name, "must be a number", getattr(args, name))
+    for name in ("worker_restart_window", "step_timeout"):
+        value = getattr(args, name)
+        if value is not None and not (_is_number(value) and 0 < value < math.inf):
+            raise invalid(name, "must be a number of seconds above 0", value)
     if not 0 <= args.watermark < 1:
         raise invalid("watermark", "must be in [0, 1)", args.watermark)
     if not 0 < args.gpu_memory_utilization <= 1:

@@ -18,6 +18,7 @@ from trouper.config.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 Quantization = Literal["int8", "int4"] | None
+DeviceWorker = Literal["inline", "process"]  # the model in a thread of this process, or in its own
 # a decode kernel of the CPU reads 2 x the bandwidth at 128 of what it reads at 16
 DEFAULT_BLOCK_SIZES: dict[DeviceKind, int] = {"cpu": 128, "cuda": 16}
 # beyond this the activations of a layer come from the system anew: 16 prompts of 1,024 take 1.2 times as long
@@ -64,6 +65,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     load_format: str
     device: DeviceKind = "cpu"
+    device_worker: DeviceWorker = "inline"
+    max_worker_restarts: int = 3  # after losses that no request explains, in the window
+    worker_restart_window_s: float = 300.0
+    step_timeout_s: float | None = None  # None: learnt from the steps before
     batch_invariant: bool = False  # a request's bits do not depend on its neighbours
     graphs: tuple[int, ...] | None = None  # sizes to capture, () = the device's own; None = none
     gpu_memory_utilization: float = 0.92  # of the GPU's memory
@@ -133,6 +138,10 @@ def resolve(args: EngineArgs, *, offline: bool = False) -> EngineConfig:
         tokenizer=None if args.skip_tokenizer_init else tokenizer_path(args, model),
         dtype=dtype,
         device=device,
+        device_worker="process" if args.device_worker == "process" else "inline",
+        max_worker_restarts=args.max_worker_restarts,
+        worker_restart_window_s=args.worker_restart_window,
+        step_timeout_s=args.step_timeout,
         batch_invariant=batch_invariant,
         graphs=None if args.enforce_eager else _graph_sizes(args),
         quantization=cast("Quantization", args.quantization),

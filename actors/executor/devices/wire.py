@@ -14,13 +14,17 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from trouper import errors
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
 from trouper.config.resolve import EngineConfig
+from trouper.errors import TrouperError, TrouperValidationError
 
 HEADER = struct.Struct("<BI")
-MAX_INLINE = 2**18  # bytes; a pipe's worth, beyond it a memory file costs less than the copies
+# Bytes of a frame that goes through the socket: the plans in flight and two calls, 5 * 2**15, fit into its buffer of
+# 212,992 bytes, so that sending never waits.  A plan of 64 rows has 490 bytes, one with a prompt of 8,192 tokens 25,000.
+MAX_INLINE = 2**15
 MAX_FRAME = 2**32 - 1
 IN_FILE = 0x80  # in the kind: the payload lies in a memory file
 
@@ -28,11 +32,12 @@ Phase = Literal["import", "weights", "ready"]
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Engine → worker, the first frame: what to load, and the sleep level in which to leave it."""
+    """Engine → worker, the first frame: what to load, and how deep to sleep then."""
 
     config: EngineConfig
     rank: int = 0
     sleep_level: int = 0
+    woken: tuple[str, ...] = ()  # what of the memory is awake all the same
     profile: tuple[str, str] | None = None  # folder and prefix of a trace that is to be begun again
 
 
@@ -84,6 +89,7 @@ class ErrorText(msgspec.Struct, frozen=True):
     kind: str
     message: str
     parameter: str | None = None
+    value: int | float | str | None = None
 
 
 class Broken(msgspec.Struct, frozen=True):
@@ -119,7 +125,7 @@ class _Array(msgspec.Struct, array_like=True):
 def _encode_other(value: object) -> object:
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value)
-        return _Array(array.dtype.str, array.shape, memoryview(array).cast("B"))
+        return _Array(array.dtype.str, array.shape, array.data.cast("B"))
     if isinstance(value, frozenset):
         return sorted(value)
     raise NotImplementedError(f"{type(value).__name__} does not cross a process")
@@ -134,6 +140,24 @@ def _decode_other(kind: type, value: Any) -> object:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 _decoders = tuple(msgspec.msgpack.Decoder(kind, dec_hook=_decode_other) for kind in TYPES)
+
+
+def describe_error(error: BaseException) -> ErrorText:
+    """Put an exception into words."""
+    if isinstance(error, TrouperValidationError):
+        value = error.value if isinstance(error.value, int | float | str) else None
+        return ErrorText(type(error).__name__, error.message, error.parameter, value)
+    return ErrorText(type(error).__name__, str(error))
+
+
+def as_exception(text: ErrorText) -> Exception:
+    """Make the exception again: one of our own by its class, any other as a `DeviceStartError` that names it."""
+    kind = getattr(errors, text.kind, None)
+    if kind is TrouperValidationError:
+        return TrouperValidationError(text.message, parameter=text.parameter, value=text.value)
+    if isinstance(kind, type) and issubclass(kind, TrouperError):
+        return kind(text.message)
+    return errors.DeviceStartError(f"{text.kind}: {text.message}")
 
 
 def encode(frame: Frame) -> tuple[bytes, int | None]:

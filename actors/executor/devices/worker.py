@@ -1,0 +1,210 @@
+"""A device's process: `python -m trouper.actors.executor.devices.worker CONTROL PARENT`.
+
+CONTROL is the descriptor of a socket to the engine, PARENT the engine's process. The worker reads frames and answers them
+in order; the main thread owns the model. It ends with the engine by two guards that are set before torch is imported:
+a thread that waits for the socket's hang-up, and the kernel's signal at the parent's death. Signals of a terminal are
+the engine's business.
+"""
+
+import ctypes
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from trouper.actors.executor.device import PendingResult, StepResult
+from trouper.actors.executor.devices.model_host import ModelHost
+from trouper.actors.executor.devices.wire import (
+    Broken,
+    Call,
+    Close,
+    Frame,
+    FrameReader,
+    Load,
+    Loaded,
+    LogRecord,
+    Progress,
+    Returned,
+    WireError,
+    describe_error,
+    encode,
+)
+
+READ_BYTES = 2**18
+MAX_FILES = 16  # memory files that one read may bring; a frame has one at most
+POLL_S = 5e-5  # between two looks at a launched step, and at what has come behind it
+PR_SET_PDEATHSIG = 1
+EXIT_ORPHANED, EXIT_BROKEN = 70, 71
+
+
+def main() -> None:
+    """Serve one engine, then exit."""
+    control, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    end_with_the_engine(control, parent)
+    Worker(control).run()
+
+
+def end_with_the_engine(control: socket.socket, parent: int) -> None:
+    """Set both guards against living on without the engine."""
+    threading.Thread(target=_exit_at_hang_up, args=(control.fileno(),), daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the kernel was asked
+            os._exit(EXIT_ORPHANED)
+
+
+def _exit_at_hang_up(control: int) -> None:
+    poll = select.poll()
+    poll.register(control, 0)  # hang-up is always told, and nothing else is asked for
+    poll.poll()
+    os._exit(EXIT_ORPHANED)
+
+
+class Worker:
+    """Reads frames, runs what they ask for and writes the answers, all in the main thread."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._frames = FrameReader()
+        self._writing = threading.Lock()  # log records come from any thread
+        self._host: ModelHost | None = None
+        # Launched steps whose results are still to come: at most those in flight.
+        self._launched: deque[PendingResult[StepResult]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Worker: {self._host!r}, {len(self._launched)} steps launched>"
+
+    def run(self) -> None:
+        """Answer frames until the engine closes the worker; a worker that is broken says why, and exits."""
+        logging.basicConfig(handlers=[_ForwardedLog(self._write)], level=logging.INFO, force=True)
+        try:
+            while self._answer(self._next_frame()):
+                pass
+        except BaseException as error:
+            self._write(Broken(describe_error(error)))
+            logging.shutdown()
+            os._exit(EXIT_BROKEN)
+        os._exit(0)  # threads of libraries are not waited for
+
+    def _next_frame(self) -> Frame:
+        """Wait for a frame, and meanwhile for the results of launched steps."""
+        while True:
+            while self._launched and self._launched[0].is_ready():
+                self._finish_first()
+            frame = self._frames.take()
+            if frame is not None:
+                return frame
+            if self._launched and not select.select([self._control], [], [], 0)[0]:
+                time.sleep(POLL_S)
+                continue
+            data, files, _, _ = socket.recv_fds(self._control, READ_BYTES, MAX_FILES)
+            if not data:
+                os._exit(EXIT_ORPHANED)
+            self._frames.feed(data, files)
+
+    def _answer(self, frame: Frame) -> bool:
+        """Do what a frame asks for.  Returns False for the last one."""
+        match frame:
+            case Load():
+                self._load(frame)
+            case Call():
+                self._call(frame)
+            case Close():
+                self._finish_all()
+                if self._host is not None:
+                    self._host.close()
+                return False
+            case _:
+                self._step(frame)
+        return True
+
+    def _load(self, load: Load) -> None:
+        self._write(Progress("weights"))
+        self._host = ModelHost(load.config)
+        info = self._host.load()
+        if load.sleep_level:
+            self._host.call("sleep", load.sleep_level)
+            if load.woken:
+                self._host.call("wake", frozenset(load.woken))
+        if load.profile is not None:
+            self._host.call("start_profile", *load.profile)
+        self._write(Loaded(info))
+
+    def _call(self, call: Call) -> None:
+        self._finish_all()
+        arguments: dict[str, tuple[object, ...]] = {
+            "sleep": (call.level,),
+            "wake": (frozenset(call.tags),),
+            "start_profile": (call.folder, call.prefix),
+        }
+        try:
+            self._loaded.call(call.method, *arguments.get(call.method, ()))
+        except Exception as error:
+            self._write(Returned(call.number, describe_error(error)))
+        else:
+            self._write(Returned(call.number))
+
+    def _step(self, plan: Any) -> None:
+        result = self._loaded.execute(plan)
+        if isinstance(result, PendingResult):
+            self._launched.append(result)
+        else:
+            self._write(result)
+
+    @property
+    def _loaded(self) -> ModelHost:
+        if self._host is None:
+            raise WireError("a plan or a call before the model")
+        return self._host
+
+    def _finish_first(self) -> None:
+        result = self._launched.popleft().finish()
+        if isinstance(result, PendingResult):
+            raise TypeError("a finished step is still pending")
+        self._write(result)
+
+    def _finish_all(self) -> None:
+        while self._launched:
+            self._finish_first()
+
+    def _write(self, frame: Frame) -> None:
+        data, file = encode(frame)
+        with self._writing:
+            try:
+                if file is not None:
+                    socket.send_fds(self._control, [data], [file])
+                else:
+                    self._control.sendall(data)
+            except OSError:  # the engine is gone; the guard ends this process
+                pass
+            finally:
+                if file is not None:
+                    os.close(file)
+
+
+class _ForwardedLog(logging.Handler):
+    """Sends log records to the engine, which logs them under the worker's name."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._write(LogRecord(record.name, record.levelno, self.format(record)))
+        except Exception:
+            self.handleError(record)
+
+
+if __name__ == "__main__":
+    main()
