@@ -15,7 +15,7 @@ import jinja2
 from jinja2 import meta, nodes
 
 from trouper.actors.rendering.jinja import make_environment
-from trouper.actors.rendering.template_orders import MARK, plain_data
+from trouper.actors.rendering.template_orders import MARK, is_array, is_object, plain_data
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 SEAM = "\U000f0000"  # a private-use character; dropped from what callers write
@@ -113,7 +113,7 @@ class ChatTemplate:
         """A checked copy in the form that templates expect."""
         message = plain_data(message)
         where = f"messages[{index}]"
-        if not isinstance(message, dict):
+        if not is_object(message):
             raise TrouperValidationError("a message must be a dict", parameter=where, value=message)
         if not isinstance(role := message.get("role"), str):
             raise TrouperValidationError("the role must be a string", parameter=f"{where}.role")
@@ -138,7 +138,7 @@ class ChatTemplate:
             if self.takes_parts and not self._tests_for_strings:
                 return [{"type": "text", "text": content}]
             return content
-        if not isinstance(content, list):
+        if not is_array(content):
             raise TrouperValidationError("content must be text or a list of parts", parameter=where)
         parts = [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
         return parts if self.takes_parts else "\n".join(part["text"] for part in parts)
@@ -161,7 +161,7 @@ class ChatTemplate:
 def _part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    if not isinstance(part, dict):
+    if not is_object(part):
         raise TrouperValidationError("a part must be a dict", parameter=where)
     kind = part.get("type", "text")
     if kind == "prompt_embeds" and isinstance(part.get("index"), int):  # of `mixed.py`
@@ -176,14 +176,13 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 def _parse_arguments(call: Any) -> None:
     """Templates dump a call's arguments as json, so they must not be a json string already."""
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if isinstance(function, dict) and isinstance(arguments, str):
+    function = call.get("function") if is_object(call) else None
+    if is_object(function) and isinstance(arguments := function.get("arguments"), str):
         try:
             parsed = json.loads(arguments)
         except ValueError:
             return
-        if isinstance(parsed, dict):
+        if is_object(parsed):
             function["arguments"] = parsed
 
 
@@ -203,13 +202,13 @@ def _sewn(value: Any, tokens: Collection[str]) -> Any:
     """Put a seam into each of `tokens` that the strings in `value` spell."""
     if isinstance(value, str):
         return _sew(value.replace(SEAM, "").replace(MARK, ""), tokens)
-    if isinstance(value, dict):
+    if is_object(value):
         # what a template may name is no token, however it is spelled: `m.content`
         return {
             key if str(key).isidentifier() else _sewn(key, tokens): _sewn(item, tokens)
             for key, item in value.items()
         }
-    if isinstance(value, list):
+    if is_array(value):
         return [_sewn(item, tokens) for item in value]
     return value
 

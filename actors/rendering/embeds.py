@@ -150,7 +150,7 @@ def from_tensor(tensor: Any, num_columns: int, max_rows: int) -> Embeds:
     numbers = tensor.detach().cpu().contiguous()
     uint8 = numbers.new_empty(0).byte().dtype  # as bytes: numpy has no bfloat16
     data = memoryview(numbers.view(uint8).numpy()).cast("B")
-    return Embeds(cast("EmbedsDtype", dtype), tensor.shape[0], num_columns, data)
+    return Embeds(dtype, tensor.shape[0], num_columns, data)
 
 
 class _RefusedError(ValueError):

@@ -6,7 +6,7 @@ and the few helpers below, nothing else.  Only the processes of `template_worker
 
 import json
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from jinja2 import nodes
@@ -56,11 +56,14 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _PublicNamespace
+    untyped = cast("Any", environment)
+    filters: dict[str, Any] = untyped.filters
+    names: dict[str, Any] = untyped.globals
+    filters["tojson"] = _tojson
+    names["raise_exception"] = _raise_exception
+    names["strftime_now"] = _strftime_now
+    names["dict"] = _Dict()
+    names["namespace"] = _PublicNamespace
     return environment
 
 

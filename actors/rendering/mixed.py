@@ -32,9 +32,10 @@ def take_embeds(
 
     rest: list[Any] = []
     for message in messages:
-        content: Any = message.get("content") if isinstance(message, Mapping) else None
+        fields = cast("Mapping[str, Any]", message if isinstance(message, Mapping) else {})
+        content = fields.get("content")
         if isinstance(content, list | tuple) and any(map(_is_embeds, cast("list[Any]", content))):
-            message = {**message, "content": [taken(part) for part in cast("list[Any]", content)]}
+            message = {**fields, "content": [taken(part) for part in cast("list[Any]", content)]}
         rest.append(message)
     return rest, found
 

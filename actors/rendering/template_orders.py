@@ -6,7 +6,7 @@ its length in four bytes, big-endian, and its bytes.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 LENGTH_BYTES = 4
 OVER_BUDGET = 3  # exit code of a process that has taken too much
@@ -18,6 +18,16 @@ def framed(payload: bytes) -> bytes:
     return len(payload).to_bytes(LENGTH_BYTES) + payload
 
 
+def is_object(value: Any) -> TypeGuard[dict[str, Any]]:
+    """Tell whether plain data are a JSON object."""
+    return isinstance(value, dict)
+
+
+def is_array(value: Any) -> TypeGuard[list[Any]]:
+    """Tell whether plain data are a JSON array."""
+    return isinstance(value, list)
+
+
 def plain_data(value: Any) -> Any:
     """Copy `value` with nothing but json types in it, so that a template can call nothing."""
     if value is None or type(value) in (str, int, float, bool):
@@ -26,9 +36,10 @@ def plain_data(value: Any) -> Any:
         if isinstance(value, base):
             return base(value)
     if isinstance(value, Mapping):
-        return {plain_data(key): plain_data(item) for key, item in value.items()}
+        items = cast("Mapping[Any, Any]", value).items()
+        return {plain_data(key): plain_data(item) for key, item in items}
     if isinstance(value, list | tuple):
-        return [plain_data(item) for item in value]
+        return [plain_data(item) for item in cast("list[Any]", value)]
     dump: Callable[[], Any] | None = getattr(value, "model_dump", None)
     if callable(dump):
         return plain_data(dump())

@@ -167,7 +167,7 @@ class Prompts:
         if isinstance(prompt, str):
             return _Form([prompt], None, prompt, None, True)
         if isinstance(prompt, Mapping):
-            return self._dict_form(prompt)
+            return self._dict_form(cast("Mapping[str, Any]", prompt))
         if isinstance(prompt, bytes | bytearray):
             return self._embeds_form(prompt, None, None)
         if isinstance(prompt, Sequence):
@@ -214,20 +214,23 @@ class Prompts:
         width, max_rows = self._limits.hidden_size, self._limits.max_model_len
         if width is None:
             raise invalid("prompt_embeds", "not enabled (enable_prompt_embeds)")
-        is_text = isinstance(given, str | memoryview)
-        payload = decode_base64(given, width, max_rows) if is_text else given
+        payload: Any = given
+        if isinstance(given, str | memoryview):
+            payload = decode_base64(cast("str | memoryview", given), width, max_rows)
         if isinstance(payload, bytes | bytearray | memoryview):
-            return decode_embeds(payload, width, max_rows)
+            return decode_embeds(cast("bytes", payload), width, max_rows)
         return from_tensor(payload, width, max_rows)
 
     def _chat(self, prompt: Mapping[str, Any]) -> tuple[list[str], list[Embeds]]:
         tokenizer = self._needed_tokenizer("messages")
-        messages, tools = prompt["messages"], prompt.get("tools")
-        variables = prompt.get("chat_template_kwargs") or {}
+        messages: Any = prompt["messages"]
+        tools: Any = prompt.get("tools")
+        variables: Any = prompt.get("chat_template_kwargs") or {}
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
             raise invalid("messages", "must be a list of messages", type(messages).__name__)
         if tools is not None and not (
-            isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)
+            isinstance(tools, Sequence)
+            and all(isinstance(tool, Mapping) for tool in cast("Sequence[Any]", tools))
         ):
             raise invalid("tools", "must be a list of dicts")
         if not isinstance(variables, Mapping):
@@ -236,7 +239,7 @@ class Prompts:
         foreign = prompt.get("foreign_chat_template")
         if foreign is None or foreign in tokenizer.chat_templates:
             given = foreign or prompt.get("chat_template")
-            source = self._template_source(tokenizer, given, bool(tools))
+            source = self._template_source(tokenizer, given, bool(prompt.get("tools")))
             render = self._templates.render
         else:
             source, render = foreign, render_once
@@ -363,12 +366,13 @@ def checked_ids(ids: Any, num: int, parameter: str = "prompt_token_ids") -> list
     """Those of `parameter`: each below `num`."""
     if not isinstance(ids, list | Sequence) or isinstance(ids, str | bytes):  # mostly a list
         raise invalid(parameter, "must be a list of ids", type(ids).__name__)
-    if not all(map(operator.is_, map(type, ids), repeat(int))):
-        ids = [_as_int(token_id, parameter) for token_id in ids]
-    if ids and not (min(ids) >= 0 and max(ids) < num):
-        wrong = next(token_id for token_id in ids if not 0 <= token_id < num)
+    known = cast("Sequence[int]", ids)
+    if not all(map(operator.is_, map(type, known), repeat(int))):
+        known = [_as_int(token_id, parameter) for token_id in known]
+    if known and not (min(known) >= 0 and max(known) < num):
+        wrong = next(token_id for token_id in known if not 0 <= token_id < num)
         raise invalid(parameter, f"ids must be in [0, {num})", wrong)
-    return list(ids)
+    return list(known)
 
 
 def _as_int(token_id: Any, parameter: str) -> int:

@@ -8,10 +8,10 @@ converted by transformers once, at start.
 Nothing changes the backend after `load`, so threads may share one `Tokenizer`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -122,7 +122,7 @@ class Tokenizer:
             raise TrouperValidationError(
                 "no tokenizer in the folder", parameter="tokenizer", value=str(path)
             )
-        templates = hf.chat_template or {}
+        templates: str | dict[str, str] = hf.chat_template or {}
         return cls(
             backend,
             folder=str(path),
@@ -291,7 +291,7 @@ def _shares(lengths: Sequence[int], room: int) -> list[int]:
     return [longer, shorter] if first > second else [shorter, longer]
 
 
-def _add_tokens(backend: Backend, config: dict[str, Any], named: dict[str, str]) -> None:
+def _add_tokens(backend: Any, config: dict[str, Any], named: dict[str, str]) -> None:
     """Add the tokens that the config names and tokenizer.json lacks, in transformers' order."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = config.get("added_tokens_decoder", {})
@@ -299,9 +299,10 @@ def _add_tokens(backend: Backend, config: dict[str, Any], named: dict[str, str])
         if token["content"] not in known:
             backend.add_tokens([AddedToken(**token)])
             known.add(token["content"])
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    extra = extra.values() if isinstance(extra, dict) else extra
-    for content in (*named.values(), *map(_content, extra)):
+    extra: Any = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if isinstance(extra, dict):
+        extra = cast("dict[str, Any]", extra).values()
+    for content in (*named.values(), *map(_content, cast("Iterable[Any]", extra))):
         if content not in known:
             backend.add_special_tokens([AddedToken(content, special=True, normalized=False)])
             known.add(content)
@@ -320,7 +321,7 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
         return {name: read_text(file, "tokenizer") for name, file in found.items()}
     entry: Any = config.get("chat_template")
     if isinstance(entry, list):
-        entry = {named["name"]: named["template"] for named in entry}
+        entry = {named["name"]: named["template"] for named in cast("list[Any]", entry)}
     elif entry is not None:
         entry = {"default": entry}
     return checked(entry or {}, dict[str, str], f"{TOKENIZER_CONFIG}: chat_template", "tokenizer")
@@ -334,7 +335,7 @@ def _load_hf(path: Path, needed_by: str) -> Any:
             f"{needed_by} needs transformers ({error}): pip install 'trouper[transformers]'"
         ) from error
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return cast("Any", AutoTokenizer).from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # transformers raises nearly anything for a folder it cannot use
         raise _unreadable(path, "a tokenizer", error) from error
 

@@ -92,7 +92,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise invalid("pooler_config", "unknown options", sorted(unknown))
             return msgspec.convert(fields, cls)
         except msgspec.MsgspecError as error:
-            raise invalid("pooler_config", str(error), given) from None
+            raise invalid("pooler_config", str(error), cast("Any", given)) from None
 
     @property
     def seq(self) -> str | None:
@@ -329,7 +329,7 @@ class _Modules:
         match kind:
             case "Transformer":
                 files = (folder / f"sentence_{name}_config.json" for name in ST_TRANSFORMERS)
-                self.transformer = next(filter(None, map(read_object, files)), {})
+                self.transformer = next(filter(None, map(read_object, files)), dict[str, Any]())
                 own = checked(
                     self.transformer, TransformerFields, f"{folder.name}/sentence_…_config.json"
                 )
