@@ -17,7 +17,7 @@ Format = Literal["int4", "int8"]  # of rounded weights
 
 
 class LinearConfig(NamedTuple):
-    """What the caller asks of a linear layer beyond its weight."""
+    """Wishes of the caller about a linear layer, beyond its weight."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     quantization: Format | None = None  # round the weight at load

@@ -31,7 +31,7 @@ from trouper.kernels.ops import CpuOps, OpsConfig
 
 
 class Processor(NamedTuple):
-    """What this machine multiplies with, as far as a choice depends on it."""
+    """Capabilities of the processor that a choice depends on."""
 
     can_multiply: bool  # compiled products, AVX2
     can_decode: bool  # weights of few bits as fast as they are read, AVX512-BF16
@@ -40,7 +40,7 @@ class Processor(NamedTuple):
 
 
 class WeightSpec(NamedTuple):
-    """What a choice depends on of a weight."""
+    """Properties of a weight that a choice depends on."""
 
     num_out: int
     num_in: int

@@ -2,11 +2,11 @@
 
     with Lender(arena): y = forward(x)
 
-What torch allocates by `empty` within the block lies in the arena; what is freed there is lent again.  The C library
+What torch allocates by `empty` within the block lies in the arena; what is freed there is used again.  The C library
 would give so much memory back to the system after a step: of a prompt of 1,024 tokens (473 M parameters) 120,000 pages
 were touched anew, a sixth of the step's time.
 
-Law: everything that was lent is read before the next block begins.
+Law: everything that was allocated in a block is read before the next block begins.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -25,7 +25,7 @@ SMALLEST = 64  # bytes
 
 
 class Arena:
-    """Pieces of powers of two bytes, never given back: as many as one block needs at once, in each size."""
+    """Memory in pieces of powers of two bytes, never given back: as many of each size as one block needs at once."""
 
     def __init__(self) -> None:
         self.pieces: dict[int, Tensor] = {}  # by address
@@ -35,7 +35,7 @@ class Arena:
 
 
 class Lender(TorchDispatchMode):
-    """In a block, gives memory of an arena to what this thread's torch allocates."""
+    """Context in which this thread's torch allocates from an arena."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Lender(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if lent is None else lent
 
     def lent(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """None: it allocates nothing."""
+        """Return a tensor in the arena if `func` allocates one, else None."""
         if func is torch.ops.aten.empty.memory_format:
             return self._empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
         if func is torch.ops.aten.new_empty.default:

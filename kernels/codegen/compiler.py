@@ -34,7 +34,7 @@ _compiling = threading.Lock()
 
 
 def address_of(name: str, write: Callable[[KernelBuilder], None]) -> tuple[int, object]:
-    """Of the function that `write` writes, and what must live as long as it is called."""
+    """Return the address of the function that `write` writes, and the library that must outlive its calls."""
     with _compiling:
         folder = cache_folder()
         file = None if folder is None else folder / f"{name}.o"
@@ -51,7 +51,7 @@ def address_of(name: str, write: Callable[[KernelBuilder], None]) -> tuple[int, 
 
 @functools.cache
 def cache_folder() -> Path | None:
-    """Of this user alone; None where there is nowhere to keep anything: compile each time."""
+    """Return this user's own folder for machine code; None where none can be kept, and every start compiles."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):

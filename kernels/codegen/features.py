@@ -1,4 +1,4 @@
-"""What the processor can do, as the kernel builder asks about it."""
+"""Features of the processor that the kernel builder asks about."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # llvmlite has no types.

@@ -9,7 +9,7 @@ A kernel is a C function of one pointer, to int64 arguments; every thread of the
 same threads, the same waiting, one phase after the other.  Where it has no such name (macOS, Windows)
 a kernel runs on one thread.
 
-Law: a piece's result does not depend on who computes it, nor on the number of threads.
+Law: a piece's result does not depend on which thread computes it, nor on the number of threads.
 
 Measured on one EPYC core: 2.5 µs a launch with ten arguments, most of it ctypes.
 """
@@ -44,7 +44,7 @@ class Recorder(Protocol):
 
 
 class Kernel:
-    """A C function, and the way to call it."""
+    """A compiled kernel: a C function, and the way to call it."""
 
     __slots__ = ("_address", "_call", "_code", "name")
 
@@ -72,7 +72,7 @@ class Kernel:
 
 @functools.cache
 def compiled(write: "Callable[..., None]", *options: object) -> Kernel:
-    """The kernel `write(code, *options)`, from the disk if it was compiled before."""
+    """Return the kernel that `write(code, *options)` writes, from the disk if it was compiled before."""
     from trouper.kernels.codegen.compiler import address_of
 
     name = "_".join((write.__name__, *map(str, options)))
@@ -89,12 +89,12 @@ def compiled(write: "Callable[..., None]", *options: object) -> Kernel:
 
 
 def float_bits(x: float) -> int:
-    """A float64 as an argument."""
+    """Return the bits of a float64, as a kernel takes it for an argument."""
     return struct.unpack("q", struct.pack("d", x))[0]
 
 
 def scratch(num_bytes: int) -> int:
-    """Address of memory of this thread, valid until its next call; aligned to cache lines."""
+    """Return the address of this thread's scratch memory, valid until its next call; aligned to cache lines."""
     held: ctypes.Array[Any] | None = getattr(_local, "scratch", None)
     if held is None or len(held) < num_bytes + 64:
         held = _local.scratch = (ctypes.c_char * (2 * num_bytes + 64))()
@@ -116,7 +116,7 @@ def recorded_by(recorder: Recorder) -> Generator[None]:
 
 @functools.cache
 def address_in_torch(name: str) -> int:
-    """Of a C function of libtorch_cpu or what it is linked to; 0 where there is none."""
+    """Return the address of a C function in libtorch_cpu or a library it is linked to; 0 where there is none."""
     import torch
 
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"

@@ -8,7 +8,7 @@ Laws:
   * Only kernels compute from the inputs; torch may allocate and view.  What torch computes from
     constants is computed once and kept.
   * All recordings of an arena share its memory: a result is read before the next replay.
-  * A recording keeps neither weights nor caches: who drops these drops it first.
+  * A recording keeps neither weights nor caches: drop recordings before the weights or caches they point into.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,11 +26,11 @@ Result = TypeVar("Result")  # tensors
 
 
 class NotRecordableError(Exception):
-    """torch computes something from the inputs."""
+    """torch computes something from the inputs, so the launches alone do not give the result."""
 
 
 class Recording(Generic[Result]):
-    """What the kernels are asked for while `function` runs.
+    """Launches that kernels were asked for while `function` ran, as one list of commands.
 
     Args:
         arena: where what it allocates lies.
@@ -67,11 +67,11 @@ class Recording(Generic[Result]):
         return f"<Recording of {len(self._commands)} launches>"
 
     def add(self, address: int, num_threads: int, arguments: tuple[int, ...]) -> None:
-        """For kernels, while recording."""
+        """Take a launch down; kernels call it while recording."""
         self._launches.append((address, num_threads, arguments))
 
     def keep(self, memory: object) -> None:
-        """For memory whose address a kernel was given, while recording."""
+        """Keep memory alive whose address a kernel was given."""
         self._kept.append(memory)
 
     def replay(self) -> None:
@@ -79,7 +79,7 @@ class Recording(Generic[Result]):
         self._replay(num_threads=self._num_threads)
 
     def _written(self) -> np.ndarray:
-        """The commands; each block of arguments begins with a cache line."""
+        """Lay the commands out; each block of arguments begins with a cache line."""
         from trouper.kernels.codegen.replay import COMMAND, LINE
 
         lengths = [-(-len(arguments) // LINE) * LINE for _, _, arguments in self._launches]
@@ -95,7 +95,7 @@ class Recording(Generic[Result]):
 
 
 class _Allocations(Lender):
-    """Gives memory of an arena to what torch allocates, and refuses what it would compute."""
+    """Context in which torch allocates from an arena and computes nothing from the inputs."""
 
     def __init__(self, arena: Arena, inputs: Iterable[Tensor], kept: list[object]) -> None:
         super().__init__(arena)

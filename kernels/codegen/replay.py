@@ -4,12 +4,12 @@
     counters [24 + 2 C]   int64 zeros: the command they are at, threads asleep, threads that are through, a cache line
                           each; then for each command how many threads have entered it, and how many have left it
 
-A command is done when nobody is in it: who leaves has found no piece left.  So no command waits for a thread that has
-not come, but only the end does: one that wakes late, or whose core does something else, joins the others where they
-are.  Who waits asks about as long as a system call takes, then sleeps: a thread that spins on keeps a busy core from the
-one it waits for.  The last one through sets the counters of the arguments back, so that the list can be run again.
+A command is done when no thread is in it: a thread leaves when it has found no piece left.  So no command waits for a
+thread that has not come, only the end does: a thread that wakes late, or whose core does something else, joins the
+others where they are.  A waiting thread spins about as long as a system call takes, then sleeps: spinning longer would
+keep a busy core from the thread that is waited for.  The last one through sets the counters of the arguments back, so that the list can be run again.
 
-Laws.  Who enters says so before it looks whether there are pieces left, and without any it begins nothing: no thread
+Laws.  A thread counts itself as entered before it looks whether there are pieces left, and without any it begins nothing: no thread
 is in the memory of a command that is done.  `left` is read before `entered`: then they were equal at one moment.
 
 Measured, 281 launches of a decode step of 473 M bfloat16 parameters, one row, ms.  Two EPYC cores, when all threads
@@ -30,7 +30,7 @@ COMMAND = 3
 LINE = 8  # int64 of a cache line
 PAUSES = 300
 FUTEX = {"x86_64": 202}.get(platform.machine(), 98)  # Linux's number of the system call
-WAIT, WAKE, EVERYBODY = 128, 129, 2**30  # among the threads of this process
+WAIT, WAKE, ALL_THREADS = 128, 129, 2**30  # among the threads of this process
 
 
 def num_counters(num_commands: int) -> int:
@@ -38,7 +38,7 @@ def num_counters(num_commands: int) -> int:
 
 
 def replay(code: KernelBuilder) -> None:
-    """commands, C, counters, addresses of omp_get_num_threads or 0 and of libc's syscall or 0."""
+    """Write the kernel of the arguments commands, C, counters, addresses of omp_get_num_threads or 0 and of libc's syscall or 0."""
     commands, count, counters, get_team_size, syscall = code.arguments(5)
     current = code.pointer(counters, "i64")
     asleep, through = current + LINE, current + 2 * LINE
@@ -54,7 +54,7 @@ def replay(code: KernelBuilder) -> None:
             code.call_at(command[0], command[1])
         code.fetch_add(left, 1)
         with code.when(code.fetch(asleep) > 0):
-            code.call_at(syscall, FUTEX, left_address, WAKE, EVERYBODY, 0, 0, 0)
+            code.call_at(syscall, FUTEX, left_address, WAKE, ALL_THREADS, 0, 0, 0)
         missing, pauses = code.var(code.fetch(left) - code.fetch(entered)), code.var(0)
         for _ in code.while_(missing, 0):
             code.pause()
@@ -64,12 +64,12 @@ def replay(code: KernelBuilder) -> None:
                 seen = code.fetch(left)
                 with code.when(
                     seen < code.fetch(entered)
-                ):  # returns at once if somebody has left since
+                ):  # returns at once if a thread has left since
                     code.call_at(syscall, FUTEX, left_address, WAIT, seen, 0, 0, 0)
                 code.fetch_add(asleep, -1)
             missing.set(code.fetch(left) - code.fetch(entered))
         with code.when(num_before.equals(0)):
-            code.fetch_add(current, 1)  # where it is late, so are those who join
+            code.fetch_add(current, 1)  # a thread that joins begins there
         i.set(i + 1)
     team = code.var(1)
     with code.when(get_team_size > 0):

@@ -1,4 +1,4 @@
-"""What this machine multiplies with, and which dtypes the compiled kernels compute with.
+"""Units that this machine multiplies with, and the dtypes that compiled kernels compute with.
 
 Importing this module needs neither llvmlite nor torch: without llvmlite every question is answered with no.
 """

@@ -27,19 +27,19 @@ UNLIMITED = 2**62
 
 
 class NativePlan(msgspec.Struct, frozen=True, dict=True):
-    """The arrays that the kernels read, and how many pieces they hold."""
+    """Plan of a step's attention: the arrays that the kernels read, and how many pieces they hold."""
 
     block_ids: np.ndarray
-    spans: np.ndarray  # [., 5], see decode_attention.py
+    spans: np.ndarray  # [., 5], see decode.py
     merges: np.ndarray  # [., 3]
     partials: np.ndarray  # [., N, D + 2]
     heads: int  # of a piece
-    tiles: np.ndarray  # [., 4], see prefill_attention.py
+    tiles: np.ndarray  # [., 4], see prefill.py
     window: int
 
     @functools.cached_property
     def words(self) -> np.ndarray:
-        """Where that is, for kernels; those of another plan may be written over them."""
+        """Addresses and sizes of the arrays, for kernels; a recording writes those of a later plan over them."""
         arrays = self.block_ids, self.spans, self.partials, self.merges
         tables, spans, partials, merges = (x.ctypes.data for x in arrays)
         numbers = (
@@ -49,7 +49,7 @@ class NativePlan(msgspec.Struct, frozen=True, dict=True):
 
 
 class NativeOps:
-    """Tensors that come in are contiguous in their last dimensions, as a decoder makes them."""
+    """`CpuOps` by compiled kernels; tensors that come in are contiguous in their last dimensions."""
 
     def __init__(self, config: OpsConfig) -> None:
         kind = KINDS[config.dtype]
@@ -280,14 +280,15 @@ class NativeOps:
         return out_TN
 
     def _parts_of_a_piece(self, counts: np.ndarray) -> int:
-        """As many tiles of queries as leave each thread four pieces.  No result depends on it."""
+        """Return how many tiles of queries a piece has, so that each thread gets four pieces; no result depends on it."""
         num_tiles = int((-(-counts // self._tile)).sum())
         most = num_tiles * self._config.num_kv_heads // (4 * torch.get_num_threads())
         return max(1, min(most, prefill.PARTS))
 
     def _heads_of_a_piece(self, num_spans: int) -> int:
-        """As many as leave each thread four pieces: a thread that goes on to the next head knows
-        what it will read.  No result depends on it.
+        """Return how many heads a piece has, so that each thread gets four pieces; no result depends on it.
+
+        A thread that goes on to the next head knows what it will read.
         """
         heads, num_threads = self._config.num_kv_heads, torch.get_num_threads()
         while heads % 2 == 0 and num_spans * self._config.num_kv_heads < 4 * heads * num_threads:
@@ -328,7 +329,7 @@ class NativeOps:
         return logits_RV
 
     def _float32(self, weight: Tensor) -> Tensor:
-        """A small weight as the kernels read it; kept, together with what it was made of."""
+        """Return a small weight in float32, as the kernels read it; it is kept together with its source."""
         if weight.dtype == torch.float32 and weight.is_contiguous():
             return weight
         held = self._wide.get(id(weight))

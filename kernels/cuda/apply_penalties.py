@@ -107,7 +107,7 @@ def apply_penalties(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[R, V] float32, of which only the rows that are edited hold anything.
+    """Return [R, V] float32, of which only the rows that are edited hold anything.
 
     Args:
         tokens: [M, …] int32, the permanent rows, for edits with a condition.
@@ -152,7 +152,7 @@ def apply_penalties(
 def apply_penalties_reference(
     logits_V: Tensor, row: int, end: int, tokens: Tensor, sampling: SamplingRows
 ) -> Tensor:
-    """One row, in float64."""
+    """Edit one row, in float64."""
     x = logits_V.double()
     if sampling.is_masked[row]:
         bits = sampling.mask[row].unsqueeze(1) >> torch.arange(32) & 1

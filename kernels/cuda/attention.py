@@ -17,7 +17,7 @@ PRECISION = tl.constexpr("tf32x3")  # of float32 alone: three products of its ha
 
 
 def head_bytes(padded: int, dtype: torch.dtype) -> int:
-    """What the tables of attention are keyed by; a float32 is multiplied as two halves of its width."""
+    """Return the key of attention's tables: bytes of a head; a float32 is multiplied as two halves of its width."""
     return padded * dtype.itemsize * (2 if dtype == torch.float32 else 1)
 
 
@@ -46,7 +46,7 @@ def attend(
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One pass of the online softmax.  Unmasked, all rows see all keys and TILE divides their number."""
+    """Run one pass of the online softmax.  Unmasked, all rows see all keys and TILE divides their number."""
     column = tl.arange(0, W)
     for at in tl.range(first, end, TILE, num_stages=STAGES):
         key = at + tl.arange(0, TILE)

@@ -44,7 +44,7 @@ CONFIGS: Table = {
 
 @triton.jit
 def _part_of(length, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """(first visible key, keys a part, number of parts) of a sequence."""
+    """Return (first visible key, keys a part, number of parts) of a sequence."""
     begin = tl.maximum(0, length - WINDOW) if WINDOW > 0 else 0
     size = tl.cdiv(tl.cdiv(length - begin, MAX_SPLITS), SPLIT) * SPLIT
     return begin, size, tl.cdiv(length - begin, size)
@@ -189,7 +189,7 @@ def decode_attention(
     split: int = SPLIT,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[T, N · D].
+    """Return [T, N · D].
 
     Args:
         max_length: no sequence that is decoded is longer; sizes the grid, and changes no result.

@@ -84,7 +84,7 @@ def embed(
     alpha: float = 1.0,
     out: Embedded | None = None,
 ) -> Embedded:
-    """For `num_tokens` tokens, those that pad the batch included."""
+    """Embed `num_tokens` tokens, those that pad the batch included."""
     num_columns, width = len(rows_C), embedding_VE.shape[1]
     assert len(bounds) == num_columns + 1, "bounds is not [C + 1]"
     assert embedding_VE.is_contiguous(), "embedding must be contiguous"

@@ -75,7 +75,7 @@ def fused_add_rms_norm(
     post_weight_E: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The normalised rows [T, E], or x without a weight; `out` may be x itself when there is no y."""
+    """Return the normalised rows [T, E], or x without a weight; `out` may be x itself when there is no y."""
     num_tokens, width = x_TE.shape
     if weight_E is None:
         out = x_TE
@@ -115,7 +115,7 @@ def fused_add_rms_norm_reference(
     alpha: float = 1.0,
     post_weight_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(x after the sum, out), out of place."""
+    """Return (x after the sum, out), out of place."""
     if y_TE is not None:
         y_TE = y_TE if post_weight_E is None else rms_norm_reference(y_TE, post_weight_E, eps)
         x_TE = (x_TE.double() + alpha * y_TE.double()).to(x_TE.dtype)

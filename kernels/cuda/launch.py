@@ -1,4 +1,4 @@
-"""What every launcher shares: launch configurations from tables, and the type of the dot products.
+"""Parts that every launcher shares: launch configurations from tables, and the type of the dot products.
 
 A table is keyed by device and by the largest size of a bucket; nothing is timed at run time, so a launch
 is the same in every run and may be captured.  A device without rows of its own takes Hopper's.
@@ -23,7 +23,7 @@ Table = Mapping[str, Sequence[tuple[int, Config]]]  # device -> (largest size, c
 
 
 def config_of(table: Table, device: torch.device, size: int) -> Config:
-    """The first row of the device's table whose bucket holds `size`.
+    """Return the first row of the device's table whose bucket holds `size`.
 
     Raises:
         ValueError: the size is larger than every bucket.
@@ -36,7 +36,7 @@ def config_of(table: Table, device: torch.device, size: int) -> Config:
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:
-    """What matrices are multiplied in; the interpreter cannot multiply bfloat16."""
+    """Return the type that matrices are multiplied in; the interpreter cannot multiply bfloat16."""
     if INTERPRETED or dtype == torch.float32:
         return tl.float32
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16

@@ -113,7 +113,7 @@ def _top_kernel(
 def top_logprobs(
     logits_RV: Tensor, sampled_R: Tensor, num_top: int, *, out: TopLogprobs | None = None
 ) -> TopLogprobs:
-    """For `num_top` from 0 to 128, and no more than the vocabulary."""
+    """Return the best logprobs, for `num_top` from 0 to 128, and no more than the vocabulary."""
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.is_contiguous(), "logits must be contiguous"
     assert num_top <= vocab_size, f"{num_top} of {vocab_size} tokens"
@@ -147,7 +147,7 @@ def top_logprobs(
 
 
 def top_logprobs_reference(logits_V: Tensor, token_id: int, num_top: int) -> TopLogprobs:
-    """One row, by a stable sort and in float64."""
+    """Compute one row, by a stable sort and in float64."""
     logprobs = logits_V.double().log_softmax(0)
     order = logits_V.float().argsort(descending=True, stable=True)[:num_top]
     ids = torch.cat((torch.tensor([token_id]), order))

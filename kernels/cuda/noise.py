@@ -15,14 +15,14 @@ _B = tl.constexpr(0x846CA68B)
 
 @triton.jit
 def gumbel(key0, key1, token_ids):
-    """float32, for the row's keys and any block of token ids; see `row_keys`."""
+    """Return float32, for the row's keys and any block of token ids; see `row_keys`."""
     bits = hash32(token_ids.to(tl.uint32), key0, key1) >> 9
     return -log(-log((bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07))  # 2⁻²³
 
 
 @triton.jit
 def row_keys(seed, position):
-    """Two uint32 words for a seed (int64) and a position (int32)."""
+    """Return two uint32 words for a seed (int64) and a position (int32)."""
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     mixed = hash32(hash32(position.to(tl.uint32), low, high), high, low)
@@ -41,7 +41,7 @@ def hash32(x, key0, key1):
 
 @triton.jit
 def log(x):
-    """For normal positive float32; relative error below 2⁻²³ also near one."""
+    """Return the logarithm of normal positive float32; relative error below 2⁻²³ also near one."""
     bits = x.to(tl.int32, bitcast=True) - 0x3F3504F3  # √½, so that the rest is in [√½, √2)
     exponent = (bits >> 23).to(tl.float32)
     f = ((bits & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0

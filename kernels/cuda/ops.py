@@ -39,7 +39,7 @@ class DevicePlan(NamedTuple):
 
 
 class DeviceStep(NamedTuple):
-    """What all layers of a step share."""
+    """Tensors that all layers of a step share."""
 
     positions_T: Tensor  # int32
     slots_T: Tensor  # int32, negative: a padding token
@@ -150,7 +150,7 @@ class TritonOps:
         return act_and_mul(gate_up_TM, self._config.activation)
 
     def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
-        """As the product leaves them if nothing is done to them: the sampling kernels read any float."""
+        """Return the logits as the product leaves them where nothing changes them: the sampling kernels read any float."""
         if scale == 1 and not cap:
             return product_RV
         return finished_logits(product_RV, scale, cap)

@@ -129,7 +129,7 @@ def prefill_attention(
     min_count: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[T, N · D]; columns of fewer than `min_count` tokens and padding tokens are not written.
+    """Return [T, N · D]; columns of fewer than `min_count` tokens and padding tokens are not written.
 
     A mixed batch takes `min_count=2` here and `decode_attention` with the same `out` for the rest;
     `min_count=1` computes all columns in one order, which makes a row independent of its chunks.

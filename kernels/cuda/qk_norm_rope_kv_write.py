@@ -139,7 +139,7 @@ def qk_norm_rope_kv_write_reference(
     table_P2R: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """(q [T, N, D], cache), out of place and in float64 up to the last rounding."""
+    """Return (q [T, N, D], cache), out of place and in float64 up to the last rounding."""
     num_kv = cache_2HSD.shape[1]
     qk, v = qkv_TND[:, :-num_kv].double(), qkv_TND[:, -num_kv:]
     if norm_ND is not None:

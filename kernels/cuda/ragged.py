@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def column_of(bounds_ptr, num_columns, index, BLOCK: tl.constexpr):
-    """The column of the `index`-th block, when each column has count // BLOCK + 1 blocks or fewer.
+    """Return the column of the `index`-th block, when each column has count // BLOCK + 1 blocks or fewer.
 
     Column i's blocks begin at bounds[i] // BLOCK + i; with BLOCK = 0 they are its tokens.
     """

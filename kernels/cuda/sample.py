@@ -59,7 +59,7 @@ def _best_of_block_kernel(
         is_tie = (x == threshold) & (token <= tl.load(last_tie_ptr + i))
         key0, key1 = row_keys(tl.load(seed_ptr + row), tl.load(ends_ptr + i))
         x = tl.where((x > threshold) | is_tie, x + gumbel(key0, key1, token), float("-inf"))
-    x = tl.where(x == x, x, float("-inf"))  # whether a maximum is NaN is nobody's promise
+    x = tl.where(x == x, x, float("-inf"))  # Triton does not promise whether a maximum is NaN
     best, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     at = i * tl.num_programs(1) + tl.program_id(1)
     tl.store(values_ptr + at, tl.where(num_bad > 0, float("nan"), best))
@@ -111,7 +111,7 @@ def sample(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Sampled ids [R] int32; `tokens` and the rows' `history` gain them."""
+    """Return sampled ids [R] int32; `tokens` and the rows' `history` gain them."""
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.is_contiguous(), "logits must be contiguous"
     assert edited_RV.is_contiguous(), "edited must be contiguous"
@@ -153,7 +153,7 @@ def sample(
 
 
 def sample_reference(scaled_V: Tensor, kept_V: Tensor, noise_V: Tensor | None) -> int:
-    """One row: `scaled_V` are its logits by temperature, `noise_V` comes from `kernels/reference/noise.py`."""
+    """Sample one row: `scaled_V` are its logits by temperature, `noise_V` comes from `kernels/reference/noise.py`."""
     if scaled_V.isnan().any() or not scaled_V.isfinite().any():
         return -1
     if noise_V is None:

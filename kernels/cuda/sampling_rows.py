@@ -53,7 +53,7 @@ def make_sampling_rows(
     max_condition: int = 8,
     device: torch.device | str = "cpu",
 ) -> SamplingRows:
-    """All rows greedy and unedited.  Bytes: M · (4 V + V / 8 + 4 K (4 + L)), nearly."""
+    """Allocate rows that are all greedy and unedited.  Bytes: M · (4 V + V / 8 + 4 K (4 + L)), nearly."""
 
     def rows(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.full((num_rows, *shape), value, dtype=dtype, device=device)
@@ -84,7 +84,7 @@ def make_sampling_rows(
 
 @triton.jit
 def load_scaled(logits_ptr, edited_ptr, at, mask, is_edited, temperature):
-    """logits / temperature, from the edited logits where there are any; -inf outside of the mask."""
+    """Load logits / temperature, from the edited logits where there are any; -inf outside of the mask."""
     has_edits = (
         is_edited + at * 0
     ) != 0  # of the shape of the mask: not every interpreter mixes them

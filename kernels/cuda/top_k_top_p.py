@@ -1,4 +1,4 @@
-"""Where a row's candidates end: min-p, then top-k, then top-p, exactly and without a sort.
+"""The end of a row's candidates: min-p, then top-k, then top-p, exactly and without a sort.
 
     x = logits / temperature;  keep v if x[v] > threshold, or if x[v] = threshold and v ≤ last_tie
 
@@ -33,7 +33,7 @@ CONFIGS: Table = {"sm_90": ((1 << 30, {"BLOCK": 2048, "num_warps": 16}),)}
 
 @triton.jit
 def order_of(x):
-    """int32 that are ordered as the float32 are; both zeros are one."""
+    """Return int32 that are ordered as the float32 are; both zeros are one."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -79,7 +79,7 @@ def _compact(
 
 @triton.jit
 def _weight_above(candidates_ptr, num, order, highest, IS_COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """(weight of the candidates above `order`, number of those equal to it)"""
+    """Return (weight of the candidates above `order`, number of those equal to it)."""
     above = tl.zeros([BLOCK], tl.float32)
     ties = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num, BLOCK):
@@ -96,7 +96,7 @@ def _weight_above(candidates_ptr, num, order, highest, IS_COUNT: tl.constexpr, B
 def _bisect(
     candidates_ptr, num, low, high, target, highest, IS_COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The smallest order in (low, high] above which less than `target` lies, given that `high` is one."""
+    """Return the smallest order in (low, high] above which less than `target` lies, given that `high` is one."""
     while high - low > 1:
         middle = low + (high - low) // 2
         weight, _ = _weight_above(candidates_ptr, num, middle, highest, IS_COUNT, BLOCK)
@@ -195,7 +195,7 @@ def float_of(order):
 def _find_tie(
     logits_ptr, edited_ptr, base, V, is_edited, temperature, order, number, BLOCK: tl.constexpr
 ):
-    """The id of the `number`-th token, from one, whose order is `order`."""
+    """Return the id of the `number`-th token, from one, whose order is `order`."""
     found = V
     seen = 0
     for first in range(0, V, BLOCK):
@@ -216,7 +216,7 @@ def top_k_top_p(
     *,
     scratch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(threshold [R] float32, last_tie [R] int32); `scratch` [R, V] float32 is overwritten."""
+    """Return (threshold [R] float32, last_tie [R] int32); `scratch` [R, V] float32 is overwritten."""
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.is_contiguous(), "logits must be contiguous"
     assert edited_RV.is_contiguous(), "edited must be contiguous"
@@ -242,7 +242,7 @@ def top_k_top_p(
 
 
 def top_k_top_p_reference(scaled_V: Tensor, top_k: int, top_p: float, log_min_p: float) -> Tensor:
-    """[V] bool: the tokens of a row that are kept, by a stable sort and in float64."""
+    """Return [V] bool: the tokens of a row that are kept, by a stable sort and in float64."""
     values, ids = scaled_V.sort(descending=True, stable=True)
     kept = values >= (values[0] + log_min_p)
     if 0 < top_k < len(values):

@@ -43,7 +43,7 @@ def plan_attention(
     window: int | None = None,
     max_tile: int | None = None,
 ) -> tuple[QueryTile, ...]:
-    """The tiles of a ragged batch, in the order of its tokens.
+    """Return the tiles of a ragged batch, in the order of its tokens.
 
     Column i holds counts[i] tokens at positions starts[i] …; block_tables[i] are its block ids.
     """
@@ -84,7 +84,7 @@ def _runs(
 def slot_runs(
     blocks: np.ndarray, begin: int, end: int, block_size: int, *, in_order: bool
 ) -> tuple[list[int], list[int]]:
-    """(first slots, lengths) of the runs that hold positions begin … end - 1."""
+    """Return (first slots, lengths) of the runs that hold positions begin … end - 1."""
     first = begin // block_size
     slots = blocks[first : (end - 1) // block_size + 1].astype(np.int64) * block_size
     lengths = np.full(slots.shape, block_size)

@@ -25,7 +25,7 @@ _A, _B = map(np.uint32, MULTIPLIERS)
 
 
 def gumbel(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> Tensor:
-    """Noise [R, N] float32.
+    """Return noise [R, N] float32.
 
     Args:
         seeds: [R] uint64.
@@ -40,7 +40,7 @@ def gumbel(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> T
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two uint32 words a row, each of which depends on all 64 bits of the seed and on the position."""
+    """Return two uint32 words a row, each of which depends on all 64 bits of the seed and on the position."""
     low, high = (seeds & 0xFFFFFFFF).astype(np.uint32), (seeds >> 32).astype(np.uint32)
     zero = np.uint32(0)
     mixed = hash32(hash32(positions.astype(np.uint32), low, high), high, low)
@@ -48,7 +48,7 @@ def row_keys(seeds: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def hash32(x: np.ndarray, key0: np.ndarray, key1: np.ndarray | np.uint32) -> np.ndarray:
-    """[…] uint32, broadcast over the keys.  A bijection of x for every pair of keys."""
+    """Return […] uint32, broadcast over the keys.  A bijection of x for every pair of keys."""
     x = x ^ key0
     x ^= x >> np.uint32(16)
     x *= _A
@@ -60,7 +60,7 @@ def hash32(x: np.ndarray, key0: np.ndarray, key1: np.ndarray | np.uint32) -> np.
 
 
 def gumbel_reference(seed: int, position: int, token_id: int) -> float:
-    """One number, in Python's integers and float64."""
+    """Compute one number, in Python's integers and float64."""
     word = 2**32 - 1
 
     def mix(x: int, key0: int, key1: int) -> int:

@@ -54,7 +54,7 @@ def paged_attention(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """`masks` holds the plan's masks as tensors, by the id of the array: see `mask_tensors`."""
+    """Return [T, N · D]; `masks` holds the plan's masks as tensors, by the id of the array: see `mask_tensors`."""
     num_tokens, num_q, width = q_TND.shape
     num_kv = cache_2HSD.shape[1]
     q_THGD = q_TND.view(num_tokens, num_kv, num_q // num_kv, width)
@@ -84,7 +84,7 @@ def paged_attention(
 
 
 def mask_tensors(tiles: Sequence[QueryTile], dtype: torch.dtype) -> dict[int, Tensor]:
-    """The masks of a plan as numbers to add to the scores: 0 or -inf."""
+    """Return the masks of a plan as numbers to add to the scores: 0 or -inf."""
     found = {}
     for mask in (run.mask for tile in tiles for run in tile.runs):
         if mask is None:
@@ -102,7 +102,7 @@ def _over_run(
     run: SlotRun,
     masks: dict[int, Tensor],
 ) -> Part:
-    """The part of one run; queries that see none of it are given no weight."""
+    """Return the part of one run; queries that see none of it are given no weight."""
     num_kv, group, count, width = q_HGCD.shape
     shape = (num_kv, group, run.length, width)
     k, v = (
@@ -161,7 +161,7 @@ def paged_attention_reference(
     softcap: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Gathers everything, in float64.  slots[i][p] is the cache slot of position p of column i."""
+    """Gather everything, in float64.  slots[i][p] is the cache slot of position p of column i."""
     outs = []
     queries = q_TND.double().split(list(counts))
     for q, where, start, count in zip(queries, slots, starts, counts, strict=True):

@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_heads_(x_TND: Tensor, weight_ND: Tensor, eps: float) -> None:
-    """In place over each head of q and k at once, whose weights differ: half the calls of one by one."""
+    """Normalise in place over each head of q and k at once, whose weights differ: half the calls of one by one."""
     torch.mul(torch.rms_norm(x_TND, x_TND.shape[-1:], None, eps), weight_ND, out=x_TND)
 
 

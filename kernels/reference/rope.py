@@ -23,7 +23,7 @@ from torch import Tensor
 def rope_table(
     inverse_frequencies: Tensor, num_positions: int, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """[P, 2, R] for `inverse_frequencies` [R/2]; `scale` multiplies cos and sin (yarn, longrope)."""
+    """Return [P, 2, R] for `inverse_frequencies` [R/2]; `scale` multiplies cos and sin (yarn, longrope)."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies.float())
     cos, sin = angles.cos() * scale, angles.sin() * scale
@@ -48,7 +48,7 @@ def rope_(x_TND: Tensor, rotation: Tensor) -> None:
 def rope_reference(
     x_TND: Tensor, positions_T: Tensor, inverse_frequencies: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """Out of place, in float64, as a product of complex numbers."""
+    """Rotate out of place, in float64, as a product of complex numbers."""
     half = inverse_frequencies.numel()
     angles_TR = torch.outer(positions_T.double(), inverse_frequencies.double())
     x1, x2, rest = x_TND.double().split((half, half, x_TND.shape[-1] - 2 * half), dim=-1)

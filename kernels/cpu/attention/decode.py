@@ -39,12 +39,12 @@ LINE = 2 * LANES  # bfloat16 in a cache line
 
 
 def scratch_bytes(group: int, width: int) -> int:
-    """For each thread."""
+    """Count the bytes of scratch memory that each thread needs."""
     return -(-4 * group * (2 * width + KEYS + 2) // 64) * 64 + 64
 
 
 def decode_attention(code: KernelBuilder, kind: Kind) -> None:
-    """q, its stride, cache, S, plan, H, G, D, block size, scale, cap, out, its stride, scratch, its bytes."""
+    """Write the kernel of the arguments q, its stride, cache, S, plan, H, G, D, block size, scale, cap, out, its stride, scratch, its bytes."""
     (
         q, q_stride, cache, num_slots, plan, num_kv, group, width, block_size, scale, cap, out,
         out_stride, scratch, scratch_bytes,
@@ -112,7 +112,7 @@ class _Span:
     def write(
         self, k: Pointer, v: Pointer, following: Pointer, table: Pointer, begin: Value, end: Value
     ) -> None:
-        """`following` is what will be read next; its first keys are asked for at the end."""
+        """Compute the span; `following` is read next, and its first keys are prefetched at the end."""
         code, group, width, size = self.code, self.group, self.width, self.block_size
         for g in code.loop(0, group):
             self.states[2 * g], self.states[2 * g + 1] = HIDDEN, 0.0
@@ -149,7 +149,7 @@ class _Span:
             position.set(after)
 
     def _extend(self, count: Var, position: Value, slot: Value, table: Pointer, end: Value) -> None:
-        """Blocks with consecutive ids are one stretch of memory."""
+        """Extend `count` over blocks with consecutive ids, which are one stretch of memory."""
         code, size = self.code, self.block_size
         limit = code.minimum(KEYS, end - position)
         goal = code.var(limit)
@@ -161,7 +161,7 @@ class _Span:
             count.set(code.select(is_next, more, count))
 
     def _heads(self) -> Iterator[tuple[Value, int]]:
-        """(first, number) of the heads, by twos and then one."""
+        """Yield (first, number) of the heads, two at a time and then one."""
         for g in self.code.loop(0, self.group // 2 * 2, 2):
             yield g, 2
         with self.code.when((self.group % 2).equals(1)):
@@ -170,7 +170,7 @@ class _Span:
     def _write_scores(
         self, g: Value, heads: int, key: Pointer, count: Value, ahead: Pointer
     ) -> None:
-        """scores[g + h, i] = q[g + h] · key[i]."""
+        """Write scores[g + h, i] = q[g + h] · key[i]."""
         code, width = self.code, self.width
         for first in code.loop(0, count, 8):
             last = count - first - 1
@@ -188,7 +188,7 @@ class _Span:
                 self.scores.store((g + h) * KEYS + first, code.sums8(sums[h]))
 
     def _softmax(self, g: Value, count: Value) -> None:
-        """Scores to weights; the state and the sums are brought up to the new maximum.
+        """Turn scores into weights, and bring the state and the sums to the new maximum.
 
         Scores are in units of log 2, so that a weight is one exp2.
         """
@@ -229,7 +229,7 @@ class _Span:
         count: Value,
         ahead: Pointer,
     ) -> None:
-        """sums[g + h, d …] += weights[g + h] · value, `num` times sixteen columns."""
+        """Add weights[g + h] · value to sums[g + h, d …], `num` times sixteen columns."""
         code, width = self.code, self.width
         rows = [self.sums + ((g + h) * width + d) for h in range(heads)]
         sums = [[code.var(row.load(LANES * j)) for j in range(num)] for row in rows]
@@ -247,7 +247,7 @@ class _Span:
 
 
 def capped(code: KernelBuilder, x: Value, cap: Value) -> Value:
-    """cap · tanh(x / cap), as cap · (1 - 2 / (e^(2 x / cap) + 1)), where there is a cap."""
+    """Return cap · tanh(x / cap), as cap · (1 - 2 / (e^(2 x / cap) + 1)), where there is a cap."""
     found = code.var(x)
     with code.when(cap > 0.0):
         power = code.exp2(x * (2 * LOG2_E / cap))
@@ -256,7 +256,7 @@ def capped(code: KernelBuilder, x: Value, cap: Value) -> Value:
 
 
 def merge_partials(code: KernelBuilder, kind: Kind) -> None:
-    """plan, N, D, out, its stride.  A piece is one head of one token."""
+    """Write the kernel of the arguments plan, N, D, out, its stride.  A piece is one head of one token."""
     plan, num_q, width, out, stride = code.arguments(5)
     plan = code.pointer(plan, "i64")
     partials, merges = plan[5], plan[6]

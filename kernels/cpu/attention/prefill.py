@@ -15,7 +15,7 @@ lie along the *lanes* throughout.  For each SIDE keys of the past and of the til
     weights           = an online softmax down the columns: no sum across lanes anywhere
     out    [D, R]    += Vᵀ weights
 
-so that of K nothing is rearranged, and of V neighbours are paired (bfloat16): `attention_tile.py`.  Keys
+so that of K nothing is rearranged, and of V neighbours are paired (bfloat16): `tile.py`.  Keys
 that no query of a tile sees are not read.
 
 Roofline: FLOPs = 4 N D · (visible pairs of a query and a key), bytes as a decode per SIDE / G tokens.
@@ -36,7 +36,7 @@ SIDE = 128  # keys, and rows of queries: by AMX 64 and 64 take 1.15 times as lon
 
 
 def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
-    """q, its stride, cache, S, tables, their stride, tiles, H, G, D, block size, scale, cap,
+    """Write the kernel of the arguments q, its stride, cache, S, tables, their stride, tiles, H, G, D, block size, scale, cap,
     window, out, its stride, scratch, its bytes."""
     (
         q, q_stride, cache, num_slots, tables, table_stride, tiles, num_kv, group, width, block_size,
@@ -65,7 +65,7 @@ def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
             def parts(
                 count: Value = count, step: Value = step
             ) -> Iterator[tuple[Tile, Value, Value]]:
-                """Of the piece: the tile, its first token, how many."""
+                """Yield the parts of a piece: the tile, its first token, how many tokens."""
                 for part in code.loop(0, (count + (step - 1)) // step):
                     at = part * step
                     yield tile.part(part), at, code.minimum(step, count - at)
@@ -89,14 +89,14 @@ def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
                                 _cap(part, r, num, scale, cap)
                             with code.when(is_masked):
                                 part.hide(r, first, num, window, 0)
-                            part.soften(r, num, code.select(cap > 0.0, 1.0, scale) * LOG2_E)
+                            part.softmax(r, num, code.select(cap > 0.0, 1.0, scale) * LOG2_E)
                         part.add_values(num_rows, num)
             for part, at, own in parts():
                 part.write_out(out + ((token + at) * out_stride + head * size), out_stride, own)
 
 
 def _cap(tile: Tile, r: Value, num_keys: Value, scale: Value, cap: Value) -> None:
-    """Of the scores of sixteen queries."""
+    """Cap the scores of sixteen queries."""
     code = tile.code
     for i in code.loop(0, num_keys):
         x = capped(code, tile.scores.load(i * SIDE + r) * scale, cap)

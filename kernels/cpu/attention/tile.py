@@ -1,8 +1,8 @@
-"""What a thread does with a tile of queries and the keys and values they see: the inside of
-`prefill_attention.py` and of `whole_attention.py`.
+"""Work of a thread on a tile of queries and the keys and values they see: the inside of
+`prefill.py` and of `whole_attention.py`.
 
 At most `side` queries and `side` keys.  Queries lie along the *lanes* throughout.  A cell is one float32, or two bfloat16 for the machine's products
-(`matmul.py` names their units):
+(`dense.py` names their units):
 
     dots    a cell of a key in all lanes times a row of the queries' cells: 8 cells by 32 rows of accumulators
     tiles   sixteen keys as they lie times sixteen pairs of the queries' cells, which lie as AMX wants them;
@@ -32,12 +32,12 @@ N = TypeVar("N", int, Value)
 
 
 def scratch_bytes(width: int, side: int, parts: int = 1) -> int:
-    """For each thread: keys or plain rows, values, scores, pairs; of each part queries, sums, three rows of numbers."""
+    """Count the bytes that each thread needs: keys or plain rows, values, scores, pairs; of each part queries, sums, three rows of numbers."""
     return 4 * side * (width + PITCH + 2 * side + parts * _part(width)) + 64
 
 
 def _part(width: N) -> N:
-    """Rows of `side` cells."""
+    """Count the bytes of rows of `side` cells."""
     return 2 * width + 3
 
 
@@ -71,7 +71,7 @@ class Tile:
         self._lies_at(code.i64(0))
 
     def part(self, number: Value) -> Self:
-        """The same memory, with queries and sums of its own."""
+        """Return a part of the tile: the same memory, with queries and sums of its own."""
         part = copy.copy(self)
         part._lies_at(number)
         return part
@@ -84,11 +84,11 @@ class Tile:
         self.totals, self.places = self.largest + side, self.largest + 2 * side
 
     def begun(self) -> "contextlib.AbstractContextManager[None]":
-        """All tiles of a call are computed within it."""
+        """Enter the state in which all tiles of a call are computed."""
         return contextlib.nullcontext()
 
     def _dot(self, cells: Pointer, index: Operand, x: Value, total: Value) -> Value:
-        """total + the cell in all lanes · x: of bfloat16 two products."""
+        """Return total + the cell in all lanes · x: of bfloat16 two products."""
         if self.per_cell == 2:
             return self.code.dot(self.code.i32x16(cells[index]), x, total)
         return self.code.fma(cells[index], x, total)
@@ -98,7 +98,7 @@ class Tile:
         return (count * self.group + (step - 1)) // step * step
 
     def read_queries(self, q: Pointer, stride: Value, count: Value) -> None:
-        """queries [cells, side] of rows (token, head of the group), padded."""
+        """Write queries [cells, side] of rows (token, head of the group), padded."""
         code, width, size = self.code, self.width, self.group * self.width
         plain = self.keys.of(self.kind)
         num_rows, padded = count * self.group, self.padded_rows(count)
@@ -127,7 +127,7 @@ class Tile:
             self.sums.store(i, code.f32x16(0.0))
 
     def stage_keys(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
-        """keys [≤ side, PITCH], zeros up to a multiple of 8.  `row_of`: where key i of them lies."""
+        """Write keys [≤ side, PITCH], zeros up to a multiple of 8.  `row_of`: where key i of them lies."""
         code, keys, pitch = self.code, self.keys.of(self.kind), PITCH * self.per_cell
         for i in code.loop(0, count):
             row = row_of(i)
@@ -138,7 +138,7 @@ class Tile:
                 keys.store(i * pitch + d, code.f32x16(0.0))
 
     def stage_values(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
-        """values [≤ side, D], or of bfloat16 words of two neighbours in time each."""
+        """Write values [≤ side, D], or of bfloat16 words of two neighbours in time each."""
         code, width = self.code, self.width
         for i in code.loop(0, count, self.per_cell):
             row = row_of(i)
@@ -153,7 +153,7 @@ class Tile:
                 self.values.store(i // 2 * width + d, code.interleave_bf16(row.load(d), high))
 
     def write_scores(self, num_rows: Value, count: Value) -> None:
-        """scores [count, side] = keys · queries."""
+        """Write scores [count, side] = keys · queries."""
         code = self.code
         for r in code.loop(0, num_rows, self.num_lanes):
             for key in code.loop(0, count, CELLS):
@@ -169,7 +169,7 @@ class Tile:
                         self.scores.store((key + i) * self.side + r + half * LANES, total)
 
     def hide(self, r: Value, first: Value, count: Value, window: Value, ahead: Operand) -> None:
-        """Scores of keys `window` or more behind the queries from r on, or more than `ahead` before them."""
+        """Hide the scores of keys `window` or more behind the queries from r on, or more than `ahead` before them."""
         code, scores = self.code, self.scores
         place = self.places.load(r)
         oldest, newest = place - code.f32(window), place + code.f32(code.i64(ahead))
@@ -178,8 +178,8 @@ class Tile:
             x = code.select(newest < here, -math.inf, scores.load(i * self.side + r))
             scores.store(i * self.side + r, code.select(oldest < here, x, -math.inf))
 
-    def soften(self, r: Value, count: Value, scale: Value) -> None:
-        """Scores of sixteen queries, times the scale, to weights; largest, totals and sums follow a far larger maximum."""
+    def softmax(self, r: Value, count: Value, scale: Value) -> None:
+        """Turn scores of sixteen queries, times the scale, into weights; largest, totals and sums follow a far larger maximum."""
         code, scores = self.code, self.scores
         before = self.largest.load(r)
         most = code.var(code.f32x16(HIDDEN))
@@ -209,7 +209,7 @@ class Tile:
                 self.sums.store(d * self.side + r, self.sums.load(d * self.side + r) * shrink)
 
     def add_values(self, num_rows: Value, count: Value) -> None:
-        """sums [D, side] += valuesᵀ · weights."""
+        """Add valuesᵀ · weights to sums [D, side]."""
         code, steps = self.code, (count + (self.per_cell - 1)) // self.per_cell
         for r in code.loop(0, num_rows, self.num_lanes):
             for d in code.loop(0, self.width, CELLS):
@@ -243,7 +243,7 @@ class Tile:
 
 
 class AmxTile(Tile):
-    """Of bfloat16.  Cells of queries and keys are zeros up to a multiple of sixteen."""
+    """A tile of bfloat16 that AMX multiplies.  Cells of queries and keys are zeros up to a multiple of sixteen."""
 
     num_lanes = 2 * TILE
 
@@ -264,7 +264,7 @@ class AmxTile(Tile):
                 self.queries.store(c * self.side + r, self.code.i32x16(0))
 
     def stage_keys(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
-        """Scores of keys beyond the last are of whatever lies there, and nobody reads them."""
+        """Write keys; scores of keys beyond the last are of whatever lies there, and are never read."""
         code, whole = self.code, self._cells // LANES * LANES
         for i in code.loop(0, count):
             row = row_of(i).of("i32")
@@ -276,7 +276,7 @@ class AmxTile(Tile):
                 self.keys[i * PITCH + cell] = 0
 
     def stage_values(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
-        """values [D, side / 2] of words of two neighbours in time; beyond the last the last again, up to a multiple of 32."""
+        """Write values [D, side / 2] of words of two neighbours in time; beyond the last the last again, up to a multiple of 32."""
         code = self.code
         for first in code.loop(0, count, 2 * TILE):
             places = [code.minimum(first + i, count - 1) for i in range(2 * TILE)]
@@ -290,7 +290,7 @@ class AmxTile(Tile):
                     self.values.store((d + i) * (self.side // 2) + first // 2, column)
 
     def write_scores(self, num_rows: Value, count: Value) -> None:
-        """Two tiles of keys by two of queries."""
+        """Write scores, two tiles of keys by two of queries at a time."""
         code = self.code
         for r in code.loop(0, num_rows, 2 * TILE):
             for key in code.loop(0, count, 2 * TILE):

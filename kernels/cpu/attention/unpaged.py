@@ -8,7 +8,7 @@
     out    [T, N D]
 
 A piece of work is one head of one tile.  Tiles and what is done with one are those of
-`prefill_attention.py`: an online softmax over SIDE keys at a time.
+`prefill.py`: an online softmax over SIDE keys at a time.
 
 Roofline: FLOPs = 4 Σ L² N D, bytes = 4 e T N D.
 """
@@ -22,7 +22,7 @@ SIDE = 64  # keys, and queries of a tile
 
 
 def whole_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
-    """qkv, tiles, N, D, scale, window, bias or 0, its stride, out, scratch, its bytes."""
+    """Write the kernel of the arguments qkv, tiles, N, D, scale, window, bias or 0, its stride, out, scratch, its bytes."""
     (
         qkv, tiles, num_heads, width, scale, window, bias, bias_stride, out, scratch, num_bytes,
     ) = code.arguments(11)  # fmt: skip
@@ -59,7 +59,7 @@ def whole_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
                             tile.scores.store(i * SIDE + r, x + nearest.load(i * -1))
                     with code.when(is_masked):
                         tile.hide(r, first, num, window + 1, window)
-                    tile.soften(r, num, code.select(has_bias, 1.0, scale) * LOG2_E)
+                    tile.softmax(r, num, code.select(has_bias, 1.0, scale) * LOG2_E)
                 tile.stage_values(lambda i, v=v, first=first: v + (first + i) * stride, num)
                 tile.add_values(num_rows, num)
             tile.write_out(out + ((start + query) * size + head * width), size, count)

@@ -40,7 +40,7 @@ class Group(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first token behind it."""
+        """Return the first token behind the group."""
         return self.first + self.num_sequences * self.length
 
     @property
@@ -57,12 +57,12 @@ def is_native(dtype: torch.dtype, width: int) -> bool:
 
 
 def positions_of(groups: Sequence[Group]) -> np.ndarray:
-    """[T] int64: of each token in its sequence."""
+    """Return [T] int64, the position of each token in its sequence."""
     return np.concatenate([np.tile(np.arange(g.length), g.num_sequences) for g in groups])
 
 
 def tiles_of(groups: Sequence[Group]) -> np.ndarray:
-    """[P, 4] int64: first token and number of keys of a sequence, first query, number of queries."""
+    """Return [P, 4] int64: first token and number of keys of a sequence, first query, number of queries."""
     return np.array(
         [
             (group.first + i * group.length, group.keys, query, min(ROWS, group.length - query))
@@ -83,7 +83,7 @@ def varlen_attention(
     bias: Tensor | None = None,
     tiles: np.ndarray | None = None,
 ) -> Tensor:
-    """`tiles`: those of the groups, where it is native."""
+    """Return [T, N · D]; `tiles` are those of the groups, where the kernel is native."""
     if tiles is not None:
         return _native(qkv_T3ND, tiles, scale, window, bias)
     num_tokens, _, num_heads, width = qkv_T3ND.shape
@@ -145,7 +145,7 @@ def _band(begin: int, end: int, low: int, high: int, window: int, device: torch.
 
 
 def _matrix(bias: Tensor, length: int) -> Tensor:
-    """[N, L, L]: queries by keys."""
+    """Return the bias as [N, L, L], queries by keys."""
     middle = (bias.shape[1] - ROWS) // 2
     places = torch.arange(length)
     return bias[:, middle + places[:, None] - places]
@@ -159,7 +159,7 @@ def varlen_attention_reference(
     window: int | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """One sequence after the other, with all scores at once, in float64."""
+    """Compute one sequence after the other, with all scores at once, in float64."""
     outs: list[Tensor] = []
     for group in groups:
         first, num, length, _ = group

@@ -20,7 +20,7 @@ GELU_B = 0.044715
 
 
 def act_and_mul(code: KernelBuilder, kind: Kind, activation: Literal["silu", "gelu_tanh"]) -> None:
-    """gate_up, y, its stride, M.  A piece is a row."""
+    """Write the kernel of the arguments gate_up, y, its stride, M.  A piece is a row."""
     gate_up, y, stride, width = code.arguments(4)
     for row in code.pieces():
         gates = code.pointer(gate_up, kind) + row * 2 * width

@@ -5,7 +5,7 @@ from trouper.kernels.codegen.units import LANES, Kind
 
 
 def center_norm(code: KernelBuilder, kind: Kind) -> None:
-    """x, r or 0, w, b or 0, y, D, ε.  A piece is a row."""
+    """Write the kernel of the arguments x, r or 0, w, b or 0, y, D, ε.  A piece is a row."""
     xs, others, weights, biases, ys, width, eps = code.arguments(7)
     weight, bias = code.pointer(weights, "f32"), code.pointer(biases, "f32")
     eps, size = code.f32_argument(eps), code.f32(width)

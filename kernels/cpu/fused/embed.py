@@ -1,6 +1,6 @@
 """y = scale · table[id]: the embeddings of a step's tokens.
 
-    table [V, D]   D a multiple of 16;  ids [T] int64, below V, as the door has checked;  y [T, D]
+    table [V, D]   D a multiple of 16;  ids [T] int64, below V, as admission has checked;  y [T, D]
 
 Roofline: bytes = 2 e T D.  One launch, which a recording holds, where torch's two calls let go of the interpreter.
 """
@@ -10,7 +10,7 @@ from trouper.kernels.codegen.units import LANES, Kind
 
 
 def embed(code: KernelBuilder, kind: Kind) -> None:
-    """Table, D, ids, scale, y.  A piece is a row."""
+    """Write the kernel of the arguments table, D, ids, scale, y.  A piece is a row."""
     table, width, ids, scale, ys = code.arguments(5)
     scale = code.f32_argument(scale)
     for row in code.pieces():

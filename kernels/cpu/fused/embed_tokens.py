@@ -5,7 +5,7 @@ from trouper.kernels.codegen.units import LANES, Kind
 
 
 def embed_tokens(code: KernelBuilder, kind: Kind) -> None:
-    """Three times a table or 0 and the row of it for each token, then D, y.  The first table is there.
+    """Write the kernel of three tables and their rows for each token, then D, y; the last two tables may be 0.
 
     A piece is a token.
     """

@@ -11,7 +11,7 @@ from trouper.kernels.cpu.attention.decode import capped
 
 
 def finish_logits(code: KernelBuilder, kind: Kind) -> None:
-    """x, y, V, at least 16, scale, cap or 0.  A piece is a row."""
+    """Write the kernel of the arguments x, y, V, at least 16, scale, cap or 0.  A piece is a row."""
     xs, ys, length, scale, cap = code.arguments(5)
     scale, cap = code.f32_argument(scale), code.f32_argument(cap)
     for row in code.pieces():

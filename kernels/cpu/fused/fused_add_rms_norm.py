@@ -13,7 +13,7 @@ from trouper.kernels.codegen.units import LANES, Kind
 
 
 def fused_add_rms_norm(code: KernelBuilder, kind: Kind) -> None:
-    """x, its stride, y or 0, its stride, w or 0, z, its stride, D, α, ε.  A piece is a row."""
+    """Write the kernel of the arguments x, its stride, y or 0, its stride, w or 0, z, its stride, D, α, ε.  A piece is a row."""
     xs, x_stride, ys, y_stride, weights, zs, z_stride, width, alpha, eps = code.arguments(10)
     alpha, eps = code.f32_argument(alpha), code.f32_argument(eps)
     weight = code.pointer(weights, "f32")

@@ -18,12 +18,12 @@ from trouper.kernels.cpu.rows import num_threads_for
 
 
 class LayerNorm:
-    """The weights of one norm, and the way it is computed."""
+    """One layer norm: its weights, and the way it is computed."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, eps: float, *, native: bool | None = None
     ) -> None:
-        """`native`: None = where it can."""
+        """Take the weights; `native` = None compiles a kernel wherever one can be used."""
         self._weight, self._bias, self._eps = weight, bias, eps
         kind = units.row_kind(weight.dtype, len(weight), native=native)
         self._kernel: launch.Kernel | None = None
@@ -41,7 +41,7 @@ class LayerNorm:
         )
 
     def __call__(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> Tensor:
-        """A new tensor; rows are contiguous."""
+        """Return the norm of x + residual, a new tensor; rows are contiguous."""
         if self._kernel is None:
             x_TD = x_TD if residual_TD is None else x_TD + residual_TD
             return F.layer_norm(x_TD, self._weight.shape, self._weight, self._bias, self._eps)

@@ -5,7 +5,7 @@ from trouper.kernels.codegen.units import LANES, Kind
 
 
 def mean_of_spans(code: KernelBuilder, kind: Kind) -> None:
-    """x, its stride, spans [C, 2] int64 (first row, how many, never none), D, y.  A piece is a span."""
+    """Write the kernel of the arguments x, its stride, spans [C, 2] int64 (first row, how many, never none), D, y.  A piece is a span."""
     xs, stride, spans, width, ys = code.arguments(5)
     for i in code.pieces():
         span = code.pointer(spans, "i64") + i * 2

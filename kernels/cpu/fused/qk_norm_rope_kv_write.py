@@ -1,4 +1,4 @@
-"""What lies between the QKV product and the attention, in one pass over each token.
+"""Norm, rotation and cache write between the QKV product and the attention, in one pass over each token.
 
     q, k  <- rotate(norm(q), p), rotate(norm(k), p);   cache[:, h, slot] <- k, v
 
@@ -20,7 +20,7 @@ from trouper.kernels.codegen.units import LANES, Kind
 
 
 def qk_norm_rope_kv_write(code: KernelBuilder, kind: Kind) -> None:
-    """qkv, weight or 0, table, positions, cache, slots, S, N, H, D, R, ε, scratch, scratch bytes.
+    """Write the kernel of the arguments qkv, weight or 0, table, positions, cache, slots, S, N, H, D, R, ε, scratch, scratch bytes.
 
     A piece is a token.
     """
@@ -60,7 +60,7 @@ def _read(
     width: Value,
     eps: Value,
 ) -> None:
-    """wide = x, normed if there is a weight."""
+    """Copy x to `wide`, normalised if there is a weight."""
     with code.when(weight.equals(0)):
         _copy(code, wide, x, width)
     with code.when(weight > 0):

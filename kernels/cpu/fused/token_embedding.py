@@ -7,7 +7,7 @@
 
 Laws:
   * The choice depends on the dtype, the width and the machine, never on a batch.
-  * Rows are those of their tables, as the door and the loading have checked: the kernel does not look.
+  * Rows are those of their tables, as admission and loading have checked: the kernel does not.
 
 In bfloat16 the sum is rounded once, where torch rounds twice: of 200 × 384 numbers 22 % differ, by a mean error of
 1.8e-3 in place of 2.6e-3.
@@ -24,7 +24,7 @@ from trouper.kernels.cpu.rows import num_threads_for
 
 
 class TokenEmbedding:
-    """The tables, and the way they are added."""
+    """The tables of an encoder's embedding, and the way they are added."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class TokenEmbedding:
         *,
         native: bool | None = None,
     ) -> None:
-        """`native`: None = where it can."""
+        """Take the tables; `native` = None compiles a kernel wherever one can be used."""
         for table in (words, types, positions):  # as the kernel takes them to be
             assert table is None or (table.dtype, table.shape[1:]) == (words.dtype, words.shape[1:])
             assert table is None or table.is_contiguous()
@@ -58,7 +58,7 @@ class TokenEmbedding:
         return self._words.shape[1]
 
     def __call__(self, ids_T: Tensor, type_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """[T, D] of three times [T] int64."""
+        """Return [T, D]; ids and positions are [T] int64."""
         if self._kernel is None:
             x_TD = F.embedding(ids_T, self._words)
             if self._types is not None:

@@ -1,4 +1,4 @@
-"""y = x Wᵀ + b of bfloat16, W in twelve bits a weight and exact: what `matmul.py` computes, bit for bit.
+"""y = x Wᵀ + b of bfloat16, W in twelve bits a weight and exact: what `dense.py` computes, bit for bit.
 
     x [T, I]        tokens × inputs, rows may be strided; I a multiple of 32
     W [O / 16, B]   panels of sixteen outputs as blocks of B words, and one group more; O a multiple of 16
@@ -10,14 +10,14 @@ A bfloat16 is a sign, eight bits of exponent and seven of mantissa, and sixteen 
 
     table       [32] halfwords: the most frequent exponents, at their place in a bfloat16; twice
     exceptions  [8 (I / 256 + 1)] int64: place << 16 | bits of each weight with another exponent, by
-                place, then END; a place counts bfloat16 of a panel as `matmul.py` packs it
+                place, then END; a place counts bfloat16 of a panel as `dense.py` packs it
     groups      [I / 8] of four vectors of 32 weights (16 outputs × a pair of inputs): 32 halfwords of
                 four codes, one for each vector; twice 32 halfwords of the other bits of two vectors,
                 one at their place in a bfloat16, one with its bytes exchanged
 
 A vector is a shift, a permutation of the table, a three-way logic instruction, and every other one an
 exchange of bytes.  A group is decoded to the first cache while the one before it is multiplied, exceptions
-are written over it, and the tile of `matmul.py` reads it there.  Of more than twelve rows the first tile of
+are written over it, and the tile of `dense.py` reads it there.  Of more than twelve rows the first tile of
 a piece keeps its panels, in the second cache, for the others.
 
 Roofline: bytes = 1.5 O I + e (T I + T O), FLOPs = 2 T O I.
@@ -124,13 +124,13 @@ def _compressed(weight_OI: Tensor) -> Tensor | None:
 
 
 def weight_words(num_out: int, num_in: int) -> int:
-    """Of W; groups beyond the last are decoded and not used."""
+    """Count the words of W; groups beyond the last are decoded and not used."""
     block = LANES + 2 * _room(num_in // 2) + num_in // 8 * GROUP_WORDS
     return num_out // LANES * block + BEYOND * GROUP_WORDS
 
 
 def scratch_bytes(num_rows: int, num_in: int, unit: Unit) -> int:
-    """Of a thread."""
+    """Count the bytes of scratch memory that a thread needs."""
     shape = COMPRESSED_BLOCKINGS[unit]
     if num_rows <= shape.most_few:
         return 0
@@ -138,12 +138,12 @@ def scratch_bytes(num_rows: int, num_in: int, unit: Unit) -> int:
 
 
 def _room(pairs: N) -> N:
-    """Of exceptions and their end."""
+    """Count the exceptions of a panel that there is room for, and their end."""
     return 8 * (pairs // 128 + 1)
 
 
 def compress(code: KernelBuilder) -> None:
-    """The plain matrix [O, I], W, I / 2, failures.  A piece is a panel.
+    """Write the kernel of the arguments plain matrix [O, I], W, I / 2, failures.  A piece is a panel.
 
     A panel with more exceptions than there is room for adds one to failures [1] int64.
     """
@@ -190,7 +190,7 @@ def compress(code: KernelBuilder) -> None:
 
 
 def _count(code: KernelBuilder, quadruples: Pointer, length: Value, counts: Pointer) -> None:
-    """counts[exponent] = 256 times how often + exponent.
+    """Write counts[exponent] = 256 · how often + exponent.
 
     Four counters each: one alone waits for itself.
     """
@@ -219,7 +219,7 @@ def _most_frequent(code: KernelBuilder, counts: Pointer, table: Pointer) -> None
 
 
 def compressed_matmul(code: KernelBuilder, unit: Unit) -> None:
-    """x, its stride in words, W, b or 0, y, its stride, T, I / 2, O / 16, threads, scratch.
+    """Write the kernel of the arguments x, its stride in words, W, b or 0, y, its stride, T, I / 2, O / 16, threads, scratch.
 
     A piece is panels of a block of rows.
     """
@@ -263,25 +263,25 @@ class _Blocks:
         *,
         groups: int = 1,
     ) -> None:
-        """`groups`: decoded at once."""
+        """Describe W; `groups` are decoded at once."""
         self.code, self.num_groups, self._at_once = code, pairs // VECTORS, groups
         self._weight, self._threads = code.pointer(weight, "i32"), threads
         self._before_groups = LANES + 2 * _room(pairs)
         self._length = self._before_groups + self.num_groups * GROUP_WORDS
 
     def parts(self, panel: Value) -> tuple[Pointer, Pointer, Pointer]:
-        """Table, exceptions, groups."""
+        """Return the table, exceptions and groups of a panel."""
         block = self._weight + panel * self._length
         return block.of("i16"), (block + LANES).of("i64"), block + self._before_groups
 
     def room(self) -> Pointer:
-        """For what is decoded of a panel and not kept."""
+        """Allocate memory for what is decoded of a panel and not kept."""
         return self.code.array("i32", 2 * self._at_once * VECTORS * LANES)
 
     def decoded(
         self, at_panel: list[Value], rooms: list[Pointer], step: int, *, is_kept: bool
     ) -> Steps:
-        """The words of the panels, by way of a room for each: for what is decoded twice, or for all and that once."""
+        """Yield the words of the panels, decoded into a buffer for each; it holds two groups, or all that is kept."""
         beyond = len(at_panel) * self._length * self._threads
         panels = [
             _Panel(self.code, *self.parts(at), room, beyond, self.num_groups, is_kept=is_kept)
@@ -310,7 +310,7 @@ class _Panel:
         *,
         is_kept: bool,
     ) -> None:
-        """`step`: words to the panel that this thread will probably take next."""
+        """Take a panel; `step` is the words to the panel that this thread will probably take next."""
         self.code, self._is_kept = code, is_kept
         self._num_groups = num_groups
         self._beyond = step - num_groups * GROUP_WORDS

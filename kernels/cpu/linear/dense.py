@@ -16,11 +16,11 @@ Instructions that multiply such words are named by `Unit`:
 
 No sum across lanes is ever needed.  Few rows are one block, so that each panel is read once; for more rows
 the panels of a piece stay in the second cache.  Rows whose stride is a multiple of 4 KiB fall into one set of
-the first cache: activations are padded (`native_ops.py`).
+the first cache: activations are padded (`cpu/rows.py`).
 
 Law: an output is one accumulator over the inputs in their order, whatever the block: a row's result does
 not depend on the number of rows.  A machine has one unit for a dtype and a use: their roundings differ
-(an encoder's float32, where there are tiles, is that of `split_matmul.py`).
+(an encoder's float32, where there are tiles, is that of `split_fp32.py`).
 
 Roofline: bytes = e (O I + T I + T O), FLOPs = 2 T O I; bound by memory below about 10 tokens.
 Measured, two EPYC cores that read 41 GB/s, O = 32000, I = 1024: T = 1 41 GB/s (oneDNN's packed weights:
@@ -114,7 +114,7 @@ def pack_panels(weight_OI: Tensor) -> Tensor:
 
 
 def pack(code: KernelBuilder) -> None:
-    """The plain matrix [O, I], its packed form, words of a row.  A piece is a panel."""
+    """Write the kernel of the arguments plain matrix [O, I], its packed form, words of a row.  A piece is a panel."""
     plain, packed, pairs = code.arguments(3)
     for panel in code.pieces():
         rows = code.pointer(plain, "i32") + panel * LANES * pairs
@@ -127,7 +127,7 @@ def pack(code: KernelBuilder) -> None:
 
 
 def matmul(code: KernelBuilder, unit: Unit, act: Act) -> None:
-    """x, its stride in words, W, b or 0, y, its stride, T, words of a row, O / 16.  A piece is panels of a block of rows."""
+    """Write the kernel of the arguments x, its stride in words, W, b or 0, y, its stride, T, words of a row, O / 16.  A piece is panels of a block of rows."""
     x, stride, weight, *others = code.arguments(9)
     product, shape = product_of(unit, code, act, x, stride, *others), BLOCKINGS[unit]
     words, num_rows, before = code.pointer(weight, "i32"), product.num_rows, 0
@@ -159,7 +159,7 @@ SOME = 16  # rows that blocks of four fill, and those of five, 1.1 times as fast
 
 
 def widened_matmul(product: Product, words: Pointer, many: Block) -> None:
-    """Many rows where a dot is two FMAs: the numbers of x are taken out of their words once for all panels of a piece.
+    """Multiply many rows where a dot is two FMAs: the numbers of x are taken out of their words once for all panels of a piece.
 
     The order of every sum is that of `Dots`.
     """

@@ -1,4 +1,4 @@
-"""y = x Φ(x), which `matmul.py` applies to its sums.
+"""y = x Φ(x), which `dense.py` applies to its sums.
 
 Of bfloat16 Φ is ½ + x Q(x²), where |x| is at most EDGE: Q is the minimax polynomial of degree 8 for the error of y,
 6e-5, half a unit of bfloat16 at 0.03.  No division and no exponential: 16 instructions for sixteen numbers.

@@ -9,9 +9,9 @@
     y [T, O]
 
 Sixteen outputs are a panel, and four panels lie side by side, O rounded up, so that what one row reads
-is one stream: of panels one after the other a third is over before anybody has asked ahead.
+is one stream: of panels one after the other a third is over before it could be prefetched.
 
-Integers become pairs of bfloat16, exactly, and go into the units of `matmul.py`:
+Integers become pairs of bfloat16, exactly, and go into the units of `dense.py`:
 
     int4  by a lookup of the lowest five bits of each half word; without z the fifth is the next
           integer's, and the table holds everything twice
@@ -20,7 +20,7 @@ Integers become pairs of bfloat16, exactly, and go into the units of `matmul.py`
 `dots` takes them from registers, `tiles` from memory in the first cache.  Of more rows than a block has
 the first block keeps the pairs for the others in memory of the thread, which stays in its second cache.
 
-Law: as in `matmul.py`, a row's result does not depend on the number of rows: a sum begins at 0, follows
+Law: as in `dense.py`, a row's result does not depend on the number of rows: a sum begins at 0, follows
 its inputs, and goes into the total times the scale, whatever the block.  A sum is that of a group; by
 tiles of int4 that of 32 inputs, one product, whatever the group.
 
@@ -177,7 +177,7 @@ def _rounded(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
 
 
 def scratch_bytes(num_rows: int, num_in: int, unit: Unit, fmt: Format) -> int:
-    """Of a thread."""
+    """Count the bytes of scratch memory that a thread needs."""
     shape = INTEGER_BLOCKINGS[unit, fmt]
     return 0 if num_rows <= shape.most_few else shape.many.panels * num_in * LANES * 2
 
@@ -185,7 +185,7 @@ def scratch_bytes(num_rows: int, num_in: int, unit: Unit, fmt: Format) -> int:
 def quantized_matmul(
     code: KernelBuilder, unit: Unit, fmt: Format, scale_kind: Kind, has_zeros: bool
 ) -> None:
-    """x, its stride in words, q, s, z or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, threads,
+    """Write the kernel of the arguments x, its stride in words, q, s, z or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, threads,
     scratch, its bytes a thread.
 
     A piece is panels of a block of rows.
@@ -225,7 +225,7 @@ class _Work(ABC):
         return self.code.pointer(self._scratch + thread * self._bytes_each, "i32")
 
     def panels(self, first: Value, num: int) -> list[Value]:
-        """Beyond the last, the last again."""
+        """Return the numbers of `num` panels; beyond the last, the last again."""
         return [self.code.minimum(first + p, self.num_panels - 1) for p in range(num)]
 
     def packed(self, panel: Value) -> "PackedPanel":
@@ -250,7 +250,7 @@ class _Work(ABC):
         ]
 
     def begun(self) -> "contextlib.AbstractContextManager[None]":
-        """All blocks of a call are computed within it."""
+        """Enter the state in which all blocks of a call are computed."""
         return contextlib.nullcontext()
 
     def reading(self, at_panel: list[Value], kept: "Sequence[KeptPanel]") -> "list[KeepingPanel]":
@@ -266,7 +266,7 @@ class _Work(ABC):
         *,
         is_first: bool = True,
     ) -> None:
-        """Beyond the last row, the last again.  The first block of `kept` panels keeps them."""
+        """Compute a block of rows; beyond the last row, the last again.  The first block of `kept` panels keeps them."""
 
 
 class _Dots(_Work):
@@ -322,7 +322,7 @@ class _Dots(_Work):
 
 
 class _Tiles(_Work):
-    """A tile is decoded to the first cache, and loaded when others are there too, because a load of tiles
+    """Products by AMX: a tile is decoded to the first cache, and loaded when others are there too, because a load of tiles
     waits for stores that are still on their way; so does the sum of what was multiplied.
     """
 
@@ -358,7 +358,7 @@ class _Tiles(_Work):
         self._product.block(at_panel, first_row, rows, steps, scales)
 
     def _steps(self, weights: "Sequence[KeepingPanel | KeptPanel]") -> Steps:
-        """Of one group."""
+        """Yield the tiles of one group."""
         for i in self.code.loop(0, self.pairs // STEP, TILE // STEP):
             for weight in weights:
                 weight.decode(i)
@@ -393,7 +393,7 @@ class _Tiles(_Work):
         first: Value,
         length: int,
     ) -> None:
-        """Totals += the product of each tile times its scale."""
+        """Add to totals the product of each tile times its scale."""
         code, step, tile = self.code, first * (TILE // STEP), TILE * LANES
         per_group = self.length // TILE
         groups = [(first + t) // per_group for t in range(length)]

@@ -21,7 +21,7 @@ DIFFERENCES = [float((i + 16) % 32 - 16) for i in range(32)]
 
 
 class PanelStream:
-    """What a panel has for each step or group, side by side with the other panels'."""
+    """Data of a panel for each step or group, side by side with the other panels'."""
 
     def __init__(
         self, start: Pointer, panel: Value, length: int, count: Value, num_threads: Value
@@ -30,15 +30,15 @@ class PanelStream:
         self._stride, self._count, self._num_threads = length * PANELS, count, num_threads
 
     def at(self, i: Value, more: int = 0) -> Pointer:
-        """Of i + more."""
+        """Return the address of entry i + more."""
         return self._own + i * self._stride + more * self._stride
 
     def enter(self, group: Value) -> None:
-        """Of scales."""
+        """Prefetch for a later group; streams of scales are entered with a group."""
         self.ask(group, GROUPS_AHEAD)
 
     def ask(self, i: Value, ahead: int, more: int = 0) -> None:
-        """For a later one, or for one of the panels that this thread will probably take next."""
+        """Prefetch a later entry, or one of the panels that this thread will probably take next."""
         later = i + ahead
         beyond = later + (self._num_threads - 1) * self._count
         there = self.at(later.code.select(later < self._count, later, beyond), more)
@@ -57,7 +57,7 @@ class NibblePanel:
         self._zero = self._zeros and self._zeros.at(group).load()
 
     def pairs(self, i: Value, more: int = 0) -> list[Value]:
-        """Of step i + more."""
+        """Return the pairs of step i + more."""
         word = self._words.at(i, more).load()
         self._words.ask(i, AHEAD, more)
         shifted = [word >> 4 * j for j in range(STEP)]
@@ -68,13 +68,13 @@ class NibblePanel:
 
 
 class BytePanel:
-    """A panel of int8, likewise."""
+    """A panel of int8, read as pairs of bfloat16."""
 
     def __init__(self, code: KernelBuilder, words: PanelStream) -> None:
         self._code, self._words = code, words
 
     def enter(self, group: Value) -> None:
-        """One group has no zeros."""
+        """Do nothing: one group has no zeros."""
 
     def pairs(self, i: Value, more: int = 0) -> list[Value]:
         code = self._code
@@ -94,22 +94,22 @@ class KeptPanel:
         self._words = words
 
     def enter(self, group: Value) -> None:
-        """Zeros were taken off."""
+        """Do nothing: zeros have been subtracted already."""
 
     def pairs(self, i: Value, more: int = 0) -> list[Value]:
         place = self.tile(i, more)
         return [place.load(j * LANES) for j in range(STEP)]
 
     def decode(self, i: Value, more: int = 0) -> None:
-        """It is."""
+        """Do nothing: it is decoded."""
 
     def tile(self, i: Value, more: int = 0) -> Pointer:
-        """Where step i + more and those after it are."""
+        """Return the address of step i + more and those after it."""
         return self._words + i * (STEP * LANES) + more * (STEP * LANES)
 
 
 class ChunkPanel(KeptPanel):
-    """For a chunk, whichever: no step but `more` counts."""
+    """Memory for one chunk of a panel: step `more` of it, whatever i."""
 
     def tile(self, i: Value, more: int = 0) -> Pointer:
         return self._words + more * (STEP * LANES)
@@ -131,7 +131,7 @@ class KeepingPanel:
         return pairs
 
     def decode(self, i: Value, more: int = 0) -> None:
-        """A tile."""
+        """Decode a tile to memory."""
         for step in range(TILE // STEP):
             self.pairs(i, more + step)
 

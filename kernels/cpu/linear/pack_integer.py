@@ -1,5 +1,5 @@
 """A plain bfloat16 matrix [O, I] rounded and packed: the formulas of `quantization.py`, the layouts of
-`quantized_matmul.py`.
+`integer.py`.
 
 Sixteen outputs are the lanes, so that no sum or maximum crosses them; a group is read twice, the second
 time from the cache.
@@ -16,7 +16,7 @@ from trouper.kernels.linear import Format
 
 
 def quantize_panels(code: KernelBuilder, fmt: Format) -> None:
-    """The plain matrix, q, s, I / 2, pairs of a group.  A piece is a panel."""
+    """Write the kernel of the arguments plain matrix, q, s, I / 2, pairs of a group.  A piece is a panel."""
     plain, q, s, pairs, length = code.arguments(5)
     num_groups, at_once = pairs // length, STEP if fmt == "int4" else 1  # columns to a word
     of_step = LANES * STEP // at_once
@@ -46,7 +46,7 @@ def quantize_panels(code: KernelBuilder, fmt: Format) -> None:
 def _columns(
     code: KernelBuilder, rows: Pointer, pairs: Value, first: Value, length: Value
 ) -> Iterator[tuple[Value, list[Value]]]:
-    """Sixteen pairs of inputs at a time, each of sixteen outputs."""
+    """Yield sixteen pairs of inputs at a time, each of sixteen outputs."""
     for i in code.loop(first, first + length, LANES):
         yield i, code.transpose([rows.load(pairs * r + i) for r in range(LANES)])
 
@@ -56,7 +56,7 @@ def _magnitude(x: Value) -> Value:
 
 
 def _word(code: KernelBuilder, fmt: Format, columns: list[Value], inverse: Value) -> Value:
-    """int4: a nibble of each half for each column; int8: two bytes."""
+    """Return the words of some columns: int4, a nibble of each half for each column; int8, two bytes."""
     lowest, highest = (-8.0, 7.0) if fmt == "int4" else (-127.0, 127.0)
     word = code.i32x16(0)
     for k, column in enumerate(columns):

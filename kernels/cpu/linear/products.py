@@ -28,7 +28,7 @@ Steps = Iterator[tuple[Value, list[Pointer]]]  # first pair of inputs, where eac
 
 
 class Block(NamedTuple):
-    """How much is computed at once."""
+    """Panels and rows that are computed at once."""
 
     panels: int
     rows: int
@@ -46,7 +46,7 @@ class Blocking(NamedTuple):
         return self.few[-1].rows
 
     def num_pieces(self, num_rows: int, num_out: int, num_in: int) -> int:
-        """`num_in` of two bytes."""
+        """Count the pieces of a call; `num_in` counts inputs of two bytes."""
         fitting = (block for block in (*self.few, self.many) if num_rows <= block.rows)
         panels = next(fitting, self.many).panels
         most, step = min(self.most_rows, self.most_bytes // (2 * num_in)), self.many.rows
@@ -74,7 +74,7 @@ BLOCKINGS: dict[Unit, Blocking] = {
 def pieces_of_many(
     code: KernelBuilder, block: Block, num_rows: Value, num_panels: Value
 ) -> Iterator[tuple[Value, Value, Value]]:
-    """First panel, first row, end of the rows of each piece: all panels with one stretch of rows, then with the next.
+    """Yield first panel, first row, end of the rows of each piece: all panels with one stretch of rows, then with the next.
 
     The call's number of pieces says how many stretches: equal ones.
     """
@@ -112,11 +112,11 @@ class Product(ABC):
         self.num_rows, self.pairs, self.num_panels = num_rows, pairs, num_panels
 
     def panels_from(self, first: Value, panels: int) -> list[Value]:
-        """Beyond the last, the last again."""
+        """Return the numbers of `panels` panels; beyond the last, the last again."""
         return [self.code.minimum(first + p, self.num_panels - 1) for p in range(panels)]
 
     def plain(self, weights: list[Pointer], ahead: int) -> Steps:
-        """The words of packed panels."""
+        """Yield the words of packed panels."""
         for i in self.code.loop(0, self.pairs, self.step):
             if ahead:
                 for weight in weights:
@@ -125,12 +125,12 @@ class Product(ABC):
             yield i, [weight + i * LANES for weight in weights]
 
     def begun(self) -> "contextlib.AbstractContextManager[None]":
-        """All blocks of a call are computed within it."""
+        """Enter the state in which all blocks of a call are computed."""
         return contextlib.nullcontext()
 
     @abstractmethod
     def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
-        """Beyond the last row, the last again."""
+        """Compute a block of rows; beyond the last row, the last again."""
 
     def store(self, row: Value, panel: Value, total: Value) -> None:
         found = gelu(self.code, total, self.kind) if self._act == "gelu" else total
@@ -179,7 +179,7 @@ class Dots(Product):
 
 
 class Floats(Dots):
-    """Of float32: a word is one input."""
+    """Blocks of float32, where a word is one input."""
 
     kind = "f32"
 
@@ -198,7 +198,7 @@ TILE_BYTES = 64  # of a row
 
 
 class Tiles(Product):
-    """Registers: the sums, then one or two tiles of rows, then panels."""
+    """Blocks by AMX; registers: the sums, then one or two tiles of rows, then panels."""
 
     step = TILE
 
@@ -215,7 +215,7 @@ class Tiles(Product):
             yield
 
     def tile_at(self, row: Value) -> Value:
-        """The last tile of rows ends at the last row: some are computed twice, to the same end."""
+        """Return the first row of a tile: the last tile ends at the last row: some are computed twice, to the same end."""
         return self.code.minimum(row, self.code.maximum(self.num_rows - TILE, 0))
 
     def block(
@@ -226,7 +226,7 @@ class Tiles(Product):
         steps: Steps,
         scales: Sequence[Value] = (),
     ) -> None:
-        """`scales`: of each panel."""
+        """Compute a block of rows; `scales` multiply the sums of each panel."""
         code, num_tiles = self.code, rows // TILE
         num_sums = len(at_panel) * num_tiles
         at_row = [self.tile_at(first_row + r * TILE) for r in range(num_tiles)]
@@ -249,7 +249,7 @@ class Tiles(Product):
     def write(
         self, sums: Pointer, panel: Value, first_row: Value, scale: Value | None = None
     ) -> None:
-        """A tile of rows, times the scale, and the bias."""
+        """Store a tile of rows, times the scale, plus the bias."""
         own = self.bias_or_zeros(panel)
         for row in self.code.loop(0, self.tile_rows):
             total = sums.load(row * LANES)

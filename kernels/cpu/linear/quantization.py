@@ -27,7 +27,7 @@ STEP = 4  # pairs of inputs, one panel after the other: a word of int4
 
 
 class IntegerWeight(NamedTuple):
-    """A matrix; what its weights are exactly."""
+    """A matrix of integers with scales, which are its weights exactly."""
 
     fmt: Format
     dtype: torch.dtype  # of the weights that they stand for
@@ -45,7 +45,7 @@ def group_of(num_in: int, fmt: Format) -> int:
 
 
 def quantize(weight_OI: Tensor, fmt: Format) -> IntegerWeight:
-    """I divides by the group.  `kernels/cpu/linear/pack_integer.py` does the same faster."""
+    """Round a matrix whose inputs divide into groups.  `kernels/cpu/linear/pack_integer.py` does the same faster."""
     groups = weight_OI.float().unflatten(1, (-1, group_of(weight_OI.shape[1], fmt)))
     if fmt == "int4":
         largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
@@ -59,7 +59,7 @@ def quantize(weight_OI: Tensor, fmt: Format) -> IntegerWeight:
 
 
 def dequantized(integers: IntegerWeight) -> Tensor:
-    """float32; exactly what the kernels multiply with."""
+    """Return the weights in float32, exactly what the kernels multiply with."""
     scales_OG = integers.scales_OG
     groups = integers.q_OI.unflatten(1, (scales_OG.shape[1], -1)).float()
     if integers.zeros_OG is not None:
@@ -68,7 +68,7 @@ def dequantized(integers: IntegerWeight) -> Tensor:
 
 
 def packed(integers: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q, s and z as `quantized_matmul.py` reads them."""
+    """Return q, s and z as `integer.py` reads them."""
     q_OI, zeros_OG = integers.q_OI, integers.zeros_OG
     if zeros_OG is not None:
         zeros_OG = _panels((32 - (zeros_OG + 8)).int() * 0x10001)
@@ -82,12 +82,12 @@ def packed(integers: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def num_blocks(num_out: int) -> int:
-    """Of panels side by side."""
+    """Count the blocks of panels side by side."""
     return -(-num_out // (PANELS * LANES))
 
 
 def _panels(rows: Tensor) -> Tensor:
-    """[O, N, …] to [O / 64, N, 4, 16, …], with zeros beyond the last output."""
+    """Bring [O, N, …] to [O / 64, N, 4, 16, …], with zeros beyond the last output."""
     missing = num_blocks(len(rows)) * PANELS * LANES - len(rows)
     if missing:
         rows = torch.cat((rows, rows.new_zeros((missing, *rows.shape[1:]))))

@@ -1,7 +1,7 @@
 """y = act(x Wᵀ + b) of float32, by tiles that multiply bfloat16: as exact as float32's own products, and faster.
 
     x [T, I]            tokens × inputs, rows may be strided; I a multiple of 32
-    W [O / 16, I, 16]   panels of sixteen outputs, as `matmul.py` packs float32; O a multiple of 16
+    W [O / 16, I, 16]   panels of sixteen outputs, as `dense.py` packs float32; O a multiple of 16
     b [O]               or absent
     y [T, O]            rows may be strided
     parts [T / 16, I / 32, 3, 16, 16]   words: x in tiles, T rounded up; of at most sixteen rows each thread makes its own
@@ -17,7 +17,7 @@ in memory of the thread that stays in its second cache.
 Numbers below 2^-102 lose their last parts, and products below 2^-126 are zeros: tiles know no subnormal numbers.  An
 infinity, or what rounds to one, makes its outputs no numbers.
 
-Law: as in `matmul.py`, a row's result does not depend on the number of rows.  So not they choose it, but the use: an
+Law: as in `dense.py`, a row's result does not depend on the number of rows.  So not they choose it, but the use: an
 encoder's passes are many rows; a decoder's single ones would take 1.1 to 1.4 times as long, as parts of a panel are
 made for each.
 
@@ -120,7 +120,7 @@ class SplitLinear(LinearMethod):
 
 
 def rows_at_once(num_rows: int, num_in: int, num_threads: int) -> int:
-    """Of equal stretches, whose parts are read before they have left the second caches."""
+    """Count the rows of equal stretches, whose parts are read before they have left the second caches."""
     step = MANY.rows
     most = max(num_threads * BLOCKING.most_bytes // (2 * PARTS * num_in) // step * step, step)
     num_stretches = max(1, -(-num_rows // most))
@@ -132,13 +132,13 @@ def parts_bytes(num_rows: int, num_in: int) -> int:
 
 
 def scratch_bytes(num_rows: int, num_in: int) -> int:
-    """Of a thread: parts of its rows, or of its panels."""
+    """Count the bytes of a thread: parts of its rows, or of its panels."""
     rows = TILE if num_rows <= TILE else MANY.panels * LANES
     return rows * num_in * 2 * PARTS
 
 
 def split_rows(code: KernelBuilder) -> None:
-    """x, its stride, parts, T, I.  A piece is a tile."""
+    """Write the kernel of the arguments x, its stride, parts, T, I.  A piece is a tile."""
     x, stride, parts, num_rows, num_in = code.arguments(5)
     x, parts = code.pointer(x, "f32"), code.pointer(parts, "i32")
     for tile in code.pieces():
@@ -159,7 +159,7 @@ def _split_tile(
 
 
 def _parts_of(code: KernelBuilder, low: Value, high: Value) -> Iterator[Value]:
-    """Words of pairs of bfloat16 whose sums the lanes are, the largest first."""
+    """Yield words of pairs of bfloat16 whose sums the lanes are, the largest first."""
     for part in range(PARTS):
         bits = [code.as_i32x16(x) + (0x8000 if part == 0 else 0) for x in (low, high)]
         yield ((bits[0] >> 16) & 0xFFFF) | (bits[1] & -0x10000)
@@ -169,9 +169,9 @@ def _parts_of(code: KernelBuilder, low: Value, high: Value) -> Iterator[Value]:
 
 
 def split_matmul(code: KernelBuilder, act: Act) -> None:
-    """x, its stride, parts, W, b or 0, y, its stride, T, I, O / 16, scratch.  A piece is panels of a block of rows.
+    """Write the kernel of the arguments x, its stride, parts, W, b or 0, y, its stride, T, I, O / 16, scratch.  A piece is panels of a block of rows.
 
-    Of few rows nobody reads `parts`.
+    Few rows do not read `parts`.
     """
     *arguments, scratch = code.arguments(11)
     product = _Product(code, act, *arguments)
@@ -217,7 +217,7 @@ class _Product(Tiles):
 
     @contextlib.contextmanager
     def begun(self) -> Generator[None]:
-        """Of few rows the last register alone holds weights."""
+        """Enter the state of all blocks; of few rows the last register alone holds weights."""
         with self.code.tiles(self.tile_rows, narrow=range(7)):
             yield
 
@@ -225,7 +225,7 @@ class _Product(Tiles):
         _split_tile(self.code, self.x.of("f32"), self.stride, parts, self.num_rows, self._num_in)
 
     def few(self, at_panel: list[Value], parts: Pointer, rooms: list[Pointer]) -> None:
-        """One tile of rows.  Registers: the sums, the parts of the rows, a part of a panel."""
+        """Compute one tile of rows.  Registers: the sums, the parts of the rows, a part of a panel."""
         code, start = self.code, self.code.i64(0)
 
         def room(step: Value) -> list[Pointer]:
@@ -246,7 +246,7 @@ class _Product(Tiles):
         self._finish(at_panel, [start])
 
     def _dots_of_few(self, rows: Pointer, panels: list[Pointer]) -> Work:
-        """A part of a panel is loaded once: with a load for each product sixteen rows took 1.13 times as long."""
+        """Return the products of few rows.  A part of a panel is loaded once: with a load for each product sixteen rows took 1.13 times as long."""
         code, num = self.code, len(panels)
         work: list[Callable[[], None]] = [
             partial(code.tile_load, num + x, rows + x * TILE_WORDS, TILE_BYTES)
@@ -261,7 +261,7 @@ class _Product(Tiles):
     def many(
         self, at_panel: list[Value], first_row: Value, kept: list[Pointer], *, is_first: bool
     ) -> None:
-        """Two tiles of rows by two panels, whose parts the first block makes and keeps.
+        """Compute two tiles of rows by two panels, whose parts the first block makes and keeps.
 
         Registers: the sums, a part of each tile of rows, a part of each panel.
         """
@@ -291,7 +291,7 @@ class _Product(Tiles):
         self._finish(at_panel, [self.tile_at(first_row + r * TILE) for r in range(2)])
 
     def _dots_of_many(self, rows: list[Pointer], panels: list[Pointer]) -> Work:
-        """14 loads for 24 products."""
+        """Return 14 loads and 24 products."""
         code = self.code
         work: list[Callable[[], None]] = []
 
@@ -312,7 +312,7 @@ class _Product(Tiles):
         return work
 
     def _split(self, at_panel: list[Value], step: Value, rooms: list[Pointer], ahead: int) -> Work:
-        """A step of panels into the rooms, sixteen pairs at a time."""
+        """Split a step of panels into the buffers, sixteen pairs at a time."""
 
         def split(numbers: Pointer, room: Pointer) -> None:
             for half in (0, TILE_WORDS):
@@ -329,7 +329,7 @@ class _Product(Tiles):
         ]
 
     def _finish(self, at_panel: list[Value], at_row: list[Value]) -> None:
-        """All sums to memory, then all rows out: with one tile after the other 192 rows took 1.28 times as long."""
+        """Store all sums to memory, then all rows out: with one tile after the other 192 rows took 1.28 times as long."""
         code, num = self.code, len(at_row)
         tiles = [self._tiles + i * TILE_WORDS for i in range(len(at_panel) * num)]
         for i, tile in enumerate(tiles):
@@ -343,7 +343,7 @@ class _Product(Tiles):
 
 
 def _woven(*works: Work) -> None:
-    """All of them, each in its order, evenly distributed."""
+    """Run all works, each in its order, evenly distributed."""
     marked = [((i + 0.5) / len(work), one) for work in works for i, one in enumerate(work)]
     for _, one in sorted(marked, key=lambda pair: pair[0]):
         one()

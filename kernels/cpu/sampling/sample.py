@@ -15,7 +15,7 @@ Laws:
   * A token that occurs twice is penalised once: all are read before any is written.  What is no token of the vocabulary
     counts for nothing.
 
-Roofline: bytes = 4 R V from memory; but instructions bound it, see `sample_rows.py` and `truncation.py`.
+Roofline: bytes = 4 R V from memory; but instructions bound it, see `sample_rows.py` and `top_k_top_p.py`.
 Measured, one Xeon core (Emerald Rapids), logits of deviation 3; in brackets with torch's and numpy's partitions:
 256 rows of 4,096, temperature 0.4 and top-p 0.95: 0.98 ms (5.3); 16 rows of 151,936: top-p 0.9 3.3 (365), top-k 50 1.9 (9.2),
 neither 1.2 (4.9), greedy 0.44 (0.45).
@@ -44,7 +44,7 @@ def sample(
     tokens_SL: np.ndarray,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Tokens [R], int64; `ends` are also their positions.  Logits, parameters and tokens as above, the rest int64.
+    """Return tokens [R], int64; `ends` are also their positions.  Logits, parameters and tokens as above, the rest int64.
 
     What is recorded wants an `out`, and other arrays that stay where they are.
     """
@@ -80,7 +80,7 @@ def sample(
 
 
 def compile_sample() -> None:
-    """Before the first step, which would else wait."""
+    """Compile the kernel, so that the first step does not wait for it."""
     if units.is_available():
         from trouper.kernels.cpu.sampling.sample_rows import sample_rows
 
@@ -133,7 +133,7 @@ def apply_repetition_penalty_reference_(
 
 
 def top_k_top_p_reference(logits_V: np.ndarray, row: np.void) -> np.ndarray:
-    """Which tokens may be drawn, by a stable sort and in float64."""
+    """Return which tokens may be drawn, by a stable sort and in float64."""
     order = np.argsort(-logits_V, kind="stable")
     with np.errstate(invalid="ignore"):  # -inf less -inf
         x = (logits_V[order].astype(np.float64) - logits_V[order[0]]) / row["temperature"]

@@ -1,5 +1,5 @@
-"""The draw of `draw.py`: one pass that asks whether a row is finite, two over the tokens that have occurred in it, then
-the largest, what may be drawn (`truncation.py`), and the arg max of that with noise.
+"""The kernel of `sample.py`: one pass that asks whether a row is finite, two over the tokens that have occurred in it, then
+the largest, what may be drawn (`top_k_top_p.py`), and the arg max of that with noise.
 
 Roofline: bytes = 4 V from memory, then 8 V from the second cache.  2 instructions for 16 tokens to find what is not finite, 2 for the largest, 4
 where none is kept, some 25 where one is and 70 where its noise may be enough: about ten times in a row.
@@ -28,7 +28,7 @@ UNROLLED = 4  # to compare or to add takes four cycles
 
 
 def sample_rows(code: KernelBuilder) -> None:
-    """Logits, their stride, picked, parameters, rows, ends, tokens that have occurred, their stride, tokens, V, memory,
+    """Write the kernel of the arguments logits, their stride, picked, parameters, rows, ends, tokens that have occurred, their stride, tokens, V, memory,
     its bytes for a thread.  A piece is a row.
     """
     logits, stride, picked, parameters, rows, ends, occurred, *others = code.arguments(12)
@@ -55,7 +55,7 @@ def sample_rows(code: KernelBuilder) -> None:
 
 
 def _is_finite(code: KernelBuilder, values: Pointer, length: Value) -> Value:
-    """Nothing times 0 is anything but 0."""
+    """Test whether all times 0 is 0."""
     zeros = [code.var(code.f32x16(0.0)) for _ in range(UNROLLED)]
     for start in code.loop(0, length, UNROLLED * LANES):
         for i, zero in enumerate(zeros):
@@ -141,7 +141,7 @@ def _first_of_largest(code: KernelBuilder, row: Row) -> Value:
 
 
 def _ids(code: KernelBuilder, first: Value) -> Value:
-    """Sixteen, from there on."""
+    """Return sixteen ids, from `first` on."""
     return code.i32x16(code.truncate(first, "i32")) + code.lane_ids()
 
 
@@ -174,7 +174,7 @@ def _drawn(code: KernelBuilder, row: Row, keys: tuple[Value, Value]) -> Value:
 def _may_beat(
     code: KernelBuilder, x: Value, bits: Value, to_beat: Value, temperature: Value
 ) -> Value:
-    """False where x / temperature + noise is less for certain: two logarithms are saved, for nearly all tokens.
+    """Return false where x / temperature + noise is less for certain: two logarithms are saved, for nearly all tokens.
 
     -log(-log u) ≤ -log(1 - u); and the bits of a float, as an integer, are at most 2²³ (log2 + 127).
     """
@@ -186,7 +186,7 @@ def _may_beat(
 
 
 def _last_tie(code: KernelBuilder, row: Row, kept: Kept) -> Value:
-    """The id of the last of those that equal the cut and are kept; at least V where all are."""
+    """Return the id of the last of those that equal the cut and are kept; at least V where all are."""
     last, left = code.var(row.length), code.var(kept.ties)
     with code.when(kept.ties < kept.found):
         for start in code.loop(0, row.length, LANES):
@@ -200,13 +200,13 @@ def _last_tie(code: KernelBuilder, row: Row, kept: Kept) -> Value:
 
 
 def _keys(code: KernelBuilder, position: Value, low: Value, high: Value) -> tuple[Value, Value]:
-    """`noise.row_keys`."""
+    """Compute `noise.row_keys`."""
     mixed = _hash32(_hash32(position, low, high), high, low)
     return mixed, _hash32(mixed ^ low, high, code.i32x16(0))
 
 
 def _hash32(x: Value, key0: Value, key1: Value) -> Value:
-    """`noise.hash32`."""
+    """Compute `noise.hash32`."""
     first, second = MULTIPLIERS
     x = x ^ key0
     x = (x ^ _shifted(x, 16)) * first + key1
@@ -215,7 +215,7 @@ def _hash32(x: Value, key0: Value, key1: Value) -> Value:
 
 
 def _shifted(x: Value, count: int) -> Value:
-    """To the right, zeros from the left."""
+    """Shift to the right, zeros from the left."""
     return (x >> count) & (2 ** (32 - count) - 1)
 
 

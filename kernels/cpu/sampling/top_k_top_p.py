@@ -1,4 +1,4 @@
-"""What of a row may be drawn: min-p, then top-k, then top-p, in the language of kernels and without a sort.
+"""Tokens of a row that may be drawn: min-p, then top-k, then top-p, in the language of kernels and without a sort.
 
     kept: the tokens above `cut`, and by rising id the first `ties` of those that equal it
 
@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 
 
 def held_bytes(vocab_size: int) -> int:
-    """Of a copy, what the last store writes too much, and what the last load reads."""
+    """Count the bytes of a copy, of what its last store writes too much, and of what its last load reads."""
     return 4 * (-(-vocab_size // LANES) + 2) * LANES
 
 
@@ -85,7 +85,7 @@ def top_k_top_p(code: KernelBuilder, row: Row) -> Kept:
 
 
 def _tokens(code: KernelBuilder, row: Row) -> Iterator[Value]:
-    """Sixteen at a time; the last sixteen overlap those before, which are -inf the second time."""
+    """Yield sixteen at a time; the last sixteen overlap those before, which are -inf the second time."""
     for start in code.loop(0, row.length, LANES):
         first = code.minimum(start, row.length - LANES)
         is_new = code.lane_ids() >= code.i32x16(code.truncate(start - first, "i32"))
@@ -93,7 +93,7 @@ def _tokens(code: KernelBuilder, row: Row) -> Iterator[Value]:
 
 
 class _Copy:
-    """Of some values, in their order."""
+    """A copy of some values, in their order."""
 
     def __init__(self, code: KernelBuilder, held: Pointer) -> None:
         self._code, self._held = code, held
@@ -116,7 +116,7 @@ class _Copy:
             self._most.set(code.select(is_wanted, most, self._most))
 
     def range(self) -> tuple[Value, Value]:
-        """Least and most; what the next `values` read beyond the last is nothing."""
+        """Return the least and the most; what the next `values` read beyond the last is nothing."""
         self._held.store(self.count, self._code.f32x16(-math.inf))
         return self._code.reduce_min(self._least), self._code.reduce_max(self._most)
 
@@ -125,7 +125,7 @@ class _Copy:
             yield self._held.load(i)
 
     def keep(self, above: Value, to: Value) -> None:
-        """Only what is above the one and not above the other."""
+        """Keep only what is above the one and not above the other."""
         count = Value(self._code, self.count.ir)
         self._begin()
         for i in self._code.loop(0, count, LANES):
