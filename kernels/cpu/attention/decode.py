@@ -28,7 +28,8 @@ tenth, but touch 2 MiB for each head of a sequence.
 import math
 from collections.abc import Iterator
 
-from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value, Var
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES, Kind
 
 SPAN = 1024  # positions; 512 KiB of K and V at D = 128, enough to hide what a piece costs

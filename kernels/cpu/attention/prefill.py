@@ -26,7 +26,8 @@ torch's flash attention: 56, 61, 74.  Both products alone run at 225-230.
 
 from collections.abc import Iterator
 
-from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.attention.decode import LOG2_E, capped
 from trouper.kernels.cpu.attention.tile import WIDEST, Tile, tile_of

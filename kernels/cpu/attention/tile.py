@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable
 from typing import Self, TypeVar
 
-from trouper.kernels.codegen.builder import KernelBuilder, Operand, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Operand, Pointer, Value
 from trouper.kernels.codegen.features import num_registers
 from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.attention.decode import HIDDEN

@@ -5,7 +5,7 @@ sequence in both directions.
     out   [T, N D]
     group (first token, number of sequences n, their length L, how many of L are seen: K)
 
-A sequence's tokens from K on see the others, and nobody sees them.  `window` w: a token sees those at most w away.  `bias` [N, 2 P + ROWS] float32 is added to the scores by
+A sequence's tokens from K on see the others, and are not seen.  `window` w: a token sees those at most w away.  `bias` [N, 2 P + ROWS] float32 is added to the scores by
 distance: bias[n, P + query - key]; P ≥ L.
 
     native   bfloat16 and float32, D a multiple of 16: `whole_attention.py`

@@ -1,6 +1,7 @@
 """The kernel of `layer_norm.py`: three looks at each row, two of them in the first cache."""
 
-from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES, Kind
 
 

@@ -15,7 +15,8 @@ Measured, one EPYC core, N = 16, H = 8, D = 128, bf16: 25 µs for 16 tokens, 116
 tokens 1.5 ms, 12.9 in torch.  What it costs are the 2 H pages of the cache that a token touches.
 """
 
-from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES, Kind
 
 

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
-from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.features import has_bf16_dot
 from trouper.kernels.codegen.units import LANES, Unit
 from trouper.kernels.cpu.linear.products import (

@@ -9,7 +9,8 @@ Of float32 y = max(x, 0) - |x| Φ(-|x|), and Φ(-|x|) = ½ R(t) exp(-x² / 2), t
 
 import math
 
-from trouper.kernels.codegen.builder import KernelBuilder, Value
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Value
 from trouper.kernels.codegen.units import Kind
 
 EDGE = 4.5

@@ -39,7 +39,8 @@ import torch
 from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
-from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value, Var
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.linear.integer_panels import (
     GROUPS_AHEAD,

@@ -8,7 +8,8 @@ A panel decodes step after step; what reads it asks for the pairs of a step (`pa
 to memory (`decode`) and loads it from there (`tile`).
 """
 
-from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.products import TILE
 from trouper.kernels.cpu.linear.quantization import PANELS, STEP

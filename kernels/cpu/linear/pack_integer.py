@@ -9,7 +9,8 @@ Roofline: bytes = O I (2 + bits / 8).
 
 from collections.abc import Iterator
 
-from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.quantization import PANELS, STEP
 from trouper.kernels.linear import Format

@@ -18,7 +18,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.features import has_bf16_dot, num_registers
 from trouper.kernels.codegen.units import LANES, Kind, Unit
 from trouper.kernels.cpu.linear.gelu import gelu

@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
-from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.dense import pack_panels
 from trouper.kernels.cpu.linear.products import (

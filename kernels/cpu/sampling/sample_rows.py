@@ -7,7 +7,8 @@ where none is kept, some 25 where one is and 70 where its noise may be enough: a
 
 import math
 
-from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.sampling.row_layout import (
     LOG_MIN_P,

@@ -18,7 +18,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from trouper.kernels.codegen.builder import KernelBuilder, Pointer, Value, Var
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES
 
 REACH = 19.5  # 16.64 + 2.82, rounded up

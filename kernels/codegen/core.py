@@ -1,0 +1,424 @@
+"""Values, memory, loops and branches of the kernel builder.
+
+int 64 bits, float 32 bits
+f32x16  sixteen float32: a zmm register, two ymm, four NEON registers
+i32x16  sixteen 32-bit integers, or sixteen pairs of bfloat16 (even element low)
+i16x32  thirty-two 16-bit integers: the same register
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# llvmlite has no types.
+
+import contextlib
+import platform
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Literal
+
+from llvmlite import ir
+
+from trouper.kernels.codegen.features import has_bf16_dot
+from trouper.kernels.codegen.ir_types import (
+    ELEMENTS,
+    F32,
+    F32X16,
+    I16X16,
+    I16X32,
+    I32,
+    I32X16,
+    I64,
+    POINTER,
+    SIZES,
+    BFloat16,
+    rounded_f32,
+    signed,
+)
+from trouper.kernels.codegen.units import LANES, Kind
+
+
+class Value:
+    """A number, a vector or a condition of the machine; operators are those of its type."""
+
+    def __init__(self, code: "CoreBuilder", value: Any) -> None:
+        self.code, self._value = code, value
+
+    @property
+    def ir(self) -> Any:
+        return self._value
+
+    @property
+    def type(self) -> Any:
+        """Return LLVM's type of the value."""
+        return self._value.type
+
+    def __add__(self, other: "Operand") -> "Value":
+        return self.code.binary("add", self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: "Operand") -> "Value":
+        return self.code.binary("sub", self, other)
+
+    def __rsub__(self, other: "Operand") -> "Value":
+        return self.code.binary("sub", self.code.like(self, other), self)
+
+    def __mul__(self, other: "Operand") -> "Value":
+        return self.code.binary("mul", self, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: "Operand") -> "Value":
+        return self.code.binary("div", self, other)
+
+    def __rtruediv__(self, other: "Operand") -> "Value":
+        return self.code.binary("div", self.code.like(self, other), self)
+
+    def __floordiv__(self, other: "Operand") -> "Value":
+        return self.code.binary("sdiv", self, other)
+
+    def __mod__(self, other: "Operand") -> "Value":
+        return self.code.binary("srem", self, other)
+
+    def __and__(self, other: "Operand") -> "Value":
+        return self.code.binary("and_", self, other)
+
+    def __or__(self, other: "Operand") -> "Value":
+        return self.code.binary("or_", self, other)
+
+    def __xor__(self, other: "Operand") -> "Value":
+        return self.code.binary("xor", self, other)
+
+    def __lshift__(self, other: "Operand") -> "Value":
+        return self.code.binary("shl", self, other)
+
+    def __rshift__(self, other: "Operand") -> "Value":
+        return self.code.binary("ashr", self, other)
+
+    def __lt__(self, other: "Operand") -> "Value":
+        return self.code.compare("<", self, other)
+
+    def __le__(self, other: "Operand") -> "Value":
+        return self.code.compare("<=", self, other)
+
+    def __gt__(self, other: "Operand") -> "Value":
+        return self.code.compare(">", self, other)
+
+    def __ge__(self, other: "Operand") -> "Value":
+        return self.code.compare(">=", self, other)
+
+    def equals(self, other: "Operand") -> "Value":
+        return self.code.compare("==", self, other)
+
+
+Operand = Value | int | float
+
+
+class Var(Value):
+    """A variable: `set` replaces its value, and reading it reads what is set at that point."""
+
+    @property
+    def ir(self) -> Any:
+        return self.code.builder.load(self._value, typ=self.type)
+
+    @property
+    def type(self) -> Any:
+        return self._value.allocated_type
+
+    def set(self, value: Operand) -> None:
+        self.code.builder.store(self.code.like(self, value).ir, self._value)
+
+
+class Pointer:
+    """The address of elements of one kind; indices and sums count elements."""
+
+    def __init__(self, code: "CoreBuilder", value: Any, kind: Kind) -> None:
+        self.code, self.ir = code, value
+        self.kind: Kind = kind
+
+    def __add__(self, count: Operand) -> "Pointer":
+        index = self.code.i64(count).ir
+        element = ELEMENTS[self.kind]
+        moved = self.code.builder.gep(self.ir, [index], source_etype=element)
+        return Pointer(self.code, moved, self.kind)
+
+    def of(self, kind: Kind) -> "Pointer":
+        """Return the same address, of elements of another kind."""
+        return Pointer(self.code, self.ir, kind)
+
+    def __getitem__(self, index: Operand) -> Value:
+        return Value(self.code, self._load(index, ELEMENTS[self.kind]))
+
+    def __setitem__(self, index: Operand, value: Operand) -> None:
+        element = Value(self.code, ir.Constant(ELEMENTS[self.kind], 0))
+        self._store(index, self.code.like(element, value).ir)
+
+    def load(self, index: Operand = 0) -> Value:
+        """Load sixteen elements from `index` on: numbers as f32x16, integers as i32x16."""
+        if self.kind == "bf16":
+            halves = Value(
+                self.code, self.code.builder.zext(self.of("i16")._load(index, I16X16), I32X16)
+            )
+            return self.code.as_f32x16(halves << 16)
+        raw = self._load(index, ir.VectorType(ELEMENTS[self.kind], LANES))
+        if self.kind in ("i16", "i8"):
+            raw = self.code.builder.sext(raw, I32X16)
+        return Value(self.code, raw)
+
+    def store(self, index: Operand, x: Value) -> None:
+        """Store sixteen elements, rounded or cut to the kind."""
+        if self.kind == "bf16":
+            self._store(index, self.code.round_bf16(x))
+            return
+        raw = x.ir
+        if self.kind in ("i16", "i8"):
+            raw = self.code.builder.trunc(raw, ir.VectorType(ELEMENTS[self.kind], LANES))
+        self._store(index, raw)
+
+    def load_i16x32(self, index: Operand = 0) -> Value:
+        return Value(self.code, self._load(index, I16X32))
+
+    def store_i16x32(self, index: Operand, x: Value) -> None:
+        self._store(index, x.ir)
+
+    def prefetch(self, index: Operand = 0, *, level: Literal[1, 2] = 2) -> None:
+        """Prefetch a cache line; any address will do."""
+        locality = 4 - level
+        kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
+        arguments = [(self + index).ir, I32(0), I32(locality), I32(1)]  # read, data
+        self.code.call("llvm.prefetch.p0", kind, arguments)
+
+    def _load(self, index: Operand, kind: Any) -> Any:
+        return self.code.builder.load((self + index).ir, typ=kind, align=SIZES[self.kind])
+
+    def _store(self, index: Operand, value: Any) -> None:
+        self.code.builder.store(value, (self + index).ir, align=SIZES[self.kind])
+
+
+class CoreBuilder:
+    """A C function of one pointer to int64 arguments, while it is written; see `launch.py`."""
+
+    def __init__(self, name: str) -> None:
+        self.module: Any = ir.Module()
+        kind = ir.FunctionType(ir.VoidType(), [POINTER])
+        self._function: Any = ir.Function(self.module, kind, name)
+        self._entry: Any = self._function.append_basic_block()
+        body = self._function.append_basic_block()
+        self.builder: Any = ir.IRBuilder(body)
+        self._variables: Any = ir.IRBuilder(self._entry)
+        self._body = body
+        self._arguments = Pointer(self, self._function.args[0], "i64")
+
+    def finish(self) -> str:
+        """Return the text of the module."""
+        self.builder.ret_void()
+        self._variables.branch(self._body)
+        return str(self.module)
+
+    def arguments(self, count: int) -> list[Value]:
+        """Return the kernel's own arguments, in the order of the call."""
+        return [self._arguments[3 + i] for i in range(count)]
+
+    def thread(self) -> Value:
+        """Return a number of its own for each thread of this call: 0, 1, …"""
+        return self.fetch_add(self._arguments + 1, 1, "monotonic")
+
+    @property
+    def num_pieces(self) -> Value:
+        """Return the number of pieces of the call."""
+        return self._arguments[2]
+
+    def pieces(self, count: Value | None = None) -> Iterator[Value]:
+        """Take pieces of work until none is left; there are as many as the call says, or `count`.
+
+        A `count` is written into the call, where threads that come later look whether there is work left.
+        """
+        if count is not None:
+            self._arguments[2] = count
+        with self._repeated() as leave_unless:
+            piece = self.fetch_add(self._arguments, 1, "monotonic" if count is None else "acq_rel")
+            leave_unless(piece < (self.num_pieces if count is None else count))
+            yield piece
+
+    def fetch_add(self, where: Pointer, count: int, ordering: str = "seq_cst") -> Value:
+        """Add to memory atomically; return the number before."""
+        return Value(self, self.builder.atomic_rmw("add", where.ir, I64(count), ordering))
+
+    def fetch(self, where: Pointer) -> Value:
+        return Value(self, self.builder.load_atomic(where.ir, "seq_cst", align=8, typ=I64))
+
+    def pause(self) -> None:
+        """Pause the core for some ten nanoseconds, where it knows how."""
+        nothing = ir.VoidType()
+        if platform.machine() in ("x86_64", "AMD64"):
+            self.call("llvm.x86.sse2.pause", ir.FunctionType(nothing, []), [])
+        elif platform.machine() in ("aarch64", "arm64"):
+            self.call("llvm.aarch64.hint", ir.FunctionType(nothing, [I32]), [I32(1)])  # yield
+
+    def call_at(self, address: Value, *arguments: Operand) -> Value:
+        """Call a C function of integers and addresses that returns an integer."""
+        values = [self.i64(x).ir for x in arguments]
+        kind = ir.FunctionType(I64, [I64] * len(values))
+        function = self.builder.inttoptr(address.ir, kind.as_pointer())
+        return Value(self, self.builder.call(function, values))
+
+    def loop(self, start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
+        stop = self.i64(stop)
+        i = self.var(self.i64(start))
+        with self._repeated() as leave_unless:
+            here = Value(self, i.ir)
+            leave_unless(here < stop)
+            yield here
+            i.set(here + step)
+
+    def while_(self, variable: Var, limit: Operand) -> Iterator[None]:
+        """Repeat the block as long as variable < limit."""
+        with self._repeated() as leave_unless:
+            leave_unless(variable < limit)
+            yield
+
+    @contextlib.contextmanager
+    def _repeated(self) -> Generator[Any]:
+        head, after = (self._function.append_basic_block() for _ in range(2))
+        self.builder.branch(head)
+        self.builder.position_at_end(head)
+
+        def leave_unless(condition: Value) -> None:
+            inside = self._function.append_basic_block()
+            self.builder.cbranch(condition.ir, inside, after)
+            self.builder.position_at_end(inside)
+
+        yield leave_unless
+        self.builder.branch(head)
+        self.builder.position_at_end(after)
+
+    @contextlib.contextmanager
+    def when(self, condition: Value) -> Generator[None]:
+        with self.builder.if_then(condition.ir):
+            yield
+
+    def var(self, value: Operand) -> Var:
+        """Make a variable; a Python float is a float32, an int 64 bits."""
+        first = self._value(value)
+        variable = Var(self, self._variables.alloca(first.ir.type))
+        variable.set(first)
+        return variable
+
+    def array(self, kind: Kind, count: int) -> Pointer:
+        """Allocate memory of this call, aligned to cache lines; its content is arbitrary."""
+        memory = self._variables.alloca(ir.ArrayType(ELEMENTS[kind], count))
+        memory.align = 64
+        memory.type = POINTER  # not of that element alone
+        return Pointer(self, memory, kind)
+
+    def _value(self, x: Operand) -> Value:
+        if isinstance(x, Value):
+            return x
+        return Value(self, I64(x) if isinstance(x, int) else ir.Constant(F32, rounded_f32(x)))
+
+    def i64(self, x: Operand) -> Value:
+        return x if isinstance(x, Value) else Value(self, I64(x))
+
+    def f32(self, x: Operand) -> Value:
+        """Return a float32; of an integer value the nearest."""
+        if not isinstance(x, Value):
+            return Value(self, ir.Constant(F32, rounded_f32(x)))
+        return Value(self, self.builder.sitofp(x.ir, F32))
+
+    def f32_argument(self, bits: Value) -> Value:
+        """Return the float64 that an argument carries (`launch.float_bits`), as a float32."""
+        wide = self.builder.bitcast(bits.ir, ir.DoubleType())
+        return Value(self, self.builder.fptrunc(wide, F32))
+
+    def f32x16(self, x: Operand) -> Value:
+        """Broadcast one float to all lanes."""
+        return self.like(Value(self, ir.Constant(F32X16, ir.Undefined)), x)
+
+    def i32x16(self, x: Operand) -> Value:
+        """Broadcast one 32-bit integer to all lanes."""
+        return self.like(Value(self, ir.Constant(I32X16, ir.Undefined)), x)
+
+    def i16x32(self, x: Operand) -> Value:
+        """Broadcast one 16-bit integer to all lanes."""
+        return self.like(Value(self, ir.Constant(I16X32, ir.Undefined)), x)
+
+    def pointer(self, address: Value, kind: Kind) -> Pointer:
+        return Pointer(self, self.builder.inttoptr(address.ir, POINTER), kind)
+
+    def like(self, model: Value, x: Operand) -> Value:
+        """Return `x` in the type of `model`; a number or an element is broadcast to its lanes."""
+        kind = model.type
+        element = kind.element if isinstance(kind, ir.VectorType) else kind
+        if not isinstance(x, Value):
+            number = rounded_f32(x) if element == F32 else signed(int(x), element.width)
+            if element != kind:
+                return Value(self, ir.Constant(kind, [number] * kind.count))
+            return Value(self, ir.Constant(kind, number))
+        value = x.ir
+        if isinstance(kind, ir.VectorType) and value.type == element:
+            empty = ir.Constant(kind, ir.Undefined)
+            one = self.builder.insert_element(empty, value, I32(0))
+            zeros = ir.Constant(ir.VectorType(I32, kind.count), [0] * kind.count)
+            value = self.builder.shuffle_vector(one, empty, zeros)
+        return Value(self, value)
+
+    def _pair(self, a: Value, b: Operand) -> tuple[Any, Any, bool]:
+        if isinstance(b, Value) and isinstance(b.ir.type, ir.VectorType):
+            a = self.like(b, a)
+        b = self.like(a, b)
+        x = a.ir
+        element = x.type.element if isinstance(x.type, ir.VectorType) else x.type
+        return x, b.ir, element == F32
+
+    def binary(self, name: str, a: Value, b: Operand) -> Value:
+        x, y, is_float = self._pair(a, b)
+        return Value(self, getattr(self.builder, "f" + name if is_float else name)(x, y))
+
+    def compare(self, operator: str, a: Value, b: Operand) -> Value:
+        """Compare; of floats false where one is not a number."""
+        x, y, is_float = self._pair(a, b)
+        compare = self.builder.fcmp_ordered if is_float else self.builder.icmp_signed
+        return Value(self, compare(operator, x, y))
+
+    def select(self, condition: Value, yes: Operand, no: Operand) -> Value:
+        model = yes if isinstance(yes, Value) else self._value(no)
+        chosen = self.like(model, yes).ir, self.like(model, no).ir
+        return Value(self, self.builder.select(condition.ir, *chosen))
+
+    def minimum(self, a: Operand, b: Operand) -> Value:
+        a = self._value(a)
+        return self.select(a < b, a, b)
+
+    def maximum(self, a: Operand, b: Operand) -> Value:
+        """Return the larger; b where a is not a number."""
+        a = self._value(a)
+        return self.select(a > b, a, b)
+
+    def call(self, name: str, kind: Any, arguments: Sequence[Any]) -> Any:
+        function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
+        return self.builder.call(function, arguments)
+
+    def _intrinsic(self, name: str, result: Any, *arguments: Any) -> Value:
+        kind = ir.FunctionType(result, [a.type for a in arguments])
+        return Value(self, self.call(name, kind, arguments))
+
+    def as_f32x16(self, words: Value) -> Value:
+        """Return the floats whose bits these are."""
+        return Value(self, self.builder.bitcast(words.ir, F32X16))
+
+    def as_i32x16(self, x: Value) -> Value:
+        """Return the bits of floats, or of 16-bit integers."""
+        return Value(self, self.builder.bitcast(x.ir, I32X16))
+
+    def as_i16x32(self, x: Value) -> Value:
+        return Value(self, self.builder.bitcast(x.ir, I16X32))
+
+    def round_bf16(self, x: Value) -> Any:
+        """Return sixteen numbers rounded to bfloat16: half a register."""
+        if has_bf16_dot():
+            return self.builder.fptrunc(x.ir, ir.VectorType(BFloat16(), LANES))
+        return self.builder.trunc((self._rounded_bits(x) >> 16).ir, I16X16)
+
+    def _rounded_bits(self, x: Value) -> Value:
+        """Return i32x16 whose upper halves are the nearest bfloat16, halves to even; NaN stays NaN."""
+        bits = self.as_i32x16(x)
+        rounded = bits + 0x7FFF + (bits >> 16 & 1)
+        return self.select(x.equals(x), rounded, bits | 0x400000)

@@ -1,0 +1,188 @@
+"""Vectors of the kernel builder: conversions, permutations, masks and sums across lanes."""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# llvmlite has no types.
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from llvmlite import ir
+
+from trouper.kernels.codegen.core import CoreBuilder, Operand, Value
+from trouper.kernels.codegen.features import has_bf16_dot, has_permutations
+from trouper.kernels.codegen.ir_types import (
+    BF16X32,
+    ELEMENTS,
+    F32X16,
+    I16,
+    I16_LANES,
+    I16X32,
+    I32,
+    I32X16,
+    I64,
+)
+from trouper.kernels.codegen.units import LANES
+
+
+class VectorBuilder(CoreBuilder):
+    """`CoreBuilder` with instructions on whole vectors."""
+
+    def fma(self, a: Operand, b: Value, c: Value) -> Value:
+        """Return a · b + c, rounded once."""
+        return self._intrinsic("llvm.fma.v16f32", F32X16, self.like(c, a).ir, b.ir, c.ir)
+
+    def dot(self, a: Value, b: Value, c: Value) -> Value:
+        """Return c + the two products of each pair of bfloat16: the machine's bfloat16 instruction, or two FMAs."""
+        if not has_bf16_dot():
+            (a_low, a_high), (b_low, b_high) = self.unpack_bf16(a), self.unpack_bf16(b)
+            return self.fma(a_high, b_high, self.fma(a_low, b_low, c))
+        x, y = (self.builder.bitcast(v.ir, BF16X32) for v in (a, b))
+        return self._intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", F32X16, c.ir, x, y)
+
+    def interleave_bf16(self, low: Value, high: Value) -> Value:
+        """Return pairs of bfloat16, the two numbers of each lane."""
+        if not has_bf16_dot():
+            return self._rounded_bits(low) >> 16 & 0xFFFF | self._rounded_bits(high) & -0x10000
+        both = self.as_i16x32(self.pack_bf16(low, high))
+        alternate = [i // 2 + i % 2 * LANES for i in range(I16_LANES)]
+        return Value(self, self.builder.bitcast(self.shuffle(both, both, alternate).ir, I32X16))
+
+    def unpack_bf16(self, words: Value) -> tuple[Value, Value]:
+        """Return the low and the high numbers of pairs of bfloat16, each as f32x16."""
+        return self.as_f32x16(words << 16), self.as_f32x16(words & -0x10000)
+
+    def pack_bf16(self, first: Value, second: Value) -> Value:
+        """Return thirty-two bfloat16 in order: sixteen numbers and sixteen more."""
+        if not has_bf16_dot():
+            low, high = (Value(self, self.round_bf16(x)) for x in (first, second))
+            whole = self.shuffle(low, high, range(I16_LANES))
+            return Value(self, self.builder.bitcast(whole.ir, I32X16))
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        pairs = self._intrinsic(name, BF16X32, second.ir, first.ir)
+        return Value(self, self.builder.bitcast(pairs.ir, I32X16))
+
+    def to_f32x16(self, integers: Value) -> Value:
+        """Convert i32x16 to floats."""
+        return Value(self, self.builder.sitofp(integers.ir, F32X16))
+
+    def split_exponent(self, x: Value) -> tuple[Value, Value]:
+        """Split positive normal floats into f · 2^e: i32x16 e, and f32x16 f in [½, 1)."""
+        bits = self.as_i32x16(x)
+        f = self.as_f32x16((bits & 0x7FFFFF) | 0x3F000000)
+        return (bits >> 23) - 126, f
+
+    def lane_ids(self) -> Value:
+        """Return the i32x16 0, 1, … 15."""
+        return Value(self, ir.Constant(I32X16, list(range(LANES))))
+
+    def round_i32x16(self, x: Value) -> Value:
+        """Round floats to the nearest integers, halves to even."""
+        whole = self._intrinsic("llvm.rint.v16f32", F32X16, x.ir)
+        return Value(self, self.builder.fptosi(whole.ir, I32X16))
+
+    def lookup_bf16(self, table: Sequence[float], index: Value) -> Value:
+        """Look up pairs of bfloat16: entry i of 32, where i is the lowest five bits of each half."""
+        entries = [struct.unpack("i", struct.pack("f", x))[0] >> 16 for x in table]
+        constant = Value(self, ir.Constant(I16X32, entries))
+        found = self.permute(constant, self.as_i16x32(index))
+        return Value(self, self.builder.bitcast(found.ir, I32X16))
+
+    def truncate(self, x: Value, kind: Literal["i32", "i16", "i8"]) -> Value:
+        """Keep the lowest bits of an integer."""
+        return Value(self, self.builder.trunc(x.ir, ELEMENTS[kind]))
+
+    def sign_extend(self, x: Value) -> Value:
+        """Widen an integer to 64 bits, with its sign."""
+        return Value(self, self.builder.sext(x.ir, I64))
+
+    def swap_bytes(self, x: Value) -> Value:
+        """Swap the bytes of each 16-bit integer."""
+        return self._intrinsic("llvm.bswap.v32i16", I16X32, x.ir)
+
+    def permute(self, table: Value, indices: Value) -> Value:
+        """Return table[index mod 32] of 16-bit integers."""
+        if not has_permutations():  # for tests: no layout that needs it is chosen there
+            room = self.array("i16", 3 * I16_LANES)
+            room.store_i16x32(0, table)
+            room.store_i16x32(I16_LANES, indices & I16_LANES - 1)
+            for i in self.loop(0, I16_LANES):
+                room[i + 2 * I16_LANES] = room[self.sign_extend(room[i + I16_LANES])]
+            return room.load_i16x32(2 * I16_LANES)
+        name = "llvm.x86.avx512.permvar.hi.512"
+        return self._intrinsic(name, I16X32, table.ir, indices.ir)
+
+    def any(self, conditions: Value) -> Value:
+        """Test whether one of sixteen or thirty-two conditions holds."""
+        return self.compare("!=", self._bits(conditions), 0)
+
+    def count(self, conditions: Value) -> Value:
+        """Count how many of sixteen conditions hold."""
+        bits = self._bits(conditions)
+        number = self._intrinsic("llvm.ctpop.i16", I16, bits.ir)
+        return Value(self, self.builder.zext(number.ir, I64))
+
+    def compress(self, x: Value, conditions: Value) -> Value:
+        """Move the lanes whose condition holds to the front, in their order; the rest is arbitrary."""
+        rest = ir.Constant(F32X16, ir.Undefined)
+        name = "llvm.experimental.vector.compress.v16f32"
+        return self._intrinsic(name, F32X16, x.ir, conditions.ir, rest)
+
+    def _bits(self, conditions: Value) -> Value:
+        raw = conditions.ir
+        return Value(self, self.builder.bitcast(raw, ir.IntType(raw.type.count)))
+
+    def reduce_sum(self, x: Value) -> Value:
+        """Add all lanes up, halves upon halves: the same order on every machine."""
+        return self._horizontal(x, lambda a, b: a + b)
+
+    def reduce_max(self, x: Value) -> Value:
+        return self._horizontal(x, self.maximum)
+
+    def reduce_min(self, x: Value) -> Value:
+        return self._horizontal(x, self.minimum)
+
+    def _horizontal(self, x: Value, fold: Any) -> Value:
+        width = LANES
+        while width > 1:
+            width //= 2
+            x = fold(self.shuffle(x, x, range(width)), self.shuffle(x, x, range(width, 2 * width)))
+        return Value(self, self.builder.extract_element(x.ir, I32(0)))
+
+    def shuffle(self, a: Value, b: Value, indices: Sequence[int]) -> Value:
+        """Return the lanes `indices` of a followed by b."""
+        mask = ir.Constant(ir.VectorType(I32, len(indices)), list(indices))
+        return Value(self, self.builder.shuffle_vector(a.ir, b.ir, mask))
+
+    def sums8(self, rows: Sequence[Value]) -> Value:
+        """Return the sums of eight rows as eight lanes: halves folded pairwise, 3 instructions a row."""
+        part = LANES
+        rows = [Value(self, row.ir) for row in rows]
+        while len(rows) > 1:  # each holds LANES / part rows of `part` partial sums
+            half = part // 2
+            firsts = [j for j in range(LANES) if j % part < half]
+            low = firsts + [LANES + j for j in firsts]
+            high = [j + half for j in low]
+            rows = [
+                self.shuffle(a, b, low) + self.shuffle(a, b, high)
+                for a, b in zip(rows[::2], rows[1::2], strict=True)
+            ]
+            part = half
+        (pairs,) = rows
+        evens, odds = range(0, LANES, 2), range(1, LANES, 2)
+        return self.shuffle(pairs, pairs, evens) + self.shuffle(pairs, pairs, odds)
+
+    def transpose(self, rows: Sequence[Value]) -> list[Value]:
+        """Return the sixteen columns of sixteen rows."""
+        vectors = [Value(self, row.ir) for row in rows]
+        for distance in (8, 4, 2, 1):
+            low = [j if not j & distance else LANES + j - distance for j in range(LANES)]
+            high = [j + distance if not j & distance else LANES + j for j in range(LANES)]
+            swapped = list(vectors)
+            for i in range(LANES):
+                if not i & distance:
+                    a, b = vectors[i], vectors[i + distance]
+                    swapped[i] = self.shuffle(a, b, low)
+                    swapped[i + distance] = self.shuffle(a, b, high)
+            vectors = swapped
+        return vectors
