@@ -33,6 +33,7 @@ from trouper.actors.messages.results import DeviceLost, EntryFailure, PoolDone, 
 from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.scheduling.bisection import FaultBisection
 from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.scheduling.quarantine import Quarantine
 from trouper.actors.scheduling.sequence_table import SequenceTable
 from trouper.actors.scheduling.sequences import Sequence, State
 from trouper.actors.scheduling.step_builder import InFlightStep, StepBuilder
@@ -59,6 +60,7 @@ class Policy:
         self.pause = Pause.NONE
         self._max_num_running = min(config.max_num_seqs, config.max_num_active_seqs)
         self._bisection = FaultBisection()
+        self._quarantine = Quarantine()
         self._token_budget = TokenBudget(config.max_num_scheduled_tokens)
         self._step = 0
         self._epoch = 0
@@ -169,6 +171,7 @@ class Policy:
                 continue
             if preemption_epoch == sequence.preemption_epoch:
                 sequence.num_computed_on_device = end
+                sequence.has_landed = True
                 if start < sequence.num_prompt:
                     self._num_prompt_tokens += min(end, sequence.num_prompt) - start
                 register(sequence)
@@ -210,17 +213,27 @@ class Policy:
         """Take the end of the device, with its KV cache and all plans in flight.
 
         Each running sequence is computed again as after a preemption: what has been sampled and answered stays, so no
-        token is put out twice.
+        token is put out twice.  Among those of the eldest plan a quarantine looks for the culprit.
+
+        Returns:
+            How many losses the culprit has cost, if it is found now; it has ended.
         """
+        eldest = self.in_flight[0].entries if self.in_flight else ()
         for step in self.in_flight:
             if not step.is_cancelled:
                 self._undo(step)
         self.in_flight.clear()
         self._epoch += 1
         self._is_lost = True
+        self._bisection.suspect(())
         self.preempt_all()
         self.blocks.reset_cache()
-        return 0
+        found = self._quarantine.lose((entry[0], entry[3]) for entry in eldest)
+        if found is None:
+            return 0
+        culprit, num_losses = found
+        self.table.fail_request(culprit, f"poisoned_request: {loss.message}")
+        return num_losses
 
     def return_device(self) -> None:
         """The device takes plans again."""
@@ -270,6 +283,9 @@ class Policy:
             if not builder.sequences:  # the group lost its blocks: it starts again with the others
                 self._bisection.suspect(())
                 return self.plan()
+        elif self._quarantine:
+            if not self._test_suspects(builder):
+                return None if self.in_flight or self._quarantine else self.plan()
         else:
             running.schedule(builder, running.snapshot())
             if not builder.has_preempted:
@@ -280,6 +296,30 @@ class Policy:
         plan, record = builder.commit(self._step, self._epoch)
         self.in_flight.append(record)
         return plan
+
+    def _test_suspects(self, builder: StepBuilder) -> bool:
+        """Plan for the suspects under test alone; False if there is nothing to plan for them now."""
+        running = self.table.running
+        while self._quarantine:
+            group = self._quarantine.group()
+            due = [s.sequence for s in group if s.sequence.num_computed < s.until]
+            running.schedule(builder, [sequence for sequence in due if sequence.request_slot >= 0])
+            for sequence in due:
+                is_waiting = sequence.request_slot < 0 and not builder.has_preempted
+                if is_waiting and builder.budget > 0 and len(running) < self._max_num_running:
+                    if not running.start(sequence, builder):
+                        break
+                    self.table.waiting.take(sequence)
+                    self.table.outputs.add_start(sequence.id)
+            if builder.sequences:
+                return True
+            if self.in_flight:
+                return False
+            self.preempt_all()  # those that have passed make room
+            builder.has_preempted = False
+            if not group:
+                self._quarantine.advance()
+        return False
 
     def _start_waiting(self, builder: StepBuilder) -> None:
         table, only_returning = self.table, self.pause is Pause.NO_NEW_REQUESTS

@@ -80,6 +80,10 @@ class SequenceTable:
         self._blocks.forget(sequence.blocks)
         self._end(sequence, "error", error)
 
+    def fail_request(self, request: Request, error: str) -> None:
+        """End all sequences of a request."""
+        self._end_request(request, "error", error)
+
     def append(
         self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
     ) -> None:

@@ -73,6 +73,7 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
     num_in_flight: int = 0
     num_preemptions: int = 0
     num_evictions: int = 0  # preemptions for another's growth
+    has_landed: bool = False  # a step of it has been answered
     num_cached: int = 0  # prompt tokens found in the cache when it first started
     prompt_logprobs: list[TokenLogprobs]  # not put out yet
     num_prompt_logprobs: int = 0  # seen so far

@@ -46,6 +46,13 @@ class Queue:
             self._heap = [entry for entry in self._heap if entry[1].id in self._live]
             heapify(self._heap)
 
+    def take(self, sequence: Sequence) -> None:
+        """Remove a sequence that is not the head and may be pushed again: O(n), for rare cases."""
+        if sequence.id in self._live:
+            self._live.discard(sequence.id)
+            self._heap = [entry for entry in self._heap if entry[1] is not sequence]
+            heapify(self._heap)
+
     def live(self) -> list[Sequence]:
         """Return all sequences in the order of service: O(n log n), for tests and debugging."""
         return [sequence for _, sequence in sorted(self._heap) if sequence.id in self._live]
@@ -79,6 +86,11 @@ class Waiting:
         if returning is None or fresh is None:
             return returning or fresh
         return min(returning, fresh, key=lambda sequence: sequence.order)
+
+    def take(self, sequence: Sequence) -> None:
+        """Remove a sequence from among the others; it may come back."""
+        self.fresh.take(sequence)
+        self.returning.take(sequence)
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence from the queue that it is in, if any."""

@@ -134,7 +134,9 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
         case ExecutionError():  # it failed alone: the same request would fail again
             text = "the model cannot be run on this request"
             return ErrorBody(500, "poisoned_request", text, headers=NO_RETRY)
-        case GenerationError(code="numerical_error" | "no_valid_token"):  # nor this one
+        case GenerationError(
+            code="numerical_error" | "no_valid_token" | "poisoned_request"
+        ):  # nor this one
             text = clean(str(error), MAX_RULE)
             return ErrorBody(500, error.code, text, headers=NO_RETRY)
         case TrouperError():  # GenerationError and the others that are not the client's
@@ -175,7 +177,7 @@ def _client_code(error: TrouperClientError) -> str:
 def _refused_by_engine(error: Exception) -> ErrorBody:
     """Map a refusal of the engine, which begins with its code: `engine_paused: …`, `draining: …`."""
     code, colon, _ = str(error).partition(":")
-    is_known = bool(colon) and code in ("engine_paused", "draining")
+    is_known = bool(colon) and code in ("engine_paused", "draining", "device_restarting")
     text = "the engine takes no requests now, try again"
     return ErrorBody(503, code if is_known else "engine_paused", text, headers=_retry())
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.requests import Admit
-from trouper.actors.messages.results import StepDone
+from trouper.actors.messages.results import DeviceLost, StepDone
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.config.resolve import SchedulerConfig
@@ -146,6 +146,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.flights = deque()
         self.doomed_below = 0  # plans of an earlier epoch are refused
         self.pause = Pause.NONE
+        self.is_lost = False
         self.next_id = 100
         self.admits = {}
         self.seeds = {}
@@ -231,12 +232,14 @@ class PolicyMachine(RuleBasedStateMachine):
             set(self.policy.running_ids),
             self.policy.statistics().num_preemptions,
         )
+        is_searching = bool(self.policy._quarantine)
         plan = self.policy.plan()
         if plan is None:
-            nothing_to_do = self.pause is not Pause.NONE or self.flights
+            nothing_to_do = self.pause is not Pause.NONE or self.flights or self.is_lost
             assert nothing_to_do or self.policy.num_unfinished == 0, "nothing runnable is forgotten"
             return
-        if self.policy.statistics().num_preemptions > preemptions:
+        assert not self.is_lost, "no plan without a device"
+        if not is_searching and self.policy.statistics().num_preemptions > preemptions:
             started = {new.sequence for new in plan.new_sequences} - running
             assert not started, "nobody starts in a step that preempted somebody"
         self.check_plan(plan)
@@ -264,6 +267,19 @@ class PolicyMachine(RuleBasedStateMachine):
         if fault == "not finite":
             failed, tokens[0] = ((0, "not_finite"),), ()
         self.policy.apply(StepDone(plan.step, tuple(tokens), failed=failed))
+
+    @rule()
+    def lose_the_device(self):
+        step = self.flights[0].step if self.flights else None
+        self.flights.clear()
+        self.device = PagedDevice(self.blocks.num_blocks, self.blocks.block_size)
+        self.is_lost = True
+        self.policy.lose_device(DeviceLost("it died", step))
+
+    @rule()
+    def return_the_device(self):
+        self.is_lost = False
+        self.policy.return_device()
 
     @rule(times=st.integers(1, 12), depth=st.integers(1, 3))
     def work(self, times, depth):
@@ -366,6 +382,7 @@ class PolicyMachine(RuleBasedStateMachine):
         """Whatever happened, everything ends, in a bounded number of steps, and nothing stays."""
         if not hasattr(self, "policy"):
             return
+        self.return_the_device()
         self.set_pause(Pause.NONE)
         for _ in range(5000):
             self.plan()

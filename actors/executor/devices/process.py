@@ -155,7 +155,7 @@ class ProcessDevice:
             self._budget.explain(cast("int", args[0]))
             return None
         if self._state is not WorkerState.UP:
-            raise RetryableRequestError("the device is being restarted", "device_restarting")
+            raise RetryableRequestError("device_restarting: the device is being started again")
         call = _make_call(self._next_call, method, args)
         self._next_call += 1
         future: Future[object] = Future()
@@ -332,7 +332,7 @@ class ProcessDevice:
         self._lost_epoch = self._last_epoch
         self._plans.clear()
         for _, future in self._calls.values():
-            future.fail(RetryableRequestError(death.describe(), "device_restarting"))
+            future.fail(RetryableRequestError(f"device_restarting: {death.describe()}"))
         self._calls.clear()
         self._spend(death)
         return DeviceLost(death.describe(), death.step)

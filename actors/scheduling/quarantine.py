@@ -1,0 +1,98 @@
+"""A search for the request that kills the device, over the sequences of the step in which it died.
+
+    lose(columns) ─▶ group() ─▶ it runs alone ─┬─ every member has landed: advance() to the next group
+                       ▲                       └─ lose() again: the culprit is in here
+                       └──────────────────────────── until no suspect is left
+
+Laws:
+1. While there is a suspect nothing runs but the group under test, so the step of a loss has no bystander in it.
+2. A request is condemned only when it was alone in the step of a loss, and a suspect before.
+3. Newcomers are tested first: a sequence that has finished a step before is a rare killer.  So a new prompt that
+   kills costs two losses in any crowd, any other at most 2 + ⌈log2 n⌉.
+4. A suspect is free once it has landed past the position that was planned for it at the loss.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from trouper.actors.scheduling.sequences import Request, Sequence, State
+
+
+class Suspect(msgspec.Struct, frozen=True, eq=False):
+    """A sequence in the step of a loss, and the position past which it is free."""
+
+    sequence: Sequence
+    until: int
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it has ended, or has landed past the position."""
+        sequence = self.sequence
+        has_landed = sequence.num_computed_on_device >= self.until
+        return sequence.state is State.FINISHED or (sequence.request_slot >= 0 and has_landed)
+
+
+class Quarantine:
+    """The suspects, and those of them that are under test."""
+
+    def __init__(self) -> None:
+        self._suspects: list[Suspect] = []  # at most the columns of a step, `max_num_seqs`
+        self._tested: list[Suspect] = []
+        self._num_losses = 0  # of this search
+
+    def __repr__(self) -> str:
+        return f"<Quarantine: {len(self._suspects)} suspects, {len(self._tested)} under test>"
+
+    def __bool__(self) -> bool:
+        return bool(self._suspects)
+
+    def lose(self, columns: Iterable[tuple[Sequence, int]]) -> tuple[Request, int] | None:
+        """Take the columns of the step that the device was in: each sequence and where its tokens end.
+
+        Returns:
+            The culprit, if it has been found, and how many losses it has cost.
+        """
+        columns = list(columns)
+        if not columns:  # it was idle: no request's doing
+            return None
+        self._num_losses += 1
+        requests = {id(sequence.request): sequence.request for sequence, _ in columns}
+        before = {suspect.sequence.id for suspect in self._suspects}
+        if len(requests) == 1 and any(sequence.id in before for sequence, _ in columns):
+            (culprit,) = requests.values()
+            num_losses = self._num_losses
+            self._end()
+            return culprit, num_losses
+        self._suspects = [
+            Suspect(sequence, min(end, sequence.num_tokens))
+            for sequence, end in columns
+            if sequence.state is not State.FINISHED
+        ]
+        self._choose()
+        return None
+
+    def group(self) -> list[Suspect]:
+        """Those under test that are not free yet."""
+        free = {suspect.sequence.id for suspect in self._tested if suspect.is_free}
+        if free:
+            self._suspects = [s for s in self._suspects if s.sequence.id not in free]
+            self._tested = [s for s in self._tested if s.sequence.id not in free]
+        return self._tested
+
+    def advance(self) -> None:
+        """Go on to the next group: all of the last one have passed."""
+        self._choose()
+
+    def _choose(self) -> None:
+        """Take the newcomers, unless none or all are; else the first half of the suspects."""
+        self._suspects = [s for s in self._suspects if s.sequence.state is not State.FINISHED]
+        if not self._suspects:
+            self._end()
+        newcomers = [suspect for suspect in self._suspects if not suspect.sequence.has_landed]
+        if not 0 < len(newcomers) < len(self._suspects):
+            newcomers = self._suspects[: (len(self._suspects) + 1) // 2]
+        self._tested = newcomers
+
+    def _end(self) -> None:
+        self._suspects, self._tested, self._num_losses = [], [], 0

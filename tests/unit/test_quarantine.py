@@ -1,0 +1,139 @@
+"""A device that dies of a request: how the request is found, and what becomes of the others."""
+
+import math
+
+import pytest
+
+from tests.unit.test_policy import Desk
+from trouper.actors.messages.results import DeviceLost
+
+
+class Ward(Desk):
+    """A desk whose device dies when the step that it runs holds a poisonous sequence."""
+
+    def __init__(self, **config):
+        super().__init__(**{"max_steps_in_flight": 2, "max_num_seqs": 16, **config})
+        self.num_losses = self.num_explained = 0
+
+    def lose(self):
+        step = self.flights[0].step if self.flights else None
+        self.flights.clear()
+        self.num_losses += 1
+        self.num_explained += self.policy.lose_device(DeviceLost("it died", step))
+        assert self.policy.plan() is None
+        self.policy.return_device()
+        self.take()
+
+    def run(self, is_deadly):
+        """Until all is done; `is_deadly` is asked of the sequences of each step that is about to run."""
+        for _ in range(1000):
+            while self.plan() is not None:
+                pass
+            if not self.flights:
+                return
+            if is_deadly(self.owners(self.flights[0]), self.flights[0]):
+                self.lose()
+            else:
+                self.land()
+        raise AssertionError("it does not end")
+
+    def assert_all_but(self, poison, num_sequences, num_tokens):
+        for id in range(num_sequences):
+            tokens = [t for e in self.news if e.id == id for t in e.token_ids]
+            assert id == poison or tokens == [7] * num_tokens
+        ends = self.ends()
+        assert [id for id, end in ends.items() if end != ("length", None)] == (
+            [] if poison is None else [poison]
+        )
+        self.assert_idle()
+
+
+def test_a_loss_in_passing_ends_nothing_and_doubles_nothing():
+    ward = Ward()
+    for id in range(5):
+        ward.admit(id, max_tokens=4)
+    ward.step()
+    dies = iter([True])
+    ward.run(lambda owners, plan: next(dies, False))
+    ward.assert_all_but(None, 5, 4)
+    assert ward.num_explained == 0
+
+
+def test_an_idle_loss_forgets_the_prefixes():
+    ward = Ward()
+    ward.admit(0, prompt=range(8), max_tokens=1)
+    ward.step()
+    assert ward.blocks.prefixes()
+    ward.lose()
+    assert not ward.blocks.prefixes()
+    ward.admit(1, prompt=range(8), max_tokens=1)
+    assert ward.plan().num_computed_tokens == (0,)
+
+
+def test_a_poisonous_newcomer_costs_two_losses_and_both_are_explained():
+    ward = Ward()
+    for id in range(15):
+        ward.admit(id, max_tokens=6)
+    ward.step()
+    ward.admit(15, max_tokens=6)
+    ward.run(lambda owners, plan: 15 in owners)
+    ward.assert_all_but(15, 16, 6)
+    assert ward.num_losses == ward.num_explained == 2
+    assert [e.error for e in ward.news if e.error] == ["poisoned_request: it died"]
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 3, 5, 8, 16])
+def test_any_other_poison_is_found_in_log_n_losses(num_sequences):
+    for poison in range(num_sequences):
+        ward = Ward()
+        for id in range(num_sequences):
+            ward.admit(id, max_tokens=6)
+        ward.step()
+        ward.step()
+        ward.run(lambda owners, plan, poison=poison: poison in owners)
+        ward.assert_all_but(poison, num_sequences, 6)
+        assert ward.num_losses == ward.num_explained <= 2 + math.ceil(math.log2(num_sequences))
+
+
+def test_a_request_that_was_alone_and_landed_past_the_loss_is_no_suspect_any_more():
+    ward = Ward()
+    ward.admit(0, max_tokens=9)
+    ward.step()
+    dies_at = iter([True, False, False, True, False, False, True])
+    ward.run(lambda owners, plan: next(dies_at, False))
+    ward.assert_all_but(None, 1, 9)
+
+
+def test_siblings_of_a_poisonous_request_end_with_it():
+    ward = Ward()
+    ward.admit(0, n=4, max_tokens=6)
+    ward.run(lambda owners, plan: True)
+    assert ward.num_losses == 2
+    assert {end for end, _ in ward.ends().values()} == {"error"}
+    ward.assert_idle()
+
+
+def test_few_blocks_do_not_hold_up_the_search():
+    ward = Ward(num_usable=6, max_num_scheduled_tokens=4)
+    for id in range(6):
+        ward.admit(id, prompt=range(6), max_tokens=6)
+    ward.step()
+    ward.step()
+    dies = iter([False, True])
+    ward.run(lambda owners, plan: next(dies, False))
+    ward.assert_all_but(None, 6, 6)
+
+
+def test_a_suspect_that_is_aborted_is_not_waited_for():
+    ward = Ward()
+    for id in range(3):
+        ward.admit(id, max_tokens=6)
+    ward.step()
+    ward.plan()
+    ward.lose()
+    for id in range(3):
+        ward.policy.abort(id)
+    ward.admit(3, max_tokens=2)
+    ward.run(lambda owners, plan: False)
+    assert ward.ends()[3] == ("length", None)
+    ward.assert_idle()
