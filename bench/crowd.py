@@ -71,8 +71,8 @@ def leaving(seconds: float, max_tokens: int) -> dict[str, Any]:
     """Let some clients disconnect at random in the middle of their answers, while the others read on.
 
     Three ways in turns, `seconds` of each: no client leaves; one that leaves stays away until the turn is over; one that leaves
-    asks anew at once, so that there is more to do.  What the others get is told beside the turns around it in which
-    nobody leaves, each weighted by its nearness: machines drift.
+    asks anew at once, so that there is more to do.  What the others get is compared with the turns around it in which
+    no client leaves, each weighted by its nearness: machines drift.
     """
     with served("--max-num-seqs", str(NUM_CLIENTS), *CACHE) as stage:
         idle = warm(stage, max_tokens)

@@ -111,7 +111,7 @@ class CompletionOutput(msgspec.Struct):
 
 
 class RequestOutput(msgspec.Struct):
-    """What `generate` yields: the whole text so far, or what is new, by `output_kind`."""
+    """Output that `generate` yields: the whole text so far, or only what is new, by `output_kind`."""
 
     request_id: str
     prompt: str | None

@@ -53,5 +53,5 @@ class Executor:
     async def _call(self, message: DeviceCall) -> None:
         try:
             message.answer.set(await self._device.call(message.method, *message.args))
-        except Exception as error:  # it belongs to who asked
+        except Exception as error:  # it belongs to the task that asked
             message.answer.fail(error)

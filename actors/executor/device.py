@@ -24,12 +24,12 @@ class PendingResult(NamedTuple, Generic[Result_co]):
 
     is_ready: Callable[[], bool]
     finish: Callable[[], Result_co]  # waits if it is not ready
-    # Calls back once it is ready, from whatever thread; None: nobody does, look now and then.
+    # Calls back once it is ready, from any thread.  None: there is no call, so `is_ready` must be polled.
     when_ready: Callable[[Callable[[], None]], None] | None = None
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
-    """What a device knows only after loading."""
+    """Facts about a device that are known only after loading."""
 
     num_blocks: int  # KV blocks in all, the null block 0 included
     block_size: int  # tokens a block

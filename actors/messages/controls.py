@@ -9,7 +9,7 @@ from trouper.actors.messages.promise import Promise
 
 
 class Pause(Enum):
-    """What may be planned."""
+    """Restriction on which sequences the scheduler may plan."""
 
     NONE = "none"
     NO_NEW_REQUESTS = "no new requests"  # what has run before runs on; nothing else starts

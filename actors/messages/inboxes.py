@@ -1,4 +1,4 @@
-"""What each actor may receive."""
+"""Types of the messages that each actor may receive."""
 
 from trouper.actors.messages.controls import (
     DeviceCall,

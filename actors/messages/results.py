@@ -1,4 +1,4 @@
-"""What plans yielded: from the executor to the scheduler."""
+"""Results of plans, which the executor sends to the scheduler."""
 
 from typing import Literal
 

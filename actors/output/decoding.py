@@ -1,4 +1,4 @@
-"""What the detokenizer needs of a tokenizer: text from tokens, never tokens from text."""
+"""Protocols of the tokenizer's half that the detokenizer uses: text from tokens, never tokens from text."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -3,7 +3,7 @@
 Laws.  Nothing here waits for a client: the slots merge.  A result for an unknown sequence is late and
 ignored.  A failure while one request is detokenised ends that request.  A sequence that a stop string
 or a failure ends is forgotten at once and named in the `Stop` of this step; every other sequence stays
-until its finishing news arrives.  The event loop gets a turn after `WORK_PER_TURN` results at most.
+until its finishing update arrives.  The event loop gets a turn after `WORK_PER_TURN` results at most.
 
 Source: spec sections 8.4, 9 and 13.3.
 """
@@ -32,9 +32,8 @@ from trouper.errors import GenerationError, TrouperError
 from trouper.outputs import FinishReason, LogprobsOnePosition, RequestError
 from trouper.params import SamplingParams
 
-WORK_PER_TURN = (
-    8  # tokens and logprob candidates; whom they wake runs in the same turn, 40 µs each over HTTP
-)
+# Tokens and logprob candidates; the readers that they wake run in the same turn, 40 µs each over HTTP.
+WORK_PER_TURN = 8
 MAX_CHARACTER_TOKENS = 4  # UTF-8: one token per byte at worst
 
 
@@ -56,7 +55,7 @@ class _Request(msgspec.Struct):
 
 
 class _Sequence(msgspec.Struct):
-    """One completion.  `text` is made with its first tokens."""
+    """State of one completion; `text` is made with its first tokens."""
 
     request: _Request
     index: int
@@ -122,12 +121,12 @@ class Detokenizer:
         for id in message.started:
             if (sequence := self._sequences.get(id)) is not None:
                 self._stats.note_start(sequence.request.slot.stats, now)
-        for news in message.sequences:
-            work += _work(news)
+        for update in message.sequences:
+            work += _work(update)
             if work > WORK_PER_TURN:
                 await anyio.lowlevel.checkpoint()
                 work = 0
-            stopped.extend(self._tell_one(news, now))
+            stopped.extend(self._take_update(update, now))
         if stopped:
             try:
                 self._scheduler.send_nowait(Stop(tuple(stopped)))  # room is reserved by the wiring
@@ -137,20 +136,22 @@ class Detokenizer:
         for answer in message.answers:
             answer.set(None)
 
-    def _tell_one(self, news: SequenceTokens, now: float) -> list[SequenceId]:
-        """Pass on the news of one sequence; answer the sequences that the scheduler must drop."""
-        sequence = self._sequences.get(news.id)
+    def _take_update(self, update: SequenceTokens, now: float) -> list[SequenceId]:
+        """Write the update of one sequence to its slot; return the sequences that the scheduler must drop."""
+        sequence = self._sequences.get(update.id)
         if sequence is None:
             return []
-        request, reason = sequence.request, news.finish_reason
-        self._stats.note_preemptions(request.slot.stats, sequence.times, news.num_preemptions)
+        request, reason = sequence.request, update.finish_reason
+        self._stats.note_preemptions(request.slot.stats, sequence.times, update.num_preemptions)
         if reason is not None:
-            del self._sequences[news.id]
+            del self._sequences[update.id]
         stopped: list[SequenceId] = []
         if not request.slot.is_closed:
             try:
-                if self._write(sequence, news, now):
-                    stopped = [news.id] if self._sequences.pop(news.id, None) is not None else []
+                if self._write(sequence, update, now):
+                    stopped = (
+                        [update.id] if self._sequences.pop(update.id, None) is not None else []
+                    )
                     reason = "stop"
             except Exception as error:  # it is this request's, whatever it is
                 request.slot.fail(_typed(error))
@@ -165,45 +166,44 @@ class Detokenizer:
         ids = [SequenceId(request.id + index) for index in range(request.params.n)]
         return [id for id in ids if self._sequences.pop(id, None) is not None]
 
-    def _write(self, sequence: _Sequence, news: SequenceTokens, now: float) -> bool:
+    def _write(self, sequence: _Sequence, update: SequenceTokens, now: float) -> bool:
         """Write the slot; True when a stop string has ended the sequence."""
         request = sequence.request
         slot = request.slot
-        if (
-            news.num_cached_tokens is not None and sequence.index == 0
-        ):  # the others share its prompt
-            request.num_cached_tokens = news.num_cached_tokens
-            slot.note_cached_tokens(news.num_cached_tokens)
-        if news.prompt_logprobs and sequence.index == 0:
-            self._write_prompt_logprobs(request, news)
-        if news.error is not None:
-            error = _request_error(news.error)
+        # The other completions share the first one's prompt.
+        if update.num_cached_tokens is not None and sequence.index == 0:
+            request.num_cached_tokens = update.num_cached_tokens
+            slot.note_cached_tokens(update.num_cached_tokens)
+        if update.prompt_logprobs and sequence.index == 0:
+            self._write_prompt_logprobs(request, update)
+        if update.error is not None:
+            error = _request_error(update.error)
             request.error_code = error.code
             slot.note_error(error)
-        if not news.token_ids and news.finish_reason is None:
+        if not update.token_ids and update.finish_reason is None:
             return False
         if sequence.text is None:
             sequence.text = self._open_text(request)
-        told = sequence.text.push(
-            news.token_ids,
-            is_last=news.finish_reason is not None,
-            ends_with_stop_token=news.finish_reason == "stop",
+        delta = sequence.text.push(
+            update.token_ids,
+            is_last=update.finish_reason is not None,
+            ends_with_stop_token=update.finish_reason == "stop",
         )
-        token_ids = news.token_ids[: told.num_tokens]
+        token_ids = update.token_ids[: delta.num_tokens]
         if token_ids:
             self._stats.note_tokens(slot.stats, sequence.times, len(token_ids), now)
         slot.write(
             sequence.index,
-            told.text,
+            delta.text,
             token_ids,
-            logprobs=self._logprobs(sequence, news, token_ids),
-            finish_reason=news.finish_reason if told.stop is None else "stop",
-            stop_reason=news.stop_reason if told.stop is None else told.stop,
+            logprobs=self._logprobs(sequence, update, token_ids),
+            finish_reason=update.finish_reason if delta.stop is None else "stop",
+            stop_reason=update.stop_reason if delta.stop is None else delta.stop,
         )
-        return told.stop is not None
+        return delta.stop is not None
 
     def _note_end(self, request: _Request, reason: FinishReason, now: float) -> None:
-        """One of its sequences has ended; with the last one the request has."""
+        """Note the end of a sequence; the last one's is the end of the request."""
         request.num_open -= 1
         if request.finish_reason != "error":
             request.finish_reason = reason
@@ -238,12 +238,12 @@ class Detokenizer:
         )
 
     def _logprobs(
-        self, sequence: _Sequence, news: SequenceTokens, token_ids: tuple[int, ...]
+        self, sequence: _Sequence, update: SequenceTokens, token_ids: tuple[int, ...]
     ) -> list[LogprobsOnePosition] | None:
-        if not news.logprobs:
+        if not update.logprobs:
             return None
         positions: list[LogprobsOnePosition] = []
-        for token_id, position in zip(token_ids, news.logprobs, strict=False):
+        for token_id, position in zip(token_ids, update.logprobs, strict=False):
             positions.append(
                 position_logprobs(
                     position,
@@ -255,9 +255,9 @@ class Detokenizer:
             sequence.recent = (*sequence.recent, token_id)[1 - MAX_CHARACTER_TOKENS :]
         return positions
 
-    def _write_prompt_logprobs(self, request: _Request, news: SequenceTokens) -> None:
+    def _write_prompt_logprobs(self, request: _Request, update: SequenceTokens) -> None:
         positions: list[LogprobsOnePosition] = []
-        for position in news.prompt_logprobs:
+        for position in update.prompt_logprobs:
             request.num_prompt_logprobs += 1
             end = request.num_prompt_logprobs  # position 0 has none, so this one's index
             before = request.prompt_token_ids[max(0, end + 1 - MAX_CHARACTER_TOKENS) : end]
@@ -271,9 +271,9 @@ def _request_error(text: str) -> RequestError:
     return RequestError(code, message)
 
 
-def _work(news: SequenceTokens) -> int:
-    work = 1 + len(news.token_ids)
-    for positions in (news.logprobs, news.prompt_logprobs):
+def _work(update: SequenceTokens) -> int:
+    work = 1 + len(update.token_ids)
+    for positions in (update.logprobs, update.prompt_logprobs):
         if positions:
             work += sum(len(position.token_ids) for position in positions)
     return work

@@ -12,7 +12,7 @@ from trouper.outputs import RequestStateStats
 
 
 class SequenceTimes(msgspec.Struct):
-    """One completion's share."""
+    """Counts and times of one completion."""
 
     num_preemptions: int = 0
     num_tokens: int = 0

@@ -66,7 +66,7 @@ class Pooler:
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         # One for each open request, so there is always room.
         to_lane, lane = anyio.create_memory_object_stream[_PoolerJob](MAX_OPEN_REQUESTS)
-        # The two defaults differ (spec 14.1), so they are said.
+        # The two defaults differ, so both are logged.
         logger.info(
             "pooling tasks: %s; by default %s, of encode %s",
             ", ".join(self._spec.tasks),
@@ -99,7 +99,7 @@ class Pooler:
         return [work for work in works if work is not None]
 
     def _prepare_one(self, request: PooledRequest) -> _PoolerJob | None:
-        """What is to be computed; None when the request has its end already."""
+        """Make the job of a request; None when the request has ended already."""
         slot, late = request.admit.slot, request.admit.params.late_interaction_params
         is_scored = late is not None and late.mode == "score_doc"
         query: Array | None = None
@@ -158,7 +158,7 @@ class Pooler:
 
 
 def _finish_all(batch: Sequence[_PoolerJob], spec: PoolerSpec) -> list[Array | Exception | None]:
-    """None: aborted meanwhile."""
+    """Finish the results of a batch; an entry is None where its request was aborted meanwhile."""
     return [_finish_one(work, spec) for work in batch]
 
 

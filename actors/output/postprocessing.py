@@ -55,7 +55,7 @@ def finish(
 
 
 def _is_finite(array: Array) -> bool:
-    """Whether all numbers are: if their sum of squares is, they are; else each is tested."""
+    """Tell whether all numbers are finite: if their sum of squares is, they are; else each is tested."""
     return math.isfinite(np.vdot(array, array)) or bool(np.isfinite(array).all())
 
 

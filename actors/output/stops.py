@@ -19,7 +19,7 @@ import msgspec
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """What one push adds to the text that the client has."""
+    """Text that one push adds to what the client has already."""
 
     text: str
     num_tokens: int  # how many of the pushed tokens count; those after a match do not

@@ -106,7 +106,7 @@ class ChatTemplate:
         return (text if final is None else _cut_end(text, final)).split(SEAM)
 
     def _used(self, variables: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Those that the template names."""
+        """Copy the variables that the template names, and drop the others."""
         return {k: plain_data(v) for k, v in (variables or {}).items() if k in self.variables}
 
     def _message(self, index: int, message: Any) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class ChatTemplate:
         return clean
 
     def _content(self, content: Any, where: str) -> Any:
-        """Text or parts, whichever of the two the template was written for."""
+        """Return the content as text or as parts, whichever of the two the template was written for."""
         if isinstance(content, str):
             if self.takes_parts and not self._tests_for_strings:
                 return [{"type": "text", "text": content}]
@@ -224,7 +224,7 @@ def _sew(text: str, tokens: Collection[str]) -> str:
 
 
 def _iterates_content(tree: nodes.Template) -> bool:
-    """Does the template loop over a message's content, or over a variable set from it?"""
+    """Tell whether the template loops over a message's content, or over a variable set from it."""
     names: set[str] = {"content"}
     for assign in tree.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node):

@@ -115,7 +115,7 @@ def render_once(
 
 
 class TemplateProcess:
-    """One process, which renders one order at a time.
+    """Process that renders one conversation at a time.
 
     Raises:
         GenerationError: it cannot be started.
@@ -141,7 +141,7 @@ class TemplateProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it lives and belongs to this process, not to the one that this was forked from."""
+        """Tell whether it is alive and was started by this very process, not by one that this was forked from."""
         is_open = self._socket.fileno() >= 0 and self._pid == os.getpid()
         return is_open and self._process.poll() is None
 

@@ -39,7 +39,7 @@ PAUSE_S = 1e-4
 
 
 def digests(prompt: Sequence[Embeds], block_size: int) -> tuple[bytes, ...]:
-    """What names the rows of each block in the prefix cache; empty where a block has none."""
+    """Hash the rows of each block, as its name in the prefix cache; empty where a block has no rows."""
     hashes: dict[int, Any] = {}
     for embeds in prompt:
         row_bytes = embeds.num_columns * ITEM_BYTES[embeds.dtype]
@@ -154,7 +154,7 @@ def from_tensor(tensor: Any, num_columns: int, max_rows: int) -> Embeds:
 
 
 class _RefusedError(ValueError):
-    """What is wrong with a payload, in words for the client."""
+    """Refusal of a payload; its text is shown to the client."""
 
 
 # torch.save
@@ -223,7 +223,7 @@ def _index_members(payload: memoryview) -> dict[str, _Member]:
 
 
 def _check_local_header(payload: memoryview, at: int, name: bytes, size: int) -> int:
-    """Where the bytes of a member begin; its own header must agree with the directory."""
+    """Find where the bytes of a member begin, and refuse a header that differs from the directory."""
     if at + 30 > len(payload):
         raise _RefusedError("truncated")
     signature, _, flags, method, _, _, _, packed, plain, name_length, extra_length = (
@@ -238,7 +238,7 @@ def _check_local_header(payload: memoryview, at: int, name: bytes, size: int) ->
 
 
 class _Tensor(msgspec.Struct, frozen=True):
-    """What the pickle says."""
+    """Tensor as the pickle describes it: dtype, storage, offset and shape."""
 
     dtype: EmbedsDtype
     key: str

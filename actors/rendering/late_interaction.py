@@ -24,7 +24,7 @@ class Marked(NamedTuple):
 
 
 class Marks(msgspec.Struct, frozen=True, kw_only=True):
-    """What becomes of a text on one of the two sides."""
+    """Rules by which a query, or a document, is turned into tokens."""
 
     prefix: int | None  # the marker, where it is a token
     text: str  # the marker, where it is none
@@ -34,11 +34,14 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
     skipped: frozenset[int] = frozenset()
 
     def room(self, wanted: int | None) -> int:
-        """For a text and its special tokens, of which no more than `wanted` are to be."""
+        """Number of tokens left for a text and its special tokens, at most `wanted` of them."""
         return min(self.length, wanted or self.length) - (self.prefix is not None)
 
     def mark(self, ids: Sequence[int], num_leading: int) -> Marked:
-        """`ids`: as many as there is room for, of which `num_leading` special ones stay before the marker."""
+        """Put the marker behind the first `num_leading` of `ids`, and fill a short query up.
+
+        `ids` are no more than `room` allows.
+        """
         marker = () if self.prefix is None else (self.prefix,)
         marked = [*ids[:num_leading], *marker, *ids[num_leading:]]
         skipped = tuple(i for i, id in enumerate(marked) if id in self.skipped)
@@ -50,7 +53,7 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def marks_of(late: LateInteraction, tokenizer: Tokenizer, limits: ModelLimits) -> dict[str, Marks]:
-    """By the mode of `LateInteractionParams`.
+    """Make the rules for queries and documents, by the mode of `LateInteractionParams`.
 
     Documents have their own length, or all of a `max_model_len` that was chosen beyond both lengths.
 

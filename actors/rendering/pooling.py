@@ -1,7 +1,7 @@
 """Prompts of a pooling model -> what the engine needs to know.  Pure; runs in a renderer's thread.
 
 Beside the forms of generation there is the pair: `{"prompt": …, "text_pair": …}`.  A text is cut inside its
-special tokens, as transformers does it, and at its end unless told otherwise; of a pair the longer text is
+special tokens, as transformers does it, and at its end unless the request says otherwise; of a pair the longer text is
 cut.  A query or document of late interaction is marked; every other text is read as it is.
 """
 

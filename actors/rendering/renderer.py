@@ -52,7 +52,7 @@ class Renderer:
                     await (self._serve(*batch) if len(batch) == 1 else self._serve_all(batch))
 
     def _gather(self, message: Render) -> tuple[list[Render], Render | None]:
-        """What is served together with the first that came, and what came behind it and is not."""
+        """Return the prompts to be served together, and one that came behind them and does not fit, or None."""
         batch, room = [message], BATCH_CHARS - _plain_size(message)
         while room > 0:
             try:
@@ -86,7 +86,7 @@ class Renderer:
             self._end(message, rendered)
 
     def _render_all(self, batch: Sequence[Render]) -> list[Rendered | Exception | None]:
-        """In a thread."""
+        """Render a batch, in a worker thread; None stands for a request that was aborted."""
         found: list[Rendered | Exception | None] = []
         for message in batch:
             try:
@@ -117,7 +117,7 @@ class Renderer:
 
 
 def _plain_size(message: Render) -> float:
-    """Of text or ids, with nothing else that would have to be tokenised or looked through; infinite otherwise."""
+    """Size of a prompt of text or ids alone; infinite if anything else must be tokenised or looked through."""
     prompt: Any = message.prompt
     params = message.params
     if isinstance(params, SamplingParams) and (

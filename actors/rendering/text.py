@@ -79,7 +79,7 @@ class Prompts:
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
-        self._keeps_end_untold = self._keeps_end(None)
+        self._keeps_end_by_default = self._keeps_end(None)
         # What a text is spelled with need not be looked at one by one.
         self._fits = tokenizer is not None and tokenizer.gives_below(limits.vocab_size)
         self._chat_template = chat_template
@@ -149,10 +149,10 @@ class Prompts:
         )
 
     def _cut(self, message: Render) -> tuple[int | None, bool]:
-        """How many tokens are wanted, None: all that there may be; and whether they are the last ones."""
+        """Decide how many tokens to keep (None: as many as there may be), and whether to keep the end."""
         truncate, side = message.truncate_prompt_tokens, message.truncation_side
         if truncate is None and side is None:
-            return None, self._keeps_end_untold
+            return None, self._keeps_end_by_default
         return self._wanted_length(truncate), self._keeps_end(side)
 
     def _keeps_end(self, side: str | None) -> bool:
@@ -342,7 +342,7 @@ def _control_tokens(tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[str, .
 
 
 def _check_embeds_request(message: Render) -> None:
-    """What needs the prompt's tokens, which such a prompt does not have."""
+    """Refuse parameters that need the prompt's tokens, which a prompt of embeddings does not have."""
     assert isinstance(message.params, SamplingParams)
     if message.params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "not with prompt_embeds")
@@ -363,7 +363,7 @@ def template_text(given: str | None) -> str | None:
 
 
 def checked_ids(ids: Any, num: int, parameter: str = "prompt_token_ids") -> list[int]:
-    """Those of `parameter`: each below `num`."""
+    """Check the token ids of `parameter`, each of which must be below `num`."""
     if not isinstance(ids, list | Sequence) or isinstance(ids, str | bytes):  # mostly a list
         raise invalid(parameter, "must be a list of ids", type(ids).__name__)
     known = cast("Sequence[int]", ids)

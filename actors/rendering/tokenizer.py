@@ -281,7 +281,10 @@ def _check_panic(error: BaseException) -> None:
 
 
 def _shares(lengths: Sequence[int], room: int) -> list[int]:
-    """What is left of each part when the longer is cut first; of an odd room it, or the second, keeps one more."""
+    """Number of tokens that each part keeps when the longer is cut first.
+
+    Of an odd room the longer part, or else the second, keeps one more.
+    """
     room = max(0, room)
     if len(lengths) == 1:
         return [min(lengths[0], room)]

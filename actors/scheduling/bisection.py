@@ -15,7 +15,10 @@ from trouper.actors.scheduling.sequences import Sequence
 
 
 class FaultBisection:
-    """The suspects, and the group under test: while there is one, nothing else may be in flight."""
+    """Search for the sequence that makes steps fail.
+
+    It holds the suspects and the group under test; while there is such a group, no other step may be in flight.
+    """
 
     def __init__(self) -> None:
         self._suspects: list[Sequence] = []
@@ -40,7 +43,7 @@ class FaultBisection:
 
     @property
     def is_testing(self) -> bool:
-        """Whether a group is in flight."""
+        """Tell whether a group under test is in flight."""
         return bool(self._tested)
 
     def passed(self) -> None:

@@ -55,7 +55,7 @@ class KVBlocks:
 
     @property
     def num_free(self) -> int:
-        """Blocks without a holder."""
+        """Number of blocks that no sequence holds."""
         return len(self._free)
 
     @property

@@ -75,7 +75,7 @@ class Policy:
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences without an end."""
+        """Number of sequences that have not ended."""
         return len(self.table.sequences)
 
     @property

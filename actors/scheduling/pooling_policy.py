@@ -105,7 +105,7 @@ class PoolingPolicy:
     # Events
 
     def admit(self, admit: Admit | AdmitPooling) -> None:
-        """Take a request in."""
+        """Queue a new request."""
         assert isinstance(admit, AdmitPooling)
         self._num_admitted += 1
         self.unfinished[admit.id] = admit

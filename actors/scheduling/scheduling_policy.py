@@ -40,7 +40,7 @@ class SchedulingPolicy(Protocol[OutputsT]):
         ...
 
     def admit(self, admit: Admit | AdmitPooling) -> None:
-        """Take a request in."""
+        """Queue a new request."""
 
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored."""

@@ -29,7 +29,7 @@ Order = tuple[int, float, int, int]  # smaller runs first; unique
 
 
 class State(Enum):
-    """Where a sequence is in its life."""
+    """Stage of a sequence's life."""
 
     WAITING = "waiting"  # never ran
     RUNNING = "running"  # holds a request slot
@@ -38,7 +38,7 @@ class State(Enum):
 
 
 class Request(msgspec.Struct, eq=False):
-    """What the client sent, and the sequences grown for it."""
+    """Client's request, and the sequences grown for it."""
 
     admit: Admit
     sampling: Sampling  # of the first sequence

@@ -433,7 +433,7 @@ def admitted_before_tracked(right):
     return faulty
 
 
-@bug(Detokenizer, "_tell_one")
+@bug(Detokenizer, "_take_update")
 def stop_is_not_sent(right):
     def faulty(self, *args):
         right(self, *args)

@@ -23,7 +23,7 @@ TOKEN_CLASSIFIERS = "ForTokenClassification"
 CONVERSIONS = ("embed", "classify")
 LATE_INTERACTION = ("HF_ColBERT", "ColBERTModel")
 COLBERT_SIZES = ("colbert_dim", "dim", "projection_dim")
-# In the order in which the model's default is looked for, and the engine's (spec 14.1).
+# In the order in which the model's default is looked for, and the engine's.
 MODEL_ORDER = ("embed", "classify", "token_embed", "token_classify")
 ENGINE_ORDER = ("token_embed", "token_classify", "embed", "classify")
 # The modes of sentence-transformers' pooling module, in either spelling of its config.

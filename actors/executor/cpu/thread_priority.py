@@ -35,7 +35,7 @@ def compute_with(num_threads: int, num_elsewhere: int) -> None:
 
 
 def start_nice(start: Callable[[], object]) -> None:
-    """What `start` starts of native threads is nicer from now on; only on Linux, where threads are nice one by one."""
+    """Call `start` and lower the priority of the native threads that it starts; on Linux only, where each thread has its own."""
     if platform.system() != "Linux":
         start()
         return
@@ -47,7 +47,7 @@ def start_nice(start: Callable[[], object]) -> None:
 
 
 def be_nice() -> None:
-    """As `start_nice`, for this thread."""
+    """Lower the priority of the calling thread; on Linux only."""
     if platform.system() == "Linux":
         _make_nicer(threading.get_native_id())
 

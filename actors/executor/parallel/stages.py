@@ -12,7 +12,7 @@ P4. A token is written to its row only if the row has not been given to another 
 P5. Each ring has room for `num_ring_entries` steps, which is more than may be under way: sending a token never waits.
 P6. At most `max_steps_in_flight` steps are under way.
 
-A ring of tokens that is read only when a token is needed would fill up with those that nobody needs, and one
+A ring of tokens that is read only when a token is needed would fill up with those that no stage needs, and one
 with fewer entries than steps in flight can stop all stages: `tests/simulation/stage_protocol.py` finds both.
 """
 
@@ -186,7 +186,7 @@ class TokenWrite(msgspec.Struct, frozen=True):
 
 
 class Feedback:
-    """What the first stage knows of tokens that the last has sampled, or will.
+    """Record, on the first stage, of the tokens that the last has sampled or is going to sample.
 
     Its owner calls `note_plan` for each plan before running it, `take` for each message of tokens, and `must_wait`
     to learn whether a token that the plan reads is still to come.

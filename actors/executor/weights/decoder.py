@@ -2,7 +2,7 @@
 
 Laws:
   * Names and shapes are checked against the traits before a byte of a tensor is read (but of biases
-    that nobody wants, which are ignored where they are zeros).
+    that the model does not use, which are ignored where they are zeros).
   * Files are memory-mapped; one parameter at a time is copied, cast and packed, so that the peak is
     the model plus its largest matrix.
   * Nothing is ever unpickled.
@@ -51,12 +51,12 @@ INDEX = "model.safetensors.index.json"
 
 
 class Source(Protocol):
-    """Where the tensors of a checkpoint come from."""
+    """Reader of a checkpoint's tensors, by name."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
-        """What stands for the matrix, if it is not stored plainly."""
+        """Read a quantized matrix; None where the checkpoint stores it as a plain tensor."""
         ...
 
 
@@ -82,7 +82,7 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor, by its name."""
+        """Shapes of all tensors, by name."""
         return {name: tuple(self._shape(name)) for name in self._file_of}
 
     def check(self, parameters: Iterable[Parameter], *, ignored: frozenset[str]) -> None:

@@ -53,7 +53,7 @@ def load_head(
 def load_projection(
     tensors: Tensors, spec: PoolerSpec, architecture: str, hidden_size: int, load_format: str
 ) -> Project:
-    """What stands between hidden states and an embedding; mostly nothing."""
+    """Load the layers between hidden states and an embedding; most models have none."""
     if architecture in LATE_INTERACTION and not spec.dense:
         weight, bias = _linear(tensors, "linear", spec.embedding_size, hidden_size)
         return lambda x: F.linear(x, weight, bias)

@@ -38,7 +38,7 @@ class Scheme(msgspec.Struct, frozen=True):
     has_zeros: bool = True
 
     def stored(self, name: str, shape: tuple[int, ...], names: Container[str]) -> list[Stored]:
-        """What stands for the tensor `name` among `names`: itself, or its parts."""
+        """List the stored tensors, among `names`, that make up the tensor `name`: itself, or its quantized parts."""
         base = name.removesuffix("weight")
         if base + FIRST[self.method] not in names:
             return [(name, shape)]
@@ -97,7 +97,7 @@ class Scheme(msgspec.Struct, frozen=True):
 
 
 def integer_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
-    """What config.json says; None where the weights are plain.
+    """Read the quantization scheme from config.json; None where the weights are plain.
 
     Raises:
         UnsupportedFeatureError: a method or a field that is not read here; the message names it.
