@@ -16,8 +16,10 @@ from typing import Any, Self, cast
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from trouper.actors.rendering.gguf_tokenizer import read_tokenizer
 from trouper.actors.rendering.token_stream import REPLACEMENT, TokenStream
 from trouper.config.files import check_folder, checked, read_object, read_text
+from trouper.config.gguf import is_gguf, read_gguf
 from trouper.errors import GenerationError, TrouperValidationError, UnsupportedFeatureError
 
 SPECIAL_NAMES = (
@@ -70,7 +72,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Read a model folder.
+        """Read a model folder or a GGUF file.
 
         Raises:
             TrouperValidationError: it holds no tokenizer, or one that cannot be read.
@@ -78,10 +80,22 @@ class Tokenizer:
                 needs transformers, which is not installed.
         """
         path = Path(folder)
+        if is_gguf(path):
+            return cls._load_gguf(path)
         check_folder(path, "tokenizer")
         if (path / "tokenizer.json").is_file():
             return cls._load_light(path)
         return cls._load_with_transformers(path)
+
+    @classmethod
+    def _load_gguf(cls, path: Path) -> Self:
+        try:
+            backend, named, templates = read_tokenizer(read_gguf(path))
+        except (TrouperValidationError, UnsupportedFeatureError):
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise _unreadable(path, "the tokenizer", error) from error
+        return cls(backend, folder=str(path), special_tokens=named, chat_templates=templates)
 
     @classmethod
     def _load_light(cls, path: Path) -> Self:

@@ -37,7 +37,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "tokenizer_revision": "Branch, tag or commit of the tokenizer on the hub.",
         "hf_token": "Access token for the model hub.",
         "download_dir": "Folder in which downloads are kept.",
-        "load_format": "auto, or dummy for random weights of a folder or of a preset such as qwen3-0.6b.",
+        "load_format": "auto, safetensors, gguf, or dummy for random weights of a folder or of a preset such as qwen3-0.6b.",
         "device": "Device to run on: auto (a usable GPU, else the CPU), cpu or cuda.",
         "device_worker": "Where the model runs: inline (a thread of this process), process (its own, which may "
         "die and is started again), or auto (inline).",

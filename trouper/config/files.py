@@ -50,8 +50,8 @@ def read_text(path: Path, parameter: str = "model") -> str:
             rule = f"{path.name} is larger than {MAX_TEXT_BYTES // 2**20} MiB"
             raise invalid(parameter, rule, str(path))
         return content.decode()
-    except FileNotFoundError:
-        raise
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(path) from None
     except (OSError, UnicodeDecodeError) as error:
         raise invalid(parameter, f"{path.name} cannot be read: {error}", str(path)) from None
 

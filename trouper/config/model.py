@@ -1,5 +1,6 @@
 """A model folder as its json files describe it.  Only json files are read here; torch is never imported."""
 
+import re
 from pathlib import Path
 from typing import Any, Self
 
@@ -7,6 +8,8 @@ import msgspec
 
 from trouper.config.args import EngineArgs
 from trouper.config.files import check_folder, checked, read_object
+from trouper.config.gguf import find_gguf, is_gguf, read_gguf
+from trouper.config.gguf_names import hf_config
 from trouper.config.hf_fields import GenerationFields, HfFields
 from trouper.config.pooler import PoolerConfig, PoolerSpec, is_pooling, pooler_spec
 from trouper.config.presets import GEOMETRIES
@@ -29,6 +32,8 @@ _OTHER_NAMES = {
     "intermediate_size": ("hidden_dim", "n_inner"),
     "max_position_embeddings": ("n_positions",),
 }
+# Of a hub model that is a folder.
+PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "artifact.metadata"]
 # Their position table begins behind the padding token's index.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 _SAMPLING_DEFAULTS = (
@@ -44,7 +49,7 @@ _SAMPLING_DEFAULTS = (
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A model folder as its json files describe it."""
 
-    path: str  # a folder on disk, or the name of a geometry
+    path: str  # a folder or a GGUF file on disk, or the name of a geometry
     name: str  # what the caller asked for
     architecture: str
     hf_config: dict[str, Any]  # config.json, with a nested text_config lifted to the top
@@ -57,14 +62,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load(cls, args: EngineArgs) -> Self:
-        """Read the folder, the hub snapshot, the geometry or the bundled demo that `args.model` names.
+        """Read the folder, the GGUF file, the hub snapshot, the geometry or the bundled demo that `args.model` names.
 
         Raises:
             TrouperValidationError: no such folder or hub id, no readable config.json in it, or a field of
                 the wrong type or size; the message names the file and the field.
         """
         path = _model_path(args)
-        if path.is_dir():
+        if is_gguf(path):
+            raw = hf_config(read_gguf(path))
+        elif path.is_dir():
             check_folder(path)
             raw = read_object(path / "config.json")
             if raw is None:
@@ -149,7 +156,18 @@ def _model_path(args: EngineArgs) -> Path:
         return DEMO_MODEL
     path = Path(args.model).expanduser()
     if args.model and path.is_dir():
+        is_plain = (path / "config.json").exists() and args.load_format != "gguf"
+        return path if is_plain else find_gguf(path) or path
+    if is_gguf(path) and path.exists():
         return path
+    name, _, quantization = args.model.rpartition(":")
+    if name and re.fullmatch(r"\w+", quantization):
+        folder = Path(name).expanduser()
+        if not folder.is_dir() and name.count("/") == 1:
+            folder = _download(args, name, args.revision, [f"*{quantization}*.gguf"])
+        found = find_gguf(folder, quantization) if folder.is_dir() else None
+        if found is not None:
+            return found
     is_dummy, is_geometry = args.load_format == "dummy", args.model in GEOMETRIES
     if is_dummy and is_geometry:
         return path
@@ -163,12 +181,13 @@ def _model_path(args: EngineArgs) -> Path:
     return _download(args, args.model, args.revision)
 
 
-def _download(args: EngineArgs, repo_id: str, revision: str | None) -> Path:
-    """Fetch a hub snapshot (huggingface_hub shows the progress bar), safetensors and json only."""
+def _download(
+    args: EngineArgs, repo_id: str, revision: str | None, patterns: list[str] = PATTERNS
+) -> Path:
+    """Fetch a hub snapshot (huggingface_hub shows the progress bar): the files of the patterns only."""
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # untyped dicts in it
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "artifact.metadata"]
     try:
         return Path(
             snapshot_download(
@@ -193,7 +212,7 @@ def tokenizer_path(args: EngineArgs, model: ModelConfig) -> str:
         found = (any(Path(model.path).glob(name)) for name in ("tokenizer*", "vocab*"))
         return str(DEMO_MODEL) if args.load_format == "dummy" and not any(found) else model.path
     path = Path(args.tokenizer).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (is_gguf(path) and path.exists()):
         return str(path)
     return str(_download(args, args.tokenizer, args.tokenizer_revision))
 

@@ -26,6 +26,7 @@ from trouper.actors.executor.models.registry import (
     outer_parameters,
 )
 from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.weights.gguf import GgufCheckpoint
 from trouper.actors.executor.weights.quantized import (
     Scheme,
     Stored,
@@ -35,6 +36,7 @@ from trouper.actors.executor.weights.quantized import (
 )
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.files import check_folder, checked, read_object
+from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError, invalid
 from trouper.kernels.cpu.linear.quantization import (
@@ -169,7 +171,7 @@ def load_decoder(
     """
     folder, load_format = Path(config.model.path), config.load_format
     dtype: torch.dtype = getattr(torch, config.dtype)
-    scheme = integer_scheme(config.model.hf_config)
+    scheme = None if is_gguf(folder) else integer_scheme(config.model.hf_config)
     linear = LinearConfig(
         device="cpu" if device is None else "cuda",
         quantization=config.quantization,
@@ -181,6 +183,9 @@ def load_decoder(
     source: Source
     if load_format == "dummy":
         source = RandomWeights(config.seed, dtype)
+    elif load_format in ("auto", "gguf") and is_gguf(folder):
+        source = GgufCheckpoint(folder)
+        source.check([*outer, *(p for i in range(num_layers) for p in layer_parameters(traits, i))])
     elif load_format in ("auto", "safetensors"):
         parameters = list(outer)
         parameters += [p for i in range(num_layers) for p in layer_parameters(traits, i)]
@@ -193,7 +198,9 @@ def load_decoder(
         checkpoint.check(parameters, ignored=ignored if has_head else frozenset(checkpoint.shapes))
     else:
         raise TrouperValidationError(
-            "must be auto, safetensors or dummy", parameter="load_format", value=load_format
+            "must be auto, safetensors, gguf (of a GGUF file) or dummy",
+            parameter="load_format",
+            value=load_format,
         )
     place = Placement(dtype, device, linear)
     found = {p.name: _assemble(p, source, place) for p in outer}

@@ -1,0 +1,223 @@
+"""The tensors of a GGUF file: integers, scales and minima as they are stored, or the numbers that they stand for.
+
+    w = d q + m     q [O, I] int8, d [O, I / g], m [O, I / g] or absent, g = 16 or 32
+
+The numbers are those of llama.cpp's reference, bit by bit.  Sixteen values that are not evenly spaced (IQ4_NL,
+MXFP4) are looked up, and are bytes again.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves the types of view, split and some others open.
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.arrays import from_numpy
+from trouper.actors.executor.models.registry import Parameter
+from trouper.config.gguf import Gguf, GgufTensor, read_gguf
+from trouper.config.gguf_names import family_of, hf_config, tensor_name
+from trouper.errors import invalid
+from trouper.kernels.cpu.linear.quantization import IntegerWeight
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of e2m1
+FEW_ROWS = 4096  # dequantised at once: the numbers in between take some ten bytes each
+
+
+class Affine(NamedTuple):
+    """w = d q + m for each group of inputs."""
+
+    q_OI: Tensor  # int8
+    scales_OG: Tensor  # float32
+    minima_OG: Tensor | None = None
+
+
+class GgufCheckpoint:
+    """A model's files, mapped into memory; tensors go by the names that a folder of safetensors has."""
+
+    def __init__(self, path: Path) -> None:
+        self._header: Gguf = read_gguf(path)
+        self._family = family_of(self._header)
+        self._config = hf_config(self._header)
+        self._maps: dict[Path, np.ndarray] = {}
+
+    def check(self, parameters: Iterable[Parameter]) -> None:
+        """Compare all names and shapes; tensors that no parameter wants are ignored, as in llama.cpp.
+
+        Raises:
+            TrouperValidationError: tensors are missing or of another shape; it names them.
+        """
+        for parameter in parameters:
+            for name, shape in parameter.sources:
+                own = tensor_name(self._family, name)
+                tensor = self._header.tensors.get(own)
+                if tensor is None or tensor.shape != shape:
+                    has = "lacks" if tensor is None else f"has {list(tensor.shape)} for"
+                    rule = f"{self._header.path.name}: {has} {own} {list(shape)}"
+                    raise invalid("model", rule, str(self._header.path))
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._header.tensors[tensor_name(self._family, name)]
+        step = FEW_ROWS if len(shape) == 2 else shape[0]
+        parts = [self._plain(tensor, i, min(shape[0], i + step)) for i in range(0, shape[0], step)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self._family.norm_offset and name.endswith("norm.weight"):
+            whole = whole - self._family.norm_offset
+        order = self._row_order(name, shape[0])
+        return whole if order is None else whole[order]
+
+    def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
+        """What stands for the matrix, if the kernels multiply with it as it is: Q4_0 alone."""
+        names = [tensor_name(self._family, name) for name, _ in parameter.sources]
+        tensors = [self._header.tensors[name] for name in names]
+        if dtype != torch.bfloat16 or any(tensor.type.name != "Q4_0" for tensor in tensors):
+            return None
+        parts: list[Affine] = []
+        for (name, shape), tensor in zip(parameter.sources, tensors, strict=True):
+            part = READERS[tensor.type.name](self._blocks(tensor, 0, shape[0]))
+            order = self._row_order(name, shape[0])
+            if order is not None:
+                part = Affine(part.q_OI[order], part.scales_OG[order])
+            parts.append(part)
+        return IntegerWeight(
+            "int4",
+            dtype,
+            torch.cat([part.q_OI for part in parts]),
+            torch.cat([part.scales_OG for part in parts]),
+        )
+
+    def _row_order(self, name: str, num_rows: int) -> Tensor | None:
+        """Rows of a head from pairs side by side to halves, as `models/rotary.py` turns them."""
+        is_k = ".k_proj." in name
+        if not self._family.is_permuted or not (is_k or ".q_proj." in name):
+            return None
+        num_heads = self._config["num_key_value_heads" if is_k else "num_attention_heads"]
+        return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
+
+    def _plain(self, tensor: GgufTensor, first: int, stop: int) -> Tensor:
+        blocks = self._blocks(tensor, first, stop)
+        if tensor.type.name in PLAIN:
+            return blocks.view(PLAIN[tensor.type.name]).view(stop - first, *tensor.shape[1:])
+        return dequantized_affine(READERS[tensor.type.name](blocks))
+
+    def _blocks(self, tensor: GgufTensor, first: int, stop: int) -> Tensor:
+        """Copy the bytes of rows, [rows, blocks of a row, bytes of a block]."""
+        if tensor.file not in self._maps:
+            self._maps[tensor.file] = np.memmap(tensor.file, dtype=np.uint8, mode="r")
+        row_bytes = tensor.num_bytes // tensor.shape[0]
+        begin, end = tensor.offset + first * row_bytes, tensor.offset + stop * row_bytes
+        copied = from_numpy(np.array(self._maps[tensor.file][begin:end]))
+        return copied.view(stop - first, -1, tensor.type.num_bytes)
+
+
+def dequantized_affine(affine: Affine) -> Tensor:
+    """float32, [O, I]."""
+    q_OI, scales_OG, minima_OG = affine
+    groups = q_OI.unflatten(1, (scales_OG.shape[1], -1)).float() * scales_OG.unsqueeze(2)
+    if minima_OG is not None:
+        groups += minima_OG.unsqueeze(2)
+    return groups.flatten(1)
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1).float()
+
+
+def _nibbles(bytes_: Tensor, width: int = 16) -> Tensor:
+    """[…, N] to […, 2 N]: of each `width` bytes first the low halves, then the high ones."""
+    parts = bytes_.unflatten(-1, (-1, 1, width))
+    return torch.cat((parts & 15, parts >> 4), -2).flatten(-3)
+
+
+def _bits(bytes_: Tensor) -> Tensor:
+    """The bits of little-endian words, lowest first."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return ((bytes_.unsqueeze(-1) >> shifts) & 1).flatten(-2)
+
+
+def _rows(q: Tensor) -> Tensor:
+    return q.to(torch.int8).flatten(1)
+
+
+def _q4_0(blocks: Tensor) -> Affine:
+    return Affine(_rows(_nibbles(blocks[..., 2:])) - 8, _half(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Affine:
+    return Affine(_rows(_nibbles(blocks[..., 4:])), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> Affine:
+    q = _nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
+    return Affine(_rows(q) - 16, _half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Affine:
+    q = _nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
+    return Affine(_rows(q), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q8_0(blocks: Tensor) -> Affine:
+    return Affine(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks, 0))
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima of eight groups: six bits each, packed into twelve bytes."""
+    low, middle, high = blocks[..., 4:16].split(4, -1)
+    scales = torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), -1)
+    minima = torch.cat((middle & 63, (high >> 4) | (middle >> 2 & 48)), -1)
+    d, d_min = _half(blocks, 0).unsqueeze(-1), _half(blocks, 2).unsqueeze(-1)
+    return (d * scales.float()).flatten(1), -(d_min * minima.float()).flatten(1)
+
+
+def _q4_k(blocks: Tensor) -> Affine:
+    return Affine(_rows(_nibbles(blocks[..., 16:], 32)), *_k_scales(blocks))
+
+
+def _q5_k(blocks: Tensor) -> Affine:
+    shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
+    fifth = (blocks[..., 16:48].unsqueeze(-2) >> shifts & 1).flatten(-2)
+    return Affine(_rows(_nibbles(blocks[..., 48:], 32) | fifth << 4), *_k_scales(blocks))
+
+
+def _q6_k(blocks: Tensor) -> Affine:
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).unsqueeze(-1)
+    high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3)
+    q = _rows(_nibbles(blocks[..., :128], 64) | high << 4) - 32
+    scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
+    return Affine(q, (_half(blocks, 208).unsqueeze(-1) * scales).flatten(1))
+
+
+def _looked_up(nibbles: Tensor, values: tuple[int, ...]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int8)[nibbles.flatten(1).int()]
+
+
+def _iq4_nl(blocks: Tensor) -> Affine:
+    return Affine(_looked_up(_nibbles(blocks[..., 2:]), IQ4_NL), _half(blocks, 0))
+
+
+def _mxfp4(blocks: Tensor) -> Affine:
+    """Exponents of two, halved, for the table is doubled; the smallest are subnormal."""
+    e = blocks[..., 0].int()
+    bits = torch.where(e < 2, 0x00200000 << e.clamp(max=1), (e - 1) << 23)
+    return Affine(_looked_up(_nibbles(blocks[..., 1:]), MXFP4), bits.int().view(torch.float32))
+
+
+READERS: dict[str, Callable[[Tensor], Affine]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "MXFP4": _mxfp4,
+}

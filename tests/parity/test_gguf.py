@@ -1,0 +1,342 @@
+"""GGUF files: every type against the package `gguf`, whole models against folders of safetensors, and bad files."""
+
+import contextlib
+import os
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trouper import LLM, SamplingParams
+from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.models.registry import (
+    decoder_traits,
+    layer_parameters,
+    outer_parameters,
+)
+from trouper.actors.executor.weights.gguf import READERS, GgufCheckpoint, dequantized_affine
+from trouper.actors.messages.plans import Sampling
+from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.config.args import EngineArgs
+from trouper.config.gguf import TENSOR_TYPES, find_gguf, read_gguf
+from trouper.config.gguf_names import FAMILIES, tensor_name
+from trouper.config.model import ModelConfig
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.kernels.cpu.linear.quantization import dequantized
+
+from .driver import Driver, engine_config, random_prompts
+from .test_architectures import LLAMA3, VOCAB, check_against, tiny_model
+
+SMOLLM2 = os.environ.get("TROUPER_SMOLLM2")
+needs_smollm2 = pytest.mark.skipif(not SMOLLM2, reason="TROUPER_SMOLLM2 names no file")
+TOKENS = ["<unk>", "<s>", "</s>", "a", "b", "c", "ab", "abc", "Ġ", "Ġa"]
+SIZES = {
+    "context_length": 256, "embedding_length": 64, "feed_forward_length": 96, "block_count": 4,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16,
+    "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10_000.0,
+}  # fmt: skip
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16}
+# our name: (name of the config's class, changes to it, what the file says besides)
+MODELS = {
+    "llama": ("Llama", {"tie_word_embeddings": True}, {}),
+    "qwen2": ("Qwen2", {}, {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}, {}),
+    "phi3": ("Phi3", {"sliding_window": 24}, {"attention.sliding_window": 24}),
+    "gemma2": (
+        "Gemma2",
+        GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+        {"attention.sliding_window": 16, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
+    "gemma3": (
+        "Gemma3Text", GEMMA, {"attention.sliding_window": 16, "rope.freq_base": 1e6}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 6.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 3.0},
+        {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.25, "logit_scale": 3.0}),
+    "olmo2": ("Olmo2", {}, {}),
+    "smollm3": ("SmolLM3", {}, {"rope.freq_base": 2e6}),
+}  # fmt: skip
+
+
+def write(path, arch="llama", tensors=(), numbers=None):
+    """A small file; `numbers` adds to the sizes."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in (SIZES | (numbers or {})).items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{arch}.{key}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([2, 3, 3] + [1] * (len(TOKENS) - 3))
+    writer.add_token_merges(["a b", "ab c", "Ġ a"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+    for name, array, kind in tensors:
+        writer.add_tensor(name, array, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def permuted(rows, num_heads):
+    """As llama.cpp's converter stores q and k."""
+    heads = rows.reshape(num_heads, 2, len(rows) // num_heads // 2, *rows.shape[1:])
+    return np.ascontiguousarray(heads.swapaxes(1, 2).reshape(rows.shape))
+
+
+def converted(model, path, arch, numbers=None, kind=None):
+    """A model of transformers as a GGUF file; matrices of `kind`, or as they are."""
+    family, config, tensors = FAMILIES[arch], model.config, []
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = tensor.float().numpy()
+        if family.norm_offset and name.endswith("norm.weight"):
+            array = array + np.float32(family.norm_offset)
+        for part, heads in (
+            (".q_proj.", config.num_attention_heads),
+            (".k_proj.", config.num_key_value_heads),
+        ):
+            if family.is_permuted and part in name:
+                array = permuted(array, heads)
+        given = kind if kind is not None and array.ndim > 1 else None
+        stored = array if given is None else gguf.quantize(array, given)
+        tensors.append((tensor_name(family, name), stored, given))
+    return write(path, arch, tensors, numbers)
+
+
+def traits_of(path):
+    config = ModelConfig.load(EngineArgs(model=str(path)))
+    return decoder_traits(config.hf_config, config.architecture)
+
+
+def parameters_of(traits):
+    return [
+        *outer_parameters(traits),
+        *(p for i in range(len(traits.layers)) for p in layer_parameters(traits, i)),
+    ]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TENSOR_TYPES if kind not in (0, 1, 30)])
+def test_every_type_gives_the_numbers_of_the_reference(kind):
+    name, length, num_bytes = TENSOR_TYPES[kind]
+    assert gguf.GGML_QUANT_SIZES[kind] == (length, num_bytes)
+    stored = np.random.default_rng(kind).integers(0, 256, (3, 2, num_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        wanted = gguf.dequantize(stored.reshape(3, -1), gguf.GGMLQuantizationType(kind))
+    found = dequantized_affine(READERS[name](torch.from_numpy(stored))).numpy()
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+def test_plain_types_are_read_as_they_are(tmp_path, name):
+    kind = gguf.GGMLQuantizationType[name]
+    table = np.random.default_rng(0).standard_normal((10, 64), dtype=np.float32)
+    path = write(
+        tmp_path / "m.gguf", tensors=[("token_embd.weight", gguf.quantize(table, kind), kind)]
+    )
+    found = GgufCheckpoint(path).read("model.embed_tokens.weight", (10, 64))
+    np.testing.assert_array_equal(
+        found.float().numpy(), gguf.dequantize(gguf.quantize(table, kind), kind)
+    )
+
+
+@pytest.mark.parametrize("arch", MODELS)
+def test_tokens_and_logprobs_equal_those_of_the_model_that_was_converted(tmp_path, arch):
+    name, changes, numbers = MODELS[arch]
+    model = tiny_model(name, {"num_hidden_layers": 4, "rms_norm_eps": 1e-6, **changes}, tmp_path)
+    path = converted(model, tmp_path / "m.gguf", arch, numbers)
+    driver = Driver(CpuRunner(engine_config(path)), chunk=13)
+    prompts = random_prompts((7, 40), VOCAB)
+    check_against(model, driver.run(prompts, 16, Sampling(temperature=0.0, logprobs=-1)))
+
+
+def test_frequencies_are_divided_by_the_factors_of_the_file(tmp_path):
+    config = {"num_hidden_layers": 4, "rope_parameters": LLAMA3}
+    model = tiny_model("Llama", config, tmp_path)
+    plain = 10000.0 ** -(np.arange(0, 16, 2, dtype=np.float32) / 16)
+    factors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    converted(model, tmp_path / "plain.gguf", "llama")
+    checkpoint = gguf.GGUFReader(tmp_path / "plain.gguf")
+    tensors = [(t.name, np.array(t.data), None) for t in checkpoint.tensors]
+    path = write(tmp_path / "m.gguf", tensors=[*tensors, ("rope_freqs.weight", factors, None)])
+    driver = Driver(CpuRunner(engine_config(path)))
+    prompts = random_prompts((40,), VOCAB)
+    check_against(model, driver.run(prompts, 16, Sampling(temperature=0.0, logprobs=-1)))
+
+
+def test_integers_of_four_bits_stay_what_they_are(tmp_path):
+    model = tiny_model("Llama", {"num_hidden_layers": 4}, tmp_path)
+    path = converted(model, tmp_path / "m.gguf", "llama", kind=gguf.GGMLQuantizationType.Q4_0)
+    checkpoint = GgufCheckpoint(path)
+    for parameter in layer_parameters(traits_of(path), 0):
+        if parameter.name.endswith("weight"):
+            integers = checkpoint.integers(parameter, torch.bfloat16)
+            plain = torch.cat([checkpoint.read(name, shape) for name, shape in parameter.sources])
+            assert torch.equal(dequantized(integers), plain), parameter.name
+
+
+def test_the_tokenizer_and_the_template_come_from_the_file(tmp_path):
+    table = np.zeros((10, 64), np.float32)
+    path = write(tmp_path / "m.gguf", tensors=[("token_embd.weight", table, None)])
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.encode("abc a<s>") == [7, 9, 1]
+    assert tokenizer.decode([7, 9, 1]) == "abc a"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    assert tokenizer.chat_templates == {"default": "{{ messages[0]['content'] }}"}
+    assert ModelConfig.load(EngineArgs(model=str(path))).eos_token_ids == (2,)
+
+
+def test_a_folder_with_one_file_and_a_quantization_name_it(tmp_path):
+    write(tmp_path / "m-Q4_0.gguf")
+    assert find_gguf(tmp_path) == tmp_path / "m-Q4_0.gguf"
+    write(tmp_path / "m-Q8_0.gguf")
+    assert find_gguf(tmp_path, "q8_0") == tmp_path / "m-Q8_0.gguf"
+    with pytest.raises(TrouperValidationError, match=r"m-Q4_0\.gguf, m-Q8_0\.gguf"):
+        find_gguf(tmp_path)
+    with pytest.raises(TrouperValidationError, match="no Q5_K"):
+        find_gguf(tmp_path, "Q5_K")
+
+
+def small(path):
+    table = np.ones((10, 64), np.float32)
+    norm = np.ones(64, np.float32)
+    tensors = [("token_embd.weight", table, None), ("output_norm.weight", norm, None)]
+    return write(path, tensors=tensors).read_bytes()
+
+
+def changed(content, at, form, value):
+    size = struct.calcsize(form)
+    return content[:at] + struct.pack(form, value) + content[at + size :]
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda c: b"", "cannot be read"),
+        (lambda c: b"GGML" + c[4:], "magic"),
+        (lambda c: changed(c, 4, "<I", 1), "version 1"),
+        (lambda c: changed(c, 4, ">I", 3), "big endian"),
+        (lambda c: changed(c, 8, "<Q", 2**40), "tensors"),
+        (lambda c: changed(c, 16, "<Q", 2**40), "keys"),
+        (lambda c: changed(c, 24, "<Q", 2**60), "truncated"),
+        (lambda c: c[:-400], "truncated"),
+        (lambda c: c[:300], "truncated"),
+        (lambda c: changed(c, c.index(b"output_norm.weight") + 18 + 4 + 8 + 4, "<Q", 33), "multiple"),
+        (lambda c: changed(c, c.index(b"output_norm.weight") + 18 + 4 + 8 + 4, "<Q", 0), "overlaps"),
+        (lambda c: changed(c, c.index(b"output_norm.weight") + 18 + 4 + 8, "<I", 77), "unknown type"),
+    ],
+)  # fmt: skip
+def test_a_bad_header_is_refused_by_what_is_wrong(tmp_path, change, rule):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(change(small(path)))
+    with pytest.raises(TrouperValidationError, match=rule):
+        read_gguf(path)
+
+
+def test_what_is_not_read_here_is_named(tmp_path):
+    table = np.zeros((10, 64), np.float32)
+    with pytest.raises(UnsupportedFeatureError, match="'mamba'"):
+        ModelConfig.load(EngineArgs(model=str(write(tmp_path / "m.gguf", "mamba"))))
+    path = tmp_path / "q.gguf"
+    content = write(path, tensors=[("token_embd.weight", table, None)]).read_bytes()
+    at = content.index(b"token_embd.weight") + 17 + 4 + 16
+    path.write_bytes(changed(content, at, "<I", 10))
+    with pytest.raises(UnsupportedFeatureError, match="Q2_K"):
+        read_gguf(path)
+
+
+def load_changed(path, content, edits):
+    """Load it whole, or end in a typed error."""
+    changed = bytearray(content)
+    for at, byte in edits:
+        changed[at % len(changed)] = byte
+    path.write_bytes(changed)
+    with contextlib.suppress(TrouperValidationError, UnsupportedFeatureError):
+        GgufCheckpoint(path).check(parameters_of(traits_of(path)))
+    with contextlib.suppress(TrouperValidationError, UnsupportedFeatureError):
+        Tokenizer.load(path)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mutated") / "m.gguf"
+    return path, small(path)
+
+
+EDITS = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(edits=EDITS)
+def test_a_mutated_file_loads_or_ends_in_a_typed_error(target, edits):
+    load_changed(*target, edits)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(max_examples=10_000, deadline=None)
+@given(edits=EDITS)
+def test_ten_thousand_mutated_files_load_or_end_in_typed_errors(target, edits):
+    load_changed(*target, edits)
+
+
+@needs_smollm2
+def test_a_real_model_answers_in_its_own_words():
+    with LLM(model=SMOLLM2, max_model_len=512) as llm:
+        (answer,) = llm.chat(
+            [{"role": "user", "content": "What is the capital of France?"}],
+            SamplingParams(temperature=0.0, max_tokens=16),
+            use_tqdm=False,
+        )
+    assert answer.outputs[0].text == "The capital of France is Paris."
+
+
+@needs_smollm2
+def test_a_real_tokenizer_gives_the_ids_of_the_reference():
+    from transformers import AutoTokenizer
+
+    path = Path(SMOLLM2)
+    reference = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    # transformers gives every byte-level file GPT-2's splitting; this is what the name `smollm` stands for
+    words = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    reference.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"),
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    own, random = Tokenizer.load(path), np.random.default_rng(0)
+    letters = [*"abcdeXYZ  \n\t.,!'1234567890éßñ漢字かな🙂€—", "'s", "the ", "<|im_end|>"]
+    for _ in range(1000):
+        text = "".join(random.choice(letters, random.integers(1, 60)))
+        ids = own.encode(text)
+        assert ids == reference.encode(text)
+        assert own.decode(ids, skip_special_tokens=False) == reference.decode(ids)
+
+
+@needs_smollm2
+@torch.no_grad()
+def test_a_real_model_gives_the_logits_of_its_dequantised_weights(tmp_path):
+    config = engine_config(SMOLLM2, max_model_len=256)
+    hf = AutoConfig.for_model(
+        **{k: v for k, v in config.model.hf_config.items() if k != "quantization_config"}
+    )
+    model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, attn_implementation="eager")
+    checkpoint = GgufCheckpoint(Path(SMOLLM2))
+    for name, parameter in model.named_parameters():
+        parameter.data = checkpoint.read(name, tuple(parameter.shape)).clone()
+    model.tie_weights()
+    driver = Driver(CpuRunner(config))
+    prompts = random_prompts((9, 40), 1000)
+    check_against(model.eval(), driver.run(prompts, 8, Sampling(temperature=0.0, logprobs=-1)))

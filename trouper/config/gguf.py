@@ -1,0 +1,305 @@
+"""The header of a GGUF file: its metadata, and where its tensors lie.  No tensor is read here.
+
+    magic "GGUF", version 2 or 3, number of tensors, number of keys     u32 u32 u64 u64, little endian
+    keys        name, type, value       a string is u64 length + bytes, an array u32 type + u64 count + values
+    tensors     name, u32 dimensions, u64 each, innermost first, u32 type, u64 offset
+    padding to the alignment, then the tensors, each at its offset from here
+
+Law: a count, a length or an offset is compared with what the file has left before anything is allocated for it,
+so that a header costs a few times its own bytes whatever it says.
+"""
+
+import mmap
+import re
+import stat
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import msgspec
+import numpy as np
+
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_ITEMS = 2**24  # of an array: as many tokens as a vocabulary may have
+MAX_NAMES = 2**16  # keys, and tensors
+MAX_DIMENSIONS = 4
+MAX_FILES = 1000  # of a split
+SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+STRING, ARRAY = 8, 9
+SCALARS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+T = TypeVar("T")
+
+
+class TensorType(NamedTuple):
+    """One way to store numbers: blocks of `length` numbers in `num_bytes` bytes."""
+
+    name: str
+    length: int
+    num_bytes: int
+
+
+# By the number in the file.  The types that are not read have sizes too, for errors that name them.
+TENSOR_TYPES = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    20: TensorType("IQ4_NL", 32, 18),
+    30: TensorType("BF16", 1, 2),
+    39: TensorType("MXFP4", 32, 17),
+}
+UNREAD_TYPES = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
+    34: "TQ1_0", 35: "TQ2_0",
+}  # fmt: skip
+
+
+class GgufTensor(NamedTuple):
+    """A tensor of a file."""
+
+    file: Path
+    offset: int  # from the beginning of the file
+    shape: tuple[int, ...]  # outermost first, as torch has it
+    type: TensorType
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes that it takes in the file."""
+        return int(np.prod(self.shape, dtype=object)) // self.type.length * self.type.num_bytes
+
+
+class Gguf(msgspec.Struct, frozen=True):
+    """The header of a model: of one file, or of all files of a split."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    def get(self, key: str, kind: type[T]) -> T | None:
+        """Return a value of the metadata, None where there is none.
+
+        Raises:
+            TrouperValidationError: it is of another type.
+        """
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            raise invalid("model", f"{self.path.name}: {key}: {error}", str(self.path)) from None
+
+    def need(self, key: str, kind: type[T]) -> T:
+        """Return a value of the metadata; raises TrouperValidationError where there is none, too."""
+        value = self.get(key, kind)
+        if value is None:
+            raise invalid("model", f"{self.path.name}: lacks the key {key!r}", str(self.path))
+        return value
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Tell a GGUF file from a model folder, by its name."""
+    return str(path).endswith(".gguf")
+
+
+def find_gguf(folder: Path, quantization: str = "") -> Path | None:
+    """Find the one model in a folder whose name holds `quantization`; None where there is none.
+
+    Raises:
+        TrouperValidationError: there are several; the message names them.
+    """
+    names = sorted(path.name for path in folder.glob("*.gguf"))
+    wanted = quantization.lower()
+    first = [
+        name
+        for name in names
+        if wanted in name.lower()
+        and not name.startswith("mmproj")
+        and ((split := SPLIT.fullmatch(name)) is None or int(split[2]) == 1)
+    ]
+    if len(first) > 1:
+        shown = ", ".join(first[:8])
+        raise invalid("model", f"several models in the folder, name one: {shown}", str(folder))
+    if not first and names and quantization:
+        shown = ", ".join(names[:8])
+        raise invalid("model", f"no {quantization} in the folder, which has {shown}", str(folder))
+    return folder / first[0] if first else None
+
+
+def read_gguf(path: Path) -> Gguf:
+    """Read the header of a file, and of the others where it is the first of a split.
+
+    Raises:
+        TrouperValidationError: it is no GGUF file, or one that contradicts itself; the message says where.
+        UnsupportedFeatureError: a tensor is of a type that is not read here.
+    """
+    whole = _read_file(path)
+    count = whole.get("split.count", int) or 1
+    if count == 1:
+        return whole
+    split = SPLIT.fullmatch(path.name)
+    if split is None or int(split[3]) != count or int(split[2]) != 1 or not 1 < count <= MAX_FILES:
+        rule = f"{path.name}: must be the first of {count} files, NAME-00001-of-{count:05}.gguf"
+        raise invalid("model", rule, str(path))
+    tensors = dict(whole.tensors)
+    for number in range(2, count + 1):
+        other = path.with_name(f"{split[1]}-{number:05}-of-{count:05}.gguf")
+        for name, tensor in _read_file(other).tensors.items():
+            if name in tensors:
+                raise invalid("model", f"{other.name}: {name} is in two files", str(other))
+            tensors[name] = tensor
+    return Gguf(path, whole.metadata, tensors)
+
+
+def _read_file(path: Path) -> Gguf:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise invalid("model", f"{path.name} is not a regular file", str(path))
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _Reader(path, content).read()
+    except (OSError, ValueError) as error:  # ValueError: of an empty file
+        if isinstance(error, TrouperValidationError):
+            raise
+        raise invalid("model", f"{path.name} cannot be read: {error}", str(path)) from None
+
+
+class _Reader:
+    """A position in the header of one file."""
+
+    def __init__(self, path: Path, content: mmap.mmap) -> None:
+        self._path, self._content, self._at, self._size = path, content, 0, len(content)
+
+    def read(self) -> Gguf:
+        if self._size < 24 or self._content[:4] != MAGIC:
+            self._refuse("is not a GGUF file (magic)")
+        version = self._number(4, 4)
+        if version not in VERSIONS:
+            is_swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+            self._refuse("is big endian" if is_swapped else f"version {version}, not 2 or 3")
+        num_tensors, num_keys = self._number(8, 8), self._number(16, 8)
+        self._at = 24
+        # a tensor's entry takes at least 8 + 4 + 8 + 4 + 8 bytes, a key's 8 + 4 + 1
+        self._check_count(num_tensors, 32, MAX_NAMES, "tensors")
+        self._check_count(num_keys, 13, MAX_NAMES, "keys")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self._string("a key")
+            if key in metadata:
+                self._refuse(f"has the key {key[:80]!r} twice")
+            metadata[key] = self._value(self._int("<I"), key)
+        entries = [self._entry() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 8 <= alignment <= 2**20 or alignment % 8:
+            self._refuse(f"general.alignment: {str(alignment)[:40]}, not a multiple of 8")
+        begin = -(-self._at // alignment) * alignment
+        return Gguf(self._path, metadata, self._placed(entries, begin, alignment))
+
+    def _placed(
+        self,
+        entries: list[tuple[str, tuple[int, ...], TensorType, int]],
+        begin: int,
+        alignment: int,
+    ) -> dict[str, GgufTensor]:
+        tensors: dict[str, GgufTensor] = {}
+        for name, shape, kind, offset in entries:
+            if name in tensors:
+                self._refuse(f"has the tensor {name[:80]!r} twice")
+            if offset % alignment:
+                self._refuse(f"{name[:80]}: offset {offset} is not a multiple of {alignment}")
+            tensors[name] = GgufTensor(self._path, begin + offset, shape, kind)
+        end = begin
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+            if tensor.offset < end:
+                self._refuse(f"{name[:80]}: overlaps another tensor")
+            end = tensor.offset + tensor.num_bytes
+            if end > self._size:
+                self._refuse(f"{name[:80]}: ends at byte {end} of {self._size}: truncated")
+        return tensors
+
+    def _entry(self) -> tuple[str, tuple[int, ...], TensorType, int]:
+        name = self._string("a tensor's name")
+        num_dimensions = self._int("<I")
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+            self._refuse(f"{name[:80]}: {num_dimensions} dimensions")
+        shape = tuple(self._int("<Q") for _ in range(num_dimensions))[::-1]
+        number, offset = self._int("<I"), self._int("<Q")
+        kind = TENSOR_TYPES.get(number)
+        if kind is None:
+            if number not in UNREAD_TYPES:
+                self._refuse(f"{name[:80]}: unknown type {number}")
+            known = ", ".join(each.name for each in TENSOR_TYPES.values())
+            raise UnsupportedFeatureError(
+                f"{self._path.name}: {name[:80]} is of type {UNREAD_TYPES[number]}; {known} are read",
+                parameter="model",
+            )
+        if min(shape) < 1 or max(shape) > self._size or shape[-1] % kind.length:
+            self._refuse(f"{name[:80]}: shape {list(shape)} of {kind.name}")
+        return name, shape, kind, offset
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == STRING:
+            return self._string(key)
+        if kind == ARRAY:
+            return self._array(key)
+        if kind not in SCALARS:
+            self._refuse(f"{key[:80]}: unknown type {kind} of a value")
+        return self._scalars(kind, 1, key)[0].item()
+
+    def _array(self, key: str) -> Any:
+        """Read strings as a list, numbers as an array, for lists of numbers take ten times as much."""
+        kind, count = self._int("<I"), self._int("<Q")
+        if kind == STRING:
+            self._check_count(count, 8, MAX_ITEMS, key[:80])
+            return [self._string(key) for _ in range(count)]
+        if kind not in SCALARS:
+            self._refuse(f"{key[:80]}: an array of type {kind}")
+        self._check_count(count, np.dtype(SCALARS[kind]).itemsize, MAX_ITEMS, key[:80])
+        return self._scalars(kind, count, key)
+
+    def _scalars(self, kind: int, count: int, key: str) -> np.ndarray:
+        dtype = np.dtype(SCALARS[kind])
+        content = self._bytes(count * dtype.itemsize, key)
+        return np.frombuffer(content, "<u1" if kind == 7 else dtype).astype(dtype, copy=False)
+
+    def _string(self, of: str) -> str:
+        try:
+            return self._bytes(self._int("<Q"), of).decode()
+        except UnicodeDecodeError:
+            self._refuse(f"{of[:80]}: not UTF-8")
+
+    def _int(self, form: str) -> int:
+        size = struct.calcsize(form)
+        self._at += size
+        if self._at > self._size:
+            self._refuse("ends within its header: truncated")
+        return struct.unpack_from(form, self._content, self._at - size)[0]
+
+    def _bytes(self, count: int, of: str) -> bytes:
+        first = self._at
+        if count > self._size - first:
+            self._refuse(f"{of[:80]}: {count} bytes at byte {first} of {self._size}: truncated")
+        self._at = first + count
+        return self._content[first : self._at]
+
+    def _number(self, at: int, size: int) -> int:
+        return int.from_bytes(self._content[at : at + size], "little")
+
+    def _check_count(self, count: int, item_bytes: int, most: int, of: str) -> None:
+        if count > most or count * item_bytes > self._size - self._at:
+            self._refuse(f"{of}: {count} of them in a file of {self._size} bytes")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise invalid("model", f"{self._path.name}: {what}", str(self._path))

@@ -1,0 +1,217 @@
+"""What a GGUF header calls a model's fields and tensors, in the words of config.json and of safetensors.
+
+The fields become a config.json, from which the traits are read as from any.  What GGUF leaves to its reader by the
+architecture's name stands here: Gemma's attention scale and local base frequency, whose rows are permuted.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trouper.config.gguf import Gguf
+from trouper.errors import UnsupportedFeatureError, invalid
+
+METHOD = "gguf"  # of `quantization_config`, which marks a checkpoint as quantised
+# Tokens that end an answer where `eos_token_id` names another: as llama.cpp has them.
+END_TEXTS = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
+)
+CONTROL = 3  # in tokenizer.ggml.token_type
+MODULES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+}  # fmt: skip
+PRE_NORMS = {"post_attention_layernorm": "ffn_norm"}
+OTHER_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+class Family(NamedTuple):
+    """How one architecture of GGUF differs from the others."""
+
+    architecture: str
+    model_type: str
+    norms: dict[str, str] = PRE_NORMS
+    is_permuted: bool = False  # rows of q and k: pairs side by side, not in halves
+    norm_offset: float = 0.0  # that the file's norms hold and a checkpoint's do not
+    own: Callable[[Gguf, str, dict[str, Any]], dict[str, Any]] | None = None
+
+
+def family_of(header: Gguf) -> Family:
+    """Find the architecture; raises UnsupportedFeatureError for another, with those that are known."""
+    name = header.need("general.architecture", str)
+    family = FAMILIES.get(name)
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise UnsupportedFeatureError(
+            f"{header.path.name}: architecture {name[:80]!r} is not supported; known are {known}",
+            parameter="model",
+        )
+    return family
+
+
+def hf_config(header: Gguf) -> dict[str, Any]:
+    """Write what config.json would say.
+
+    Raises:
+        UnsupportedFeatureError: the architecture is not known.
+        TrouperValidationError: a key is missing or of another type.
+    """
+    family = family_of(header)
+    at = header.need("general.architecture", str) + "."
+    table = header.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise invalid("model", f"{header.path.name}: has no token_embd.weight", str(header.path))
+    num_heads = header.need(at + "attention.head_count", int)
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "dtype": _dtype(header),
+        "vocab_size": table.shape[0],
+        "hidden_size": header.need(at + "embedding_length", int),
+        "intermediate_size": header.need(at + "feed_forward_length", int),
+        "num_hidden_layers": header.need(at + "block_count", int),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": header.get(at + "attention.head_count_kv", int) or num_heads,
+        "max_position_embeddings": header.need(at + "context_length", int),
+        "rms_norm_eps": header.need(at + "attention.layer_norm_rms_epsilon", float),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "eos_token_id": _end_ids(header),
+    }
+    for name, key, kind in (
+        ("bos_token_id", "tokenizer.ggml.bos_token_id", int),
+        ("head_dim", at + "attention.key_length", int),
+        ("sliding_window", at + "attention.sliding_window", int),
+        ("rope_theta", at + "rope.freq_base", float),
+    ):
+        if (value := header.get(key, kind)) is not None:
+            config[name] = value
+    if scaling := _rope_scaling(header, at, config):
+        config["rope_scaling"] = scaling
+    if any(tensor.type.length > 1 for tensor in header.tensors.values()):
+        config["quantization_config"] = {"quant_method": METHOD}
+    return config | (family.own(header, at, config) if family.own else {})
+
+
+def tensor_name(family: Family, name: str) -> str:
+    """Translate a checkpoint's name of a tensor."""
+    stem, _, kind = name.rpartition(".")
+    if stem in OUTER:
+        return f"{OUTER[stem]}.{kind}"
+    layer, _, module = stem.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{(MODULES | family.norms)[module]}.{kind}"
+
+
+def _dtype(header: Gguf) -> str:
+    """Name the dtype of the matrices: bfloat16 for integers, for which the kernels are made."""
+    kinds = {each.type.name for each in header.tensors.values() if len(each.shape) > 1}
+    names = {"F32": "float32", "F16": "float16"}
+    return names.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+
+def _end_ids(header: Gguf) -> list[int]:
+    """List the tokens that end an answer, the primary one first."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    found = [header.get(f"tokenizer.ggml.{key}", int) for key in keys]
+    texts, kinds = (header.metadata.get(f"tokenizer.ggml.{n}") for n in ("tokens", "token_type"))
+    if isinstance(texts, list) and isinstance(kinds, np.ndarray) and len(texts) == len(kinds):
+        found += [int(i) for i in np.flatnonzero(kinds == CONTROL) if texts[i] in END_TEXTS]
+    return list(dict.fromkeys(i for i in found if i is not None))
+
+
+def _rope_scaling(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Read how the context was stretched; factors by frequency, as Llama 3 has them, are those of longrope."""
+    original = header.get(at + "rope.scaling.original_context_length", int)
+    length = original or config["max_position_embeddings"]
+    if "rope_freqs.weight" in header.tensors:
+        factors = _floats(header, "rope_freqs.weight")
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": length,
+        }
+    if "rope_factors_long.weight" in header.tensors:
+        scaling: dict[str, Any] = {
+            "rope_type": "longrope",
+            "short_factor": _floats(header, "rope_factors_short.weight"),
+            "long_factor": _floats(header, "rope_factors_long.weight"),
+            "original_max_position_embeddings": length,
+        }
+        if (factor := header.get(at + "rope.scaling.attn_factor", float)) is not None:
+            scaling["attention_factor"] = factor
+        return scaling
+    kind = header.get(at + "rope.scaling.type", str)
+    if kind in (None, "none"):
+        return None
+    scaling = {"rope_type": kind, "factor": header.need(at + "rope.scaling.factor", float)}
+    if original is not None:
+        scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def _floats(header: Gguf, name: str) -> list[float]:
+    tensor = header.tensors.get(name)
+    if tensor is None or tensor.type.name != "F32" or tensor.num_bytes > 2**16:
+        raise invalid("model", f"{header.path.name}: {name} is no table of F32", str(header.path))
+    with open(tensor.file, "rb") as file:
+        file.seek(tensor.offset)
+        return np.frombuffer(file.read(tensor.num_bytes), "<f4").tolist()
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // max(1, config["num_attention_heads"])
+
+
+def _gemma(header: Gguf, at: str, config: dict[str, Any], num_large: int) -> dict[str, Any]:
+    """The largest size of each family scales by the width of a hidden state's share, not of a head."""
+    is_large = config["num_hidden_layers"] == num_large
+    share = config["hidden_size"] // max(1, config["num_attention_heads"])
+    return {
+        "query_pre_attn_scalar": share if is_large else _head_dim(config),
+        "attn_logit_softcapping": header.get(at + "attn_logit_softcapping", float),
+        "final_logit_softcapping": header.get(at + "final_logit_softcapping", float),
+    }
+
+
+def _gemma2(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    return _gemma(header, at, config, num_large=46)
+
+
+def _gemma3(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    whole = {"rope_theta": config.get("rope_theta", 1e6), **(config.get("rope_scaling") or {})}
+    ropes = {"full_attention": whole, "sliding_attention": {"rope_theta": 10_000.0}}
+    return _gemma(header, at, config, num_large=62) | {"rope_parameters": ropes}
+
+
+def _granite(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_multiplier": header.get(at + "attention.scale", float)
+        or _head_dim(config) ** -0.5,
+        "embedding_multiplier": header.get(at + "embedding_scale", float) or 1.0,
+        "residual_multiplier": header.get(at + "residual_scale", float) or 1.0,
+        "logits_scaling": header.get(at + "logit_scale", float) or 1.0,
+    }
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", "llama", is_permuted=True),
+    "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
+    "phi3": Family("Phi3ForCausalLM", "phi3"),
+    "gemma2": Family("Gemma2ForCausalLM", "gemma2", OTHER_NORMS, norm_offset=1.0, own=_gemma2),
+    "gemma3": Family("Gemma3ForCausalLM", "gemma3", OTHER_NORMS, norm_offset=1.0, own=_gemma3),
+    "granite": Family("GraniteForCausalLM", "granite", is_permuted=True, own=_granite),
+    "olmo2": Family("Olmo2ForCausalLM", "olmo2", OTHER_NORMS),
+    "smollm3": Family("SmolLM3ForCausalLM", "smollm3", is_permuted=True),
+}
