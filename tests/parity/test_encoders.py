@@ -26,7 +26,7 @@ from trouper.actors.executor.cpu.pooling_runner import (
     slices,
 )
 from trouper.actors.executor.device import PendingResult
-from trouper.actors.executor.devices import threaded
+from trouper.actors.executor.devices import model_host
 from trouper.actors.executor.models.encoder import Encoder, rounded
 from trouper.actors.messages.plans import PoolEntry, PoolPlan
 from trouper.config.args import EngineArgs
@@ -249,7 +249,7 @@ def test_a_pass_that_raises_fails_the_step_when_the_others_have_ended(tmp_path, 
 @pytest.mark.parametrize("tiny_bytes", [0, 2**20])
 def test_threads_that_begin_later_compute_with_as_many_as_before(tmp_path, monkeypatch, tiny_bytes):
     save_tiny("bert", AutoModel, tmp_path)
-    monkeypatch.setattr(threaded, "num_physical_cores", lambda: 1)
+    monkeypatch.setattr(model_host, "num_physical_cores", lambda: 1)
     monkeypatch.setattr(pooling_runner, "TINY_BYTES", tiny_bytes)
     options = {"runner": "pooling", "skip_tokenizer_init": True, "dtype": "float32"}
     with LLM(str(tmp_path), **options) as llm:

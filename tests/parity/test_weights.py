@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trouper.actors.executor.cpu.runner import CpuRunner
-from trouper.actors.executor.weights import dummy
+from trouper.actors.executor.weights import random as random_weights
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 from .driver import Driver, engine_config, random_prompts
@@ -113,14 +113,14 @@ def test_dummy_weights_need_no_files_and_depend_on_the_seed(folder):
 
 
 def test_dummy_numbers_depend_on_seed_name_and_place_alone(monkeypatch):
-    monkeypatch.setattr(dummy, "CHUNK", 64)
-    read = dummy.RandomWeights(3, torch.bfloat16).read
+    monkeypatch.setattr(random_weights, "CHUNK", 64)
+    read = random_weights.RandomWeights(3, torch.bfloat16).read
     rows = read("a.weight", (50, 20))
     assert rows.dtype == torch.bfloat16
-    assert rows.float().std() == pytest.approx(dummy.DUMMY_STD, rel=0.05)
+    assert rows.float().std() == pytest.approx(random_weights.DUMMY_STD, rel=0.05)
     assert len(rows.unique()) > 200
     assert torch.equal(read("a.weight", (10, 20)), rows[:10])
-    monkeypatch.setattr(dummy, "num_physical_cores", lambda: 7)
+    monkeypatch.setattr(random_weights, "num_physical_cores", lambda: 7)
     assert torch.equal(read("a.weight", (50, 20)), rows)
     assert not torch.equal(read("b.weight", (50, 20)), rows)
     assert torch.equal(read("norm.weight", (5,)), torch.ones(5, dtype=torch.bfloat16))
