@@ -14,7 +14,7 @@ from trouper.actors.executor.cpu.thread_priority import (
     compute_with,
     start_nice,
 )
-from trouper.actors.executor.devices.threaded import WIDE
+from trouper.actors.executor.devices.model_host import WIDE
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="threads are nice one by one")
 
