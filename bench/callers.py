@@ -23,12 +23,12 @@ LENGTH = re.compile(rb"content-length: (\d+)\r\n")
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
-class Call:
+class ClientCall:
     """One request; moments are seconds on the client's clock."""
 
     __slots__ = ("ended", "first", "kind", "on_end", "outcome", "request", "sent", "wire")
 
-    def __init__(self, kind: str, on_end: "Callable[[Call], object]", request: bytes) -> None:
+    def __init__(self, kind: str, on_end: "Callable[[ClientCall], object]", request: bytes) -> None:
         self.kind = kind  # what its frames are counted under
         self.on_end = on_end
         self.request = request
@@ -49,7 +49,7 @@ class Wire:
         self.mark = mark
         self.socket = socket.socket()
         self.socket.setblocking(False)
-        self.call: Call | None = None
+        self.call: ClientCall | None = None
         self.is_new = True  # nothing has come on it
         self.is_writing = False  # waits until it can
         self.unsent = b""
@@ -57,7 +57,7 @@ class Wire:
         self.num_due = 0  # bytes of the answer; -1: it comes in chunks
         self.tail = b""  # the last bytes that were read
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: ClientCall) -> None:
         self.call = call
         self.unsent = call.request
         self.head = self.tail = b""
@@ -103,14 +103,14 @@ class Callers:
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count()
 
-    def call(self, request: bytes, kind: str, on_end: Callable[[Call], object]) -> Call:
+    def call(self, request: bytes, kind: str, on_end: Callable[[ClientCall], object]) -> ClientCall:
         """`on_end` hears of its end, unless it is dropped."""
-        call = Call(kind, on_end, request)
+        call = ClientCall(kind, on_end, request)
         self.num_open += 1
         self._begin(call, self._idle.pop() if self._idle else self._connect())
         return call
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: ClientCall) -> None:
         """Disconnect, whatever has come; nothing when it has ended."""
         if call.outcome == "open":
             self._end(call, "dropped", keeps=False)
@@ -140,7 +140,7 @@ class Callers:
         self.num_connections += 1
         return wire
 
-    def _begin(self, call: Call, wire: Wire) -> None:
+    def _begin(self, call: ClientCall, wire: Wire) -> None:
         call.wire = wire
         wire.begin(call)
         self._write(call, wire)
@@ -157,7 +157,7 @@ class Callers:
         if events & READ and wire.call is call:
             self._read(call, wire)
 
-    def _write(self, call: Call, wire: Wire) -> None:
+    def _write(self, call: ClientCall, wire: Wire) -> None:
         try:
             wire.unsent = wire.unsent[wire.socket.send(wire.unsent) :]
         except BlockingIOError:
@@ -169,7 +169,7 @@ class Callers:
             wire.is_writing = bool(wire.unsent)
             self._selector.modify(wire.socket, READ | WRITE if wire.unsent else READ, wire)
 
-    def _read(self, call: Call, wire: Wire) -> None:
+    def _read(self, call: ClientCall, wire: Wire) -> None:
         try:
             piece = wire.socket.recv(2**16)
         except BlockingIOError:
@@ -185,7 +185,7 @@ class Callers:
         if wire.is_whole:
             self._end(call, wire.head[9:12].decode(), keeps=b"connection: close" not in wire.head)
 
-    def _lose(self, call: Call, wire: Wire) -> None:
+    def _lose(self, call: ClientCall, wire: Wire) -> None:
         """The server has closed the connection."""
         if wire.is_new or call.first:
             self._end(call, "cut", keeps=False)
@@ -193,7 +193,7 @@ class Callers:
             self._close(wire)
             self._begin(call, self._connect())
 
-    def _end(self, call: Call, outcome: str, *, keeps: bool) -> None:
+    def _end(self, call: ClientCall, outcome: str, *, keeps: bool) -> None:
         wire, call.wire = call.wire, None
         assert wire is not None
         call.outcome, call.ended = outcome, perf_counter()

@@ -20,10 +20,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from trouper.bench.callers import Call
+from trouper.bench.callers import ClientCall
 from trouper.bench.figures import percentile
 from trouper.bench.report import about, write
-from trouper.bench.stage import PATIENCE_S, Client, Stage, Turn, served
+from trouper.bench.stage import PATIENCE_S, Client, ServerUnderTest, Turn, served
 from trouper.config.model import DEMO_MODEL
 
 NUM_CLIENTS = 256
@@ -59,7 +59,7 @@ def main() -> None:
         write(str(options.output), {"about": about(sys.argv[1:]), "results": results})
 
 
-def warm(stage: Stage, max_tokens: int) -> dict[str, float]:
+def warm(stage: ServerUnderTest, max_tokens: int) -> dict[str, float]:
     """Measure what the server holds when it is idle, after work."""
     end = perf_counter() + WARM_S
     stage.ask_on(NUM_CLIENTS, max_tokens, "warm", lambda: perf_counter() > end)
@@ -102,7 +102,7 @@ def leaving(seconds: float, max_tokens: int) -> dict[str, Any]:
 class _Leaving:
     """Clients of two kinds: some leave now and then, the others never."""
 
-    def __init__(self, stage: Stage, max_tokens: int) -> None:
+    def __init__(self, stage: ServerUnderTest, max_tokens: int) -> None:
         self.is_over = False
         self._stage = stage
         self._random = random.Random(0)
@@ -185,9 +185,9 @@ def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
 class _Overload:
     """Clients of an overloaded server: those that were admitted stay when the arrivals stop, and ask again, so it is always full."""
 
-    def __init__(self, stage: Stage, max_tokens: int) -> None:
+    def __init__(self, stage: ServerUnderTest, max_tokens: int) -> None:
         self.is_over = False
-        self.ended: list[Call] = []  # in turns of overload
+        self.ended: list[ClientCall] = []  # in turns of overload
         self._stage = stage
         self._max_tokens = max_tokens
         self._random = random.Random(0)
@@ -211,7 +211,7 @@ class _Overload:
     def _ask(self) -> None:
         self._stage.ask(self._stage.some(self._max_tokens), "tokens", self._end)
 
-    def _end(self, call: Call) -> None:
+    def _end(self, call: ClientCall) -> None:
         if self._is_counted:
             self.ended.append(call)
         if not (self._arrivals_s or self.is_over) and call.outcome == "200":

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from trouper.bench.callers import Call, Callers
+from trouper.bench.callers import Callers, ClientCall
 from trouper.bench.report import about, write
 from trouper.config.resolve import EngineConfig
 
@@ -161,7 +161,7 @@ def _ask_all(port: int, docs: list[str], texts: int) -> None:
         if num_texts:
             callers.call(HEAD % len(body) + body, kind, lambda call: check(call, num_texts))
 
-    def check(call: Call, num_texts: int) -> None:
+    def check(call: ClientCall, num_texts: int) -> None:
         found = callers.num_frames.pop(call.kind, 0)
         if call.outcome != "200" or found != num_texts:
             raise SystemExit(f"answer {call.outcome} with {found} embeddings of {num_texts}")

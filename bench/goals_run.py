@@ -20,7 +20,7 @@ from typing import Any
 from trouper import LLM, EngineArgs, SamplingParams
 from trouper.bench import report, steps
 from trouper.bench.goals import DECODE_STEPS, GOALS, Goal, workload
-from trouper.bench.peers import Peer, Settings, Workload, started
+from trouper.bench.peers import PeerEngine, Settings, Workload, started
 from trouper.bench.throughput import model_folder
 from trouper.config.presets import GEOMETRIES
 from trouper.config.resolve import resolve
@@ -95,7 +95,7 @@ def measure_peer(goals: Sequence[Goal], name: str) -> Iterator[dict[str, Any]]:
             yield _record(goal, {"seconds": _peer_seconds(peer, goal)})
 
 
-def _peer_seconds(peer: Peer, goal: Goal) -> float:
+def _peer_seconds(peer: PeerEngine, goal: Goal) -> float:
     def seconds(prompts: list[list[int]], lengths: list[int]) -> float:
         timed = [peer.measure(prompts, lengths).seconds for _ in range(1 + NUM_REPEATS)]
         return median(timed[1:])

@@ -111,7 +111,7 @@ class Answer(NamedTuple):
     num_output_tokens: int
 
 
-class Peer(Protocol):
+class PeerEngine(Protocol):
     """An engine that is ready."""
 
     ready_s: float
@@ -205,7 +205,9 @@ class LlamaBinary:
 
 
 @contextmanager
-def started(name: str, settings: Settings, workloads: Sequence[Workload] = ()) -> Iterator[Peer]:
+def started(
+    name: str, settings: Settings, workloads: Sequence[Workload] = ()
+) -> Iterator[PeerEngine]:
     """A peer that has loaded its model; it and its children are gone when the block ends."""
     works = [WARM_UP, *workloads]
     options = {
@@ -266,7 +268,7 @@ def compare(
     asked = [[rng.choices(vocabulary, k=work.input_len) for _ in range(work.num)] for work in workloads]  # fmt: skip
     warm_up = [rng.choices(vocabulary, k=WARM_UP.input_len)]
     with ExitStack() as stack:
-        peers: dict[str, Peer] = {}
+        peers: dict[str, PeerEngine] = {}
         for name in settings.engines():
             tell(f"{name}: loading")
             peer = stack.enter_context(started(name, settings, workloads))
@@ -286,7 +288,7 @@ def compare(
         }
 
 
-def _seconds(name: str, peer: Peer, work: Workload, prompts: list[list[int]]) -> float:
+def _seconds(name: str, peer: PeerEngine, work: Workload, prompts: list[list[int]]) -> float:
     answer = peer.measure(prompts, work.output_len)
     if answer.num_output_tokens != work.num * work.output_len:
         raise PeerError(f"{name} made {answer.num_output_tokens} tokens of {work}")

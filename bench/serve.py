@@ -27,8 +27,8 @@ class ServerError(TrouperError):
     """There is no server that could be measured."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests are sent."""
+class RequestLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Load on a server: where requests are sent, and how."""
 
     url: str = "http://127.0.0.1:8000/v1"
     endpoint: Literal["completions", "chat"] = "completions"
@@ -76,7 +76,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(body)
 
 
-def open_client(load: Load) -> httpx2.AsyncClient:
+def open_client(load: RequestLoad) -> httpx2.AsyncClient:
     headers = {"content-type": "application/json", "accept-encoding": "identity"}
     if load.api_key is not None:
         headers["authorization"] = f"Bearer {load.api_key}"
@@ -107,7 +107,7 @@ async def first_model(client: httpx2.AsyncClient, wanted: str = "") -> str:
 
 async def send_all(
     client: httpx2.AsyncClient,
-    load: Load,
+    load: RequestLoad,
     requests: Sequence[SampleRequest],
     step: Callable[[], object] = lambda: None,
 ) -> list[Outcome]:
@@ -135,7 +135,7 @@ async def send_all(
 
 async def measure(
     client: httpx2.AsyncClient,
-    load: Load,
+    load: RequestLoad,
     requests: Sequence[SampleRequest],
     step: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
@@ -148,7 +148,7 @@ async def measure(
     return record
 
 
-def evaluate(outcomes: Sequence[Outcome], duration: float, load: Load) -> dict[str, Any]:
+def evaluate(outcomes: Sequence[Outcome], duration: float, load: RequestLoad) -> dict[str, Any]:
     """vLLM's keys; latencies are in ms and of completed requests.  Failures are counted by their kind."""
     done = [outcome for outcome in outcomes if outcome.error is None]
     errors = Counter(outcome.error for outcome in outcomes if outcome.error is not None)

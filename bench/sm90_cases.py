@@ -33,14 +33,14 @@ VOCABULARY = 151_936
 bf16, fp32 = torch.bfloat16, torch.float32
 
 
-class Case(NamedTuple):
+class Sm90Case(NamedTuple):
     label: str
     config: Config  # the row of the table
     expected: str  # matrix instructions of the kernel that takes the config: wgmma, mma or none
     launch: Callable[[], object]
 
 
-def _norms() -> Iterator[Case]:
+def _norms() -> Iterator[Sm90Case]:
     for width, config in fused_add_rms_norm.CONFIGS["sm_90"]:
         x, weight = meta(256, width), meta(width)
         for label, y, post in (("", None, None), (", sum", x, None), (", post norm", x, weight)):
@@ -50,15 +50,15 @@ def _norms() -> Iterator[Case]:
             ) -> object:
                 return fused_add_rms_norm.fused_add_rms_norm(x, y, w, 1e-6, post_weight_E=post)
 
-            yield Case(f"E {width}{label}", config, "none", launch)
+            yield Sm90Case(f"E {width}{label}", config, "none", launch)
 
 
-def _acts() -> Iterator[Case]:
+def _acts() -> Iterator[Sm90Case]:
     for width, config in act_and_mul.CONFIGS["sm_90"]:
         activations: tuple[act_and_mul.Activation, ...] = ("silu", "gelu_tanh")
         for activation in activations:
             gate_up = meta(256, 2 * min(width, 14_336))
-            yield Case(
+            yield Sm90Case(
                 f"M {gate_up.shape[1] // 2}, {activation}",
                 config,
                 "none",
@@ -66,10 +66,10 @@ def _acts() -> Iterator[Case]:
             )
 
 
-def _qkv_posts() -> Iterator[Case]:
+def _qkv_posts() -> Iterator[Sm90Case]:
     for width, config in qk_norm_rope_kv_write.CONFIGS["sm_90"]:
         for has_norm in (False, True):
-            yield Case(
+            yield Sm90Case(
                 f"32/8 × {width}" + ", norm" * has_norm,
                 config,
                 "none",
@@ -97,7 +97,7 @@ GEOMETRIES: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
 )
 
 
-def _attentions(table: Any, run: Callable[..., object], block_m: int | None) -> Iterator[Case]:
+def _attentions(table: Any, run: Callable[..., object], block_m: int | None) -> Iterator[Sm90Case]:
     for heads, kv_heads, width, options in GEOMETRIES:
         for dtype in (bf16, fp32) if heads in (9, 16) and width < 256 else (bf16,):
             size = head_bytes(2 ** (width - 1).bit_length(), dtype)
@@ -105,7 +105,7 @@ def _attentions(table: Any, run: Callable[..., object], block_m: int | None) -> 
             rows = block_m or config["BLOCK_M"]
             expected = "wgmma" if rows >= 64 else "mma"
             for block_size in (16,) if width != 128 else (16, 64):
-                yield Case(
+                yield Sm90Case(
                     f"{heads}/{kv_heads} × {width} {str(dtype)[6:]}, blocks of {block_size}"
                     + ", cap, window" * bool(options),
                     config,
@@ -124,21 +124,21 @@ def _attentions(table: Any, run: Callable[..., object], block_m: int | None) -> 
                 )
 
 
-def _decodes() -> Iterator[Case]:
+def _decodes() -> Iterator[Sm90Case]:
     def launch(*arguments: Tensor, **options: Any) -> object:
         return decode_attention.decode_attention(*arguments, max_length=8192, **options)
 
     return _attentions(decode_attention.CONFIGS, launch, 16)
 
 
-def _prefills() -> Iterator[Case]:
+def _prefills() -> Iterator[Sm90Case]:
     return _attentions(prefill_attention.CONFIGS, prefill_attention.prefill_attention, None)
 
 
-def _prepares() -> Iterator[Case]:
+def _prepares() -> Iterator[Sm90Case]:
     for largest, config in embed.CONFIGS["sm_90"]:
         width = min(largest, 8192)
-        yield Case(
+        yield Sm90Case(
             f"E {width}",
             config,
             "none",
@@ -149,25 +149,25 @@ def _prepares() -> Iterator[Case]:
         )  # fmt: skip
 
 
-def _samplings() -> Iterator[Case]:
+def _samplings() -> Iterator[Sm90Case]:
     rows = sampling_rows.make_sampling_rows(256, VOCABULARY, device="meta")
     raw, edited = meta(256, VOCABULARY), meta(256, VOCABULARY, dtype=fp32)
     tokens = ids(256, 4097)
     (_, blocks), *_ = sampling_rows.BLOCKS["sm_90"]
     (_, search), *_ = top_k_top_p.CONFIGS["sm_90"]
-    yield Case(
+    yield Sm90Case(
         "256 × 152 k, edits",
         blocks,
         "none",
         lambda: apply_penalties.apply_penalties(raw, ids(256), ids(256), tokens, rows),
     )
-    yield Case(
+    yield Sm90Case(
         "256 × 152 k, top-k, top-p",
         search,
         "none",
         lambda: top_k_top_p.top_k_top_p(raw, edited, ids(256), rows),
     )
-    yield Case(
+    yield Sm90Case(
         "256 × 152 k, draw",
         blocks,
         "none",
@@ -176,7 +176,7 @@ def _samplings() -> Iterator[Case]:
         ),
     )
     for num_top, config in logprobs.CONFIGS["sm_90"]:
-        yield Case(
+        yield Sm90Case(
             f"256 × 152 k, {num_top} logprobs",
             config,
             "none",
@@ -184,12 +184,12 @@ def _samplings() -> Iterator[Case]:
         )
 
 
-def _matmuls() -> Iterator[Case]:
+def _matmuls() -> Iterator[Sm90Case]:
     for size, config in matmul.CONFIGS["sm_90"]:
         dtype = {2: bf16, 4: fp32}[size]
         for num_in, num_out in ((1024, 6144), (4096, 6144), (3072, 1024)):
             for bias in (None, meta(num_out, dtype=dtype)):
-                yield Case(
+                yield Sm90Case(
                     f"{num_in} -> {num_out} {str(dtype)[6:]}" + ", bias" * (bias is not None),
                     config,
                     "wgmma",
@@ -210,7 +210,7 @@ def ids(*shape: int) -> Tensor:
     return meta(*shape, dtype=torch.int32)
 
 
-CASES: dict[str, Callable[[], Iterator[Case]]] = {
+CASES: dict[str, Callable[[], Iterator[Sm90Case]]] = {
     "decode_attention": _decodes,
     "prefill_attention": _prefills,
     "qk_norm_rope_kv_write": _qkv_posts,

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-from trouper.bench.callers import Call, Callers
+from trouper.bench.callers import Callers, ClientCall
 
 TOKENS = "generation_tokens_total"
 PATIENCE_S = 60.0  # for the last answers
@@ -24,8 +24,8 @@ CATCH_UP_S = 0.1  # what came while a scrape was waited for is read
 IDLE_S = 6.0  # the server has closed every connection that stayed idle for so long
 
 
-class Stage:
-    """`callers` have no other work than `ask` gives them."""
+class ServerUnderTest:
+    """Server process under load, with the callers that load it; they have no other work than `ask` gives them."""
 
     def __init__(self, port: int, pid: int) -> None:
         self.callers = Callers(port)
@@ -37,10 +37,10 @@ class Stage:
         """A number of tokens: half as many to half as many again, so that clients do not march in step."""
         return self._random.randint(mean // 2, mean + mean // 2)
 
-    def ask(self, max_tokens: int, kind: str, on_end: Callable[[Call], object]) -> Call:
+    def ask(self, max_tokens: int, kind: str, on_end: Callable[[ClientCall], object]) -> ClientCall:
         """A streaming completion; its frames are counted under `kind`, its end in `outcomes`."""
 
-        def end(call: Call) -> None:
+        def end(call: ClientCall) -> None:
             self.outcomes[call.outcome] += 1
             on_end(call)
 
@@ -124,15 +124,15 @@ class Client:
     """Asks again when it has its answer."""
 
     def __init__(
-        self, stage: Stage, max_tokens: int, kind: str, is_over: Callable[[], bool]
+        self, stage: ServerUnderTest, max_tokens: int, kind: str, is_over: Callable[[], bool]
     ) -> None:
         self._stage = stage
         self._max_tokens = max_tokens
         self._kind = kind
         self._is_over = is_over
-        self._call: Call | None = None
+        self._call: ClientCall | None = None
 
-    def ask(self, _: Call | None = None) -> None:
+    def ask(self, _: ClientCall | None = None) -> None:
         """Ask, unless the last request is still being answered or the run is over."""
         if not (self._is_over() or (self._call is not None and self._call.outcome == "open")):
             num_tokens = self._stage.some(self._max_tokens)
@@ -190,13 +190,13 @@ class Turn:
 
 
 @contextmanager
-def served(*arguments: str) -> Iterator[Stage]:
+def served(*arguments: str) -> Iterator[ServerUnderTest]:
     """Run a server until the block ends; one that then ends otherwise than with 0 is an error."""
     command = [sys.executable, "-m", "trouper", "serve", *arguments, "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         line = next(line for line in server.stderr if "serving" in line)
-        stage = Stage(int(re.findall(r":(\d+)", line)[-1]), server.pid)
+        stage = ServerUnderTest(int(re.findall(r":(\d+)", line)[-1]), server.pid)
         try:
             yield stage
         finally:

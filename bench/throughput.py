@@ -97,7 +97,7 @@ class Run(msgspec.Struct, frozen=True):
         return self.num_prompt_tokens + self.num_output_tokens
 
 
-class Engine(Protocol):
+class MeasuredEngine(Protocol):
     """A context manager that runs requests again and again."""
 
     def num_steps(self) -> int | None:
@@ -110,7 +110,7 @@ class Engine(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
 
-def open_engine(wishes: Wishes, engine_args: EngineArgs) -> Engine:
+def open_engine(wishes: Wishes, engine_args: EngineArgs) -> MeasuredEngine:
     if wishes.backend in ("hf", "hf-cb"):
         return TransformersEngine(wishes, engine_args)
     return (AsyncEngine if wishes.async_engine else OfflineEngine)(wishes, engine_args)
@@ -268,7 +268,9 @@ class TransformersEngine:
         )
 
 
-def run_observed(engine: Engine, requests: Sequence[SampleRequest], *, prequeue: bool) -> Run:
+def run_observed(
+    engine: MeasuredEngine, requests: Sequence[SampleRequest], *, prequeue: bool
+) -> Run:
     """Ours with its steps, and the processor time of what is not the device: loop, renderers, the caller."""
     num_before, before = engine.num_steps(), _thread_times()
     run = engine.generate_all(requests, prequeue=prequeue)

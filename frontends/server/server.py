@@ -58,7 +58,7 @@ class _Signals:
         self._stop = stop
         self._report = report
 
-    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+    async def forward(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         with anyio.open_signal_receiver(*handled) as signals:
             task_status.started()
@@ -125,7 +125,7 @@ class Server:
     ) -> None:
         serve = listener_task(backend)
         async with anyio.create_task_group() as helpers:
-            await helpers.start(_Signals(self._stop, self._report).run, name="signals")
+            await helpers.start(_Signals(self._stop, self._report).forward, name="signals")
             async with anyio.create_task_group() as engines:
                 async with anyio.create_task_group() as listeners:
                     for listener in (*public, *admin):

@@ -16,7 +16,7 @@ from trouper.errors import TrouperValidationError
 
 pytestmark = pytest.mark.anyio
 
-LOAD = serve.Load(url="http://server/v1", model="m")
+LOAD = serve.RequestLoad(url="http://server/v1", model="m")
 REQUEST = SampleRequest((1, 2, 3), 4)
 
 
@@ -147,7 +147,7 @@ async def test_no_more_requests_are_open_than_allowed():
             return await super().__anext__()
 
     async with client_of(lambda _: httpx2.Response(200, stream=Slow(WHOLE))) as client:
-        limited = serve.Load(url=LOAD.url, max_concurrency=3)
+        limited = serve.RequestLoad(url=LOAD.url, max_concurrency=3)
         record = await serve.measure(client, limited, [REQUEST] * 9)
     assert (record["completed"], most) == (9, 3)
     assert record["max_concurrent_requests"] <= 3
@@ -161,9 +161,9 @@ async def test_requests_say_what_they_want():
         return httpx2.Response(200, stream=Pieces(WHOLE))
 
     async with client_of(handler) as client:
-        load = serve.Load(url=LOAD.url, model="m", extra_body={"temperature": 0})
+        load = serve.RequestLoad(url=LOAD.url, model="m", extra_body={"temperature": 0})
         await serve.send_all(client, load, [REQUEST])
-        chat = serve.Load(url=LOAD.url, model="m", endpoint="chat")
+        chat = serve.RequestLoad(url=LOAD.url, model="m", endpoint="chat")
         await serve.send_all(client, chat, [SampleRequest((1,), 2, "hello")])
     (completions, body), (chats, chat_body) = seen
     assert (completions, chats) == ("/v1/completions", "/v1/chat/completions")
@@ -196,7 +196,7 @@ def figures(sent, first, last, ended, tokens):
 def test_goodput_counts_requests_that_keep_every_limit():
     outcomes = [figures(0, 0.1, 0.3, 0.4, 3), figures(0, 0.3, 0.5, 0.6, 3)]
     outcomes += [figures(0, 0.1, 0.9, 1.0, 3), Outcome(due=0, error="HTTP 500")]
-    load = serve.Load(goodput={"ttft": 200, "tpot": 150})
+    load = serve.RequestLoad(goodput={"ttft": 200, "tpot": 150})
     record = serve.evaluate(outcomes, 2.0, load)
     assert record["request_goodput"] == 0.5
     assert record["median_tpot_ms"] == pytest.approx(100)
@@ -231,4 +231,4 @@ def test_a_goodput_that_makes_no_sense_is_named():
 )
 def test_a_load_that_makes_no_sense_is_named(options, name):
     with pytest.raises(TrouperValidationError, match=name):
-        serve.Load(**options).check()
+        serve.RequestLoad(**options).check()

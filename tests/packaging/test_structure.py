@@ -10,10 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("actors", "bench", "frontends", "kernels", "trouper")
 
-# Never to be raised.
-MAX_CIRCLES = 3
-MAX_CLASS_NAMES_TWICE = 11
-MAX_RUN_FUNCTIONS = 26
+MAX_RUN_FUNCTIONS = 12  # never to be raised: actors, threads and devices run, functions have verbs
 
 
 def module_of(path):
@@ -75,8 +72,7 @@ def test_a_circle_is_seen():
 
 
 def test_modules_import_each_other_in_no_circle(trees):
-    found = circles(imports(trees))
-    assert len(found) <= MAX_CIRCLES, found
+    assert circles(imports(trees)) == []
 
 
 def test_rooms_of_the_actors_import_each_other_in_no_circle(trees):
@@ -98,8 +94,7 @@ def test_a_class_name_means_one_thing(trees):
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(name)
-    twice = {name: modules for name, modules in places.items() if len(modules) > 1}
-    assert len(twice) <= MAX_CLASS_NAMES_TWICE, twice
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
 def test_few_functions_are_just_called_run(trees):

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from trouper.frontends.server.admission.fair_queue import OUTPUT_WEIGHT, Admission, Full, Phase
+from trouper.frontends.server.admission.fair_queue import OUTPUT_WEIGHT, FairQueue, Full, Phase
 
 TENANTS = st.sampled_from("abc")
 TOKENS = st.integers(0, 60)
@@ -23,7 +23,7 @@ class House(RuleBasedStateMachine):
 
     @initialize(sequences=st.integers(1, 8), tokens=st.integers(1, 100), started=st.integers(1, 4))
     def build(self, sequences, tokens, started):
-        self.house = Admission()
+        self.house = FairQueue()
         self.house.max_sequences = sequences
         self.house.max_waiting_tokens = tokens
         self.house.max_started = started
@@ -165,7 +165,7 @@ def test_admission_is_its_model():
 
 
 def house(sequences=100, tokens=10_000, started=4):
-    admission = Admission()
+    admission = FairQueue()
     admission.max_sequences, admission.max_waiting_tokens = sequences, tokens
     admission.max_started = started
     return admission

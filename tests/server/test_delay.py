@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.frontends.server.admission.codel import INTERVAL_S, QueueDelay
-from trouper.frontends.server.admission.fair_queue import Admission
+from trouper.frontends.server.admission.fair_queue import FairQueue
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate
 from trouper.frontends.server.errors import HTTPError
 
@@ -35,7 +35,7 @@ PEOPLE = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), min_siz
 
 @given(PEOPLE, st.integers(0, 200))
 def test_trimming_takes_the_youngest_of_the_largest_until_it_fits(people, limit):
-    house = Admission()
+    house = FairQueue()
     house.max_sequences = house.max_waiting_tokens = 1000
     entries = [house.enter(tenant, num_tokens)[0] for tenant, num_tokens in people]
     for entry in entries:

@@ -19,7 +19,7 @@ from trouper.frontends.cli.options import expand_options, integers, json_object
 
 if TYPE_CHECKING:
     from trouper.bench.datasets import SampleRequest
-    from trouper.bench.serve import Load
+    from trouper.bench.serve import RequestLoad
 
 # Ids that nearly every vocabulary has as ordinary text; --tokenizer knows better.
 COMMON_IDS = range(300, 1000)
@@ -97,7 +97,7 @@ def serve(
     from trouper.bench.plot import check_available
     from trouper.bench.report import check_writable
 
-    load = core.Load(
+    load = core.RequestLoad(
         url=url,
         endpoint=endpoint,
         request_rate=request_rate,
@@ -157,8 +157,8 @@ def _requests(
 
 
 async def _measure(
-    load: "Load",
-    runs: "list[tuple[Load, list[SampleRequest]]]",
+    load: "RequestLoad",
+    runs: "list[tuple[RequestLoad, list[SampleRequest]]]",
     warm_ups: "list[SampleRequest]",
 ) -> list[dict[str, Any]]:
     from trouper.bench import serve as core
@@ -174,7 +174,7 @@ async def _measure(
     return records
 
 
-def _lines(record: dict[str, Any], load: "Load") -> list[str]:
+def _lines(record: dict[str, Any], load: "RequestLoad") -> list[str]:
     limit = record["max_concurrency"]
     lines = [
         f"{record['completed']} requests completed, {record['failed']} failed in {record['duration']:.2f} s"

@@ -33,7 +33,7 @@ class Full(Exception):
 
 
 class Entry:
-    """One admitted request; only `Admission` writes it."""
+    """One admitted request; only `FairQueue` writes it."""
 
     def __init__(self, number: int, tenant: str, num_tokens: int) -> None:
         self.number = number  # in the order of arrival
@@ -53,7 +53,7 @@ class Entry:
         return -self.priority, self.number
 
 
-class Admission:
+class FairQueue:
     """The admitted requests: `max_sequences` in all, `max_waiting_tokens` not started, about `max_started` started.
 
     A request that is larger than a limit is admitted when no other request counts against it.
@@ -76,7 +76,7 @@ class Admission:
 
     def __repr__(self) -> str:
         num_waiting = sum(map(len, self._waiting.values()))
-        return f"<Admission {self.num_sequences} of {self.max_sequences}, {num_waiting} waiting>"
+        return f"<FairQueue {self.num_sequences} of {self.max_sequences}, {num_waiting} waiting>"
 
     def enter(self, tenant: str, num_tokens: int) -> tuple[Entry, list[Entry]]:
         """Admit a request of one sequence; return its entry and those that were evicted for it.  Raises Full."""

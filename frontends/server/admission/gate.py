@@ -1,6 +1,6 @@
 """Admit requests: `with gate.enter(…) as ticket`, and every way out of the block gives everything back.
 
-`Admission` decides; here are the tasks that wait, and the refusals of requests that are not admitted.
+`FairQueue` decides; here are the tasks that wait, and the refusals of requests that are not admitted.
 """
 
 import math
@@ -12,7 +12,7 @@ import anyio
 
 from trouper.actors.engine.admission import CHARACTERS_PER_TOKEN
 from trouper.frontends.server.admission.codel import QueueDelay
-from trouper.frontends.server.admission.fair_queue import Admission, Entry, Full
+from trouper.frontends.server.admission.fair_queue import Entry, FairQueue, Full
 from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.admission.throughput import Throughput
 from trouper.frontends.server.errors import HTTPError
@@ -33,7 +33,7 @@ class AdmissionGate:
     """The admitted requests.  `num_prefill_tokens` counts what the engine has and has not begun to answer."""
 
     def __init__(self, note_rejection: Callable[[str], None]) -> None:
-        self.admission = Admission()
+        self.admission = FairQueue()
         self.throughput = Throughput()
         self.level = Level.CALM
         self.min_waiting_tokens = 0  # may wait whatever the throughput

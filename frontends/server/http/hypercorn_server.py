@@ -67,7 +67,7 @@ class _Connections:
         connection = _Connection(self._app, stream)
         self._open.add(connection)
         try:
-            await connection.run(self._config, self._context)
+            await connection.serve(self._config, self._context)
         except* Exception as errors:
             logger.debug("a connection has failed: %r", errors.exceptions[0])
         finally:
@@ -89,7 +89,7 @@ class _Connection:
         self._stream = stream
         self._scope = trio.CancelScope(deadline=trio.current_time() + KEEP_ALIVE_S)
 
-    async def run(self, config: Config, context: WorkerContext) -> None:
+    async def serve(self, config: Config, context: WorkerContext) -> None:
         app = ASGIWrapper(cast("Any", self._perform))  # it has names of its own for ASGI's types
         with self._scope:
             await TCPServer(app, config, context, ConnectionState({}), cast("Any", self._stream))
