@@ -27,7 +27,7 @@ from trouper.frontends.server.http.context import (
 from trouper.frontends.server.http.cors import cors_headers
 from trouper.frontends.server.http.decoding import decode
 from trouper.frontends.server.http.route import Route
-from trouper.frontends.server.routes import TABLE
+from trouper.frontends.server.routes import errors_at, find
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
 from trouper.frontends.server.usage import Usage
@@ -78,7 +78,7 @@ class App:
         except ClientGone:
             pass  # there is no client to answer
         except Exception as error:
-            await context.fail(self._describe(context, error))
+            await context.fail(self._describe(context, error), errors_at(context.path))
         self._note(context)
 
     def _describe(self, context: RequestContext, error: Exception) -> ErrorBody:
@@ -90,7 +90,7 @@ class App:
 
     def _note(self, context: RequestContext) -> None:
         """Count the answer that has been sent, and log it."""
-        route = context.path if context.path in TABLE else "none"
+        route = next((each.path for each in find(context.path).values()), "none")
         self.service.metrics.note_answer(route, context.status)
         if self._settings.logs_access and route not in self._settings.unlogged_paths:
             access_log.info("%s %s %d %s", context.method[:8], route, context.status, context.id)

@@ -9,10 +9,11 @@ from hashlib import sha256
 from trouper.frontends.server.errors import HTTPError
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.route import Route
-from trouper.frontends.server.routes import ROUTES, TABLE
+from trouper.frontends.server.routes import ROUTES, find
 from trouper.frontends.server.settings import ServerSettings
 
 SCHEME = b"Bearer "
+KEY_HEADERS = (b"authorization", b"x-api-key")  # OpenAI's clients, Anthropic's
 
 
 class Authenticator:
@@ -35,7 +36,7 @@ class Authenticator:
     def route(self, context: RequestContext) -> Route | None:
         """Return the route; None for OPTIONS, which needs no key.  Raises HTTPError: 401, 404 or 405."""
         context.served = self._served
-        methods = TABLE.get(context.path, {})
+        methods = find(context.path)
         access = next((route.access for route in methods.values()), "user")
         if access == "admin" and not self._has_control:
             methods, access = {}, "user"  # as if it did not exist
@@ -59,15 +60,25 @@ class Authenticator:
             keys = self._admin_keys
         if access == "public" or not keys:
             return
-        given = [value for name, value in context.headers if name == b"authorization"]
-        is_known = len(given) == 1 and given[0].startswith(SCHEME)
-        digest = sha256(given[0][len(SCHEME) :] if is_known else b"").digest()
+        given = _given_key(context)
+        digest = sha256(given or b"").digest()
         found = [hmac.compare_digest(digest, key) for key in keys]  # all of them, always
-        if is_known and any(found):
+        if given is not None and any(found):
             context.tenant = f"key {found.index(True)}"
         else:
             header = (b"www-authenticate", b"Bearer")
             raise HTTPError(401, "invalid_api_key", "a valid API key is needed", headers=(header,))
+
+
+def _given_key(context: RequestContext) -> bytes | None:
+    """Return the one key of a request, as a bearer's token or as `x-api-key`; None: no key, several, or another scheme."""
+    given = [pair for pair in context.headers if pair[0] in KEY_HEADERS]
+    if len(given) != 1:
+        return None
+    name, value = given[0]
+    if name == b"x-api-key":
+        return value
+    return value[len(SCHEME) :] if value.startswith(SCHEME) else None
 
 
 def _digests(keys: tuple[str, ...]) -> tuple[bytes, ...]:

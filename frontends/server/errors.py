@@ -7,7 +7,8 @@ a 500 with a neutral message, and its text and traceback go to the log.  A respo
 import logging
 import math
 import re
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -90,6 +91,19 @@ class ErrorBody(msgspec.Struct, frozen=True):
             "code": self.code,
         }
         return {"error": error} if self.usage is None else {"error": error, "usage": self.usage}
+
+
+class ErrorForm(NamedTuple):
+    """The form in which the clients of an API read errors."""
+
+    render: Callable[[ErrorBody, str], object]  # takes the request's id, too
+    event: str | None  # the name of an error's event in a stream
+    stream_end: bytes  # what follows that event
+
+
+OPENAI_ERRORS = ErrorForm(
+    lambda problem, _: problem.body, event=None, stream_end=b"data: [DONE]\n\n"
+)
 
 
 def unavailable(code: str, message: str) -> HTTPError:

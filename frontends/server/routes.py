@@ -1,5 +1,11 @@
 """The table of routes.  Authentication and routing read the same entry of it."""
 
+from collections.abc import Mapping
+
+from trouper.frontends.server.anthropic.errors import ANTHROPIC_ERRORS
+from trouper.frontends.server.anthropic.messages import count_tokens, create_message
+from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
+from trouper.frontends.server.errors import OPENAI_ERRORS, ErrorForm
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.openai import tokens
 from trouper.frontends.server.openai.chat import create_chat
@@ -29,6 +35,7 @@ from trouper.frontends.server.pooling.requests import (
 MODE = {"enum": ["abort", "wait", "keep"]}
 TAGS = {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}}
 BOOL = {"type": "boolean"}
+MODEL = f"{operations.MODELS}{{id}}"
 GENERATING = (
     ("/v1/completions", create_completion, CompletionRequest, CompletionReply),
     ("/v1/chat/completions", create_chat, ChatRequest, ChatReply),
@@ -46,9 +53,18 @@ ROUTES = (
     Route("GET", "/openapi.json", "user", describe),
     Route("GET", "/load", "user", operations.load),
     Route("GET", "/v1/models", "user", operations.list_models),
+    Route("GET", MODEL, "user", operations.show_model),
     *(
         Route("POST", path, "user", handler, body, generates=True, reply=reply)
         for path, handler, body, reply in GENERATING
+    ),
+    Route(
+        "POST", "/v1/messages", "user", create_message, MessagesRequest, generates=True,
+        errors=ANTHROPIC_ERRORS,
+    ),
+    Route(
+        "POST", "/v1/messages/count_tokens", "user", count_tokens, CountTokensRequest,
+        tokenizes=True, errors=ANTHROPIC_ERRORS,
     ),
     Route("POST", "/v1/embeddings", "user", routes.create_embedding, EmbeddingRequest, True),
     Route("POST", "/pooling", "user", routes.create_pooling, PoolingRequest, True),
@@ -82,3 +98,13 @@ ROUTES = (
 TABLE: dict[str, dict[str, Route]] = {}
 for _route in ROUTES:
     TABLE.setdefault(_route.path, {})[_route.method] = _route
+
+
+def find(path: str) -> Mapping[str, Route]:
+    """Return the routes of a path by method."""
+    return TABLE.get(MODEL if path.startswith(operations.MODELS) else path, {})
+
+
+def errors_at(path: str) -> ErrorForm:
+    """Return the form that errors have for the clients of a path."""
+    return next((route.errors for route in find(path).values()), OPENAI_ERRORS)

@@ -12,6 +12,7 @@ from trouper.errors import UnsupportedFeatureError
 NO_GRAMMAR = "describe the format in the prompt and check the answer"
 NO_MEDIA = "send text only"
 NO_TOOLS = "describe the functions in a message and parse the answer"
+NO_THINKING = "leave it out; what the model thinks is part of its text"
 NO_MEMORY = "send the whole conversation with every request"
 STRUCTURE = dict.fromkeys(
     (
@@ -53,6 +54,15 @@ RESPONSES = {
     "tools": NO_TOOLS,
     "prompt": "put the text of the prompt into input or instructions",
 }
+MESSAGES = {
+    "tools": NO_TOOLS,
+    "tool_choice": NO_TOOLS,
+    "thinking": NO_THINKING,
+    "mcp_servers": NO_TOOLS,
+    "container": NO_TOOLS,
+    "context_management": NO_MEMORY,
+    "output_format": NO_GRAMMAR,
+}
 POOLING = {"padding": "texts are never padded; leave it out", "mm_processor_kwargs": NO_MEDIA}
 COHERE = {"images": NO_MEDIA, "inputs": NO_MEDIA}
 SCORING = {
@@ -67,6 +77,8 @@ NEUTRAL: dict[str, Any] = {
     "thinking_token_budget": -1,
     "modalities": ["text"],
     "function_call": "none",
+    "tool_choice": {"type": "none"},
+    "thinking": {"type": "disabled"},
     "max_tokens_per_query": 0,
     "max_tokens_per_doc": 0,
 }

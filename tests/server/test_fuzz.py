@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from trouper.frontends.server.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -20,6 +21,8 @@ PATHS = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -48,6 +51,8 @@ LIKELY = {
     "/v1/completions": {"prompt": "x", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/responses": {"input": "x", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
 }
@@ -76,4 +81,4 @@ async def test_no_body_is_our_fault(client, request):
     elif fields.get("stream") is not True:
         json.loads(answer.body)
     else:
-        assert b'{"error"' not in answer.body, (fields, answer.body[-300:])
+        assert b'"error":{' not in answer.body, (fields, answer.body[-300:])

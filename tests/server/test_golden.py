@@ -23,7 +23,8 @@ pytestmark = pytest.mark.anyio
 
 GOLDEN = Path(__file__).parent / "golden"
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-FILES = {COMPLETIONS: "completions", CHAT: "chat", RESPONSES: "responses"}
+ANTHROPIC = "/v1/messages"
+FILES = {COMPLETIONS: "completions", CHAT: "chat", RESPONSES: "responses", ANTHROPIC: "messages"}
 END = "\n======\n"  # of a recording; no reply holds it
 STREAM = {"stream": True}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -160,6 +161,21 @@ CASES = {
     "responses-limits": (RESPONSES, {"input": "hi", "max_output_tokens": 6, "top_p": 0.5}),
     "responses-bad-max-tokens": (RESPONSES, {"input": "hi", "max_output_tokens": -1}),
     "responses-bad-input": (RESPONSES, {"input": []}),
+    "messages": (ANTHROPIC, {**HI, "max_tokens": 6, "system": "be brief"}),
+    "messages-stream": (ANTHROPIC, {**HI, "max_tokens": 6, "metadata": {"user_id": "u"}, **STREAM}),
+    "messages-sampling": (
+        ANTHROPIC,
+        {
+            **HI,
+            "max_tokens": 6,
+            "stop_sequences": ["x"],
+            "temperature": 0.5,
+            "top_p": 0.5,
+            "top_k": 5,
+        },
+    ),
+    "messages-bad-max-tokens": (ANTHROPIC, {**HI, "max_tokens": -1}),
+    "messages-bad-tools": (ANTHROPIC, {**HI, "max_tokens": 6, "tools": [{"name": "f"}]}),
 }
 
 FAILURES = {
@@ -171,7 +187,12 @@ FAILURES = {
     "refused-max-tokens": refused("max_tokens"),
     "aborted": aborted,
 }
-ASKED = {COMPLETIONS: {"prompt": ["a"]}, CHAT: HI, RESPONSES: {"input": "hi"}}
+ASKED = {
+    COMPLETIONS: {"prompt": ["a"]},
+    CHAT: HI,
+    RESPONSES: {"input": "hi"},
+    ANTHROPIC: {**HI, "max_tokens": 6},
+}
 
 
 @pytest.fixture

@@ -151,7 +151,8 @@ async def test_every_route_but_the_public_ones_needs_a_key(make_client):
             assert answer.status == 200, route.path
         else:
             assert answer.status == 401, route.path
-            assert answer.error["code"] == "invalid_api_key"
+            code = "authentication_error" if "messages" in route.path else "invalid_api_key"
+            assert code in answer.error.values()
             assert answer.headers["www-authenticate"] == "Bearer"
 
 
@@ -168,7 +169,8 @@ async def test_what_does_not_exist_needs_a_key_too(make_client):
         [bearer("sesame2")], [bearer("sesam")], [bearer("sesamE")], [bearer("")],
         [("authorization", "bearer sesame")], [("authorization", "sesame")],
         [("authorization", "Basic sesame")], [bearer("ses\u00e4me")],
-        [bearer("sesame"), bearer("sesame")], [("x-api-key", "sesame")],
+        [bearer("sesame"), bearer("sesame")], [("x-api-key", "sesame2")],
+        [bearer("sesame"), ("x-api-key", "sesame")],
     ],
 )  # fmt: skip
 async def test_wrong_keys(make_client, headers):

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from trouper.frontends.server.admission.gate import AdmissionTicket
-from trouper.frontends.server.errors import ErrorBody, Headers, HTTPError, aborted
+from trouper.frontends.server.errors import ErrorBody, ErrorForm, Headers, HTTPError, aborted
 from trouper.frontends.server.http.body import Body, too_large
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.settings import ServerSettings
@@ -174,13 +174,14 @@ class RequestContext:
     async def end_events(self, mark: bytes = DONE) -> None:
         await self._put({"type": "http.response.body", "body": mark, "more_body": False})
 
-    async def fail(self, problem: ErrorBody) -> None:
+    async def fail(self, problem: ErrorBody, form: ErrorForm) -> None:
         """Tell an error as the status, or as an event if the status has been sent already."""
         if not self.has_started:
-            await self.send_json(problem.body, problem.status, problem.headers)
+            body = form.render(problem, self.request_id)
+            await self.send_json(body, problem.status, problem.headers)
         elif self.is_stream:
-            await self.send_event(problem.body)
-            await self.end_events()
+            await self.send_event(form.render(problem, self.request_id), form.event)
+            await self.end_events(form.stream_end)
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.has_started = True

@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from trouper.frontends.server.errors import OPENAI_ERRORS, ErrorForm
+
 Access = Literal["public", "user", "admin"]
 # Takes the service, the request's context and its decoded body.
 Handler = Callable[[Any, Any, Any], Awaitable[None]]
@@ -27,6 +29,7 @@ class Route(msgspec.Struct, frozen=True):
     kind: Literal["json", "text", "empty"] = "json"  # of the reply's body
     query: dict[str, dict[str, Any]] = {}  # schemas of the query's fields
     tokenizes: bool = False
+    errors: ErrorForm = OPENAI_ERRORS
 
     @property
     def is_admitted(self) -> bool:

@@ -16,6 +16,16 @@ from trouper.outputs import CompletionOutput, RequestOutput
 from trouper.params import SamplingParams
 
 
+class GenerationRequest(Protocol):
+    """A decoded body, as far as the driver reads it."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def request_id(self) -> str | None: ...
+
+
 class ServedModel(NamedTuple):
     """The part of the server and its model that adapters may read."""
 

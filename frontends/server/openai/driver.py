@@ -15,12 +15,12 @@ from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.adapter import (
     Adapter,
     ChoiceUpdate,
+    GenerationRequest,
     ParsedRequest,
     ReplyHead,
     ServedModel,
     StreamEvent,
 )
-from trouper.frontends.server.openai.requests import Generating, ResponsesRequest
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.streams import each_output, final_outputs
 from trouper.frontends.server.usage import UsageCounter
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 async def drive(
     service: Service,
     context: RequestContext,
-    request: Generating | ResponsesRequest,
+    request: GenerationRequest,
     api: type[Adapter],
 ) -> None:
     """Answer one request, whole or as a stream.

@@ -33,10 +33,7 @@ async def tokenize(service: Service, context: RequestContext, request: TokenizeR
         )
     else:
         prompt = chat_prompt(request, service.settings)
-        render = Prompts.for_engine(service.config, tokenizer).render
-        message = _message(prompt, request.add_special_tokens)
-        rendered = await anyio.to_thread.run_sync(render, message, limiter=service.chat_threads)
-        ids = list(rendered.admit.prompt_token_ids)
+        ids = await conversation_ids(service, prompt, request.add_special_tokens)
     strings: list[str] | None = None
     if request.return_token_strs:
         strings = await anyio.to_thread.run_sync(_texts, tokenizer, ids, limiter=service.threads)
@@ -60,6 +57,20 @@ async def detokenize(service: Service, context: RequestContext, request: Detoken
         tokenizer.decode, request.tokens, False, limiter=service.threads
     )
     await context.send_json({"prompt": text})
+
+
+async def conversation_ids(
+    service: Service, prompt: dict[str, Any], add_special_tokens: bool | None = None
+) -> list[int]:
+    """Render a conversation in the engine's form, without generating anything.
+
+    Raises:
+        TrouperValidationError: the template refuses it, or it is longer than the model.
+    """
+    render = Prompts.for_engine(service.config, _tokenizer(service)).render
+    message = _message(prompt, add_special_tokens)
+    rendered = await anyio.to_thread.run_sync(render, message, limiter=service.chat_threads)
+    return list(rendered.admit.prompt_token_ids)
 
 
 def _message(prompt: Any, add_special_tokens: bool | None) -> Render:

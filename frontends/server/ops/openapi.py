@@ -1,12 +1,13 @@
 """`GET /openapi.json`: a description of the routes, made from the table that serves them."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from trouper import __version__
-from trouper.frontends.server.errors import TYPES
+from trouper.frontends.server.errors import OPENAI_ERRORS, TYPES
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.service import Service
@@ -28,8 +29,22 @@ ERROR = {
         "usage": {"type": "object"},
     },
 }
+NAMED_ERROR = {  # of the Messages API
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
 ANYWHERE = (400, 401, 408, 413, 414, 415, 431, 500, 503)
 TAKING_WORK = (404, 429, 504)
+IN_PATH = re.compile(r"\{(\w+)\}")
 
 
 async def describe(service: Service, context: RequestContext, _: None) -> None:
@@ -55,7 +70,7 @@ def document(routes: Iterable[Route], *, has_keys: bool) -> dict[str, Any]:
         "info": {"title": "trouper", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**components, "Error": ERROR},
+            "schemas": {**components, "Error": ERROR, "NamedError": NAMED_ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}] if has_keys else [],
@@ -66,7 +81,10 @@ def _operation(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "operationId": f"{route.method.lower()} {route.path}",
         "summary": (route.handler.__doc__ or "").partition("\n")[0],
-        "parameters": [_query(name, schema) for name, schema in route.query.items()],
+        "parameters": [
+            *(_parameter(name, "path", {"type": "string"}) for name in IN_PATH.findall(route.path)),
+            *(_parameter(name, "query", schema) for name, schema in route.query.items()),
+        ],
         "responses": {"200": _answer(route, refs)},
     }
     if route.access == "public":
@@ -74,9 +92,11 @@ def _operation(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     if route.body is not None:
         content = {"application/json": {"schema": refs[route.body]}}
         found["requestBody"] = {"required": route.access != "admin", "content": content}
-    statuses = ANYWHERE + (TAKING_WORK if route.body is not None else ())
+    is_looked_up = route.body is not None or "{" in route.path
+    statuses = ANYWHERE + (TAKING_WORK if is_looked_up else ())
     statuses += (409,) if route.access == "admin" else ()
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    name = "Error" if route.errors is OPENAI_ERRORS else "NamedError"
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     for status in sorted(statuses):
         found["responses"][str(status)] = {"description": TYPES[status], "content": error}
     return found
@@ -95,5 +115,5 @@ def _answer(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     return {"description": "OK", "content": content}
 
 
-def _query(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "in": "query", "required": False, "schema": schema}
+def _parameter(name: str, place: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "schema": schema}

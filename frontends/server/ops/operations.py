@@ -16,25 +16,33 @@ from trouper.frontends.server.metrics import expose
 from trouper.frontends.server.service import Service
 
 REFRESH_S = 1.0  # for the latest statistics; an actor that is ending may hold them back for long
+MODELS = "/v1/models/"  # a name follows, which may hold slashes
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 async def list_models(service: Service, context: RequestContext, _: None) -> None:
-    config = service.config
-    cards: list[dict[str, Any]] = [
-        {
-            "id": name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "trouper",
-            "root": service.model_names[0],
-            "parent": None,
-            "max_model_len": config.max_model_len,
-            "permission": [],
-        }
-        for name in service.model_names
-    ]
+    """List the names of the model."""
+    cards = [_model_card(service, name) for name in service.model_names]
     await context.send_json({"object": "list", "data": cards})
+
+
+async def show_model(service: Service, context: RequestContext, _: None) -> None:
+    """Describe the model of one name."""
+    name = service.check_model(context.path.removeprefix(MODELS))
+    await context.send_json(_model_card(service, name))
+
+
+def _model_card(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "trouper",
+        "root": service.model_names[0],
+        "parent": None,
+        "max_model_len": service.config.max_model_len,
+        "permission": [],
+    }
 
 
 async def live(service: Service, context: RequestContext, _: None) -> None:

@@ -1,0 +1,240 @@
+"""`/v1/messages` in memory, and a real server driven by Anthropic's own clients, the plain one and the async one."""
+
+import json
+
+import anthropic
+import pytest
+
+from trouper.frontends.server.app import create_app
+
+from .client import Client
+from .process import started, stop
+from .scripted import ScriptedEngine, completion, output
+
+PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+HI = [{"role": "user", "content": "hi"}]
+GREEDY = {"messages": HI, "max_tokens": 6, "temperature": 0}
+HELLO = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+
+
+def text(content):
+    return {"type": "text", "text": content}
+
+
+def named_events(body):
+    frames = body.decode().split("\n\n")
+    assert frames.pop() == ""
+    found = []
+    for frame in frames:
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        found.append(event)
+    return found
+
+
+@pytest.fixture
+def asked(engine):
+    """`await asked(fields)` is the answer and what the engine was asked for."""
+
+    async def asked(fields, stop_reason=None):
+        def script(number, params):
+            yield output(
+                completion("x", 1, finish_reason="stop", stop_reason=stop_reason), is_last=True
+            )
+
+        scripted = ScriptedEngine(engine, script)
+        answer = await Client(create_app(scripted)).post(PATH, fields)
+        return answer.json, scripted.asked[0]
+
+    return asked
+
+
+@pytest.mark.anyio
+class TestInMemory:
+    async def test_a_reply_says_what_a_chat_says(self, client):
+        reply = (await client.post(PATH, {**GREEDY, "system": "be brief"})).json
+        chat = {**GREEDY, "messages": [{"role": "system", "content": "be brief"}, *HI]}
+        wanted = (await client.post("/v1/chat/completions", chat)).json
+        assert reply["content"] == [text(wanted["choices"][0]["message"]["content"])]
+        assert (reply["stop_reason"], reply["stop_sequence"]) == ("max_tokens", None)
+        usage = reply["usage"]
+        num_input = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        assert num_input == wanted["usage"]["prompt_tokens"]
+        assert usage["output_tokens"] == 6
+
+    async def test_a_stream_has_the_events_of_one_block(self, client):
+        whole = (await client.post(PATH, GREEDY)).json
+        events = named_events((await client.post(PATH, {**GREEDY, "stream": True})).body)
+        kinds = [event["type"] for event in events]
+        assert kinds[:3] == ["message_start", "content_block_start", "ping"]
+        assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+        deltas = events[3:-3]
+        assert {event["type"] for event in deltas} == {"content_block_delta"}
+        assert [text("".join(event["delta"]["text"] for event in deltas))] == whole["content"]
+        assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+        assert events[-2]["usage"]["output_tokens"] == 6
+
+    async def test_counted_tokens_are_those_of_the_prompt(self, client):
+        counted = (await client.post(COUNT, {"messages": HI, "system": [text("be brief")]})).json
+        usage = (await client.post(PATH, {**GREEDY, "system": "be brief"})).json["usage"]
+        num_input = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        assert counted == {"input_tokens": num_input}
+
+    async def test_neighbours_of_one_role_are_one_message(self, asked):
+        _, (prompt, *_) = await asked({**GREEDY, "messages": [*HI, HELLO]})
+        assert prompt["messages"] == [
+            {"role": "user", "content": [text(t) for t in ("hi", "a", "b")]}
+        ]
+
+    async def test_a_last_message_of_the_assistant_is_continued(self, asked):
+        begun = {"role": "assistant", "content": [text("Sure:")]}
+        _, (prompt, *_) = await asked({**GREEDY, "messages": [*HI, begun]})
+        assert prompt["messages"][-1] == {"role": "assistant", "content": "Sure:"}
+        assert prompt["continue_final_message"] is True
+        assert prompt["add_generation_prompt"] is False
+
+    @pytest.mark.parametrize(
+        ("stop_reason", "wanted"),
+        [(None, ("end_turn", None)), (7, ("end_turn", None)), ("é", ("stop_sequence", "é"))],
+    )
+    async def test_a_stop_sequence_is_named(self, asked, stop_reason, wanted):
+        reply, _ = await asked({**GREEDY, "stop_sequences": ["é"]}, stop_reason)
+        assert (reply["stop_reason"], reply["stop_sequence"]) == wanted
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("fields", "name"),
+        [
+            ({"messages": []}, "messages"),
+            ({"messages": None}, "messages"),
+            ({"messages": [{"content": "x"}]}, "messages[0].role"),
+            ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+            ({"messages": [*HI, {"role": "user"}]}, "messages[1].content"),
+            ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+            ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+            *(
+                ({"messages": [{"role": "user", "content": [{"type": kind}]}]}, "messages[0].content[0].type")
+                for kind in ("image", "tool_use", "tool_result", "thinking", "what", None, {})
+            ),
+            ({"system": [{"type": "image"}]}, "system[0].type"),
+            ({"system": 3}, "system"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"max_tokens": 513}, "max_tokens"),
+            ({"max_tokens": None}, "max_tokens"),
+            ({"temperature": 3}, "temperature"),
+            ({"top_p": 2}, "top_p"),
+            ({"top_k": -7}, "top_k"),
+            ({"stop_sequences": [""]}, "stop_sequences"),
+            ({"stop_sequences": ["x"] * 5}, "stop_sequences"),
+            ({"tools": [{"name": "f"}]}, "tools"),
+            ({"tool_choice": {"type": "any"}}, "tool_choice"),
+            ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+            ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+            ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+        ],
+    )  # fmt: skip
+    async def test_a_refusal_names_the_field(self, client, fields, name, stream):
+        answer = await client.post(PATH, {**GREEDY, **fields, "stream": stream})
+        assert answer.status == 400
+        assert answer.json["type"] == "error"
+        assert answer.error["type"] == "invalid_request_error"
+        assert name in answer.error["message"]
+
+    @pytest.mark.parametrize(
+        "fields",
+        [{"thinking": {"type": "disabled"}}, {"tool_choice": {"type": "none"}}, {"tools": []},
+         {"service_tier": "auto"}, {"metadata": {"user_id": "u"}}, {"system": ""}],
+    )  # fmt: skip
+    async def test_a_field_that_asks_for_nothing_is_allowed(self, client, fields):
+        assert (await client.post(PATH, {**GREEDY, **fields})).status == 200
+
+    async def test_other_errors_have_their_types(self, make_client):
+        client = make_client(api_keys=("sesame",))
+        key = ("x-api-key", "sesame")
+        found = [
+            await client.post(PATH, GREEDY),
+            await client.post(PATH, {**GREEDY, "model": "x"}, [key]),
+            await client.get(PATH, [key]),
+            await client.request("POST", PATH, b"{", [key, ("content-type", "application/json")]),
+        ]
+        assert [(answer.status, answer.error["type"]) for answer in found] == [
+            (401, "authentication_error"), (404, "not_found_error"),
+            (405, "invalid_request_error"), (400, "invalid_request_error"),
+        ]  # fmt: skip
+        assert found[1].json["request_id"] == found[1].headers["x-request-id"]
+
+    async def test_a_model_is_described_by_its_name(self, make_client):
+        client = make_client(served_model_names=("org/one", "two"))
+        cards = (await client.get("/v1/models")).json["data"]
+        for card in cards:
+            found = (await client.get(f"/v1/models/{card['id']}")).json
+            assert {**found, "created": 0} == {**card, "created": 0}
+        for name in ("", "three", "org"):
+            answer = await client.get(f"/v1/models/{name}")
+            assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with started("--api-key", "sesame") as server:
+        yield server
+        assert stop(server) == 0
+
+
+@pytest.fixture
+def options(server):
+    url = f"http://127.0.0.1:{server.port}"
+    return {"base_url": url, "api_key": "sesame", "max_retries": 0, "timeout": 30}
+
+
+FIELDS = {
+    "model": "trouper-demo", "messages": HI, "max_tokens": 6, "system": [text("be brief")],
+    "extra_body": {"temperature": 0},  # the client's later versions have no such argument
+}  # fmt: skip
+
+
+def test_the_plain_client(options):
+    with anthropic.Anthropic(**options) as client:
+        reply = client.messages.create(**FIELDS)
+        assert (reply.role, reply.stop_reason) == ("assistant", "max_tokens")
+        with client.messages.stream(**FIELDS) as stream:
+            pieces = "".join(stream.text_stream)
+            final = stream.get_final_message()
+        assert pieces == reply.content[0].text == final.content[0].text
+        assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 6)
+        counted = client.messages.count_tokens(
+            model="trouper-demo", messages=HI, system="be brief"
+        ).input_tokens
+        assert counted == reply.usage.input_tokens + reply.usage.cache_read_input_tokens
+        kinds = [event.type for event in client.messages.create(**FIELDS, stream=True)]
+        assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+
+
+def test_the_plain_client_raises_typed_errors(options):
+    with anthropic.Anthropic(**options) as client:
+        with pytest.raises(anthropic.BadRequestError, match="temperature"):
+            client.messages.create(**{**FIELDS, "extra_body": {"temperature": 3}})
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.create(**{**FIELDS, "model": "nope"})
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].type"):
+            client.messages.create(
+                **{**FIELDS, "messages": [{"role": "user", "content": [{"type": "image"}]}]}
+            )
+    wrong = {**options, "api_key": "wrong"}
+    with anthropic.Anthropic(**wrong) as client, pytest.raises(anthropic.AuthenticationError):
+        client.messages.create(**FIELDS)
+
+
+@pytest.mark.anyio
+async def test_the_async_client(options):
+    async with anthropic.AsyncAnthropic(**options) as client:
+        reply = await client.messages.create(**FIELDS)
+        async with client.messages.stream(**FIELDS) as stream:
+            pieces = "".join([piece async for piece in stream.text_stream])
+        assert pieces == reply.content[0].text
+        counted = await client.messages.count_tokens(model="trouper-demo", messages=HI)
+        assert counted.input_tokens > 0
+        with pytest.raises(anthropic.BadRequestError, match="tools"):
+            await client.messages.create(**FIELDS, tools=[{"name": "f", "input_schema": {}}])
