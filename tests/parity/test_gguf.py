@@ -21,7 +21,13 @@ from trouper.actors.executor.models.registry import (
     layer_parameters,
     outer_parameters,
 )
-from trouper.actors.executor.weights.gguf import READERS, GgufCheckpoint, dequantized_affine
+from trouper.actors.executor.weights.gguf import (
+    READERS,
+    Affine,
+    GgufCheckpoint,
+    dequantized_affine,
+    stacked,
+)
 from trouper.actors.messages.plans import Sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
@@ -174,15 +180,29 @@ def test_frequencies_are_divided_by_the_factors_of_the_file(tmp_path):
     check_against(model, driver.run(prompts, 16, Sampling(temperature=0.0, logprobs=-1)))
 
 
-def test_integers_of_four_bits_stay_what_they_are(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "fmt"), [("Q4_0", "int4"), ("Q4_1", "int4"), ("Q5_1", "int8"), ("Q8_0", "int8")]
+)
+def test_integers_stay_what_they_are(tmp_path, kind, fmt):
     model = tiny_model("Llama", {"num_hidden_layers": 4}, tmp_path)
-    path = converted(model, tmp_path / "m.gguf", "llama", kind=gguf.GGMLQuantizationType.Q4_0)
+    path = converted(model, tmp_path / "m.gguf", "llama", kind=gguf.GGMLQuantizationType[kind])
     checkpoint = GgufCheckpoint(path)
     for parameter in layer_parameters(traits_of(path), 0):
         if parameter.name.endswith("weight"):
             integers = checkpoint.integers(parameter, torch.bfloat16)
             plain = torch.cat([checkpoint.read(name, shape) for name, shape in parameter.sources])
-            assert torch.equal(dequantized(integers), plain), parameter.name
+            assert integers.fmt == fmt
+            torch.testing.assert_close(dequantized(integers), plain, atol=1e-5, rtol=1e-6)
+
+
+def test_parts_of_several_types_are_bytes_in_the_smallest_groups():
+    q = torch.randint(0, 16, (3, 64), dtype=torch.int8)
+    coarse = Affine(q, torch.rand(3, 2), torch.rand(3, 2))
+    fine = Affine(q - 8, torch.rand(3, 4))
+    both = stacked([coarse, fine])
+    assert both.scales_OG.shape == both.minima_OG.shape == (6, 4)
+    wanted = torch.cat([dequantized_affine(coarse), dequantized_affine(fine)])
+    assert torch.equal(dequantized_affine(both), wanted)
 
 
 def test_the_tokenizer_and_the_template_come_from_the_file(tmp_path):

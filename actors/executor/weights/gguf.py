@@ -27,6 +27,7 @@ from trouper.kernels.cpu.linear.quantization import IntegerWeight
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of e2m1
+OF_FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K"}
 FEW_ROWS = 4096  # dequantised at once: the numbers in between take some ten bytes each
 
 
@@ -73,24 +74,25 @@ class GgufCheckpoint:
         return whole if order is None else whole[order]
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
-        """What stands for the matrix, if the kernels multiply with it as it is: Q4_0 alone."""
+        """What stands for the matrix: exactly the same numbers, of 4 bits where all parts have no more.
+
+        None where a part is plain, and beside other dtypes than bfloat16, which the kernels of integers multiply.
+        """
         names = [tensor_name(self._family, name) for name, _ in parameter.sources]
         tensors = [self._header.tensors[name] for name in names]
-        if dtype != torch.bfloat16 or any(tensor.type.name != "Q4_0" for tensor in tensors):
+        kinds = {tensor.type.name for tensor in tensors}
+        if dtype != torch.bfloat16 or not kinds <= READERS.keys():
             return None
         parts: list[Affine] = []
         for (name, shape), tensor in zip(parameter.sources, tensors, strict=True):
             part = READERS[tensor.type.name](self._blocks(tensor, 0, shape[0]))
+            if tensor.type.name in OF_FOUR_BITS and kinds <= OF_FOUR_BITS:
+                part = _centred(part)
             order = self._row_order(name, shape[0])
-            if order is not None:
-                part = Affine(part.q_OI[order], part.scales_OG[order])
-            parts.append(part)
-        return IntegerWeight(
-            "int4",
-            dtype,
-            torch.cat([part.q_OI for part in parts]),
-            torch.cat([part.scales_OG for part in parts]),
-        )
+            parts.append(part if order is None else _reordered(part, order))
+        q_OI, scales_OG, minima_OG = stacked(parts)
+        fmt = "int4" if kinds <= OF_FOUR_BITS else "int8"
+        return IntegerWeight(fmt, dtype, q_OI, scales_OG, None, minima_OG)
 
     def _row_order(self, name: str, num_rows: int) -> Tensor | None:
         """Rows of a head from pairs side by side to halves, as `models/rotary.py` turns them."""
@@ -123,6 +125,42 @@ def dequantized_affine(affine: Affine) -> Tensor:
     if minima_OG is not None:
         groups += minima_OG.unsqueeze(2)
     return groups.flatten(1)
+
+
+def _centred(affine: Affine) -> Affine:
+    """Integers 0 … 15 of weights with minima become -8 … 7, as those of four bits are."""
+    if affine.minima_OG is None:
+        return affine
+    return Affine(affine.q_OI - 8, affine.scales_OG, affine.minima_OG + 8 * affine.scales_OG)
+
+
+def _reordered(affine: Affine, order: Tensor) -> Affine:
+    minima = affine.minima_OG
+    minima = None if minima is None else minima[order]
+    return Affine(affine.q_OI[order], affine.scales_OG[order], minima)
+
+
+def stacked(parts: list[Affine]) -> Affine:
+    """Outputs below outputs, in the smallest of their groups."""
+    num_groups = max(part.scales_OG.shape[1] for part in parts)
+
+    def finer(x: Tensor) -> Tensor:
+        return x.repeat_interleave(num_groups // x.shape[1], 1)
+
+    minima = [part.minima_OG for part in parts]
+    has_minima = any(each is not None for each in minima)
+    return Affine(
+        torch.cat([part.q_OI for part in parts]),
+        torch.cat([finer(part.scales_OG) for part in parts]),
+        torch.cat(
+            [
+                finer(torch.zeros_like(part.scales_OG) if each is None else each)
+                for part, each in zip(parts, minima, strict=True)
+            ]
+        )
+        if has_minima
+        else None,
+    )
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:

@@ -1,10 +1,11 @@
-"""y = x (s · (q - z))ᵀ + b: bfloat16 times integers of 4 or 8 bits with a scale for each group of inputs.
+"""y = x (s · (q - z) + m)ᵀ + b: bfloat16 times integers of 4 or 8 bits with a scale for each group of inputs.
 
     x [T, I]                  tokens × inputs, rows may be strided
     q [O / 64, I / 8, 4, 16]        int4: words of eight inputs
       [O / 64, I / 8, 4, 4, 16, 2]  int8: bytes of four pairs of inputs
-    s [O / 64, I / G, 4, 16]        bfloat16 or float32; G, a multiple of 32, inputs of an output share a scale
+    s [O / 64, I / G, 4, 16]        bfloat16 or float32; G inputs of an output share a scale: a multiple of 32, or 16 by dots
     z [O / 64, I / G, 4, 16]        words of 32 - z twice, of int4; or absent
+    m [O / 64, I / G, 4, 16]        float32, of weights without z; or absent
     b [O]                           or absent
     y [T, O]
 
@@ -23,6 +24,9 @@ the first block keeps the pairs for the others in memory of the thread, which st
 Law: as in `dense.py`, a row's result does not depend on the number of rows: a sum begins at 0, follows
 its inputs, and goes into the total times the scale, whatever the block.  A sum is that of a group; by
 tiles of int4 that of 32 inputs, one product, whatever the group.
+
+A minimum is multiplied by the sum of x over its group, which is one more dot product for each row, whatever
+the panels.  Minima, and int8 in groups, are left to dots.
 
 Roofline: bytes = O I (bits / 8 + 2 / G), FLOPs = 2 T O I.
 Measured, two Xeon cores with AMX, O = 6144, I = 1024, weights in memory, by tiles (dots): int4 T = 1 19.2 GB/s
@@ -83,6 +87,7 @@ INTEGER_BLOCKINGS: dict[tuple[Unit, Format], Blocking] = {
     ("tiles", "int4"): Blocking(few=(Block(4, TILE),), many=Block(4, TILE), most_rows=512),
     ("tiles", "int8"): Blocking(few=(Block(4, TILE),), many=Block(2, 2 * TILE), most_rows=512),
 }
+ONES = 0x3F803F80  # a pair of bfloat16
 CHUNK = 4  # tiles of a panel that are decoded, then multiplied, then added; with 8 one row took 1.1 times as long
 
 
@@ -99,14 +104,16 @@ class IntegerLinear(LinearMethod):
         weight: Tensor,
         scales: Tensor,
         zeros: Tensor | None,
+        minima: Tensor | None,
         bias_O: Tensor | None,
     ) -> None:
         self.shape, self.bias = shape, bias_O
-        self.weight, self.scales, self.zeros = weight, scales, zeros
-        self._unit: Unit = units.bf16_unit()
+        self.weight, self.scales, self.zeros, self.minima = weight, scales, zeros, minima
+        is_grouped_int8 = self.fmt == "int8" and scales.shape[1] > 1
+        self._unit: Unit = "dots" if minima is not None or is_grouped_int8 else units.bf16_unit()
         kind = "bf16" if scales.dtype == torch.bfloat16 else "f32"
         self._matmul = launch.compiled(
-            quantized_matmul, self._unit, self.fmt, kind, zeros is not None
+            quantized_matmul, self._unit, self.fmt, kind, zeros is not None, minima is not None
         )
 
     @classmethod
@@ -116,11 +123,11 @@ class IntegerLinear(LinearMethod):
             num_out, num_in = weight.q_OI.shape
             return cls((num_out, num_in), *packed(weight), bias_O)
         num_out, num_in = weight.shape
-        return cls((num_out, num_in), *_rounded(weight, cls.fmt), None, bias_O)
+        return cls((num_out, num_in), *_rounded(weight, cls.fmt), None, None, bias_O)
 
     @property
     def num_bytes(self) -> int:
-        parts = (self.weight, self.scales, self.zeros)
+        parts = (self.weight, self.scales, self.zeros, self.minima)
         return sum(part.nbytes for part in parts if part is not None)
 
     def apply(self, x_TI: Tensor) -> Tensor:
@@ -135,6 +142,7 @@ class IntegerLinear(LinearMethod):
             self.weight.data_ptr(),
             self.scales.data_ptr(),
             0 if self.zeros is None else self.zeros.data_ptr(),
+            0 if self.minima is None else self.minima.data_ptr(),
             0 if self.bias is None else self.bias.data_ptr(),
             y_TO.data_ptr(),
             num_rows,
@@ -184,14 +192,19 @@ def scratch_bytes(num_rows: int, num_in: int, unit: Unit, fmt: Format) -> int:
 
 
 def quantized_matmul(
-    code: KernelBuilder, unit: Unit, fmt: Format, scale_kind: Kind, has_zeros: bool
+    code: KernelBuilder,
+    unit: Unit,
+    fmt: Format,
+    scale_kind: Kind,
+    has_zeros: bool,
+    has_minima: bool = False,
 ) -> None:
-    """Write the kernel of the arguments x, its stride in words, q, s, z or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, threads,
+    """Write the kernel of the arguments x, its stride in words, q, s, z or 0, m or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, threads,
     scratch, its bytes a thread.
 
     A piece is panels of a block of rows.
     """
-    work = (_Dots if unit == "dots" else _Tiles)(code, fmt, scale_kind, has_zeros)
+    work = (_Dots if unit == "dots" else _Tiles)(code, fmt, scale_kind, has_zeros, has_minima)
     shape, num_rows, before = INTEGER_BLOCKINGS[unit, fmt], work.num_rows, 0
     with work.begun():
         for block in shape.few:
@@ -212,14 +225,22 @@ def quantized_matmul(
 
 
 class _Work(ABC):
-    def __init__(self, code: KernelBuilder, fmt: Format, scale_kind: Kind, has_zeros: bool) -> None:
-        x, stride, q, s, z, bias, y, *sizes, scratch, bytes_each = code.arguments(14)
+    def __init__(
+        self,
+        code: KernelBuilder,
+        fmt: Format,
+        scale_kind: Kind,
+        has_zeros: bool,
+        has_minima: bool,
+    ) -> None:
+        x, stride, q, s, z, m, bias, y, *sizes, scratch, bytes_each = code.arguments(15)
         self.addresses = x, stride, bias, y
         self.num_rows, self.pairs, self.num_panels, self.length, self.num_threads = sizes
         self.num_groups = self.pairs // self.length
         self.code, self.fmt = code, fmt
         self.q, self.scales = code.pointer(q, "i8"), code.pointer(s, scale_kind)
         self.zeros = code.pointer(z, "i32") if has_zeros else None
+        self.minima = code.pointer(m, "f32") if has_minima else None
         self._scratch, self._bytes_each = scratch, bytes_each
 
     def scratch_of(self, thread: Value) -> Pointer:
@@ -248,6 +269,13 @@ class _Work(ABC):
     def scales_of(self, at_panel: list[Value]) -> "list[PanelStream]":
         return [
             PanelStream(self.scales, p, LANES, self.num_groups, self.num_threads) for p in at_panel
+        ]
+
+    def minima_of(self, at_panel: list[Value]) -> "list[PanelStream]":
+        if self.minima is None:
+            return []
+        return [
+            PanelStream(self.minima, p, LANES, self.num_groups, self.num_threads) for p in at_panel
         ]
 
     def begun(self) -> "contextlib.AbstractContextManager[None]":
@@ -289,26 +317,51 @@ class _Dots(_Work):
         code, panels, num_groups = self.code, len(at_panel), self.num_groups
         at_row = [code.minimum(first_row + r, self.num_rows - 1) for r in range(rows)]
         xs = [self._x + r * self._stride for r in at_row]
-        scales = self.scales_of(at_panel)
+        scales, minima = self.scales_of(at_panel), self.minima_of(at_panel)
         totals = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in range(panels)]
         steps = self.length // STEP
         for g in code.loop(0, num_groups):
             sums = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in range(panels)]
-            for stream in (*scales, *weights):
+            of_x = [code.var(code.f32x16(0.0)) for _ in range(rows if minima else 0)]
+            for stream in (*scales, *minima, *weights):
                 stream.enter(g)
             for i in code.loop(g * steps, g * steps + steps):
-                pairs = [weight.pairs(i) for weight in weights]
-                for j in range(STEP):
-                    for r, row in enumerate(xs):
-                        both = code.i32x16(row[i * STEP + j])
-                        for p in range(panels):
-                            sums[p][r].set(code.dot(pairs[p][j], both, sums[p][r]))
-            for p in range(panels):
-                scale = scales[p].at(g).load()
-                for total, part in zip(totals[p], sums[p], strict=True):
-                    total.set(code.fma(part, scale, total))
+                self._add(sums, of_x, xs, [weight.pairs(i) for weight in weights], i)
+            self._scale(totals, sums, scales, g)
+            self._scale(totals, [of_x] * panels, minima, g)
         for panel, of_panel in zip(at_panel, totals, strict=True):
             self._finish(of_panel, panel, at_row)
+
+    def _add(
+        self,
+        sums: list[list[Var]],
+        of_x: list[Var],
+        xs: list[Pointer],
+        pairs: list[list[Value]],
+        step: Value,
+    ) -> None:
+        """Add the products of one step to the sums, and x itself to `of_x` where minima need it."""
+        code = self.code
+        for j in range(STEP):
+            for r, row in enumerate(xs):
+                both = code.i32x16(row[step * STEP + j])
+                if of_x:
+                    of_x[r].set(code.dot(code.i32x16(ONES), both, of_x[r]))
+                for of_panel, weights in zip(sums, pairs, strict=True):
+                    of_panel[r].set(code.dot(weights[j], both, of_panel[r]))
+
+    def _scale(
+        self,
+        totals: list[list[Var]],
+        sums: list[list[Var]],
+        factors: "list[PanelStream]",
+        group: Value,
+    ) -> None:
+        """Add the sums of a group, times each panel's factors; no factors, no sums."""
+        for factor, of_panel, parts in zip(factors, totals, sums, strict=bool(factors)):
+            value = factor.at(group).load()
+            for total, part in zip(of_panel, parts, strict=True):
+                total.set(self.code.fma(part, value, total))
 
     def _read(self, at_panel: list[Value], kept: "Sequence[KeptPanel]") -> "Sequence[IntegerPanel]":
         return self.reading(at_panel, kept) if kept else [self.packed(p) for p in at_panel]

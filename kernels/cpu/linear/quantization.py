@@ -1,4 +1,4 @@
-"""Weights as integers of 4 or 8 bits with scales: w = s · (q - z).
+"""Weights as integers of 4 or 8 bits with scales: w = s · (q - z) + m.
 
 Rounded when a model is loaded, by `quantize`, z = 0:
 
@@ -7,7 +7,8 @@ Rounded when a model is loaded, by `quantize`, z = 0:
     int8  -127 … 127, a scale for each output
 
 Scales are bfloat16 and are rounded before the integers are.  Checkpoints bring int4 in groups of any
-multiple of 32, float32 scales and zeros (`actors/executor/weights/quantized.py`).
+multiple of 32, float32 scales and zeros (`actors/executor/weights/quantized.py`), GGUF files both in groups of 16 or 32, with float32
+scales and minima m (`actors/executor/weights/gguf.py`).
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -34,6 +35,7 @@ class IntegerWeight(NamedTuple):
     q_OI: Tensor  # int8
     scales_OG: Tensor  # bfloat16 or float32
     zeros_OG: Tensor | None = None  # int8, -8 … 8
+    minima_OG: Tensor | None = None  # float32, added; of weights without zeros
 
 
 def can_quantize(num_in: int, fmt: Format) -> bool:
@@ -64,21 +66,25 @@ def dequantized(integers: IntegerWeight) -> Tensor:
     groups = integers.q_OI.unflatten(1, (scales_OG.shape[1], -1)).float()
     if integers.zeros_OG is not None:
         groups -= integers.zeros_OG.unsqueeze(2)
-    return (groups * scales_OG.float().unsqueeze(2)).flatten(1)
+    weights = groups * scales_OG.float().unsqueeze(2)
+    if integers.minima_OG is not None:
+        weights += integers.minima_OG.unsqueeze(2)
+    return weights.flatten(1)
 
 
-def packed(integers: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return q, s and z as `integer.py` reads them."""
+def packed(integers: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return q, s, z and m as `integer.py` reads them."""
     q_OI, zeros_OG = integers.q_OI, integers.zeros_OG
+    minima = None if integers.minima_OG is None else _panels(integers.minima_OG)
     if zeros_OG is not None:
         zeros_OG = _panels((32 - (zeros_OG + 8)).int() * 0x10001)
     if integers.fmt == "int8":
         q = _panels(q_OI.unflatten(1, (-1, STEP, 2)))
-        return q.transpose(3, 4).contiguous(), _panels(integers.scales_OG), None
+        return q.transpose(3, 4).contiguous(), _panels(integers.scales_OG), None, minima
     eight = (q_OI + 8).unflatten(1, (-1, 2 * STEP))
     # the low half of a word has the even inputs, the high half the odd ones
     words = (eight[..., [0, 4, 1, 5]] | eight[..., [2, 6, 3, 7]] << 4).view(torch.int32)
-    return _panels(words.squeeze(2)), _panels(integers.scales_OG), zeros_OG
+    return _panels(words.squeeze(2)), _panels(integers.scales_OG), zeros_OG, minima
 
 
 def num_blocks(num_out: int) -> int:

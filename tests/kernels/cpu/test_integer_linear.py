@@ -60,8 +60,8 @@ def test_rounding_is_as_fine_as_the_bits_allow(fmt):
 def test_every_integer_has_its_place():
     q = torch.randint(-8, 8, (80, 64), dtype=torch.int8)
     scales, zeros = torch.rand(80, 2), torch.randint(-8, 9, (80, 2), dtype=torch.int8)
-    words, _, packed_zeros = packed(IntegerWeight("int4", torch.bfloat16, q, scales, zeros))
-    bytes_, packed_scales, _ = packed(IntegerWeight("int8", torch.bfloat16, q, scales))
+    words, _, packed_zeros, _ = packed(IntegerWeight("int4", torch.bfloat16, q, scales, zeros))
+    bytes_, packed_scales, *_ = packed(IntegerWeight("int8", torch.bfloat16, q, scales))
     assert words.shape == (2, 8, 4, 16)
     assert bytes_.shape == (2, 8, 4, 4, 16, 2)
     for o, i in ((0, 0), (17, 5), (31, 63), (3, 34), (79, 40)):
@@ -121,6 +121,27 @@ def test_groups_of_any_multiple_of_32_with_zeros_and_float32_scales(group, has_z
     )
     layer = make_linear(integers)
     assert type(layer) is Int4Linear
+    check_product(layer, integers)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("fmt", "group", "has_minima"),
+    [("int4", 32, True), ("int8", 32, False), ("int8", 32, True), ("int8", 16, False)],
+)
+def test_minima_and_groups_of_int8_as_gguf_files_have_them(fmt, group, has_minima):
+    torch.manual_seed(0)
+    shape, groups = (112, 384), (112, 384 // group)
+    low, high = (-8, 8) if fmt == "int4" else (-128, 128)
+    integers = IntegerWeight(
+        fmt,
+        torch.bfloat16,
+        torch.randint(low, high, shape, dtype=torch.int8),
+        torch.randn(groups) / high,
+        minima_OG=torch.randn(groups) if has_minima else None,
+    )
+    layer = make_linear(integers)
+    assert type(layer) is {"int4": Int4Linear, "int8": Int8Linear}[fmt]
     check_product(layer, integers)
 
 
