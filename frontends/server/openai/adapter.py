@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 
+from trouper.frontends.dialects.events import Content
 from trouper.frontends.server.openai.parsers import ParserChain, Part
 from trouper.frontends.server.settings import ServerSettings
 from trouper.frontends.server.usage import Usage
@@ -73,8 +74,7 @@ class ChoiceUpdate(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        parts = self.parts
-        return parts[0].text if len(parts) == 1 else "".join([part.text for part in parts])
+        return "".join([part.text for part in self.parts if isinstance(part, Content)])
 
 
 class StreamEvent(NamedTuple):

@@ -7,16 +7,9 @@ neighbours of one kind are joined; so a parser holds back only what may still tu
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import msgspec
+from trouper.frontends.dialects.events import Content, ParserEvent
 
-
-class Content(msgspec.Struct, frozen=True):
-    """Text for the reader."""
-
-    text: str
-
-
-Part = Content  # a union, once a parser makes parts of another kind
+Part = ParserEvent
 
 
 class Parser(Protocol):

@@ -1,0 +1,1 @@
+"""What models write besides text: reasoning and tool calls, in the dialect each was trained on."""

@@ -1,0 +1,48 @@
+"""Read an answer that is written in channels: gpt-oss's `<|channel|>analysis<|message|>...<|end|>`.
+
+A message of the channel `analysis` is reasoning, one that is addressed to a function is a call, everything else
+is content.  An answer may begin inside a message's header, since the prompt ends with `<|start|>assistant`.
+"""
+
+from trouper.frontends.dialects.calls import CallWriter
+from trouper.frontends.dialects.events import Content, EventList, Reasoning
+from trouper.frontends.dialects.reader import Parse, Reader
+
+CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MAX_HEADER = 512
+
+
+def read_channels(reader: Reader, events: EventList, calls: CallWriter) -> Parse[None]:
+    """Read message after message to the end of the answer."""
+
+    def content(text: str) -> None:
+        events.add(Content(text))
+
+    while mark := (yield from reader.until((CHANNEL, START, *ENDS), content)):
+        if mark in ENDS:
+            continue
+        header: list[str] = []
+        found = yield from reader.until_soon((MESSAGE, *ENDS), header.append, MAX_HEADER)
+        text = "".join(header)
+        if found == MESSAGE:
+            yield from _message(reader, text, events, calls)
+        elif mark == CHANNEL or not found:  # not a header after all
+            content(mark + text + found)
+
+
+def _message(reader: Reader, header: str, events: EventList, calls: CallWriter) -> Parse[None]:
+    channel = header.rpartition(CHANNEL)[2].split(maxsplit=1)[0] if header.strip() else ""
+    recipient = header.partition("to=functions.")[2]
+    if recipient:
+        name = recipient.split("<", 1)[0].split(maxsplit=1)
+        if name and calls.start(name[0]):
+            yield from reader.skip_blanks()
+            yield from reader.until((*ENDS, START), calls.arguments)
+            calls.end()
+            return
+
+    def note(text: str) -> None:
+        events.add(Reasoning(text) if channel == "analysis" else Content(text))
+
+    yield from reader.until((*ENDS, START), note)

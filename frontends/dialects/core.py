@@ -1,0 +1,154 @@
+"""Parse a model's answer while it is written: text, reasoning and tool calls.  Pure.
+
+Laws:
+1. However the text is cut into pieces, the events are the same, neighbours of one kind merged.
+2. Arguments that are JSON are slices of what the model wrote. They are never parsed and written again.
+3. Arguments that are written key by key become JSON by the types in the tool's schema; what is no literal of its
+   type stays a string.  Nothing is evaluated.
+4. A character is scanned at most twice and nesting is bounded, so the work grows with the length of the answer.
+5. What turns out to be no call is content.  Nothing is lost and nothing raises.
+"""
+
+from trouper.frontends.dialects.bodies import read_array, read_object, read_python, read_section
+from trouper.frontends.dialects.calls import CallWriter, Schemas
+from trouper.frontends.dialects.channels import read_channels
+from trouper.frontends.dialects.events import Content, EventList, ParserEvent, Reasoning
+from trouper.frontends.dialects.reader import Parse, Reader
+from trouper.frontends.dialects.table import Dialect
+
+MAX_BARE = 256  # characters of an answer that may be a call without marks, until it names a tool
+FENCES = ("```json", "```tool_call", "```python", "```")
+
+
+class AnswerParser:
+    """Turns the text of one answer into events.
+
+    Args:
+        dialect: how the model marks what.
+        schemas: JSON schemas of the tools' parameters, by name; empty: no calls are looked for.
+        begins_in_reasoning: the prompt has opened the reasoning already.
+        has_reasoning: reasoning is looked for at all.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        schemas: Schemas | None = None,
+        *,
+        begins_in_reasoning: bool = False,
+        has_reasoning: bool = True,
+    ) -> None:
+        self._dialect = dialect
+        self._schemas = schemas or {}
+        self._begins_in_reasoning = begins_in_reasoning
+        self._has_reasoning = has_reasoning
+        self._events = EventList()
+        self._reader = Reader()
+        self._parse = self._read_answer()
+        self._is_over = False
+
+    def __repr__(self) -> str:
+        return f"<AnswerParser {self._dialect.name}: {self._reader!r}>"
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        """Take a piece of the answer and return what it settles."""
+        if text:
+            self._reader.feed(text)
+            self._go_on()
+        return self._events.take()
+
+    def end(self) -> list[ParserEvent]:
+        """Take the end of the answer and return what was held back."""
+        self._reader.end()
+        self._go_on()
+        return self._events.take()
+
+    def _go_on(self) -> None:
+        if not self._is_over:
+            try:
+                next(self._parse)
+            except StopIteration:
+                self._is_over = True
+
+    def _content(self, text: str) -> None:
+        self._events.add(Content(text))
+
+    def _reason(self, text: str) -> None:
+        self._events.add(Reasoning(text))
+
+    def _read_answer(self) -> Parse[None]:
+        reader, calls = self._reader, CallWriter(self._events, self._schemas)
+        if self._dialect.body == "channels":
+            yield from read_channels(reader, self._events, calls)
+            return
+        if self._has_reasoning and self._dialect.reasoning is not None:
+            yield from self._read_reasoning(*self._dialect.reasoning)
+        if self._schemas:
+            yield from self._read_bare_calls(calls)
+            if self._dialect.marks:
+                yield from self._read_marked_calls(calls)
+        yield from reader.rest(self._content)
+
+    def _read_reasoning(self, start: str, end: str) -> Parse[None]:
+        """Read the span of reasoning that an answer may begin with."""
+        reader = self._reader
+        reader.hold()
+        yield from reader.skip_blanks()
+        is_opened = yield from reader.accept(start.rstrip())
+        if not is_opened and not self._begins_in_reasoning:
+            reader.rewind()
+            return
+        reader.give_back()
+        yield from reader.skip_blanks()
+        if (yield from reader.until((end,), self._reason)):
+            yield from reader.skip_blanks()
+
+    def _read_marked_calls(self, calls: CallWriter) -> Parse[None]:
+        """Read to the end: content, and the calls behind the dialect's marks."""
+        reader, marks = self._reader, self._dialect.marks
+        while mark := (yield from reader.until(marks, self._content)):
+            num_before = calls.num_started
+            reader.hold()
+            yield from read_section(reader, self._dialect, calls)
+            text = reader.give_back()
+            if calls.num_started == num_before:
+                self._content(mark + text)
+            else:
+                yield from reader.skip_blanks_before(marks)
+
+    def _read_bare_calls(self, calls: CallWriter) -> Parse[None]:
+        """Read calls that an answer begins with although the dialect would mark them.
+
+        Small models leave the marks out. What looks like a call is held back until it names a tool that was declared.
+        """
+        reader = self._reader
+        reader.hold()
+        calls.accepts = lambda name: name in self._schemas and reader.num_held <= MAX_BARE
+        attempt = self._try_bare_calls(calls)
+        for _ in attempt:  # it waits for more text
+            if calls.num_started == 0 and reader.num_held > MAX_BARE:
+                attempt.close()
+                break
+            yield
+        calls.accepts = bool
+        if calls.num_started == 0:
+            reader.rewind()
+        else:
+            reader.give_back()
+            yield from reader.skip_blanks_before(self._dialect.marks)
+
+    def _try_bare_calls(self, calls: CallWriter) -> Parse[None]:
+        reader = self._reader
+        yield from reader.skip_blanks()
+        fence = yield from reader.accept(*FENCES)
+        yield from reader.skip_blanks()
+        opening = yield from reader.peek()
+        if opening == "{":
+            yield from read_object(reader, self._dialect, calls)
+        elif opening == "[" and self._dialect.body == "python":
+            yield from read_python(reader, self._dialect, calls)
+        elif opening == "[":
+            yield from read_array(reader, self._dialect, calls)
+        if fence and calls.num_started:
+            yield from reader.skip_blanks_before(("```",))
+            yield from reader.accept("```")

@@ -1,0 +1,138 @@
+"""Read calls as Python writes them, `[f(x=1, names=['a']), g()]`, and write their arguments as JSON.
+
+Nothing is evaluated: strings, numbers, True, False, None, lists, tuples and dicts are all that is known.
+"""
+
+import ast
+import json
+from collections.abc import Callable
+
+from trouper.frontends.dialects.calls import CallWriter, ObjectWriter, as_json, quoted
+from trouper.frontends.dialects.reader import Parse, Reader
+
+MAX_NAME = 128
+MAX_DEPTH = 32
+_NAME_STOPS = frozenset(" \t\r\n\"'{}()[]<>,;=:")
+_WORD_STOPS = frozenset(" \t\r\n\"'{}()[]<>,:=")
+
+
+def read_calls(reader: Reader, calls: CallWriter) -> Parse[None]:
+    """Read calls, in brackets or one a line, until something else comes."""
+    yield from reader.skip_blanks()
+    is_list = bool((yield from reader.accept("[")))
+    while (yield from _call(reader, calls)):
+        if is_list:
+            yield from reader.skip_blanks()
+            if not (yield from reader.accept(",")):
+                break
+    if is_list:
+        yield from reader.accept("]")
+
+
+def _call(reader: Reader, calls: CallWriter) -> Parse[bool]:
+    """Read one call; False if there is none, or it is cut off."""
+    yield from reader.skip_blanks()
+    name = yield from reader.word(_NAME_STOPS, MAX_NAME)
+    if not name or not (yield from reader.accept("(")) or not calls.start(name):
+        return False
+    written = ObjectWriter(calls)
+    is_complete = yield from _keywords(reader, written)
+    written.end()
+    calls.end()
+    return is_complete
+
+
+def _keywords(reader: Reader, written: ObjectWriter) -> Parse[bool]:
+    while True:
+        yield from reader.skip_blanks()
+        if (yield from reader.accept(")")):
+            return True
+        key = yield from reader.word(_NAME_STOPS, MAX_NAME)
+        yield from reader.skip_blanks()
+        if not key or not (yield from reader.accept("=")):
+            return False
+        written.key(key)
+        if not (yield from _value(reader, written.value, 0)):
+            return False
+        yield from reader.skip_blanks()
+        yield from reader.accept(",")
+
+
+def _value(reader: Reader, sink: Callable[[str], None], depth: int) -> Parse[bool]:
+    yield from reader.skip_blanks()
+    char = yield from reader.peek()
+    if char in ("'", '"'):
+        return (yield from _string(reader, sink))
+    opened = yield from reader.accept("[", "{", "(")
+    if not opened:
+        word = yield from reader.word(_WORD_STOPS, 4096)
+        sink(as_json(word, None) if word else "null")
+        return bool(word)
+    if depth == MAX_DEPTH:
+        sink("null")
+        return False
+    closing = {"[": "]", "(": ")", "{": "}"}[opened]
+    sink("{" if opened == "{" else "[")
+    is_complete = yield from _items(reader, sink, depth, closing)
+    sink("}" if opened == "{" else "]")
+    return is_complete
+
+
+def _items(reader: Reader, sink: Callable[[str], None], depth: int, closing: str) -> Parse[bool]:
+    is_first = True
+    while True:
+        yield from reader.skip_blanks()
+        if (yield from reader.accept(closing)):
+            return True
+        if not is_first:
+            if not (yield from reader.accept(",")):
+                return False
+            yield from reader.skip_blanks()
+            if (yield from reader.accept(closing)):  # a comma behind the last
+                return True
+            sink(", ")
+        is_first = False
+        if closing == "}":
+            key: list[str] = []
+            if not (yield from _value(reader, key.append, MAX_DEPTH)):
+                return False
+            text = "".join(key)
+            sink(text if text.startswith('"') else json.dumps(text))
+            yield from reader.skip_blanks()
+            if not (yield from reader.accept(":")):
+                sink(": null")
+                return False
+            sink(": ")
+        if not (yield from _value(reader, sink, depth + 1)):
+            return False
+
+
+def _string(reader: Reader, sink: Callable[[str], None]) -> Parse[bool]:
+    """Read a string literal: piece by piece, or whole where it has escapes that need Python's rules."""
+    quote = yield from reader.accept("'''", '"""', "'", '"')
+    sink('"')
+    while True:
+        found = yield from reader.until((quote, "\\"), lambda text: sink(quoted(text)))
+        if found != "\\":
+            sink('"')
+            return bool(found)
+        sink(quoted((yield from _escape(reader))))
+
+
+def _escape(reader: Reader) -> Parse[str]:
+    """Read what is behind a backslash and return the character that it means."""
+    kind = yield from reader.take(1)
+    digits = {"x": 2, "u": 4, "U": 8}.get(kind)
+    if digits is None:
+        return _SIMPLE.get(kind, "\\" + kind)
+    code = yield from reader.take(digits)
+    try:
+        return ast.literal_eval(f"'\\{kind}{code}'") if code.isalnum() else "\\" + kind + code
+    except (SyntaxError, ValueError):
+        return "\\" + kind + code
+
+
+_SIMPLE = {
+    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0",
+    "\\": "\\", "'": "'", '"': '"', "\n": "", "": "\\",
+}  # fmt: skip

@@ -1,0 +1,276 @@
+"""Read a text that comes in pieces as if it were all there.
+
+A parser is a generator: it asks for more text by a bare `yield` and reads on when `Reader.feed` has brought some,
+or when the text has ended. So a format is written down once, top to bottom, and how the text was cut into pieces
+cannot change what is found.
+
+Every character is looked at once by a scan and copied once: a scan that has to wait goes on where it was.
+"""
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from functools import cache
+from typing import TypeVar
+
+T = TypeVar("T")
+Parse = Generator[None, None, T]
+Sink = Callable[[str], None]
+
+BLANK = frozenset(" \t\r\n")
+MAX_MARK = 64  # characters of the longest mark
+MAX_BLANKS = 256  # characters that are held back to see what follows them
+MAX_DEPTH = 64  # of nested JSON; what is deeper is no call
+_BLANKS = re.compile(r"[ \t\r\n]+")
+_STRUCTURE = re.compile(r'["{}\[\]]')
+_STRING_END = re.compile(r'["\\]')
+
+
+class Reader:
+    """The text so far and how far it has been read."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._position = 0
+        self._has_ended = False
+        self._held: list[str] | None = (
+            None  # what has been read since `hold`, but for the rest below
+        )
+        self._held_from = 0
+
+    def __repr__(self) -> str:
+        state = "ended" if self._has_ended else "open"
+        return f"<Reader: {state}, {len(self._text) - self._position} characters not read>"
+
+    def feed(self, text: str) -> None:
+        """Add what has come; what has been read is forgotten, unless it is held."""
+        if self._held is not None:
+            self._held.append(self._text[self._held_from : self._position])
+            self._held_from = 0
+        self._text = self._text[self._position :] + text
+        self._position = 0
+
+    def end(self) -> None:
+        """No more will come."""
+        self._has_ended = True
+
+    def hold(self) -> None:
+        """Keep what is read from here on, until `give_back`."""
+        self._held, self._held_from = [], self._position
+
+    @property
+    def num_held(self) -> int:
+        """Characters read since `hold`."""
+        return sum(map(len, self._held or ())) + self._position - self._held_from
+
+    def rewind(self) -> None:
+        """Read again what has been read since `hold`."""
+        self._text = self.give_back() + self._text[self._position :]
+        self._position = 0
+
+    def give_back(self) -> str:
+        """Return what has been read since `hold`, and keep no more."""
+        held = [*(self._held or ()), self._text[self._held_from : self._position]]
+        self._held = None
+        return "".join(held)
+
+    # Each of these is a generator: `result = yield from reader.peek()`
+
+    def peek(self) -> Parse[str]:
+        """Give the next character without reading it; "" at the end."""
+        while self._position == len(self._text):
+            if self._has_ended:
+                return ""
+            yield
+        return self._text[self._position]
+
+    def skip_blanks(self) -> Parse[str]:
+        """Read white space and return it."""
+        skipped: list[str] = []
+        while (yield from self.peek()) in BLANK:
+            found = _BLANKS.match(self._text, self._position)
+            assert found is not None
+            skipped.append(found[0])
+            self._position = found.end()
+        return "".join(skipped)
+
+    def skip_blanks_before(self, marks: Iterable[str]) -> Parse[None]:
+        """Read white space if one of the marks follows it, or the end; else read nothing."""
+        marks, num_blanks = tuple(marks), 0
+        while True:
+            start = self._position + num_blanks
+            limit = min(len(self._text), self._position + MAX_BLANKS)
+            while start < limit and self._text[start] in BLANK:
+                start += 1
+            if start == self._position + MAX_BLANKS:
+                return
+            num_blanks, rest = start - self._position, self._text[start : start + MAX_MARK]
+            if (not rest and self._has_ended) or any(map(rest.startswith, marks)):
+                self._position = start
+                return
+            is_cut = any(mark.startswith(rest) for mark in marks)
+            if self._has_ended or (rest and not is_cut):
+                return
+            yield
+
+    def accept(self, *marks: str) -> Parse[str]:
+        """Read the first of the marks that comes next, and return it; "" and nothing is read if none does."""
+        while True:
+            rest = len(self._text) - self._position
+            for mark in marks:
+                if self._text.startswith(mark, self._position):
+                    self._position += len(mark)
+                    return mark
+                is_cut = rest < len(mark) and mark.startswith(self._text[self._position :])
+                if is_cut and not self._has_ended:
+                    break
+            else:
+                return ""
+            yield
+
+    def until(self, marks: Iterable[str], sink: Sink) -> Parse[str]:
+        """Read up to and with the first of the marks; what is before it goes to `sink` as it comes.
+
+        Args:
+            marks: none is the beginning of another.
+
+        Returns:
+            The mark, or "" at the end of the text.  Only what may be the beginning of a mark is held back.
+        """
+        marks = tuple(marks)
+        pattern, longest = _any_of(marks), max(map(len, marks))
+        while True:
+            found = pattern.search(self._text, self._position)
+            if found is not None:
+                sink(self._text[self._position : found.start()])
+                self._position = found.end()
+                return found[0]
+            keep = 0 if self._has_ended else self._overlap(marks, longest)
+            sink(self._text[self._position : len(self._text) - keep])
+            self._position = len(self._text) - keep
+            if self._has_ended:
+                return ""
+            yield
+
+    def until_soon(self, marks: Iterable[str], sink: Sink, max_length: int) -> Parse[str]:
+        """Read as `until`, but stop with "" after so many characters without a mark."""
+        marks, num_read = tuple(marks), 0
+        while not (mark := (yield from self.accept(*marks))):
+            char = yield from self.take(1)
+            num_read += 1
+            sink(char)
+            if not char or num_read > max_length:
+                return ""
+        return mark
+
+    def take(self, length: int) -> Parse[str]:
+        """Read so many characters, or fewer at the end."""
+        while len(self._text) - self._position < length and not self._has_ended:
+            yield
+        taken = self._text[self._position : self._position + length]
+        self._position += len(taken)
+        return taken
+
+    def rest(self, sink: Sink) -> Parse[None]:
+        """Read everything that is still to come."""
+        while True:
+            sink(self._text[self._position :])
+            self._position = len(self._text)
+            if self._has_ended:
+                return
+            yield
+
+    def _overlap(self, marks: tuple[str, ...], longest: int) -> int:
+        """Characters at the end of the text that may begin a mark."""
+        rest = len(self._text) - self._position
+        for length in range(min(longest - 1, rest), 0, -1):
+            tail = self._text[len(self._text) - length :]
+            if any(mark.startswith(tail) for mark in marks):
+                return length
+        return 0
+
+    def word(self, stops: frozenset[str], max_length: int) -> Parse[str]:
+        """Read a word: everything up to one of the `stops`, or up to `max_length` characters."""
+        chars: list[str] = []
+        while (char := (yield from self.peek())) and char not in stops and len(chars) < max_length:
+            chars.append(char)
+            self._position += 1
+        return "".join(chars)
+
+    def json_value(self, sink: Sink) -> Parse[bool]:
+        """Read one JSON value; its characters go to `sink` as they stand.
+
+        Only strings, escapes and brackets are understood: what the model wrote is passed on, right or wrong.
+
+        Returns:
+            Whether it was complete and not deeper than `MAX_DEPTH`.
+        """
+        char = yield from self.peek()
+        if char == '"':
+            return (yield from self._json_string(sink))
+        if char not in ("{", "["):
+            word = yield from self.word(_AFTER_LITERAL, MAX_LITERAL)
+            sink(word)
+            return bool(word)
+        return (yield from self._brackets(sink))
+
+    def _brackets(self, sink: Sink) -> Parse[bool]:
+        closing: list[str] = []
+        while True:
+            found = yield from self._scan(_STRUCTURE, sink)
+            if not found:
+                return False
+            if found == '"':
+                self._position -= 1
+                if not (yield from self._json_string(sink)):
+                    return False
+                continue
+            if found in "{[":
+                if len(closing) == MAX_DEPTH:
+                    self._position -= 1
+                    return False
+                closing.append("}" if found == "{" else "]")
+            elif closing.pop() != found:
+                self._position -= 1
+                return False
+            sink(found)
+            if not closing:
+                return True
+
+    def _json_string(self, sink: Sink) -> Parse[bool]:
+        sink('"')
+        self._position += 1
+        while found := (yield from self._scan(_STRING_END, sink)):
+            if found == '"':
+                sink('"')
+                return True
+            if not (escaped := (yield from self.peek())):
+                sink("\\")
+                return False
+            self._position += 1
+            sink("\\" + escaped)
+        return False
+
+    def _scan(self, pattern: re.Pattern[str], sink: Sink) -> Parse[str]:
+        """Read up to and with a character of the pattern, which is returned and not passed on."""
+        while True:
+            found = pattern.search(self._text, self._position)
+            end = len(self._text) if found is None else found.start()
+            sink(self._text[self._position : end])
+            self._position = end
+            if found is not None:
+                self._position += 1
+                return found[0]
+            if self._has_ended:
+                return ""
+            yield
+
+
+MAX_LITERAL = 4096  # characters of a number or a word
+_AFTER_LITERAL = frozenset(",}] \t\r\n;<")
+
+
+@cache
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    """Match the first mark in the text; of several at one place the longest."""
+    longest_first = sorted(marks, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)))

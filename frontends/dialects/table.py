@@ -1,0 +1,234 @@
+"""The dialects: how models mark reasoning and tool calls.  A new format is a row here and a golden file."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+Body = Literal["object", "array", "named", "tagged", "python", "literals", "channels"]
+
+
+class Tags(msgspec.Struct, frozen=True):
+    """The marks of a call whose arguments are written key by key."""
+
+    name: str  # before the name of the function; "" where the call's own mark is before it
+    name_end: tuple[str, ...]
+    key: str
+    key_end: str
+    value_end: tuple[str, ...]
+    end: str  # behind the last argument; "" where the call's own mark ends it
+    value: str = ""  # before the value, where the key's end is not
+
+
+class Dialect(msgspec.Struct, frozen=True, kw_only=True):
+    """One row.
+
+    Marks of a call may be "": then the whole answer is the call, or it has no end mark of its own.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()  # vLLM's names of its parsers
+    reasoning_aliases: tuple[str, ...] = ()
+    reasoning: tuple[str, str] | None = ("<think>", "</think>")
+    section: tuple[str, str] = ("", "")  # around all calls
+    call: tuple[str, str] = ("", "")  # around one
+    body: Body = "object"
+    name_end: tuple[str, ...] = ()  # between name and JSON
+    name_prefix: str = ""  # left out of the name
+    literal_quote: str = ""  # around strings
+    tags: Tags | None = None
+    separators: tuple[str, ...] = ()  # between calls
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What begins the calls of an answer; a chat template that holds the first is of this dialect."""
+        return tuple(mark for mark in (self.section[0] or self.call[0],) if mark)
+
+
+_FUNCTION = Tags(
+    name="<function=",
+    name_end=(">",),
+    key="<parameter=",
+    key_end=">",
+    value_end=("\n</parameter>", "</parameter>"),
+    end="</function>",
+)
+
+
+def _invoke(prefix: str) -> Tags:
+    return Tags(
+        name=f'<{prefix}invoke name="',
+        name_end=('">',),
+        key=f'<{prefix}parameter name="',
+        key_end=">",
+        value_end=(f"</{prefix}parameter>",),
+        end=f"</{prefix}invoke>",
+    )
+
+
+# In the order in which a chat template is searched: what has longer or rarer marks comes first.
+DIALECTS: tuple[Dialect, ...] = (
+    Dialect(
+        name="openai",
+        aliases=("openai",),
+        reasoning_aliases=("openai_gptoss",),
+        reasoning=None,  # a channel
+        call=("<|channel|>", ""),
+        body="channels",
+    ),
+    Dialect(
+        name="deepseek_v32",
+        aliases=("deepseek_v32",),
+        section=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        body="tagged",
+        tags=_invoke("｜DSML｜"),
+    ),
+    Dialect(
+        name="deepseek_v31",
+        aliases=("deepseek_v31",),
+        reasoning_aliases=("deepseek_v3",),
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        body="named",
+        name_end=("<｜tool▁sep｜>",),
+    ),
+    Dialect(
+        name="kimi_k2",
+        aliases=("kimi_k2",),
+        reasoning_aliases=("kimi_k2",),
+        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        call=("<|tool_call_begin|>", "<|tool_call_end|>"),
+        body="named",
+        name_end=("<|tool_call_argument_begin|>",),
+        name_prefix="functions.",
+    ),
+    Dialect(
+        name="minimax_m2",
+        aliases=("minimax_m2",),
+        reasoning_aliases=("minimax_m2",),
+        section=("<minimax:tool_call>", "</minimax:tool_call>"),
+        body="tagged",
+        tags=_invoke(""),
+    ),
+    Dialect(
+        name="seed_oss",
+        aliases=("seed_oss",),
+        reasoning_aliases=("seed_oss",),
+        reasoning=("<seed:think>", "</seed:think>"),
+        section=("<seed:tool_call>", "</seed:tool_call>"),
+        body="tagged",
+        tags=_FUNCTION,
+    ),
+    Dialect(
+        name="glm45",
+        aliases=("glm45", "glm47"),
+        reasoning_aliases=("glm45",),
+        call=("<tool_call>", "</tool_call>"),
+        body="tagged",
+        tags=Tags(
+            name="",
+            name_end=("\n", "<arg_key>", "</tool_call>"),
+            key="<arg_key>",
+            key_end="</arg_key>",
+            value="<arg_value>",
+            value_end=("</arg_value>",),
+            end="",
+        ),
+    ),
+    Dialect(
+        name="qwen3_coder",
+        aliases=("qwen3_coder", "qwen3_xml"),
+        section=("<tool_call>", "</tool_call>"),
+        body="tagged",
+        tags=_FUNCTION,
+    ),
+    Dialect(
+        name="granite",
+        aliases=("granite", "granite-20b-fc"),
+        reasoning_aliases=("granite",),
+        section=("<|tool_call|>", ""),
+        body="array",
+    ),
+    Dialect(
+        name="gemma4",
+        aliases=("gemma4",),
+        reasoning_aliases=("gemma4",),
+        reasoning=("<|channel>thought\n", "<channel|>"),
+        call=("<|tool_call>", "<tool_call|>"),
+        body="literals",
+        literal_quote='<|"|>',
+    ),
+    Dialect(
+        name="functiongemma",
+        aliases=("functiongemma",),
+        call=("<start_function_call>", "<end_function_call>"),
+        body="literals",
+        literal_quote="<escape>",
+    ),
+    Dialect(
+        name="mistral",
+        aliases=("mistral",),
+        reasoning_aliases=("mistral",),
+        reasoning=("[THINK]", "[/THINK]"),
+        call=("[TOOL_CALLS]", ""),
+        body="named",
+        name_end=("[ARGS]",),
+    ),
+    Dialect(
+        name="lfm2",
+        aliases=("lfm2",),
+        section=("<|tool_call_start|>", "<|tool_call_end|>"),
+        body="python",
+    ),
+    Dialect(
+        name="llama4_pythonic",
+        aliases=("llama4_pythonic",),
+        section=("<|python_start|>", "<|python_end|>"),
+        body="python",
+    ),
+    Dialect(
+        name="olmo3",
+        aliases=("olmo3",),
+        reasoning_aliases=("olmo3",),
+        section=("<function_calls>", "</function_calls>"),
+        body="python",
+    ),
+    Dialect(
+        name="phi4_mini_json",
+        aliases=("phi4_mini_json",),
+        section=("functools", ""),
+        body="array",
+    ),
+    Dialect(
+        name="llama3_json",
+        aliases=("llama3_json", "llama4_json"),
+        call=("<|python_tag|>", ""),
+        separators=(";",),
+    ),
+    Dialect(
+        name="hermes",
+        aliases=("hermes", "qwen2.5", "qwen3", "longcat"),
+        reasoning_aliases=("deepseek_r1", "qwen3", "step3"),
+        call=("<tool_call>", "</tool_call>"),
+    ),
+    Dialect(name="pythonic", aliases=("pythonic",), body="python"),
+    Dialect(name="json", aliases=("json",), separators=(";",)),
+)
+
+BY_NAME: Mapping[str, Dialect] = {
+    name: dialect for dialect in DIALECTS for name in (dialect.name, *dialect.aliases)
+}
+BY_REASONING_NAME: Mapping[str, Dialect] = {
+    name: dialect for dialect in DIALECTS for name in (dialect.name, *dialect.reasoning_aliases)
+}
+
+
+def detect(chat_template: str) -> Dialect:
+    """Find the dialect of a chat template: the first row all of whose telling marks it holds, else `json`."""
+    for dialect in DIALECTS:
+        marks = [*dialect.marks]
+        if dialect.tags is not None:
+            marks.append(dialect.tags.key)
+        if marks and all(mark in chat_template for mark in marks):
+            return dialect
+    return BY_NAME["json"]
