@@ -57,6 +57,7 @@ class DeviceLost(msgspec.Struct, frozen=True):
 
     message: str  # the cause, in one line
     step: int | None = None  # the eldest plan without an answer; None: there was none
+    is_from_outside: bool = False  # no request can have caused it
 
 
 class DeviceBack(msgspec.Struct, frozen=True):

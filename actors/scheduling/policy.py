@@ -218,7 +218,8 @@ class Policy:
         Returns:
             How many losses the culprit has cost, if it is found now; it has ended.
         """
-        eldest = self.in_flight[0].entries if self.in_flight else ()
+        is_suspect = bool(self.in_flight) and not loss.is_from_outside
+        eldest = self.in_flight[0].entries if is_suspect else ()
         for step in self.in_flight:
             if not step.is_cancelled:
                 self._undo(step)

@@ -164,6 +164,10 @@ class PoolingPolicy:
             for flight in self.in_flight
         ]
         was_alone = bool(self.in_flight) and len(self.in_flight[0].group) == 1
+        if loss.is_from_outside:
+            self.in_flight.clear()
+            self.retries.extend(groups)
+            return 0
         suspects = groups[0] if groups else []
         self.in_flight.clear()
         self.retries.extend(groups[1:])

@@ -4,16 +4,25 @@ import logging
 import os
 import signal
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 
 import anyio
 import pytest
 
+from tests.robustness.faulty_worker import POISON
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.executor.devices.launch_local import launch
+from trouper.actors.executor.devices.launch_local import MODULE, launch
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
-from trouper.errors import DeviceStartError, EngineDeadError, TrouperValidationError
+from trouper.errors import (
+    DeviceStartError,
+    EngineDeadError,
+    GenerationError,
+    RetryableRequestError,
+    TrouperValidationError,
+)
 from trouper.params import SamplingParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -29,11 +38,12 @@ def anyio_backend(request):
 class Crew:
     """Starts workers, and remembers them."""
 
-    def __init__(self):
+    def __init__(self, module=MODULE):
         self.peers = []
+        self.module = module
 
     def __call__(self, rank):
-        self.peers.append(launch(rank))
+        self.peers.append(launch(rank, self.module))
         return self.peers[-1]
 
     def signal(self, number):
@@ -41,9 +51,9 @@ class Crew:
 
 
 @asynccontextmanager
-async def an_engine(**options):
+async def an_engine(module=MODULE, **options):
     config = resolve(EngineArgs(dtype="float32", device_worker="process", **options))
-    crew = Crew()
+    crew = Crew(module)
     async with open_engine(config, ProcessDevice(config, crew)) as engine:
         yield engine, crew
 
@@ -128,3 +138,46 @@ async def test_an_error_at_load_is_raised_as_it_was(caplog):
     with pytest.raises(TrouperValidationError, match="load_format"):
         async with an_engine(load_format="nonsense"):
             pass
+
+
+async def test_a_poisonous_newcomer_ends_alone_and_the_others_go_on(caplog, monkeypatch):
+    """Its two losses are taken off the budget, so a second one is survived as well."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    codes = []
+
+    async def send_poison(engine):
+        stream = engine.generate(
+            {"prompt_token_ids": [POISON, 8, 9]}, params(0), f"poison-{len(codes)}"
+        )
+        with pytest.raises(GenerationError) as info:
+            async for _ in stream:
+                pass
+        codes.append(info.value.code)
+
+    module = "tests.robustness.faulty_worker"
+    async with an_engine(module, max_worker_restarts=2) as (engine, crew):
+        expected = await texts(engine, num=15)
+        async with anyio.create_task_group() as group:
+            start = partial(group.start_soon, send_poison, engine)
+            assert await texts(engine, at_token=5, do=start, num=15) == expected
+        assert len(crew.peers) == 3
+        await send_poison(engine)
+    assert codes == ["poisoned_request"] * 2
+    assert caplog.text.count("died of SIGILL") == 4
+    assert "Illegal instruction, File" in caplog.text
+
+
+async def test_a_sleeping_worker_that_dies_sleeps_again_and_wakes():
+    async with an_engine() as (engine, crew):
+        expected = await texts(engine)
+        await engine.controls.sleep(level=1)
+        crew.signal(signal.SIGKILL)
+        while True:  # its loss is noticed, its successor loaded
+            try:
+                await engine.controls.wake()
+                break
+            except RetryableRequestError:
+                await anyio.sleep(0.05)
+        await engine.controls.resume()
+        assert await texts(engine) == expected
+    assert len(crew.peers) == 2

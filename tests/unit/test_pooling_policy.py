@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.requests import AdmitPooling
-from trouper.actors.messages.results import PoolDone
+from trouper.actors.messages.results import DeviceLost, PoolDone
 from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
 from trouper.config.resolve import SchedulerConfig
 from trouper.pooling import PoolingParams
@@ -158,3 +158,42 @@ def test_who_failed_beside_one_that_has_left_meanwhile_is_tried_alone():
     assert told(p) == {}
     p.apply(done(p.plan()))
     assert told(p) == {2: 2}
+
+
+def run_until_done(p, is_deadly):
+    """Lose the device at each plan that is deadly; the number of losses, and of those that were explained."""
+    num_losses = num_explained = 0
+    flights = []
+    while True:
+        while (plan := p.plan()) is not None:
+            flights.append(plan)
+        if not flights:
+            return num_losses, num_explained
+        if is_deadly(ids(flights[0])):
+            flights.clear()
+            num_losses += 1
+            num_explained += p.lose_device(DeviceLost("it died"))
+            assert p.plan() is None
+            p.return_device()
+        else:
+            p.apply(done(flights.pop(0)))
+
+
+@pytest.mark.parametrize("num_flights", [1, 2])
+def test_a_text_that_kills_the_device_ends_alone(num_flights):
+    p = policy(max_steps_in_flight=num_flights)
+    for id in range(1, 7):
+        p.admit(admit(id, 3))
+    num_losses, num_explained = run_until_done(p, lambda group: 5 in group)
+    assert told(p) == {1: 1, 2: 2, 3: 3, 4: 4, 5: "poisoned_request: it died", 6: 6}
+    assert num_losses <= 4
+    assert num_explained == 2
+
+
+def test_a_passing_loss_ends_no_text():
+    p = policy()
+    for id in range(1, 4):
+        p.admit(admit(id, 3))
+    dies = iter([True])
+    assert run_until_done(p, lambda group: next(dies, False)) == (1, 0)
+    assert told(p) == {1: 1, 2: 2, 3: 3}

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from tests.unit.test_policy import Desk
+from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.results import DeviceLost
 
 
@@ -15,11 +16,11 @@ class Ward(Desk):
         super().__init__(**{"max_steps_in_flight": 2, "max_num_seqs": 16, **config})
         self.num_losses = self.num_explained = 0
 
-    def lose(self):
+    def lose(self, *, is_from_outside=False):
         step = self.flights[0].step if self.flights else None
         self.flights.clear()
         self.num_losses += 1
-        self.num_explained += self.policy.lose_device(DeviceLost("it died", step))
+        self.num_explained += self.policy.lose_device(DeviceLost("it died", step, is_from_outside))
         assert self.policy.plan() is None
         self.policy.return_device()
         self.take()
@@ -67,7 +68,9 @@ def test_an_idle_loss_forgets_the_prefixes():
     ward.lose()
     assert not ward.blocks.prefixes()
     ward.admit(1, prompt=range(8), max_tokens=1)
-    assert ward.plan().num_computed_tokens == (0,)
+    plan = ward.plan()
+    assert plan is not None
+    assert plan.num_computed_tokens == (0,)
 
 
 def test_a_poisonous_newcomer_costs_two_losses_and_both_are_explained():
@@ -132,8 +135,19 @@ def test_a_suspect_that_is_aborted_is_not_waited_for():
     ward.plan()
     ward.lose()
     for id in range(3):
-        ward.policy.abort(id)
+        ward.policy.abort(RequestId(id))
     ward.admit(3, max_tokens=2)
     ward.run(lambda owners, plan: False)
     assert ward.ends()[3] == ("length", None)
     ward.assert_idle()
+
+
+def test_a_loss_from_outside_makes_no_suspects():
+    ward = Ward()
+    ward.admit(0, max_tokens=6)
+    ward.step()
+    for _ in range(3):
+        ward.plan()
+        ward.lose(is_from_outside=True)
+    ward.run(lambda owners, plan: False)
+    ward.assert_all_but(None, 1, 6)

@@ -95,3 +95,19 @@ def test_only_transitions_of_the_table_are_taken():
     assert next_state(WorkerState.FAILED, WorkerEvent.CLOSE) is WorkerState.CLOSED
     with pytest.raises(RuntimeError, match="failed"):
         next_state(WorkerState.FAILED, WorkerEvent.RESTART)
+
+
+def test_the_last_words_are_the_fault_and_its_place():
+    stderr = (
+        "loading",
+        "Fatal Python error: Illegal instruction",
+        "",
+        "Current thread 0x1:",
+        "  File a.py",
+        "",
+        "Extension modules: x",
+    )
+    death = Death(0, 8, -4, stderr=stderr)
+    assert death.describe() == (
+        "worker 0 died of SIGILL in step 8: Fatal Python error: Illegal instruction, File a.py"
+    )

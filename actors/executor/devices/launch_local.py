@@ -138,8 +138,8 @@ class LocalPeer:
                 sys.stderr.write(f"worker {self._rank}: {text}\n")
 
 
-def launch(rank: int) -> LocalPeer:
-    """Start a worker process.
+def launch(rank: int, module: str = MODULE) -> LocalPeer:
+    """Start a worker process that runs `module`.
 
     It is made in this thread, the event loop's, and not in one of a pool: the kernel ends the worker when the thread that
     made it ends.
@@ -153,7 +153,7 @@ def launch(rank: int) -> LocalPeer:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         process = subprocess.Popen(
             # -P: not what happens to lie in the folder where the engine was started
-            [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # results of commands are the engine's to print
             stderr=subprocess.PIPE,

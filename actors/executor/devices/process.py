@@ -335,7 +335,7 @@ class ProcessDevice:
             future.fail(RetryableRequestError(f"device_restarting: {death.describe()}"))
         self._calls.clear()
         self._spend(death)
-        return DeviceLost(death.describe(), death.step)
+        return DeviceLost(death.describe(), death.step, death.is_from_outside)
 
     def _spend(self, death: Death) -> None:
         self._state = next_state(self._state, WorkerEvent.LOSS)

@@ -10,6 +10,7 @@ import signal
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
+from itertools import pairwise
 
 import msgspec
 
@@ -158,11 +159,15 @@ class Death(msgspec.Struct, frozen=True):
             return "closed"
         return "signal" if self.exit_status < 0 else "exit"
 
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether another process has killed it: no code of its own sends SIGKILL."""
+        return self.cause == "signal" and self.exit_status == -signal.SIGKILL
+
     def describe(self) -> str:
         """Tell it in one line, as in "worker 0 died of SIGSEGV in step 812: last line of its stderr"."""
         where = "" if self.step is None else f" in step {self.step}"
-        last = next((line.strip() for line in reversed(self.stderr) if line.strip()), "")
-        words = self.broken or last
+        words = self.broken or _last_words(self.stderr)
         return f"worker {self.rank} {self._verb()}{where}" + (f": {words}" if words else "")
 
     def _verb(self) -> str:
@@ -179,6 +184,16 @@ class Death(msgspec.Struct, frozen=True):
                 return f"exited with status {self.exit_status}"
             case _:
                 return f"died of {_signal_name(-(self.exit_status or 0))}"
+
+
+def _last_words(lines: Sequence[str]) -> str:
+    """Find the line that says most: the fault and its place, if the interpreter has told them, else the last."""
+    texts = [line.strip() for line in lines]
+    fault = next((text for text in texts if text.startswith("Fatal Python error:")), None)
+    if fault is None:
+        return next((text for text in reversed(texts) if text), "")
+    places = [after for before, after in pairwise(texts) if before.startswith("Current thread")]
+    return ", ".join([fault, *places[-1:]])
 
 
 def _signal_name(number: int) -> str:

@@ -1,0 +1,68 @@
+"""An engine's process is killed at any moment: its worker ends with it, and leaves nothing."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(1200)
+ENGINE = """
+import sys
+from trouper.frontends.python.llm import LLM
+from trouper.params import SamplingParams
+llm = LLM(device_worker="process")
+print("up", flush=True)
+llm.generate(["def f("], SamplingParams(max_tokens=100000, ignore_eos=True))
+"""
+NUM_MOMENTS = 100
+LONGEST_S = 5.0  # start-up, and some steps
+
+
+def workers_of(parent):
+    """The processes whose command line names this parent."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        is_worker = b"trouper.actors.executor.devices.worker" in words
+        if entry.name.isdigit() and is_worker and str(parent).encode() in words and state != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def kill_after(seconds):
+    """Start an engine, kill it, and return which workers are left 2 s later."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENGINE], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        time.sleep(seconds)
+        had = workers_of(process.pid)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    deadline = time.monotonic() + 2.0
+    while (left := workers_of(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return had, left
+
+
+@pytest.mark.slow
+def test_no_worker_outlives_its_engine():
+    moments = random.Random(4)
+    shared = set(os.listdir("/dev/shm"))
+    num_with_worker = 0
+    for _ in range(NUM_MOMENTS):
+        had, left = kill_after(moments.uniform(0.1, LONGEST_S))
+        num_with_worker += bool(had)
+        assert not left
+    assert num_with_worker > NUM_MOMENTS // 2
+    assert set(os.listdir("/dev/shm")) <= shared
