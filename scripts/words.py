@@ -42,7 +42,7 @@ def main() -> None:
             num = sum(f" {kind}: " in line for line in found)
             print(f"{kind}: {num}, {1000 * num / num_words:.2f} per 1,000 of {num_words} words")
     else:
-        print("\n".join(found))
+        sys.stdout.writelines(f"{line}\n" for line in found)
     sys.exit(bool(found))
 
 

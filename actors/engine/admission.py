@@ -53,7 +53,7 @@ def _items(given: Any, key: str) -> list[Any]:
 
 
 def _payload_bytes(prompt: Any) -> int:
-    """Of a prompt or a part; 0 for any other."""
+    """Size of the payload of a prompt or a part of embeddings; 0 for any other."""
     if isinstance(prompt, dict):
         given = cast("dict[Any, Any]", prompt)
         kind = given.get("type")

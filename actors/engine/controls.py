@@ -96,7 +96,7 @@ class Controls:
                     limit_s=RESTORE_GRACE_S,
                 )
             finally:
-                if self._lifecycle.has(hold):  # somebody else's change takes that long
+                if self._lifecycle.has(hold):  # another transition takes that long
                     self._lifecycle.release(hold)
             if cancelled is not None:
                 raise cancelled
@@ -202,7 +202,7 @@ class Controls:
         await self._client.call_device("sleep", level, done=done)
 
     async def _release(self, hold: Hold) -> None:
-        """Whoever slept or ended the engine inside the block has said what is to be now."""
+        """Give a hold back; an engine that was put to sleep or ended inside the block stays so."""
         async with self._transition:
             lifecycle = self._lifecycle
             lifecycle.release(hold)
@@ -213,7 +213,7 @@ class Controls:
             try:
                 await self._client.ask_scheduler(SetPause, lifecycle.pause)
             except EngineDeadError:
-                pass  # nothing is left to resume, and whoever must know is told elsewhere
+                pass  # nothing is left to resume, and every waiter gets this error anyway
 
     async def _pause(self, mode: str, *, refuses: bool) -> None:
         self._lifecycle.begin_pause(cast("Mode", mode), refuses=refuses)

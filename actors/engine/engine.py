@@ -56,7 +56,7 @@ class EngineStatistics(msgspec.Struct, frozen=True):
 
 
 class EngineParts(msgspec.Struct, frozen=True):
-    """What `open_engine` has started and lends to the `Engine`."""
+    """Actors and channels that `open_engine` has started and lends to the `Engine`."""
 
     info: DeviceInfo
     tokenizer: Tokenizer | None

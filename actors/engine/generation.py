@@ -3,7 +3,7 @@
 Laws.  Nothing happens before the first `__anext__` or `__aenter__`.  Closing is synchronous, idempotent, and
 legal in a cancelled task.  A finished, failed or cancelled `__anext__` closes by itself; an
 iterator that is dropped while open aborts with a ResourceWarning.  So a bare `async for` that runs to the
-end needs nothing else, and whoever may leave early writes `async with`.
+end needs nothing else, and a caller that may leave early writes `async with`.
 """
 
 import warnings
@@ -34,7 +34,7 @@ class MakeRender(Protocol):
 
 
 class RequestDesk(Protocol):
-    """Where requests are opened and closed: the engine."""
+    """Interface of the engine that opens and closes requests."""
 
     def open_request(
         self,
@@ -98,12 +98,12 @@ class Generation(Generic[Output]):
         return self._checked(output)
 
     def next_nowait(self) -> Output | None:
-        """As `__anext__`, but None when it would wait, or is over."""
+        """Return what `__anext__` would, or None when it would wait or is over."""
         output = self.take_nowait()
         return None if output is None else self._checked(output)
 
     def take_nowait(self) -> Output | None:
-        """What is due now, or None; for a loop that steps the engine by hand.
+        """Take the output that is due now, or None; for a loop that steps the engine by hand.
 
         A failure of this request comes as an output with `finish_reason="error"`.
         """
@@ -132,12 +132,12 @@ class Generation(Generic[Output]):
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Of the prompt, once it is rendered; generated so far by all completions, read or not."""
+        """Numbers of tokens of the prompt, once it is rendered, and generated so far by all completions, read or not."""
         return self._num_tokens if self._opened is None else self._opened[1].num_tokens
 
     @property
     def is_over(self) -> bool:
-        """Nothing more will come but what is in the slot."""
+        """Tell whether nothing more will come but what is in the slot."""
         return self._opened is None or self._opened[1].is_over
 
     async def submit(self) -> None:

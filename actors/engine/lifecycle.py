@@ -1,4 +1,4 @@
-"""Which transition of the engine is legal now, and what it leads to.  Pure.  Source: spec section 10.
+"""Which transition of the engine is legal now, and what it leads to.  Pure.
 
     STARTING ─▶ AWAKE ⇄ PAUSED          pause, resume
                 AWAKE, PAUSED ─▶ DRAINING ─▶ ASLEEP ─▶ WAKING ─▶ PAUSED     sleep, wake
@@ -36,7 +36,7 @@ class Event(Enum):
     SLEEP = "sleep"  # the pause has begun, memory will go
     SLEPT = "slept"  # memory has gone
     WAKE = "wake"  # memory is coming back
-    WOKEN = "woken"  # all of it is there, and whoever woke it may resume
+    WOKEN = "woken"  # all of it is there, and the waking call may resume
     WAKE_PAUSED = "wake, still paused"  # only some of it is there, or it failed
     STOP = "stop"
     STOPPED = "stopped"
@@ -123,7 +123,7 @@ class Lifecycle:
         return hold
 
     def release(self, hold: "Hold") -> None:
-        """It ends: what the first block found, and what the others that are still inside want."""
+        """End a hold: restore what the first block found, and what the holds that remain want."""
         self._holds.remove(hold)
         if self.resident == MEMORY:
             self.pause, self.refuses = self._found
@@ -156,7 +156,7 @@ def check_level(level: int) -> None:
 
 
 def check_tags(tags: Iterable[str] | None) -> frozenset[str]:
-    """None means all."""
+    """Check the names of parts of the memory; None means all."""
     if tags is None:
         return frozenset(TAGS)
     wanted = (tags,) if isinstance(tags, str) else tuple(tags)

@@ -180,7 +180,7 @@ async def _run_actors(
                     is_stepped=is_stepped,
                 )
                 await tasks.start(scheduler.run, name="scheduler")
-                # One more than the workers: large prompts wait for each other and for nobody else.
+                # One more than the workers: large prompts wait for each other alone.
                 lanes = [large_renderer_inbox, *[renderer_inbox] * config.renderer_num_workers]
                 for number, lane in enumerate(lanes):
                     renderer = Renderer(
@@ -229,7 +229,7 @@ def _make_observer(
     policy: SchedulingPolicy[Any],
     note_ended: NoteEnded | None,
 ) -> Observer | None:
-    """None when there is nothing to observe: no statistics, no tracing."""
+    """Make the observer; None when neither statistics nor traces are wanted."""
     metrics: Metrics | None = None
     if config.log_stats:
         cache_config = {
@@ -248,7 +248,7 @@ def _make_observer(
 async def _tracing(
     config: EngineConfig, threads: Threads, processor: "SpanProcessor | None"
 ) -> AsyncGenerator[NoteEnded | None]:
-    """What makes a span of each request that has ended; None when no endpoint is configured."""
+    """Open the tracer and yield its function that makes a span of an ended request; None without an endpoint."""
     if config.otlp_traces_endpoint is None:
         yield None
         return
@@ -287,6 +287,6 @@ async def _load(
 
 
 def _first_leaf(group: BaseExceptionGroup[Exception]) -> Exception:
-    """What went wrong first; the others are its echo."""
+    """Return the first error of a group; the others follow from it."""
     first = group.exceptions[0]
     return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

@@ -75,7 +75,7 @@ PRES = {
 
 
 class GgufTokenizer(NamedTuple):
-    """What a `Tokenizer` is made of."""
+    """Parts from which a `Tokenizer` is made."""
 
     backend: Backend
     special_tokens: dict[str, str]

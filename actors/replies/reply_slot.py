@@ -36,7 +36,7 @@ class _Completion(msgspec.Struct):
 
 
 class ReplySlot(Slot[RequestOutput]):
-    """What a generation writes: text, tokens and logprobs of n completions."""
+    """Slot of a generation: text, tokens and logprobs of n completions."""
 
     def __init__(
         self,

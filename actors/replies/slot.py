@@ -18,7 +18,7 @@ Output = TypeVar("Output", covariant=True)
 
 
 class Once:
-    """Happens once.  An event is made for whoever waits, and mostly nobody does."""
+    """Flag that is set once.  An event is made only if a task waits, which is rare."""
 
     # Not in an `__init__`, which each request would call twice.
     is_set = False
@@ -39,10 +39,10 @@ class Once:
 
 
 class Slot(ABC, Generic[Output]):
-    """Opened by the frontend, lent to the actors, closed by the frontend.
+    """Cell between one request's reader and the actors that write it: the frontend opens and closes it, actors borrow it.
 
-    `scope` is the request's own. To `cancel` it ends the rendering stage, and says to everybody who still
-    holds the slot that the request is aborted.
+    `scope` is the request's own. Cancelling it ends the rendering stage, and marks the request as
+    aborted for every actor that still holds the slot.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Slot(ABC, Generic[Output]):
         shows_stats: bool = True,
     ) -> None:
         self.request_id = request_id  # the caller's name for it: echoed, never a key
-        self._scope: anyio.CancelScope | None = None  # once somebody asks for it
+        self._scope: anyio.CancelScope | None = None  # made at its first use
         self.stats = RequestStateStats()
         self.n = n
         self._shows_stats = shows_stats
@@ -63,7 +63,7 @@ class Slot(ABC, Generic[Output]):
         self._prompt_token_ids: list[int] = []
         self._error: Exception | None = None
         self._is_closed = self._is_cancelled = False
-        self._woken: anyio.Event | None = None  # of whoever waits
+        self._woken: anyio.Event | None = None  # for the tasks that wait
         self._rendered = Once()
         self._over = Once()
 
@@ -99,7 +99,7 @@ class Slot(ABC, Generic[Output]):
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Of the prompt, once it is rendered; generated so far by all completions, read or not."""
+        """Numbers of tokens of the prompt, once it is rendered, and generated so far by all completions, read or not."""
         return len(self._prompt_token_ids), 0
 
     @property
@@ -113,7 +113,7 @@ class Slot(ABC, Generic[Output]):
 
     @abstractmethod
     def _take_output(self) -> Output | None:
-        """What is due now, or None."""
+        """Take the output that is due now, or None."""
 
     @property
     @abstractmethod
@@ -139,13 +139,13 @@ class Slot(ABC, Generic[Output]):
         while (output := self.read_nowait()) is None:
             if self._is_closed:
                 raise anyio.ClosedResourceError
-            if self._woken is None:  # whoever else waits shares it
+            if self._woken is None:  # all waiting tasks share it
                 self._woken = anyio.Event()
             await self._woken.wait()
         return output
 
     def read_nowait(self) -> Output | None:
-        """What `read` would return now, or None."""
+        """Return what `read` would return now, or None."""
         if self._error is not None:
             raise self._error
         return self._take_output()
@@ -159,7 +159,7 @@ class Slot(ABC, Generic[Output]):
         if not self._rendered.is_set:  # of many that were rendered together only the first waits
             await self._rendered.wait()
         if self._error is not None:
-            await anyio.lowlevel.checkpoint()  # who was alone has not waited
+            await anyio.lowlevel.checkpoint()  # a prompt rendered alone has not waited
             raise self._error
 
     async def wait_over(self) -> None:
@@ -167,7 +167,7 @@ class Slot(ABC, Generic[Output]):
         await self._over.wait()
 
     def close(self) -> None:
-        """Nobody reads any more.  Idempotent; cancels the rendering stage."""
+        """End reading.  Idempotent; cancels the rendering stage."""
         self._is_closed = True
         if not self._over.is_set:
             self._end()
@@ -175,7 +175,7 @@ class Slot(ABC, Generic[Output]):
         self._wake_reader()
 
     def count_prefill(self, num_tokens: int) -> None:
-        """Of the prompt, until there is a first result: about so many before it is rendered, then exactly."""
+        """Count the prompt's tokens as in prefill until its first result: an estimate before it is rendered, then exactly."""
         if not self._over.is_set:
             self._prefills.num_tokens += num_tokens - self._num_prefill
             self._num_prefill = num_tokens

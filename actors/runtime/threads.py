@@ -1,4 +1,4 @@
-"""Where blocking work runs while the event loop goes on; a test or a simulation brings its own."""
+"""Threads for blocking work while the event loop goes on; a test or a simulation brings its own."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar, TypeVarTuple

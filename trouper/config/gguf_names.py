@@ -1,4 +1,4 @@
-"""What a GGUF header calls a model's fields and tensors, in the words of config.json and of safetensors.
+"""Names of a GGUF header's fields and tensors, translated to those of config.json and of safetensors.
 
 The fields become a config.json, from which the traits are read as from any.  What GGUF leaves to its reader by the
 architecture's name stands here: Gemma's attention scale and local base frequency, whose rows are permuted.

@@ -40,7 +40,7 @@ class StepError(msgspec.Struct, frozen=True):
 
 
 class Conditions:
-    """What happens to the steps; the default is fair weather at a constant speed.
+    """Faults and durations of steps; the default has no faults and a constant speed.
 
     A subclass may be asked in any order, but once a plan: `duration_s`, then `error`, then `is_finite`.
     """
@@ -53,7 +53,7 @@ class Conditions:
         return self.step_s
 
     def call_s(self, method: str) -> float:
-        """The duration of anything but a step; an exception raised here goes to who asked for it."""
+        """The duration of anything but a step; an exception raised here goes to the task that asked for it."""
         return self.step_s
 
     def error(
@@ -147,7 +147,7 @@ class SimulatedSteps(ABC, Generic[Plan]):
 
 
 class _Row:
-    """What the device knows of one sequence."""
+    """State of one sequence on the device."""
 
     def __init__(self, new: NewSequence) -> None:
         self.sequence = new.sequence
@@ -224,7 +224,7 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
         )
 
     def _refuse(self, plan: StepPlan, message: str) -> StepFailed:
-        """What the rows of a failed step hold is anybody's guess: they must be given again."""
+        """Fail the step and forget its request slots: their contents are undefined, so they must be given again."""
         for row in plan.request_slots:
             self._rows.pop(row, None)
         return StepFailed(plan.step, message)
@@ -321,7 +321,7 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
         return token
 
     def _spoil(self, row: _Row, start: int, end: int) -> None:
-        """Nothing useful is in these positions."""
+        """Poison these positions of the sequence's cache."""
         size = self._info.block_size
         for position in range(start, min(end, len(row.table) * size)):
             at = row.table[position // size] * self._stride + position % size * ENTRY_BYTES
@@ -342,7 +342,7 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
 def simulated_tokens(
     prompt_token_ids: Sequence[int], sampling: Sampling, num_tokens: int, vocab_size: int
 ) -> list[int]:
-    """What a `SimulatedDevice` must yield for a sequence, alone or in a crowd, however it is scheduled."""
+    """Compute the tokens that a `SimulatedDevice` must yield for a sequence, however it is scheduled."""
     state = hashlib.blake2b(digest_size=ENTRY_BYTES)
     context = bytearray()
     tokens = list(prompt_token_ids)
@@ -382,7 +382,7 @@ def _choose(
 def simulated_logprobs(
     token: int, position: int, num_candidates: int, vocab_size: int
 ) -> TokenLogprobs:
-    """Made up, but the same for everybody: the token first, then its neighbours."""
+    """Make logprobs that depend on the arguments alone: the token first, then its neighbours."""
     if num_candidates < 0:
         num_candidates = vocab_size - 1
     others = [(token + 1 + i) % vocab_size for i in range(min(num_candidates, vocab_size - 1))]

@@ -58,7 +58,7 @@ class SimulatedEncoder(SimulatedSteps[PoolPlan]):
 
 
 def simulated_result(column: PoolEntry, size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What a `SimulatedEncoder` must yield for a column, in whatever company; of a token task a row for each token."""
+    """Compute what a `SimulatedEncoder` must yield for an entry in any batch; of a token task a row for each token."""
     is_of_tokens = column.task.startswith("token_")
     facts = (column.token_ids, column.token_type_ids, column.task)
     seed = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=ENTRY_BYTES).digest())

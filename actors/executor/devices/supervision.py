@@ -136,7 +136,7 @@ class StepDeadlines:
 
 
 class Death(msgspec.Struct, frozen=True):
-    """What is known of a worker's end."""
+    """Record of a worker's end."""
 
     rank: int
     step: int | None = None  # the eldest that was not answered

@@ -74,7 +74,7 @@ class GgufCheckpoint:
         return whole if order is None else whole[order]
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
-        """What stands for the matrix: exactly the same numbers, of 4 bits where all parts have no more.
+        """Read the matrix as the kernels multiply with it: exactly the same numbers, of 4 bits where all parts have no more.
 
         None where a part is plain, and beside other dtypes than bfloat16, which the kernels of integers multiply.
         """
