@@ -194,6 +194,7 @@ def draws(s: Shapes) -> Iterator[Case]:
     """A token for each row: of the whole vocabulary, of 50, and of nine tenths of the mass."""
     logits, positions = 3 * torch.randn(s.num_tokens, s.vocab), np.arange(s.num_tokens)
     few, nothing = positions[:NUM_CHECKED_ROWS], np.zeros((s.num_tokens, 1), dtype=np.int64)
+    no_masks = np.zeros(s.num_tokens, dtype=np.int64)
     for name, top_k, top_p in (("all", 0, 1.0), ("top-k 50", 50, 1.0), ("top-p 0.9", 0, 0.9)):
         rows = np.zeros(s.num_tokens, dtype=ROW)
         rows["temperature"], rows["top_k"], rows["top_p"] = 1.0, top_k, top_p
@@ -201,10 +202,10 @@ def draws(s: Shapes) -> Iterator[Case]:
         yield Case(
             f"[{s.num_tokens}, {s.vocab}], {name}",
             lambda rows=rows: torch.from_numpy(
-                sample(logits, positions, rows, positions, positions, nothing)
+                sample(logits, positions, rows, positions, positions, nothing, no_masks)
             ),
             lambda rows=rows: torch.from_numpy(
-                sample_reference(logits, few, rows, few, few, nothing)
+                sample_reference(logits, few, rows, few, few, nothing, no_masks)
             ),
             4 * s.num_tokens * s.vocab,
             0,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
+    from trouper.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,7 @@ _HOMES = {
     "RequestOutput": "trouper.outputs",
     "RequestOutputKind": "trouper.params",
     "SamplingParams": "trouper.params",
+    "StructuredOutputsParams": "trouper.structured_outputs",
     "TextPrompt": "trouper.inputs",
     "TokensPrompt": "trouper.inputs",
 }
@@ -84,6 +86,7 @@ __all__ = [
     "SamplingParams",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
 ]

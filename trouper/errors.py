@@ -42,6 +42,14 @@ class ChatTemplateResolutionError(TrouperClientError):
     """The model has no chat template, or the given one cannot be used."""
 
 
+class GrammarError(TrouperValidationError):
+    """What an output must match is no grammar, or too complex; `code` says which and is the HTTP error's code."""
+
+    def __init__(self, message: str, *, parameter: str, code: str) -> None:
+        super().__init__(message, parameter=parameter)
+        self.code = code  # invalid_schema, invalid_grammar or schema_too_complex
+
+
 class TemplateBudgetError(TrouperValidationError):
     """A chat template takes more time, memory or text than it may."""
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 import msgspec
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
+from trouper.structured_outputs import StructuredOutputsParams
 
 MAX_N = 16_384
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
@@ -108,8 +109,8 @@ class SamplingParams(msgspec.Struct):
     skip_reading_prefix_cache: bool | None = None
     extra_args: dict[str, Any] | None = None
     repetition_detection: RepetitionDetectionParams | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     # Accepted at their defaults only.
-    structured_outputs: Any = None
     thinking_token_budget: int | None = None
     flat_logprobs: bool = False
     prompt_logprob_token_ids: Any = None
@@ -365,7 +366,7 @@ def _logit_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
 
 
 _NOT_IMPLEMENTED: dict[str, Any] = {
-    "structured_outputs": None, "thinking_token_budget": None, "flat_logprobs": False,
+    "thinking_token_budget": None, "flat_logprobs": False,
     "prompt_logprob_token_ids": None, "prompt_logprob_start": None, "trace_decode_token_ids": None,
     "routed_experts_prompt_start": 0, "watermarking": None,
 }  # fmt: skip
@@ -389,6 +390,7 @@ _CONTAINERS: tuple[tuple[str, Any, str], ...] = (
     ("logit_bias", Mapping, "must map token ids to numbers"),
     ("extra_args", Mapping, "must be a dict"),
     ("repetition_detection", RepetitionDetectionParams, "must be RepetitionDetectionParams"),
+    ("structured_outputs", StructuredOutputsParams, "must be StructuredOutputsParams"),
 )
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("n", lambda v: 1 <= v <= MAX_N, f"must be in [1, {MAX_N}]"),

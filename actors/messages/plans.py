@@ -3,6 +3,7 @@
 import msgspec
 
 from trouper.actors.messages.embeds import Embeds
+from trouper.actors.messages.grammar import Grammar
 from trouper.actors.messages.identifiers import SequenceId
 
 MAX_REPETITION = 1e30  # what is beyond can be told from this by no draw
@@ -44,6 +45,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
     sampling: Sampling
     embeds: tuple[Embeds, ...] = ()  # as in `Admit`
+    grammar: Grammar | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True):

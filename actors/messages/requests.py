@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from trouper.actors.messages.embeds import Embeds
+from trouper.actors.messages.grammar import Grammar
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.sinks import GenerationSink, PoolingSink, ReplySink
 from trouper.inputs import PoolingPrompt
@@ -55,6 +56,7 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     arrival_time: float = 0.0
     cache_salt: str | None = None
+    grammar: Grammar | None = None  # what an output must match
     embeds: tuple[Embeds, ...] = ()  # what stands for tokens, in order; their ids are zeros
     embeds_digests: tuple[bytes, ...] = ()  # by block; empty where it has none
 

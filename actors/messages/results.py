@@ -14,7 +14,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     rank: int  # of the first: the number of tokens at least as probable, ≥ 1
 
 
-EntryFailure = Literal["not_finite", "no_valid_token"]  # logits; a request that forbids every token
+# Logits; a request that forbids every token; a grammar that is too complex to follow.
+EntryFailure = Literal["not_finite", "no_valid_token", "grammar_error"]
 
 
 class StepDone(msgspec.Struct, frozen=True):

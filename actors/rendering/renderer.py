@@ -121,7 +121,11 @@ def _plain_size(message: Render) -> float:
     prompt: Any = message.prompt
     params = message.params
     if isinstance(params, SamplingParams) and (
-        params.bad_words or params.logit_bias or params.allowed_token_ids or params.stop_token_ids
+        params.bad_words
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.stop_token_ids
+        or params.structured_outputs
     ):
         return math.inf
     if isinstance(prompt, str):

@@ -42,19 +42,21 @@ def resolve_sampling(
     """
     params.verify(vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
     if tokenizer is None:
-        for name in ("stop", "bad_words"):
+        for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name):
                 raise invalid(name, "this engine has no tokenizer (skip_tokenizer_init)")
     params = copy.copy(params)
     if params.max_tokens is None:
         params.max_tokens = limits.max_model_len - num_prompt_tokens
-    eos = _eos(limits, tokenizer)
+    eos = eos_ids(limits, tokenizer)
     stops = dict.fromkeys(params.stop_token_ids or ())
-    if not params.ignore_eos:
+    # A grammar's end is drawn under ignore_eos only where nothing else can be, and then it ends the output.
+    ends_at_eos = not params.ignore_eos or params.structured_outputs is not None
+    if ends_at_eos:
         stops |= dict.fromkeys(eos[1:])
     resolved = ResolvedSampling(
         params,
-        eos[0] if eos and not params.ignore_eos else None,
+        eos[0] if eos and ends_at_eos else None,
         tuple(stops),
         _bad_words(params, limits, tokenizer) if tokenizer is not None else (),
     )
@@ -76,7 +78,7 @@ def _check_room(resolved: ResolvedSampling, limits: ModelLimits) -> None:
         )
 
 
-def _eos(limits: ModelLimits, tokenizer: Tokenizer | None) -> list[int]:
+def eos_ids(limits: ModelLimits, tokenizer: Tokenizer | None) -> list[int]:
     """List the primary EOS token, then the others.
 
     Where the tokenizer names one it is the primary: Llama 3's config lists <|end_of_text|> first, but

@@ -18,8 +18,9 @@ from trouper.actors.messages.requests import Admit, AdmitPooling, Render, Track
 from trouper.actors.messages.sinks import GenerationSink
 from trouper.actors.rendering.confined import ConfinedTemplates, TemplateSource, render_once
 from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests, from_tensor
+from trouper.actors.rendering.grammars import Grammars
 from trouper.actors.rendering.mixed import encode_mixed, take_embeds, unmarked
-from trouper.actors.rendering.sampling import ModelLimits, resolve_sampling
+from trouper.actors.rendering.sampling import ModelLimits, eos_ids, resolve_sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.files import read_text
 from trouper.config.resolve import EngineConfig
@@ -85,6 +86,7 @@ class Prompts:
         self._chat_template = chat_template
         self._control_tokens = ((), ()) if tokenizer is None else _control_tokens(tokenizer)
         self._templates = ConfinedTemplates()
+        self._grammars = Grammars(tokenizer, limits.vocab_size, tuple(eos_ids(limits, tokenizer)))
 
     @classmethod
     def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
@@ -143,6 +145,7 @@ class Prompts:
                 priority=message.priority,
                 arrival_time=message.arrival_time,
                 cache_salt=form.salt,
+                grammar=self._grammars.compile(resolved.params),
                 embeds=embeds,
                 embeds_digests=digests(embeds, self._limits.block_size),
             ),

@@ -147,6 +147,10 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"<Tokenizer {self.folder!r}, {self.vocab_size} tokens>"
 
+    def to_json(self) -> str:
+        """Return the vocabulary and its rules as a `tokenizer.json`."""
+        return self._backend.to_str()
+
     def gives_below(self, num: int) -> bool:
         """Every id of a text is below `num`: those of the vocabulary, and those that are put around a text or a pair."""
         around = self._backend.encode("").ids + self._backend.encode("", "").ids

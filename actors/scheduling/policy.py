@@ -43,6 +43,7 @@ from trouper.config.resolve import SchedulerConfig
 FAILURES: dict[EntryFailure, str] = {
     "not_finite": "numerical_error: the logits are not finite",
     "no_valid_token": "no_valid_token: what the request allows, it also forbids",
+    "grammar_error": "grammar_error: the grammar took more steps than it may at this token",
 }
 
 

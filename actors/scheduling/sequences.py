@@ -48,6 +48,11 @@ class Request(msgspec.Struct, eq=False):
     num_unfinished: int
     prompt_hashes: list[bytes]  # of the full prompt blocks; filled at the first lookup
 
+    def is_end_of_grammar(self, token: int) -> bool:
+        """Tell whether the token ends an output that matches a grammar."""
+        grammar = self.admit.grammar
+        return grammar is not None and token in grammar.eos_token_ids
+
 
 class Sequence(msgspec.Struct, eq=False, kw_only=True):
     """One list of tokens being grown."""
@@ -111,14 +116,14 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
     def append(self, token: int) -> tuple[FinishReason, int | str | None] | None:
         """Commit a sampled token; return finish and stop reason if it is the last.
 
-        Under `min_tokens` outputs only the length ends it (the sampler masks the stop ids anyway).
+        Under `min_tokens` outputs only the length ends it (the sampler masks the stop ids anyway), and the end of a grammar.
         """
         self.output.append(token)
         self.num_tokens += 1
         request = self.request
         params = request.admit.params
         is_long_enough = self.num_output >= params.min_tokens
-        if is_long_enough and token in request.stop_ids:
+        if token in request.stop_ids and (is_long_enough or request.is_end_of_grammar(token)):
             return "stop", None if token == request.admit.eos_token_id else token
         if self.num_tokens >= self.limit:
             return "length", None

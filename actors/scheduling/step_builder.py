@@ -115,4 +115,5 @@ def _new_sequence(sequence: Sequence) -> NewSequence:
         block_ids=tuple(sequence.blocks),
         sampling=sequence.sampling(),
         embeds=sequence.request.admit.embeds,
+        grammar=sequence.request.admit.grammar,
     )

@@ -18,6 +18,7 @@ from trouper.errors import (
     ExecutionError,
     GenerationError,
     GracefulHTTPError,
+    GrammarError,
     QueueOverflowError,
     RetryableRequestError,
     TemplateBudgetError,
@@ -149,7 +150,7 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
             text = "the model cannot be run on this request"
             return ErrorBody(500, "poisoned_request", text, headers=NO_RETRY)
         case GenerationError(
-            code="numerical_error" | "no_valid_token" | "poisoned_request"
+            code="numerical_error" | "no_valid_token" | "grammar_error" | "poisoned_request"
         ):  # nor this one
             text = clean(str(error), MAX_RULE)
             return ErrorBody(500, error.code, text, headers=NO_RETRY)
@@ -182,6 +183,8 @@ def _told(status: int, code: str, error: Exception) -> ErrorBody:
 def _client_code(error: TrouperClientError) -> str:
     if isinstance(error, TemplateBudgetError):
         return "template_budget_exceeded"
+    if isinstance(error, GrammarError):
+        return error.code
     is_length = str(getattr(error, "parameter", "")).startswith(("prompt", "messages", "max_"))
     if is_length and "(max_model_len)" in str(error):
         return "context_length_exceeded"

@@ -9,19 +9,12 @@ from typing import Any
 
 from trouper.errors import UnsupportedFeatureError
 
-NO_GRAMMAR = "describe the format in the prompt and check the answer"
+USE_FORMAT = "use response_format or structured_outputs"
 NO_MEDIA = "send text only"
 NO_TOOLS = "describe the functions in a message and parse the answer"
 NO_THINKING = "leave it out; what the model thinks is part of its text"
 NO_MEMORY = "send the whole conversation with every request"
-STRUCTURE = dict.fromkeys(
-    (
-        "structured_outputs", "guided_json", "guided_choice", "guided_regex", "guided_grammar",
-        "guided_decoding_backend", "guided_whitespace_pattern", "grammar", "json_schema", "regex",
-        "ebnf", "structural_tag",
-    ),
-    NO_GRAMMAR,
-)  # fmt: skip
+STRUCTURE = dict.fromkeys(("grammar", "json_schema", "regex", "ebnf", "structural_tag"), USE_FORMAT)
 GENERATING = {
     **STRUCTURE,
     "best_of": "use n and choose among the completions",

@@ -275,10 +275,25 @@ SUITE = {
         *(h(name, 400, "not_supported", name, **{name: "x"}) for name in CHAT),
         c("best_of", 400, "not_supported", "best_of", best_of=2),
         c("no thinking", 400, "not_supported", "thinking_token_budget", thinking_token_budget=0),
+    ],
+    "grammars": [
+        c("a format", 400, "invalid_value", "response_format", response_format={"type": "xml"}),
+        h("no schema", 400, "invalid_value", "response_format", response_format={"type": "json_schema"}),
         *(
-            c(kind, 400, "not_supported", "response_format", response_format={"type": kind, kind: {}})
-            for kind in ("json_object", "json_schema", "structural_tag")
+            c(f"{kind} {value!r:.24}", 400, code, "structured_outputs", structured_outputs={kind: value})
+            for kind, value, code in (
+                ("json", {"type": "objec"}, "invalid_schema"), ("json", "{", "invalid_schema"),
+                ("json", {"not": {}}, "invalid_schema"), ("json", {"$ref": "http://a/b"}, "invalid_schema"),
+                ("json", "[" * 9999, "schema_too_complex"), ("json", 1, "invalid_value"),
+                ("json", {"enum": [f"v{i}" * 9 for i in range(9999)]}, "schema_too_complex"),
+                ("regex", "(", "invalid_grammar"), ("regex", "a" * 2**19, "schema_too_complex"),
+                ("grammar", "start: foo", "invalid_grammar"), ("grammar", "root ::= (", "invalid_grammar"),
+                ("choice", [], "invalid_value"), ("choice", [1], "invalid_value"), ("xml", "a", "invalid_value"),
+                ("structural_tag", "{}", "invalid_grammar"), ("json_object", False, "invalid_value"),
+            )
         ),
+        c("two kinds", 400, "invalid_value", "structured_outputs", structured_outputs={"regex": "a", "choice": ["a"]}),
+        c("two ways", 400, "invalid_value", "guided_regex", structured_outputs={"regex": "a"}, guided_regex="a"),
     ],
     "tokens": [
         Case("tokenize nothing", "/tokenize", b"{}", 400, "invalid_value", "prompt"),

@@ -7,8 +7,7 @@ from trouper.frontends.server.errors import describe
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 
 NEVER_IGNORED = {
-    "guided_json", "guided_choice", "guided_regex", "guided_grammar", "grammar", "json_schema",
-    "structured_outputs", "best_of", "use_beam_search", "logits_processors",
+    "grammar", "json_schema", "best_of", "use_beam_search", "logits_processors",
 }  # fmt: skip
 
 

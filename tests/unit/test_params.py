@@ -15,6 +15,7 @@ from trouper.params import (
     RequestOutputKind,
     SamplingParams,
     SamplingType,
+    StructuredOutputsParams,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -48,9 +49,9 @@ DEFAULTS = {
     "skip_reading_prefix_cache": False,
     "extra_args": None,
     "repetition_detection": None,
+    "structured_outputs": None,
 }
 LATER = {  # accepted at their defaults only
-    "structured_outputs": None,
     "thinking_token_budget": None,
     "flat_logprobs": False,
     "prompt_logprob_token_ids": None,
@@ -82,6 +83,7 @@ LEGAL = {
     "bad_words": [["x y"]],
     "extra_args": [{"a": 1}],
     "repetition_detection": [RepetitionDetectionParams(8, 2, 3), RepetitionDetectionParams(), None],
+    "structured_outputs": [StructuredOutputsParams(regex="a"), None],
 }
 ILLEGAL = {
     "n": [0, 16_385, 1.0, True, "1", None],
@@ -123,6 +125,7 @@ ILLEGAL = {
     "skip_reading_prefix_cache": ["maybe"],
     "extra_args": [[1]],
     "repetition_detection": [{"min_count": 2}],
+    "structured_outputs": [{"regex": "a"}],
 }
 
 

@@ -89,6 +89,7 @@ class CpuRunner:
         """Discard KV memory, and at level 2 the weights too: those are in host memory already."""
         if level >= 1:
             self._kv = self._recorded_steps = None
+            self._sampler.clear()
             self._arena = Arena()
         if level >= 2:
             self._decoder = None
@@ -157,7 +158,7 @@ class CpuRunner:
     def _apply_changes(self, plan: StepPlan, kv: KVCache) -> None:
         for new in plan.new_sequences:
             self._slots.place(new)
-            self._sampler.place(new.request_slot)
+            self._sampler.place(new.request_slot, new.grammar)
         for slot, block_ids in plan.new_blocks:
             self._slots.add_blocks(slot, block_ids)
         kv.copy_blocks(plan.copies)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.bad_words import BadWords
+from trouper.actors.executor.sampling.grammar import GrammarMasks
 from trouper.actors.messages.plans import Sampling
 from trouper.kernels.cpu.sampling.sample import apply_repetition_penalty_reference_
 
@@ -32,8 +33,9 @@ class _Edits(msgspec.Struct):
 class Penalties:
     """The edits of all slots.  Logits are edited in place, one row of them after another."""
 
-    def __init__(self, slots: RequestSlots) -> None:
+    def __init__(self, slots: RequestSlots, grammars: GrammarMasks) -> None:
         self._slots = slots
+        self._grammars = grammars
         self._in_use: dict[int, _Edits] = {}
 
     def place(self, slot: int) -> float:
@@ -91,12 +93,12 @@ class Penalties:
                 spoiled.append(i)
                 continue
             outputs = self._slots.outputs_of(slot, end)
-            _edit(logits_V, edits, outputs)
+            _edit(logits_V, edits, outputs, can_only_end=self._grammars.can_only_end(slot))
             _penalise(logits_V.numpy(), edits, outputs)
         return spoiled
 
 
-def _edit(logits_V: Tensor, edits: _Edits, outputs: np.ndarray) -> None:
+def _edit(logits_V: Tensor, edits: _Edits, outputs: np.ndarray, can_only_end: bool) -> None:
     s = edits.sampling
     if edits.allowed is not None:
         allowed = logits_V[edits.allowed]
@@ -104,7 +106,7 @@ def _edit(logits_V: Tensor, edits: _Edits, outputs: np.ndarray) -> None:
         logits_V[edits.allowed] = allowed
     if edits.bad_words is not None:
         logits_V[edits.bad_words.next_after(outputs)] = -torch.inf
-    if edits.stop_ids is not None and len(outputs) < s.min_tokens:
+    if edits.stop_ids is not None and len(outputs) < s.min_tokens and not can_only_end:
         logits_V[edits.stop_ids] = -torch.inf
     if edits.bias is not None:
         ids, values = edits.bias

@@ -2,11 +2,16 @@
 
 from collections.abc import Sequence
 
+from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.results import EntryFailure, StepDone, TokenLogprobs
 from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, NOTHING_LEFT
 
-FAILURES: dict[int, EntryFailure] = {NOT_FINITE: "not_finite", NOTHING_LEFT: "no_valid_token"}
+FAILURES: dict[int, EntryFailure] = {
+    NOT_FINITE: "not_finite",
+    NOTHING_LEFT: "no_valid_token",
+    GRAMMAR_ERROR: "grammar_error",
+}
 PromptLogprobs = tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]  # (entry, positions)
 
 
@@ -19,7 +24,7 @@ def make_step_done(
     """Make the answer to `plan`.
 
     Args:
-        sampled: one number per entry: the token, NOT_FINITE or NOTHING_LEFT; without meaning where the
+        sampled: one number per entry: the token, NOT_FINITE, NOTHING_LEFT or GRAMMAR_ERROR; without meaning where the
             plan samples none.
         logprobs: per entry; empty when no entry wants any.
     """

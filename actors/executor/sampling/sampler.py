@@ -4,6 +4,7 @@
 
 Laws:
   * A request's token is a function of its own logits, parameters, seed and position alone.
+  * A grammar's mask comes after every other edit, in the call that draws; it touches no other request.
   * A step is one call, whatever the number of requests, but for those that are edited or want logprobs: each
     call lets go of the interpreter's lock, and a busy event loop takes it.
 """
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.request_slots import RequestSlots
+from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR, GrammarMasks
 from trouper.actors.executor.sampling.penalties import Penalties
+from trouper.actors.messages.grammar import Grammar
 from trouper.actors.messages.plans import Sampling
 from trouper.actors.messages.results import TokenLogprobs
 from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, ROW
@@ -30,7 +33,7 @@ NO_TOP_K = 2**31 - 1  # more than any vocabulary
 class Sampled(msgspec.Struct, frozen=True):
     """The tokens of the slots that sampled."""
 
-    token_ids: list[int]  # or NOT_FINITE, NOTHING_LEFT
+    token_ids: list[int]  # or NOT_FINITE, NOTHING_LEFT, GRAMMAR_ERROR
     logprobs: list[TokenLogprobs | None]  # empty when no slot wants any
 
 
@@ -39,12 +42,14 @@ class Sampler:
 
     def __init__(self, slots: RequestSlots) -> None:
         self._slots = slots
-        self._penalties = Penalties(slots)
+        self._grammars = GrammarMasks(slots)
+        self._penalties = Penalties(slots, self._grammars)
         self._parameters = np.zeros(len(slots.sampling), dtype=ROW)
         self._wishes: dict[int, Sampling] = {}  # of slots that want logprobs
 
-    def place(self, slot: int) -> None:
+    def place(self, slot: int, grammar: Grammar | None = None) -> None:
         """Take the parameters of the sequence that took the slot."""
+        self._grammars.place(slot, grammar)
         repetition = self._penalties.place(slot)
         s = self._slots.sampling[slot]
         log_min_p = math.log(s.min_p) if s.min_p else -math.inf
@@ -55,9 +60,14 @@ class Sampler:
         if s.logprobs is not None or s.logprob_token_ids:
             self._wishes[slot] = s
 
+    def clear(self) -> None:
+        """Forget the matchers of the grammars; their sequences will be given again."""
+        self._grammars.clear()
+
     def is_plain(self, slots: Sequence[int]) -> bool:
         """Whether `draw` and `written` are all that these slots need."""
-        return self._penalties.leave_alone(slots) and self._wishes.keys().isdisjoint(slots)
+        are_edited = not self._penalties.leave_alone(slots) or self._grammars.any_in(slots)
+        return not are_edited and self._wishes.keys().isdisjoint(slots)
 
     def draw(
         self,
@@ -69,7 +79,10 @@ class Sampler:
     ) -> np.ndarray:
         """Draw with the parameters and tokens of these slots; the call can be recorded."""
         tokens_SL = self._slots.token_ids
-        return sample(logits_TV, picked_R, self._parameters, slots_R, ends_R, tokens_SL, out)
+        masks_S = self._grammars.addresses
+        return sample(
+            logits_TV, picked_R, self._parameters, slots_R, ends_R, tokens_SL, masks_S, out
+        )
 
     def written(self, token_R: np.ndarray, slots_R: np.ndarray, ends_R: np.ndarray) -> list[int]:
         """Write each token into its slot, if it is one, and return all as a list."""
@@ -100,9 +113,11 @@ class Sampler:
             for i, (slot, picked) in enumerate(pairs):
                 if slot in self._wishes:
                     raw[i] = logits_TV[picked].log_softmax(-1)
+        broken = self._grammars.fill(slots_R, ends_R)
         spoiled = self._penalties.apply(logits_TV, slots_R, ends_R, picked_R)
         token_R = self.draw(logits_TV, picked_R, slots_R, ends_R)
         token_R[spoiled] = NOT_FINITE
+        token_R[broken] = GRAMMAR_ERROR
         token_ids = self.written(token_R, slots_R, ends_R)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids) if raw else []
         for i, raw_V in raw.items():

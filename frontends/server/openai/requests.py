@@ -21,7 +21,13 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What an answer must be; the fields beside `type` belong to one type each."""
+
     type: str
+    json_schema: dict[str, Any] | None = None  # name, schema, strict
+    structures: list[dict[str, Any]] | None = None  # of a structural tag, with the triggers
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 class Generating(msgspec.Struct, kw_only=True):
@@ -69,6 +75,13 @@ class Generating(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None  # there is one; it is ignored
     vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
 
     @property

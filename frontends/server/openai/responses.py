@@ -3,7 +3,7 @@
 A request becomes a `ChatRequest`, and the same rules hold.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import msgspec
 
@@ -18,9 +18,9 @@ from trouper.frontends.server.openai.adapter import (
 )
 from trouper.frontends.server.openai.chat import ChatAdapter
 from trouper.frontends.server.openai.driver import drive
-from trouper.frontends.server.openai.requests import ChatRequest, ResponsesRequest
+from trouper.frontends.server.openai.requests import ChatRequest, ResponseFormat, ResponsesRequest
 from trouper.frontends.server.service import Service
-from trouper.frontends.server.unsupported import NO_GRAMMAR, unsupported
+from trouper.frontends.server.unsupported import unsupported
 from trouper.frontends.server.usage import Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 
@@ -163,8 +163,6 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _as_chat(request: ResponsesRequest) -> ChatRequest:
-    if (request.text or {}).get("format") not in (None, {"type": "text"}):
-        raise unsupported("text.format", f"only text is; {NO_GRAMMAR}")
     messages: list[dict[str, Any]] = []
     if request.instructions is not None:
         messages.append({"role": "system", "content": request.instructions})
@@ -175,7 +173,24 @@ def _as_chat(request: ResponsesRequest) -> ChatRequest:
     else:
         messages += [_message(i, item) for i, item in enumerate(request.input)]
     fields = {name: getattr(request, name) for name in SAME_NAME}
-    return ChatRequest(messages=messages, max_completion_tokens=request.max_output_tokens, **fields)
+    return ChatRequest(
+        messages=messages,
+        max_completion_tokens=request.max_output_tokens,
+        response_format=_response_format(request),
+        **fields,
+    )
+
+
+def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
+    """Read `text.format`, which has the fields of a schema beside its type."""
+    given: Any = (request.text or {}).get("format")
+    if given is None:
+        return None
+    if not isinstance(given, dict) or not isinstance(cast("Any", given).get("type"), str):
+        raise TrouperValidationError("text.format: must have a type", parameter="text.format")
+    fields = cast("dict[str, Any]", given)
+    kind, schema = fields["type"], fields.get("schema")
+    return ResponseFormat(type=kind, json_schema={"schema": schema} if schema is not None else None)
 
 
 def _message(i: int, item: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.server.openai.adapter import ParsedRequest
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest, Generating
+from trouper.frontends.server.openai.structured import structured_outputs
 from trouper.frontends.server.settings import ServerSettings
-from trouper.frontends.server.unsupported import NO_GRAMMAR, unsupported
 from trouper.params import GREEDY_BELOW, LOWEST_TEMPERATURE, RequestOutputKind, SamplingParams
 
 SAME_NAME = (
@@ -103,9 +103,6 @@ def parsed_request(
 
 def check_common(request: Generating) -> None:
     """Check the rules that completions and chats share."""
-    kind = request.response_format
-    if kind is not None and kind.type != "text":
-        raise unsupported("response_format", f"only text is; {NO_GRAMMAR}")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "needs stream")
     if request.prompt_logprobs is not None and request.stream:
@@ -134,6 +131,7 @@ def _check_lengths(request: Generating) -> None:
 def _given(request: Generating) -> dict[str, Any]:
     given = {name: getattr(request, name) for name in SAME_NAME}
     given["extra_args"] = request.vllm_xargs
+    given["structured_outputs"] = structured_outputs(request)
     return {name: value for name, value in given.items() if value is not None}
 
 

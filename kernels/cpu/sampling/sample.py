@@ -4,10 +4,11 @@
                       not at all where that is below 0
     parameters [S]    `ROW`: of the device's rows;  row i is the one at rows[i]
     tokens [S, L]     int64, the first ends[i] of row rows[i] have occurred: where a penalty is asked for
+    masks [S]         int64: the address of the row's bits, which allow token v by bit v % 32 of word v // 32; 0 = all are
     token [R]         int64; NOT_FINITE, or NOTHING_LEFT where all are -inf; what is not a number is never drawn
 
 First logits of tokens that have occurred are divided by the repetition penalty if they are above 0, else multiplied.  A
-row of temperature 0 takes the first of the largest.  Equal logits are in the order of their ids.  One call draws any
+row of temperature 0 takes the first of the largest.  A mask comes after the penalties.  Equal logits are in the order of their ids.  One call draws any
 mixture of rows.
 
 Laws:
@@ -21,6 +22,7 @@ Measured, one Xeon core (Emerald Rapids), logits of deviation 3; in brackets wit
 neither 1.2 (4.9), greedy 0.44 (0.45).
 """
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ def sample(
     rows_R: np.ndarray,
     ends_R: np.ndarray,
     tokens_SL: np.ndarray,
+    masks_S: np.ndarray,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return tokens [R], int64; `ends` are also their positions.  Logits, parameters and tokens as above, the rest int64.
@@ -50,7 +53,9 @@ def sample(
     """
     assert logits_TV.dtype == torch.float32
     if not units.is_available() or logits_TV.shape[1] < LEAST:
-        return sample_reference(logits_TV, picked_R, parameters_S, rows_R, ends_R, tokens_SL, out)
+        return sample_reference(
+            logits_TV, picked_R, parameters_S, rows_R, ends_R, tokens_SL, masks_S, out
+        )
     from trouper.kernels.cpu.sampling.sample_rows import sample_rows
     from trouper.kernels.cpu.sampling.top_k_top_p import held_bytes
 
@@ -70,6 +75,7 @@ def sample(
         ends_R.ctypes.data,
         tokens_SL.ctypes.data,
         tokens_SL.strides[0] // tokens_SL.itemsize,
+        masks_S.ctypes.data,
         token_R.ctypes.data,
         vocab_size,
         launch.scratch(num_threads * num_bytes),
@@ -94,6 +100,7 @@ def sample_reference(
     rows_R: np.ndarray,
     ends_R: np.ndarray,
     tokens_SL: np.ndarray,
+    masks_S: np.ndarray,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
     token_R = np.empty(len(rows_R), dtype=np.int64) if out is None else out
@@ -109,6 +116,8 @@ def sample_reference(
             apply_repetition_penalty_reference_(
                 logits, tokens_SL[row, :end], parameters["repetition"]
             )
+        if masks_S[row]:
+            logits[~_allowed(int(masks_S[row]), len(logits))] = -np.inf
         logits = np.where(np.isnan(logits), -np.inf, logits)
         if parameters["temperature"] and not np.isneginf(logits).all():
             kept = top_k_top_p_reference(logits, parameters)
@@ -121,6 +130,12 @@ def sample_reference(
             logits = np.where(kept, noisy, -np.inf)
         token_R[i] = logits.argmax() if not np.isneginf(logits).all() else NOTHING_LEFT
     return token_R
+
+
+def _allowed(address: int, vocab_size: int) -> np.ndarray:
+    num_bytes = -(-vocab_size // 32) * 4
+    bits = np.frombuffer(ctypes.string_at(address, num_bytes), np.uint8)
+    return np.unpackbits(bits, count=vocab_size, bitorder="little").astype(bool)
 
 
 def apply_repetition_penalty_reference_(

@@ -29,11 +29,11 @@ UNROLLED = 4  # to compare or to add takes four cycles
 
 
 def sample_rows(code: KernelBuilder) -> None:
-    """Write the kernel of the arguments logits, their stride, picked, parameters, rows, ends, tokens that have occurred, their stride, tokens, V, memory,
-    its bytes for a thread.  A piece is a row.
+    """Write the kernel of the arguments logits, their stride, picked, parameters, rows, ends, tokens that have occurred,
+    their stride, masks, tokens, V, memory, its bytes for a thread.  A piece is a row.
     """
-    logits, stride, picked, parameters, rows, ends, occurred, *others = code.arguments(12)
-    occurred_stride, tokens, length, memory, memory_bytes = others
+    logits, stride, picked, parameters, rows, ends, occurred, *others = code.arguments(13)
+    occurred_stride, masks, tokens, length, memory, memory_bytes = others
     held = code.pointer(memory + code.thread() * memory_bytes, "f32")
     for i in code.pieces():
         place, row = code.pointer(picked, "i64")[i], code.pointer(rows, "i64")[i]
@@ -51,6 +51,9 @@ def sample_rows(code: KernelBuilder) -> None:
             with code.when(is_spoiled < 1):
                 with code.when((repetition > 0.0) & ((repetition < 1.0) | (repetition > 1.0))):
                     _apply_penalties(code, values, length, ids, end, repetition, held)
+                mask = code.pointer(masks, "i64")[row]
+                with code.when(mask > 0):
+                    _apply_mask(code, values, length, code.pointer(mask, "i32"))
                 token[0] = NOTHING_LEFT
                 _draw(code, token, values, length, words, end, held)
 
@@ -84,6 +87,19 @@ def _apply_penalties(
     for j in code.loop(0, count):
         with code.when((ids[j] >= 0) & (ids[j] < length)):
             values[ids[j]] = held[j]
+
+
+def _apply_mask(code: KernelBuilder, values: Pointer, length: Value, words: Pointer) -> None:
+    whole = length - length % LANES
+    for first in code.loop(0, whole, LANES):
+        word = words[first >> 5] >> code.truncate(
+            first & 31, "i32"
+        )  # its sixteen bits are the lowest now
+        is_allowed = ((code.i32x16(word) >> code.lane_ids()) & 1) > 0
+        values.store(first, code.select(is_allowed, values.load(first), code.f32x16(-math.inf)))
+    for token in code.loop(whole, length):
+        is_allowed = ((words[token >> 5] >> code.truncate(token & 31, "i32")) & 1) > 0
+        values[token] = code.select(is_allowed, values[token], code.f32(-math.inf))
 
 
 def _draw(

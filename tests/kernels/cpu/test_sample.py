@@ -21,7 +21,19 @@ def drawn(logits, rows, positions, how=drawing.sample):
     """From logits as they are: nothing has occurred, and they may be anything."""
     numbers = np.arange(len(logits))
     nothing = np.zeros((len(logits), 1), dtype=np.int64)
-    return how(logits, numbers, np.ascontiguousarray(rows), numbers, positions, nothing)
+    return how(
+        logits,
+        numbers,
+        np.ascontiguousarray(rows),
+        numbers,
+        positions,
+        nothing,
+        no_masks(len(rows)),
+    )
+
+
+def no_masks(num_rows):
+    return np.zeros(num_rows, dtype=np.int64)
 
 
 def rows_of(num_rows, seed=0, /, *, min_p=0.0, **parameters):
@@ -216,7 +228,9 @@ def penalised(logits, token_ids, rows, ends, penalties):
     """Who drew something."""
     parameters = np.zeros(len(token_ids), dtype=ROW)
     parameters["repetition"][rows] = penalties
-    found = drawing.sample(logits, np.arange(len(rows)), parameters, rows, ends, token_ids)
+    found = drawing.sample(
+        logits, np.arange(len(rows)), parameters, rows, ends, token_ids, no_masks(len(parameters))
+    )
     return found != NOT_FINITE
 
 
@@ -279,5 +293,44 @@ def test_rows_draw_from_those_of_the_logits_that_are_picked():
     logits, rows, positions = mixed(9, 100)
     picked = np.array([7, 2, 3])
     nothing = np.zeros((9, 1), dtype=np.int64)
-    found = drawing.sample(logits, picked, rows, picked - 1, positions[picked], nothing)
+    found = drawing.sample(
+        logits, picked, rows, picked - 1, positions[picked], nothing, no_masks(9)
+    )
     assert (found == drawn(logits[picked], rows[picked - 1], positions[picked])).all()
+
+
+@pytest.mark.parametrize("vocab_size", [16, 45, 1000])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_masked_row_draws_from_the_tokens_of_its_mask_and_no_other_row_notices(
+    vocab_size, temperature
+):
+    rng = np.random.default_rng(1)
+    logits = torch.from_numpy(rng.standard_normal((6, vocab_size), dtype=np.float32))
+    words = rng.integers(-(2**31), 2**31, (6, -(-vocab_size // 32)), dtype=np.int32)
+    words[5] = 0
+    allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    rows, numbers = rows_of(6, temperature=temperature), np.arange(6)
+    masks, nothing = no_masks(6), np.zeros((6, 1), dtype=np.int64)
+    masks[[1, 3, 5]] = [words[row].ctypes.data for row in (1, 3, 5)]
+    ends = numbers + 7
+    free = drawing.sample(logits.clone(), numbers, rows, numbers, ends, nothing, no_masks(6))
+    found, reference = (
+        how(logits.clone(), numbers, rows, numbers, ends, nothing, masks)
+        for how in (drawing.sample, drawing.sample_reference)
+    )
+    assert (found == reference).all()
+    assert (found[[0, 2, 4]] == free[[0, 2, 4]]).all()
+    assert allowed[1, found[1]]
+    assert allowed[3, found[3]]
+    assert found[5] == NOTHING_LEFT
+
+
+def test_a_masked_row_that_is_not_finite_is_found():
+    logits = torch.zeros(1, 50)
+    logits[0, 7] = torch.nan
+    words = np.full(2, -1, dtype=np.int32)
+    zero, nothing = np.arange(1), np.zeros((1, 1), dtype=np.int64)
+    masks = np.array([words.ctypes.data])
+    rows = rows_of(1)
+    rows["repetition"] = 1
+    assert drawing.sample(logits, zero, rows, zero, zero, nothing, masks)[0] == NOT_FINITE

@@ -1,0 +1,216 @@
+"""What a request wants its output to match -> a grammar in the form that `llguidance` reads.  Pure.
+
+Sizes and depths are checked before anything walks them; what the grammar means is checked when it is compiled.
+"""
+
+import json
+from typing import Any, cast
+
+import msgspec
+
+from trouper.errors import GrammarError
+from trouper.structured_outputs import MAX_SOURCE, StructuredOutputsParams
+
+MAX_DEPTH = 64  # of a schema
+MAX_TAG_DEPTH = 80  # of a structural tag, which holds schemas
+# Small models never leave whitespace that is unbounded.
+WHITESPACE = r"\n?[ ]{0,16}"
+INVALID_SCHEMA, INVALID_GRAMMAR, TOO_COMPLEX = (
+    "invalid_schema",
+    "invalid_grammar",
+    "schema_too_complex",
+)
+SCHEMA_KINDS = frozenset({"json", "json_object"})
+# Keywords under which names of the caller's own stand, and those under which data stands.
+NAMED, DATA = (
+    frozenset({"properties", "patternProperties", "$defs", "definitions"}),
+    frozenset({"const", "enum", "default", "examples"}),
+)
+
+
+def grammar_source(params: StructuredOutputsParams) -> str:
+    """Return the grammar as text.
+
+    Raises:
+        GrammarError: it is too large or too deep, or has not the form of its kind.
+    """
+    match params.kind:
+        case "json":
+            return _json_source(_schema(params.json, params), params)
+        case "json_object":
+            return _json_source({"type": "object"}, params)
+        case "regex":
+            return _tagged("regex", _checked_size(params.regex or "", "regex"))
+        case "choice":
+            return _choice_source(params.choice or [])
+        case "grammar":
+            return _grammar_source(_checked_size(params.grammar or "", "grammar"))
+        case _:
+            return _structural_tag_source(params)
+
+
+def failure(message: str, kind: str) -> GrammarError:
+    """Make the error of a grammar that the compiler has refused with this message."""
+    lines = message.strip() or "it cannot be compiled"
+    if any(word in lines for word in ("too big", "too large", "too many", "too complex", "limit")):
+        return refused(kind, f"too complex: {lines}", TOO_COMPLEX)
+    return refused(kind, lines, INVALID_SCHEMA if kind in SCHEMA_KINDS else INVALID_GRAMMAR)
+
+
+def refused(kind: str, reason: str, code: str) -> GrammarError:
+    """Make the error of a grammar of this kind."""
+    text = f"structured_outputs.{kind}: {reason}"
+    return GrammarError(text, parameter="structured_outputs", code=code)
+
+
+def _json_source(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher
+
+    options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+    if params.disable_any_whitespace:
+        options = {"whitespace_flexible": False}
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            json.dumps(schema), overrides=cast("Any", options)
+        )
+    except ValueError as error:
+        raise failure(str(error), "json") from None
+
+
+def _schema(given: Any, params: StructuredOutputsParams) -> dict[str, Any]:
+    """Read a schema, whose text and depth are bounded."""
+    schema = _object(given, "json", INVALID_SCHEMA, MAX_DEPTH)
+    # What the compiler is told in a schema would lift the bounds on whitespace.
+    schema = {name: value for name, value in schema.items() if name != "x-guidance"}
+    return _closed(schema) if params.disable_additional_properties else schema
+
+
+def _object(given: Any, kind: str, code: str, max_depth: int) -> dict[str, Any]:
+    if isinstance(given, str):
+        text = _checked_size(given, kind)
+        if _text_depth(text) > max_depth:
+            raise refused(kind, f"nested deeper than {max_depth}", TOO_COMPLEX)
+        try:
+            given = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise refused(kind, f"no JSON: {error}", code) from None
+    elif _depth(given, max_depth) > max_depth:
+        raise refused(kind, f"nested deeper than {max_depth}", TOO_COMPLEX)
+    if not isinstance(given, dict):
+        raise refused(kind, "must be a JSON object", code)
+    try:
+        text = json.dumps(given)
+    except (TypeError, ValueError) as error:
+        raise refused(kind, f"no JSON: {error}", code) from None
+    _checked_size(text, kind)
+    return cast("dict[str, Any]", given)
+
+
+def _checked_size(text: str, kind: str) -> str:
+    if len(text) > MAX_SOURCE:
+        raise refused(kind, f"{len(text)} characters; at most {MAX_SOURCE} may be", TOO_COMPLEX)
+    return text
+
+
+def _text_depth(text: str) -> int:
+    """Return the nesting of a JSON text; brackets inside strings count too, but for those of one."""
+    depth = deepest = 0
+    in_string = is_escaped = False
+    for character in text:
+        if in_string:
+            in_string = is_escaped or character != '"'
+            is_escaped = character == "\\" and not is_escaped
+        elif character == '"':
+            in_string = True
+        elif character in "{[":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "}]":
+            depth -= 1
+    return deepest
+
+
+def _depth(value: Any, limit: int) -> int:
+    """Return the nesting of a value, or more than `limit` as soon as it is deeper."""
+    level, depth = [value], 0
+    while level and depth <= limit:
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += cast("dict[Any, Any]", item).values()
+            elif isinstance(item, list | tuple):
+                inner += cast("list[Any]", item)
+        if inner or any(isinstance(item, dict | list | tuple) for item in level):
+            depth += 1
+        level = inner
+        if len(level) > MAX_SOURCE:
+            return limit + 1
+    return depth
+
+
+def _closed(schema: Any, *, is_schema: bool = True) -> Any:
+    """Forbid properties beside the named ones, in each object of a schema that names some."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    given = cast("dict[str, Any]", schema)
+    found = {
+        name: value
+        if is_schema and name in DATA
+        else _closed(value, is_schema=not (is_schema and name in NAMED))
+        for name, value in given.items()
+    }
+    if is_schema and "properties" in found:
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def _tagged(name: str, source: str) -> str:
+    from llguidance import LLMatcher
+
+    if name == "regex":
+        return LLMatcher.grammar_from_regex(source)
+    return LLMatcher.grammar_from_lark(source)
+
+
+def _choice_source(choice: list[str]) -> str:
+    texts = [json.dumps(text, ensure_ascii=False) for text in choice]
+    return _tagged("lark", _checked_size("start: " + " | ".join(texts), "choice"))
+
+
+def _grammar_source(text: str) -> str:
+    """Read Lark, or EBNF, whose rules are written with `::=`."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if "::=" in text:
+        try:
+            text = gbnf_to_lark(text)
+        except Exception as error:  # the converter raises nearly anything for what it cannot read
+            raise refused("grammar", f"no EBNF: {error}", INVALID_GRAMMAR) from None
+    return _tagged("lark", text)
+
+
+def _structural_tag_source(params: StructuredOutputsParams) -> str:
+    from llguidance import StructTag
+
+    kind, code = "structural_tag", INVALID_GRAMMAR
+    tag = _object(params.structural_tag, kind, code, MAX_TAG_DEPTH)
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
+        raise refused(kind, "must have lists of structures and triggers", code)
+    tags: list[StructTag] = []
+    for structure in cast("list[Any]", structures):
+        begin, end, schema = (
+            structure.get(name) if isinstance(structure, dict) else None
+            for name in ("begin", "end", "schema")
+        )
+        trigger = next(
+            (t for t in triggers if isinstance(t, str) and t and str(begin).startswith(t)), None
+        )
+        if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):
+            raise refused(kind, "a structure has begin, end and schema", code)
+        if trigger is None:
+            raise refused(kind, f"no trigger begins {begin!r}", code)
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
+    return StructTag.to_grammar(tags, assume_special=False)

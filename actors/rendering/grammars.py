@@ -1,0 +1,126 @@
+"""The compiled grammars of one model: its vocabulary as `llguidance` reads it, and the grammars that were asked for last.
+
+Used in the renderers' threads.  The compiler counts its steps, so it needs no deadline and no process of its own; what it
+refuses is the error of the request that brought it.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from threading import Lock
+from typing import Any
+
+from trouper.actors.rendering.grammar import TOO_COMPLEX, failure, grammar_source, refused
+from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.errors import UnsupportedFeatureError
+from trouper.params import SamplingParams
+from trouper.structured_outputs import StructuredOutputsParams
+
+MAX_COMPILED = 256  # grammars, of some 10 KiB; a large one takes a megabyte
+# Steps of the lexer's construction (10 ms), of a mask's, its states, and symbols of a grammar.
+LIMITS = {
+    "initial_lexer_fuel": 500_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+MISSING = "structured outputs need llguidance: pip install 'trouper[grammar]'"
+
+
+class CompiledGrammar:
+    """`Grammar` of a request: a prototype that no sequence changes, and how the request wants its end."""
+
+    def __init__(
+        self, prototype: Any, eos_token_ids: tuple[int, ...], num_tokens: int, *, ignore_eos: bool
+    ) -> None:
+        self._prototype = prototype
+        self.eos_token_ids, self.num_tokens = eos_token_ids, num_tokens
+        self.ignore_eos = ignore_eos
+
+    def matcher(self) -> Any:
+        """Copy the prototype."""
+        return self._prototype.deep_copy()
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary.  Threads share it.
+
+    Args:
+        tokenizer: None = there is none, and no request gets this far with a grammar.
+        vocab_size: of the model's logits.
+        eos_token_ids: that end an output.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = tuple(token for token in eos_token_ids if token < vocab_size)
+        self._num_tokens = vocab_size
+        self._lock = Lock()
+        self._vocabulary: Any = None  # made at the first use
+        self._prototypes: OrderedDict[bytes, Any] = (
+            OrderedDict()
+        )  # by digest, the last used at the end
+
+    def compile(self, params: SamplingParams) -> CompiledGrammar | None:
+        """Compile what the output of a request must match; None: it may be anything.
+
+        Raises:
+            GrammarError: it is no grammar, or too complex.
+            UnsupportedFeatureError: llguidance is not installed.
+        """
+        wanted = params.structured_outputs
+        if wanted is None or self._tokenizer is None:
+            return None
+        try:
+            prototype = self._prototype(wanted, self._tokenizer)
+        except ImportError as error:
+            raise UnsupportedFeatureError(MISSING, parameter="structured_outputs") from error
+        except RecursionError:
+            raise refused(wanted.kind, "nested too deep", TOO_COMPLEX) from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of the library: no Exception
+                raise
+            raise failure("the compiler failed", wanted.kind) from error
+        return CompiledGrammar(
+            prototype, self._eos_token_ids, self._num_tokens, ignore_eos=params.ignore_eos
+        )
+
+    def _prototype(self, wanted: StructuredOutputsParams, tokenizer: Tokenizer) -> Any:
+        import llguidance
+
+        source = grammar_source(wanted)
+        digest = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary(tokenizer)
+            found = self._prototypes.get(digest)
+            if found is not None:
+                self._prototypes.move_to_end(digest)
+                return found
+        limits: Any = llguidance.LLParserLimits(**LIMITS)
+        try:
+            found = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
+        except (ValueError, UnicodeError) as error:
+            raise failure(str(error), wanted.kind) from None
+        if found.is_error():
+            raise failure(found.get_error(), wanted.kind)
+        with self._lock:
+            self._prototypes[digest] = found
+            if len(self._prototypes) > MAX_COMPILED:
+                self._prototypes.popitem(last=False)
+        return found
+
+    def _make_vocabulary(self, tokenizer: Tokenizer) -> Any:
+        """Read the vocabulary without its added tokens that are not special: a text that spells one would mask to that
+        token alone, and the matcher would then refuse it.
+        """
+        import llguidance
+
+        rules = json.loads(tokenizer.to_json())
+        rules["added_tokens"] = [t for t in rules.get("added_tokens", ()) if t["special"]]
+        self._num_tokens = max(self._num_tokens, tokenizer.max_id + 1)
+        return llguidance.LLTokenizer(
+            json.dumps(rules), n_vocab=self._num_tokens, eos_token=list(self._eos_token_ids)
+        )

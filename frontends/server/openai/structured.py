@@ -1,0 +1,67 @@
+"""The fields of a request that say what its answer must match -> `StructuredOutputsParams`.  Pure.
+
+There are three ways to say it: OpenAI's `response_format`, vLLM's `structured_outputs`, and its older `guided_…`.
+"""
+
+import json
+from typing import Any, cast
+
+from trouper.errors import TrouperValidationError, invalid
+from trouper.frontends.server.openai.requests import Generating, ResponseFormat
+from trouper.structured_outputs import StructuredOutputsParams
+
+GUIDED = ("json", "regex", "choice", "grammar")
+
+
+def structured_outputs(request: Generating) -> StructuredOutputsParams | None:
+    """Return what the answer must match; None: it may be anything.
+
+    Raises:
+        TrouperValidationError: it is said in two ways, or not in the form of its kind.
+    """
+    guided = {
+        name: value for name in GUIDED if (value := getattr(request, f"guided_{name}")) is not None
+    }
+    ways: dict[str, dict[str, Any] | None] = {
+        "response_format": _of_format(request.response_format),
+        "structured_outputs": request.structured_outputs,
+        **{f"guided_{name}": {name: value} for name, value in guided.items()},
+    }
+    given = {name: kinds for name, kinds in ways.items() if kinds}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise invalid(list(given)[-1], f"not beside {next(iter(given))}")
+    ((name, kinds),) = given.items()
+    if request.guided_whitespace_pattern is not None:
+        kinds = {**kinds, "whitespace_pattern": request.guided_whitespace_pattern}
+    unknown = kinds.keys() - set(StructuredOutputsParams.__struct_fields__)
+    if unknown:
+        raise invalid(name, f"unknown fields: {', '.join(sorted(unknown))[:128]}")
+    try:
+        return StructuredOutputsParams(**cast("Any", kinds))
+    except TrouperValidationError as error:
+        raise TrouperValidationError(error.message, parameter=name) from None
+
+
+def _of_format(given: ResponseFormat | None) -> dict[str, Any]:
+    if given is None or given.type == "text":
+        return {}
+    match given.type:
+        case "json_object":
+            return {"json_object": True}
+        case "json_schema":
+            schema = (given.json_schema or {}).get("schema")
+            if not isinstance(schema, dict):
+                raise invalid("response_format", "json_schema must have a schema, an object")
+            return {"json": schema}
+        case "structural_tag":
+            tag = {
+                name: value
+                for name in ("structures", "triggers", "format")
+                if (value := getattr(given, name)) is not None
+            }
+            return {"structural_tag": json.dumps(tag)}
+        case _:
+            rule = "type must be text, json_object, json_schema or structural_tag"
+            raise invalid("response_format", rule, given.type)

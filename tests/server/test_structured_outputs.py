@@ -1,0 +1,87 @@
+"""Structured outputs over HTTP: each way to ask for one, whole and streamed."""
+
+import json
+import re
+
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = [{"role": "user", "content": "hi"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["x", "y"]}, "big": {"type": "boolean"}},
+    "required": ["kind", "big"],
+    "additionalProperties": False,
+}
+WAYS = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+    {"structured_outputs": {"json": SCHEMA}},
+    {"guided_json": SCHEMA, "guided_decoding_backend": "xgrammar"},
+    {"guided_json": json.dumps(SCHEMA), "guided_whitespace_pattern": "[ ]?"},
+]
+
+
+def is_answer(text):
+    value = json.loads(text)
+    return value.keys() == {"kind", "big"} and value["kind"] in ("x", "y")
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
+async def test_a_schema_is_asked_for_in_each_way(client, way):
+    fields = {"max_tokens": 200, "seed": 3, **way}
+    reply = (await client.post(CHAT, {"messages": MESSAGES, **fields})).json
+    assert is_answer(reply["choices"][0]["message"]["content"])
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    reply = (await client.post(COMPLETIONS, {"prompt": ["a", "b"], **fields})).json
+    assert all(is_answer(choice["text"]) for choice in reply["choices"])
+
+
+async def test_a_stream_adds_up_to_the_whole_answer(client):
+    fields = {"messages": MESSAGES, "max_tokens": 200, "seed": 3, **WAYS[0]}
+    whole = (await client.post(CHAT, fields)).json["choices"][0]["message"]["content"]
+    *events, done = (await client.post(CHAT, {**fields, "stream": True})).events
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == whole
+    assert done == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[0-9]{4}"}, "[0-9]{4}"),
+        ({"guided_choice": ["red", "blue"]}, "red|blue"),
+        ({"guided_grammar": 'root ::= "a" "b" [0-9]'}, "ab[0-9]"),
+        ({"structured_outputs": {"grammar": "start: /[a-c]{3}/"}}, "[a-c]{3}"),
+        ({"response_format": {"type": "text"}, "guided_regex": "x"}, "x"),
+    ],
+)
+async def test_other_kinds(client, fields, pattern):
+    reply = (await client.post(COMPLETIONS, {"prompt": "x", "n": 3, "seed": 1, **fields})).json
+    assert all(re.fullmatch(pattern, choice["text"]) for choice in reply["choices"])
+
+
+async def test_responses_have_a_format(client):
+    given = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+    fields = {"input": "hi", "max_output_tokens": 200, "seed": 3, "text": {"format": given}}
+    reply = (await client.post(RESPONSES, fields)).json
+    assert is_answer(reply["output"][0]["content"][0]["text"])
+    bad = {**fields, "text": {"format": {"type": "json_schema", "schema": {"type": "objec"}}}}
+    answer = await client.post(RESPONSES, bad)
+    assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_schema")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bad_grammar_is_a_400_and_the_next_request_is_answered(client, stream, wait_idle):
+    fields = {"prompt": "x", "max_tokens": 8, "stream": stream}
+    for grammar, code in (
+        ({"regex": "("}, "invalid_grammar"),
+        ({"json": {"not": {}}}, "invalid_schema"),
+        ({"json": "[" * 1000}, "schema_too_complex"),
+    ):
+        answer = await client.post(COMPLETIONS, {**fields, "structured_outputs": grammar})
+        assert (answer.status, answer.json["error"]["code"]) == (400, code)
+    fields |= {"stream": False, "structured_outputs": {"regex": "[0-9]{2}"}}
+    text = (await client.post(COMPLETIONS, fields)).json["choices"][0]["text"]
+    assert re.fullmatch("[0-9]{2}", text)
+    await wait_idle()
