@@ -10,6 +10,7 @@ from typing import Any
 from trouper.errors import UnsupportedFeatureError
 
 USE_FORMAT = "use response_format or structured_outputs"
+NO_GRAMMAR = "describe the format in the prompt and check the answer"
 NO_MEDIA = "send text only"
 NO_TOOLS = "describe the functions in a message and parse the answer"
 NO_THINKING = "leave it out; what the model thinks is part of its text"
