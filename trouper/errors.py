@@ -135,6 +135,10 @@ class EnginePausedError(TrouperError, RuntimeError):
     """Waiting on a paused or sleeping engine would never end."""
 
 
+class EngineForkedError(TrouperError, RuntimeError):
+    """The engine runs in the process that this one was forked from; make one after forking."""
+
+
 class EngineGenerateError(TrouperServerError):
     """An unexpected error in one `generate()` or `encode()`; the engine lives."""
 

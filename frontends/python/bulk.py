@@ -7,7 +7,7 @@ from typing import Any, cast
 import anyio
 
 from trouper.actors.engine.generation import Generation
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import EngineDeadError, TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.python.options import plain_prompt
 from trouper.inputs import ChatPrompt, PromptType
 from trouper.outputs import RequestOutput
@@ -32,7 +32,11 @@ async def submit(generations: list[Generation[RequestOutput]], bar: Any) -> None
 
 
 async def gather(generations: list[Generation[RequestOutput]], bar: Any) -> list[RequestOutput]:
-    """Run all at once and return their last outputs; the first failure ends the others and is raised as it is."""
+    """Run all at once and return their last outputs; the first failure ends the others and is raised as it is.
+
+    Raises:
+        EngineDeadError: another task has closed some of them.
+    """
     outputs: dict[int, RequestOutput] = {}
     failure: Exception | None = None
 
@@ -56,6 +60,8 @@ async def gather(generations: list[Generation[RequestOutput]], bar: Any) -> list
             generation.close()
     if failure is not None:
         raise failure
+    if len(outputs) < len(generations):
+        raise EngineDeadError("requests were closed before they had ended")
     return [outputs[index] for index in range(len(generations))]
 
 

@@ -1,6 +1,7 @@
 """`EngineThread`: an engine on an event loop in a thread of its own, and the way there for blocking code."""
 
 import atexit
+import os
 import threading
 import warnings
 import weakref
@@ -14,11 +15,12 @@ from contextlib import (
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.from_thread import BlockingPortal
 
 from trouper.config.args import EngineArgs
-from trouper.errors import EngineDeadError
+from trouper.errors import EngineDeadError, EngineForkedError, TrouperError
 from trouper.frontends.python.async_engine import AsyncLLMEngine
+from trouper.frontends.python.portal_thread import PortalThread
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -39,9 +41,10 @@ class EngineThread:
     def __init__(self, engine_args: EngineArgs, *, is_stepped: bool) -> None:
         refuse_trio()
         self.generations: dict[str, Generation[Any]] = {}  # open, by request id; closed at the end
+        self._process_id = os.getpid()  # a forked child has none of the threads
         self._owner = threading.get_ident()  # never one of the engine's own threads
         with ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal("trio", name=THREADS))
+            self._portal = stack.enter_context(PortalThread(THREADS))
             self.engine = stack.enter_context(
                 self._portal.wrap_async_context_manager(
                     AsyncLLMEngine(engine_args, offline=True, is_stepped=is_stepped)
@@ -64,15 +67,19 @@ class EngineThread:
         """Run a function, async or not, beside the actors and wait for its result.
 
         Ctrl-C and any other exception here cancels it there.
+
+        Raises:
+            EngineDeadError: the engine is closed, or another thread closed it meanwhile.
         """
         self.check_open()
         refuse_trio()
-        future = self._portal.start_task_soon(_run, function, args, kwargs)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        with self._ending_as_closed():
+            future = self._portal.start_task_soon(_run, function, args, kwargs)
+            try:
+                return future.result()
+            except BaseException:
+                future.cancel()
+                raise
 
     @contextmanager
     def entered(self, manager: AbstractAsyncContextManager[T]) -> "Generator[T]":
@@ -82,13 +89,35 @@ class EngineThread:
             yield value
 
     def check_open(self) -> None:
-        """Raises EngineDeadError once it is closed."""
+        """Raise EngineDeadError once the engine is closed, EngineForkedError in a forked child."""
+        if os.getpid() != self._process_id:
+            raise EngineForkedError(
+                "the engine runs in the process that this one was forked from: make one after forking"
+            )
         if self._is_closed:
             raise EngineDeadError("the engine is closed")
 
+    def find(self, request_ids: Iterable[str]) -> "list[Generation[Any]]":
+        """Return open requests.  Raises EngineDeadError when they are gone because the engine was closed."""
+        with self._ending_as_closed():
+            return [self.generations[id] for id in request_ids]
+
+    @contextmanager
+    def _ending_as_closed(self) -> "Generator[None]":
+        """Raise EngineDeadError for whatever went wrong because the engine was closed meanwhile."""
+        try:
+            yield
+        except TrouperError:
+            raise
+        except Exception as error:
+            if self._is_closed:
+                raise EngineDeadError("the engine was closed meanwhile") from error
+            raise
+
     def forget(self, request_ids: Iterable[str]) -> None:
         """Close these requests, whatever state they are in; unknown ids are ignored."""
-        generations = [self.generations.pop(id) for id in request_ids if id in self.generations]
+        found = [self.generations.pop(id, None) for id in request_ids]
+        generations = [generation for generation in found if generation is not None]
         if generations and not self._is_closed:
             self.call(_close_all, generations)
 
@@ -105,6 +134,9 @@ class EngineThread:
             return
         self._is_closed = True
         atexit.unregister(self._at_exit)
+        if os.getpid() != self._process_id:
+            self.generations.clear()
+            return
         generations = list(self.generations.values())
         self.generations.clear()
         arguments = self._portal, generations, self._exit_stack
@@ -114,7 +146,7 @@ class EngineThread:
             threading.Thread(target=_end, args=arguments, name="closing", daemon=True).start()
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True):
+        if not getattr(self, "_is_closed", True) and os.getpid() == self._process_id:
             # The garbage collector calls from any thread, and only the owner is certain not to be one of the engine's.
             waits = threading.get_ident() == self._owner
             try:

@@ -284,7 +284,7 @@ class LLM(PoolingMethods):
         """Wait for these requests; none is open afterwards, whatever happens."""
         try:
             with progress_bar(use_tqdm, len(ids), "requests") as bar:
-                outputs = self.thread.call(gather, [self._queued[id] for id in ids], bar)
+                outputs = self.thread.call(gather, self.thread.find(ids), bar)
         except BaseException:
             self.thread.forget(ids)
             raise

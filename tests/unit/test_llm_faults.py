@@ -157,3 +157,56 @@ def test_an_engine_left_open_at_exit_ends_in_order():
         [sys.executable, "-W", "error", "-c", code], capture_output=True, timeout=50, check=False
     )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+class ClosingBar(BrokenBar):
+    """Closes the `LLM` instead of failing; from `update`, which the engine's own thread calls, it only begins that."""
+
+    llm = None
+
+    def tell(self, what):
+        if self.fails_at == (self.desc, what):
+            self.llm.close()
+
+
+@pytest.mark.parametrize("desc", ["prompts", "requests"])
+@pytest.mark.parametrize("what", ["make", "update", "exit"])
+def test_closing_while_it_generates_is_a_dead_engine_and_leaves_no_thread(desc, what):
+    before = set(threads_called("trouper"))
+    with LLM(**SMALL) as llm:
+
+        def bar(**how):
+            made = ClosingBar.__new__(ClosingBar)
+            made.llm = llm
+            made.__init__((desc, what), **how)
+            return made
+
+        params = [greedy(1), greedy(200, ignore_eos=True)]
+        if (desc, what) == ("requests", "exit"):  # everything has ended by then
+            assert len(llm.generate(["a", "b"], params, use_tqdm=bar)) == 2
+        else:
+            with pytest.raises(EngineDeadError, match="closed"):
+                llm.generate(["a", "b"], params, use_tqdm=bar)
+        assert llm.thread.generations == {}
+    for thread in set(threads_called("trouper")) - before:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_closing_a_stepped_engine_in_a_step_is_a_dead_engine():
+    with LLMEngine.from_engine_args(EngineArgs(**SMALL)) as engine:
+        engine.add_request("a", "x", greedy())
+        generation = engine.thread.generations["a"]
+        take = generation.take_nowait
+
+        def take_nowait():
+            engine.close()
+            return take()
+
+        generation.take_nowait = take_nowait
+        engine.step()
+        with pytest.raises(EngineDeadError, match="closed"):
+            engine.step()
+        with pytest.raises(EngineDeadError, match="closed"):
+            engine.add_request("b", "x", greedy())
+    assert not engine.has_unfinished_requests()

@@ -1,0 +1,51 @@
+"""A process that was forked from one with an engine: it has the objects, and none of the threads."""
+
+import subprocess
+import sys
+
+import pytest
+
+from trouper.actors.runtime import event_loop
+from trouper.actors.runtime.event_loop import EventLoop
+
+PROGRAM = """
+import os, signal, sys
+from trouper import LLM, SamplingParams
+
+llm = LLM(max_num_seqs=4, max_model_len=256, block_size=16)
+params = SamplingParams(max_tokens=2, temperature=0)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # rather than outlive the test
+    for act in (lambda: llm.generate("x", params, use_tqdm=False), lambda: llm.sleep(1), {last}):
+        try:
+            act()
+        except RuntimeError as error:
+            print(type(error).__name__, flush=True)
+    sys.exit(3)
+status = os.waitpid(child, 0)[1]
+print(os.waitstatus_to_exitcode(status), len(llm.generate("x", params, use_tqdm=False)))
+llm.close()
+"""
+
+
+@pytest.mark.parametrize("last", ["llm.close", "str"], ids=["closed", "left open"])
+def test_a_forked_child_is_refused_and_exits_while_the_parent_goes_on(last):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(last=last)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.stdout.split() == ["EngineForkedError", "EngineForkedError", "3", "1"]
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.anyio
+async def test_a_loop_is_not_reached_from_another_process(monkeypatch):
+    loop = EventLoop()
+    monkeypatch.setattr(event_loop.os, "getpid", lambda: -1)
+    for act in (loop.check_current, lambda: loop.call_soon(print)):
+        with pytest.raises(RuntimeError):
+            act()
