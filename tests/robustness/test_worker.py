@@ -99,6 +99,7 @@ async def test_streams_go_on_when_the_worker_is_killed(caplog):
         crew.signal(0)
 
 
+@pytest.mark.slow
 async def test_a_fault_of_the_process_is_named_with_its_step(caplog):
     async with an_engine() as (engine, crew):
         expected = await texts(engine)
@@ -106,6 +107,7 @@ async def test_a_fault_of_the_process_is_named_with_its_step(caplog):
     assert "died of SIGSEGV in step" in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_worker_that_hangs_is_killed_at_its_deadline(caplog):
     async with an_engine(step_timeout=2.0) as (engine, crew):
         expected = await texts(engine)
@@ -113,6 +115,7 @@ async def test_a_worker_that_hangs_is_killed_at_its_deadline(caplog):
     assert "without an answer in step" in caplog.text
 
 
+@pytest.mark.slow
 async def test_an_idle_worker_that_dies_is_replaced():
     async with an_engine() as (engine, crew):
         expected = await texts(engine)
@@ -140,6 +143,7 @@ async def test_an_error_at_load_is_raised_as_it_was(caplog):
             pass
 
 
+@pytest.mark.slow
 async def test_a_poisonous_newcomer_ends_alone_and_the_others_go_on(caplog, monkeypatch):
     """Its two losses are taken off the budget, so a second one is survived as well."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
@@ -167,6 +171,7 @@ async def test_a_poisonous_newcomer_ends_alone_and_the_others_go_on(caplog, monk
     assert "Illegal instruction, File" in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_sleeping_worker_that_dies_sleeps_again_and_wakes():
     async with an_engine() as (engine, crew):
         expected = await texts(engine)
