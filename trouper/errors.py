@@ -38,6 +38,15 @@ def invalid(parameter: str, rule: str, value: object = None) -> TrouperValidatio
     return TrouperValidationError(f"{parameter}: {rule}", parameter=parameter, value=value)
 
 
+def out_of_vocabulary(parameter: str, token_id: int, vocab_size: int) -> TrouperValidationError:
+    """Make the error for a token id that the model does not have; it names the id."""
+    shown = (
+        token_id if -(2**63) <= token_id < 2**63 else "a huge number"
+    )  # str() of some is refused
+    rule = f"token id {shown} is out of vocabulary, ids must be in [0, {vocab_size})"
+    return invalid(parameter, rule, token_id)
+
+
 class ChatTemplateResolutionError(TrouperClientError):
     """The model has no chat template, or the given one cannot be used."""
 

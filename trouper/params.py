@@ -16,7 +16,12 @@ from typing import Any, cast
 
 import msgspec
 
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
+from trouper.errors import (
+    TrouperValidationError,
+    UnsupportedFeatureError,
+    invalid,
+    out_of_vocabulary,
+)
 from trouper.structured_outputs import StructuredOutputsParams
 
 MAX_N = 16_384
@@ -168,10 +173,10 @@ class SamplingParams(msgspec.Struct):
         for name in _ID_LISTS:
             for token in getattr(self, name) or ():
                 if not 0 <= token < vocab_size:
-                    raise invalid(name, f"token ids must be in [0, {vocab_size})", token)
+                    raise out_of_vocabulary(name, token, vocab_size)
         for token in self.logit_bias or ():
             if not 0 <= token < vocab_size:
-                raise invalid("logit_bias", f"token ids must be in [0, {vocab_size})", token)
+                raise out_of_vocabulary("logit_bias", token, vocab_size)
         limit = vocab_size if max_logprobs == -1 else max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
@@ -360,7 +365,8 @@ def _logit_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
             rule = f"the key {str(key)[:MAX_ECHO]!r} is no token id in plain decimal digits"
             raise invalid("logit_bias", rule, key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
-            raise invalid("logit_bias", "values must be finite numbers", value)
+            rule = f"the value of {str(key)[:MAX_ECHO]!r} must be a finite number"
+            raise invalid("logit_bias", rule, value)
         clean[token] = min(100.0, max(-100.0, float(value)))
     return clean
 

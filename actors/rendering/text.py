@@ -28,10 +28,12 @@ from trouper.errors import (
     ChatTemplateResolutionError,
     UnsupportedFeatureError,
     invalid,
+    out_of_vocabulary,
 )
 from trouper.params import SamplingParams
 
 MAX_SALT_CHARS = 128
+SHORTER = "reduce the length of the input prompt"
 SPARE_TOKENS = 64  # a text cut before tokenising is left this much longer than it needs to be
 # mm_processor_kwargs concerns multimodal items only; without any it has nothing to do.
 TEXT_KEYS = frozenset({"type", "prompt", "cache_salt", "mm_processor_kwargs"})
@@ -305,7 +307,7 @@ class Prompts:
             raise invalid(
                 "prompt",
                 f"the prompt has {num_chars} characters, which are at least {least} tokens, "
-                f"but the limit is {limit} tokens (max_model_len)",
+                f"but the limit is {limit} tokens (max_model_len): {SHORTER}",
             )
 
     def _needed_tokenizer(self, parameter: str) -> Tokenizer:
@@ -334,6 +336,7 @@ class Prompts:
         if length > limit - self._limits.room:
             also = ", which must also hold at least one new token" if self._limits.room else ""
             rule = f"the prompt has {length} tokens, but the limit is {limit} (max_model_len){also}"
+            rule += f": {SHORTER}"
             raise invalid("prompt", rule)
 
 
@@ -374,7 +377,7 @@ def checked_ids(ids: Any, num: int, parameter: str = "prompt_token_ids") -> list
         known = [_as_int(token_id, parameter) for token_id in known]
     if known and not (min(known) >= 0 and max(known) < num):
         wrong = next(token_id for token_id in known if not 0 <= token_id < num)
-        raise invalid(parameter, f"ids must be in [0, {num})", wrong)
+        raise out_of_vocabulary(parameter, wrong, num)
     return list(known)
 
 

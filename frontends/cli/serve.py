@@ -20,6 +20,12 @@ from trouper.frontends.cli.options import expand_options, json_object, read_conf
 LOOPBACK = "127.0.0.1"
 
 
+KEY_VARIABLES = {  # the first that is not empty counts
+    "api_key": ("TROUPER_API_KEY", "VLLM_API_KEY"),
+    "admin_key": ("TROUPER_ADMIN_KEY",),
+}
+
+
 def _server(text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel="Server", **more)
 
@@ -35,7 +41,7 @@ class ServerOptions:
     root_path: Annotated[str, _server("Path prefix that a proxy leaves on requests.")] = ""
     uds: Annotated[str | None, _server("Socket file to listen at instead of host and port.")] = None
     api_key: Annotated[
-        list[str] | None, _server("Require one of these API keys in the Authorization header; repeatable.", envvar="TROUPER_API_KEY")
+        list[str] | None, _server("Require one of these API keys in the Authorization header; repeatable.", envvar=list(KEY_VARIABLES["api_key"]))
     ] = None  # fmt: skip
     admin_key: Annotated[
         str | None,
@@ -247,7 +253,7 @@ def _check_keys(options: ServerOptions) -> None:
     """Refuse an empty variable: it asks for a key, and the parser takes it for no variable at all."""
     for name, given in (("api_key", options.api_key), ("admin_key", options.admin_key)):
         keys = [given] if isinstance(given, str) else given or []
-        if not keys and f"TROUPER_{name.upper()}" in os.environ:
+        if not keys and any(variable in os.environ for variable in KEY_VARIABLES[name]):
             keys = [""]
         if not all(key.strip() for key in keys):
             raise TrouperValidationError(f"{name}: a key must not be empty", parameter=name)

@@ -102,7 +102,8 @@ for _route in ROUTES:
 
 def find(path: str) -> Mapping[str, Route]:
     """Return the routes of a path by method."""
-    return TABLE.get(MODEL if path.startswith(operations.MODELS) else path, {})
+    names_model = path.startswith(operations.MODELS) and path != operations.MODELS
+    return TABLE.get(MODEL if names_model else path, {})
 
 
 def errors_at(path: str) -> ErrorForm:

@@ -231,3 +231,21 @@ async def test_smaller_priorities_may_be_first(make_client, engine, monkeypatch)
         for priority in (1, 2, -(2**63)):
             await client.post(PATH, {**GREEDY, "max_tokens": 1, "priority": priority})
     assert seen == [1, 2, -(2**63), -2, -3, 2**63 - 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"logit_bias": {"99999": 1}}, ("logit_bias", "99999", "out of vocabulary")),
+        ({"logit_bias": {"x7": 1}}, ("logit_bias", "'x7'")),
+        ({"allowed_token_ids": [1, 99999]}, ("allowed_token_ids", "99999", "out of vocabulary")),
+        ({"stop_token_ids": [88888]}, ("stop_token_ids", "88888", "out of vocabulary")),
+        ({"prompt": [1, 77777]}, ("77777", "out of vocabulary")),
+        ({"prompt": [1] * 600}, ("600", "512", "reduce the length of the input prompt")),
+        ({"prompt": "x" * 100_000}, ("100000", "512", "reduce the length of the input prompt")),
+    ],
+)
+async def test_a_refusal_names_what_is_wrong(client, fields, words):
+    answer = await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **fields})
+    assert answer.status == 400
+    assert all(word in answer.error["message"] for word in words), answer.error

@@ -215,6 +215,24 @@ def test_an_empty_key_ends_the_start_with_2_and_says_so(
     assert "empty" in message
 
 
+def test_an_empty_key_of_vllm_ends_the_start_too(monkeypatch, capsys):
+    from trouper.frontends.cli.main import run_line
+
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    assert run_line(["serve"]) == 2
+    assert "api_key" in capsys.readouterr().err
+
+
+def test_the_key_may_stand_in_the_variable_of_vllm(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    with started() as server:
+        statuses = [
+            server.request("GET", "/v1/models", b"", headers)[0]
+            for headers in ([], [("authorization", "Bearer sesame")])
+        ]
+        assert statuses == [401, 200]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
 def test_a_client_that_never_reads_does_not_delay_the_end(loop):
