@@ -65,7 +65,7 @@ class EngineParts(msgspec.Struct, frozen=True):
     to_scheduler: MemoryObjectSendStream[SchedulerInbox]
     to_executor: MemoryObjectSendStream[ExecutorInbox]
     to_observer: MemoryObjectSendStream[ObserverInbox]
-    scheduler: Scheduler
+    scheduler: Scheduler[Any]
     detokenizer: Detokenizer | None  # None in an engine that pools
     observer: Observer | None  # None when there is nothing to observe
     loop: EventLoop
