@@ -35,8 +35,8 @@ PROMPTS = (
 MAX_KILLS = 1000  # of which the budget of restarts may not be the limit
 
 
-class Run:
-    """What the streams of one run have said, and their longest silences."""
+class StreamedRun:
+    """Outputs of the streams of one run, and their longest silences."""
 
     def __init__(self) -> None:
         self.token_ids: dict[int, tuple[int, ...]] = {}
@@ -44,7 +44,7 @@ class Run:
         self.gaps_s: list[float] = []
 
 
-async def stream(engine: Engine, number: int, num_tokens: int, run: Run) -> None:
+async def stream(engine: Engine, number: int, num_tokens: int, run: StreamedRun) -> None:
     """Read one request; the even ones are greedy, the odd ones seeded."""
     params = SamplingParams(
         temperature=number % 2, seed=number, max_tokens=num_tokens, ignore_eos=True
@@ -63,9 +63,11 @@ async def stream(engine: Engine, number: int, num_tokens: int, run: Run) -> None
     run.gaps_s.append(longest_s)
 
 
-async def run_streams(engine: Engine, requests: range, num_tokens: int, num_streams: int) -> Run:
+async def run_streams(
+    engine: Engine, requests: range, num_tokens: int, num_streams: int
+) -> StreamedRun:
     """Stream all requests, so many at once."""
-    run, limiter = Run(), anyio.CapacityLimiter(num_streams)
+    run, limiter = StreamedRun(), anyio.CapacityLimiter(num_streams)
 
     async def one(number: int) -> None:
         async with limiter:
@@ -91,7 +93,7 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
         peers.append(launch(rank))
         return peers[-1]
 
-    runs: list[Run] = []
+    runs: list[StreamedRun] = []
     num_kills = 0
     async with open_engine(config, ProcessDevice(config, start)) as engine:
         first = await run_streams(engine, range(args.streams), args.tokens, args.streams)
@@ -127,7 +129,9 @@ def main() -> None:
     """Measure, print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=None)
-    parser.add_argument("--kill-every", type=float, default=10.0, help="seconds")
+    parser.add_argument(
+        "--kill-every", type=float, default=10.0, help="seconds between two kills of a worker"
+    )
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=400)

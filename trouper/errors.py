@@ -52,7 +52,7 @@ class ChatTemplateResolutionError(TrouperClientError):
 
 
 class GrammarError(TrouperValidationError):
-    """What an output must match is no grammar, or too complex; `code` says which and is the HTTP error's code."""
+    """Constraint of an output that is no grammar, or too complex; `code` says which and is the HTTP error's code."""
 
     def __init__(self, message: str, *, parameter: str, code: str) -> None:
         super().__init__(message, parameter=parameter)

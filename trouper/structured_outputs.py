@@ -1,4 +1,4 @@
-"""What an output must match, `StructuredOutputsParams`: a schema, an expression, a choice or a grammar."""
+"""Constraints of an output, `StructuredOutputsParams`: a schema, an expression, a choice or a grammar."""
 
 from typing import Any, Self, cast
 

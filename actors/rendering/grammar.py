@@ -1,4 +1,4 @@
-"""What a request wants its output to match -> a grammar in the form that `llguidance` reads.  Pure.
+"""Constraints that a request sets on its output -> a grammar in the form that `llguidance` reads.  Pure.
 
 Sizes and depths are checked before anything walks them; what the grammar means is checked when it is compiled.
 """

@@ -1,1 +1,1 @@
-"""What models write besides text: reasoning and tool calls, in the dialect each was trained on."""
+"""Parsers of what models write besides text: reasoning and tool calls, in the dialect each was trained on."""

@@ -1,4 +1,4 @@
-"""What a parser of a model's answer yields, piece by piece."""
+"""Events that a parser of a model's answer yields, piece by piece."""
 
 import msgspec
 

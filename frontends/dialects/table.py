@@ -41,7 +41,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What begins the calls of an answer; a chat template that holds the first is of this dialect."""
+        """Return the strings that begin the calls of an answer; a chat template that holds the first is of this dialect."""
         return tuple(mark for mark in (self.section[0] or self.call[0],) if mark)
 
 

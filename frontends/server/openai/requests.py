@@ -21,7 +21,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """What an answer must be; the fields beside `type` belong to one type each."""
+    """Format that an answer must have; the fields beside `type` belong to one type each."""
 
     type: str
     json_schema: dict[str, Any] | None = None  # name, schema, strict
