@@ -13,6 +13,7 @@ from torch import Tensor
 from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.cuda.machine import Machine
 from trouper.actors.executor.device import PendingResult
+from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR
 from trouper.actors.executor.sampling.results import make_step_done
 from trouper.actors.executor.sampling.sampler import token_logprobs
 from trouper.actors.messages.plans import Sampling, StepPlan
@@ -31,8 +32,9 @@ class Readout:
     A captured step's tensors are overwritten by the next one, so what the host reads is copied first.
     """
 
-    def __init__(self, plan: StepPlan, sampled_C: Tensor) -> None:
+    def __init__(self, plan: StepPlan, sampled_C: Tensor, broken: tuple[int, ...] = ()) -> None:
         self._plan = plan
+        self._broken = list(broken)  # entries whose grammars have failed
         self._sampled_C = sampled_C
         self._tensors: list[Tensor] = [sampled_C.clone()]
         self._samples: dict[int, Reader] = {}  # by entry
@@ -94,6 +96,9 @@ class Readout:
     def _done(self, arrays: Arrays) -> StepDone:
         plan = self._plan
         token_ids = arrays[0][: len(plan.request_slots)]
+        if self._broken:
+            token_ids = token_ids.copy()
+            token_ids[self._broken] = GRAMMAR_ERROR
         logprobs: list[tuple[TokenLogprobs, ...]] = []
         if self._samples:
             logprobs = [()] * len(plan.request_slots)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from trouper.actors.executor.cuda import memory
 from trouper.actors.executor.cuda.inputs import Inputs, inputs_of, pack
 from trouper.actors.executor.cuda.machine import CudaMachine, Graph, Machine
+from trouper.actors.executor.cuda.masks import DeviceMasks
 from trouper.actors.executor.cuda.readout import Readout
 from trouper.actors.executor.cuda.resident import Resident
 from trouper.actors.executor.cuda.shapes import BatchShape, graph_shapes, padded, shape_of
@@ -61,6 +62,7 @@ class CudaRunner:
         self._layout = Layout(
             scheduler.max_num_seqs, longest, max_num_blocks, self._traits.vocab_size
         )
+        self._masks = DeviceMasks(self._slots, self._layout)
         self._kv_specs = kv_cache_specs(self._traits)
         self._num_kv_blocks = 0
         self._decoder: Decoder[TritonOps] | None = None
@@ -88,6 +90,7 @@ class CudaRunner:
         """Give back KV memory and slots, and the weights: at level 1 they move to host memory, at level 2 they are dropped."""
         if level >= 1:
             self._graphs.clear()
+            self._masks.clear()
             self._resident = None
         if level >= 2:
             self._decoder, self._is_on_host = None, False
@@ -197,9 +200,15 @@ class CudaRunner:
         if resident is None or not self._is_resident:
             raise RuntimeError("a step while weights or KV memory are absent")
         with torch.inference_mode():
+            self._masks.catch_up(plan)
             self._apply_changes(plan, resident)
             if not plan.request_slots:
                 return StepDone(plan.step, ())
+            broken: tuple[int, ...] = ()
+            has_masks = self._masks.any_in(plan)
+            if has_masks:
+                changes, broken = self._masks.changes(plan)
+                self._write(changes, resident)
             self._machine.upload(pack(plan, self._layout.num_slots + 1), out=resident.inputs)
             counts = np.array(plan.num_scheduled_tokens)
             first_tokens = counts.cumsum() - counts
@@ -214,29 +223,32 @@ class CudaRunner:
             else:
                 graph.replay()
                 hidden, logits, sampled = graph.outputs
-            readout = Readout(plan, sampled)
+            readout = Readout(plan, sampled, broken)
             readout.add_samples(logits, [self._slots.sampling[slot] for slot in plan.request_slots])
             self._add_prompt_logprobs(plan, first_tokens, hidden, readout)
-            return readout.download(self._machine)
+            result = readout.download(self._machine)
+            return self._masks.follow(plan, result) if has_masks else result
 
     def _apply_changes(self, plan: StepPlan, resident: Resident) -> None:
         changes = Changes(self._layout)
         for new in plan.new_sequences:
-            if new.grammar is not None:
-                raise NotImplementedError("grammars are not masked on this device yet")
             self._slots.place(new)
+            self._masks.place(new)
             changes.place(new)
         for slot, block_ids in plan.new_blocks:
             changes.put("blocks", slot, block_ids, at=int(self._slots.num_blocks[slot]))
             self._slots.add_blocks(slot, block_ids)
-        packed = changes.packed()
-        if packed is not None:
-            addresses, words = self._machine.upload(packed)
-            resident.arena.index_copy_(0, addresses, words.to(torch.int32))
+        self._write(changes, resident)
         for new in plan.new_sequences:
             if is_penalised(new.sampling):
                 resident.write_history(new, self._slots.token_spans(new.request_slot))
         resident.kv.copy_blocks(plan.copies)
+
+    def _write(self, changes: Changes, resident: Resident) -> None:
+        packed = changes.packed()
+        if packed is not None:
+            addresses, words = self._machine.upload(packed)
+            resident.arena.index_copy_(0, addresses, words.to(torch.int32))
 
     @torch.inference_mode()
     def _run(

@@ -96,7 +96,8 @@ class Changes:
         self.put("tokens", slot, new.token_ids)
         self.put("blocks", slot, new.block_ids)
         edits = _edits(s, new.num_prompt)
-        is_edited = bool(edits or s.allowed_token_ids or is_penalised(s))
+        is_masked = bool(s.allowed_token_ids or new.grammar is not None)
+        is_edited = bool(edits or is_masked or is_penalised(s))
         scalars = {
             "temperature": s.temperature,
             "top_k": max(s.top_k, 0),
@@ -108,15 +109,23 @@ class Changes:
             "presence": s.presence_penalty,
             "num_prompt": new.num_prompt,
             "is_edited": is_edited,
-            "is_masked": bool(s.allowed_token_ids),
+            "is_masked": is_masked,
             "num_edits": len(edits),
         }
         for name, value in scalars.items():
             self.put(name, slot, (value,))
         if s.allowed_token_ids:
-            self.put("mask", slot, _bits(s.allowed_token_ids, self._layout.vocab_size))
+            self.put("mask", slot, allowed_bits(s.allowed_token_ids, self._layout.vocab_size))
         if edits:
             self._put_edits(slot, edits)
+
+    def lift_min_tokens(self, slot: int, s: Sampling, num_prompt: int) -> None:
+        """Let a sequence end before its `min_tokens`, since it can do nothing else."""
+        if s.min_tokens:
+            until = [
+                min(edit.until, 0) if edit.is_stop else edit.until for edit in _edits(s, num_prompt)
+            ]
+            self.put("edit_untils", slot, until)
 
     def put(self, name: str, slot: int, values: Sequence[float] | np.ndarray, at: int = 0) -> None:
         """Write values of a slot in one table, from its `at`-th word there on."""
@@ -144,6 +153,7 @@ class Edit(NamedTuple):
     value: float
     until: int = NEVER
     condition: tuple[int, ...] = ()
+    is_stop: bool = False  # of a stop token under `min_tokens`
 
 
 def is_penalised(s: Sampling) -> bool:
@@ -154,12 +164,13 @@ def is_penalised(s: Sampling) -> bool:
 def _edits(s: Sampling, num_prompt: int) -> list[Edit]:
     edits = [Edit(token, value) for token, value in s.logit_bias]
     if s.min_tokens:
-        edits += [Edit(token, -np.inf, num_prompt + s.min_tokens) for token in s.stop_ids]
+        until = num_prompt + s.min_tokens
+        edits += [Edit(token, -np.inf, until, is_stop=True) for token in s.stop_ids]
     edits += [Edit(word[-1], -np.inf, condition=word[:-1]) for word in s.bad_words_ids]
     return edits
 
 
-def _bits(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+def allowed_bits(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """Set bit v % 32 of word v // 32 for each token v."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[list(token_ids)] = 1
