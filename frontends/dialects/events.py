@@ -43,23 +43,33 @@ class EventList:
 
     def __init__(self) -> None:
         self._events: list[ParserEvent] = []
+        self._pieces: list[str] = []  # of the last event: joined once, so that many are cheap
 
     def add(self, event: ParserEvent) -> None:
         """Append the event, or its text to the last one if that is of its kind."""
-        last = self._events[-1] if self._events else None
-        match event, last:
-            case ((Content("") | Reasoning("") | Arguments(_, "")), _):
-                return
-            case Content(text), Content(before):
-                self._events[-1] = Content(before + text)
-            case Reasoning(text), Reasoning(before):
-                self._events[-1] = Reasoning(before + text)
-            case Arguments(index, text), Arguments(same, before) if index == same:
-                self._events[-1] = Arguments(index, before + text)
-            case _:
+        if isinstance(event, CallStarted | CallEnded):
+            self._close()
+            self._events.append(event)
+        elif event.text:
+            if not self._pieces or not _are_alike(event, self._events[-1]):
+                self._close()
                 self._events.append(event)
+            self._pieces.append(event.text)
 
     def take(self) -> list[ParserEvent]:
         """Return what has been collected since the last call."""
+        self._close()
         events, self._events = self._events, []
         return events
+
+    def _close(self) -> None:
+        if len(self._pieces) > 1:
+            last = self._events[-1]
+            self._events[-1] = msgspec.structs.replace(last, text="".join(self._pieces))
+        self._pieces = []
+
+
+def _are_alike(event: ParserEvent, last: ParserEvent) -> bool:
+    if isinstance(event, Arguments):
+        return isinstance(last, Arguments) and event.index == last.index
+    return type(event) is type(last)

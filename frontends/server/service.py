@@ -10,6 +10,7 @@ import anyio.to_thread
 from trouper.actors.observability.metrics import LIMITS
 from trouper.config.resolve import EngineConfig
 from trouper.errors import RetryableRequestError, TrouperNotFoundError
+from trouper.frontends.dialects.table import detect
 from trouper.frontends.server.admission.codel import QueueDelay
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate, AdmissionTicket
 from trouper.frontends.server.admission.overload import Ladder, Level, memory_used
@@ -57,6 +58,7 @@ class Service:
         )  # chats to be tokenised: templates may take long
         self._ladder = Ladder()
         self._proved_at = -math.inf  # the last round trip
+        self.dialect = detect("")  # of the model's tool calls
         self._engine: AsyncLLMEngine | None = None
         self._open: dict[str, RequestContext] = {}  # by the engine's id, the oldest first
 
@@ -82,6 +84,9 @@ class Service:
         self.gate.num_prefill_tokens = lambda: engine.statistics().num_prefill_tokens
         self.gate.delay = QueueDelay(self.settings.max_queue_delay_s)
         self.metrics.prefix = config.metrics_prefix
+        tokenizer = engine.engine.tokenizer
+        templates = {} if tokenizer is None else tokenizer.chat_templates
+        self.dialect = detect("\n".join(templates.values()))
         self._engine = engine
 
     def drain(self) -> None:

@@ -125,7 +125,7 @@ SUITE = {
           messages=[{"role": "user", "content": "x" * 200_000}]),
         h("tools", 400, "invalid_value", "tools", tools=[]),
         h("tool choice", 400, "invalid_value", "tool_choice", tool_choice="auto"),
-        h("real tools", 400, "not_supported", "tools", tools=[{"type": "function"}]),
+        h("a tool without a function", 400, "invalid_value", "tools[0].function", tools=[{"type": "function"}]),
     ],
     "B11": [
         c("no prompt", 400, "invalid_value", "prompt", prompt=None),

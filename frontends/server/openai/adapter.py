@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import msgspec
 
 from trouper.frontends.dialects.events import Content
+from trouper.frontends.dialects.table import Dialect
 from trouper.frontends.server.openai.parsers import ParserChain, Part
 from trouper.frontends.server.settings import ServerSettings
 from trouper.frontends.server.usage import Usage
@@ -35,6 +36,7 @@ class ServedModel(NamedTuple):
     default_sampling: Mapping[str, Any]  # of the model's generation_config.json
     max_model_len: int
     token_text: Callable[[int], str]
+    dialect: Dialect
 
 
 class ReplyHead(NamedTuple):

@@ -15,6 +15,7 @@ from trouper.frontends.server.openai.adapter import (
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
 from trouper.frontends.server.openai.driver import drive
 from trouper.frontends.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from trouper.frontends.server.openai.parsers import ParserChain
 from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.openai.responses_types import (
     ChatChoice,
@@ -25,6 +26,7 @@ from trouper.frontends.server.openai.responses_types import (
     Message,
 )
 from trouper.frontends.server.openai.sampling import chat_params, parsed_request
+from trouper.frontends.server.openai.tools import CallDeltas, CallParser, tool_schemas
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.usage import Usage
 from trouper.outputs import CompletionOutput, RequestOutput
@@ -46,7 +48,12 @@ class ChatAdapter:
     def parse(request: ChatRequest, model: ServedModel) -> ParsedRequest:
         prompt = chat_prompt(request, model.settings)
         params = chat_params(request, model.default_sampling, model.max_model_len)
-        return parsed_request(request, model.settings, [prompt], ["messages"], params)
+        parsed = parsed_request(request, model.settings, [prompt], ["messages"], params)
+        if schemas := tool_schemas(request.tools, request.tool_choice):
+            # marks may be special tokens, and without them no call is found
+            params.skip_special_tokens = False
+            parsed.make_parsers = lambda: ParserChain([CallParser(model.dialect, schemas)])
+        return parsed
 
     @staticmethod
     def client_name(request: ChatRequest, parameter: str) -> str:
@@ -69,6 +76,7 @@ class ChatAdapter:
         if request.add_generation_prompt is False:
             self._role = str(request.messages[-1].get("role", self._role))
         self._echo = _echoed(request, self._role)
+        self._calls = [CallDeltas(head.unique_id, i) for i in range(self._num_choices)]
         self._choices: list[ChatChoice] = []
         self._output: RequestOutput | None = None
 
@@ -89,14 +97,16 @@ class ChatAdapter:
 
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
         completion, text = update.completion, update.text
-        if not (text or completion.finish_reason or completion.logprobs):
+        calls = self._calls[update.index]
+        tool_calls = calls.render(update.parts)
+        if not (text or tool_calls or completion.finish_reason or completion.logprobs):
             return []
         stop_reason = completion.stop_reason
         delta = ChatDelta(
             index=update.index,
-            delta=Message(content=text) if text else Message(),
+            delta=Message(content=text or UNSET, tool_calls=tool_calls or UNSET),
             logprobs=self._logprobs(completion) or UNSET,
-            finish_reason=completion.finish_reason,
+            finish_reason=_finish_reason(completion, calls),
             stop_reason=UNSET if stop_reason is None else stop_reason,
             token_ids=completion.token_ids if self._request.return_token_ids else UNSET,
         )
@@ -110,12 +120,22 @@ class ChatAdapter:
     def add(self, update: ChoiceUpdate) -> None:
         completion = update.completion
         self._output = update.output
+        calls = self._calls[update.index]
+        tool_calls = calls.render(update.parts)
+        for call in tool_calls:
+            call.index = UNSET
+        text = self._echo + update.text
+        message = Message(
+            role=self._role,
+            content=None if tool_calls and not text.strip() else text,
+            tool_calls=tool_calls or UNSET,
+        )
         self._choices.append(
             ChatChoice(
                 index=update.index,
-                message=Message(role=self._role, content=self._echo + update.text),
+                message=message,
                 logprobs=self._logprobs(completion),
-                finish_reason=completion.finish_reason,
+                finish_reason=_finish_reason(completion, calls),
                 stop_reason=completion.stop_reason,
                 token_ids=completion.token_ids if self._request.return_token_ids else UNSET,
             )
@@ -156,6 +176,11 @@ class ChatAdapter:
         return chat_logprobs(
             completion.token_ids, completion.logprobs, num_top, as_ids=self._as_ids
         )
+
+
+def _finish_reason(completion: CompletionOutput, calls: CallDeltas) -> str | None:
+    reason = completion.finish_reason
+    return "tool_calls" if reason == "stop" and calls.has_calls else reason
 
 
 def _echoed(request: ChatRequest, role: str) -> str:

@@ -3,8 +3,8 @@
 from typing import Any, cast
 
 from trouper.errors import invalid
+from trouper.frontends.server.openai.tools import tool_schemas
 from trouper.frontends.server.settings import ServerSettings
-from trouper.frontends.server.unsupported import NO_TOOLS, unsupported
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256  # in one message
@@ -27,7 +27,7 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
             raise invalid(f"messages[{i}].content", f"at most {MAX_PARTS} parts")
     if request.chat_template is not None and not settings.trust_request_chat_template:
         raise invalid("chat_template", "this server renders its own template only")
-    _check_tools(request.tools, getattr(request, "tool_choice", "none"))
+    tool_schemas(request.tools, getattr(request, "tool_choice", "none"))
     variables = dict(settings.default_chat_template_kwargs)
     if (effort := getattr(request, "reasoning_effort", None)) is not None:
         variables["reasoning_effort"] = effort
@@ -39,13 +39,3 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
         if (value := getattr(request, name, None)) is not None:
             prompt[name] = value
     return prompt
-
-
-def _check_tools(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> None:
-    if tools is None:
-        if choice not in (None, "none"):
-            raise invalid("tool_choice", "needs tools")
-    elif not tools:
-        raise invalid("tools", "must not be empty")
-    elif choice != "none":
-        raise unsupported("tools", f"only tool_choice none is; {NO_TOOLS}")

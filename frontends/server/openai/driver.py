@@ -163,4 +163,5 @@ def _served_model(service: Service, name: str | None) -> ServedModel:
         config.model.default_sampling,
         config.max_model_len,
         service.token_text,
+        service.dialect,
     )

@@ -57,9 +57,24 @@ class CompletionReply(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType = UNSET
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call, or in a stream a piece of one; only pieces have an index."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCall
+
+
 class Message(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
