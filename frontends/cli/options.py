@@ -19,6 +19,7 @@ import typer
 from trouper.config.args import EngineArgs
 from trouper.frontends.cli import output
 from trouper.params import SamplingParams
+from trouper.structured_outputs import StructuredOutputsParams
 
 NO = "no_"  # begins the name of the switch that turns another one off
 DEFAULT_MAX_TOKENS = (
@@ -134,14 +135,34 @@ class SamplingOptions:
     ignore_eos: Annotated[
         bool, _sampling("Continue after an end-of-text token.", "--ignore-eos")
     ] = False
+    json_schema: Annotated[
+        Path | None,
+        _sampling("Make the text JSON that the schema in this file allows.", metavar="FILE"),
+    ] = None
+    regex: Annotated[
+        str | None, _sampling("Make the text match this expression whole.", metavar="TEXT")
+    ] = None
+    choice: Annotated[
+        list[str] | None,
+        _sampling("Make the text this one, or another of these; repeatable.", metavar="TEXT"),
+    ] = None
 
     def given(self) -> dict[str, Any]:
-        """Return only the options that the command line sets."""
-        return {
+        """Return only the options that the command line sets, as the fields of a request.
+
+        Raises:
+            typer.BadParameter: the file of the schema cannot be read.
+        """
+        fields = {
             name: value
             for name, value in vars(self).items()
             if value is not None and value is not False
         }
+        matched = {name: fields.pop(name) for name in ("regex", "choice") if name in fields}
+        path = fields.pop("json_schema", None)
+        if path is not None:
+            matched["json"] = _schema_text(path)
+        return {**fields, "structured_outputs": matched} if matched else fields
 
     def params(self, model_defaults: dict[str, Any], **more: Any) -> SamplingParams:
         """Return sampling parameters: given options win over the model's defaults, and those over the library's.
@@ -150,7 +171,18 @@ class SamplingOptions:
             TrouperValidationError: a value outside its range; the message names the parameter.
         """
         values: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS, **model_defaults}
-        return SamplingParams(**{**values, **self.given(), **more})
+        given = self.given()
+        matched = given.pop("structured_outputs", None)
+        if matched is not None:
+            given["structured_outputs"] = StructuredOutputsParams(**matched)
+        return SamplingParams(**{**values, **given, **more})
+
+
+def _schema_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{path}: {error}", param_hint="--json-schema") from None
 
 
 def read_config(ctx: typer.Context, path: Path | None) -> Path | None:

@@ -357,3 +357,25 @@ def test_nobody_reading_on_is_no_error():
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == output.EXIT_BROKEN_PIPE
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        (("--regex", "[0-9]{4}"), "[0-9]{4}"),
+        (("--choice", "red", "--choice", "blue"), "red|blue"),
+        (("--json-schema", "SCHEMA"), "true|false"),
+    ],
+)
+def test_generate_makes_texts_that_match(capsys, tmp_path, options, pattern):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "boolean"}')
+    given = [str(schema) if option == "SCHEMA" else option for option in options]
+    assert run_line(["generate", "x", "--json", *given]) == 0
+    texts = [c["text"] for c in json.loads(capsys.readouterr().out)["outputs"]]
+    assert all(re.fullmatch(pattern, text) for text in texts)
+
+
+def test_a_schema_that_cannot_be_read_is_a_wrong_option(capsys):
+    assert run_line(["generate", "x", "--json-schema", "/nowhere.json"]) == 2
+    assert "nowhere.json" in capsys.readouterr().err
