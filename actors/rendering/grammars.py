@@ -77,6 +77,8 @@ class Grammars:
             prototype = self._prototype(wanted, self._tokenizer)
         except ImportError as error:
             raise UnsupportedFeatureError(MISSING, parameter="structured_outputs") from error
+        except UnicodeError:
+            raise failure("not valid Unicode (a lone surrogate)", wanted.kind) from None
         except RecursionError:
             raise refused(wanted.kind, "nested too deep", TOO_COMPLEX) from None
         except BaseException as error:

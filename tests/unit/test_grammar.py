@@ -54,11 +54,13 @@ def compiled(grammars, ignore_eos=False, **kinds):
         ({"regex": "("}, "invalid_grammar"),
         ({"regex": "a" * 2**19}, "schema_too_complex"),
         ({"grammar": "start: foo"}, "invalid_grammar"),
+        ({"regex": "\ud800"}, "invalid_grammar"),
+        ({"choice": ["\ud800"]}, "invalid_grammar"),
         ({"grammar": "root ::= ("}, "invalid_grammar"),
         ({"structural_tag": "{}"}, "invalid_grammar"),
         ({"structural_tag": '{"structures": [1], "triggers": ["<"]}'}, "invalid_grammar"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: ascii(value)[:40],
 )
 def test_what_is_no_grammar_is_refused_with_its_code_and_the_next_one_compiles(
     grammars, kinds, code

@@ -160,6 +160,13 @@ def test_what_a_request_allows_and_its_grammar_forbids_ends_it_alone(llm):
         ask(llm, ["x"], wanted(regex="[0-9]+", options={"allowed_token_ids": [0]}))
 
 
+def test_a_grammar_without_an_end_ends_its_own_request(llm):
+    with pytest.raises(GenerationError, match="more steps than it may"):
+        ask(llm, ["x"], wanted(json={"$ref": "#"}))
+    ((output,),) = ask(llm, ["x"], wanted(regex="[0-9]{2}"))
+    assert re.fullmatch("[0-9]{2}", output.text)
+
+
 def test_a_bad_grammar_is_its_own_requests_error(llm):
     with pytest.raises(GrammarError):
         ask(llm, ["x"], wanted(regex="("))
