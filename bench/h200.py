@@ -44,7 +44,7 @@ def pieces(*, is_tiny: bool) -> list[Piece]:
     """List the commands to run; what tells most comes first."""
     tests = ("tests/kernels/cuda", "tests/parity")
     if is_tiny:
-        tests = ("tests/kernels/cuda/test_act_mul.py",)
+        tests = ("tests/kernels/cuda/test_act_and_mul.py",)
     run_goals, tiny = ("-m", "trouper.bench.goals_run"), ("--tiny",) * is_tiny
     kinds: dict[str, tuple[float, Callable[[str], tuple[str, ...]]]] = {
         "kernels": (300, lambda model: _kernels(model, is_tiny=is_tiny)),

@@ -106,7 +106,7 @@ def read_tokenizer(header: Gguf) -> GgufTokenizer:
         for i in np.flatnonzero((kinds == CONTROL) | (kinds == USER))
         if tokens[i]
     ]
-    backend.add_tokens(added)
+    backend.add_tokens(added)  # pyright: ignore[reportUnknownMemberType]  # the package leaves its element type open
     named = {
         name: tokens[i]
         for name, key in SPECIAL_KEYS.items()
@@ -116,7 +116,7 @@ def read_tokenizer(header: Gguf) -> GgufTokenizer:
     return GgufTokenizer(backend, named, _templates(header))
 
 
-def _kinds(header: Gguf, count: int) -> np.ndarray:
+def _kinds(header: Gguf, count: int) -> np.ndarray[Any, Any]:
     kinds: Any = header.metadata.get(KEY + "token_type")
     if kinds is None:
         return np.full(count, NORMAL)

@@ -201,16 +201,15 @@ def _structural_tag_source(params: StructuredOutputsParams) -> str:
         raise refused(kind, "must have lists of structures and triggers", code)
     tags: list[StructTag] = []
     for structure in cast("list[Any]", structures):
-        begin, end, schema = (
-            structure.get(name) if isinstance(structure, dict) else None
-            for name in ("begin", "end", "schema")
-        )
-        trigger = next(
-            (t for t in triggers if isinstance(t, str) and t and str(begin).startswith(t)), None
-        )
+        given: dict[str, Any] = structure if isinstance(structure, dict) else {}
+        begin, end, schema = (given.get(name) for name in ("begin", "end", "schema"))
+        known = [t for t in cast("list[Any]", triggers) if isinstance(t, str) and t]
+        trigger = next((t for t in known if str(begin).startswith(t)), None)
         if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):
             raise refused(kind, "a structure has begin, end and schema", code)
         if trigger is None:
             raise refused(kind, f"no trigger begins {begin!r}", code)
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
+        tags.append(
+            StructTag(trigger=trigger, begin=begin, grammar=cast("dict[str, Any]", schema), end=end)
+        )
     return StructTag.to_grammar(tags, assume_special=False)

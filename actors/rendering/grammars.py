@@ -49,11 +49,17 @@ class Grammars:
         tokenizer: None = there is none, and no request gets this far with a grammar.
         vocab_size: of the model's logits.
         eos_token_ids: that end an output.
+        takes_grammars: the device is in this process; a matcher does not cross to another.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        takes_grammars: bool = True,
     ) -> None:
+        self._takes_grammars = takes_grammars
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(token for token in eos_token_ids if token < vocab_size)
         self._num_tokens = vocab_size
@@ -73,6 +79,11 @@ class Grammars:
         wanted = params.structured_outputs
         if wanted is None or self._tokenizer is None:
             return None
+        if not self._takes_grammars:
+            raise UnsupportedFeatureError(
+                "structured outputs need a device in this process: --device-worker inline",
+                parameter="structured_outputs",
+            )
         try:
             prototype = self._prototype(wanted, self._tokenizer)
         except ImportError as error:
@@ -101,7 +112,8 @@ class Grammars:
             if found is not None:
                 self._prototypes.move_to_end(digest)
                 return found
-        limits: Any = llguidance.LLParserLimits(**LIMITS)
+        options: dict[str, Any] = dict(LIMITS)
+        limits: Any = llguidance.LLParserLimits(**options)
         try:
             found = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         except (ValueError, UnicodeError) as error:

@@ -88,7 +88,8 @@ class Prompts:
         self._chat_template = chat_template
         self._control_tokens = ((), ()) if tokenizer is None else _control_tokens(tokenizer)
         self._templates = ConfinedTemplates()
-        self._grammars = Grammars(tokenizer, limits.vocab_size, tuple(eos_ids(limits, tokenizer)))
+        eos = tuple(eos_ids(limits, tokenizer))
+        self._grammars = Grammars(tokenizer, limits.vocab_size, eos, limits.takes_grammars)
 
     @classmethod
     def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
@@ -102,6 +103,7 @@ class Prompts:
             block_size=config.block_size,
             max_edits=MAX_EDITS if config.device == "cuda" else None,
             max_bad_word=MAX_BAD_WORD + 1 if config.device == "cuda" else None,
+            takes_grammars=config.device_worker == "inline",
         )
         return cls(tokenizer, limits, template_text(config.chat_template))
 

@@ -64,9 +64,9 @@ class CallWriter:
     def type_of(self, key: str) -> str | None:
         """The JSON type that the open call's schema gives a parameter; None: it says nothing, or several."""
         schema = self.schemas.get(self._name or "", {})
-        found = schema.get("properties")
-        parameter = found.get(key) if isinstance(found, Mapping) else None
-        kind = parameter.get("type") if isinstance(parameter, Mapping) else None
+        found: Any = schema.get("properties")
+        parameter: Any = found.get(key) if isinstance(found, Mapping) else None
+        kind: Any = parameter.get("type") if isinstance(parameter, Mapping) else None
         if isinstance(kind, list):  # an optional one says "null" as well
             kinds = [each for each in cast("list[object]", kind) if each != "null"]
             kind = kinds[0] if len(kinds) == 1 else None

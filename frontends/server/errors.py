@@ -102,9 +102,11 @@ class ErrorForm(NamedTuple):
     stream_end: bytes  # what follows that event
 
 
-OPENAI_ERRORS = ErrorForm(
-    lambda problem, _: problem.body, event=None, stream_end=b"data: [DONE]\n\n"
-)
+def _openai_body(problem: ErrorBody, request_id: str) -> object:
+    return problem.body
+
+
+OPENAI_ERRORS = ErrorForm(_openai_body, event=None, stream_end=b"data: [DONE]\n\n")
 
 
 def unavailable(code: str, message: str) -> HTTPError:

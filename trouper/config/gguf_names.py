@@ -122,8 +122,10 @@ def _end_ids(header: Gguf) -> list[int]:
     """List the tokens that end an answer, the primary one first."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [header.get(f"tokenizer.ggml.{key}", int) for key in keys]
-    texts, kinds = (header.metadata.get(f"tokenizer.ggml.{n}") for n in ("tokens", "token_type"))
-    if isinstance(texts, list) and isinstance(kinds, np.ndarray) and len(texts) == len(kinds):
+    texts: Any = header.metadata.get("tokenizer.ggml.tokens")
+    kinds: Any = header.metadata.get("tokenizer.ggml.token_type")
+    are_tables = isinstance(texts, list) and isinstance(kinds, np.ndarray)
+    if are_tables and len(texts) == len(kinds):
         found += [int(i) for i in np.flatnonzero(kinds == CONTROL) if texts[i] in END_TEXTS]
     return list(dict.fromkeys(i for i in found if i is not None))
 
@@ -189,7 +191,10 @@ def _gemma2(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
-    whole = {"rope_theta": config.get("rope_theta", 1e6), **(config.get("rope_scaling") or {})}
+    whole: dict[str, Any] = {
+        "rope_theta": config.get("rope_theta", 1e6),
+        **(config.get("rope_scaling") or {}),
+    }
     ropes = {"full_attention": whole, "sliding_attention": {"rope_theta": 10_000.0}}
     return _gemma(header, at, config, num_large=62) | {"rope_parameters": ropes}
 
