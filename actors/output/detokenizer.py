@@ -4,8 +4,6 @@ Laws.  Nothing here waits for a client: the slots merge.  A result for an unknow
 ignored.  A failure while one request is detokenised ends that request.  A sequence that a stop string
 or a failure ends is forgotten at once and named in the `Stop` of this step; every other sequence stays
 until its finishing update arrives.  The event loop gets a turn after `WORK_PER_TURN` results at most.
-
-Source: spec sections 8.4, 9 and 13.3.
 """
 
 from collections.abc import Mapping

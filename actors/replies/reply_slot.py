@@ -1,7 +1,7 @@
 """The reply slot of a generation.
 
 Law, beside those of `Slot`.  What has not been read yet merges: memory is bounded by the text itself,
-however slow the reader.  Source: spec sections 4.3 and 9.4.
+however slow the reader.
 """
 
 import msgspec

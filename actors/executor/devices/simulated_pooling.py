@@ -16,7 +16,7 @@ from trouper.actors.messages.results import PoolDone, StepFailed
 class SimulatedEncoder(SimulatedSteps[PoolPlan]):
     """A `Device` that pools: the result of a column is made of its tokens and its task, [size] or [tokens, size].
 
-    `owners` says whose the columns of a plan are, which the plan does not; without it every result is finite.
+    `owners` names the sequence of each entry of a plan, which the plan does not; without it every result is finite.
     """
 
     _kind = PoolPlan
