@@ -4,7 +4,7 @@ Two models: `gpt2`, byte-level BPE whose splitting goes by a name (`tokenizer.gg
 with scores, from which the merges are found again.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
@@ -120,9 +120,13 @@ def _kinds(header: Gguf, count: int) -> np.ndarray[Any, Any]:
     kinds: Any = header.metadata.get(KEY + "token_type")
     if kinds is None:
         return np.full(count, NORMAL)
-    if not isinstance(kinds, np.ndarray) or len(kinds) != count:
+    if not _is_table(kinds, count):
         raise _wrong(header, "token_type", f"not {count} numbers")
     return kinds
+
+
+def _is_table(value: object, count: int) -> bool:
+    return isinstance(value, np.ndarray) and np.shape(cast("Any", value)) == (count,)
 
 
 def _vocabulary(header: Gguf, tokens: list[str]) -> dict[str, int]:
@@ -165,7 +169,7 @@ def _byte_level(header: Gguf, tokens: list[str]) -> tuple[Backend, bool]:
 def _sentencepiece(header: Gguf, tokens: list[str]) -> Backend:
     vocabulary = _vocabulary(header, tokens)
     scores: Any = header.metadata.get(KEY + "scores")
-    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+    if not _is_table(scores, len(tokens)):
         raise _wrong(header, "scores", f"not {len(tokens)} numbers")
     unknown = header.get(KEY + "unknown_token_id", int) or 0
     if not 0 <= unknown < len(tokens):

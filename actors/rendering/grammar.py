@@ -201,7 +201,7 @@ def _structural_tag_source(params: StructuredOutputsParams) -> str:
         raise refused(kind, "must have lists of structures and triggers", code)
     tags: list[StructTag] = []
     for structure in cast("list[Any]", structures):
-        given: dict[str, Any] = structure if isinstance(structure, dict) else {}
+        given = cast("dict[str, Any]", structure) if isinstance(structure, dict) else {}
         begin, end, schema = (given.get(name) for name in ("begin", "end", "schema"))
         known = [t for t in cast("list[Any]", triggers) if isinstance(t, str) and t]
         trigger = next((t for t in known if str(begin).startswith(t)), None)

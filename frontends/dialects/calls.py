@@ -64,9 +64,9 @@ class CallWriter:
     def type_of(self, key: str) -> str | None:
         """The JSON type that the open call's schema gives a parameter; None: it says nothing, or several."""
         schema = self.schemas.get(self._name or "", {})
-        found: Any = schema.get("properties")
-        parameter: Any = found.get(key) if isinstance(found, Mapping) else None
-        kind: Any = parameter.get("type") if isinstance(parameter, Mapping) else None
+        found = schema.get("properties")
+        parameter = _member(found, key)
+        kind: Any = _member(parameter, "type")
         if isinstance(kind, list):  # an optional one says "null" as well
             kinds = [each for each in cast("list[object]", kind) if each != "null"]
             kind = kinds[0] if len(kinds) == 1 else None
@@ -146,3 +146,8 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "array": list,
     "object": dict,
 }
+
+
+def _member(value: object, key: str) -> Any:
+    """Return a member of a JSON object; None where the value is none, or has none of this name."""
+    return cast("Mapping[str, Any]", value).get(key) if isinstance(value, Mapping) else None

@@ -4,6 +4,7 @@ The path is compared as it came, without normalisation, and routing sees the sam
 """
 
 import hmac
+from collections.abc import Mapping
 from hashlib import sha256
 
 from trouper.frontends.server.errors import HTTPError
@@ -36,10 +37,10 @@ class Authenticator:
     def route(self, context: RequestContext) -> Route | None:
         """Return the route; None for OPTIONS, which needs no key.  Raises HTTPError: 401, 404 or 405."""
         context.served = self._served
-        methods = find(context.path)
+        methods: Mapping[str, Route] = find(context.path)
         access = next((route.access for route in methods.values()), "user")
         if access == "admin" and not self._has_control:
-            methods, access = {}, "user"  # as if it did not exist
+            methods, access = dict[str, Route](), "user"  # as if it did not exist
         if context.path == "/metrics" and self._protects_metrics:
             access = "user"
         if context.method == "OPTIONS":

@@ -5,7 +5,7 @@ architecture's name stands here: Gemma's attention scale and local base frequenc
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -124,8 +124,8 @@ def _end_ids(header: Gguf) -> list[int]:
     found = [header.get(f"tokenizer.ggml.{key}", int) for key in keys]
     texts: Any = header.metadata.get("tokenizer.ggml.tokens")
     kinds: Any = header.metadata.get("tokenizer.ggml.token_type")
-    are_tables = isinstance(texts, list) and isinstance(kinds, np.ndarray)
-    if are_tables and len(texts) == len(kinds):
+    num_texts = len(cast("list[Any]", texts)) if isinstance(texts, list) else -1
+    if isinstance(kinds, np.ndarray) and np.shape(cast("Any", kinds)) == (num_texts,):
         found += [int(i) for i in np.flatnonzero(kinds == CONTROL) if texts[i] in END_TEXTS]
     return list(dict.fromkeys(i for i in found if i is not None))
 
