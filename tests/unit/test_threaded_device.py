@@ -263,7 +263,7 @@ async def test_a_device_that_computes_on_every_core_is_nice_to_the_loop(
     slow, config, monkeypatch, is_tiny, nicer
 ):
     monkeypatch.setattr(SlowRunner, "is_tiny", is_tiny)
-    monkeypatch.setattr("trouper.actors.executor.devices.threaded.num_physical_cores", lambda: 2)
+    monkeypatch.setattr("trouper.actors.executor.devices.model_host.num_physical_cores", lambda: 2)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     device = ThreadedDevice(config)

@@ -9,17 +9,20 @@ Law: a count, a length or an offset is compared with what the file has left befo
 so that a header costs a few times its own bytes whatever it says.
 """
 
+import math
 import mmap
 import re
 import stat
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
-import numpy as np
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
+
+if TYPE_CHECKING:
+    import numpy as np  # at run time where it is needed: `trouper --help` does without
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -77,7 +80,7 @@ class GgufTensor(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Count the bytes that it takes in the file."""
-        return int(np.prod(self.shape, dtype=object)) // self.type.length * self.type.num_bytes
+        return math.prod(self.shape) // self.type.length * self.type.num_bytes
 
 
 class Gguf(msgspec.Struct, frozen=True):
@@ -266,10 +269,12 @@ class _Reader:
             return [self._string(key) for _ in range(count)]
         if kind not in SCALARS:
             self._refuse(f"{key[:80]}: an array of type {kind}")
-        self._check_count(count, np.dtype(SCALARS[kind]).itemsize, MAX_ITEMS, key[:80])
+        self._check_count(count, int(SCALARS[kind][2:] or 1), MAX_ITEMS, key[:80])
         return self._scalars(kind, count, key)
 
-    def _scalars(self, kind: int, count: int, key: str) -> np.ndarray:
+    def _scalars(self, kind: int, count: int, key: str) -> "np.ndarray":
+        import numpy as np
+
         dtype = np.dtype(SCALARS[kind])
         content = self._bytes(count * dtype.itemsize, key)
         return np.frombuffer(content, "<u1" if kind == 7 else dtype).astype(dtype, copy=False)

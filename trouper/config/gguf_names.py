@@ -4,10 +4,9 @@ The fields become a config.json, from which the traits are read as from any.  Wh
 architecture's name stands here: Gemma's attention scale and local base frequency, whose rows are permuted.
 """
 
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
-
-import numpy as np
 
 from trouper.config.gguf import Gguf
 from trouper.errors import UnsupportedFeatureError, invalid
@@ -120,6 +119,8 @@ def _dtype(header: Gguf) -> str:
 
 def _end_ids(header: Gguf) -> list[int]:
     """List the tokens that end an answer, the primary one first."""
+    import numpy as np  # not above: `trouper --help` does without
+
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [header.get(f"tokenizer.ggml.{key}", int) for key in keys]
     texts: Any = header.metadata.get("tokenizer.ggml.tokens")
@@ -168,7 +169,7 @@ def _floats(header: Gguf, name: str) -> list[float]:
         raise invalid("model", f"{header.path.name}: {name} is no table of F32", str(header.path))
     with open(tensor.file, "rb") as file:
         file.seek(tensor.offset)
-        return np.frombuffer(file.read(tensor.num_bytes), "<f4").tolist()
+        return list(struct.unpack(f"<{tensor.num_bytes // 4}f", file.read(tensor.num_bytes)))
 
 
 def _head_dim(config: dict[str, Any]) -> int:
