@@ -95,7 +95,7 @@ class Grammars:
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of the library: no Exception
                 raise
-            raise failure("the compiler failed", wanted.kind) from error
+            raise failure("the compiler failed", wanted.kind) from error  # noqa: ASYNC104  # a panic
         return CompiledGrammar(
             prototype, self._eos_token_ids, self._num_tokens, ignore_eos=params.ignore_eos
         )

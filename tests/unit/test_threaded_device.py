@@ -56,8 +56,11 @@ def next_plan(step, row=0, epoch=0):
 
 async def answers_of(device, num=1):
     """The next answers, waited for if they are not there."""
+    answers = []
     with anyio.fail_after(10):
-        return [await device.receive() for _ in range(num)]
+        for _ in range(num):
+            answers.append(await device.receive())  # noqa: PERF401  # a comprehension hides the await from the linter
+    return answers
 
 
 def device_threads():

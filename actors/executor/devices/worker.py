@@ -90,7 +90,7 @@ class Worker:
         try:
             while self._answer(self._next_frame()):
                 pass
-        except BaseException as error:
+        except BaseException as error:  # noqa: ASYNC103  # a process: the engine is told, and it ends
             self._write(Broken(describe_error(error)))
             logging.shutdown()
             os._exit(EXIT_BROKEN)
