@@ -36,7 +36,7 @@ TITLES = {
     "B26": "template variables", "B27": "text that spells control tokens", "B28": "embeddings", "B25": "templates in requests",
     "B31": "cache salts", "B34": "request ids", "B35": "media", "B43": "hard text",
     "B44": "fields too long", "B45": "priorities and deadlines", "B46": "many mistakes at once",
-    "B48": "no HTTP", "B49": "upgrades and pipelines", "unbuilt": "fields that are known and not built", "pairs": "fields that do not go together",
+    "B48": "no HTTP", "B49": "upgrades and pipelines", "grammars": "schemas, expressions and grammars of structured output", "unbuilt": "fields that are known and not built", "pairs": "fields that do not go together",
     "tokens": "tokenize and detokenize",
 }  # fmt: skip
 
