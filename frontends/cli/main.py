@@ -14,23 +14,26 @@ from trouper.frontends.cli.collect_env import collect_env
 from trouper.frontends.cli.complete import complete
 from trouper.frontends.cli.embed import embed, score
 from trouper.frontends.cli.generate import generate
+from trouper.frontends.cli.help import PanelCommand, WholeSentenceGroup
 from trouper.frontends.cli.run_batch import run_batch
 from trouper.frontends.cli.serve import serve
 
+HELP_WIDTH = 100  # columns of the widest help
 app = typer.Typer(
     name="trouper",
-    add_completion=False,
+    cls=WholeSentenceGroup,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH},
 )
-app.command()(generate)
-app.command()(chat)
-app.command()(complete)
-app.command()(embed)
-app.command()(score)
-app.command()(serve)
-app.command()(run_batch)
-app.command()(collect_env)
+app.command(cls=PanelCommand)(generate)
+app.command(cls=PanelCommand)(chat)
+app.command(cls=PanelCommand)(complete)
+app.command(cls=PanelCommand)(embed)
+app.command(cls=PanelCommand)(score)
+app.command(cls=PanelCommand)(serve)
+app.command(cls=PanelCommand)(run_batch)
+app.command(cls=PanelCommand)(collect_env)
 app.add_typer(bench, name="bench")
 
 
@@ -54,7 +57,7 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """An LLM inference engine played by a troupe of structured-concurrency actors."""
+    """Run language and embedding models: at the terminal, as a server, or to measure them."""
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
 

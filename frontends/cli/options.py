@@ -21,13 +21,12 @@ from trouper.frontends.cli import output
 from trouper.params import SamplingParams
 from trouper.structured_outputs import StructuredOutputsParams
 
-NO = "no_"  # begins the name of the switch that turns another one off
 DEFAULT_MAX_TOKENS = (
     128  # where the model names none; more than the library's 16, for use at a terminal
 )
 
-# Panels of `--help`: every field of EngineArgs but `seed`, which is the sampling's.  Each switch that is on by
-# default has its `--no-…`.
+# Panels of `--help`: every field of EngineArgs but `seed`, which is the sampling's.  Each switch has its
+# `--no-…`.
 ENGINE_HELP: dict[str, dict[str, str]] = {
     "Model": {
         "model": "Folder or hub id; the bundled demo model when left out.",
@@ -77,7 +76,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "long_prefill_token_threshold_adaptive": "Apply the threshold under load only.",
         "scheduling_policy": "Order of waiting requests: priority or fcfs.",
         "async_scheduling": "Plan a step while the previous one runs; on by default.",
-        "scheduler_reserve_full_isl": "Admit a prompt only when all its blocks fit.",
+        "scheduler_reserve_full_isl": "Admit a prompt only when all its blocks fit; on by default.",
         "watermark": "Share of blocks that admission leaves free.",
         "stream_interval": "Tokens between two outputs of a stream.",
     },
@@ -236,9 +235,6 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     def expanded(**values: Any) -> None:
         if values.pop("debug"):
             values["ctx"].obj["debug"] = True
-        for name in [name for name in values if name.startswith(NO)]:
-            if values.pop(name):
-                values[name.removeprefix(NO)] = False
         for name, group in groups.items():
             fields = [field.name for field in dataclasses.fields(group)]
             values[name] = group(**{f: values.pop(f) for f in fields if f in values})
@@ -264,16 +260,13 @@ def _options_of(group: type[Any]) -> list[inspect.Parameter]:
 
 
 def _engine_options() -> list[inspect.Parameter]:
-    """Return one option for each field, and a hidden `--no-…` for each switch; shown, it would squeeze the names."""
+    """Return one option for each field of the engine's arguments but the seed."""
     fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
     parameters: list[inspect.Parameter] = []
     for panel, texts in ENGINE_HELP.items():
         for name, text in texts.items():
             option = _engine_option(name, fields[name].type, panel, text)
             parameters.append(_parameter(name, fields[name].default, option))
-            if fields[name].type in (bool, bool | None):
-                switch_off = typer.Option(f"--no-{name.replace('_', '-')}", hidden=True)
-                parameters.append(_parameter(NO + name, False, Annotated[bool, switch_off]))
     return parameters
 
 
@@ -284,7 +277,8 @@ def _engine_option(name: str, wished: Any, panel: str, text: str) -> Any:
     settings: dict[str, Any] = {"help": text, "rich_help_panel": panel}
     shown: Any = str
     if kinds == {bool}:
-        shown = bool
+        shown, flag = bool, f"{flag}/{flag.replace('--', '--no-', 1)}"
+        settings["show_default"] = False  # the texts say which are on
     elif list[str] in kinds:
         shown, settings["metavar"] = list[str], "TEXT"
     elif list[int] in kinds:

@@ -153,7 +153,12 @@ class ServerOptions:
         ),
     ] = "warning"
     access_log: Annotated[
-        bool, _server("Log one line for each answer.", "--access-log/--disable-uvicorn-access-log")
+        bool,
+        _server(
+            "Log one line for each answer.",
+            "--access-log/--disable-uvicorn-access-log",
+            show_default=False,
+        ),
     ] = False
     disable_access_log_for_endpoints: Annotated[
         list[str] | None, _server("Path without lines in the access log; repeatable.")

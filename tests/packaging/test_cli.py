@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,6 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.cli import options, output, serve
 from trouper.frontends.cli.main import run_line
 
-GOLDEN = Path(__file__).parent / "help.txt"
 GREEDY = ["--temperature", "0"]
 GENERATE_RESOLVE = "trouper.frontends.cli.generate.resolve"
 
@@ -29,21 +27,6 @@ def plain_terminal(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr("warnings.showwarning", None)  # the command line has its own; undone after
-
-
-def words(text):
-    """Without frames, whose look depends on typer and rich, and the names of types."""
-    return " ".join(re.sub(r"[─-╿]|<[a-z\[\]]+>", " ", text).split())
-
-
-def test_help_is_the_golden_one(capsys):
-    assert run_line(["--help"]) == 0
-    assert words(capsys.readouterr().out) == words(GOLDEN.read_text())
-
-
-def test_no_arguments_show_the_help(capsys):
-    assert run_line([]) == 0
-    assert words(capsys.readouterr().out) == words(GOLDEN.read_text())
 
 
 @pytest.mark.parametrize("flag", ["--version", "-v"])

@@ -10,8 +10,12 @@ from trouper.frontends.cli.bench.quantization import quantization
 from trouper.frontends.cli.bench.serve import serve
 from trouper.frontends.cli.bench.startup import startup
 from trouper.frontends.cli.bench.throughput import throughput
+from trouper.frontends.cli.help import PanelCommand, WholeSentenceGroup
 
-bench = typer.Typer(help="Measure: throughput, latency, a server, start-up, kernels, peers.")
+bench = typer.Typer(
+    cls=WholeSentenceGroup,
+    help="Measure: throughput, latency, a server, start-up, kernels, peers.",
+)
 for command in (throughput, latency, serve, startup, kernels, quantization, peers):
-    bench.command()(command)
-bench.command("loop-gap")(loop_gap)
+    bench.command(cls=PanelCommand)(command)
+bench.command("loop-gap", cls=PanelCommand)(loop_gap)

@@ -1,0 +1,50 @@
+"""The help of commands: plain text by panels, in which no width of a terminal cuts a name or a sentence."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+ARGUMENTS, OPTIONS = "Arguments", "Options"  # panels of parameters that name none
+Row = tuple[str, str]
+
+
+class PanelCommand(TyperCommand):
+    """A command whose help lists its options by the panel that each of them names."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[Row]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                usual = ARGUMENTS if param.param_type_name == "argument" else OPTIONS
+                panel = getattr(param, "rich_help_panel", None) or usual
+                panels.setdefault(panel, []).extend(_rows(record, formatter.width))
+        # Those that belong to this command alone come first.
+        for panel in sorted(panels, key=lambda name: name not in (ARGUMENTS, OPTIONS)):
+            with formatter.section(panel):
+                formatter.write_dl(panels[panel])
+
+
+class WholeSentenceGroup(TyperGroup):
+    """A group of commands whose help shows the first paragraph of each, whole."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows: list[Row] = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            text = (command and command.help) or ""
+            rows.append((name, " ".join(text.split("\n\n")[0].split())))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def _rows(record: Row, width: int) -> Iterator[Row]:
+    """Yield the row of an option; a switch and its opposite take a line each where one is too short."""
+    names, text = record
+    names = names.replace(" range>", ">")  # the range itself stands behind the text
+    if len(names) + 2 > width and " / " in names:
+        names, opposite = names.split(" / ")
+        yield f"{names} /", ""
+        names = opposite
+    yield names, text
