@@ -8,6 +8,7 @@ import typer
 
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
+from trouper.frontends.cli import output
 from trouper.frontends.cli.options import expand_options
 from trouper.frontends.cli.prompts import read_prompts
 from trouper.frontends.cli.running import Interrupts, run_engine
@@ -77,9 +78,11 @@ async def _embed(
     encodings = [
         engine.encode(text, params, tokenization_kwargs=_options(truncate)) for text in texts
     ]
-    for text, output in zip(texts, await collect(encodings), strict=True):
-        found = output.outputs.array.tolist()
-        _print({"text": text, params.task or "": found}, len(output.prompt_token_ids))
+    with output.progress(len(texts), "texts") as bar:
+        results = await collect(encodings, bar)
+    for text, result in zip(texts, results, strict=True):
+        found = result.outputs.array.tolist()
+        _print({"text": text, params.task or "": found}, len(result.prompt_token_ids))
 
 
 async def _score(
@@ -92,11 +95,12 @@ async def _score(
     from trouper.frontends.python.scoring import Scorer
 
     scorer = Scorer(engine, options=_options(truncate))
-    outputs = await scorer.score([query] * len(documents), documents)
-    for document, output in zip(documents, outputs, strict=True):
-        number = float(output.outputs.array.reshape(()))
+    with output.progress(len(documents), "documents") as bar:
+        results = await scorer.score([query] * len(documents), documents, bar)
+    for document, result in zip(documents, results, strict=True):
+        number = float(result.outputs.array.reshape(()))
         _print(
-            {"query": query, "document": document, "score": number}, len(output.prompt_token_ids)
+            {"query": query, "document": document, "score": number}, len(result.prompt_token_ids)
         )
 
 

@@ -4,7 +4,7 @@ import json
 import sys
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -19,6 +19,8 @@ from trouper.outputs import RequestOutput
 from trouper.params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from trouper.actors.engine.generation import Generation
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
@@ -153,17 +155,21 @@ async def _complete(
     Outputs that come out of order wait in their request's reply slot.
     """
     figures.note_ready()
+    is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY  # pieces of lines leave no place
     generations = [engine.generate(prompt, params, str(i)) for i, prompt in enumerate(prompts)]
     try:
         for generation in generations:
             generation.open()
-        for number, (prompt, generation) in enumerate(zip(prompts, generations, strict=True), 1):
-            try:
-                await _show(prompt, generation, printer, figures)
-            except TrouperValidationError as error:
-                if len(prompts) > 1:
-                    error.message = f"prompt {number}: {error.message}"
-                raise
+        with output.progress(len(prompts), "prompts", is_wanted=is_whole) as bar:
+            pairs = zip(prompts, generations, strict=True)
+            for number, (prompt, generation) in enumerate(pairs, 1):
+                try:
+                    await _show(prompt, generation, printer, figures, bar)
+                except TrouperValidationError as error:
+                    if len(prompts) > 1:
+                        error.message = f"prompt {number}: {error.message}"
+                    raise
+                bar.update()
     finally:
         for generation in generations:
             generation.close()
@@ -174,17 +180,20 @@ async def _show(
     generation: "Generation[RequestOutput]",
     printer: _TextPrinter | _JsonPrinter,
     figures: _Figures,
+    bar: "tqdm[NoReturn]",
 ) -> None:
     is_begun = False
     async for result in generation:
         figures.note_output(result)
-        if not is_begun:
-            printer.begin(prompt)
-            is_begun = True
-        printer.show(prompt, result)
+        with output.printing_beside(bar):
+            if not is_begun:
+                printer.begin(prompt)
+                is_begun = True
+            printer.show(prompt, result)
+            if result.finished and result.error is None:
+                printer.end()
         if result.error is not None:
             raise result.error.to_exception()
-    printer.end()
 
 
 def _as_json(prompt: str, result: RequestOutput) -> dict[str, Any]:

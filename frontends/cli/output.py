@@ -6,10 +6,13 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from io import TextIOWrapper
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast, runtime_checkable
 
 from trouper.config.vllm_options import NOT_IMPLEMENTED
 from trouper.errors import RemoteError, TrouperClientError, UnsupportedFeatureError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 EXIT_CRASH = 1
 EXIT_USAGE = 2
@@ -95,6 +98,33 @@ def status(text: str) -> Generator[None]:
         yield
     finally:
         print(f"\r{' ' * len(text)}\r", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(
+    total: int | None, what: str, *, is_wanted: bool = True
+) -> Generator["tqdm[NoReturn]"]:
+    """Show a progress bar on a terminal's stderr for the length of the block; nothing elsewhere, and none of one thing.
+
+    Args:
+        total: None where the number is not known before the end.
+    """
+    from tqdm import tqdm
+
+    is_hidden = not is_wanted or total == 1 or not is_terminal(sys.stderr)
+    with tqdm(total=total, desc=what, disable=is_hidden, leave=False) as bar:
+        yield bar
+
+
+@contextmanager
+def printing_beside(bar: "tqdm[NoReturn]") -> Generator[None]:
+    """Lift the bar off the terminal while the block prints whole lines on stdout."""
+    if bar.disable:
+        yield
+        return
+    with bar.external_write_mode(sys.stdout):
+        yield
+        sys.stdout.flush()
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

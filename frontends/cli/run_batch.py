@@ -78,9 +78,19 @@ async def _answer(
     settings = ServerSettings(
         served_model_names=names, max_requests=sys.maxsize, request_timeout_s=math.inf
     )
-    batch = BatchFile(create_app(engine, settings), max_inflight)
-    await batch.answer_all(source, sink)
+    with output.progress(_num_lines(source), "requests") as bar:
+        batch = BatchFile(create_app(engine, settings), max_inflight, note_reply=bar.update)
+        await batch.answer_all(source, sink)
     print(f"{batch.num_lines} requests, {batch.num_failed} of them failed", file=sys.stderr)
+
+
+def _num_lines(source: BinaryIO) -> int | None:
+    """Count the requests of a file for its progress bar; None where that would read what comes but once."""
+    if not output.is_terminal(sys.stderr) or not source.seekable():
+        return None
+    num_lines = sum(not line.isspace() for line in source)
+    source.seek(0)
+    return num_lines
 
 
 @contextmanager

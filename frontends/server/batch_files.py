@@ -5,6 +5,7 @@ death and files that fail end a batch.  At most `max_inflight` lines are held, r
 of the lines before them only a digest of each custom_id is kept.
 """
 
+from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
 from typing import Any, BinaryIO, Literal
@@ -67,8 +68,11 @@ class BatchReply(msgspec.Struct):
 class BatchFile:
     """One run over a file of requests."""
 
-    def __init__(self, app: App, max_inflight: int) -> None:
+    def __init__(
+        self, app: App, max_inflight: int, *, note_reply: Callable[[], object] = lambda: None
+    ) -> None:
         self._app = app
+        self._note_reply = note_reply  # called behind each line of the output
         self._max_inflight = max_inflight
         self._max_line = app.service.settings.max_body
         self._seen: set[bytes] = set()  # digests of the custom_ids so far
@@ -135,6 +139,7 @@ class BatchFile:
             await self._in_thread(partial(_put, sink), encode_line(slot.reply) + b"\n")
             self.num_lines += 1
             self.num_failed += slot.reply.has_failed
+            self._note_reply()
 
     async def _in_thread(self, function: Any, argument: Any) -> Any:
         # Abandoned when the batch ends: a read from a pipe cannot be cancelled.

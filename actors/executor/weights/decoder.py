@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import safetensors
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from trouper.actors.executor.models.decoder import Decoder, DecoderLayer, OpsT
 from trouper.actors.executor.models.mlp import GatedMlp
@@ -48,6 +49,7 @@ from trouper.kernels.cpu.linear.quantization import (
 from trouper.kernels.linear import LinearConfig, LinearMethod
 from trouper.kernels.select import make_linear
 
+BAR_DELAY_S = 1.0
 BASE = "model."
 INDEX = "model.safetensors.index.json"
 
@@ -216,7 +218,7 @@ def load_decoder(
         head = make_linear(
             found[name] if integers is None else integers, config=linear._replace(quantization=fmt)
         )
-    layers = [_layer(traits, i, source, place) for i in range(num_layers)]
+    layers = [_layer(traits, i, source, place) for i in indices_shown(num_layers)]
     return Decoder(
         traits,
         embedding=found["embedding"],
@@ -226,6 +228,11 @@ def load_decoder(
         max_model_len=config.max_model_len,
         ops=ops(),
     )
+
+
+def indices_shown(num_layers: int) -> Iterable[int]:
+    """Yield the index of each layer; a terminal has a progress bar where the load takes longer than a moment."""
+    return tqdm(range(num_layers), "loading weights", delay=BAR_DELAY_S, disable=None, leave=False)
 
 
 class Placement(NamedTuple):

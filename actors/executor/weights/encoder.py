@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trouper.actors.executor.models.encoder import Encoder, EncoderLayer
 from trouper.actors.executor.models.encoder_traits import EncoderTraits
-from trouper.actors.executor.weights.decoder import Checkpoint
+from trouper.actors.executor.weights.decoder import Checkpoint, indices_shown
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.errors import TrouperValidationError, invalid
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm
@@ -113,7 +113,7 @@ def load_encoder(tensors: Tensors, traits: EncoderTraits, max_model_len: int) ->
         traits,
         embedding=TokenEmbedding(words, table(names.types, traits.num_types), positions),
         norm=tensors.norm(names.norm, hidden, traits.norm_eps),
-        layers=[_layer(tensors, traits, i) for i in range(traits.num_layers)],
+        layers=[_layer(tensors, traits, i) for i in indices_shown(traits.num_layers)],
         final_norm=tensors.norm(names.final_norm, hidden, traits.norm_eps)
         if names.final_norm
         else None,

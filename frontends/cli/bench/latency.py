@@ -7,7 +7,8 @@ import typer
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
-from trouper.frontends.cli.bench.options import ReportOptions, progress, reporting, tokenizer_of
+from trouper.frontends.cli import output
+from trouper.frontends.cli.bench.options import ReportOptions, reporting, tokenizer_of
 from trouper.frontends.cli.options import expand_options, integers
 
 
@@ -66,7 +67,8 @@ def latency(
     if profile:
         core.profile(engine_args, vocabulary, batch_size[0], input_len, output_len)
         return
-    with progress(len(batch_size) * (num_iters_warmup + num_iters), "batches") as step:
+    num_batches = len(batch_size) * (num_iters_warmup + num_iters)
+    with output.progress(num_batches, "batches") as bar:
         records = core.measure(
             engine_args,
             vocabulary,
@@ -78,7 +80,7 @@ def latency(
             num_iters_warmup=num_iters_warmup,
             disable_detokenize=disable_detokenize,
             breakdown=breakdown,
-            step=step,
+            step=bar.update,
         )
     if plot is not None:
         from trouper.bench.plot import plot as draw

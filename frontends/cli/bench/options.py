@@ -5,7 +5,7 @@ import json
 import random
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from trouper.actors.rendering.tokenizer import Tokenizer
     from trouper.bench.datasets import SampleRequest
 
-Step = Callable[[], object]
 POSITIVE: dict[str, Any] = {"min": 1}
 
 
@@ -169,17 +168,6 @@ def tokenizer_of(folder: str | None) -> "tuple[Tokenizer, list[int]]":
     tokenizer = Tokenizer.load(folder)
     added = tokenizer.added_tokens
     return tokenizer, [i for i in range(tokenizer.vocab_size) if i not in added]
-
-
-@contextmanager
-def progress(total: int, what: str) -> Generator[Step]:
-    """Show a progress bar on a terminal's stderr; the yielded function advances it by one."""
-    from tqdm import tqdm
-
-    with tqdm(
-        total=total, desc=what, disable=not output.is_terminal(sys.stderr), leave=False
-    ) as bar:
-        yield lambda: bar.update(1)
 
 
 def note(text: str) -> None:

@@ -8,10 +8,10 @@ import msgspec
 import typer
 
 from trouper.errors import TrouperValidationError
+from trouper.frontends.cli import output
 from trouper.frontends.cli.bench.options import (
     DatasetOptions,
     ReportOptions,
-    progress,
     reporting,
     tokenizer_of,
 )
@@ -169,8 +169,8 @@ async def _measure(
         await core.send_all(client, msgspec.structs.replace(load, model=model), warm_ups)
         for limited, requests in runs:
             named = msgspec.structs.replace(limited, model=model)
-            with progress(len(requests), "requests") as step:
-                records.append(await core.measure(client, named, requests, step))
+            with output.progress(len(requests), "requests") as bar:
+                records.append(await core.measure(client, named, requests, bar.update))
     return records
 
 
