@@ -7,14 +7,15 @@ give back as content what turned out to be no call.
 import json
 from collections.abc import Callable
 
-from trouper.frontends.dialects.calls import CallWriter, ObjectWriter, as_json, quoted
+from trouper.frontends.dialects.calls import CallWriter, ObjectWriter, as_json
+from trouper.frontends.dialects.literals import read_literals
 from trouper.frontends.dialects.python_literals import read_calls
 from trouper.frontends.dialects.reader import Parse, Reader
 from trouper.frontends.dialects.table import Dialect, Tags
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 MAX_NAME = 128
-_NAME_STOPS = frozenset(' \t\r\n"{}()[]<>,;')
+_NAME_STOPS = ' \t\r\n"{}()[]<>,;'
 
 
 def read_section(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
@@ -70,6 +71,8 @@ def _members(reader: Reader, calls: CallWriter) -> Parse[bool]:
         yield from reader.skip_blanks()
         if (yield from reader.accept("}")):
             return True
+        if not calls.step():
+            return False
         key = yield from _string(reader)
         yield from reader.skip_blanks()
         if key is None or not (yield from reader.accept(":")):
@@ -144,6 +147,8 @@ def read_named(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[Non
         yield from read_array(reader, dialect, calls)
         return
     name = yield from reader.word(_NAME_STOPS, MAX_NAME)
+    if dialect.call_id and (yield from reader.accept(dialect.call_id)):
+        yield from reader.word(_NAME_STOPS, MAX_NAME)
     if (
         yield from reader.accept(*dialect.name_end)
     ) and name == "function":  # a kind, and then the name
@@ -179,10 +184,8 @@ def read_tagged(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[No
         yield from reader.skip_blanks()
         if tags.name and not (yield from reader.accept(tags.name)):
             return
-        name: list[str] = []
-        mark = yield from reader.until_soon(tags.name_end, name.append, MAX_NAME)
-        text = "".join(name).strip()
-        if not mark or not calls.start(text):
+        name, mark = yield from reader.until_soon(tags.name_end, MAX_NAME)
+        if not mark or not calls.start(name.strip()):
             return
         if mark != tags.key:
             yield from reader.skip_blanks()
@@ -198,10 +201,12 @@ def _tagged_arguments(
     written = ObjectWriter(calls)
     while has_key or (yield from reader.accept(tags.key)):
         has_key = False
-        pieces: list[str] = []
-        if not (yield from reader.until_soon((tags.key_end,), pieces.append, 2 * MAX_NAME)):
+        if not calls.step():
             break
-        key, is_string = _key_and_kind("".join(pieces))
+        text, mark = yield from reader.until_soon((tags.key_end,), 2 * MAX_NAME)
+        if not mark:
+            break
+        key, is_string = _key_and_kind(text)
         if tags.value:
             yield from reader.skip_blanks()
             if not (yield from reader.accept(tags.value)):
@@ -235,70 +240,6 @@ def _tagged_value(
         pieces: list[str] = []
         yield from reader.until(tags.value_end, pieces.append)
         written.value(as_json("".join(pieces), kind))
-
-
-# call:name{key:<escape>value<escape>,other:1}
-
-
-def read_literals(reader: Reader, dialect: Dialect, calls: CallWriter) -> Parse[None]:
-    """Read one call with bare keys, and strings between the dialect's own quotes."""
-    yield from reader.skip_blanks()
-    if not (yield from reader.accept("call:")):
-        return
-    name = yield from reader.word(_NAME_STOPS, MAX_NAME)
-    if not name or (yield from reader.peek()) != "{":
-        return
-    if not calls.start(name):
-        return
-    yield from _literal(reader, dialect.literal_quote, calls.arguments, 0)
-    calls.end()
-
-
-def _literal(reader: Reader, quote: str, sink: Callable[[str], None], depth: int) -> Parse[bool]:
-    """Read one value and write it as JSON; False where it is cut off or too deep."""
-    yield from reader.skip_blanks()
-    if (yield from reader.accept(quote)):
-        sink('"')
-        is_closed = yield from reader.until((quote,), lambda text: sink(quoted(text)))
-        sink('"')
-        return bool(is_closed)
-    opened = yield from reader.accept("{", "[")
-    if not opened:
-        word = yield from reader.word(_LITERAL_STOPS, MAX_NAME)
-        sink(as_json(word, None))
-        return bool(word)
-    if depth == MAX_LITERAL_DEPTH:
-        return False
-    sink(opened)
-    return (yield from _literal_members(reader, quote, sink, depth, is_object=opened == "{"))
-
-
-def _literal_members(
-    reader: Reader, quote: str, sink: Callable[[str], None], depth: int, *, is_object: bool
-) -> Parse[bool]:
-    closing, is_first = ("}" if is_object else "]"), True
-    while True:
-        yield from reader.skip_blanks()
-        if (yield from reader.accept(closing)):
-            sink(closing)
-            return True
-        if not is_first:
-            if not (yield from reader.accept(",")):
-                return False
-            sink(", ")
-            yield from reader.skip_blanks()
-        is_first = False
-        if is_object:
-            key = yield from reader.word(_LITERAL_STOPS, MAX_NAME)
-            if not key or not (yield from reader.accept(":")):
-                return False
-            sink(json.dumps(key, ensure_ascii=False) + ": ")
-        if not (yield from _literal(reader, quote, sink, depth + 1)):
-            return False
-
-
-MAX_LITERAL_DEPTH = 32
-_LITERAL_STOPS = frozenset(":,{}[]<")
 
 
 # [name(key=value), ...]

@@ -10,6 +10,11 @@ from trouper.frontends.dialects.events import Arguments, CallEnded, CallStarted,
 Schemas = Mapping[str, Mapping[str, Any]]  # JSON schema of the parameters, by name of the tool
 
 
+# Marks, keys and values that are read one by one in an answer; what comes behind them is content.  At 15 µs each, the most
+# hostile answer costs some 30 ms, however long it is.  JSON arguments and lists of numbers count as one.
+MAX_STEPS = 2048
+
+
 class CallWriter:
     """Turns a name and pieces of arguments into events, one call after the other.
 
@@ -19,6 +24,7 @@ class CallWriter:
     def __init__(self, events: EventList, schemas: Schemas) -> None:
         self.schemas = schemas
         self.num_started = 0
+        self._num_steps = 0
         self._events = events
         self._name: str | None = None
         self._kept: list[str] = []
@@ -33,9 +39,14 @@ class CallWriter:
         """A call has begun and not ended."""
         return self._name is not None
 
+    def step(self) -> bool:
+        """Count a mark, a key or a value that takes a step of its own; False: it is one too many for an answer."""
+        self._num_steps += 1
+        return self._num_steps <= MAX_STEPS
+
     def start(self, name: str) -> bool:
         """Begin a call; arguments that were kept follow its name at once.  Returns whether it may start."""
-        if _NAME.fullmatch(name) is None or not self.accepts(name):
+        if _NAME.fullmatch(name) is None or not self.accepts(name) or not self.step():
             return False
         self._events.add(CallStarted(self.num_started, name))
         self._name = name
@@ -80,6 +91,10 @@ class ObjectWriter:
         self._calls = calls
         self._num_keys = 0
 
+    def step(self) -> bool:
+        """Count as `CallWriter.step`."""
+        return self._calls.step()
+
     def key(self, key: str) -> None:
         """Begin a member."""
         opening = ", " if self._num_keys else "{"
@@ -122,6 +137,11 @@ def as_json(text: str, kind: str | None) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def spaced(numbers: str) -> str:
+    """Write what matches `NUMBERS` with a blank behind each comma."""
+    return numbers.replace(" ", "").replace(",", ", ")
+
+
 def quoted(text: str) -> str:
     """Write a part of a string as JSON has it between the quotes; a lone surrogate stays an escape."""
     return json.dumps(text, ensure_ascii=not _is_encodable(text))[1:-1]
@@ -135,9 +155,12 @@ def _no_constant(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
+# A number as JSON and Python both write it, and several of which each is followed by one.
+NUMBER = re.compile(r"-?+(?:[1-9][0-9]{0,17}+|0)(?:\.[0-9]{1,17}+)?+")
+NUMBERS = re.compile(f"(?:{NUMBER.pattern}, *+)+(?=[-0-9])")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # as tools may be called
 _SURROGATE = re.compile("[\ud800-\udfff]")
-MAX_PARSED = 1 << 20  # characters of a value that is no string
+MAX_PARSED = 1 << 16  # characters of a value that is no string
 _LITERALS = {"True": "true", "False": "false", "None": "null"}  # as Python writes them
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "integer": int,

@@ -19,16 +19,16 @@ def read_channels(reader: Reader, events: EventList, calls: CallWriter) -> Parse
     def content(text: str) -> None:
         events.add(Content(text))
 
-    while mark := (yield from reader.until((CHANNEL, START, *ENDS), content)):
+    marks = (CHANNEL, START, *ENDS)
+    while calls.step() and (mark := (yield from reader.until(marks, content))):
         if mark in ENDS:
             continue
-        header: list[str] = []
-        found = yield from reader.until_soon((MESSAGE, *ENDS), header.append, MAX_HEADER)
-        text = "".join(header)
+        text, found = yield from reader.until_soon((MESSAGE, *ENDS), MAX_HEADER)
         if found == MESSAGE:
             yield from _message(reader, text, events, calls)
         elif mark == CHANNEL or not found:  # not a header after all
             content(mark + text + found)
+    yield from reader.rest(content)
 
 
 def _message(reader: Reader, header: str, events: EventList, calls: CallWriter) -> Parse[None]:

@@ -5,7 +5,8 @@ Laws:
 2. Arguments that are JSON are slices of what the model wrote. They are never parsed and written again.
 3. Arguments that are written key by key become JSON by the types in the tool's schema; what is no literal of its
    type stays a string.  Nothing is evaluated.
-4. A character is scanned at most twice and nesting is bounded, so the work grows with the length of the answer.
+4. A character is scanned at most twice, and nesting and the number of steps are bounded: a long answer costs little
+   more than its copying.
 5. What turns out to be no call is content.  Nothing is lost and nothing raises.
 """
 
@@ -106,7 +107,7 @@ class AnswerParser:
     def _read_marked_calls(self, calls: CallWriter) -> Parse[None]:
         """Read to the end: content, and the calls behind the dialect's marks."""
         reader, marks = self._reader, self._dialect.marks
-        while mark := (yield from reader.until(marks, self._content)):
+        while calls.step() and (mark := (yield from reader.until(marks, self._content))):
             num_before = calls.num_started
             reader.hold()
             yield from read_section(reader, self._dialect, calls)

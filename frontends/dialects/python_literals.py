@@ -5,15 +5,23 @@ Nothing is evaluated: strings, numbers, True, False, None, lists, tuples and dic
 
 import ast
 import json
-from collections.abc import Callable
+import re
 
-from trouper.frontends.dialects.calls import CallWriter, ObjectWriter, as_json, quoted
-from trouper.frontends.dialects.reader import Parse, Reader
+from trouper.frontends.dialects.calls import (
+    NUMBER,
+    NUMBERS,
+    CallWriter,
+    ObjectWriter,
+    as_json,
+    quoted,
+    spaced,
+)
+from trouper.frontends.dialects.reader import Parse, Reader, Sink
 
 MAX_NAME = 128
 MAX_DEPTH = 32
-_NAME_STOPS = frozenset(" \t\r\n\"'{}()[]<>,;=:")
-_WORD_STOPS = frozenset(" \t\r\n\"'{}()[]<>,:=")
+_NAME_STOPS = " \t\r\n\"'{}()[]<>,;=:"
+_WORD_STOPS = " \t\r\n\"'{}()[]<>,:="
 
 
 def read_calls(reader: Reader, calls: CallWriter) -> Parse[None]:
@@ -52,33 +60,38 @@ def _keywords(reader: Reader, written: ObjectWriter) -> Parse[bool]:
         if not key or not (yield from reader.accept("=")):
             return False
         written.key(key)
-        if not (yield from _value(reader, written.value, 0)):
+        if not (yield from _value(reader, written, written.value, 0)):
             return False
         yield from reader.skip_blanks()
         yield from reader.accept(",")
 
 
-def _value(reader: Reader, sink: Callable[[str], None], depth: int) -> Parse[bool]:
+def _value(reader: Reader, written: ObjectWriter, sink: Sink, depth: int) -> Parse[bool]:
+    """Read one value; `sink` takes it as JSON, `written` counts the steps."""
     yield from reader.skip_blanks()
+    if numbers := reader.matching(NUMBERS):
+        sink(spaced(numbers))
     char = yield from reader.peek()
     if char in ("'", '"'):
-        return (yield from _string(reader, sink))
+        return written.step() and (yield from _string(reader, sink))
     opened = yield from reader.accept("[", "{", "(")
     if not opened:
         word = yield from reader.word(_WORD_STOPS, 4096)
         sink(as_json(word, None) if word else "null")
-        return bool(word)
-    if depth == MAX_DEPTH:
+        return bool(word) and (NUMBER.fullmatch(word) is not None or written.step())
+    if depth == MAX_DEPTH or not written.step():
         sink("null")
         return False
     closing = {"[": "]", "(": ")", "{": "}"}[opened]
     sink("{" if opened == "{" else "[")
-    is_complete = yield from _items(reader, sink, depth, closing)
+    is_complete = yield from _items(reader, written, sink, depth, closing)
     sink("}" if opened == "{" else "]")
     return is_complete
 
 
-def _items(reader: Reader, sink: Callable[[str], None], depth: int, closing: str) -> Parse[bool]:
+def _items(
+    reader: Reader, written: ObjectWriter, sink: Sink, depth: int, closing: str
+) -> Parse[bool]:
     is_first = True
     while True:
         yield from reader.skip_blanks()
@@ -94,7 +107,7 @@ def _items(reader: Reader, sink: Callable[[str], None], depth: int, closing: str
         is_first = False
         if closing == "}":
             key: list[str] = []
-            if not (yield from _value(reader, key.append, MAX_DEPTH)):
+            if not (yield from _value(reader, written, key.append, MAX_DEPTH)):
                 return False
             text = "".join(key)
             sink(text if text.startswith('"') else json.dumps(text))
@@ -103,11 +116,11 @@ def _items(reader: Reader, sink: Callable[[str], None], depth: int, closing: str
                 sink(": null")
                 return False
             sink(": ")
-        if not (yield from _value(reader, sink, depth + 1)):
+        if not (yield from _value(reader, written, sink, depth + 1)):
             return False
 
 
-def _string(reader: Reader, sink: Callable[[str], None]) -> Parse[bool]:
+def _string(reader: Reader, sink: Sink) -> Parse[bool]:
     """Read a string literal: piece by piece, or whole where it has escapes that need Python's rules."""
     quote = yield from reader.accept("'''", '"""', "'", '"')
     sink('"')
@@ -116,6 +129,9 @@ def _string(reader: Reader, sink: Callable[[str], None]) -> Parse[bool]:
         if found != "\\":
             sink('"')
             return bool(found)
+        if simple := reader.matching(_PAIRS):
+            sink(quoted("".join([_SIMPLE[char] for char in ("\\" + simple)[1::2]])))
+            continue
         sink(quoted((yield from _escape(reader))))
 
 
@@ -136,3 +152,5 @@ _SIMPLE = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0",
     "\\": "\\", "'": "'", '"': '"', "\n": "", "": "\\",
 }  # fmt: skip
+# Several simple escapes, one behind the other, without the first backslash.
+_PAIRS = re.compile(r"""(?:[ntrbfav\\'"]\\)+(?=[ntrbfav\\'"])[ntrbfav\\'"]""")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Generator, Iterable
 from functools import cache
 from typing import TypeVar
 
+from trouper.frontends.dialects.json_scanner import JSONScanner
+
 T = TypeVar("T")
 Parse = Generator[None, None, T]
 Sink = Callable[[str], None]
@@ -19,10 +21,7 @@ Sink = Callable[[str], None]
 BLANK = frozenset(" \t\r\n")
 MAX_MARK = 64  # characters of the longest mark
 MAX_BLANKS = 256  # characters that are held back to see what follows them
-MAX_DEPTH = 64  # of nested JSON; what is deeper is no call
 _BLANKS = re.compile(r"[ \t\r\n]+")
-_STRUCTURE = re.compile(r'["{}\[\]]')
-_STRING_END = re.compile(r'["\\]')
 
 
 class Reader:
@@ -151,16 +150,24 @@ class Reader:
                 return ""
             yield
 
-    def until_soon(self, marks: Iterable[str], sink: Sink, max_length: int) -> Parse[str]:
-        """Read as `until`, but stop with "" after so many characters without a mark."""
-        marks, num_read = tuple(marks), 0
-        while not (mark := (yield from self.accept(*marks))):
-            char = yield from self.take(1)
-            num_read += 1
-            sink(char)
-            if not char or num_read > max_length:
-                return ""
-        return mark
+    def until_soon(self, marks: tuple[str, ...], max_length: int) -> Parse[tuple[str, str]]:
+        """Read up to and with the first of the marks, if it comes soon.
+
+        Returns:
+            The text before the mark and the mark.  Without a mark before the text is longer than `max_length`, or ends,
+            the mark is "" and the text one character longer, or all that is left.
+        """
+        pattern, longest = _any_of(marks), max(map(len, marks))
+        while True:
+            start, limit = self._position, self._position + max_length
+            found = pattern.search(self._text, start, limit + longest)
+            if found is not None and found.start() <= limit:
+                self._position = found.end()
+                return self._text[start : found.start()], found[0]
+            if self._has_ended or len(self._text) >= limit + longest:
+                self._position = min(limit + 1, len(self._text))
+                return self._text[start : self._position], ""
+            yield
 
     def take(self, length: int) -> Parse[str]:
         """Read so many characters, or fewer at the end."""
@@ -181,92 +188,59 @@ class Reader:
 
     def _overlap(self, marks: tuple[str, ...], longest: int) -> int:
         """Characters at the end of the text that may begin a mark."""
-        rest = len(self._text) - self._position
-        for length in range(min(longest - 1, rest), 0, -1):
-            tail = self._text[len(self._text) - length :]
-            if any(mark.startswith(tail) for mark in marks):
-                return length
+        tail = self._text[max(self._position, len(self._text) - longest + 1) :]
+        for i, char in enumerate(tail):
+            for mark in marks:
+                if char == mark[0] and mark.startswith(tail[i:]):
+                    return len(tail) - i
         return 0
 
-    def word(self, stops: frozenset[str], max_length: int) -> Parse[str]:
+    def word(self, stops: str, max_length: int) -> Parse[str]:
         """Read a word: everything up to one of the `stops`, or up to `max_length` characters."""
-        chars: list[str] = []
-        while (char := (yield from self.peek())) and char not in stops and len(chars) < max_length:
-            chars.append(char)
-            self._position += 1
-        return "".join(chars)
+        pattern, start = _none_of(stops), 0
+        while True:
+            found = pattern.match(self._text, self._position + start, self._position + max_length)
+            end = self._position + start if found is None else found.end()
+            start = end - self._position
+            is_cut = end == len(self._text) and start < max_length
+            if not is_cut or self._has_ended:
+                word = self._text[self._position : end]
+                self._position = end
+                return word
+            yield
+
+    def matching(self, pattern: re.Pattern[str]) -> str:
+        """Read what matches the pattern in the text that is here, "" if nothing does.  Waits for nothing."""
+        found = pattern.match(self._text, self._position)
+        if found is None:
+            return ""
+        self._position = found.end()
+        return found[0]
 
     def json_value(self, sink: Sink) -> Parse[bool]:
         """Read one JSON value; its characters go to `sink` as they stand.
 
-        Only strings, escapes and brackets are understood: what the model wrote is passed on, right or wrong.
-
         Returns:
-            Whether it was complete and not deeper than `MAX_DEPTH`.
+            Whether it was complete and not too deep.
         """
-        char = yield from self.peek()
-        if char == '"':
-            return (yield from self._json_string(sink))
-        if char not in ("{", "["):
+        if (yield from self.peek()) not in ('"', "{", "["):
             word = yield from self.word(_AFTER_LITERAL, MAX_LITERAL)
             sink(word)
             return bool(word)
-        return (yield from self._brackets(sink))
-
-    def _brackets(self, sink: Sink) -> Parse[bool]:
-        closing: list[str] = []
+        scanner = JSONScanner()
         while True:
-            found = yield from self._scan(_STRUCTURE, sink)
-            if not found:
-                return False
-            if found == '"':
-                self._position -= 1
-                if not (yield from self._json_string(sink)):
-                    return False
-                continue
-            if found in "{[":
-                if len(closing) == MAX_DEPTH:
-                    self._position -= 1
-                    return False
-                closing.append("}" if found == "{" else "]")
-            elif closing.pop() != found:
-                self._position -= 1
-                return False
-            sink(found)
-            if not closing:
-                return True
-
-    def _json_string(self, sink: Sink) -> Parse[bool]:
-        sink('"')
-        self._position += 1
-        while found := (yield from self._scan(_STRING_END, sink)):
-            if found == '"':
-                sink('"')
-                return True
-            if not (escaped := (yield from self.peek())):
-                sink("\\")
-                return False
-            self._position += 1
-            sink("\\" + escaped)
-        return False
-
-    def _scan(self, pattern: re.Pattern[str], sink: Sink) -> Parse[str]:
-        """Read up to and with a character of the pattern, which is returned and not passed on."""
-        while True:
-            found = pattern.search(self._text, self._position)
-            end = len(self._text) if found is None else found.start()
+            end = scanner.end_in(self._text, self._position)
+            is_open = end < 0
+            end = len(self._text) if is_open else end
             sink(self._text[self._position : end])
             self._position = end
-            if found is not None:
-                self._position += 1
-                return found[0]
-            if self._has_ended:
-                return ""
+            if not is_open or self._has_ended:
+                return not is_open and not scanner.is_too_deep
             yield
 
 
 MAX_LITERAL = 4096  # characters of a number or a word
-_AFTER_LITERAL = frozenset(",}] \t\r\n;<")
+_AFTER_LITERAL = ",}] \t\r\n;<"
 
 
 @cache
@@ -274,3 +248,8 @@ def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
     """Match the first mark in the text; of several at one place the longest."""
     longest_first = sorted(marks, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)))
+
+
+@cache
+def _none_of(stops: str) -> re.Pattern[str]:
+    return re.compile(f"[^{re.escape(stops)}]+")

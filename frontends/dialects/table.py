@@ -34,6 +34,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     call: tuple[str, str] = ("", "")  # around one
     body: Body = "object"
     name_end: tuple[str, ...] = ()  # between name and JSON
+    call_id: str = ""  # behind the name: an id, which is passed over
     name_prefix: str = ""  # left out of the name
     literal_quote: str = ""  # around strings
     tags: Tags | None = None
@@ -173,6 +174,7 @@ DIALECTS: tuple[Dialect, ...] = (
         call=("[TOOL_CALLS]", ""),
         body="named",
         name_end=("[ARGS]",),
+        call_id="[CALL_ID]",
     ),
     Dialect(
         name="lfm2",

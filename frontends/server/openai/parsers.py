@@ -26,6 +26,11 @@ class ParserChain:
     def __init__(self, parsers: Iterable[Parser] = ()) -> None:
         self._parsers = tuple(parsers)
 
+    @property
+    def is_empty(self) -> bool:
+        """Text passes as it is."""
+        return not self._parsers
+
     def feed(self, text: str, *, is_last: bool) -> Sequence[Part]:
         parts: Sequence[Part] = (Content(text),) if text else ()
         for parser in self._parsers:

@@ -1,0 +1,115 @@
+"""Find where a JSON object, array or string ends, in text that comes in pieces.
+
+Only strings, escapes and the depth of brackets are understood, not their kinds: what a model wrote is passed on, right or
+wrong.  A short piece is read bracket by bracket, a long one by array operations, which cost the same for every text.
+"""
+
+import re
+
+import numpy as np
+
+MAX_DEPTH = 64  # of nested JSON; what is deeper is no call
+LONG = 96  # characters; from here on array operations are faster at their worst than the other way
+AT_ONCE = 1 << 16  # characters: the arrays of one pass take a megabyte
+_TELLING = re.compile(r'["\\{}\[\]]')
+_QUOTE, _BACKSLASH = ord('"'), ord("\\")
+_DEPTHS = np.zeros(256, dtype=np.int8)  # by how much each character changes the depth
+_DEPTHS[[ord("{"), ord("[")]] = 1
+_DEPTHS[[ord("}"), ord("]")]] = -1
+
+
+class JSONScanner:
+    """The state of one value, which begins with a bracket or a quote."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False  # the character that comes next
+        self.is_too_deep = False
+        self._length = (
+            LONG  # read at once; it grows, so that a short value has little read behind its end
+        )
+
+    def __repr__(self) -> str:
+        return f"<JSONScanner: depth {self._depth}{', in a string' if self._in_string else ''}>"
+
+    def end_in(self, text: str, start: int) -> int:
+        """Read on.
+
+        Returns:
+            The position behind the value's last character; where it became too deep, the position of the bracket;
+            -1: the value goes on behind this text.
+        """
+        while start < len(text):
+            stop = min(start + self._length, len(text))
+            is_short = stop - start <= LONG
+            end = self._step(text, start, stop) if is_short else self._sweep(text, start, stop)
+            if end >= 0:
+                return end
+            start, self._length = stop, min(2 * self._length, AT_ONCE)
+        return -1
+
+    def _step(self, text: str, start: int, stop: int) -> int:
+        if self._is_escaped:
+            self._is_escaped = False
+            start += 1
+        while found := _TELLING.search(text, start, stop):
+            start, char = found.end(), found[0]
+            if char == "\\":
+                self._is_escaped = start == stop
+                start += 1
+            elif char == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string:
+                self._depth += 1 if char in "{[" else -1
+                if self._depth > MAX_DEPTH:
+                    self.is_too_deep = True
+                    return start - 1
+            else:
+                continue
+            if char != "\\" and self._depth <= 0 and not self._in_string:
+                return start
+        return -1
+
+    def _sweep(self, text: str, start: int, stop: int) -> int:
+        codes = np.frombuffer(text[start:stop].encode("latin-1", "replace"), dtype=np.uint8)
+        is_quote = codes == _QUOTE
+        escaped = self._escaped(codes)
+        if escaped is not None:
+            is_quote &= ~escaped
+        # odd: inside a string; a closing quote is outside again
+        num_quotes = np.cumsum(is_quote, dtype=np.int32) + int(self._in_string)
+        is_inside = (num_quotes & 1).astype(bool)
+        steps = _DEPTHS[codes]
+        steps[is_inside] = 0
+        if escaped is not None:
+            steps[escaped] = 0
+        depths = np.cumsum(steps, dtype=np.int32) + self._depth
+        is_end = (depths <= 0) & ~is_inside & (is_quote | (steps < 0))
+        is_end |= depths > MAX_DEPTH
+        end = int(is_end.argmax())
+        if is_end[end]:
+            self.is_too_deep = bool(depths[end] > MAX_DEPTH)
+            return start + end + (not self.is_too_deep)
+        self._depth, self._in_string = int(depths[-1]), bool(is_inside[-1])
+        return -1
+
+    def _escaped(self, codes: np.ndarray) -> np.ndarray | None:
+        """Tell which characters have an odd number of backslashes before them; None: there is no backslash."""
+        is_backslash = codes == _BACKSLASH
+        was_escaped, self._is_escaped = self._is_escaped, False
+        if not was_escaped and not is_backslash.any():
+            return None
+        places = np.arange(len(codes), dtype=np.int32)
+        # of the last character before each place that is no backslash; one before the text if it was escaped
+        is_other = ~is_backslash
+        if was_escaped:
+            is_other[0] = True
+        last_other = np.maximum.accumulate(np.where(is_other, places, np.int32(-1)))
+        num_before = np.empty_like(places)  # backslashes right before each place
+        num_before[0] = 0
+        num_before[1:] = places[:-1] - last_other[:-1]
+        escaped = (num_before & 1).astype(bool)
+        escaped[0] = was_escaped
+        self._is_escaped = bool(is_backslash[-1] and not escaped[-1])
+        return escaped
