@@ -14,7 +14,22 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens | UnsetType = UNSET
+    prompt_tokens_details: CachedTokens | UnsetType | None = UNSET
+    completion_tokens_details: UnsetType | None = UNSET
+
+    def without_details(self) -> "Usage":
+        """Return the usage that goes with the chunks of a stream."""
+        return Usage(self.prompt_tokens, self.completion_tokens, self.total_tokens)
+
+    def with_nulls(self) -> "Usage":
+        """Return the usage of a whole reply, which says null for details that it does not give."""
+        return Usage(
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.total_tokens,
+            self.prompt_tokens_details or None,
+            self.completion_tokens_details or None,
+        )
 
 
 class UsageCounter:

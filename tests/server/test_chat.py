@@ -27,7 +27,12 @@ async def test_a_stream_begins_with_the_role(client):
     first, *parts, last, usage, done = (await client.post(PATH, fields)).events
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"] == [
-        {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
     ]
     texts = [p["choices"][0]["delta"].get("content", "") for p in [*parts, last]]
     assert "".join(texts) == whole
@@ -68,7 +73,7 @@ async def test_logprobs(client, num_top):
     streamed = [
         entry["token"]
         for event in events[:-1]
-        for entry in event["choices"][0].get("logprobs", {}).get("content", ())
+        for entry in (event["choices"][0]["logprobs"] or {}).get("content", ())
     ]
     assert streamed == [entry["token"] for entry in content]
 

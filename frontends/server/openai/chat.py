@@ -18,12 +18,14 @@ from trouper.frontends.server.openai.logprobs import chat_logprobs, prompt_logpr
 from trouper.frontends.server.openai.parsers import ParserChain
 from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.openai.responses_types import (
+    FINGERPRINT,
     ChatChoice,
     ChatChunk,
     ChatDelta,
     ChatLogprobs,
     ChatReply,
     Message,
+    WholeMessage,
 )
 from trouper.frontends.server.openai.sampling import chat_params, parsed_request
 from trouper.frontends.server.openai.tools import CallDeltas, CallParser, tool_schemas
@@ -87,10 +89,12 @@ class ChatAdapter:
         chunks: list[ChatChunk] = []
         for index in range(self._num_choices):
             role = Message(role=self._role, content="")
-            chunks.append(self._chunk(ChatDelta(index=index, delta=role)))
+            bare = usage and Usage(usage.prompt_tokens, 0, usage.prompt_tokens)
+            chunks.append(self._chunk(ChatDelta(index=index, delta=role), bare))
+            chunks[-1].prompt_token_ids = None
             if self._echo:
                 echo = Message(content=self._echo)
-                chunks.append(self._chunk(ChatDelta(index=index, delta=echo), usage))
+                chunks.append(self._chunk(ChatDelta(index=index, delta=echo), bare))
         if self._request.return_token_ids:
             chunks[0].prompt_token_ids = output.prompt_token_ids
         return [StreamEvent(chunk) for chunk in chunks]
@@ -101,19 +105,25 @@ class ChatAdapter:
         tool_calls = calls.render(update.parts)
         if not (text or tool_calls or completion.finish_reason or completion.logprobs):
             return []
-        stop_reason = completion.stop_reason
         delta = ChatDelta(
             index=update.index,
             delta=Message(content=text or UNSET, tool_calls=tool_calls or UNSET),
-            logprobs=self._logprobs(completion) or UNSET,
+            logprobs=self._logprobs(completion),
             finish_reason=_finish_reason(completion, calls),
-            stop_reason=UNSET if stop_reason is None else stop_reason,
-            token_ids=completion.token_ids if self._request.return_token_ids else UNSET,
+            stop_reason=UNSET if completion.finish_reason is None else completion.stop_reason,
+            token_ids=completion.token_ids if self._request.return_token_ids else None,
         )
-        return [StreamEvent(self._chunk(delta, usage))]
+        chunk = self._chunk(delta, usage and usage.without_details())
+        if delta.finish_reason is not None and not self._ends_with_usage:
+            chunk.system_fingerprint = FINGERPRINT
+        return [StreamEvent(chunk)]
 
     def end(self, usage: Usage) -> list[StreamEvent]:
-        return [StreamEvent(self._chunk(None, usage))] if self._ends_with_usage else []
+        if not self._ends_with_usage:
+            return []
+        chunk = self._chunk(None, usage)
+        chunk.system_fingerprint = FINGERPRINT
+        return [StreamEvent(chunk)]
 
     # Whole
 
@@ -125,7 +135,7 @@ class ChatAdapter:
         for call in tool_calls:
             call.index = UNSET
         text = self._echo + update.text
-        message = Message(
+        message = WholeMessage(
             role=self._role,
             content=None if tool_calls and not text.strip() else text,
             tool_calls=tool_calls or UNSET,
@@ -137,7 +147,7 @@ class ChatAdapter:
                 logprobs=self._logprobs(completion),
                 finish_reason=_finish_reason(completion, calls),
                 stop_reason=completion.stop_reason,
-                token_ids=completion.token_ids if self._request.return_token_ids else UNSET,
+                token_ids=completion.token_ids if self._request.return_token_ids else None,
             )
         )
 
@@ -147,7 +157,7 @@ class ChatAdapter:
             created=self._created,
             model=self._model,
             choices=self._choices,
-            usage=usage,
+            usage=usage.with_nulls(),
         )
         if self._output is not None:
             if self._request.return_token_ids:

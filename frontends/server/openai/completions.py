@@ -3,7 +3,8 @@
 from collections import defaultdict
 from typing import Any, ClassVar, cast
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from trouper.errors import invalid
 from trouper.frontends.server.http.context import DONE, RequestContext
@@ -18,7 +19,10 @@ from trouper.frontends.server.openai.driver import drive
 from trouper.frontends.server.openai.logprobs import completion_logprobs, prompt_logprobs
 from trouper.frontends.server.openai.requests import CompletionRequest
 from trouper.frontends.server.openai.responses_types import (
+    FINGERPRINT,
     CompletionChoice,
+    CompletionChunk,
+    CompletionDelta,
     CompletionLogprobs,
     CompletionReply,
 )
@@ -77,43 +81,58 @@ class CompletionAdapter:
         return []
 
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
-        choice = self._choice(update)
-        return [StreamEvent(self._reply([choice], usage))] if _says_something(choice) else []
+        delta = self._delta(update)
+        if not _says_something(delta):
+            return []
+        is_last = delta.finish_reason is not None and not self._ends_with_usage
+        fingerprint = FINGERPRINT if is_last else UNSET
+        return [StreamEvent(self._chunk([delta], usage and usage.without_details(), fingerprint))]
 
     def end(self, usage: Usage) -> list[StreamEvent]:
-        return [StreamEvent(self._reply([], usage))] if self._ends_with_usage else []
+        return [StreamEvent(self._chunk([], usage, FINGERPRINT))] if self._ends_with_usage else []
 
     def add(self, update: ChoiceUpdate) -> None:
-        self._choices.append(self._choice(update))
+        choice = CompletionChoice(**msgspec.structs.asdict(self._delta(update)))
+        logprobs = update.output.prompt_logprobs
+        if logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(logprobs)
+        self._choices.append(choice)
 
     def reply(self, usage: Usage) -> CompletionReply:
-        return self._reply(sorted(self._choices, key=lambda choice: choice.index), usage)
-
-    def _reply(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionReply:
         return CompletionReply(
             id=self._id,
             created=self._created,
             model=self._model.name,
-            choices=choices,
-            usage=UNSET if usage is None else usage,
+            choices=sorted(self._choices, key=lambda choice: choice.index),
+            usage=usage.with_nulls(),
         )
 
-    def _choice(self, update: ChoiceUpdate) -> CompletionChoice:
+    def _chunk(
+        self, deltas: list[CompletionDelta], usage: Usage | None, fingerprint: str | UnsetType
+    ) -> CompletionChunk:
+        return CompletionChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model.name,
+            choices=deltas,
+            usage=UNSET if usage is None else usage,
+            system_fingerprint=fingerprint,
+        )
+
+    def _delta(self, update: ChoiceUpdate) -> CompletionDelta:
         completion, output = update.completion, update.output
-        choice = CompletionChoice(
+        delta = CompletionDelta(
             index=update.index,
             text=update.prompt_text + update.text,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
         )
         if self._request.return_token_ids:
-            choice.token_ids = completion.token_ids
-            choice.prompt_token_ids = output.prompt_token_ids if update.is_first else UNSET
-        if self._request.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+            delta.token_ids = completion.token_ids
+            delta.prompt_token_ids = output.prompt_token_ids if update.is_first else None
         if self._request.logprobs is not None:
-            choice.logprobs = self._logprobs(update)
-        return choice
+            delta.logprobs = self._logprobs(update)
+        return delta
 
     def _logprobs(self, update: ChoiceUpdate) -> CompletionLogprobs:
         completion, output = update.completion, update.output
@@ -134,9 +153,9 @@ class CompletionAdapter:
         return made
 
 
-def _says_something(choice: CompletionChoice) -> bool:
-    has_logprobs = choice.logprobs is not None and bool(choice.logprobs.tokens)
-    return bool(choice.text or choice.finish_reason or choice.token_ids or has_logprobs)
+def _says_something(delta: CompletionDelta) -> bool:
+    has_logprobs = delta.logprobs is not None and bool(delta.logprobs.tokens)
+    return bool(delta.text or delta.finish_reason or delta.token_ids or has_logprobs)
 
 
 def _prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:

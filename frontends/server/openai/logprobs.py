@@ -89,9 +89,7 @@ def _plain(position: LogprobsOnePosition) -> dict[int, dict[str, Any]]:
 
 
 def _shown(position: LogprobsOnePosition, chosen: int, num_top: int) -> list[tuple[int, Logprob]]:
-    """Return the `num_top` likeliest tokens, and the chosen one where it is not among them; 0: none at all."""
-    if num_top == 0:
-        return []
+    """Return the `num_top` likeliest tokens, and the chosen one where it is not among them."""
     top = sorted(position.items(), key=lambda item: -item[1].logprob)
     return [item for i, item in enumerate(top) if num_top == -1 or i < num_top or item[0] == chosen]
 

@@ -1,13 +1,19 @@
-"""The replies of completions and chats.  `UNSET` leaves a field out."""
+"""The replies of completions and chats.
+
+`UNSET` leaves a field out.  A whole reply says null where there is nothing to say, a chunk of a stream leaves most
+of that out: the keys are those that vLLM sends.
+"""
 
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from trouper import __version__
 from trouper.frontends.server.usage import Usage
 
 PromptLogprobs = list[dict[int, dict[str, Any]] | None]
+FINGERPRINT = f"trouper-{__version__}"
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -35,26 +41,45 @@ class ChatLogprobs(msgspec.Struct):
     content: list[ChatToken]
 
 
-class CompletionChoice(msgspec.Struct, kw_only=True):
+class CompletionDelta(msgspec.Struct, kw_only=True):
+    """The next piece of a choice in a stream."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionChoice(CompletionDelta, kw_only=True):
+    """One whole completion."""
+
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class CompletionChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionDelta]
+    usage: Usage | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET  # with the last chunk
 
 
 class CompletionReply(msgspec.Struct, kw_only=True):
-    """A whole completion, or one chunk of a stream."""
-
     id: str
     object: str = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType = UNSET
+    usage: Usage
+    service_tier: None = None
+    system_fingerprint: str = FINGERPRINT
+    kv_transfer_params: None = None
+    metrics: None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -77,13 +102,23 @@ class Message(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
+class WholeMessage(Message, kw_only=True):
+    """The message of a whole reply, with the fields of OpenAI's that a model of text never fills."""
+
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: str | None = None
+
+
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
-    message: Message
+    message: WholeMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatReply(msgspec.Struct, kw_only=True):
@@ -93,17 +128,21 @@ class ChatReply(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    service_tier: None = None
+    system_fingerprint: str = FINGERPRINT
+    kv_transfer_params: None = None
+    metrics: None = None
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
     index: int
     delta: Message
-    logprobs: ChatLogprobs | UnsetType = UNSET
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET  # with the last delta
+    token_ids: list[int] | UnsetType | None = UNSET  # not with the role
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -113,4 +152,5 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatDelta]
     usage: Usage | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET  # with the first chunk
+    system_fingerprint: str | UnsetType = UNSET  # with the last chunk

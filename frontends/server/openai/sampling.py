@@ -84,6 +84,7 @@ def parsed_request(
     """Return a request in the engine's terms, as far as completions and chats are alike."""
     options = request.stream_options
     is_forced = settings.force_include_usage
+    shows_usage = is_forced or bool(options and options.include_usage)
     return ParsedRequest(
         prompts=prompts,
         places=places,
@@ -95,8 +96,8 @@ def parsed_request(
             if (value := getattr(request, name)) is not None
         },
         is_stream=request.is_stream,
-        shows_usage=is_forced or bool(options and options.continuous_usage_stats),
-        ends_with_usage=is_forced or bool(options and options.include_usage),
+        shows_usage=shows_usage and (is_forced or bool(options and options.continuous_usage_stats)),
+        ends_with_usage=shows_usage,
         shows_cached=settings.enable_prompt_tokens_details,
     )
 
