@@ -107,6 +107,10 @@ class Ops(Protocol):
 class CpuOps(Ops, Protocol):
     """The operations on the CPU, whose tokens are `HostTokens`."""
 
+    def begin(self, positions_T: Tensor, slots_T: Tensor, rope_tables: Sequence[Tensor]) -> Any:
+        """Return what all layers of a step share whose tokens another stage has embedded."""
+        ...
+
     def plan(
         self,
         block_ids: np.ndarray,

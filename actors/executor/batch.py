@@ -37,8 +37,14 @@ def make_batch(
     slots: RequestSlots,
     windows: Sequence[int | None],
     plan_attention: Callable[..., Any],
+    *,
+    reads_some: bool = True,
 ) -> Batch:
-    """Gather the tokens of a plan, and plan their attention once for each window."""
+    """Gather the tokens of a plan, and plan their attention once for each window.
+
+    Args:
+        reads_some: whether only the states of tokens that sample are of use; not to a later stage.
+    """
     chosen = np.array(plan.request_slots, dtype=np.int64)
     starts = np.array(plan.num_computed_tokens, dtype=np.int64)
     counts = np.array(plan.num_scheduled_tokens, dtype=np.int64)
@@ -51,7 +57,7 @@ def make_batch(
     kv_slots_T = slots.block_ids[chosen_T, positions_T // size] * size + positions_T % size
     has_long_chunks = bool((counts > SHORT_CHUNK).any())
     read = None
-    if has_long_chunks and slots.with_prompt_logprobs.isdisjoint(plan.request_slots):
+    if reads_some and has_long_chunks and slots.with_prompt_logprobs.isdisjoint(plan.request_slots):
         samples = np.flatnonzero(plan.num_sampled_tokens)
         lone = chosen[samples], seq_lens[samples] - 1, np.ones_like(samples)
         read = LogitsIndices(

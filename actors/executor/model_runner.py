@@ -25,8 +25,8 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult]:
-        """Run a plan of the kind that the model is for, or launch it.
+    def execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult] | None:
+        """Run a plan of the kind that the model is for, or launch it; None: another stage answers.
 
         After an exception the rows of the plan must be given again.
         """

@@ -67,6 +67,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     new_sequences: tuple[NewSequence, ...] = ()
     new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (slot, ids appended to its table)
     copies: tuple[tuple[int, int], ...] = ()  # (from block, to block), before anything is computed
+    reads: int = 0  # the newest step whose samples are inputs of this one; 0: all are known
 
 
 class PoolEntry(msgspec.Struct, frozen=True):

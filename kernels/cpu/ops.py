@@ -148,9 +148,9 @@ class NativeOps:
         return x_TE, self.begin(tokens.positions_T, tokens.slots_T, rope_tables)
 
     def begin(
-        self, positions_T: Tensor, slots_T: Tensor, tables: Sequence[Tensor]
+        self, positions_T: Tensor, slots_T: Tensor, rope_tables: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        return positions_T, slots_T, [self._float32(table) for table in tables]
+        return positions_T, slots_T, [self._float32(table) for table in rope_tables]
 
     def rms_norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
         z_TE = padded(len(x_TE), x_TE.shape[1], x_TE.dtype)

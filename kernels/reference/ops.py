@@ -58,9 +58,9 @@ class TorchOps:
         return x_TE, self.begin(tokens.positions_T, tokens.slots_T, rope_tables)
 
     def begin(
-        self, positions_T: Tensor, slots_T: Tensor, tables: Sequence[Tensor]
+        self, positions_T: Tensor, slots_T: Tensor, rope_tables: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        return slots_T, [rotation_of(table, positions_T) for table in tables]
+        return slots_T, [rotation_of(table, positions_T) for table in rope_tables]
 
     def rms_norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x_TE, weight, self._config.norm_eps)

@@ -55,7 +55,7 @@ class Driver:
         if shuffle is not None:
             random.Random(shuffle).shuffle(self.free)
         self.free.reverse()
-        self.step = 0
+        self.step = 1
 
     def run(
         self,
@@ -104,6 +104,7 @@ class Driver:
             ),
             new_sequences=tuple(new_rows),
             new_blocks=tuple(new_blocks),
+            reads=self.step - 1 if any(s.num_computed >= len(s.prompt) for s in sequences) else 0,
         )
         done = self.runner.execute(plan)
         self.step += 1

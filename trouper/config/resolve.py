@@ -53,6 +53,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     watermark: float = 0.0  # share of all blocks that must stay free when a request is admitted
     enable_prefix_caching: bool = True
     max_steps_in_flight: int = 1
+    num_stages: int = 1  # of the pipeline
     seed: int = 0
 
 
@@ -69,6 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_worker_restarts: int = 3  # after losses that no request explains, in the window
     worker_restart_window_s: float = 300.0
     step_timeout_s: float | None = None  # None: learnt from the steps before
+    layer_partition: tuple[int, ...] | None = None  # layers by stage; None: of equal cost
     batch_invariant: bool = False  # a request's bits do not depend on its neighbours
     graphs: tuple[int, ...] | None = None  # sizes to capture, () = the device's own; None = none
     gpu_memory_utilization: float = 0.92  # of the GPU's memory
@@ -94,6 +96,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
     scheduler: SchedulerConfig
+
+    @property
+    def num_stages(self) -> int:
+        """Processes that the layers are shared out among."""
+        return self.scheduler.num_stages
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ class RecordedDecoderSteps:
         caches: of each layer.
         max_rows: of a step.
         arena: for the activations.
-        cores: to compute on.
+        hidden_TE: where the output of the stage before lies; None = tokens are embedded here.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class RecordedDecoderSteps:
         sampler: Sampler,
         max_rows: int,
         arena: Arena,
+        hidden_TE: Tensor | None = None,
     ) -> None:
+        self._hidden_TE = hidden_TE
         self._decoder, self._caches, self._sampler, self._arena = decoder, caches, sampler, arena
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
         self._inputs = np.zeros((3, self._max_rows), dtype=np.int64)  # ids, positions, slots
@@ -132,17 +134,19 @@ class RecordedDecoderSteps:
         decoder = self._decoder
         inputs = HostTokens(*(from_numpy(held[:num_rows]) for held in self._inputs))
         *draws, tokens = (held[:num_rows] for held in self._draws)
+        hidden_TE = None if self._hidden_TE is None else self._hidden_TE[:num_rows]
 
         def step() -> tuple[Tensor, Tensor | None]:
-            hidden_TE = decoder.forward(inputs, batch.plans, self._caches)
+            states_TE = decoder.forward(inputs, batch.plans, self._caches, hidden_TE=hidden_TE)
             if not self._has_logits(num_rows):
-                return hidden_TE, None
-            logits_TV = decoder.logits(hidden_TE)
+                return states_TE, None
+            logits_TV = decoder.logits(states_TE)
             if is_drawn:
                 self._sampler.draw(logits_TV, *draws, out=tokens)
-            return hidden_TE, logits_TV
+            return states_TE, logits_TV
 
-        return _RecordedStep(Recording(self._arena, inputs, step), batch.plans)
+        held = inputs if hidden_TE is None else (*inputs, hidden_TE)
+        return _RecordedStep(Recording(self._arena, held, step), batch.plans)
 
 
 class RecordedEncoderSteps:

@@ -22,7 +22,9 @@ from trouper.actors.executor.cpu.recorded_steps import ForwardOutput, RecordedDe
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.kv_memory import KVCache, kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_config
+from trouper.actors.executor.models.layer_split import traits_of
 from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.parallel.stages import Stage
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.results import make_step_done
@@ -49,11 +51,16 @@ class CpuRunner:
 
     Args:
         config: resolved; `model.path` holds safetensors unless `load_format` is "dummy".
+        stage: the part of the model that this is; None = all of it.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, stage: Stage | None = None) -> None:
         self._config = config
-        self._traits = decoder_traits(config.model.hf_config, config.model.architecture)
+        traits = decoder_traits(config.model.hf_config, config.model.architecture)
+        self._model_traits = traits
+        self._stage = stage or Stage(0, 1, 0, len(traits.layers))
+        self._traits = traits_of(self._stage, traits)  # of the layers that are here
+        self._hidden_TE: Tensor | None = None  # where the stage before this one puts its output
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._slots = RequestSlots(
             config.scheduler.max_num_seqs, config.max_model_len, config.block_size
@@ -121,6 +128,7 @@ class CpuRunner:
                     self._sampler,
                     self._config.scheduler.max_num_seqs,
                     self._arena,
+                    self._hidden_TE,
                 )
 
     def _load_decoder(self) -> Decoder[CpuOps]:
@@ -128,7 +136,7 @@ class CpuRunner:
         with ThreadPoolExecutor(1, "trouper-compile") as pool:
             ops = pool.submit(make_ops, ops_config(self._traits, self._dtype, config.block_size))
             draw = pool.submit(compile_sample)
-            decoder = load_decoder(config, self._traits, ops=ops.result)
+            decoder = load_decoder(config, self._model_traits, ops=ops.result, stage=self._stage)
             draw.result()
             return decoder
 
@@ -140,20 +148,31 @@ class CpuRunner:
         """Give back the memory.  Idempotent."""
         self.sleep(2)
 
-    def execute(self, plan: StepPlan | PoolPlan) -> StepDone:
+    def execute(self, plan: StepPlan | PoolPlan) -> StepDone | None:
         """Run one plan.  After an exception its sequences must be given again."""
         assert isinstance(plan, StepPlan), "this model generates"
+        return self._run(plan)[0]
+
+    def _run(self, plan: StepPlan) -> tuple[StepDone, Tensor | None]:
+        """Run a plan as far as the layers go that are here.
+
+        Returns:
+            The answer, which only the last stage fills in, and what the layers have made of all tokens, if there are any.
+        """
         if self._decoder is None or self._kv is None:
             raise RuntimeError("a step while weights or KV memory are absent")
         with torch.inference_mode():
             self._apply_changes(plan, self._kv)
             if not plan.request_slots:
-                return StepDone(plan.step, ())
-            batch = make_batch(plan, self._slots, self._traits.windows, self._decoder.ops.plan)
+                return StepDone(plan.step, ()), None
+            batch = self._make_batch(plan, self._decoder)
             sampling = np.flatnonzero(plan.num_sampled_tokens)
             output = self._forward(batch, sampling, self._decoder, self._kv)
+            if not self._stage.is_last:
+                return StepDone(plan.step, ()), output.hidden_TE
             prompt_logprobs = self._prompt_logprobs(plan, output.hidden_TE, batch, self._decoder)
-            return self._sample(plan, output, batch, sampling, prompt_logprobs)
+            done = self._sample(plan, output, batch, sampling, prompt_logprobs)
+            return done, output.hidden_TE
 
     def _apply_changes(self, plan: StepPlan, kv: KVCache) -> None:
         for new in plan.new_sequences:
@@ -162,6 +181,15 @@ class CpuRunner:
         for slot, block_ids in plan.new_blocks:
             self._slots.add_blocks(slot, block_ids)
         kv.copy_blocks(plan.copies)
+
+    def _make_batch(self, plan: StepPlan, decoder: Decoder[CpuOps]) -> Batch:
+        return make_batch(
+            plan,
+            self._slots,
+            self._traits.windows,
+            decoder.ops.plan,
+            reads_some=self._stage.is_last,
+        )
 
     def _forward(
         self, batch: Batch, sampling: np.ndarray, decoder: Decoder[CpuOps], kv: KVCache
@@ -173,7 +201,12 @@ class CpuRunner:
                 logger.info("steps are not recorded: %s", error)
                 self._recorded_steps = None
         with Lender(self._arena):
-            hidden = decoder.forward(batch.tokens, batch.plans, kv.layers, batch.embeds, batch.read)
+            hidden_TE = self._hidden_TE
+            if hidden_TE is not None:
+                hidden_TE = hidden_TE[: len(batch.tokens.ids_T)]
+            hidden = decoder.forward(
+                batch.tokens, batch.plans, kv.layers, batch.embeds, batch.read, hidden_TE
+            )
             return ForwardOutput(hidden)
 
     def _sample(

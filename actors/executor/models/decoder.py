@@ -8,7 +8,7 @@ nothing of sequences: the tokens of a step and the plans of their attention are 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from trouper.actors.executor.models.mlp import Mlp
 from trouper.actors.executor.models.rotary import make_rope_table
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
 from trouper.kernels.linear import LinearMethod
-from trouper.kernels.ops import Ops, OpsConfig
+from trouper.kernels.ops import CpuOps, Ops, OpsConfig
 
 OpsT = TypeVar("OpsT", bound=Ops)
 
@@ -63,8 +63,12 @@ class DecoderLayer:
 class Decoder(Generic[OpsT]):
     """The weights of a model, and its forward pass.
 
+    A stage of a pipeline has some of the layers: the first has the embedding, the last the norm and the head.
+
     Args:
-        embedding: [vocabulary, E].
+        traits: of the layers that are here.
+        embedding: [vocabulary, E]; None behind another stage.
+        norm: the last one; None ahead of another stage.
         head: None for a model that never gives logits.
         max_model_len: tokens of the longest sequence, which bounds the positions.
         ops: the operations between the products, for the device of the weights.
@@ -74,23 +78,25 @@ class Decoder(Generic[OpsT]):
         self,
         traits: DecoderTraits,
         *,
-        embedding: Tensor,
+        embedding: Tensor | None,
         layers: Sequence[DecoderLayer],
-        norm: Tensor,
+        norm: Tensor | None,
         head: LinearMethod | None,
         max_model_len: int,
         ops: OpsT,
+        dtype: torch.dtype,
     ) -> None:
         self.traits = traits
-        self.dtype = embedding.dtype
+        self.dtype = dtype
         self.ops = ops
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         # transformers rounds the scale to the model's dtype before it multiplies
         self._embedding_scale = float(torch.tensor(traits.embedding_scale, dtype=self.dtype))
         self._rope_tables = [
-            make_rope_table(rope, max_model_len, self.dtype).to(embedding.device)
-            for rope in traits.ropes
+            make_rope_table(rope, max_model_len, self.dtype) for rope in traits.ropes
         ]
+        if embedding is not None:
+            self._rope_tables = [table.to(embedding.device) for table in self._rope_tables]
 
     def forward(
         self,
@@ -99,8 +105,9 @@ class Decoder(Generic[OpsT]):
         caches: Sequence[Tensor],
         embeds: Sequence[tuple[int, Tensor]] = (),
         read: LogitsIndices | None = None,
+        hidden_TE: Tensor | None = None,
     ) -> Tensor:
-        """Compute the hidden states after the last norm; the caches gain this step's keys and values.
+        """Compute the hidden states after the last norm, or for the next stage; the caches gain this step's keys and values.
 
         Args:
             tokens: of the step, as the operations take them: `HostTokens` or `DeviceTokens`.
@@ -108,16 +115,14 @@ class Decoder(Generic[OpsT]):
             caches: of each layer [2, H, S, D].
             embeds: rows that stand for the embeddings of tokens: the first token, and the rows.
             read: the tokens whose states are read; None = all.
+            hidden_TE: what the stage before this one returned, which is overwritten; None = embed the tokens.
 
         Returns:
             [T, E], or [R, E] if only those are read.  Where the step is padded, T counts the padding, and
             the states of padding tokens are arbitrary.
         """
         ops = self.ops
-        x_TE, step = ops.begin_step(
-            tokens, self._embedding, self._embedding_scale, self._rope_tables
-        )
-        self._replace_embeddings(x_TE, embeds)
+        x_TE, step = self._begin_step(tokens, embeds, hidden_TE)
         first_norm = self._layers[0].attention_norm
         y_TE = x_TE if first_norm is None else ops.rms_norm(x_TE, first_norm)
         following = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
@@ -171,6 +176,19 @@ class Decoder(Generic[OpsT]):
         if self._head is None or not self._head.is_recordable:
             return None
         return num_rows * self._head.shape[0]
+
+    def _begin_step(
+        self, tokens: Any, embeds: Sequence[tuple[int, Tensor]], hidden_TE: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        if self._embedding is None:
+            assert hidden_TE is not None, "only the first stage embeds"
+            ops = cast("CpuOps", self.ops)  # stages are on the CPU
+            return hidden_TE, ops.begin(tokens.positions_T, tokens.slots_T, self._rope_tables)
+        x_TE, step = self.ops.begin_step(
+            tokens, self._embedding, self._embedding_scale, self._rope_tables
+        )
+        self._replace_embeddings(x_TE, embeds)
+        return x_TE, step
 
     def _replace_embeddings(self, x_TE: Tensor, embeds: Sequence[tuple[int, Tensor]]) -> None:
         for first, rows_PE in embeds:

@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from trouper.actors.executor.models.decoder import Decoder, DecoderLayer, OpsT
+from trouper.actors.executor.models.layer_split import traits_of
 from trouper.actors.executor.models.mlp import GatedMlp
 from trouper.actors.executor.models.registry import (
     EMBEDDING,
@@ -27,6 +28,7 @@ from trouper.actors.executor.models.registry import (
     outer_parameters,
 )
 from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.parallel.stages import Stage
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
 from trouper.actors.executor.weights.quantized import (
     Scheme,
@@ -158,8 +160,9 @@ def load_decoder(
     ops: Callable[[], OpsT],
     has_head: bool = True,
     device: torch.device | None = None,
+    stage: Stage | None = None,
 ) -> Decoder[OpsT]:
-    """Build the decoder of the config's model.
+    """Build the decoder of the config's model, or one stage of it.
 
     With a quantization the projections are quantised and the head is int8; the embedding stays as it is.
 
@@ -167,6 +170,7 @@ def load_decoder(
         ops: asked for last; they may be compiled while the weights are read.
         has_head: False for a model that pools.
         device: where the weights go, one after another; None = they stay in host memory.
+        stage: the part that is built; the whole checkpoint is checked all the same.
 
     Raises:
         TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
@@ -205,7 +209,14 @@ def load_decoder(
             value=load_format,
         )
     place = Placement(dtype, device, linear)
-    found = {p.name: _assemble(p, source, place) for p in outer}
+    stage = stage or Stage(0, 1, 0, num_layers)
+    has_head = has_head and stage.is_last
+    wanted = {"embedding"} if stage.is_first else set[str]()
+    if stage.is_last:
+        wanted |= {"norm"} | (
+            {"embedding" if traits.tied_embeddings else "head"} if has_head else set()
+        )
+    found = {p.name: _assemble(p, source, place) for p in outer if p.name in wanted}
     # The head is packed even where it is tied, and then exists twice: the lookup needs the plain
     # rows, the GEMM of a decode step runs 1.5-1.7 x faster on the packed ones (32000 x 1024 bf16, one
     # core: 5.9 -> 3.4 ms), and the price is one embedding, 7 % of the memory of a 0.5 B model.
@@ -218,15 +229,17 @@ def load_decoder(
         head = make_linear(
             found[name] if integers is None else integers, config=linear._replace(quantization=fmt)
         )
-    layers = [_layer(traits, i, source, place) for i in indices_shown(num_layers)]
+    indices = indices_shown(stage.last - stage.first)
+    layers = [_layer(traits, stage.first + i, source, place) for i in indices]
     return Decoder(
-        traits,
-        embedding=found["embedding"],
+        traits_of(stage, traits),
+        embedding=found["embedding"] if stage.is_first else None,
         layers=layers,
-        norm=found["norm"],
+        norm=found["norm"] if stage.is_last else None,
         head=head,
         max_model_len=config.max_model_len,
         ops=ops(),
+        dtype=dtype,
     )
 
 

@@ -1,0 +1,36 @@
+"""Which layers of a model a pipeline stage has, from the model's sizes.  Pure: all stages come to the same cut."""
+
+from typing import cast
+
+import msgspec
+
+from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
+from trouper.actors.executor.parallel.stages import Stage, split_layers
+from trouper.config.resolve import EngineConfig
+
+
+def model_stages(config: EngineConfig, traits: DecoderTraits) -> tuple[Stage, ...]:
+    """Cut the model as the config says: by its own partition, or by the bytes that a step reads.
+
+    Raises:
+        TrouperValidationError: there are more stages than layers, or the partition does not fit.
+    """
+    layer, head = _layer_size(traits), traits.vocab_size * traits.hidden_size
+    return split_layers(
+        [layer] * len(traits.layers),
+        config.num_stages,
+        head_cost=head,
+        partition=config.layer_partition,
+    )
+
+
+def traits_of(stage: Stage, traits: DecoderTraits) -> DecoderTraits:
+    """Return the traits of a stage's layers alone."""
+    layers = cast("tuple[LayerTraits, ...]", traits.layers[stage.first : stage.last])
+    return msgspec.structs.replace(traits, layers=layers)
+
+
+def _layer_size(traits: DecoderTraits) -> int:
+    """Count the weights of a layer's products."""
+    attention = 2 * traits.q_size + 2 * traits.kv_size
+    return traits.hidden_size * (attention + 3 * traits.mlp.intermediate_size)

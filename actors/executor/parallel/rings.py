@@ -1,0 +1,123 @@
+"""Rings between the processes of a pipeline: entries of bytes in shared memory, each with the step that it belongs to.
+
+A ring has one sender and one receiver. Its memory is a file without a name, and two counters that the kernel keeps say
+how many entries are filled and how many are empty; all three are inherited by descriptor, so nothing of them outlives the
+processes. Law: a side touches an entry only between taking it from one counter and giving it to the other, and
+the kernel orders memory at both.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from trouper.errors import DeviceStartError
+
+HEADER = np.dtype([("step", np.int64), ("num_bytes", np.int64)])
+LINE = 64  # bytes of an entry's header, so that the payload begins with a cache line
+AWAKE_S = (
+    2e-5  # of looking before sleeping: what the other side sends at once comes without a switch
+)
+
+
+class RingFiles(NamedTuple):
+    """The descriptors of a ring."""
+
+    memory: int
+    filled: int
+    empty: int
+
+
+def create_ring(num_entries: int, entry_bytes: int) -> RingFiles:
+    """Make a ring of entries of at most `entry_bytes`; its memory is there, or this fails.
+
+    Raises:
+        DeviceStartError: the memory or the descriptors are not to be had.
+    """
+    size = num_entries * _stride(entry_bytes)
+    files: list[int] = []
+    try:
+        files.append(os.memfd_create("trouper-ring", os.MFD_CLOEXEC))
+        os.posix_fallocate(files[0], 0, size)
+        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE
+        files.append(os.eventfd(0, flags))
+        files.append(os.eventfd(num_entries, flags))
+    except OSError as error:
+        for file in files:
+            os.close(file)
+        raise DeviceStartError(f"cannot share {size} bytes between stages: {error}") from None
+    return RingFiles(*files)
+
+
+class Ring:
+    """One side of a ring.  It takes the descriptors over, and closes them with itself."""
+
+    def __init__(self, files: RingFiles, num_entries: int, entry_bytes: int) -> None:
+        self._files = files
+        self._stride, self._entry_bytes = _stride(entry_bytes), entry_bytes
+        self._num_entries = num_entries
+        self._memory = mmap.mmap(files.memory, num_entries * self._stride)
+        self._bytes = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_entries, -1)
+        self._next = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<Ring of {self._num_entries} entries of {self._entry_bytes} bytes, at {self._next}>"
+        )
+
+    def send(self, step: int, payload: np.ndarray) -> None:
+        """Copy the payload, contiguous uint8, into an entry; waits for one that is empty."""
+        assert len(payload) <= self._entry_bytes
+        _take(self._files.empty, wait=True)
+        entry = self._bytes[self._next % self._num_entries]
+        entry[: HEADER.itemsize].view(HEADER)[0] = step, len(payload)
+        entry[LINE : LINE + len(payload)] = payload
+        self._next += 1
+        os.eventfd_write(self._files.filled, 1)
+
+    def receive(self, out: np.ndarray, *, wait: bool) -> tuple[int, int] | None:
+        """Copy the payload of the next entry to the beginning of `out`.
+
+        Returns:
+            Its step and its number of bytes; None if there is none and `wait` is False.
+        """
+        if not _take(self._files.filled, wait=wait):
+            return None
+        entry = self._bytes[self._next % self._num_entries]
+        step, num_bytes = entry[: HEADER.itemsize].view(HEADER)[0].tolist()
+        out[:num_bytes] = entry[LINE : LINE + num_bytes]
+        self._next += 1
+        os.eventfd_write(self._files.empty, 1)
+        return step, num_bytes
+
+    def close(self) -> None:
+        """Close the descriptors.  Idempotent; the memory goes with the last view of it."""
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                os.close(file)
+        self._files = RingFiles(-1, -1, -1)
+
+
+def _stride(entry_bytes: int) -> int:
+    return LINE + -(-entry_bytes // LINE) * LINE
+
+
+def _take(counter: int, *, wait: bool) -> bool:
+    """Take one from a counter of the kernel; awake for a moment, then asleep."""
+    awake_until = time.perf_counter() + AWAKE_S
+    while True:
+        try:
+            os.eventfd_read(counter)
+        except BlockingIOError:
+            if not wait:
+                return False
+        else:
+            return True
+        if time.perf_counter() > awake_until:
+            poll = select.poll()
+            poll.register(counter, select.POLLIN)
+            poll.poll()

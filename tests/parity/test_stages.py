@@ -1,0 +1,83 @@
+"""A model in stages says what it says whole: fp32, every architecture, one process or several."""
+
+import os
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.cpu.stage_runner import StageRunner
+from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.parallel.links import RingSizes, create_files
+from trouper.actors.messages.plans import Sampling
+
+from .driver import GREEDY, Driver, engine_config, random_prompts
+from .test_architectures import CASES, VOCAB, tiny_model
+
+PROMPTS = random_prompts((1, 7, 40, 33), VOCAB)
+SEEDED = Sampling(temperature=0.9, seed=5, top_k=20)
+
+
+class StagesInTurn:
+    """All stages of a model in this thread: each plan goes through them one after the other."""
+
+    def __init__(self, config, num_stages, partition=None):
+        scheduler = msgspec.structs.replace(config.scheduler, num_stages=num_stages)
+        config = msgspec.structs.replace(config, scheduler=scheduler, layer_partition=partition)
+        traits = decoder_traits(config.model.hf_config, config.model.architecture)
+        files = create_files(RingSizes.of(config, traits.hidden_size))
+        # each stage closes its own, as if it had inherited them
+        self.stages = [
+            StageRunner(config, index, duplicated(mine)) for index, mine in enumerate(files)
+        ]
+        for file in {file for mine in files for file in mine}:
+            os.close(file)
+
+    def load(self):
+        return min((stage.load() for stage in self.stages), key=lambda info: info.num_blocks)
+
+    def execute(self, plan):
+        *others, answer = [stage.execute(plan) for stage in self.stages]
+        assert others == [None] * len(others)
+        return answer
+
+    def close(self):
+        for stage in self.stages:
+            stage.close()
+
+
+def duplicated(files):
+    return [os.dup(file) for file in files]
+
+
+@contextmanager
+def stages_in_turn(*args, **options):
+    stages = StagesInTurn(*args, **options)
+    try:
+        yield stages
+    finally:
+        stages.close()
+
+
+def outputs(runner, **options):
+    driver = Driver(runner, chunk=13, shuffle=1, stagger=2, **options)
+    wishes = [GREEDY, SEEDED, Sampling(temperature=0.0, prompt_logprobs=2), GREEDY]
+    found = driver.run(PROMPTS, 12, wishes)
+    ranks = [[entry.rank for entry in s.prompt_logprobs] for s in found]
+    return [s.token_ids for s in found], ranks
+
+
+# Of each kind of norm, position and head one; the others run with the slow tests.
+DEFAULT = {"gemma2", "olmo2", "qwen3-tied", "smollm3"}
+EACH_CASE = [pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in CASES]
+
+
+@pytest.mark.parametrize("case", EACH_CASE)
+def test_two_and_three_stages_give_the_tokens_of_one(case, tmp_path):
+    tiny_model(*CASES[case], tmp_path)
+    config = engine_config(tmp_path)
+    expected = outputs(CpuRunner(config))
+    for num_stages in (2, 3):
+        with stages_in_turn(config, num_stages) as runner:
+            assert outputs(runner) == expected
