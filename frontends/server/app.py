@@ -17,6 +17,7 @@ from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.auth import Authenticator
 from trouper.frontends.server.errors import ErrorBody, HTTPError, describe, log, logger
+from trouper.frontends.server.http.access_log import access_line
 from trouper.frontends.server.http.body import ClientGone
 from trouper.frontends.server.http.context import (
     Receive,
@@ -90,10 +91,10 @@ class App:
 
     def _note(self, context: RequestContext) -> None:
         """Count the answer that has been sent, and log it."""
-        route = next((each.path for each in find(context.path).values()), "none")
-        self.service.metrics.note_answer(route, context.status)
+        route = next((each.path for each in find(context.path).values()), None)
+        self.service.metrics.note_answer(route or "none", context.status)
         if self._settings.logs_access and route not in self._settings.unlogged_paths:
-            access_log.info("%s %s %d %s", context.method[:8], route, context.status, context.id)
+            access_log.info("%s", access_line(context, route))
 
     def _find(self, context: RequestContext) -> Route | None:
         """Find the route of a request; None for OPTIONS, which is answered without content.

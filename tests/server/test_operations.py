@@ -1,6 +1,7 @@
 """Health, metrics, control routes, and who may ask."""
 
 import logging
+import re
 
 import anyio
 import pytest
@@ -9,7 +10,9 @@ from trouper import AsyncLLMEngine, EngineArgs, __version__
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.throughput import StepClock
 from trouper.frontends.server.app import App, create_app
+from trouper.frontends.server.http.access_log import access_line
 from trouper.frontends.server.http.async_logging import log_lines
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.metrics import expose
 from trouper.frontends.server.routes import ROUTES
 from trouper.frontends.server.settings import ServerSettings
@@ -242,10 +245,26 @@ async def test_the_access_log_has_a_line_for_each_answer_but_the_named(make_clie
     with log_lines("trouper.access", "info"):
         await client.get("/load", [("x-request-id", "mine")])
         await client.get("/version")
-        await client.get("/../etc/passwd")
-    first, second = capsys.readouterr().err.splitlines()
-    assert "GET /load 200" in first
-    assert "GET none 404" in second
+        await client.post(PATH, {"prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True})
+        await client.get("/v1/\n2026 forged\x1b[2J", method="G\nT")
+    load, tokens, unknown = capsys.readouterr().err.splitlines()
+    line = r"[\d-]+ [\d:,]+ (\S+) {} \d+\.\d{{3}} s {} [0-9a-f]{{32}}"
+    assert re.fullmatch(line.format("GET /load 200", "-") + " mine", load)
+    assert re.fullmatch(line.format("POST /v1/completions 200", r"3\+5 tokens"), tokens)
+    assert re.fullmatch(line.format(r"G_T /v1/_2026_forged__2J 404", "-"), unknown)
+
+
+@pytest.mark.parametrize(
+    ("client", "shown"),
+    [(("127.0.0.1", 4), "127.0.0.1:4"), (("::1", 4), "[::1]:4"), (None, "-"), (("", None), "-")],
+)
+def test_the_access_log_names_the_address_of_the_client(client, shown):
+    scope = {"path": "/", "method": "GET", "headers": [], "client": client}
+    context = RequestContext(scope, None, None)
+    context.status = 200
+    assert access_line(context, "/").startswith(f"{shown} GET / 200 ")
+    context.status = 0
+    assert " GET / left " in access_line(context, "/")
 
 
 async def test_what_is_refused_is_told_from_the_level_of_debug_on(client, capsys):

@@ -6,6 +6,7 @@ Laws.  One response per request; after the client has left, sending does nothing
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from secrets import token_hex
+from time import perf_counter
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -45,6 +46,8 @@ class RequestContext:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.headers = [(bytes(name).lower(), bytes(value)) for name, value in headers]
         self._firsts = dict(reversed(self.headers))
+        self.client = _address(scope.get("client"))
+        self._began = perf_counter()
         self.id = token_hex(16)  # names the request in the engine and in the log
         self.client_id = _sanitised(self.header(b"x-request-id"))
         self.is_gone = False
@@ -69,6 +72,11 @@ class RequestContext:
 
     def __repr__(self) -> str:
         return f"<RequestContext {self.method} {self.path[:40]!r} {self.id}>"
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the head of the request has come."""
+        return perf_counter() - self._began
 
     @property
     def request_id(self) -> str:
@@ -206,6 +214,13 @@ class RequestContext:
             self.is_gone = True  # servers may raise it when the client has left
         finally:
             self._is_sending = False
+
+
+def _address(client: tuple[str, int | None] | None) -> str:
+    """Return the peer's address, which is the proxy's where there is one, or `-` of a socket file."""
+    host, port = client or ("", None)
+    host = f"[{host}]" if ":" in host else host or "-"
+    return host if port is None else f"{host}:{port}"
 
 
 def _sanitised(value: bytes | None) -> str | None:
