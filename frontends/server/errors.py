@@ -100,6 +100,9 @@ class ErrorForm(NamedTuple):
     render: Callable[[ErrorBody, str], object]  # takes the request's id, too
     event: str | None  # the name of an error's event in a stream
     stream_end: bytes  # what follows that event
+    render_event: Callable[[ErrorBody, int], object] | None = (
+        None  # if it differs; takes its number
+    )
 
 
 def _openai_body(problem: ErrorBody, request_id: str) -> object:

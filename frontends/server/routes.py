@@ -15,10 +15,8 @@ from trouper.frontends.server.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ResponsesRequest,
     TokenizeRequest,
 )
-from trouper.frontends.server.openai.responses import create_response
 from trouper.frontends.server.openai.responses_types import ChatReply, CompletionReply
 from trouper.frontends.server.ops import control, operations
 from trouper.frontends.server.ops.openapi import describe
@@ -31,6 +29,9 @@ from trouper.frontends.server.pooling.requests import (
     RerankRequest,
     ScoreRequest,
 )
+from trouper.frontends.server.responses.errors import RESPONSES_ERRORS
+from trouper.frontends.server.responses.requests import ResponsesRequest
+from trouper.frontends.server.responses.routes import create_response
 
 MODE = {"enum": ["abort", "wait", "keep"]}
 TAGS = {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}}
@@ -39,7 +40,6 @@ MODEL = f"{operations.MODELS}{{id}}"
 GENERATING = (
     ("/v1/completions", create_completion, CompletionRequest, CompletionReply),
     ("/v1/chat/completions", create_chat, ChatRequest, ChatReply),
-    ("/v1/responses", create_response, ResponsesRequest, None),
 )
 ROUTES = (
     Route("GET", "/health", "public", operations.ready, kind="empty"),
@@ -57,6 +57,10 @@ ROUTES = (
     *(
         Route("POST", path, "user", handler, body, generates=True, reply=reply)
         for path, handler, body, reply in GENERATING
+    ),
+    Route(
+        "POST", "/v1/responses", "user", create_response, ResponsesRequest, generates=True,
+        errors=RESPONSES_ERRORS,
     ),
     Route(
         "POST", "/v1/messages", "user", create_message, MessagesRequest, generates=True,

@@ -45,7 +45,8 @@ RESPONSES = {
     "previous_response_id": NO_MEMORY,
     "conversation": NO_MEMORY,
     "background": "use stream",
-    "tools": NO_TOOLS,
+    "truncation": "leave items out yourself",
+    "top_logprobs": "use /v1/chat/completions",
     "prompt": "put the text of the prompt into input or instructions",
 }
 MESSAGES = {
@@ -70,6 +71,8 @@ NEUTRAL: dict[str, Any] = {
     "length_penalty": 1.0,
     "thinking_token_budget": -1,
     "modalities": ["text"],
+    "truncation": "disabled",
+    "top_logprobs": 0,
     "function_call": "none",
     "tool_choice": {"type": "none"},
     "thinking": {"type": "disabled"},

@@ -8,6 +8,7 @@ from trouper.frontends.server.app import create_app
 from trouper.frontends.server.settings import ServerSettings
 
 from .client import Client
+from .scripted import ScriptedEngine, completion, output
 
 SMALL = {
     "max_model_len": 512,
@@ -47,6 +48,27 @@ def make_client(engine):
         return Client(create_app(engine, ServerSettings(**settings)), headers)
 
     return make_client
+
+
+@pytest.fixture
+def says(engine):
+    """A client of a server whose model says these pieces, every time; `client.engine.asked` is what it was asked."""
+
+    def says(*pieces, finish_reason="stop", stop_reason=None, **settings):
+        def script(number, params):
+            for i, piece in enumerate(pieces):
+                is_last = i == len(pieces) - 1
+                end = (
+                    {"finish_reason": finish_reason, "stop_reason": stop_reason} if is_last else {}
+                )
+                yield output(completion(piece, i, **end), is_last=is_last)
+
+        scripted = ScriptedEngine(engine, script)
+        client = Client(create_app(scripted, ServerSettings(**settings)))
+        client.engine = scripted
+        return client
+
+    return says
 
 
 @pytest.fixture

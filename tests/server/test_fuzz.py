@@ -11,9 +11,9 @@ from trouper.frontends.server.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ResponsesRequest,
     TokenizeRequest,
 )
+from trouper.frontends.server.responses.requests import ResponsesRequest
 
 pytestmark = pytest.mark.anyio
 

@@ -225,7 +225,7 @@ def chosen(params):
 def ordered(body):
     """Without clocks and drawn ids; frames of several choices by choice, for their order is drawn."""
     body = re.sub(r'"(created|created_at)":\d+', r'"\1":0', body)
-    body = re.sub(r"msg_[0-9a-f]{32}", "msg_0", body)
+    body = re.sub(r"(msg|resp|call|fc|rs)_[0-9a-f]{32}", r"\1_0", body)
     if '"object":"text_completion"' not in body or "\n\n" not in body:
         return body
 

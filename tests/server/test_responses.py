@@ -1,16 +1,26 @@
-"""`/v1/responses`."""
+"""`/v1/responses`: items in and out, tools, formats, and the events in the order of OpenAI's types."""
 
 import json
 
 import pytest
+from openai._models import construct_type
+from openai.types.responses import Response, ResponseStreamEvent
 
 pytestmark = pytest.mark.anyio
 
 PATH = "/v1/responses"
 GREEDY = {"input": "hi", "temperature": 0, "max_output_tokens": 6}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "name": "f", "description": "adds", "parameters": PARAMETERS}
+WITH_TOOL = {"input": "hi", "tools": [TOOL]}
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
+OUTPUT_ITEM = {"type": "function_call_output", "call_id": "c", "output": "2"}
+ADDED, DONE = "response.output_item.added", "response.output_item.done"
 
 
 def named_events(body):
+    """The events of a stream, each of which the client's types hold."""
     frames = body.decode().split("\n\n")
     assert frames[-1] == ""
     found = []
@@ -18,12 +28,21 @@ def named_events(body):
         name, data = frame.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
+        typed = construct_type(type_=ResponseStreamEvent, value=event)
+        type(typed).model_validate(event, strict=True)
         found.append(event)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
+
+
+def kinds_of(events):
+    kinds = [event["type"] for event in events]
+    return [kind for i, kind in enumerate(kinds) if not i or kind != kinds[i - 1]]
 
 
 async def test_a_whole_answer(client):
     reply = (await client.post(PATH, GREEDY)).json
+    Response.model_validate(reply, strict=True)
     chat = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 6}
     wanted = (await client.post("/v1/chat/completions", chat)).json
     (item,) = reply["output"]
@@ -37,7 +56,6 @@ async def test_a_whole_answer(client):
 async def test_a_stream_of_typed_events(client):
     whole = (await client.post(PATH, GREEDY)).json
     events = named_events((await client.post(PATH, {**GREEDY, "stream": True})).body)
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
@@ -47,30 +65,150 @@ async def test_a_stream_of_typed_events(client):
     assert events[-1]["response"]["usage"]["output_tokens"] == 6
 
 
-async def test_instructions_and_parts(client):
+async def test_a_call_is_an_item(says):
+    reply = (await says(CALL).post(PATH, WITH_TOOL)).json
+    Response.model_validate(reply, strict=True)
+    (call,) = reply["output"]
+    assert call.pop("id").startswith("fc_")
+    assert call.pop("call_id").startswith("call_")
+    assert call == {
+        "type": "function_call", "status": "completed", "name": "f", "arguments": '{"a": 1}',
+    }  # fmt: skip
+    assert (reply["tools"], reply["tool_choice"], reply["status"]) == ([TOOL], "auto", "completed")
+
+
+@pytest.mark.parametrize("pieces", [[CALL], list(CALL)])
+async def test_a_streamed_call_has_its_own_events(says, pieces):
+    events = named_events((await says(*pieces).post(PATH, {**WITH_TOOL, "stream": True})).body)
+    assert kinds_of(events) == [
+        "response.created", "response.in_progress", ADDED,
+        "response.function_call_arguments.delta", "response.function_call_arguments.done",
+        DONE, "response.completed",
+    ]  # fmt: skip
+    added, done, last = (next(e for e in events if e["type"] == kind) for kind in (ADDED, DONE, "response.completed"))  # fmt: skip
+    assert (added["item"]["status"], added["item"]["arguments"]) == ("in_progress", "")
+    assert "".join(e["delta"] for e in events if "delta" in e) == '{"a": 1}'
+    assert last["response"]["output"] == [done["item"]]
+    assert done["item"] == {**added["item"], "status": "completed", "arguments": '{"a": 1}'}
+
+
+async def test_several_calls_are_several_items_with_ids_of_their_own(says):
+    two = f"[{CALL}, {CALL}]"
+    events = named_events((await says(*two).post(PATH, {**WITH_TOOL, "stream": True})).body)
+    items = events[-1]["response"]["output"]
+    assert [item["type"] for item in items] == ["function_call"] * 2
+    assert len({item["id"] for item in items} | {item["call_id"] for item in items}) == 4
+    assert [e["output_index"] for e in events if e["type"] == ADDED] == [0, 1]
+
+
+async def test_a_call_that_is_cut_is_incomplete(says):
+    reply = (await says(CALL[:-4], finish_reason="length").post(PATH, WITH_TOOL)).json
+    assert (reply["status"], reply["output"][-1]["status"]) == ("incomplete", "incomplete")
+    assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+async def test_an_empty_answer_is_an_empty_message(says):
+    events = named_events((await says("").post(PATH, {"input": "hi", "stream": True})).body)
+    (item,) = events[-1]["response"]["output"]
+    assert item["content"] == [{"type": "output_text", "text": "", "annotations": []}]
+
+
+async def test_the_items_of_an_assistant_turn_are_one_message_of_the_chat(says):
+    client = says("two")
     fields = {
-        **GREEDY, "instructions": "be brief",
+        **WITH_TOOL,
+        "instructions": "be brief",
         "input": [
             {"role": "developer", "content": "x"},
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "y"}]},
+            {"role": "user", "content": [{"type": "input_text", "text": "y"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "z"}]},
+            CALL_ITEM, {**CALL_ITEM, "call_id": "d"},
+            OUTPUT_ITEM, {**OUTPUT_ITEM, "call_id": "d", "output": [{"type": "input_text", "text": "3"}]},
+            {"role": "assistant", "content": "done"},
         ],
     }  # fmt: skip
     assert (await client.post(PATH, fields)).status == 200
+    prompt, *_ = client.engine.asked[0]
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    assert prompt["messages"] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "system", "content": "x"},
+        {"role": "user", "content": [{"type": "input_text", "text": "y"}]},
+        {
+            "role": "assistant",
+            "reasoning_content": "r",
+            "content": [{"type": "output_text", "text": "z"}],
+            "tool_calls": [
+                {"id": id, "type": "function", "function": function} for id in ("c", "d")
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+        {"role": "tool", "tool_call_id": "d", "content": [{"type": "input_text", "text": "3"}]},
+        {"role": "assistant", "content": "done"},
+    ]
+    (tool,) = prompt["tools"]
+    assert tool == {
+        "type": "function",
+        "function": {"name": "f", "description": "adds", "parameters": PARAMETERS},
+    }
 
 
+async def test_the_output_of_a_response_is_input_of_the_next(client, says):
+    reply = (await says(f"[{CALL}, {CALL}]").post(PATH, WITH_TOOL)).json
+    outputs = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "2"}
+        for item in reply["output"]
+    ]
+    items = [{"role": "user", "content": "hi"}, *reply["output"], *outputs]
+    assert (await client.post(PATH, {**GREEDY, "input": items})).status == 200
+
+
+@pytest.mark.parametrize("choice", ["none", "auto"])
+async def test_a_choice_without_tools_is_allowed(client, choice):
+    fields = {**GREEDY, "tools": [], "tool_choice": choice}
+    assert (await client.post(PATH, fields)).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
         ({"input": []}, 400, "input"), ({"input": None}, 400, "input"),
         ({"input": [{"role": 1}]}, 400, "input[0].role"),
+        ({"instructions": "x", "input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input[0].content[0]"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"max_output_tokens": 513}, 400, "max_output_tokens"),
         ({"input": "x" * 100_000}, 400, "input"), ({"temperature": 3}, 400, "temperature"),
-        ({"previous_response_id": "x"}, 400, "previous_response_id"), ({"tools": [{}]}, 400, "tools"),
-        ({"input": [{"type": "function_call_output"}]}, 400, "input[0]"),
-        ({"text": {"format": {}}}, 400, "text.format"), ({"model": "x"}, 404, None),
+        ({"previous_response_id": "x"}, 400, "previous_response_id"),
+        ({"tools": [{}]}, 400, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
+        ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, 400, "tools[1].name"),
+        ({"tools": [{**TOOL, "parameters": 1}]}, 400, "tools[0].parameters"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, 400, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, 400, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, 400, "tool_choice.tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [3]}}, 400, "tool_choice.tools[0].type"),
+        ({"input": [OUTPUT_ITEM]}, 400, "input[0].call_id"),
+        ({"input": [CALL_ITEM, {**OUTPUT_ITEM, "output": None}]}, 400, "input[1].output"),
+        ({"input": [{**CALL_ITEM, "arguments": {}}]}, 400, "input[0].arguments"),
+        ({"input": [{"type": "web_search_call"}]}, 400, "input[0].type"),
+        ({"input": [{"type": 1}]}, 400, "input[0].type"),
+        ({"input": [{"type": "reasoning", "content": [{}]}]}, 400, "input[0].content"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, 400, "input[0].encrypted_content"),
+        ({"include": ["reasoning.encrypted_content"]}, 400, "include"),
+        ({"truncation": "auto"}, 400, "truncation"),
+        ({"text": {"format": {}}}, 400, "text.format"),
+        ({"text": {"format": {"type": "json_schema"}}}, 400, "text.format"),
+        ({"model": "x"}, 404, None),
     ],
 )  # fmt: skip
-async def test_what_is_refused(client, fields, status, param):
-    answer = await client.post(PATH, {**GREEDY, **fields})
+async def test_what_is_refused(client, fields, status, param, stream):
+    answer = await client.post(PATH, {**GREEDY, **fields, "stream": stream})
     assert (answer.status, answer.error["param"]) == (status, param)
+
+
+async def test_a_built_in_tool_is_named(client):
+    answer = await client.post(PATH, {**GREEDY, "tools": [{"type": "web_search"}]})
+    assert "web_search" in answer.error["message"]
+    assert answer.error["code"] == "not_supported"

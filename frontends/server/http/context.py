@@ -56,6 +56,7 @@ class RequestContext:
         self.status = 0  # of the answer
         self.is_stream = False
         self.num_sends = 0
+        self.num_events = 0  # of the stream so far
         self.tenant = ""  # which of the keys
         self.timeout_s = 0.0  # once its head has been read
         self.served: Sequence[Route] = ()  # by the listener it came to
@@ -171,6 +172,7 @@ class RequestContext:
         )
 
     async def send_event(self, content: object, name: str | None = None) -> None:
+        self.num_events += 1
         head = b"" if name is None else b"event: %b\n" % name.encode()
         await self._send_chunk(b"%bdata: %b\n\n" % (head, encode(content)))
 
@@ -188,7 +190,11 @@ class RequestContext:
             body = form.render(problem, self.request_id)
             await self.send_json(body, problem.status, problem.headers)
         elif self.is_stream:
-            await self.send_event(form.render(problem, self.request_id), form.event)
+            if form.render_event is None:
+                content = form.render(problem, self.request_id)
+            else:
+                content = form.render_event(problem, self.num_events)
+            await self.send_event(content, form.event)
             await self.end_events(form.stream_end)
 
     async def _start(self, status: int, headers: Headers) -> None:

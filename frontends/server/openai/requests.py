@@ -141,30 +141,6 @@ def _put_back_part(part: dict[str, Any], strings: dict[str, memoryview]) -> None
         part["data"] = strings.pop(data, data)
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """`POST /v1/responses` for conversations without memory."""
-
-    PASSED_OVER: ClassVar[tuple[str, ...]] = ("user", "metadata")
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.RESPONSES
-
-    input: str | list[dict[str, Any]]
-    model: str | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stream: bool | None = None
-    priority: Int64 | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
-    text: dict[str, Any] | None = None
-    store: bool | None = None  # nothing is stored, and the answer says so
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-
-
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """`POST /tokenize`: a text or a conversation."""
 

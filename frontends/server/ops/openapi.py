@@ -95,7 +95,7 @@ def _operation(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     is_looked_up = route.body is not None or "{" in route.path
     statuses = ANYWHERE + (TAKING_WORK if is_looked_up else ())
     statuses += (409,) if route.access == "admin" else ()
-    name = "Error" if route.errors is OPENAI_ERRORS else "NamedError"
+    name = "Error" if route.errors.render is OPENAI_ERRORS.render else "NamedError"
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     for status in sorted(statuses):
         found["responses"][str(status)] = {"description": TYPES[status], "content": error}

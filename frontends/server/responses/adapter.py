@@ -1,0 +1,212 @@
+"""The adapter of responses, whole or as typed events.  Pure.
+
+A conversation of items becomes a `ChatRequest`, and the same rules hold.
+"""
+
+from typing import Any, ClassVar, cast
+
+import msgspec
+
+from trouper.errors import invalid
+from trouper.frontends.server.openai.adapter import (
+    ChoiceUpdate,
+    ParsedRequest,
+    ReplyHead,
+    ServedModel,
+    StreamEvent,
+)
+from trouper.frontends.server.openai.blocks import AnswerBlocks
+from trouper.frontends.server.openai.chat import ChatAdapter
+from trouper.frontends.server.openai.requests import ChatRequest, ResponseFormat
+from trouper.frontends.server.responses.conversation import Transcript
+from trouper.frontends.server.responses.items import EventWriter, output_item
+from trouper.frontends.server.responses.requests import ResponsesRequest
+from trouper.frontends.server.responses.tools import chat_tool_choice, chat_tools
+from trouper.frontends.server.unsupported import unsupported
+from trouper.frontends.server.usage import Usage
+from trouper.outputs import CompletionOutput, RequestOutput
+
+JSONObject = dict[str, Any]
+CLIENT_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+SAME_NAME = (
+    "model", "temperature", "top_p", "top_k", "seed", "stream", "priority", "cache_salt",
+    "parallel_tool_calls",
+)  # fmt: skip
+ENCRYPTED = "reasoning.encrypted_content"
+
+
+class ResponsesTurn:
+    """A request, and the conversation that it continues as a chat.
+
+    Raises:
+        TrouperValidationError, UnsupportedFeatureError: naming the field.
+    """
+
+    def __init__(self, body: ResponsesRequest) -> None:
+        self.body = body
+        self.model = body.model
+        self.request_id = body.request_id
+        self.items = input_items(body)
+        self.conversation = Transcript(body.instructions)
+        self.conversation.extend(self.items)
+
+    def as_chat(self) -> ChatRequest:
+        body = self.body
+        if ENCRYPTED in (body.include or ()):
+            raise unsupported("include", f"{ENCRYPTED} is not; the text of it is in the answer")
+        tools = chat_tools(body.tools)
+        fields = {name: getattr(body, name) for name in SAME_NAME}
+        return ChatRequest(
+            messages=self.conversation.messages,
+            max_completion_tokens=body.max_output_tokens,
+            response_format=_response_format(body),
+            reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+            tools=tools,
+            tool_choice=chat_tool_choice(body.tool_choice, has_tools=tools is not None),
+            **fields,
+        )
+
+
+class ResponsesAdapter:
+    """A response with the blocks of the answer as its items."""
+
+    STREAM_END: ClassVar[bytes] = b""  # the last event says that it is the last
+
+    @staticmethod
+    def parse(request: ResponsesTurn, model: ServedModel) -> ParsedRequest:
+        parsed = ChatAdapter.parse(request.as_chat(), model)
+        return msgspec.structs.replace(parsed, shows_usage=False, shows_cached=True)
+
+    @staticmethod
+    def client_name(request: ResponsesTurn, parameter: str) -> str:
+        if parameter.startswith("tools["):
+            return parameter.replace(".function", "", 1)
+        name = request.conversation.client_name(parameter)
+        return CLIENT_NAMES.get(name, name)
+
+    def __init__(
+        self, request: ResponsesTurn, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
+    ) -> None:
+        self._blocks = AnswerBlocks()
+        self._unique_id = head.unique_id
+        self._events = EventWriter(head.unique_id)
+        self._last: CompletionOutput | None = None
+        self._response = _new_response(request.body, parsed, model.name, head)
+
+    def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
+        event, response = self._events.event, self._response
+        return [
+            event("response.created", response=response),
+            event("response.in_progress", response=response),
+        ]
+
+    def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
+        self._last = update.completion
+        is_last = update.completion.finish_reason is not None
+        changes = self._blocks.feed(update.parts, is_last=is_last)
+        return [event for change in changes for event in self._events.render(change)]
+
+    def end(self, usage: Usage) -> list[StreamEvent]:
+        changes = self._blocks.end(is_cut=not self._is_whole)
+        events = [event for change in changes for event in self._events.render(change)]
+        response = self._finished(usage)
+        return [*events, self._events.event(f"response.{response['status']}", response=response)]
+
+    def add(self, update: ChoiceUpdate) -> None:
+        self._last = update.completion
+        self._blocks.feed(update.parts, is_last=True)
+
+    def reply(self, usage: Usage) -> JSONObject:
+        self._blocks.end(is_cut=not self._is_whole)
+        return self._finished(usage)
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._last is not None and self._last.finish_reason == "stop"
+
+    def _finished(self, usage: Usage) -> JSONObject:
+        """Return the response, all blocks ended; the last of a cut answer is incomplete, as the answer is."""
+        is_cut = self._last is not None and self._last.finish_reason == "length"
+        details = {"reason": "max_output_tokens" if is_cut else "aborted"}
+        status = "completed" if self._is_whole else "incomplete"
+        *whole, last = self._blocks.all
+        return {
+            **self._response,
+            "status": status,
+            "incomplete_details": None if self._is_whole else details,
+            "output": [
+                *(output_item(block, self._unique_id, "completed") for block in whole),
+                output_item(last, self._unique_id, status),
+            ],
+            "usage": _counts(usage),
+        }
+
+
+def input_items(request: ResponsesRequest) -> list[JSONObject]:
+    """Return the input as items; a text is a message of the user."""
+    if isinstance(request.input, str):
+        return [{"type": "message", "role": "user", "content": request.input}]
+    if not request.input:
+        raise invalid("input", "must not be empty")
+    return request.input
+
+
+def _new_response(
+    request: ResponsesRequest, parsed: ParsedRequest, model_name: str, head: ReplyHead
+) -> JSONObject:
+    reasoning = request.reasoning
+    return {
+        "id": f"resp_{head.unique_id}",
+        "object": "response",
+        "created_at": head.created,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "model": model_name,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
+        "store": False,
+        "temperature": parsed.params.temperature,
+        "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+        "top_p": parsed.params.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "metadata": request.metadata or {},
+    }
+
+
+def _counts(usage: Usage) -> JSONObject:
+    details = usage.prompt_tokens_details
+    num_cached = 0 if isinstance(details, msgspec.UnsetType) else details.cached_tokens
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
+    """Read `text.format`, which has the fields of a schema beside its type."""
+    given: Any = (request.text or {}).get("format")
+    if given is None:
+        return None
+    if not isinstance(given, dict) or not isinstance(cast("JSONObject", given).get("type"), str):
+        raise invalid("text.format", "must have a type")
+    fields = cast("JSONObject", given)
+    kind, schema = fields["type"], fields.get("schema")
+    return ResponseFormat(type=kind, json_schema=None if schema is None else {"schema": schema})
