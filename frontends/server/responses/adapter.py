@@ -23,7 +23,7 @@ from trouper.frontends.server.responses.items import EventWriter, output_item
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.responses.tools import chat_tool_choice, chat_tools
 from trouper.frontends.server.unsupported import unsupported
-from trouper.frontends.server.usage import Usage
+from trouper.frontends.server.usage import CachedTokens, Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 
 JSONObject = dict[str, Any]
@@ -190,7 +190,7 @@ def _new_response(
 
 def _counts(usage: Usage) -> JSONObject:
     details = usage.prompt_tokens_details
-    num_cached = 0 if isinstance(details, msgspec.UnsetType) else details.cached_tokens
+    num_cached = details.cached_tokens if isinstance(details, CachedTokens) else 0
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
