@@ -114,6 +114,25 @@ class ServerOptions:
         dict[str, Any] | None,
         _server("Default variables of the chat template.", parser=json_object, metavar="JSON"),
     ] = None
+    tool_call_parser: Annotated[
+        str,
+        _server(
+            "Dialect of the model's tool calls: auto reads it off the chat template, none looks for no calls."
+        ),
+    ] = "auto"
+    enable_auto_tool_choice: Annotated[
+        bool, _server("Accepted from vLLM's command lines: tools need no flag.", hidden=True)
+    ] = False
+    reasoning_parser: Annotated[
+        str,
+        _server(
+            "Marks around the model's reasoning: auto reads them off the chat template, none leaves it in the text."
+        ),
+    ] = "auto"
+    reasoning_field: Annotated[
+        Literal["reasoning", "reasoning_content", "both"],
+        _server("Field of a message that holds the reasoning."),
+    ] = "reasoning"
     enable_prompt_tokens_details: Annotated[
         bool, _server("Report cached prompt tokens in the usage.", "--enable-prompt-tokens-details")
     ] = False
@@ -287,6 +306,9 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         response_role=options.response_role,
         trust_request_chat_template=options.trust_request_chat_template,
         default_chat_template_kwargs=options.default_chat_template_kwargs or {},
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        reasoning_field=options.reasoning_field,
         enable_prompt_tokens_details=options.enable_prompt_tokens_details,
         force_include_usage=options.enable_force_include_usage,
         return_tokens_as_token_ids=options.return_tokens_as_token_ids,

@@ -5,44 +5,37 @@ is content.  An answer may begin inside a message's header, since the prompt end
 """
 
 from trouper.frontends.dialects.calls import CallWriter
-from trouper.frontends.dialects.events import Content, EventList, Reasoning
-from trouper.frontends.dialects.reader import Parse, Reader
+from trouper.frontends.dialects.reader import Parse, Reader, Sink
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MAX_HEADER = 512
 
 
-def read_channels(reader: Reader, events: EventList, calls: CallWriter) -> Parse[None]:
+def read_channels(reader: Reader, calls: CallWriter, content: Sink, reason: Sink) -> Parse[None]:
     """Read message after message to the end of the answer."""
-
-    def content(text: str) -> None:
-        events.add(Content(text))
-
     marks = (CHANNEL, START, *ENDS)
     while calls.step() and (mark := (yield from reader.until(marks, content))):
         if mark in ENDS:
             continue
         text, found = yield from reader.until_soon((MESSAGE, *ENDS), MAX_HEADER)
         if found == MESSAGE:
-            yield from _message(reader, text, events, calls)
+            yield from _message(reader, text, calls, content, reason)
         elif mark == CHANNEL or not found:  # not a header after all
             content(mark + text + found)
     yield from reader.rest(content)
 
 
-def _message(reader: Reader, header: str, events: EventList, calls: CallWriter) -> Parse[None]:
+def _message(
+    reader: Reader, header: str, calls: CallWriter, content: Sink, reason: Sink
+) -> Parse[None]:
     channel = header.rpartition(CHANNEL)[2].split(maxsplit=1)[0] if header.strip() else ""
     recipient = header.partition("to=functions.")[2]
-    if recipient:
+    if recipient and calls.schemas:
         name = recipient.split("<", 1)[0].split(maxsplit=1)
         if name and calls.start(name[0]):
             yield from reader.skip_blanks()
             yield from reader.until((*ENDS, START), calls.arguments)
             calls.end()
             return
-
-    def note(text: str) -> None:
-        events.add(Reasoning(text) if channel == "analysis" else Content(text))
-
-    yield from reader.until((*ENDS, START), note)
+    yield from reader.until((*ENDS, START), reason if channel == "analysis" else content)

@@ -15,7 +15,7 @@ from trouper.frontends.dialects.calls import CallWriter, Schemas
 from trouper.frontends.dialects.channels import read_channels
 from trouper.frontends.dialects.events import Content, EventList, ParserEvent, Reasoning
 from trouper.frontends.dialects.reader import Parse, Reader
-from trouper.frontends.dialects.table import Dialect
+from trouper.frontends.dialects.table import Dialect, Span
 
 MAX_BARE = 256  # characters of an answer that may be a call without marks, until it names a tool
 FENCES = ("```json", "```tool_call", "```python", "```")
@@ -27,8 +27,8 @@ class AnswerParser:
     Args:
         dialect: how the model marks what.
         schemas: JSON schemas of the tools' parameters, by name; empty: no calls are looked for.
+        reasoning: the marks around the reasoning; None: none is looked for.
         begins_in_reasoning: the prompt has opened the reasoning already.
-        has_reasoning: reasoning is looked for at all.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class AnswerParser:
         dialect: Dialect,
         schemas: Schemas | None = None,
         *,
+        reasoning: Span | None = None,
         begins_in_reasoning: bool = False,
-        has_reasoning: bool = True,
     ) -> None:
         self._dialect = dialect
         self._schemas = schemas or {}
         self._begins_in_reasoning = begins_in_reasoning
-        self._has_reasoning = has_reasoning
+        self._reasoning = reasoning
         self._events = EventList()
         self._reader = Reader()
         self._parse = self._read_answer()
@@ -80,10 +80,11 @@ class AnswerParser:
     def _read_answer(self) -> Parse[None]:
         reader, calls = self._reader, CallWriter(self._events, self._schemas)
         if self._dialect.body == "channels":
-            yield from read_channels(reader, self._events, calls)
+            reason = self._content if self._reasoning is None else self._reason
+            yield from read_channels(reader, calls, self._content, reason)
             return
-        if self._has_reasoning and self._dialect.reasoning is not None:
-            yield from self._read_reasoning(*self._dialect.reasoning)
+        if self._reasoning is not None:
+            yield from self._read_reasoning(*self._reasoning)
         if self._schemas:
             yield from self._read_bare_calls(calls)
             if self._dialect.marks:

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+Span = tuple[str, str]  # the marks around something
 Body = Literal["object", "array", "named", "tagged", "python", "literals", "channels"]
 
 
@@ -29,9 +30,9 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     aliases: tuple[str, ...] = ()  # vLLM's names of its parsers
     reasoning_aliases: tuple[str, ...] = ()
-    reasoning: tuple[str, str] | None = ("<think>", "</think>")
-    section: tuple[str, str] = ("", "")  # around all calls
-    call: tuple[str, str] = ("", "")  # around one
+    reasoning: Span | None = ("<think>", "</think>")
+    section: Span = ("", "")  # around all calls
+    call: Span = ("", "")  # around one
     body: Body = "object"
     name_end: tuple[str, ...] = ()  # between name and JSON
     call_id: str = ""  # behind the name: an id, which is passed over
@@ -73,7 +74,7 @@ DIALECTS: tuple[Dialect, ...] = (
         name="openai",
         aliases=("openai",),
         reasoning_aliases=("openai_gptoss",),
-        reasoning=None,  # a channel
+        reasoning=("<|channel|>analysis<|message|>", "<|end|>"),
         call=("<|channel|>", ""),
         body="channels",
     ),

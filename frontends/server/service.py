@@ -8,9 +8,10 @@ import anyio
 import anyio.to_thread
 
 from trouper.actors.observability.metrics import LIMITS
+from trouper.actors.rendering.text import template_text
 from trouper.config.resolve import EngineConfig
 from trouper.errors import RetryableRequestError, TrouperNotFoundError
-from trouper.frontends.dialects.table import detect
+from trouper.frontends.dialects.answer_format import AnswerFormat, answer_format
 from trouper.frontends.server.admission.codel import QueueDelay
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate, AdmissionTicket
 from trouper.frontends.server.admission.overload import Ladder, Level, memory_used
@@ -58,7 +59,7 @@ class Service:
         )  # chats to be tokenised: templates may take long
         self._ladder = Ladder()
         self._proved_at = -math.inf  # the last round trip
-        self.dialect = detect("")  # of the model's tool calls
+        self.answers = AnswerFormat()  # of the model's tool calls and reasoning
         self._engine: AsyncLLMEngine | None = None
         self._open: dict[str, RequestContext] = {}  # by the engine's id, the oldest first
 
@@ -84,10 +85,21 @@ class Service:
         self.gate.num_prefill_tokens = lambda: engine.statistics().num_prefill_tokens
         self.gate.delay = QueueDelay(self.settings.max_queue_delay_s)
         self.metrics.prefix = config.metrics_prefix
-        tokenizer = engine.engine.tokenizer
-        templates = {} if tokenizer is None else tokenizer.chat_templates
-        self.dialect = detect("\n".join(templates.values()))
+        self.answers = self._answer_format(engine.engine)
         self._engine = engine
+
+    def _answer_format(self, engine: "Engine") -> AnswerFormat:
+        tokenizer, own_template = engine.tokenizer, template_text(engine.config.chat_template)
+        if tokenizer is None:
+            return AnswerFormat()
+        added = tokenizer.added_tokens
+        return answer_format(
+            tokenizer.chat_templates.values() if own_template is None else [own_template],
+            {text: id for id, text in added.items()},
+            {text for id, text in added.items() if id in tokenizer.special_ids},
+            tool_call_parser=self.settings.tool_call_parser,
+            reasoning_parser=self.settings.reasoning_parser,
+        )
 
     def drain(self) -> None:
         """Refuse new requests from now on; readiness says so."""

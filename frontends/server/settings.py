@@ -1,11 +1,12 @@
 """The settings of a server, which are fixed when it starts."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from trouper.errors import TrouperValidationError
+from trouper.frontends.dialects.answer_format import AUTO, check_parser_name
 
 KIB, MIB = 2**10, 2**20
 
@@ -41,6 +42,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     response_role: str = "assistant"
     trust_request_chat_template: bool = False
     default_chat_template_kwargs: dict[str, Any] = {}  # where a request says nothing
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
+    reasoning_field: Literal["reasoning", "reasoning_content", "both"] = "reasoning"
     enable_prompt_tokens_details: bool = False
     force_include_usage: bool = False
     return_tokens_as_token_ids: bool = False
@@ -54,6 +58,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     unlogged_paths: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_parser_name("tool_call_parser", self.tool_call_parser)
+        check_parser_name("reasoning_parser", self.reasoning_parser)
         for name, keys in (("api_key", self.api_keys), ("admin_key", (self.admin_key,))):
             if any(key is not None and not key.strip() for key in keys):
                 raise TrouperValidationError(f"{name}: a key must not be empty", parameter=name)

@@ -10,12 +10,16 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int
 
 
+class ReasoningUsage(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | UnsetType | None = UNSET
-    completion_tokens_details: UnsetType | None = UNSET
+    completion_tokens_details: ReasoningUsage | UnsetType | None = UNSET
 
     def without_details(self) -> "Usage":
         """Return the usage that goes with the chunks of a stream."""
@@ -40,6 +44,7 @@ class UsageCounter:
         self._num_cached = [0] * num_prompts
         self._shows_cached = shows_cached
         self._num_completion = 0
+        self._num_reasoning: int | None = None  # None: it is not looked for
 
     def add(self, i: int, output: RequestOutput) -> None:
         """Count a new output of prompt `i`, which holds only tokens that no output before it held."""
@@ -47,10 +52,17 @@ class UsageCounter:
         self._num_cached[i] = output.num_cached_tokens or self._num_cached[i]
         self._num_completion += sum(len(choice.token_ids) for choice in output.outputs)
 
+    def add_reasoning(self, num_tokens: int | None) -> None:
+        """Count tokens that are reasoning, among those of the completion; None: it is not looked for."""
+        if num_tokens is not None:
+            self._num_reasoning = (self._num_reasoning or 0) + num_tokens
+
     @property
     def usage(self) -> Usage:
         num_prompt = sum(self._num_prompt)
         usage = Usage(num_prompt, self._num_completion, num_prompt + self._num_completion)
         if self._shows_cached:
             usage.prompt_tokens_details = CachedTokens(sum(self._num_cached))
+        if self._num_reasoning is not None:
+            usage.completion_tokens_details = ReasoningUsage(self._num_reasoning)
         return usage

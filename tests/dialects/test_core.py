@@ -34,7 +34,8 @@ def plain(event):
 
 
 def parse(name, pieces, **options):
-    parser, merged = AnswerParser(BY_NAME[name], TOOLS, **options), events.EventList()
+    dialect, merged = BY_NAME[name], events.EventList()
+    parser = AnswerParser(dialect, TOOLS, reasoning=dialect.reasoning, **options)
     for piece in pieces:
         for event in parser.feed(piece):
             merged.add(event)

@@ -46,7 +46,7 @@ def chained(engine, monkeypatch):
 
         def with_parsers(request, model):
             chain = lambda: ParserChain(kind() for kind in kinds)  # noqa: E731
-            return msgspec.structs.replace(parse(request, model), make_parsers=chain)
+            return msgspec.structs.replace(parse(request, model), make_parsers=lambda _: chain())
 
         monkeypatch.setattr(ChatAdapter, "parse", staticmethod(with_parsers))
         return Client(create_app(ScriptedEngine(engine, script)))

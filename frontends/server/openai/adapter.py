@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 
-from trouper.frontends.dialects.events import Content
-from trouper.frontends.dialects.table import Dialect
+from trouper.frontends.dialects.answer_format import AnswerFormat
+from trouper.frontends.dialects.events import Content, Reasoning
 from trouper.frontends.server.openai.parsers import ParserChain, Part
 from trouper.frontends.server.settings import ServerSettings
 from trouper.frontends.server.usage import Usage
@@ -36,7 +36,7 @@ class ServedModel(NamedTuple):
     default_sampling: Mapping[str, Any]  # of the model's generation_config.json
     max_model_len: int
     token_text: Callable[[int], str]
-    dialect: Dialect
+    answers: AnswerFormat
 
 
 class ReplyHead(NamedTuple):
@@ -61,7 +61,8 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     shows_cached: bool = False  # in the usage
     shows_prompt: bool = False  # its text begins each choice
     is_prompt_only: bool = False  # what is generated is dropped
-    make_parsers: Callable[[], ParserChain] = ParserChain  # for each choice
+    # for each choice, from the output that it begins with
+    make_parsers: Callable[[RequestOutput], ParserChain] = lambda _: ParserChain()
 
 
 class ChoiceUpdate(msgspec.Struct, frozen=True):
@@ -77,6 +78,10 @@ class ChoiceUpdate(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         return "".join([part.text for part in self.parts if isinstance(part, Content)])
+
+    @property
+    def reasoning(self) -> str:
+        return "".join([part.text for part in self.parts if isinstance(part, Reasoning)])
 
 
 class StreamEvent(NamedTuple):

@@ -1,9 +1,11 @@
 """`POST /v1/chat/completions`: the adapter of chats."""
 
+from functools import partial
 from typing import ClassVar
 
 from msgspec import UNSET
 
+from trouper.frontends.dialects.answer_format import ReasoningTokens
 from trouper.frontends.server.http.context import DONE, RequestContext
 from trouper.frontends.server.openai.adapter import (
     ChoiceUpdate,
@@ -15,7 +17,12 @@ from trouper.frontends.server.openai.adapter import (
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
 from trouper.frontends.server.openai.driver import drive
 from trouper.frontends.server.openai.logprobs import chat_logprobs, prompt_logprobs
-from trouper.frontends.server.openai.parsers import ParserChain
+from trouper.frontends.server.openai.parsers import (
+    CallsAndReasoning,
+    Parser,
+    ParserChain,
+    WithoutReasoning,
+)
 from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.openai.responses_types import (
     FINGERPRINT,
@@ -28,7 +35,7 @@ from trouper.frontends.server.openai.responses_types import (
     WholeMessage,
 )
 from trouper.frontends.server.openai.sampling import chat_params, parsed_request
-from trouper.frontends.server.openai.tools import CallDeltas, CallParser, tool_schemas
+from trouper.frontends.server.openai.tools import CallDeltas, JSONObject, tool_schemas
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.usage import Usage
 from trouper.outputs import CompletionOutput, RequestOutput
@@ -51,10 +58,11 @@ class ChatAdapter:
         prompt = chat_prompt(request, model.settings)
         params = chat_params(request, model.default_sampling, model.max_model_len)
         parsed = parsed_request(request, model.settings, [prompt], ["messages"], params)
-        if schemas := tool_schemas(request.tools, request.tool_choice):
-            # marks may be special tokens, and without them no call is found
-            params.skip_special_tokens = False
-            parsed.make_parsers = lambda: ParserChain([CallParser(model.dialect, schemas)])
+        schemas = tool_schemas(request.tools, request.tool_choice)
+        if (schemas and model.answers.tools is not None) or model.answers.reasoning is not None:
+            if model.answers.has_special_marks:
+                params.skip_special_tokens = False
+            parsed.make_parsers = partial(_parsers, request, model, schemas)
         return parsed
 
     @staticmethod
@@ -78,6 +86,7 @@ class ChatAdapter:
         if request.add_generation_prompt is False:
             self._role = str(request.messages[-1].get("role", self._role))
         self._echo = _echoed(request, self._role)
+        self._reasoning_field = model.settings.reasoning_field
         self._calls = [CallDeltas(head.unique_id, i) for i in range(self._num_choices)]
         self._choices: list[ChatChoice] = []
         self._output: RequestOutput | None = None
@@ -103,11 +112,14 @@ class ChatAdapter:
         completion, text = update.completion, update.text
         calls = self._calls[update.index]
         tool_calls = calls.render(update.parts)
-        if not (text or tool_calls or completion.finish_reason or completion.logprobs):
+        is_news = text or update.reasoning or tool_calls or completion.logprobs
+        if not (is_news or completion.finish_reason):
             return []
+        message = Message(content=text or UNSET, tool_calls=tool_calls or UNSET)
+        self._put_reasoning(update.reasoning, message)
         delta = ChatDelta(
             index=update.index,
-            delta=Message(content=text or UNSET, tool_calls=tool_calls or UNSET),
+            delta=message,
             logprobs=self._logprobs(completion),
             finish_reason=_finish_reason(completion, calls),
             stop_reason=UNSET if completion.finish_reason is None else completion.stop_reason,
@@ -140,6 +152,7 @@ class ChatAdapter:
             content=None if tool_calls and not text.strip() else text,
             tool_calls=tool_calls or UNSET,
         )
+        self._put_reasoning(update.reasoning, message)
         self._choices.append(
             ChatChoice(
                 index=update.index,
@@ -168,6 +181,13 @@ class ChatAdapter:
 
     # Both
 
+    def _put_reasoning(self, text: str, message: Message) -> None:
+        """Put the reasoning, if there is any, into the fields of the message that are to hold it."""
+        if text and self._reasoning_field != "reasoning_content":
+            message.reasoning = text
+        if text and self._reasoning_field != "reasoning":
+            message.reasoning_content = text
+
     def _chunk(self, delta: ChatDelta | None, usage: Usage | None = None) -> ChatChunk:
         return ChatChunk(
             id=self._id,
@@ -186,6 +206,24 @@ class ChatAdapter:
         return chat_logprobs(
             completion.token_ids, completion.logprobs, num_top, as_ids=self._as_ids
         )
+
+
+def _parsers(
+    request: ChatRequest, model: ServedModel, schemas: dict[str, JSONObject], output: RequestOutput
+) -> ParserChain:
+    """Make the parsers of a choice that begins with this output."""
+    answers, prompt = model.answers, output.prompt or ""
+    parsers: list[Parser] = [CallsAndReasoning(answers.parser(schemas, prompt))]
+    if request.include_reasoning is False:
+        parsers.append(WithoutReasoning())
+    if answers.reasoning is None:
+        return ParserChain(parsers)
+    tokens = ReasoningTokens(
+        answers.reasoning,
+        begins_inside=answers.begins_in_reasoning(prompt),
+        text_of=model.token_text,
+    )
+    return ParserChain(parsers, tokens)
 
 
 def _finish_reason(completion: CompletionOutput, calls: CallDeltas) -> str | None:

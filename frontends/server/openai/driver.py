@@ -140,10 +140,11 @@ class Driver:
         chain = self._chains.get(index)
         is_first = chain is None
         if chain is None:
-            chain = self._chains[index] = self._parsed.make_parsers()
+            chain = self._chains[index] = self._parsed.make_parsers(output)
         parts = await _parsed_in_turns(
             chain, completion.text, is_last=completion.finish_reason is not None
         )
+        self._counter.add_reasoning(chain.count_reasoning(completion.token_ids))
         prompt_text = prompt_text if is_first else ""
         return ChoiceUpdate(index, is_first, parts, completion, output, prompt_text)
 
@@ -191,5 +192,5 @@ def _served_model(service: Service, name: str | None) -> ServedModel:
         config.model.default_sampling,
         config.max_model_len,
         service.token_text,
-        service.dialect,
+        service.answers,
     )

@@ -7,7 +7,9 @@ neighbours of one kind are joined; so a parser holds back only what may still tu
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from trouper.frontends.dialects.events import Content, ParserEvent
+from trouper.frontends.dialects.answer_format import ReasoningTokens
+from trouper.frontends.dialects.core import AnswerParser
+from trouper.frontends.dialects.events import Content, ParserEvent, Reasoning
 
 Part = ParserEvent
 
@@ -20,11 +22,38 @@ class Parser(Protocol):
         ...
 
 
-class ParserChain:
-    """The parsers of one choice, each fed with what the one before it gives."""
+class CallsAndReasoning:
+    """The link that finds reasoning and tool calls in the text of one choice."""
 
-    def __init__(self, parsers: Iterable[Parser] = ()) -> None:
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+
+    def feed(self, parts: Sequence[Part], *, is_last: bool) -> Sequence[Part]:
+        events: list[ParserEvent] = []
+        for part in parts:
+            events += self._parser.feed(part.text) if isinstance(part, Content) else [part]
+        return events + self._parser.end() if is_last else events
+
+
+class WithoutReasoning:
+    """The link that drops the reasoning, for a client that does not want it."""
+
+    def feed(self, parts: Sequence[Part], *, is_last: bool) -> Sequence[Part]:
+        return [part for part in parts if not isinstance(part, Reasoning)]
+
+
+class ParserChain:
+    """The parsers of one choice, each fed with what the one before it gives.
+
+    Args:
+        reasoning_tokens: counts the tokens of the choice that are reasoning; None: there is none.
+    """
+
+    def __init__(
+        self, parsers: Iterable[Parser] = (), reasoning_tokens: ReasoningTokens | None = None
+    ) -> None:
         self._parsers = tuple(parsers)
+        self._reasoning_tokens = reasoning_tokens
 
     @property
     def is_empty(self) -> bool:
@@ -36,3 +65,7 @@ class ParserChain:
         for parser in self._parsers:
             parts = parser.feed(parts, is_last=is_last)
         return parts
+
+    def count_reasoning(self, token_ids: Sequence[int]) -> int | None:
+        """Return how many of the next tokens are reasoning; None: it is not looked for."""
+        return None if self._reasoning_tokens is None else self._reasoning_tokens.add(token_ids)

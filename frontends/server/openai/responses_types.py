@@ -99,6 +99,8 @@ class ToolCall(msgspec.Struct, kw_only=True):
 class Message(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -109,7 +111,7 @@ class WholeMessage(Message, kw_only=True):
     annotations: None = None
     audio: None = None
     function_call: None = None
-    reasoning: str | None = None
+    reasoning: str | UnsetType | None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

@@ -1,13 +1,11 @@
-"""Tools of a chat: their check, and the parser that finds calls in the answer.  Pure."""
+"""Tools of a chat: their check, and the calls of the answer as replies have them.  Pure."""
 
 import re
 from collections.abc import Sequence
 from typing import Any, cast
 
 from trouper.errors import invalid
-from trouper.frontends.dialects.core import AnswerParser
-from trouper.frontends.dialects.events import Arguments, CallStarted, Content, ParserEvent
-from trouper.frontends.dialects.table import Dialect
+from trouper.frontends.dialects.events import Arguments, CallStarted, ParserEvent
 from trouper.frontends.server.openai.responses_types import FunctionCall, ToolCall
 from trouper.frontends.server.unsupported import NO_GRAMMAR, unsupported
 
@@ -55,19 +53,6 @@ def _named_schema(tool: JSONObject, place: str) -> tuple[str, JSONObject]:
     if parameters is not None and not isinstance(parameters, dict):
         raise invalid(f"{place}.function.parameters", "must be an object")
     return name, cast("JSONObject", parameters or {})
-
-
-class CallParser:
-    """The link of the parser chain that finds tool calls in one choice."""
-
-    def __init__(self, dialect: Dialect, schemas: dict[str, JSONObject]) -> None:
-        self._parser = AnswerParser(dialect, schemas, has_reasoning=False)
-
-    def feed(self, parts: Sequence[ParserEvent], *, is_last: bool) -> Sequence[ParserEvent]:
-        events: list[ParserEvent] = []
-        for part in parts:
-            events += self._parser.feed(part.text) if isinstance(part, Content) else [part]
-        return events + self._parser.end() if is_last else events
 
 
 class CallDeltas:

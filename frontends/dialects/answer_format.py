@@ -1,0 +1,145 @@
+"""The format of one model's answers: its dialect of tool calls and its span of reasoning, read off its chat templates."""
+
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+import msgspec
+
+from trouper.errors import invalid
+from trouper.frontends.dialects.calls import Schemas
+from trouper.frontends.dialects.core import AnswerParser
+from trouper.frontends.dialects.table import (
+    BY_NAME,
+    BY_REASONING_NAME,
+    DIALECTS,
+    Dialect,
+    Span,
+    detect,
+)
+
+AUTO, NONE = "auto", "none"
+
+
+class AnswerFormat(msgspec.Struct, frozen=True):
+    """How the answers of one model mark calls and reasoning.
+
+    Attributes:
+        tools: the dialect of tool calls; None: no calls are looked for.
+        reasoning: the marks around the reasoning; None: it stays in the text.
+        special: texts of the special tokens, which are left out of a text unless a request wants them.
+        token_ids: ids of the added tokens, by their text.
+    """
+
+    tools: Dialect | None = None
+    reasoning: Span | None = None
+    special: frozenset[str] = frozenset()
+    token_ids: Mapping[str, int] = {}
+
+    @property
+    def has_special_marks(self) -> bool:
+        """A mark is a special token: without these in the text nothing is found."""
+        spans = [self.reasoning or ("", "")]
+        if self.tools is not None:
+            spans += [self.tools.section, self.tools.call, self.tools.name_end]
+        return any(token in mark for span in spans for mark in span for token in self.special)
+
+    def begins_in_reasoning(self, prompt: str) -> bool:
+        """Tell whether the prompt has opened the reasoning already, as templates do."""
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0].rstrip())
+
+    def parser(self, schemas: Schemas, prompt: str = "") -> AnswerParser:
+        """Make the parser of one answer.
+
+        Args:
+            schemas: of the tools' parameters, by name; empty: no calls are looked for.
+            prompt: the rendered prompt.
+        """
+        return AnswerParser(
+            self.tools or BY_NAME["json"],
+            schemas if self.tools is not None else {},
+            reasoning=self.reasoning,
+            begins_in_reasoning=self.begins_in_reasoning(prompt),
+        )
+
+
+def answer_format(
+    chat_templates: Iterable[str],
+    token_ids: Mapping[str, int],
+    special: Collection[str],
+    *,
+    tool_call_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+) -> AnswerFormat:
+    """Find the format of a model.
+
+    Args:
+        token_ids: of the added tokens, by their text.
+        special: texts of those that are special.
+        tool_call_parser, reasoning_parser: auto reads it off the templates, none looks for nothing; else a name.
+
+    Raises:
+        TrouperValidationError: a name that is not known.
+    """
+    check_parser_name("tool_call_parser", tool_call_parser)
+    check_parser_name("reasoning_parser", reasoning_parser)
+    template = "\n".join(chat_templates)
+    dialect = detect(template) if tool_call_parser == AUTO else BY_NAME.get(tool_call_parser)
+    if reasoning_parser == AUTO:
+        span = _detect_reasoning(template, dialect or detect(template))
+    else:
+        named = BY_REASONING_NAME.get(reasoning_parser)
+        span = None if named is None else named.reasoning
+    return AnswerFormat(dialect, span, frozenset(special), dict(token_ids))
+
+
+def check_parser_name(option: str, name: str) -> None:
+    """Refuse the name of a parser that there is not, and name those that are spelled alike."""
+    known = {"tool_call_parser": BY_NAME, "reasoning_parser": BY_REASONING_NAME}[option]
+    names = (AUTO, NONE, *known)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, cutoff=0.5)
+        rule = f"is none of the parsers; near it: {', '.join(near)}" if near else ""
+        raise invalid(option, rule or f"must be one of {', '.join(sorted(names))}", name)
+
+
+def _detect_reasoning(template: str, dialect: Dialect) -> Span | None:
+    """Find the span whose end the template holds: the dialect's own, or else another's."""
+    spans = (dialect.reasoning, *(each.reasoning for each in DIALECTS))
+    return next((span for span in spans if span is not None and span[1] in template), None)
+
+
+class ReasoningTokens:
+    """Counts the tokens of one answer that are inside its reasoning, without the marks.
+
+    Args:
+        span: the marks.
+        begins_inside: the prompt has opened the reasoning already.
+        text_of: gives the text of a token.
+    """
+
+    def __init__(self, span: Span, *, begins_inside: bool, text_of: Callable[[int], str]) -> None:
+        self._start, self._end = span[0].strip(), span[1].strip()
+        self._is_inside = begins_inside
+        self._is_over = False
+        self._text_of = text_of
+        self._tail = ""  # of the text, where a mark may have begun
+
+    def add(self, token_ids: Iterable[int]) -> int:
+        """Take the next tokens of the answer and return how many of them are reasoning."""
+        return 0 if self._is_over else sum(map(self._is_reasoning, token_ids))
+
+    def _is_reasoning(self, token_id: int) -> bool:
+        if self._is_over:
+            return False
+        text = self._text_of(token_id)
+        self._tail += text
+        if self._is_inside:
+            self._is_over = self._end in self._tail
+            self._tail = self._tail[-len(self._end) :]
+            return not self._is_over or self._end not in text
+        began = self._tail.lstrip()
+        self._is_inside = began.startswith(self._start)
+        self._is_over = not (self._is_inside or self._start.startswith(began))
+        if self._is_inside:
+            self._tail = ""
+        return False
