@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from trouper.errors import UnsupportedFeatureError
+from trouper.extras import install_hint
 
 
 class Point(NamedTuple):
@@ -19,7 +20,7 @@ class Point(NamedTuple):
 def check_available() -> None:
     """Before the measurement.  Raises UnsupportedFeatureError without matplotlib."""
     if find_spec("matplotlib") is None:
-        raise UnsupportedFeatureError("--plot needs matplotlib: pip install 'trouper[bench]'")
+        raise UnsupportedFeatureError(f"--plot needs matplotlib: {install_hint('bench')}")
 
 
 def plot(path: str, points: Sequence[Point], *, latency: str, concurrency: str) -> None:

@@ -46,6 +46,7 @@ from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
+from trouper.extras import install_hint
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -258,7 +259,7 @@ async def _tracing(
         processor = processor or otlp_processor(config.otlp_traces_endpoint)
     except ImportError as error:
         raise UnsupportedFeatureError(
-            f"otlp_traces_endpoint needs the extra `tracing` ({error}): pip install 'trouper[tracing]'"
+            f"otlp_traces_endpoint needs OpenTelemetry ({error}): {install_hint('tracing')}"
         ) from None
     tracer = Tracer(config.model.name, processor)
     try:

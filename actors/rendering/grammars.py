@@ -13,6 +13,7 @@ from typing import Any
 from trouper.actors.rendering.grammar import TOO_COMPLEX, failure, grammar_source, refused
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import UnsupportedFeatureError
+from trouper.extras import install_hint
 from trouper.params import SamplingParams
 from trouper.structured_outputs import StructuredOutputsParams
 
@@ -24,7 +25,6 @@ LIMITS = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-MISSING = "structured outputs need llguidance: pip install 'trouper[grammar]'"
 
 
 class CompiledGrammar:
@@ -87,7 +87,10 @@ class Grammars:
         try:
             prototype = self._prototype(wanted, self._tokenizer)
         except ImportError as error:
-            raise UnsupportedFeatureError(MISSING, parameter="structured_outputs") from error
+            raise UnsupportedFeatureError(
+                f"structured outputs need llguidance: {install_hint('grammar')}",
+                parameter="structured_outputs",
+            ) from error
         except UnicodeError:
             raise failure("not valid Unicode (a lone surrogate)", wanted.kind) from None
         except RecursionError:

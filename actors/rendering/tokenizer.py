@@ -21,6 +21,7 @@ from trouper.actors.rendering.token_stream import REPLACEMENT, TokenStream
 from trouper.config.files import check_folder, checked, read_object, read_text
 from trouper.config.gguf import is_gguf, read_gguf
 from trouper.errors import GenerationError, TrouperValidationError, UnsupportedFeatureError
+from trouper.extras import install_hint
 
 SPECIAL_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
@@ -353,7 +354,7 @@ def _load_hf(path: Path, needed_by: str) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise UnsupportedFeatureError(
-            f"{needed_by} needs transformers ({error}): pip install 'trouper[transformers]'"
+            f"{needed_by} needs transformers ({error}): {install_hint('transformers')}"
         ) from error
     try:
         return cast("Any", AutoTokenizer).from_pretrained(str(path), local_files_only=True)

@@ -92,7 +92,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "step_timeout": "Seconds after which a step counts as hung; learnt from the steps before by default.",
         "shutdown_timeout": "Seconds in which open requests may finish at shutdown.",
         "disable_log_stats": "Collect and log no statistics.",
-        "otlp_traces_endpoint": "Address to send spans to; needs the extra `tracing`.",
+        "otlp_traces_endpoint": "Address to send spans to; needs OpenTelemetry.",
         "profiler_config": "Settings of the profiler as JSON.",
     },
 }

@@ -14,6 +14,7 @@ import typer
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.extras import install_hint
 from trouper.frontends.cli import output
 from trouper.frontends.cli.options import expand_options, json_object, read_config, served_names
 
@@ -215,7 +216,7 @@ def serve(
     """Serve a model over HTTP with OpenAI's API."""
     server = "uvicorn" if options.loop == "asyncio" else "hypercorn"
     if importlib.util.find_spec(server) is None:
-        raise UnsupportedFeatureError(f"serve needs {server}: pip install 'trouper[server]'")
+        raise UnsupportedFeatureError(f"serve needs {server}: {install_hint('server')}")
     if model_name is not None:
         if engine_args.model is not None:
             raise typer.BadParameter("give it once", param_hint="MODEL and --model")

@@ -17,6 +17,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.model import DEMO_MODEL
 from trouper.config.presets import GEOMETRIES
 from trouper.errors import UnsupportedFeatureError
+from trouper.extras import install_hint
 from trouper.frontends.cli.main import run_line
 
 SMALL = ["--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "128"]
@@ -394,7 +395,7 @@ def test_options_of_the_engine_are_given_to_every_backend():
 
 def test_a_plot_without_matplotlib_is_one_line(bench, monkeypatch):
     monkeypatch.setattr(plot, "find_spec", lambda _: None)
-    line = "trouper: --plot needs matplotlib: pip install 'trouper[bench]'\n"
+    line = f"trouper: --plot needs matplotlib: {install_hint('bench')}\n"
     assert bench("latency", "--plot", "x.png", code=2).err == line
     assert bench("serve", "--plot", "x.png", code=2).err == line
     with pytest.raises(UnsupportedFeatureError):

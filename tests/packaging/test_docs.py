@@ -3,6 +3,7 @@
 import ast
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import anyio
@@ -106,3 +107,31 @@ def test_the_results_are_a_page_and_not_a_book():
 def test_the_glossary_is_short():
     rows = re.findall(r"^\| (\w+) \| ", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
     assert len(rows) - 1 <= 15  # one is the head
+
+
+def sources():
+    """Every file of the source and the pages, but the one that declares the extras and this one."""
+    for folder in ("actors", "bench", "docs", "frontends", "kernels", "scripts", "tests"):
+        yield from (p for p in (ROOT / folder).rglob("*") if p.suffix in {".py", ".md"})
+    yield from (p for p in (ROOT / "trouper").rglob("*.py") if "__pycache__" not in p.parts)
+    yield from (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))
+
+
+def test_nothing_is_installed_by_a_name_that_no_index_has():
+    by_name = re.compile(r"(install|pip)\b[^\n]*\btrouper(\[|\s*$)")
+    found = [str(p) for p in sources() if p != Path(__file__) and by_name.search(p.read_text())]
+    assert found == []
+
+
+def test_every_extra_that_is_named_exists():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = {
+        name
+        for p in sources()
+        for hint, group in re.findall(r"install_hint\(['\"](\w+)|'\.\[([\w,]+)\]'", p.read_text())
+        for name in (hint or group).split(",")
+    }
+    assert named - {"gram"} <= declared.keys()
+    assert {"bench", "cuda", "grammar", "server", "tracing", "transformers"} <= named

@@ -29,7 +29,7 @@ MIXED = [
 GRAPHS = {"enforce_eager": False, "cudagraph_capture_sizes": [1, 2, 4, 16]}
 
 
-pytest.importorskip("triton", reason="no Triton: pip install 'trouper[cuda]'")
+pytest.importorskip("triton", reason="no Triton")
 pytestmark = [
     pytest.mark.usefixtures("machines"),
     pytest.mark.timeout(300),  # the kernels are interpreted

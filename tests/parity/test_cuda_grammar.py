@@ -4,7 +4,7 @@ import pytest
 
 from trouper import LLM, SamplingParams, StructuredOutputsParams
 
-pytest.importorskip("triton", reason="no Triton: pip install 'trouper[cuda]'")
+pytest.importorskip("triton", reason="no Triton")
 pytestmark = [
     pytest.mark.usefixtures("machines"),
     pytest.mark.timeout(300),  # the kernels are interpreted

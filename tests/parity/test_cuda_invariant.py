@@ -6,7 +6,7 @@ from trouper import SamplingParams
 
 from .engines import PROMPTS, make_model, open_llm, run
 
-pytest.importorskip("triton", reason="no Triton: pip install 'trouper[cuda]'")
+pytest.importorskip("triton", reason="no Triton")
 pytestmark = [
     pytest.mark.usefixtures("machines", "ordered_dots"),
     pytest.mark.timeout(300),  # interpreted

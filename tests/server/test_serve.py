@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from trouper.extras import install_hint
+
 from .client import parse_events
 from .process import Process, started, stop
 
@@ -193,7 +195,7 @@ def test_without_the_extra_it_says_so(capsys, monkeypatch, loop):
 
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert run_line(["serve", "--loop", loop]) == 2
-    assert "pip install 'trouper[server]'" in capsys.readouterr().err
+    assert install_hint("server") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("triton", reason="no Triton: pip install 'trouper[cuda]'")
+pytest.importorskip("triton", reason="no Triton")
 
 from trouper.actors.executor.cuda.inputs import Inputs, inputs_of, pack
 from trouper.actors.executor.cuda.memory import kv_budget

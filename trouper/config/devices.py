@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.extras import install_hint
 
 DeviceKind = Literal["cpu", "cuda"]
 CHOICES = ("auto", "cpu", "cuda")
@@ -56,7 +57,7 @@ def cuda_problem() -> str | None:
     if not (Path(torch.origin).parent / "lib" / library).exists():
         return "this build of torch has no CUDA: pip install torch from an index with CUDA wheels"
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed: pip install 'trouper[cuda]'"
+        return f"triton is not installed: {install_hint('cuda')}"
     return _driver_problem()
 
 

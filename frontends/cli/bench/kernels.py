@@ -8,6 +8,7 @@ import typer
 from trouper.config.devices import cuda_problem
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.extras import install_hint
 from trouper.frontends.cli.bench.options import ReportOptions, note
 from trouper.frontends.cli.options import expand_options, integers
 
@@ -124,7 +125,7 @@ def _cuda_ops(device: str) -> Any:
         from trouper.kernels.cuda.launch import INTERPRETED  # pyright: ignore[reportUnknownVariableType]
     except ModuleNotFoundError as error:
         raise UnsupportedFeatureError(
-            f"--device {device} needs {error.name}: pip install 'trouper[cuda]'"
+            f"--device {device} needs {error.name}: {install_hint('cuda')}"
         ) from None
     if device == "cuda":
         problem = "TRITON_INTERPRET is set" if INTERPRETED else cuda_problem()

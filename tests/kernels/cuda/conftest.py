@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="no Triton: pip install 'trouper[cuda]'")
+triton = pytest.importorskip("triton", reason="no Triton")
 
 HAS_GPU = torch.cuda.is_available()
 

@@ -1,0 +1,28 @@
+"""Optional packages, and the command that installs them wherever trouper itself came from."""
+
+import re
+from importlib import metadata
+
+
+def install_hint(extra: str) -> str:
+    """Return how to install the packages of an extra, such as "pip install 'llguidance>=1.9,<2'".
+
+    It names the packages and not trouper, which is on no index: a checkout, a wheel and an installed copy need
+    different words for the same thing.
+    """
+    packages = [
+        requirement.split(";")[0].strip()
+        for requirement in _requirements()
+        if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", requirement)
+    ]
+    if not packages:
+        return f"install trouper with its extra `{extra}`"
+    return "pip install " + " ".join(f"'{package}'" for package in packages)
+
+
+def _requirements() -> list[str]:
+    """Return what the installed distribution requires; nothing where the sources run without being installed."""
+    try:
+        return metadata.requires("trouper") or []
+    except metadata.PackageNotFoundError:
+        return []
