@@ -88,6 +88,18 @@ class UnsupportedFeatureError(TrouperError, NotImplementedError):
         self.parameter = parameter
 
 
+def rename_parameter(
+    error: "TrouperValidationError | UnsupportedFeatureError", parameter: str
+) -> None:
+    """Give an error's parameter the name that the caller knows it by, also where the message begins with it."""
+    head, text = f"{error.parameter}", str(error.args[0])
+    if text.startswith(head):
+        error.args = (parameter + text.removeprefix(head),)
+    if isinstance(error, TrouperValidationError):
+        error.message = str(error.args[0])
+    error.parameter = parameter
+
+
 class GracefulHTTPError(TrouperError):
     """An expected refusal that knows its own HTTP status."""
 

@@ -38,6 +38,7 @@ MAX_RULE = (
     400  # of an error whose text may quote the request: our rules are under 200, the quote too
 )
 MAX_PARAM = 200
+MAX_VALUE = 40  # of the characters of a wrong text
 TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError",
     404: "NotFoundError", 405: "MethodNotAllowedError", 408: "RequestTimeoutError",
@@ -180,9 +181,24 @@ def clean(text: str, limit: int) -> str:
 
 
 def _told(status: int, code: str, error: Exception) -> ErrorBody:
-    message = str(getattr(error, "message", None) or error)
+    message = clean(str(getattr(error, "message", None) or error), MAX_RULE)
     param = getattr(error, "parameter", None)
-    return ErrorBody(status, code, clean(message, MAX_RULE), param)
+    return ErrorBody(status, code, message + _named_value(message, error), param)
+
+
+def _named_value(message: str, error: Exception) -> str:
+    """Return the end of a message that names the value, unless it is long or the message names it already."""
+    match getattr(error, "value", None):
+        case bool() | float() as value:
+            shown = str(value)
+        case int() as value if -(2**63) <= value < 2**64:  # str() of some integers is refused
+            shown = str(value)
+        case str() as value if len(value) <= MAX_VALUE:
+            shown = repr(clean(value, MAX_VALUE))
+        case _:
+            return ""
+    is_named = re.search(rf"(?<![\w.-]){re.escape(shown)}(?!\w)", message) is not None
+    return "" if is_named else f", got {shown}"
 
 
 def _client_code(error: TrouperClientError) -> str:

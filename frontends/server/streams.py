@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, rename_parameter
 from trouper.frontends.python.cooperative import InTurns
 from trouper.outputs import RequestOutput
 from trouper.pooling_outputs import PoolingRequestOutput
@@ -142,7 +142,7 @@ def _named(place: str) -> "Generator[None]":
         yield
     except TrouperValidationError as error:
         if error.parameter in ("prompt", "prompt_token_ids", "prompt_embeds"):
-            error.parameter = place
+            rename_parameter(error, place)
         raise
 
 

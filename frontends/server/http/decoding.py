@@ -146,4 +146,6 @@ def _bad_schema(error: msgspec.ValidationError) -> HTTPError:
         path += f".{missing.group(1)}"
     message = WHERE.sub("", text).replace("`", "")
     param = path.removeprefix("$").removeprefix(".") or None
+    if param is not None:
+        message = f"{param}: {message}"
     return HTTPError(400, "invalid_schema", clean(message, MAX_ECHO), param=param)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import anyio.lowlevel
 
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, rename_parameter
 from trouper.frontends.python.cooperative import InTurns
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.adapter import (
@@ -55,18 +55,8 @@ async def drive(
         await (driver.send_stream() if parsed.is_stream else driver.send_reply())
     except (TrouperValidationError, UnsupportedFeatureError) as error:
         if error.parameter is not None:
-            _rename(error, api.client_name(request, error.parameter))
+            rename_parameter(error, api.client_name(request, error.parameter))
         raise
-
-
-def _rename(error: TrouperValidationError | UnsupportedFeatureError, name: str) -> None:
-    """Name the parameter as the client does, also where the message begins with it."""
-    text, old = str(error.args[0]), str(error.parameter)
-    if text.startswith(old):
-        error.args = (name + text.removeprefix(old),)
-    if isinstance(error, TrouperValidationError) and error.message.startswith(old):
-        error.message = name + error.message.removeprefix(old)
-    error.parameter = name
 
 
 class Driver:

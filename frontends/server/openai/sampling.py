@@ -6,7 +6,7 @@ Precedence: the request, then the model's generation_config.json, then OpenAI's 
 from collections.abc import Mapping
 from typing import Any
 
-from trouper.errors import TrouperValidationError, invalid
+from trouper.errors import invalid
 from trouper.frontends.server.openai.adapter import ParsedRequest
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest, Generating
 from trouper.frontends.server.openai.structured import structured_outputs
@@ -146,7 +146,7 @@ def _make(request: Generating, values: dict[str, Any], max_model_len: int) -> Sa
         name = "max_tokens"
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
             name = "max_completion_tokens"
-        raise TrouperValidationError(
-            f"{name}: the limit is {max_model_len} tokens (max_model_len)", parameter=name
+        raise invalid(
+            name, f"the limit is {max_model_len} tokens (max_model_len)", params.max_tokens
         )
     return params
