@@ -18,7 +18,7 @@ from trouper.config.resolve import DEFAULT_KV_CACHE_BYTES
 PAGE = (Path(__file__).parents[2] / "docs" / "install.md").read_text()
 # bits of a weight of a layer, and of the output head
 FORMATS = {"bfloat16": (16, 16), "12 bits": (12, 12), "int8": (8, 8), "int4": (4.5, 8)}
-ROWS = re.findall(r"^\| ([a-z][\w.-]+) \| (\d.+) \|$", PAGE, re.MULTILINE)
+ROWS = re.findall(r"^\| ([a-z][\w.-]+) \| (\d+\.\d.+) \|$", PAGE, re.MULTILINE)
 
 
 def size(parameters):
