@@ -76,6 +76,7 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
     num_computed: int = 0
     num_computed_on_device: int = 0
     num_in_flight: int = 0
+    sampling_step: int = 0  # the newest step that samples a token of it
     num_preemptions: int = 0
     num_evictions: int = 0  # preemptions for another's growth
     has_landed: bool = False  # a step of it has been answered

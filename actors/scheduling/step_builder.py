@@ -69,10 +69,15 @@ class StepBuilder:
         num_sampled: list[int] = []
         new_sequences: list[NewSequence] = []
         entries: list[StepEntry] = []
+        reads = 0
         for sequence, count in zip(self.sequences, self.counts, strict=True):
             start = sequence.num_computed
             end = start + count
             samples = int(end == sequence.num_tokens + sequence.num_in_flight)
+            if end > sequence.num_tokens:
+                reads = max(reads, sequence.sampling_step)
+            if samples:
+                sequence.sampling_step = step
             if sequence.is_slot_stale:
                 sequence.is_slot_stale = False
                 new_sequences.append(_new_sequence(sequence))
@@ -92,6 +97,7 @@ class StepBuilder:
             new_sequences=tuple(new_sequences),
             new_blocks=tuple(self.new_blocks),
             copies=tuple(self.copies),
+            reads=reads,
         )
         return plan, InFlightStep(step, entries)
 

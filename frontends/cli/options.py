@@ -25,6 +25,7 @@ DEFAULT_MAX_TOKENS = (
     128  # where the model names none; more than the library's 16, for use at a terminal
 )
 
+SHORT = {"model": "-m", "pipeline_parallel_size": "-pp"}
 # Panels of `--help`: every field of EngineArgs but `seed`, which is the sampling's.  Each switch has its
 # `--no-…`.
 ENGINE_HELP: dict[str, dict[str, str]] = {
@@ -41,6 +42,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "device": "Device to run on: auto (a usable GPU, else the CPU), cpu or cuda.",
         "device_worker": "Where the model runs: inline (a thread of this process), process (its own, which may "
         "die and is started again), or auto (inline).",
+        "pipeline_parallel_size": "Number of processes that share out the layers, as stages of a pipeline.",
         "dtype": "Type of the weights: auto (as stored), float32, bfloat16 or float16.",
         "quantization": "Round the weights at load: int8, or int4 in groups of 32.",
         "compress_weights": "Keep bfloat16 weights in 12 bits, exactly; by default with --max-num-seqs below 8.",
@@ -287,7 +289,7 @@ def _engine_option(name: str, wished: Any, panel: str, text: str) -> Any:
         settings |= {"parser": json_object, "metavar": "JSON"}
     elif str not in kinds:
         (shown,) = kinds
-    flags = [flag, "-m"] if name == "model" else [flag]
+    flags = [flag, SHORT[name]] if name in SHORT else [flag]
     return Annotated[shown | None, typer.Option(*flags, **settings)]
 
 

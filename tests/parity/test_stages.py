@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
+from trouper import LLM, SamplingParams
 from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.cpu.stage_runner import StageRunner
 from trouper.actors.executor.models.registry import decoder_traits
@@ -68,8 +69,8 @@ def outputs(runner, **options):
     return [s.token_ids for s in found], ranks
 
 
-# Of each kind of norm, position and head one; the others run with the slow tests.
-DEFAULT = {"gemma2", "olmo2", "qwen3-tied", "smollm3"}
+# The others run with the slow tests.
+DEFAULT = {"gemma2", "smollm3"}
 EACH_CASE = [pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in CASES]
 
 
@@ -81,3 +82,62 @@ def test_two_and_three_stages_give_the_tokens_of_one(case, tmp_path):
     for num_stages in (2, 3):
         with stages_in_turn(config, num_stages) as runner:
             assert outputs(runner) == expected
+
+
+# In processes
+
+TEXTS = [
+    "def quicksort(items):",
+    "class Stack:\n    def push(self, item):" * 12,
+    "x = [",
+    "import os\n" * 40,
+]
+WISHES = [
+    SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=12, logprobs=2, n=2),
+    SamplingParams(temperature=1.2, top_p=0.9, seed=2, max_tokens=9, repetition_penalty=1.2),
+    SamplingParams(temperature=0, max_tokens=1),
+]
+ENGINE = {
+    "dtype": "float32", "max_model_len": 512, "block_size": 16, "num_gpu_blocks_override": 64,
+    "max_num_seqs": 8, "max_num_batched_tokens": 64,
+}  # fmt: skip
+
+
+def tokens_of(llm):
+    found = llm.generate(TEXTS, WISHES, use_tqdm=False)
+    return [[completion.token_ids for completion in output.outputs] for output in found]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    with LLM(**ENGINE) as llm:
+        return tokens_of(llm)
+
+
+@pytest.mark.timeout(120)
+def test_two_processes_give_the_tokens_of_one_and_sleep_together(whole):
+    with LLM(pipeline_parallel_size=2, **ENGINE) as llm:
+        assert tokens_of(llm) == whole
+        llm.sleep(2)
+        assert llm.wake_up()
+        assert tokens_of(llm) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline_parallel_size": 3},
+        {"async_scheduling": False},
+        {"enable_prefix_caching": False},
+        {"max_model_len": 384, "num_gpu_blocks_override": 25},  # preemptions
+        {"enforce_eager": True},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 512},
+    ],
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()),
+)
+def test_tokens_of_stages_do_not_depend_on(options, whole):
+    with LLM(**{**ENGINE, "pipeline_parallel_size": 2, **options}) as llm:
+        assert tokens_of(llm) == whole

@@ -13,7 +13,8 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from trouper.actors.executor.parallel import stages
+from trouper.actors import stages
+from trouper.config.stages import max_steps_in_flight
 
 
 class Protocol(NamedTuple):
@@ -81,7 +82,7 @@ def check(protocol: Protocol, plan: tuple[Step, ...]) -> int:
 
 
 def moves(protocol: Protocol, plan: tuple[Step, ...], state: State):
-    credits = stages.max_steps_in_flight(protocol.num_stages, plans_ahead=True)
+    credits = max_steps_in_flight(protocol.num_stages, plans_ahead=True)
     in_flight = state.num_planned - state.num_answered
     if state.num_planned < len(plan) and in_flight < credits:
         yield state._replace(num_planned=state.num_planned + 1)

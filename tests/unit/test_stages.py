@@ -7,8 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulation import stage_protocol
-from trouper.actors.executor.parallel import stages
-from trouper.errors import TrouperValidationError
+from trouper.actors import stages
+from trouper.config import devices
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
+from trouper.config.stages import PARTITION, read_partition, split_layers
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 COSTS = st.lists(st.integers(1, 9), min_size=1, max_size=9)
 
@@ -16,7 +20,7 @@ COSTS = st.lists(st.integers(1, 9), min_size=1, max_size=9)
 @given(COSTS, st.integers(1, 9), st.integers(0, 20))
 def test_no_cut_has_a_cheaper_dearest_stage(costs, num_stages, head_cost):
     num_stages = min(num_stages, len(costs))
-    found = stages.split_layers(costs, num_stages, head_cost=head_cost)
+    found = split_layers(costs, num_stages, head_cost=head_cost)
     assert [stage.first for stage in found[1:]] == [stage.last for stage in found[:-1]]
     assert (found[0].first, found[-1].last) == (0, len(costs))
 
@@ -35,24 +39,24 @@ def test_no_cut_has_a_cheaper_dearest_stage(costs, num_stages, head_cost):
     [
         (28, 32, None, "pipeline_parallel_size"),
         (28, 0, None, "pipeline_parallel_size"),
-        (28, 2, (10, 17), stages.PARTITION),
-        (28, 2, (28,), stages.PARTITION),
-        (28, 2, (28, 0), stages.PARTITION),
+        (28, 2, (10, 17), PARTITION),
+        (28, 2, (28,), PARTITION),
+        (28, 2, (28, 0), PARTITION),
     ],
 )
 def test_a_cut_that_does_not_fit_is_refused(num_layers, num_stages, partition, parameter):
     with pytest.raises(TrouperValidationError) as caught:
-        stages.split_layers([1.0] * num_layers, num_stages, partition=partition)
+        split_layers([1.0] * num_layers, num_stages, partition=partition)
     assert caught.value.parameter == parameter
 
 
 def test_a_partition_is_read_and_kept():
-    partition = stages.read_partition("10, 18")
-    found = stages.split_layers([1.0] * 28, 2, partition=partition)
+    partition = read_partition("10, 18")
+    found = split_layers([1.0] * 28, 2, partition=partition)
     assert [(stage.first, stage.last) for stage in found] == [(0, 10), (10, 28)]
     for text in ("", "10;18", "-1,29", "a", "1" * 10):
         with pytest.raises(TrouperValidationError):
-            stages.read_partition(text)
+            read_partition(text)
 
 
 def test_only_a_token_that_a_plan_reads_is_waited_for():
@@ -109,3 +113,43 @@ def test_no_interleaving_of_up_to_four_stages_deadlocks():
 @pytest.mark.parametrize("name", stage_protocol.FAULTS)
 def test_the_model_check_finds_known_mistakes(name):
     assert stage_protocol.find(name)
+
+
+# The wish
+
+
+def test_stages_are_resolved_into_processes_steps_and_a_cut(monkeypatch):
+    assert resolve(EngineArgs()).num_stages == 1
+    config = resolve(EngineArgs(pipeline_parallel_size=2))
+    assert (config.num_stages, config.device_worker) == (2, "process")
+    assert (config.scheduler.max_steps_in_flight, config.layer_partition) == (3, None)
+    monkeypatch.setenv(PARTITION, "2,7")
+    config = resolve(EngineArgs(pipeline_parallel_size=2, async_scheduling=False))
+    assert (config.scheduler.max_steps_in_flight, config.layer_partition) == (2, (2, 7))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "parameter", "words"),
+    [
+        ({"pipeline_parallel_size": 0}, TrouperValidationError, "pipeline_parallel_size", "at least 1"),
+        ({"pipeline_parallel_size": 32}, TrouperValidationError, "pipeline_parallel_size", "9 layers, 32 stages"),
+        ({"pipeline_parallel_size": 2, "device_worker": "inline"}, TrouperValidationError, "device_worker", "inline"),
+        ({"pipeline_parallel_size": 2, "runner": "pooling"}, UnsupportedFeatureError, "pipeline_parallel_size", "pools"),
+    ],
+)  # fmt: skip
+def test_a_wish_that_cannot_be_met_is_refused(options, error, parameter, words):
+    with pytest.raises(error, match=words) as caught:
+        resolve(EngineArgs(**options))
+    assert caught.value.parameter == parameter
+
+
+def test_a_cut_of_the_environment_that_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setenv(PARTITION, "3,4")
+    with pytest.raises(TrouperValidationError, match="2 positive numbers whose sum is 9"):
+        resolve(EngineArgs(pipeline_parallel_size=2))
+
+
+def test_stages_are_refused_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(devices, "cuda_problem", lambda: None)
+    with pytest.raises(UnsupportedFeatureError, match="GPU"):
+        resolve(EngineArgs(pipeline_parallel_size=2, device="cuda"))

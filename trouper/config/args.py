@@ -67,6 +67,7 @@ class EngineArgs:
     load_format: str = "auto"
     device: str = "auto"
     device_worker: str = "auto"
+    pipeline_parallel_size: int = 1
     max_worker_restarts: int = 3
     worker_restart_window: float = 300.0
     step_timeout: float | None = None

@@ -15,6 +15,7 @@ from trouper.config.checks import check_engine_args, log_idle_options
 from trouper.config.devices import DeviceKind, choose_device
 from trouper.config.model import ModelConfig, concrete_dtype, kv_bytes_per_token, tokenizer_path
 from trouper.config.pooler import PoolerSpec
+from trouper.config.stages import PARTITION, max_steps_in_flight, read_partition, split_layers
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 Quantization = Literal["int8", "int4"] | None
@@ -129,6 +130,8 @@ def resolve(args: EngineArgs, *, offline: bool = False) -> EngineConfig:
         if batch_invariant:
             raise UnsupportedFeatureError(NOT_INVARIANT, parameter="batch_invariant")
     _check_quantization(args, model, pooler)
+    num_stages = args.pipeline_parallel_size
+    partition = _layer_partition(args, model, device, pooler) if num_stages > 1 else None
     dtype = concrete_dtype(args.dtype, model)
     block_size = args.block_size or DEFAULT_BLOCK_SIZES[device]
     kv_cache_bytes = args.kv_cache_memory_bytes
@@ -145,7 +148,8 @@ def resolve(args: EngineArgs, *, offline: bool = False) -> EngineConfig:
         tokenizer=None if args.skip_tokenizer_init else tokenizer_path(args, model),
         dtype=dtype,
         device=device,
-        device_worker="process" if args.device_worker == "process" else "inline",
+        device_worker="process" if args.device_worker == "process" or num_stages > 1 else "inline",
+        layer_partition=partition,
         max_worker_restarts=args.max_worker_restarts,
         worker_restart_window_s=args.worker_restart_window,
         step_timeout_s=args.step_timeout,
@@ -194,7 +198,10 @@ def _scheduler_config(
         reserve_full_isl=args.scheduler_reserve_full_isl,
         watermark=args.watermark,
         enable_prefix_caching=args.enable_prefix_caching is not False,
-        max_steps_in_flight=1 if args.async_scheduling is False else 2,
+        max_steps_in_flight=max_steps_in_flight(
+            args.pipeline_parallel_size, plans_ahead=args.async_scheduling is not False
+        ),
+        num_stages=args.pipeline_parallel_size,
         seed=args.seed,
     )
 
@@ -208,6 +215,32 @@ def _check_quantization(args: EngineArgs, model: ModelConfig, pooler: PoolerSpec
         )
     if model.hf_config.get("quantization_config"):
         raise invalid("quantization", "the checkpoint is quantised already", args.quantization)
+
+
+def _layer_partition(
+    args: EngineArgs, model: ModelConfig, device: DeviceKind, pooler: PoolerSpec | None
+) -> tuple[int, ...] | None:
+    """Check that the model can be cut into the stages; return the cut that the environment asks for, if it does."""
+    num_stages = args.pipeline_parallel_size
+    missing = (
+        "not of a model that pools" if pooler is not None
+        else "not on a GPU yet; device='cpu' has it" if device == "cuda"
+        else "not on this system, which has no memory files" if not hasattr(os, "memfd_create")
+        else None
+    )  # fmt: skip
+    if missing is not None:
+        raise UnsupportedFeatureError(
+            f"pipeline_parallel_size={num_stages}: {missing}", parameter="pipeline_parallel_size"
+        )
+    if args.device_worker == "inline":
+        rule = f"must be auto or process where pipeline_parallel_size is {num_stages}"
+        raise invalid("device_worker", rule, args.device_worker)
+    text = os.environ.get(PARTITION)
+    partition = None if text is None else read_partition(text)
+    num_layers = model.hf_config.get("num_hidden_layers")
+    if isinstance(num_layers, int):
+        split_layers([1.0] * num_layers, num_stages, partition=partition)
+    return partition
 
 
 def _graph_sizes(args: EngineArgs) -> tuple[int, ...] | None:

@@ -24,7 +24,6 @@ from trouper.actors.executor.kv_memory import KVCache, kv_cache_specs, num_kv_bl
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_config
 from trouper.actors.executor.models.layer_split import traits_of
 from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.parallel.stages import Stage
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.results import make_step_done
@@ -33,6 +32,7 @@ from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.config.resolve import EngineConfig
+from trouper.config.stages import Stage
 from trouper.kernels.codegen.arena import Arena, Lender
 from trouper.kernels.codegen.recording import NotRecordableError
 from trouper.kernels.cpu.sampling.sample import compile_sample

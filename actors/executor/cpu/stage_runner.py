@@ -17,9 +17,9 @@ from trouper.actors.executor.models.layer_split import model_stages
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.parallel.links import RingSizes, open_links
 from trouper.actors.executor.parallel.rings import Ring
-from trouper.actors.executor.parallel.stages import Feedback, sends_tokens
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
+from trouper.actors.stages import Feedback, sends_tokens
 from trouper.config.resolve import EngineConfig
 
 
@@ -37,6 +37,8 @@ class StageRunner(CpuRunner):
         super().__init__(config, stage)
         self._links = open_links(index, files, RingSizes.of(config, traits.hidden_size))
         self._feedback = Feedback()
+        start = self._profiler.start  # a trace of each stage
+        self.start_profile = lambda folder, prefix: start(folder, f"{prefix}-stage-{index}")
         self._token_ids = np.zeros(config.scheduler.max_num_seqs, dtype=np.int64)
         if not stage.is_first:
             size = config.scheduler.max_num_scheduled_tokens, traits.hidden_size

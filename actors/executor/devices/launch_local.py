@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -55,8 +56,8 @@ class Peer(Protocol):
 class Launcher(Protocol):
     """Starts the worker of a rank."""
 
-    def __call__(self, rank: int) -> Peer:
-        """Start it.
+    def __call__(self, rank: int, *, files: Sequence[int] = ()) -> Peer:
+        """Start it; it inherits the descriptors, which only ranks that have neighbours are given.
 
         Raises:
             DeviceStartError: the system has refused.
@@ -138,8 +139,8 @@ class LocalPeer:
                 sys.stderr.write(f"worker {self._rank}: {text}\n")
 
 
-def launch(rank: int, module: str = MODULE) -> LocalPeer:
-    """Start a worker process that runs `module`.
+def launch(rank: int, module: str = MODULE, *, files: Sequence[int] = ()) -> LocalPeer:
+    """Start a worker process that runs `module` and inherits `files`.
 
     It is made in this thread, the event loop's, and not in one of a pool: the kernel ends the worker when the thread that
     made it ends.
@@ -153,11 +154,11 @@ def launch(rank: int, module: str = MODULE) -> LocalPeer:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         process = subprocess.Popen(
             # -P: not what happens to lie in the folder where the engine was started
-            [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", module, *map(str, (theirs.fileno(), os.getpid(), *files))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # results of commands are the engine's to print
             stderr=subprocess.PIPE,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(theirs.fileno(), *files),
             start_new_session=True,
         )
     except OSError as error:

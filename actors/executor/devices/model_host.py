@@ -6,7 +6,7 @@ whole life.  torch is imported here by `load` and nowhere before.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +41,16 @@ WIDE = 2**17  # numbers, which torch shares out among its threads
 
 
 class ModelHost:
-    """Loads a model and runs its plans; an exception in a step fails the steps of its epoch."""
+    """Loads a model, or a stage of it, and runs its plans; an exception in a step fails the steps of its epoch.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        rank: the number of the stage.
+        files: descriptors of its rings.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int = 0, files: Sequence[int] = ()) -> None:
         self._config = config
+        self._rank, self._files = rank, files
         self._runner: ModelRunner | None = None
         self._refused_epoch = -1
 
@@ -65,7 +71,8 @@ class ModelHost:
         import torch
 
         num_elsewhere = torch.get_num_threads()
-        num_threads = min(num_elsewhere, num_physical_cores())
+        num_cores = max(1, num_physical_cores() // self._config.num_stages)
+        num_threads = min(num_elsewhere, num_cores)
         compute_with(num_threads, num_elsewhere)
         if self._config.device == "cpu":
             start_nice(lambda: torch.zeros(WIDE).neg_())  # the threads that help this one
@@ -87,12 +94,16 @@ class ModelHost:
             from trouper.actors.executor.cuda.runner import CudaRunner
 
             return CudaRunner(self._config)
+        if self._config.num_stages > 1:
+            from trouper.actors.executor.cpu.stage_runner import StageRunner
+
+            return StageRunner(self._config, self._rank, self._files)
         from trouper.actors.executor.cpu.runner import CpuRunner
 
         return CpuRunner(self._config)
 
-    def execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult]:
-        """Run a plan, or launch it.
+    def execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult] | None:
+        """Run a plan, or launch it; None: another stage answers.
 
         Raises:
             Exception: nothing runs on this device any more.
@@ -131,7 +142,8 @@ class ModelHost:
     def _failed(self, plan: StepPlan | PoolPlan, error: Exception) -> StepFailed:
         import torch
 
-        if isinstance(error, torch.AcceleratorError):  # nothing runs on this GPU any more
+        # Nothing runs on this GPU any more; or the other stages are ahead of this one for good.
+        if isinstance(error, torch.AcceleratorError) or self._config.num_stages > 1:
             raise error
         columns = plan.request_slots if isinstance(plan, StepPlan) else plan.entries
         logger.error("step %d of %d columns failed", plan.step, len(columns), exc_info=error)

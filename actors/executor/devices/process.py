@@ -1,23 +1,25 @@
-"""A device in a worker process that may die: it is started again, and the engine goes on.
+"""A device in worker processes that may die: they are started again, and the engine goes on.
 
-`receive` is the supervisor: the one task that calls it reads the worker's frames, watches the deadline of the eldest step, and
-after a loss starts the successor. A loss is told once, by `DeviceLost`, when the worker is reaped and all it had
-answered has been handed out; `DeviceBack` follows when the successor is loaded.
+A worker is one stage of the model, or all of it. Each is given every plan and every call, the last one answers plans, and all
+live and die together.
+
+`receive` is the supervisor: the one task that calls it reads the workers' frames, watches the deadline of the eldest step, and
+after a loss starts the successors. A loss is told once, by `DeviceLost`, when the workers are reaped and all they had
+answered has been handed out; `DeviceBack` follows when the successors are loaded.
 """
 
 import logging
 import math
-import os
 from collections import deque
-from collections.abc import Callable
 from typing import cast
 
 import anyio
 import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
-from trouper.actors.executor.devices.launch_local import Launcher, Peer, launch
+from trouper.actors.executor.devices.launch_local import Launcher, launch
 from trouper.actors.executor.devices.model_host import check_call
+from trouper.actors.executor.devices.open_calls import OpenCalls
 from trouper.actors.executor.devices.supervision import (
     Death,
     RestartBudget,
@@ -32,7 +34,6 @@ from trouper.actors.executor.devices.wire import (
     Close,
     ErrorText,
     Frame,
-    FrameReader,
     Load,
     Loaded,
     LogRecord,
@@ -40,8 +41,15 @@ from trouper.actors.executor.devices.wire import (
     Returned,
     WireError,
     as_exception,
-    encode,
 )
+from trouper.actors.executor.devices.worker_link import (
+    WorkerLink,
+    receive_from_any,
+    send_to_all,
+    take_what_has_come,
+)
+from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.parallel.links import RingSizes, close_files, create_files
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import (
     DeviceBack,
@@ -50,7 +58,6 @@ from trouper.actors.messages.results import (
     StepDone,
     StepFailed,
 )
-from trouper.actors.runtime.future import Future
 from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError, RetryableRequestError
 
@@ -68,7 +75,7 @@ class SubmittedPlan(msgspec.Struct, frozen=True):
 
 
 class ProcessDevice:
-    """`Device` in a process of its own.
+    """`Device` in processes of its own, one for each stage.
 
     Args:
         config: `max_worker_restarts`, `worker_restart_window_s` and `step_timeout_s` bound losses.
@@ -79,8 +86,7 @@ class ProcessDevice:
         self._config = config
         self._launcher = launcher
         self._state = WorkerState.STARTING
-        self._peer: Peer | None = None
-        self._frames = FrameReader()
+        self._workers: list[WorkerLink] = []  # by rank
         self._error: ErrorText | None = None  # of a `Broken` frame
         self._waiting = (
             anyio.CancelScope()
@@ -89,10 +95,7 @@ class ProcessDevice:
         self._plans: deque[SubmittedPlan] = deque()  # at most `max_steps_in_flight`
         self._last_answer_s = -math.inf
         self._last_epoch = self._lost_epoch = -1
-        self._calls: dict[
-            int, tuple[Call, Future[object]]
-        ] = {}  # one from the lifecycle, one probe
-        self._next_call = 0
+        self._calls = OpenCalls()
         self._sleep_level, self._woken = 0, ALL_MEMORY
         self._profile: tuple[str, str] | None = None
         self._budget = RestartBudget(config.max_worker_restarts, config.worker_restart_window_s)
@@ -101,10 +104,10 @@ class ProcessDevice:
         self._restart_in_s = 0.0
 
     def __repr__(self) -> str:
-        return f"<ProcessDevice {self._state.value}, {len(self._plans)} steps out, {self._peer!r}>"
+        return f"<ProcessDevice {self._state.value}, {len(self._plans)} steps out, {self._workers}>"
 
     async def load(self) -> DeviceInfo:
-        """Start the worker and have it load the model; a first load that fails is not repeated.
+        """Start the workers and have them load the model; a first load that fails is not repeated.
 
         Raises:
             TrouperValidationError: checkpoint, traits or KV memory do not fit the config.
@@ -131,7 +134,7 @@ class ProcessDevice:
             self._lost_epoch = self._last_epoch
             return
         self._plans.append(SubmittedPlan(plan.step, _num_tokens(plan), anyio.current_time()))
-        self._send(plan)
+        send_to_all(self._workers, plan)
         self._waiting.deadline = self._deadline_s()
 
     async def receive(self) -> DeviceEvent:
@@ -140,14 +143,16 @@ class ProcessDevice:
                 if await self._restart():
                     return DeviceBack(anyio.current_time() - self._lost_s)
                 continue
-            frame = await self._next_frame()
-            if isinstance(frame, StepDone | PoolDone | StepFailed):
-                if self._plans and self._plans[0].step == frame.step:
-                    return self._note_result(frame)
-                frame = await self._reap(broken=f"it answered step {frame.step}")
-            if isinstance(frame, Death):
-                return self._lose(frame)
-            self._note(frame)
+            found = await self._next_frame()
+            if isinstance(found, Death):
+                return self._lose(found)
+            rank, frame = found
+            if not isinstance(frame, StepDone | PoolDone | StepFailed):
+                self._note(rank, frame)
+            elif self._plans and self._plans[0].step == frame.step:
+                return self._note_result(frame)
+            else:
+                return self._lose(await self._reap(rank, broken=f"it answered step {frame.step}"))
 
     async def call(self, method: str, *args: object) -> object:
         check_call(method)
@@ -156,30 +161,26 @@ class ProcessDevice:
             return None
         if self._state is not WorkerState.UP:
             raise RetryableRequestError("device_restarting: the device is being started again")
-        call = _make_call(self._next_call, method, args)
-        self._next_call += 1
-        future: Future[object] = Future()
-        self._calls[call.number] = call, future
-        self._send(call)
+        open_call = self._calls.open(method, args)
+        send_to_all(self._workers, open_call.call)
         try:
-            return await future.wait()
+            return await open_call.future.wait()
         finally:
-            self._calls.pop(call.number, None)
+            self._calls.close(open_call)
 
     async def aclose(self) -> None:
-        """Have the worker give everything back, and end it.  Idempotent."""
+        """Have the workers give everything back, and end them.  Idempotent."""
         if self._state is WorkerState.CLOSED:
             return
         self._state = next_state(self._state, WorkerEvent.CLOSE)
-        if self._peer is not None:
-            self._send(Close())
-            await self._peer.end(CLOSE_S)
-        self._frames.close()
+        send_to_all(self._workers, Close())
+        for worker in self._workers:
+            await worker.end(CLOSE_S)
 
     # Starting
 
     async def _start(self) -> DeviceInfo | Death:
-        """Start a worker and load it into the state that is in force.
+        """Start the workers and load them into the state that is in force.
 
         Raises:
             DeviceStartError: the system has refused.
@@ -187,18 +188,45 @@ class ProcessDevice:
         config = self._config
         if self._info is not None:  # the successor must offer the same blocks
             config = msgspec.structs.replace(config, num_blocks=self._info.num_blocks - 1)
-        self._frames.close()
-        self._frames = FrameReader()
-        self._peer = self._launcher(0)
+        try:
+            self._launch_all()
+        except DeviceStartError:
+            for worker in self._workers:
+                await worker.end(0.0)
+            raise
         woken = () if self._sleep_level == 0 else tuple(sorted(self._woken))
-        self._send(Load(config, 0, self._sleep_level, woken, self._profile))
-        while True:
-            frame = await self._next_frame()
+        for worker in self._workers:
+            load = Load(config, worker.rank, self._sleep_level, woken, self._profile)
+            send_to_all([worker], load)
+        loaded: list[DeviceInfo] = []
+        while len(loaded) < len(self._workers):
+            found = await self._next_frame()
+            if isinstance(found, Death):
+                return found
+            rank, frame = found
             if isinstance(frame, Loaded):
-                return frame.info
-            if isinstance(frame, Death):
-                return frame
-            self._note(frame)
+                loaded.append(frame.info)
+            else:
+                self._note(rank, frame)
+        return min(loaded, key=lambda info: info.num_blocks)  # a block is on every stage
+
+    def _launch_all(self) -> None:
+        """Start a process for each rank, with its ends of the rings between them.
+
+        Raises:
+            DeviceStartError: the system has refused; those before are running.
+        """
+        config, self._workers = self._config, []
+        if config.num_stages == 1:
+            self._workers.append(WorkerLink(0, self._launcher(0)))
+            return
+        traits = decoder_traits(config.model.hf_config, config.model.architecture)
+        files = create_files(RingSizes.of(config, traits.hidden_size))
+        try:
+            for rank, inherited in enumerate(files):
+                self._workers.append(WorkerLink(rank, self._launcher(rank, files=inherited)))
+        finally:
+            close_files(files)
 
     async def _restart(self) -> bool:
         """Start the successor.  Returns whether it is up; if not, the next try comes later.
@@ -213,8 +241,7 @@ class ProcessDevice:
         except DeviceStartError as error:
             loaded = Death(0, broken=str(error))
         if isinstance(loaded, DeviceInfo) and loaded != self._info:
-            end = await self._reap(broken=f"the successor offers {loaded}, not {self._info}")
-            loaded = end
+            loaded = await self._reap(0, broken=f"the successor offers {loaded}, not {self._info}")
         if isinstance(loaded, Death):
             self._spend(loaded)
             return False
@@ -223,39 +250,36 @@ class ProcessDevice:
 
     # Frames
 
-    def _send(self, frame: Frame) -> None:
-        if self._peer is None:
-            return
-        data, file = encode(frame)
-        try:
-            self._peer.send(data, file)
-        except OSError:
-            pass  # the worker is gone: `receive` finds its end
-        finally:
-            if file is not None:
-                os.close(file)
+    async def _next_frame(self) -> tuple[int, Frame] | Death:
+        """Wait for a whole frame and its sender's rank, or for a worker's death: then all have been reaped.
 
-    async def _next_frame(self) -> Frame | Death:
-        """Wait for a whole frame, or for the worker's death, which has then been reaped."""
-        assert self._peer is not None
+        What had come before a death is taken first.
+        """
         self._error = None
+        is_late = False
         while True:
-            try:
-                frame = self._frames.take()
-            except WireError as error:
-                return await self._reap(broken=str(error))
-            if isinstance(frame, Broken):
-                self._error = frame.error
-                return await self._reap(broken=f"{frame.error.kind}: {frame.error.message}")
-            if frame is not None:
-                return frame
+            for worker in self._workers:
+                try:
+                    frame = worker.take()
+                except WireError as error:
+                    return await self._reap(worker.rank, broken=str(error))
+                if isinstance(frame, Broken):
+                    self._error = frame.error
+                    words = f"{frame.error.kind}: {frame.error.message}"
+                    return await self._reap(worker.rank, broken=words)
+                if frame is not None:
+                    return worker.rank, frame
+            for worker in self._workers:
+                if worker.has_hung_up:
+                    return await self._reap(worker.rank)
+            if is_late:
+                hung_s = anyio.current_time() - self._step_begin_s()
+                return await self._reap(self._workers[-1].rank, hung_s=hung_s)
             with anyio.CancelScope(deadline=self._deadline_s()) as self._waiting:
-                data, files = await self._peer.receive()
-                if not data:
-                    return await self._reap()
-                self._frames.feed(data, files)
-            if self._waiting.cancelled_caught:
-                return await self._reap(hung_s=anyio.current_time() - self._step_begin_s())
+                await receive_from_any(self._workers)
+            is_late = self._waiting.cancelled_caught
+            if any(worker.has_hung_up for worker in self._workers):
+                await take_what_has_come(self._workers)
 
     def _deadline_s(self) -> float:
         """When the eldest plan counts as hung; never, without one."""
@@ -267,13 +291,19 @@ class ProcessDevice:
         """When the worker can have begun the eldest plan: once it was sent, and the one before was answered."""
         return max(self._plans[0].submitted_s, self._last_answer_s)
 
-    async def _reap(self, broken: str | None = None, hung_s: float | None = None) -> Death:
-        assert self._peer is not None
+    async def _reap(
+        self, rank: int, *, broken: str | None = None, hung_s: float | None = None
+    ) -> Death:
+        """End all workers, of which that of `rank` is the cause."""
         is_alive = hung_s is not None or broken is not None
-        end = await self._peer.end(0.0 if is_alive else 1.0)
+        cause = self._workers[rank]
+        for worker in self._workers:
+            if worker is not cause:
+                await worker.end(0.0)
+        end = await cause.end(0.0 if is_alive else 1.0)
         step = self._plans[0].step if self._plans else None
         return Death(
-            rank=0, step=step, exit_status=end.status, hung_s=hung_s,
+            rank=rank, step=step, exit_status=end.status, hung_s=hung_s,
             was_out_of_memory=end.was_out_of_memory, broken=broken, stderr=end.stderr,
         )  # fmt: skip
 
@@ -287,24 +317,19 @@ class ProcessDevice:
         self._budget.note_progress()
         return result
 
-    def _note(self, frame: Frame) -> None:
+    def _note(self, rank: int, frame: Frame) -> None:
         """Take a frame that is no result."""
         match frame:
-            case Returned(number, error):
-                call, future = self._calls.pop(number, (None, None))
-                if call is None or future is None:
-                    return  # its asker has left
-                if error is not None:
-                    future.fail(as_exception(error))
-                else:
+            case Returned():
+                call = self._calls.note(frame, len(self._workers))
+                if call is not None:
                     self._follow(call)
-                    future.set(None)
             case LogRecord(name, level, message):
-                logging.getLogger(f"trouper.worker.0.{name}").log(level, "%s", message)
+                logging.getLogger(f"trouper.worker.{rank}.{name}").log(level, "%s", message)
             case Progress(phase):
-                logger.info("worker 0: %s", phase)
+                logger.info("worker %d: %s", rank, phase)
             case _:
-                logger.warning("worker 0 sent a %s", type(frame).__name__)
+                logger.warning("worker %d sent a %s", rank, type(frame).__name__)
 
     def _follow(self, call: Call) -> None:
         """Remember what a successor has to be brought into."""
@@ -331,9 +356,7 @@ class ProcessDevice:
         self._lost_s = anyio.current_time()
         self._lost_epoch = self._last_epoch
         self._plans.clear()
-        for _, future in self._calls.values():
-            future.fail(RetryableRequestError(f"device_restarting: {death.describe()}"))
-        self._calls.clear()
+        self._calls.fail_all(RetryableRequestError(f"device_restarting: {death.describe()}"))
         self._spend(death)
         return DeviceLost(death.describe(), death.step, death.is_from_outside)
 
@@ -355,16 +378,3 @@ def _num_tokens(plan: StepPlan | PoolPlan) -> int:
     if isinstance(plan, StepPlan):
         return sum(plan.num_scheduled_tokens)
     return sum(len(entry.token_ids) for entry in plan.entries)
-
-
-def _make_call(number: int, method: str, args: tuple[object, ...]) -> Call:
-    names: dict[str, Callable[..., Call]] = {
-        "sleep": lambda level: Call(number, "sleep", level=level),
-        "wake": lambda tags: Call(number, "wake", tags=tuple(sorted(tags))),
-        "start_profile": lambda folder, prefix: Call(
-            number, "start_profile", folder=folder, prefix=prefix
-        ),
-        "stop_profile": lambda: Call(number, "stop_profile"),
-        "probe": lambda: Call(number, "probe"),
-    }
-    return names[method](*args)

@@ -72,8 +72,13 @@ class ThreadedDevice:
         return await self._post(self._host.load).wait()
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
-        self._steps.append(self._post(lambda: self._host.execute(plan)))
+        self._steps.append(self._post(lambda: self._execute(plan)))
         self._submitted.set()
+
+    def _execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult]:
+        result = self._host.execute(plan)
+        assert result is not None, "a model in one piece answers"
+        return result
 
     async def receive(self) -> StepResult:
         while not self._steps:

@@ -22,8 +22,8 @@ from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError
 
 HEADER = struct.Struct("<BI")
-# Bytes of a frame that goes through the socket: the plans in flight and two calls, 5 * 2**15, fit into its buffer of
-# 212,992 bytes, so that sending never waits.  A plan of 64 rows has 490 bytes, one with a prompt of 8,192 tokens 25,000.
+# Bytes of a frame that goes through the socket: the plans in flight (stages + 1) and three calls, 5 * 2**15, fit into its
+# buffer of 212,992 bytes, so that sending never waits.  A plan of 64 rows has 490 bytes, one with a prompt of 8,192 tokens 25,000.
 MAX_INLINE = 2**15
 MAX_FRAME = 2**32 - 1
 IN_FILE = 0x80  # in the kind: the payload lies in a memory file
@@ -160,8 +160,11 @@ def as_exception(text: ErrorText) -> Exception:
     return errors.DeviceStartError(f"{text.kind}: {text.message}")
 
 
-def encode(frame: Frame) -> tuple[bytes, int | None]:
+def encode(frame: Frame, num_workers: int = 1) -> tuple[bytes, int | None]:
     """Encode a frame.
+
+    Args:
+        num_workers: of the device: of more workers, more plans may lie in a socket's buffer, and each has less room.
 
     Returns:
         Its bytes, and the descriptor of a memory file that is to be sent with them, or None. The caller closes it.
@@ -170,7 +173,7 @@ def encode(frame: Frame) -> tuple[bytes, int | None]:
     payload = _encoder.encode(frame)
     if len(payload) > MAX_FRAME:
         raise WireError(f"a {type(frame).__name__} of {len(payload)} bytes")
-    if len(payload) <= MAX_INLINE:
+    if len(payload) <= MAX_INLINE * 5 // (num_workers + 4):
         return HEADER.pack(kind, len(payload)) + payload, None
     file = os.memfd_create("trouper-frame", os.MFD_CLOEXEC)
     try:

@@ -1,6 +1,6 @@
-"""A device's process: `python -m trouper.actors.executor.devices.worker CONTROL PARENT`.
+"""A device's process: `python -m trouper.actors.executor.devices.worker CONTROL PARENT [FILE …]`.
 
-CONTROL is the descriptor of a socket to the engine, PARENT the engine's process. The worker reads frames and answers them
+CONTROL is the descriptor of a socket to the engine, PARENT the engine's process, each FILE belongs to the rings between stages. The worker reads frames and answers them
 in order; the main thread owns the model. It ends with the engine by two guards that are set before torch is imported:
 a thread that waits for the socket's hang-up, and the kernel's signal at the parent's death. Signals of a terminal are
 the engine's business.
@@ -47,11 +47,12 @@ EXIT_ORPHANED, EXIT_BROKEN = 70, 71
 def main() -> None:
     """Serve one engine, then exit."""
     control, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    files = tuple(map(int, sys.argv[3:]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     end_with_the_engine(control, parent)
-    Worker(control).run()
+    Worker(control, files).run()
 
 
 def end_with_the_engine(control: socket.socket, parent: int) -> None:
@@ -73,8 +74,8 @@ def _exit_at_hang_up(control: int) -> None:
 class Worker:
     """Reads frames, runs what they ask for and writes the answers, all in the main thread."""
 
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(self, control: socket.socket, files: tuple[int, ...] = ()) -> None:
+        self._control, self._files = control, files
         self._frames = FrameReader()
         self._writing = threading.Lock()  # log records come from any thread
         self._host: ModelHost | None = None
@@ -130,7 +131,7 @@ class Worker:
 
     def _load(self, load: Load) -> None:
         self._write(Progress("weights"))
-        self._host = ModelHost(load.config)
+        self._host = ModelHost(load.config, load.rank, self._files)
         info = self._host.load()
         if load.sleep_level:
             self._host.call("sleep", load.sleep_level)
@@ -158,7 +159,7 @@ class Worker:
         result = self._loaded.execute(plan)
         if isinstance(result, PendingResult):
             self._launched.append(result)
-        else:
+        elif result is not None:
             self._write(result)
 
     @property

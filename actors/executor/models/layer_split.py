@@ -5,8 +5,8 @@ from typing import cast
 import msgspec
 
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
-from trouper.actors.executor.parallel.stages import Stage, split_layers
 from trouper.config.resolve import EngineConfig
+from trouper.config.stages import Stage, split_layers
 
 
 def model_stages(config: EngineConfig, traits: DecoderTraits) -> tuple[Stage, ...]:

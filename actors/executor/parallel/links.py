@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trouper.actors.executor.parallel.rings import Ring, RingFiles, create_ring
-from trouper.actors.executor.parallel.stages import num_ring_entries
+from trouper.actors.stages import num_ring_entries
 from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError
 

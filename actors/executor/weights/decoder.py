@@ -28,7 +28,6 @@ from trouper.actors.executor.models.registry import (
     outer_parameters,
 )
 from trouper.actors.executor.models.traits import DecoderTraits
-from trouper.actors.executor.parallel.stages import Stage
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
 from trouper.actors.executor.weights.quantized import (
     Scheme,
@@ -41,6 +40,7 @@ from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.files import check_folder, checked, read_object
 from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
+from trouper.config.stages import Stage
 from trouper.errors import TrouperValidationError, invalid
 from trouper.kernels.cpu.linear.quantization import (
     GROUP,

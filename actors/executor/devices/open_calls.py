@@ -1,0 +1,78 @@
+"""The calls to a device that not all of its workers have answered."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from trouper.actors.executor.devices.wire import Call, ErrorText, Returned, as_exception
+from trouper.actors.runtime.future import Future
+
+
+class OpenCall(msgspec.Struct):
+    """A call, and the answers so far."""
+
+    call: Call
+    future: Future[object]
+    num_answers: int = 0
+    error: ErrorText | None = None  # the first
+
+
+class OpenCalls:
+    """The open calls by number; few, since the lifecycle has one at a time, and a probe another."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, OpenCall] = {}
+        self._next = 0
+
+    def __repr__(self) -> str:
+        return f"<OpenCalls: {[open_call.call.method for open_call in self._open.values()]}>"
+
+    def open(self, method: str, args: tuple[object, ...]) -> OpenCall:
+        """Make a call of a device into one that can be sent, and expect its answers."""
+        open_call = OpenCall(_make_call(self._next, method, args), Future())
+        self._open[self._next] = open_call
+        self._next += 1
+        return open_call
+
+    def close(self, open_call: OpenCall) -> None:
+        """Forget a call, whose task has left or has its answer.  Idempotent."""
+        self._open.pop(open_call.call.number, None)
+
+    def note(self, returned: Returned, num_workers: int) -> Call | None:
+        """Count a worker's answer; the last one settles the call, with an error if there was any.
+
+        Returns:
+            The call, if all workers have done it.
+        """
+        open_call = self._open.get(returned.number)
+        if open_call is None:
+            return None
+        open_call.num_answers += 1
+        open_call.error = open_call.error or returned.error
+        if open_call.num_answers < num_workers:
+            return None
+        self.close(open_call)
+        if open_call.error is not None:
+            open_call.future.fail(as_exception(open_call.error))
+            return None
+        open_call.future.set(None)
+        return open_call.call
+
+    def fail_all(self, error: Exception) -> None:
+        """End all, since no worker is left to answer."""
+        for open_call in self._open.values():
+            open_call.future.fail(error)
+        self._open.clear()
+
+
+def _make_call(number: int, method: str, args: tuple[object, ...]) -> Call:
+    names: dict[str, Callable[..., Call]] = {
+        "sleep": lambda level: Call(number, "sleep", level=level),
+        "wake": lambda tags: Call(number, "wake", tags=tuple(sorted(tags))),
+        "start_profile": lambda folder, prefix: Call(
+            number, "start_profile", folder=folder, prefix=prefix
+        ),
+        "stop_profile": lambda: Call(number, "stop_profile"),
+        "probe": lambda: Call(number, "probe"),
+    }
+    return names[method](*args)
