@@ -4,11 +4,13 @@ H  KV heads    D  head width    S  slots = blocks × tokens of a block
 """
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Self
 
 import msgspec
 from torch import Tensor
 
+from trouper.actors.executor.models.hf_attention import LayerAttention
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperValidationError
@@ -84,6 +86,22 @@ def kv_cache_specs(traits: DecoderTraits) -> tuple[KVCacheSpec, ...]:
             head_dim=traits.head_dim,
             windows=traits.windows,
         ),
+    )
+
+
+def layer_cache_specs(layers: Sequence[LayerAttention]) -> tuple[KVCacheSpec, ...]:
+    """Make a group of each run of layers that keep keys and values of one shape."""
+    return tuple(
+        KVCacheSpec(
+            num_layers=len(run),
+            num_heads=num_heads,
+            head_dim=head_dim,
+            windows=tuple(dict.fromkeys(layer.window for layer in run)),
+        )
+        for (num_heads, head_dim), group in groupby(
+            layers, key=lambda layer: (layer.num_kv_heads, layer.head_dim)
+        )
+        for run in (tuple(group),)
     )
 
 

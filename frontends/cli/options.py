@@ -39,6 +39,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "hf_token": "Access token for the model hub.",
         "download_dir": "Folder in which downloads are kept.",
         "load_format": "auto, safetensors, gguf, or dummy for random weights of a folder or of a preset such as qwen3-0.6b.",
+        "model_impl": "Code that computes the model: trouper's own, transformers, or auto (own where there is any).",
+        "hf_overrides": "Fields that win over those of the model's config.json, as JSON.",
         "device": "Device to run on: auto (a usable GPU, else the CPU), cpu or cuda.",
         "device_worker": "Where the model runs: inline (a thread of this process), process (its own, which may "
         "die and is started again), or auto (inline).",

@@ -103,6 +103,7 @@ class TorchOps:
         qkv_TND: Tensor,
         cache_2HSD: Tensor,
         plan: tuple[tuple[QueryTile, ...], dict[int, Tensor]],
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
         num_q, num_kv = self._config.num_q_heads, self._config.num_kv_heads
         return paged_attention(
@@ -113,6 +114,7 @@ class TorchOps:
             *plan,
             scale=self._config.scale,
             softcap=self._config.softcap,
+            sinks_N=sinks_N,
         )
 
     def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:

@@ -53,13 +53,20 @@ def paged_attention(
     *,
     scale: float,
     softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Return [T, N · D]; `masks` holds the plan's masks as tensors, by the id of the array: see `mask_tensors`."""
+    """Return [T, N · D].
+
+    Args:
+        masks: the plan's masks as tensors, by the id of the array: see `mask_tensors`.
+        sinks_N: of each head the score of a key without a value, which every query sees; None = there is none.
+    """
     num_tokens, num_q, width = q_TND.shape
     num_kv = cache_2HSD.shape[1]
     q_THGD = q_TND.view(num_tokens, num_kv, num_q // num_kv, width)
     k_1HSD, v_1HSD = cache_2HSD.unsqueeze(1)
     attend = _capped(scale, softcap) if softcap else _flash(scale)
+    sinks_HG = None if sinks_N is None else sinks_N.float().view(num_kv, -1)
     rows_1HGD = q_THGD.split(1)  # one call for all lone queries
     pieces: list[Tensor] = []
     for first, count, runs in tiles:
@@ -69,7 +76,7 @@ def paged_attention(
                 attend(q, k_1HSD.narrow(2, r.slot, r.length), v_1HSD.narrow(2, r.slot, r.length), False, None)
                 for r in runs
             ]  # fmt: skip
-            pieces.append(_merge(parts, q.dtype).out)
+            pieces.append(_sunk(_merge(parts, q.dtype), sinks_HG))
             continue
         q = q_THGD.narrow(0, first, count).permute(1, 2, 0, 3)
         parts = [_over_run(attend, q, k_1HSD, v_1HSD, run, masks) for run in runs]
@@ -78,7 +85,8 @@ def paged_attention(
             for x in (k_THD, v_THD)
         )
         parts.append(attend(q, k, v, True, None))
-        pieces.append(_merge(parts, q.dtype).out.permute(2, 0, 1, 3))
+        sinks_HG1 = None if sinks_HG is None else sinks_HG.unsqueeze(2)
+        pieces.append(_sunk(_merge(parts, q.dtype), sinks_HG1).permute(2, 0, 1, 3))
     out_THGD = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return out_THGD.reshape(num_tokens, num_q * width)
 
@@ -125,6 +133,13 @@ def _merge(parts: list[Part], dtype: torch.dtype) -> Part:
     weights = lse.softmax(0).unsqueeze(-1)
     out = torch.stack([part.out for part in parts])
     return Part((out * weights).sum(0).to(dtype), lse.logsumexp(0))
+
+
+def _sunk(part: Part, sinks: Tensor | None) -> Tensor:
+    """Return the output of attention to one more key, whose score is `sinks` and whose value is 0."""
+    if sinks is None:
+        return part.out
+    return (part.out * torch.sigmoid(part.lse - sinks).unsqueeze(-1)).to(part.out.dtype)
 
 
 def _flash(scale: float) -> Attend:

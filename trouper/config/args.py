@@ -65,6 +65,8 @@ class EngineArgs:
     hf_token: str | bool | None = None
     download_dir: str | None = None
     load_format: str = "auto"
+    model_impl: str = "auto"
+    hf_overrides: dict[str, Any] | None = None
     device: str = "auto"
     device_worker: str = "auto"
     pipeline_parallel_size: int = 1

@@ -24,6 +24,7 @@ ONE_OF = {
     "scheduling_policy": ("priority", "fcfs"),
     "device_worker": ("auto", "inline", "process"),
     "quantization": (None, "int8", "int4"),
+    "model_impl": ("auto", "trouper", "transformers"),
     "prefix_caching_hash_algo": ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
 }
 IDLE_ON_CPU = ("cudagraph_capture_sizes", "gpu_memory_utilization")

@@ -54,14 +54,14 @@ class HfFields(Struct):
     type_vocab_size: Annotated[int, Meta(ge=0, le=2**20)] | None = None
     hidden_size: Width | None = None
     dim: Width | None = None
-    intermediate_size: Width | None = None
+    intermediate_size: Width | list[Width] | None = None  # Gemma 3n: of each layer
     num_hidden_layers: Count | None = None
     num_attention_heads: Count | None = None
     num_key_value_heads: Count | None = None
     head_dim: Annotated[int, Meta(ge=1, le=2**14)] | None = None
     max_position_embeddings: Positions | None = None
     # attention
-    sliding_window: Positions | None = None
+    sliding_window: Annotated[int, Meta(ge=0, le=2**24)] | None = None  # 0: none
     sliding_window_pattern: Count | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Meta(ge=0, le=2**31)] | None = None

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 
@@ -30,7 +30,7 @@ _OTHER_NAMES = {
     "num_attention_heads": ("n_heads", "n_head"),
     "num_hidden_layers": ("n_layers", "n_layer"),
     "intermediate_size": ("hidden_dim", "n_inner"),
-    "max_position_embeddings": ("n_positions",),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
 }
 # Of a hub model that is a folder.
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "artifact.metadata"]
@@ -53,6 +53,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # what the caller asked for
     architecture: str
     hf_config: dict[str, Any]  # config.json, with a nested text_config lifted to the top
+    source_config: dict[str, Any] = {}  # config.json as it is, but for `hf_overrides`
     vocab_size: int
     max_position_embeddings: int
     dtype: str  # as stored: float32, bfloat16 or float16
@@ -78,6 +79,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise invalid("model", "no config.json in the model folder", str(path))
         else:
             raw = GEOMETRIES[str(path)]
+        overrides = cast("dict[str, Any]", args.hf_overrides or {})
+        raw = _overridden(raw, overrides)
         config = _lifted(raw)
         _use_common_names(config)
         fields = checked(config, HfFields, "config.json")
@@ -94,6 +97,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             name=args.model or "trouper-demo",
             architecture=fields.architectures[0],
             hf_config=config,
+            source_config=raw,
             vocab_size=_needed(fields, "vocab_size", path),
             hidden_size=fields.hidden_size or 0,
             max_position_embeddings=_num_positions(fields, path),
@@ -117,6 +121,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not is_pooling(runner, convert, folder, self.architecture):
             return None
         return pooler_spec(wishes, folder, self.architecture, self.hf_config, convert)
+
+
+def _overridden(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Replace fields by those of the overrides; objects are merged, field by field."""
+    found = dict(config)
+    for name, value in overrides.items():
+        own = config.get(name)
+        if isinstance(own, dict) and isinstance(value, dict):
+            value = _overridden(cast("dict[str, Any]", own), cast("dict[str, Any]", value))
+        found[name] = value
+    return found
 
 
 def _use_common_names(config: dict[str, Any]) -> None:

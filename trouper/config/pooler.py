@@ -21,6 +21,7 @@ SEQ_POOLINGS, TOK_POOLINGS = ("CLS", "LAST", "MEAN"), ("ALL", "STEP")
 CLASSIFIERS = "ForSequenceClassification"
 TOKEN_CLASSIFIERS = "ForTokenClassification"
 CONVERSIONS = ("embed", "classify")
+GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 LATE_INTERACTION = ("HF_ColBERT", "ColBERTModel")
 COLBERT_SIZES = ("colbert_dim", "dim", "projection_dim")
 # In the order in which the model's default is looked for, and the engine's.
@@ -151,7 +152,7 @@ def is_pooling(runner: str, convert: str, folder: Path, architecture: str) -> bo
         raise invalid("runner", "must be auto, generate or pooling", runner)
     if convert not in ("auto", "none", *CONVERSIONS):
         raise invalid("convert", "must be auto, none, embed or classify", convert)
-    is_decoder = architecture.endswith("ForCausalLM")
+    is_decoder = architecture.endswith(GENERATORS)
     if runner == "generate":
         if convert in CONVERSIONS:
             raise invalid("convert", "makes a pooling model: runner='pooling'", convert)

@@ -30,7 +30,7 @@ DEFAULT_KV_CACHE_BYTES = (
     2 * 2**30
 )  # CPU, when nothing else says; capped by what max_num_seqs can use
 UNCHANGED = (
-    "load_format", "gpu_memory_utilization", "enforce_eager", "seed", "max_logprobs", "renderer_num_workers",
+    "load_format", "model_impl", "gpu_memory_utilization", "enforce_eager", "seed", "max_logprobs", "renderer_num_workers",
     "stream_interval", "chat_template", "enable_prompt_embeds", "otlp_traces_endpoint",
 )  # fmt: skip
 NOT_INVARIANT = (
@@ -66,6 +66,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None  # a folder; None = token ids only
     dtype: str
     load_format: str
+    model_impl: str = "auto"  # trouper, transformers; auto: trouper where it knows the model
     device: DeviceKind = "cpu"
     device_worker: DeviceWorker = "inline"
     max_worker_restarts: int = 3  # after losses that no request explains, in the window

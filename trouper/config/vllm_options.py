@@ -6,7 +6,7 @@ from trouper.errors import UnsupportedFeatureError
 
 _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     (None, """
-        hf_overrides logits_processors allowed_media_domains
+        logits_processors allowed_media_domains
         mm_processor_kwargs limit_mm_per_prompt distributed_executor_backend
         max_cudagraph_capture_size compilation_config attention_backend max_cpu_loras
         default_mm_loras structured_outputs_config speculative_config custom_histogram_buckets
@@ -33,7 +33,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     ("auto", """
         kv_cache_dtype config_format tokenizer_mode moe_backend linear_backend
         sparse_indexer_topk_backend offload_backend mm_processor_device lora_dtype worker_cls
-        model_impl mamba_cache_dtype mamba_ssm_cache_dtype
+        mamba_cache_dtype mamba_ssm_cache_dtype
     """),
     ("", """
         allowed_local_media_path model_weights reasoning_parser worker_extension_cls

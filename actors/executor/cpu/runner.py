@@ -21,13 +21,13 @@ from trouper.actors.executor.cpu.memory import give_back_free_memory
 from trouper.actors.executor.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.kv_memory import KVCache, kv_cache_specs, num_kv_blocks
-from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_config
+from trouper.actors.executor.models.decoder import Decoder, ops_config
 from trouper.actors.executor.models.layer_split import traits_of
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.results import make_step_done
-from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
+from trouper.actors.executor.sampling.sampler import Sampler, prompt_logprobs
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
@@ -242,16 +242,5 @@ class CpuRunner:
         self, plan: StepPlan, hidden_TE: Tensor, batch: Batch, decoder: Decoder[CpuOps]
     ) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
         """Compute those of the prompt tokens that follow the positions of this step, where they are asked for."""
-        found: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
-        for span in self._slots.prompt_spans(plan, batch.first_tokens):
-            hidden = hidden_TE.narrow(0, span.first_token, len(span.token_ids))
-            following = iter(span.token_ids.tolist())
-            logprobs = [
-                token_logprobs(logprobs_V, next(following), span.num_top)
-                for first in range(0, len(hidden), LOGITS_AT_ONCE)
-                for logprobs_V in decoder.logits(
-                    hidden[first : first + LOGITS_AT_ONCE]
-                ).log_softmax(-1)
-            ]
-            found.append((span.entry, tuple(logprobs)))
-        return tuple(found)
+        spans = self._slots.prompt_spans(plan, batch.first_tokens)
+        return prompt_logprobs(spans, hidden_TE, decoder.logits)

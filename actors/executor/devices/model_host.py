@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trouper.actors.executor.cpu.thread_priority import be_nice, compute_with, start_nice
@@ -15,6 +16,7 @@ from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
 from trouper.actors.executor.topology import num_physical_cores
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepFailed
+from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 
@@ -90,6 +92,10 @@ class ModelHost:
             from trouper.actors.executor.cpu.pooling_runner import PoolingRunner
 
             return PoolingRunner(self._config)
+        if self._uses_transformers():
+            from trouper.actors.executor.cpu.hf_runner import HfRunner
+
+            return HfRunner(self._config)
         if self._config.device == "cuda":
             from trouper.actors.executor.cuda.runner import CudaRunner
 
@@ -101,6 +107,31 @@ class ModelHost:
         from trouper.actors.executor.cpu.runner import CpuRunner
 
         return CpuRunner(self._config)
+
+    def _uses_transformers(self) -> bool:
+        """Whether the code of the transformers library computes the model.
+
+        Raises:
+            UnsupportedFeatureError: it does, and on a device where it is not supported.
+        """
+        from trouper.actors.executor.models.registry import has_own_code
+
+        config, model = self._config, self._config.model
+        if config.model_impl == "trouper" or is_gguf(Path(model.path)):
+            return False
+        if config.model_impl == "auto" and has_own_code(model.hf_config, model.architecture):
+            return False
+        if config.device != "cpu":
+            raise UnsupportedFeatureError(
+                f"{model.architecture} is computed by way of transformers, on the CPU alone; set device='cpu'",
+                parameter="device",
+            )
+        if config.num_stages > 1:
+            raise UnsupportedFeatureError(
+                f"{model.architecture} is computed by way of transformers, which has no stages",
+                parameter="pipeline_parallel_size",
+            )
+        return True
 
     def execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult] | None:
         """Run a plan, or launch it; None: another stage answers.

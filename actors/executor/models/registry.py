@@ -38,6 +38,19 @@ def decoder_traits(config: HfConfig, architecture: str) -> DecoderTraits:
     return read_traits(reader, config, architecture)
 
 
+def has_own_code(config: HfConfig, architecture: str) -> bool:
+    """Tell whether a decoder of ours computes this model, architecture and traits.
+
+    Raises:
+        TrouperValidationError: the config lacks a number or contradicts itself.
+    """
+    try:
+        decoder_traits(config, architecture)
+    except UnsupportedFeatureError:
+        return False
+    return True
+
+
 def generating_sibling(architecture: str) -> str:
     """The known decoder that generates with the same body: Qwen3Model -> Qwen3ForCausalLM.
 
@@ -217,7 +230,9 @@ def _layers(config: HfConfig, window: int | None, *, pattern: int = 0) -> tuple[
         "full_attention" if pattern and (i + 1) % pattern == 0 else "sliding_attention"
         for i in range(num_layers)
     ]
-    return tuple(LayerTraits(window if kind == "sliding_attention" else None) for kind in kinds)
+    return tuple(
+        LayerTraits((window or None) if kind == "sliding_attention" else None) for kind in kinds
+    )
 
 
 def _qwen_layers(config: HfConfig) -> tuple[LayerTraits, ...]:

@@ -10,7 +10,7 @@ Laws:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.request_slots import RequestSlots
+from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE
+from trouper.actors.executor.request_slots import PromptSpan, RequestSlots
 from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR, GrammarMasks
 from trouper.actors.executor.sampling.penalties import Penalties
 from trouper.actors.messages.grammar import Grammar
@@ -147,3 +148,26 @@ def token_logprobs(
     found: list[int] = cast("Any", ids).tolist()
     logprobs: list[float] = cast("Any", logprobs_V[ids]).tolist()
     return TokenLogprobs(tuple(found), tuple(logprobs), rank)
+
+
+def prompt_logprobs(
+    spans: Iterable[PromptSpan], hidden_TE: Tensor, logits: Callable[[Tensor], Tensor]
+) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
+    """Compute the logprobs of prompt tokens that follow the positions of a step, as (entry, positions).
+
+    Args:
+        spans: where they are asked for.
+        hidden_TE: of all tokens of the step.
+        logits: from hidden states to logits in float32.
+    """
+    found: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
+    for span in spans:
+        hidden = hidden_TE.narrow(0, span.first_token, len(span.token_ids))
+        following = iter(span.token_ids.tolist())
+        logprobs = [
+            token_logprobs(logprobs_V, next(following), span.num_top)
+            for first in range(0, len(hidden), LOGITS_AT_ONCE)
+            for logprobs_V in logits(hidden[first : first + LOGITS_AT_ONCE]).log_softmax(-1)
+        ]
+        found.append((span.entry, tuple(logprobs)))
+    return tuple(found)

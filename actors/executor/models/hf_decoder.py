@@ -1,0 +1,179 @@
+"""A causal language model of the transformers library as a decoder of this engine.
+
+T  tokens of a step    R  tokens that are read    E  hidden size    S  cache slots    D  width of a head in the cache
+
+The library's own module computes a step as one flat batch [1, T] with its positions, without a cache of its own.
+Attention goes to the engine's KV memory (`hf_attention.py`), linear layers to `LinearMethod`.  The model is cut
+behind its last norm: its body gives hidden states, and its head, with whatever the family does to logits, is the
+model itself with the body exchanged for one that returns the states it is given.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trouper.actors.executor.models.decoder import LogitsIndices
+from trouper.actors.executor.models.hf_attention import HfAttention, HfStep, StepPlans
+from trouper.errors import UnsupportedFeatureError
+from trouper.kernels.linear import LinearMethod
+from trouper.kernels.ops import HostTokens, Integers
+
+
+class HfDecoder:
+    """A model of transformers with weights, and its forward pass.
+
+    Args:
+        model: a causal language model with this engine's attention; `attention` has been learnt from it.
+    """
+
+    is_recordable: ClassVar[bool] = False
+
+    def __init__(self, model: nn.Module, attention: HfAttention, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._model, self._attention = model, attention
+        self._embed = cast("nn.Module", cast("Any", model).get_input_embeddings())
+        self.body = cast("nn.Module", getattr(model, _body_name(model)))
+        self._states = _GivenStates()
+        setattr(model, _body_name(model), self._states)
+        self._first_token = torch.zeros((1, 1), dtype=torch.long)
+
+    def __repr__(self) -> str:
+        return f"<HfDecoder {type(self._model).__name__} of {len(self._attention.layers)} layers>"
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """The attention of each layer, as `kv_memory` takes it."""
+        return self._attention.layers
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct windows, so that a batch plans its attention once for each."""
+        return tuple(dict.fromkeys(layer.window for layer in self._attention.layers))
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all weights that a step may read: those of the layers and the head, without the embedding."""
+        modules = [*self.body.modules(), *self._model.modules()]
+        embedding = {id(p) for p in self._embed.parameters()}
+        plain = {id(p): p.nbytes for m in modules for p in m.parameters(recurse=False)}
+        packed = {id(m): m.method.num_bytes for m in modules if isinstance(m, HfLinear)}
+        return sum(n for i, n in plain.items() if i not in embedding) + sum(packed.values())
+
+    def plan(
+        self,
+        block_ids: np.ndarray,
+        rows: Integers,
+        starts: Integers,
+        counts: Integers,
+        window: int | None,
+    ) -> StepPlans:
+        """Prepare the attention of a step; see `CpuOps.plan`."""
+        return StepPlans(block_ids, rows, starts, counts, window)
+
+    def forward(
+        self,
+        tokens: HostTokens,
+        plans: Mapping[int | None, StepPlans],
+        caches: Sequence[Tensor],
+        embeds: Sequence[tuple[int, Tensor]] = (),
+        read: LogitsIndices | None = None,
+    ) -> Tensor:
+        """Compute the hidden states [T, E] after the last norm, or [R, E]; the caches gain this step's keys and values.
+
+        Args:
+            plans: of the attention, by window, as `plan` makes them.
+            embeds: rows that stand for the embeddings of tokens: the first token, and the rows.
+            read: the tokens whose states are read; None = all.
+        """
+        inputs: dict[str, Tensor] = {"input_ids": tokens.ids_T[None]}
+        if embeds:
+            inputs = {"inputs_embeds": self._with_embeds(tokens.ids_T, embeds)}
+        hidden_TE = self._attention.run(
+            HfStep(tokens, plans, caches), lambda: self._hidden(tokens.positions_T, inputs)
+        )
+        return hidden_TE if read is None else hidden_TE.index_select(0, read.tokens_R)
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """Return [R, vocabulary] in float32."""
+        self._states.hidden_RE = hidden_RE
+        try:
+            output = self._model(input_ids=self._first_token, use_cache=False, return_dict=True)
+        finally:
+            self._states.hidden_RE = None
+        return output.logits[0].float()
+
+    def learn(self, num_tokens: int) -> None:
+        """Learn from a pass over one prompt what the layers' attention asks for.
+
+        Raises:
+            UnsupportedFeatureError: a layer asks for what the attention does not do.
+        """
+        positions_T = torch.arange(num_tokens)
+        ids = {"input_ids": torch.zeros_like(positions_T)[None]}
+        self._attention.learn(lambda: self._hidden(positions_T, ids))
+
+    def _hidden(self, positions_T: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        output = self.body(
+            **inputs, position_ids=positions_T[None], use_cache=False, return_dict=True
+        )
+        if self._states.output is None:
+            self._states.output = replace(output, last_hidden_state=None)
+        return output.last_hidden_state[0]
+
+    def _with_embeds(self, ids_T: Tensor, embeds: Sequence[tuple[int, Tensor]]) -> Tensor:
+        x_TE = self._embed(ids_T).clone()
+        for first, rows_PE in embeds:
+            x_TE[first : first + len(rows_PE)] = rows_PE
+        return x_TE[None]
+
+
+class HfLinear(nn.Module):
+    """A linear layer of a model, computed by a `LinearMethod`."""
+
+    def __init__(self, method: LinearMethod, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.method = method
+        self.out_features, self.in_features = method.shape
+        # Models ask a weight for its dtype; one that computes with it fails, for there is nothing in it.
+        self.weight = torch.empty(method.shape, dtype=dtype, device="meta")
+        self.bias = method.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x Wᵀ + b for rows x of any leading dimensions."""
+        y = self.method.apply(x.reshape(-1, x.shape[-1]))
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class _GivenStates(nn.Module):
+    """In place of a model's body: returns the hidden states that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_RE: Tensor | None = None
+        self.output: Any = None  # of the body, as a pattern
+
+    @property
+    def decoder(self) -> Any:
+        """Stand in for the body's decoder too, which some heads call (OPT)."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        assert self.hidden_RE is not None
+        return replace(self.output, last_hidden_state=self.hidden_RE[None])
+
+
+def _body_name(model: nn.Module) -> str:
+    """Return the name of the part of a causal language model that ends behind the last norm.
+
+    Raises:
+        UnsupportedFeatureError: the model has no such part.
+    """
+    prefix = cast("str", cast("Any", model).base_model_prefix)
+    for name in (prefix, "model"):
+        if isinstance(getattr(model, name, None), nn.Module):
+            return name
+    raise UnsupportedFeatureError(f"{type(model).__name__} has no module {prefix!r}")

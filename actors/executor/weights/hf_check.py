@@ -1,0 +1,102 @@
+"""A model of transformers against itself: this engine's attention beside the library's eager attention.
+
+Two sequences of random tokens are computed in chunks, side by side, as a busy engine would; the hidden states of a
+model that derives positions from its batch, or keeps a state that is not in the cache, are other ones then.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trouper.actors.executor.arrays import from_numpy
+from trouper.actors.executor.kv_memory import KVCache, layer_cache_specs
+from trouper.actors.executor.models.hf_decoder import HfDecoder
+from trouper.errors import UnsupportedFeatureError
+from trouper.kernels.ops import HostTokens
+
+TRIAL_TOKENS = 5
+LENGTHS = (13, 9)
+STEPS = (((0, 7), (1, 3)), ((0, 1), (1, 5)), ((0, 5), (1, 1)))  # (sequence, tokens) of each entry
+# Of the norm of a row of logits.  Rounding gives 1e-6 and 1e-2; positions that are wrong by one give 0.1 and more.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
+
+
+def random_tokens(vocab_size: int) -> list[np.ndarray]:
+    """Draw the check's two sequences."""
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, vocab_size, length) for length in LENGTHS]
+
+
+def eager_logits(model: nn.Module, vocab_size: int) -> list[Tensor]:
+    """Compute the logits of the check's sequences, each alone, by the library's eager attention."""
+    found: list[Tensor] = []
+    for token_ids in random_tokens(vocab_size):
+        ids_1T, positions_T = from_numpy(token_ids)[None], torch.arange(len(token_ids))
+        output = cast("Any", model)(
+            input_ids=ids_1T, position_ids=positions_T[None], use_cache=False
+        )
+        found.append(output.logits[0].float())
+    if found[0].shape[1] != vocab_size:
+        raise UnsupportedFeatureError(
+            f"its logits are of {found[0].shape[1]} tokens, where config.json has {vocab_size}"
+        )
+    return found
+
+
+def check_logits(decoder: HfDecoder, expected: Sequence[Tensor], block_size: int) -> None:
+    """Compare this engine's logits with `expected`.
+
+    Raises:
+        UnsupportedFeatureError: they differ by more than rounding.
+    """
+    tolerance = TOLERANCES[decoder.dtype]
+    vocab_size = expected[0].shape[1]
+    prompts = random_tokens(vocab_size)
+    num_blocks = -(-max(LENGTHS) // block_size)
+    # the second sequence's blocks lie before the first one's
+    block_ids = np.arange(len(LENGTHS) * num_blocks).reshape(len(LENGTHS), num_blocks)[::-1].copy()
+    caches = KVCache.allocate(
+        layer_cache_specs(decoder.layers),
+        num_blocks=block_ids.size,
+        block_size=block_size,
+        empty=lambda shape: torch.full(shape, torch.nan, dtype=decoder.dtype),
+    ).layers
+    done = [0] * len(LENGTHS)
+    for entries in STEPS:
+        rows, counts = (np.array(column) for column in zip(*entries, strict=True))
+        starts = np.array([done[row] for row in rows])
+        spans = [(row, done[row], done[row] + count) for row, count in entries]
+        hidden_TE = _forward(decoder, prompts, block_ids, (rows, starts, counts), caches)
+        logits = decoder.logits(hidden_TE).split(counts.tolist())
+        for (row, first, end), found in zip(spans, logits, strict=True):
+            wanted = expected[row][first:end]
+            errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-9)
+            error = float(errors.median())
+            if not error <= tolerance:
+                raise UnsupportedFeatureError(
+                    f"its logits at positions {first} to {end - 1} differ by {error:.2g} of their size "
+                    "from those of its own attention"
+                )
+            done[row] = end
+
+
+def _forward(
+    decoder: HfDecoder,
+    prompts: Sequence[np.ndarray],
+    block_ids: np.ndarray,
+    entries: tuple[np.ndarray, np.ndarray, np.ndarray],
+    caches: Sequence[Tensor],
+) -> Tensor:
+    block_size = caches[0].shape[2] // block_ids.size
+    spans = [(int(r), np.arange(s, s + c)) for r, s, c in zip(*entries, strict=True)]
+    ids = np.concatenate([prompts[row][positions] for row, positions in spans])
+    slots = np.concatenate(
+        [block_ids[row, p // block_size] * block_size + p % block_size for row, p in spans]
+    )
+    positions = np.concatenate([p for _, p in spans])
+    tokens = HostTokens(*map(from_numpy, (ids, positions, slots)))
+    plans = {window: decoder.plan(block_ids, *entries, window) for window in decoder.windows}
+    return decoder.forward(tokens, plans, caches)

@@ -1,0 +1,248 @@
+"""From a model folder to a causal language model of the transformers library, checked against itself.
+
+Laws:
+  * Only safetensors are read, and only the library's own code runs.
+  * A model is admitted by what its class says of itself, by the masks that its layers are given
+    (`models/hf_attention.py`), and by a check at each load: random tokens through this engine's attention, in
+    chunks and beside another sequence, give the logits of the library's own eager attention.
+  * What is not admitted is refused with the reason before the engine is ready.
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from trouper.actors.executor.models.hf_attention import NAME, HfAttention
+from trouper.actors.executor.models.hf_decoder import HfDecoder, HfLinear
+from trouper.actors.executor.weights.hf_check import TRIAL_TOKENS, check_logits, eager_logits
+from trouper.actors.executor.weights.random import RandomWeights
+from trouper.config.resolve import EngineConfig
+from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
+from trouper.kernels.cpu.linear.quantization import can_quantize
+from trouper.kernels.linear import Format, LinearConfig
+from trouper.kernels.select import make_linear
+
+INSTALL = "the package transformers is not installed; the extra trouper[transformers] brings it"
+KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+KNOWN_LAYERS |= {"dense", "sparse", "moe"}  # kinds of MLP
+MIN_QUANTIZED = 64  # outputs: routers are smaller, and lose more by rounding than they cost
+GROWING_ROPES = ("dynamic", "longrope")  # frequencies depend on the longest sequence of a batch
+
+
+def load_hf_decoder(config: EngineConfig) -> HfDecoder:
+    """Build the decoder of the config's model from the library's class for it.
+
+    Raises:
+        UnsupportedFeatureError: the model cannot be served this way; the message says why.
+        TrouperValidationError: the checkpoint does not fit the class; the message names tensors.
+    """
+    try:
+        return _load(config)
+    except UnsupportedFeatureError as error:
+        raise UnsupportedFeatureError(
+            f"{config.model.architecture} cannot be served by way of transformers: {error}",
+            parameter="model",
+        ) from error
+
+
+def _load(config: EngineConfig) -> HfDecoder:
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    cls = causal_class(config.model.architecture)
+    hf_config = _hf_config(config)
+    check_class(cls, hf_config)
+    model = _with_weights(cls, hf_config, config, dtype)
+    _check_ropes(model, config.max_model_len)
+    _replace_linears(model, config, dtype)
+    try:
+        return _checked(model, config, dtype)
+    except TrouperError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        line = str(error).strip().partition("\n")[0]
+        raise UnsupportedFeatureError(
+            f"its code fails in a trial ({type(error).__name__}: {line})"
+        ) from error
+
+
+def _checked(model: nn.Module, config: EngineConfig, dtype: torch.dtype) -> HfDecoder:
+    """Give a model this engine's attention, and compare it with itself before."""
+    expected = eager_logits(model, config.model.vocab_size)
+    attention = HfAttention(dtype, config.block_size, config.max_model_len)
+    attention.attach(model)
+    cast("Any", model).set_attn_implementation(NAME)
+    decoder = HfDecoder(model, attention, dtype)
+    decoder.learn(TRIAL_TOKENS)
+    check_logits(decoder, expected, config.block_size)
+    return decoder
+
+
+def causal_class(architecture: str) -> Any:
+    """Find the library's class of an architecture.
+
+    Raises:
+        UnsupportedFeatureError: it has none, or one that is no causal language model.
+    """
+    try:
+        import transformers
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError:
+        raise UnsupportedFeatureError(INSTALL) from None
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if architecture not in names:
+        version = cast("Any", transformers).__version__
+        raise UnsupportedFeatureError(
+            f"it is none of the causal language models of transformers {version}"
+        )
+    return getattr(transformers, architecture)
+
+
+def check_class(cls: Any, hf_config: Any) -> None:
+    """Check what a class and its config say of themselves.
+
+    Raises:
+        UnsupportedFeatureError: the attention cannot be exchanged, or the model keeps another state than keys and values.
+    """
+    if not getattr(cls, "_supports_attention_backend", False):
+        raise UnsupportedFeatureError(
+            "its class has an attention of its own that cannot be exchanged"
+        )
+    if getattr(cls, "_is_stateful", False):
+        raise UnsupportedFeatureError("it keeps a recurrent state, not keys and values alone")
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise UnsupportedFeatureError("it is the decoder of an encoder")
+    text = hf_config.get_text_config()
+    for kind in getattr(text, "layer_types", None) or ():
+        if kind not in KNOWN_LAYERS:
+            raise UnsupportedFeatureError(
+                f"its layers of type {kind!r} keep another state than keys and values"
+            )
+    if getattr(hf_config, "quantization_config", None):
+        raise UnsupportedFeatureError(
+            "its checkpoint is quantised; quantization= rounds a plain one"
+        )
+
+
+def _hf_config(config: EngineConfig) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    fields = config.model.source_config
+    kind = str(fields.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedFeatureError(f"transformers does not know its model_type {kind!r}")
+    try:
+        return CONFIG_MAPPING[kind].from_dict(dict(fields))
+    except Exception as error:  # whatever the library raises for a config that it does not like
+        line = str(error).strip().partition("\n")[0]
+        raise UnsupportedFeatureError(f"transformers cannot read its config: {line}") from error
+
+
+def _with_weights(cls: Any, hf_config: Any, config: EngineConfig, dtype: torch.dtype) -> nn.Module:
+    if config.load_format == "dummy":
+        return _dummy(cls, hf_config, config.seed, dtype)
+    try:
+        model, info = cls.from_pretrained(
+            config.model.path,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (TrouperError, MemoryError):
+        raise
+    except Exception as error:  # whatever the library raises for a folder that it does not like
+        line = str(error).strip().partition("\n")[0]
+        raise TrouperValidationError(
+            f"transformers cannot load it ({type(error).__name__}: {line})",
+            parameter="model",
+            value=config.model.path,
+        ) from error
+    for problem, key in (
+        ("lacks", "missing_keys"),
+        ("has unexpected", "unexpected_keys"),
+        ("has misshapen", "mismatched_keys"),
+    ):
+        names = sorted(map(str, info.get(key) or ()))
+        if names:
+            shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+            raise TrouperValidationError(
+                f"the checkpoint {problem} {len(names)} tensors: {shown}",
+                parameter="model",
+                value=config.model.path,
+            )
+    return model.eval()
+
+
+def _dummy(cls: Any, hf_config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
+    """Build the class with random weights; its buffers are computed as ever."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = cls._from_config(hf_config, dtype=dtype, attn_implementation="eager")
+    source = RandomWeights(seed, dtype)
+    for name, parameter in model.named_parameters():
+        parameter.data = source.read(name, tuple(parameter.shape))
+    model.tie_weights()
+    return model.eval()
+
+
+def _check_ropes(model: nn.Module, max_model_len: int) -> None:
+    """Refuse lengths at which a sequence's keys would depend on how long others are."""
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        longest = getattr(module, "original_max_seq_len", None)
+        if kinds & set(GROWING_ROPES) and longest is not None and max_model_len > longest:
+            raise UnsupportedFeatureError(
+                f"its positions are stretched beyond {longest} tokens by the length of each sequence; "
+                f"set max_model_len to {longest} or less"
+            )
+
+
+def _replace_linears(model: nn.Module, config: EngineConfig, dtype: torch.dtype) -> None:
+    linear = LinearConfig(quantization=config.quantization, is_compressed=config.compress_weights)
+    head = cast("Any", model).get_output_embeddings()
+    for parent, name, module in list(_linears(model)):
+        weight, bias = _matrix(module)
+        fmt = config.quantization
+        if fmt is not None:
+            fmt = "int8" if module is head else _format(weight, fmt)
+        method = make_linear(weight.data, None, linear._replace(quantization=fmt))
+        method.bias = None if bias is None else bias.data
+        setattr(parent, name, HfLinear(method, dtype))
+
+
+def _format(weight: Tensor, fmt: Format) -> Format | None:
+    """The format of a weight's integers; None keeps those plain that are small or do not divide into groups."""
+    num_out, num_in = weight.shape
+    return fmt if num_out >= MIN_QUANTIZED and can_quantize(num_in, fmt) else None
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yield each linear layer with its parent and name; subclasses compute otherwise, and stay."""
+    from transformers.pytorch_utils import Conv1D
+
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            if type(module) in (nn.Linear, Conv1D):
+                yield parent, name, module
+
+
+def _matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return weight [O, I] and bias of a linear layer."""
+    weight = cast("Tensor", module.weight)
+    is_turned = not isinstance(module, nn.Linear)  # Conv1D stores [I, O]
+    return weight.T.contiguous() if is_turned else weight, cast("Tensor | None", module.bias)
