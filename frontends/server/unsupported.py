@@ -50,13 +50,11 @@ RESPONSES = {
     "prompt": "put the text of the prompt into input or instructions",
 }
 MESSAGES = {
-    "tools": NO_TOOLS,
-    "tool_choice": NO_TOOLS,
     "thinking": NO_THINKING,
     "mcp_servers": NO_TOOLS,
     "container": NO_TOOLS,
     "context_management": NO_MEMORY,
-    "output_format": NO_GRAMMAR,
+    "output_format": "use output_config.format",
 }
 POOLING = {"padding": "texts are never padded; leave it out", "mm_processor_kwargs": NO_MEDIA}
 COHERE = {"images": NO_MEDIA, "inputs": NO_MEDIA}
@@ -74,7 +72,6 @@ NEUTRAL: dict[str, Any] = {
     "truncation": "disabled",
     "top_logprobs": 0,
     "function_call": "none",
-    "tool_choice": {"type": "none"},
     "thinking": {"type": "disabled"},
     "max_tokens_per_query": 0,
     "max_tokens_per_doc": 0,

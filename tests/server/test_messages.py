@@ -4,6 +4,8 @@ import json
 
 import anthropic
 import pytest
+from anthropic._models import construct_type
+from anthropic.types import Message, RawMessageStreamEvent
 
 from trouper.frontends.server.app import create_app
 
@@ -15,6 +17,15 @@ PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "hi"}]
 GREEDY = {"messages": HI, "max_tokens": 6, "temperature": 0}
 HELLO = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+TOOL = {
+    "name": "f", "description": "adds",
+    "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}  # fmt: skip
+WITH_TOOL = {"messages": HI, "max_tokens": 6, "tools": [TOOL]}
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+USE = {"type": "tool_use", "id": "u", "name": "f", "input": {"a": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "u", "content": "2"}
+CALLED = {"role": "assistant", "content": [USE]}
 
 
 def text(content):
@@ -22,6 +33,7 @@ def text(content):
 
 
 def named_events(body):
+    """The events of a stream, each of which the client's types hold."""
     frames = body.decode().split("\n\n")
     assert frames.pop() == ""
     found = []
@@ -29,6 +41,9 @@ def named_events(body):
         name, data = frame.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
+        if event["type"] != "ping":
+            typed = construct_type(type_=RawMessageStreamEvent, value=event)
+            type(typed).model_validate(event, strict=True)
         found.append(event)
     return found
 
@@ -67,7 +82,7 @@ class TestInMemory:
         whole = (await client.post(PATH, GREEDY)).json
         events = named_events((await client.post(PATH, {**GREEDY, "stream": True})).body)
         kinds = [event["type"] for event in events]
-        assert kinds[:3] == ["message_start", "content_block_start", "ping"]
+        assert kinds[:3] == ["message_start", "ping", "content_block_start"]
         assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
         deltas = events[3:-3]
         assert {event["type"] for event in deltas} == {"content_block_delta"}
@@ -102,6 +117,89 @@ class TestInMemory:
         reply, _ = await asked({**GREEDY, "stop_sequences": ["é"]}, stop_reason)
         assert (reply["stop_reason"], reply["stop_sequence"]) == wanted
 
+    async def test_a_call_is_a_block(self, says):
+        reply = (await says(CALL).post(PATH, WITH_TOOL)).json
+        Message.model_validate(reply, strict=True)
+        (block,) = reply["content"]
+        assert block.pop("id").startswith("toolu_")
+        assert block == {"type": "tool_use", "name": "f", "input": {"a": 1}}
+        assert (reply["stop_reason"], reply["stop_sequence"]) == ("tool_use", None)
+
+    @pytest.mark.parametrize("pieces", [[CALL], list(CALL)])
+    async def test_a_streamed_call_has_pieces_of_its_input(self, says, pieces):
+        answer = await says(*pieces).post(PATH, {**WITH_TOOL, "stream": True})
+        _, _, start, *deltas, stop_, delta, _ = named_events(answer.body)
+        assert start["content_block"].pop("id").startswith("toolu_")
+        assert start["content_block"] == {"type": "tool_use", "name": "f", "input": {}}
+        assert {event["delta"]["type"] for event in deltas} == {"input_json_delta"}
+        assert json.loads("".join(e["delta"]["partial_json"] for e in deltas)) == {"a": 1}
+        assert (stop_["type"], stop_["index"]) == ("content_block_stop", 0)
+        assert delta["delta"]["stop_reason"] == "tool_use"
+
+    async def test_blocks_are_numbered_in_order(self, says):
+        said = "Let me see.\n<tool_call>\n" + CALL + "\n</tool_call>"
+        reply = (await says(said).post(PATH, WITH_TOOL)).json
+        events = named_events((await says(*said).post(PATH, {**WITH_TOOL, "stream": True})).body)
+        kinds = [block["type"] for block in reply["content"]]
+        starts = [event for event in events if event["type"] == "content_block_start"]
+        assert [event["content_block"]["type"] for event in starts] == kinds
+        assert [event["index"] for event in starts] == list(range(len(kinds)))
+
+    async def test_a_call_that_is_cut_is_there_as_text(self, says):
+        reply = (await says(CALL[:-4], finish_reason="length").post(PATH, WITH_TOOL)).json
+        assert reply["stop_reason"] == "max_tokens"
+        assert reply["content"][0]["input"] == {"INVALID_JSON": '{"a":'}
+
+    async def test_calls_and_their_results_go_back_into_the_conversation(self, says):
+        client = says("two")
+        thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+        again = {**USE, "id": "v", "input": {}}
+        messages = [
+            *HI,
+            {"role": "assistant", "content": [thought, text("Let me see."), USE, again]},
+            {"role": "user", "content": [
+                RESULT, {**RESULT, "tool_use_id": "v", "content": [text("3")], "is_error": True}, text("so?"),
+            ]},
+        ]  # fmt: skip
+        answer = await client.post(PATH, {**WITH_TOOL, "messages": messages})
+        assert answer.status == 200
+        prompt, *_ = client.engine.asked[0]
+        calls = [
+            {"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+            for id, arguments in (("u", '{"a": 1}'), ("v", "{}"))
+        ]
+        assert prompt["messages"] == [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant", "reasoning_content": "hm", "content": "Let me see.",
+                "tool_calls": calls,
+            },
+            {"role": "tool", "tool_call_id": "u", "content": "2"},
+            {"role": "tool", "tool_call_id": "v", "content": "3"},
+            {"role": "user", "content": "so?"},
+        ]  # fmt: skip
+        function = {
+            "name": "f",
+            "description": "adds",
+            "parameters": TOOL["input_schema"],
+        }
+        assert prompt["tools"] == [{"type": "function", "function": function}]
+
+    async def test_tools_count(self, client):
+        fields = {"messages": HI, "tools": [TOOL]}
+        counted = (await client.post(COUNT, fields)).json["input_tokens"]
+        usage = (await client.post(PATH, {**GREEDY, **fields})).json["usage"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+    async def test_an_answer_has_the_format_that_is_asked_for(self, client):
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+        given = {
+            "format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
+        }
+        fields = {**GREEDY, "max_tokens": 40, "output_config": given}
+        reply = (await client.post(PATH, fields)).json
+        assert list(json.loads(reply["content"][0]["text"])) == ["a"]
+
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(
         ("fields", "name"),
@@ -116,7 +214,7 @@ class TestInMemory:
             ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
             *(
                 ({"messages": [{"role": "user", "content": [{"type": kind}]}]}, "messages[0].content[0].type")
-                for kind in ("image", "tool_use", "tool_result", "thinking", "what", None, {})
+                for kind in ("image", "tool_use", "thinking", "server_tool_use", "what", None, {})
             ),
             ({"system": [{"type": "image"}]}, "system[0].type"),
             ({"system": 3}, "system"),
@@ -128,10 +226,22 @@ class TestInMemory:
             ({"top_k": -7}, "top_k"),
             ({"stop_sequences": [""]}, "stop_sequences"),
             ({"stop_sequences": ["x"] * 5}, "stop_sequences"),
-            ({"tools": [{"name": "f"}]}, "tools"),
-            ({"tool_choice": {"type": "any"}}, "tool_choice"),
+            ({"tools": [{"name": "f"}]}, "tools[0].input_schema: "),
+            ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name: "),
+            ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+            ({"tool_choice": {"type": "any"}}, "tool_choice: "),
+            ({"tools": [TOOL], "tool_choice": {"type": "what"}}, "tool_choice.type: "),
+            ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
+            ({"messages": [*HI, CALLED]}, "messages[1].content: "),
+            ({"messages": [*HI, CALLED, {"role": "user", "content": [{**RESULT, "tool_use_id": "x"}]}]}, "messages[2].content[0].tool_use_id: "),
+            ({"messages": [*HI, CALLED, {"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]}, "messages[2].content[0].content[0].type"),
+            ({"messages": [{"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages[0].content[0].input: "),
+            ({"messages": [{"role": "assistant", "content": [{**USE, "id": 1}]}]}, "messages[0].content[0].id: "),
+            ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "messages[0].content[0].thinking: "),
             ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-            ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+            ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format: "),
+            ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "objec"}}}}, "output_config.format"),
+            ({"output_format": {"type": "json_schema"}}, "output_format"),
             ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
         ],
     )  # fmt: skip
@@ -145,6 +255,7 @@ class TestInMemory:
     @pytest.mark.parametrize(
         "fields",
         [{"thinking": {"type": "disabled"}}, {"tool_choice": {"type": "none"}}, {"tools": []},
+         {"tool_choice": {"type": "auto"}},
          {"service_tier": "auto"}, {"metadata": {"user_id": "u"}}, {"system": ""}],
     )  # fmt: skip
     async def test_a_field_that_asks_for_nothing_is_allowed(self, client, fields):
@@ -237,4 +348,4 @@ async def test_the_async_client(options):
         counted = await client.messages.count_tokens(model="trouper-demo", messages=HI)
         assert counted.input_tokens > 0
         with pytest.raises(anthropic.BadRequestError, match="tools"):
-            await client.messages.create(**FIELDS, tools=[{"name": "f", "input_schema": {}}])
+            await client.messages.create(**FIELDS, tools=[{"name": "a b", "input_schema": {}}])

@@ -69,6 +69,7 @@ async def test_responses_have_a_format(client):
     bad = {**fields, "text": {"format": {"type": "json_schema", "schema": {"type": "objec"}}}}
     answer = await client.post(RESPONSES, bad)
     assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_schema")
+    assert answer.json["error"]["param"] == "text.format"
 
 
 @pytest.mark.parametrize("stream", [False, True])

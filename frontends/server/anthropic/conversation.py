@@ -1,94 +1,147 @@
 """Conversations of the Messages API as chats.  Pure."""
 
+import json
 from typing import Any, cast
 
 from trouper.errors import invalid
 from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
-from trouper.frontends.server.openai.requests import ChatRequest
+from trouper.frontends.server.anthropic.tools import chat_tool_choice, chat_tools
+from trouper.frontends.server.openai.requests import ChatRequest, ResponseFormat
+from trouper.frontends.server.openai.transcript import Transcript
 from trouper.frontends.server.unsupported import (
-    NO_GRAMMAR,
     NO_MEDIA,
     NO_THINKING,
     NO_TOOLS,
     unsupported,
 )
 
-ROLES = ("user", "assistant")
 NOT_BUILT = {
     "image": NO_MEDIA,
     "document": NO_MEDIA,
     "search_result": NO_MEDIA,
-    "tool_use": NO_TOOLS,
-    "tool_result": NO_TOOLS,
     "server_tool_use": NO_TOOLS,
-    "thinking": NO_THINKING,
     "redacted_thinking": NO_THINKING,
 }
 SAME_NAME = ("model", "temperature", "top_p", "top_k", "max_tokens", "stream", "request_id")
-Parts = list[dict[str, Any]]
+FORMAT = "output_config.format"
+JSONObject = dict[str, Any]
 
 
-def chat_of(request: CountTokensRequest) -> ChatRequest:
-    """Return the conversation, and how it is to be continued, as a chat.
+def chat_of(request: CountTokensRequest, transcript: Transcript) -> ChatRequest:
+    """Return the conversation, and how it is to be continued, as a chat; its messages go to `transcript`.
 
     Neighbours of one role become one message.  A last message of the assistant is the beginning of the reply.
 
     Raises:
         TrouperValidationError, UnsupportedFeatureError: naming the field.
     """
-    if (request.output_config or {}).get("format") is not None:
-        raise unsupported("output_config.format", NO_GRAMMAR)
     if not request.messages:
         raise invalid("messages", "must not be empty")
-    messages = _messages(request)
+    _add_messages(transcript, request)
+    tools = chat_tools(request.tools)
+    choice = request.tool_choice or {}
     fields = {name: getattr(request, name, None) for name in SAME_NAME}
     if isinstance(request, MessagesRequest):
         fields["stop"] = request.stop_sequences
-    if messages[-1]["role"] == "assistant":
+    if transcript.messages[-1]["role"] == "assistant":
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
-    return ChatRequest(messages=messages, **fields)
+    return ChatRequest(
+        messages=transcript.messages,
+        response_format=_response_format(request),
+        tools=tools,
+        tool_choice=chat_tool_choice(request.tool_choice, has_tools=tools is not None),
+        parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
+        **fields,
+    )
 
 
-def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
-    """Return the messages of a chat, the system's first."""
-    messages: list[dict[str, Any]] = []
+def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
+    given: Any = (request.output_config or {}).get("format")
+    if given is None:
+        return None
+    fields = cast("JSONObject", given) if isinstance(given, dict) else {}
+    if fields.get("type") != "json_schema" or not isinstance(fields.get("schema"), dict):
+        raise invalid(FORMAT, "must be of type json_schema and have a schema, an object")
+    return ResponseFormat(type="json_schema", json_schema={"schema": fields["schema"]})
+
+
+def _add_messages(transcript: Transcript, request: CountTokensRequest) -> None:
+    """Append the messages, the system's first."""
     if request.system:
-        messages.append({"role": "system", "content": _parts("system", request.system)})
+        transcript.append("system", "system", _texts("system", request.system))
     for i, message in enumerate(request.messages):
+        place = f"messages[{i}]"
         role = message.get("role")
-        if role not in ROLES:
-            raise invalid(
-                f"messages[{i}].role", "must be user or assistant; the system's is a field"
-            )
-        parts = _parts(f"messages[{i}].content", message.get("content"))
-        if messages[-1:] and messages[-1]["role"] == role:
-            messages[-1]["content"] += parts
-        else:
-            messages.append({"role": role, "content": parts})
-    for message in messages:
-        if len(message["content"]) == 1:
-            message["content"] = message["content"][0]["text"]
-    return messages
+        if role not in ("user", "assistant"):
+            raise invalid(f"{place}.role", "must be user or assistant; the system's is a field")
+        for where, block in _blocks(f"{place}.content", message.get("content")):
+            add = _add_to_user if role == "user" else _add_to_assistant
+            add(transcript, place, where, block)
+    if "tool_calls" in transcript.messages[-1]:
+        last = f"messages[{len(request.messages) - 1}].content"
+        raise invalid(last, "every tool_use needs a tool_result after it")
+    for message in transcript.messages:
+        content = message.get("content")
+        if isinstance(content, list) and len(cast("list[Any]", content)) == 1:
+            message["content"] = content[0]["text"]
 
 
-def _parts(place: str, content: object) -> Parts:
-    """Return the blocks of a message, which all are text."""
+def _add_to_user(transcript: Transcript, place: str, where: str, block: JSONObject) -> None:
+    if block.get("type") == "tool_result":
+        content = block.get("content")
+        result = [] if content in (None, [], "") else _texts(f"{where}.content", content)
+        transcript.add_result(where, "tool_use_id", block.get("tool_use_id"), result or "")
+    elif transcript.messages[-1:] and transcript.messages[-1]["role"] == "user":
+        transcript.messages[-1]["content"].append(_text(where, block))
+    else:
+        transcript.append(place, "user", [_text(where, block)])
+
+
+def _add_to_assistant(transcript: Transcript, place: str, where: str, block: JSONObject) -> None:
+    match block.get("type"):
+        case "tool_use":
+            fields = {name: block.get(name) for name in ("id", "name", "input")}
+            for (name, value), kind in zip(fields.items(), (str, str, dict), strict=True):
+                if not isinstance(value, kind):
+                    needed = "an object" if kind is dict else "a string"
+                    raise invalid(f"{where}.{name}", f"must be {needed}")
+            arguments = json.dumps(fields["input"], ensure_ascii=False)
+            transcript.add_call(place, str(fields["id"]), str(fields["name"]), arguments)
+        case "thinking":
+            thought = block.get("thinking")
+            if not isinstance(thought, str):
+                raise invalid(f"{where}.thinking", "must be a string")
+            message = transcript.assistant(place)
+            message["reasoning_content"] = message.get("reasoning_content", "") + thought
+        case _:
+            message = transcript.assistant(place)
+            message.setdefault("content", []).append(_text(where, block))
+
+
+def _blocks(place: str, content: object) -> list[tuple[str, JSONObject]]:
+    """Return the blocks of a message, each with the client's name for it."""
     if isinstance(content, str):
-        return [{"type": "text", "text": content}]
+        return [(place, {"type": "text", "text": content})]
     if not isinstance(content, list) or not content:
         raise invalid(place, "must be a string or a list of blocks that is not empty")
-    return [_part(f"{place}[{i}]", block) for i, block in enumerate(cast("list[object]", content))]
+    found: list[tuple[str, JSONObject]] = []
+    for i, block in enumerate(cast("list[object]", content)):
+        if not isinstance(block, dict):
+            raise invalid(f"{place}[{i}]", "must be a block")
+        found.append((f"{place}[{i}]", cast("JSONObject", block)))
+    return found
 
 
-def _part(place: str, block: object) -> dict[str, Any]:
-    if not isinstance(block, dict):
-        raise invalid(place, "must be a block")
-    fields = cast("dict[str, Any]", block)
-    kind, text = fields.get("type"), fields.get("text")
+def _texts(place: str, content: object) -> list[JSONObject]:
+    return [_text(where, block) for where, block in _blocks(place, content)]
+
+
+def _text(place: str, block: JSONObject) -> JSONObject:
+    kind, text = block.get("type"), block.get("text")
     if isinstance(kind, str) and kind in NOT_BUILT:
         raise unsupported(f"{place}.type", f"no block of type {kind} is; {NOT_BUILT[kind]}")
     if kind != "text":
-        raise invalid(f"{place}.type", "must be text")
+        raise invalid(f"{place}.type", "must be of a type that is allowed here, such as text")
     if not isinstance(text, str):
         raise invalid(f"{place}.text", "must be a string")
     return {"type": "text", "text": text}

@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from trouper.frontends.server.anthropic.conversation import chat_of
+from trouper.frontends.server.anthropic.content import content_block, render_block
+from trouper.frontends.server.anthropic.conversation import FORMAT, chat_of
 from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
+from trouper.frontends.server.anthropic.tools import client_name
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.adapter import (
     ChoiceUpdate,
@@ -17,22 +19,51 @@ from trouper.frontends.server.openai.adapter import (
     ServedModel,
     StreamEvent,
 )
+from trouper.frontends.server.openai.blocks import AnswerBlocks
 from trouper.frontends.server.openai.chat import ChatAdapter
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
-from trouper.frontends.server.openai.driver import drive
+from trouper.frontends.server.openai.driver import client_names, drive
 from trouper.frontends.server.openai.tokens import conversation_ids
+from trouper.frontends.server.openai.transcript import Transcript
 from trouper.frontends.server.service import Service
-from trouper.frontends.server.usage import Usage
+from trouper.frontends.server.usage import CachedTokens, Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 
+CLIENT_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": FORMAT,
+    "structured_outputs": FORMAT,
+}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}  # others keep their names
+
+
+class MessagesTurn:
+    """A request, and the conversation that it continues as a chat.
+
+    Raises:
+        TrouperValidationError, UnsupportedFeatureError: naming the field.
+    """
+
+    def __init__(self, body: CountTokensRequest) -> None:
+        self.model = body.model
+        self.request_id: str | None = getattr(body, "request_id", None)
+        self._transcript = Transcript()
+        self.chat = chat_of(body, self._transcript)
+
+    def client_name(self, parameter: str) -> str:
+        """Return the client's name for a parameter of the chat."""
+        if parameter in CLIENT_NAMES:
+            return CLIENT_NAMES[parameter]
+        if parameter.startswith("tools["):
+            return client_name(parameter)
+        return self._transcript.client_name(parameter)
 
 
 async def create_message(
     service: Service, context: RequestContext, request: MessagesRequest
 ) -> None:
     """Continue a conversation, whole or as named events."""
-    await drive(service, context, request, MessagesAdapter)
+    await drive(service, context, MessagesTurn(request), MessagesAdapter)
 
 
 async def count_tokens(
@@ -40,61 +71,60 @@ async def count_tokens(
 ) -> None:
     """Count the tokens of a conversation."""
     service.check_model(request.model)
-    prompt = chat_prompt(chat_of(request), service.settings)
-    ids = await conversation_ids(service, prompt)
+    turn = MessagesTurn(request)
+    with client_names(turn.client_name):
+        prompt = chat_prompt(turn.chat, service.settings)
+        ids = await conversation_ids(service, prompt)
     await context.send_json({"input_tokens": len(ids)})
 
 
 class MessagesAdapter:
-    """One message with one block of text."""
+    """One message with the blocks of the answer as its content."""
 
     STREAM_END: ClassVar[bytes] = b""  # the last event says that it is the last
 
     @staticmethod
-    def parse(request: MessagesRequest, model: ServedModel) -> ParsedRequest:
-        parsed = ChatAdapter.parse(chat_of(request), model)
+    def parse(request: MessagesTurn, model: ServedModel) -> ParsedRequest:
+        parsed = ChatAdapter.parse(request.chat, model)
         return msgspec.structs.replace(parsed, shows_usage=True, shows_cached=True)
 
     @staticmethod
-    def client_name(request: MessagesRequest, parameter: str) -> str:
-        return "stop_sequences" if parameter == "stop" else parameter
+    def client_name(request: MessagesTurn, parameter: str) -> str:
+        return request.client_name(parameter)
 
     def __init__(
-        self, request: MessagesRequest, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
+        self, request: MessagesTurn, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
     ) -> None:
         self._id = f"msg_{head.request_id}"
+        self._unique_id = head.unique_id
         self._model = model.name
-        self._text: list[str] = []
+        self._blocks = AnswerBlocks()
         self._last: CompletionOutput | None = None
 
     def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
-        return [
-            _event("message_start", message=self._message(_usage(usage))),
-            _event("content_block_start", index=0, content_block=_text_block("")),
-            _event("ping"),
-        ]
+        return [_event("message_start", message=self._message(_usage(usage))), _event("ping")]
 
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
         self._last = update.completion
-        if not update.text:
-            return []
-        delta = {"type": "text_delta", "text": update.text}
-        return [_event("content_block_delta", index=0, delta=delta)]
+        changes = self._blocks.feed(update.parts)
+        return [event for each in changes for event in render_block(each, self._unique_id)]
 
     def end(self, usage: Usage) -> list[StreamEvent]:
+        changes = self._blocks.end()
         return [
-            _event("content_block_stop", index=0),
+            *(event for each in changes for event in render_block(each, self._unique_id)),
             _event("message_delta", delta=self._ending(), usage=_usage(usage)),
             _event("message_stop"),
         ]
 
     def add(self, update: ChoiceUpdate) -> None:
-        self._text.append(update.text)
         self._last = update.completion
+        self._blocks.feed(update.parts)
 
     def reply(self, usage: Usage) -> dict[str, Any]:
-        text = _text_block("".join(self._text))
-        return {**self._message(_usage(usage)), "content": [text], **self._ending()}
+        self._blocks.end()
+        content = [content_block(block, self._unique_id) for block in self._blocks.all]
+        return {**self._message(_usage(usage)), "content": content, **self._ending()}
 
     def _message(self, usage: dict[str, int]) -> dict[str, Any]:
         return {
@@ -115,6 +145,8 @@ class MessagesAdapter:
         if isinstance(self._last.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self._last.stop_reason}
         reason = str(self._last.finish_reason)
+        if reason == "stop" and self._blocks.has_calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
         return {"stop_reason": STOP_REASONS.get(reason, reason), "stop_sequence": None}
 
 
@@ -122,15 +154,11 @@ def _event(kind: str, **content: Any) -> StreamEvent:
     return StreamEvent({"type": kind, **content}, kind)
 
 
-def _text_block(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
 def _usage(usage: Usage | None) -> dict[str, int]:
     """Return the counts; there, tokens that the cache held are not among the input tokens."""
     assert usage is not None  # `parse` asks for it with every update
     details = usage.prompt_tokens_details
-    num_cached = 0 if isinstance(details, msgspec.UnsetType) else details.cached_tokens
+    num_cached = details.cached_tokens if isinstance(details, CachedTokens) else 0
     return {
         "input_tokens": usage.prompt_tokens - num_cached,
         "cache_creation_input_tokens": 0,

@@ -16,6 +16,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     messages: list[dict[str, Any]]
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
 
 

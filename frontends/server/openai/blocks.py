@@ -44,7 +44,7 @@ class AnswerBlock:
 
 
 class BlockStarted(NamedTuple):
-    """A block that is open from now on."""
+    """A block as it begins, without text."""
 
     block: AnswerBlock
 
@@ -78,6 +78,10 @@ class AnswerBlocks:
     def __repr__(self) -> str:
         return f"<AnswerBlocks {self.all!r}>"
 
+    @property
+    def has_calls(self) -> bool:
+        return self._num_calls > 0
+
     def feed(self, parts: Sequence[ParserEvent], *, is_last: bool = False) -> list[BlockEvent]:
         """Take what has been parsed; the block that is open at the end of the last parts is left to `end`."""
         events: list[BlockEvent] = []
@@ -97,7 +101,7 @@ class AnswerBlocks:
                     pass
         return events
 
-    def end(self, *, is_cut: bool) -> list[BlockEvent]:
+    def end(self, *, is_cut: bool = False) -> list[BlockEvent]:
         """Take the end of the answer.  One without text and calls gets an empty text."""
         events: list[BlockEvent] = []
         if all(block.kind == "reasoning" for block in self.all):
@@ -125,10 +129,11 @@ class AnswerBlocks:
 
     def _start(self, kind: Kind, events: list[BlockEvent], name: str = "") -> None:
         self._close(events)
-        block = self._open = AnswerBlock(len(self.all), kind, name, self._num_calls)
+        head = (len(self.all), kind, name, self._num_calls)
         self._num_calls += kind == "call"
-        self.all.append(block)
-        events.append(BlockStarted(block))
+        self._open = AnswerBlock(*head)
+        self.all.append(self._open)
+        events.append(BlockStarted(AnswerBlock(*head)))
 
     def _close(self, events: list[BlockEvent], *, is_cut: bool = False) -> None:
         if self._open is not None:

@@ -6,7 +6,9 @@ mid-stream, the last event.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio.lowlevel
@@ -46,16 +48,23 @@ async def drive(
     Raises:
         Exception: the request is bad, or its generation has failed; parameters have the client's names.
     """
-    try:
+    with client_names(partial(api.client_name, request)):
         model = _served_model(service, request.model)
         parsed = api.parse(request, model)
         context.name_by(request.request_id)
         head = ReplyHead(context.request_id, context.id, int(time.time()))
         driver = Driver(service, context, parsed, api(request, parsed, model, head))
         await (driver.send_stream() if parsed.is_stream else driver.send_reply())
+
+
+@contextmanager
+def client_names(name_of: Callable[[str], str]) -> Generator[None]:
+    """Name the parameter of an error as the client does, also where its message begins with it."""
+    try:
+        yield
     except (TrouperValidationError, UnsupportedFeatureError) as error:
         if error.parameter is not None:
-            rename_parameter(error, api.client_name(request, error.parameter))
+            rename_parameter(error, name_of(error.parameter))
         raise
 
 

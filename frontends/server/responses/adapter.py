@@ -18,7 +18,8 @@ from trouper.frontends.server.openai.adapter import (
 from trouper.frontends.server.openai.blocks import AnswerBlocks
 from trouper.frontends.server.openai.chat import ChatAdapter
 from trouper.frontends.server.openai.requests import ChatRequest, ResponseFormat
-from trouper.frontends.server.responses.conversation import Transcript
+from trouper.frontends.server.openai.transcript import Transcript
+from trouper.frontends.server.responses.conversation import add_items
 from trouper.frontends.server.responses.items import EventWriter, output_item
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.responses.tools import chat_tool_choice, chat_tools
@@ -32,6 +33,7 @@ CLIENT_NAMES = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "structured_outputs": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
 SAME_NAME = (
@@ -53,8 +55,10 @@ class ResponsesTurn:
         self.model = body.model
         self.request_id = body.request_id
         self.items = input_items(body)
-        self.conversation = Transcript(body.instructions)
-        self.conversation.extend(self.items)
+        self.transcript = Transcript()
+        if body.instructions is not None:
+            self.transcript.append("instructions", "system", body.instructions)
+        add_items(self.transcript, self.items, "input")
 
     def as_chat(self) -> ChatRequest:
         body = self.body
@@ -63,7 +67,7 @@ class ResponsesTurn:
         tools = chat_tools(body.tools)
         fields = {name: getattr(body, name) for name in SAME_NAME}
         return ChatRequest(
-            messages=self.conversation.messages,
+            messages=self.transcript.messages,
             max_completion_tokens=body.max_output_tokens,
             response_format=_response_format(body),
             reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
@@ -87,7 +91,7 @@ class ResponsesAdapter:
     def client_name(request: ResponsesTurn, parameter: str) -> str:
         if parameter.startswith("tools["):
             return parameter.replace(".function", "", 1)
-        name = request.conversation.client_name(parameter)
+        name = request.transcript.client_name(parameter)
         return CLIENT_NAMES.get(name, name)
 
     def __init__(

@@ -96,7 +96,7 @@ def output_item(block: AnswerBlock, response_id: str, status: Status) -> JSONObj
             "status": status,
             "call_id": f"call_{response_id}_{block.call_index}",
             "name": block.name,
-            "arguments": "" if status == "in_progress" else block.text,
+            "arguments": block.text,
         }
     content = [] if status == "in_progress" else [_part(block.kind, block.text)]
     if block.kind == "reasoning":

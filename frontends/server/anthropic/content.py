@@ -1,0 +1,60 @@
+"""Blocks of an answer as content blocks of a message, and as the events in which they come.  Pure."""
+
+from typing import Any
+
+import msgspec
+
+from trouper.frontends.server.openai.adapter import StreamEvent
+from trouper.frontends.server.openai.blocks import (
+    AnswerBlock,
+    BlockEnded,
+    BlockEvent,
+    BlockGrown,
+    BlockStarted,
+)
+
+JSONObject = dict[str, Any]
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+INVALID = "INVALID_JSON"  # the key of arguments that are no object, as Anthropic proposes
+
+
+def render_block(change: BlockEvent, message_id: str) -> list[StreamEvent]:
+    """Return the events that tell what has become of a block."""
+    match change:
+        case BlockStarted(block):
+            return [_event("start", block, content_block=content_block(block, message_id))]
+        case BlockGrown(block, text):
+            kind, name = DELTAS[block.kind]
+            return [_event("delta", block, delta={"type": kind, name: text})]
+        case BlockEnded(block):
+            return [_event("stop", block)]
+
+
+def content_block(block: AnswerBlock, message_id: str) -> JSONObject:
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": block.text}
+        case "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        case "call":
+            id = f"toolu_{message_id}_{block.call_index}"
+            return {"type": "tool_use", "id": id, "name": block.name, "input": _input(block.text)}
+
+
+def _input(arguments: str) -> JSONObject:
+    """Decode the arguments of a call; those that were cut, or are no object, are there as a text."""
+    if not arguments:
+        return {}
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {INVALID: arguments}
+
+
+def _event(moment: str, block: AnswerBlock, **content: Any) -> StreamEvent:
+    kind = f"content_block_{moment}"
+    return StreamEvent({"type": kind, "index": block.index, **content}, kind)
