@@ -24,7 +24,7 @@ from trouper.frontends.server.responses.items import EventWriter, output_item
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.responses.tools import chat_tool_choice, chat_tools
 from trouper.frontends.server.unsupported import unsupported
-from trouper.frontends.server.usage import CachedTokens, Usage
+from trouper.frontends.server.usage import CachedTokens, ReasoningUsage, Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 
 JSONObject = dict[str, Any]
@@ -193,13 +193,14 @@ def _new_response(
 
 
 def _counts(usage: Usage) -> JSONObject:
-    details = usage.prompt_tokens_details
-    num_cached = details.cached_tokens if isinstance(details, CachedTokens) else 0
+    cached, reasoning = usage.prompt_tokens_details, usage.completion_tokens_details
+    num_cached = cached.cached_tokens if isinstance(cached, CachedTokens) else 0
+    num_reasoning = reasoning.reasoning_tokens if isinstance(reasoning, ReasoningUsage) else 0
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": usage.total_tokens,
     }
 
