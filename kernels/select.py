@@ -16,6 +16,7 @@ Law: a choice depends on the weight, the machine and the configuration, never on
 implementations (`tests/kernels/cpu`).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from trouper.kernels.cpu.linear.onednn import OneDNNLinear, packed_dtypes
 from trouper.kernels.cpu.linear.plain import PlainLinear
 from trouper.kernels.cpu.linear.quantization import IntegerWeight, dequantized, quantize
 from trouper.kernels.linear import Format, LinearConfig, LinearMethod
+from trouper.kernels.lora import LoRAWeights
 from trouper.kernels.ops import CpuOps, OpsConfig
 
 
@@ -131,6 +133,19 @@ def _choose_fp32(
     from trouper.kernels.cpu.linear.dense import DenseLinear
 
     return DenseLinear
+
+
+def make_lora(
+    part_sizes: Sequence[int], num_in: int, num_slots: int, max_rank: int, dtype: torch.dtype
+) -> LoRAWeights:
+    """Make empty slots for the adapters of a layer whose outputs are these parts: compiled kernels where they can be used."""
+    from trouper.kernels.cpu.linear.lora import NativeLoRA, can_adapt
+
+    if can_adapt(part_sizes, num_in, dtype):
+        return NativeLoRA(part_sizes, num_in, num_slots, max_rank, dtype)
+    from trouper.kernels.cpu.linear.plain_lora import PlainLoRA
+
+    return PlainLoRA(part_sizes)
 
 
 def this_processor() -> Processor:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trouper.frontends.python.llm import LLM
     from trouper.frontends.python.llm_engine import LLMEngine
     from trouper.inputs import TextPrompt, TokensPrompt
+    from trouper.lora import LoRARequest
     from trouper.outputs import CompletionOutput, RequestOutput
     from trouper.params import (
         BeamSearchParams,
@@ -54,6 +55,7 @@ _HOMES = {
     "CompletionOutput": "trouper.outputs",
     "EngineArgs": "trouper.config.args",
     "LLM": "trouper.frontends.python.llm",
+    "LoRARequest": "trouper.lora",
     "RepetitionDetectionParams": "trouper.params",
     "RequestOutput": "trouper.outputs",
     "RequestOutputKind": "trouper.params",
@@ -76,6 +78,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "LoRARequest",
     "PoolerConfig",
     "PoolingOutput",
     "PoolingParams",

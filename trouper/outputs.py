@@ -1,4 +1,4 @@
-"""Outputs of generation as callers get them.  Part of the shared vocabulary: imports nothing of trouper but errors."""
+"""Outputs of generation as callers get them.  Part of the shared vocabulary."""
 
 from typing import Literal
 
@@ -11,6 +11,7 @@ from trouper.errors import (
     TrouperError,
     TrouperValidationError,
 )
+from trouper.lora import LoRARequest
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
@@ -122,6 +123,7 @@ class RequestOutput(msgspec.Struct):
     metrics: RequestStateStats | None = None
     num_cached_tokens: int | None = None
     error: RequestError | None = None
+    lora_request: LoRARequest | None = None
 
     def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
         """Merge a later output of the same request into this one.

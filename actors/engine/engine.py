@@ -6,7 +6,7 @@ else is asked of the actors.
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import anyio
 import msgspec
 from anyio.streams.memory import MemoryObjectSendStream
 
+from trouper.actors.engine.adapters import Adapters
 from trouper.actors.engine.controls import Controls
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.lifecycle import EngineState, Event, Lifecycle
@@ -34,10 +35,13 @@ from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.event_loop import EventLoop
+from trouper.actors.runtime.threads import Threads
 from trouper.actors.scheduling.scheduler import Scheduler
+from trouper.config.adapters import AdapterFiles, read_adapter
 from trouper.config.resolve import EngineConfig
 from trouper.errors import EngineDeadError, RetryableRequestError, TrouperValidationError
 from trouper.inputs import PoolingPrompt, PromptType
+from trouper.lora import LoRARequest
 from trouper.metrics import Metric
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
@@ -69,6 +73,7 @@ class EngineParts(msgspec.Struct, frozen=True):
     detokenizer: Detokenizer | None  # None in an engine that pools
     observer: Observer | None  # None when there is nothing to observe
     loop: EventLoop
+    threads: Threads  # for blocking work
 
 
 class Engine:
@@ -84,12 +89,15 @@ class Engine:
         self._detokenizer = parts.detokenizer
         self._observer = parts.observer
         self._client = ControlClient(parts.to_scheduler, parts.to_executor, parts.to_observer)
+        self._threads = parts.threads
+        self.adapters = Adapters(config.lora, self._read_adapter, self._load_adapter)
         self.requests = RequestTable(
             config,
             renderer=parts.to_renderer,
             large_renderer=parts.to_large_renderer,
             scheduler=parts.to_scheduler,
             loop=parts.loop,
+            adapters=self.adapters,
             check_open=self.check_open,
             note_rejection=self._note_rejection,
         )
@@ -115,14 +123,17 @@ class Engine:
         add_special_tokens: bool | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Generation[RequestOutput]:
         """Return a request as an async iterator; nothing happens before it is entered or iterated.
 
         Raises:
             TypeError: `request_id` is not a string, or `params` not SamplingParams.
-            TrouperValidationError: the model does not generate.
+            TrouperValidationError: the model does not generate, or takes no adapters.
         """
         self._check_types(request_id, params, SamplingParams)
+        if lora_request is not None:
+            self.adapters.check(lora_request)
         _check_order(priority, arrival_time)
         if trace_headers and self.config.otlp_traces_endpoint is None:
             self._warn_of_tracing()
@@ -137,7 +148,9 @@ class Engine:
             mm_processor_kwargs=mm_processor_kwargs,
             trace_headers=trace_headers,
         )
-        return Generation(self.requests, request_id, params.clone(), render, arrival_time)
+        return Generation(
+            self.requests, request_id, params.clone(), render, arrival_time, lora_request
+        )
 
     def encode(
         self,
@@ -169,6 +182,14 @@ class Engine:
             add_special_tokens=add_special_tokens,
         )
         return Generation(self.requests, request_id, params.clone(), render, arrival_time)
+
+    async def _read_adapter(self, request: LoRARequest) -> AdapterFiles:
+        return await self._threads.run(read_adapter, request.lora_path)
+
+    async def _load_adapter(
+        self, slot: int, files: AdapterFiles, done: Callable[[], object]
+    ) -> None:
+        await self._client.call_device("load_adapter", slot, files, done=done)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests; each reader gets its final output.  Unknown and finished ids are ignored."""

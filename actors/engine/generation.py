@@ -13,9 +13,11 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import anyio
 import anyio.lowlevel
 
+from trouper.actors.messages.adapters import LoadedAdapter
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.requests import Render
 from trouper.actors.replies.slot import Slot
+from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
@@ -29,7 +31,13 @@ class MakeRender(Protocol):
     """Makes the message when the request is opened, and these are known."""
 
     def __call__(
-        self, *, id: RequestId, params: Any, slot: Slot[Any], arrival_time: float
+        self,
+        *,
+        id: RequestId,
+        params: Any,
+        slot: Slot[Any],
+        arrival_time: float,
+        adapter: LoadedAdapter | None,
     ) -> Render: ...
 
 
@@ -42,7 +50,12 @@ class RequestDesk(Protocol):
         params: Params,
         render: MakeRender,
         arrival_time: float | None,
+        lora_request: LoRARequest | None = None,
     ) -> tuple[RequestId, Slot[Any]]: ...
+
+    async def load_adapter(self, lora_request: LoRARequest) -> object:
+        """Load the adapter of a request, unless it is there already."""
+        ...
 
     def close_request(self, id: RequestId, slot: Slot[Any], *, is_finished: bool) -> None: ...
 
@@ -64,12 +77,14 @@ class Generation(Generic[Output]):
         params: Params,
         render: MakeRender,
         arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         self.request_id = request_id
         self._desk = desk
         self._params = params
         self._render = render
         self._arrival_time = arrival_time
+        self._lora_request = lora_request
         self._opened: tuple[RequestId, Slot[Output]] | None = None
         self._num_tokens = (0, 0)
         self._is_finished = False
@@ -87,6 +102,7 @@ class Generation(Generic[Output]):
             if not self._is_finished:  # else the output before was waited for
                 await anyio.lowlevel.checkpoint()
             raise StopAsyncIteration
+        await self.prepare()
         slot = self.open()
         try:
             output = await slot.read()
@@ -140,12 +156,27 @@ class Generation(Generic[Output]):
         """Tell whether nothing more will come but what is in the slot."""
         return self._opened is None or self._opened[1].is_over
 
+    async def prepare(self) -> None:
+        """Wait until the request can be opened: its adapter is loaded.  Only a request that wants one waits at all.
+
+        Raises:
+            Exception: what loading raised; the request is closed then.
+        """
+        if self._lora_request is None or self._opened is not None or self._is_closed:
+            return
+        try:
+            await self._desk.load_adapter(self._lora_request)
+        except BaseException:
+            self.close()
+            raise
+
     async def submit(self) -> None:
         """Open, and wait until the prompt is known to be good.
 
         Raises:
             Exception: what rendering raised; the request is gone then.
         """
+        await self.prepare()
         slot = self.open()
         try:
             await slot.wait_rendered()
@@ -155,6 +186,7 @@ class Generation(Generic[Output]):
 
     async def __aenter__(self) -> Self:
         await anyio.lowlevel.checkpoint()
+        await self.prepare()
         self.open()
         return self
 
@@ -179,7 +211,11 @@ class Generation(Generic[Output]):
             raise RuntimeError(f"{self!r} cannot be opened again")
         if self._opened is None:
             self._opened = self._desk.open_request(
-                self.request_id, self._params, self._render, self._arrival_time
+                self.request_id,
+                self._params,
+                self._render,
+                self._arrival_time,
+                self._lora_request,
             )
         return self._opened[1]
 

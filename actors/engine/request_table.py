@@ -11,8 +11,10 @@ from typing import Any
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
+from trouper.actors.engine.adapters import Adapters
 from trouper.actors.engine.admission import Admission, embeds_bytes, estimate_tokens
 from trouper.actors.engine.generation import MakeRender
+from trouper.actors.messages.adapters import LoadedAdapter
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.inboxes import RendererInbox, SchedulerInbox
 from trouper.actors.messages.requests import Abort
@@ -21,6 +23,7 @@ from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.event_loop import EventLoop
 from trouper.config.resolve import EngineConfig
+from trouper.lora import LoRARequest
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
 
@@ -33,6 +36,7 @@ class RequestTable:
     """Opens requests for `Generation`s, and knows those that are open.
 
     Args:
+        adapters: those that requests may name.
         check_open: raises what refuses every request now.
         note_rejection: is told the limit that refused a request.
     """
@@ -45,6 +49,7 @@ class RequestTable:
         large_renderer: MemoryObjectSendStream[RendererInbox],
         scheduler: MemoryObjectSendStream[SchedulerInbox],
         loop: EventLoop,
+        adapters: Adapters,
         check_open: Callable[[], None],
         note_rejection: Callable[[str], None],
     ) -> None:
@@ -53,11 +58,13 @@ class RequestTable:
         self._large_renderer = large_renderer
         self._scheduler = scheduler
         self._loop = loop
+        self._adapters = adapters
         self._check_open = check_open
         self._admission = Admission(
             config.max_num_queued_reqs, config.max_num_queued_tokens, note_rejection
         )
         self._open: dict[str, tuple[RequestId, Slot[Any]]] = {}
+        self._adapter_of: dict[str, LoadedAdapter] = {}  # of the open requests that have one
         self._next_id = 0
 
     def __repr__(self) -> str:
@@ -88,6 +95,7 @@ class RequestTable:
         params: SamplingParams | PoolingParams,
         render: MakeRender,
         arrival_time: float | None,
+        lora_request: LoRARequest | None = None,
     ) -> tuple[RequestId, Slot[Any]]:
         """Register and submit in one synchronous act, so no cancellation can fall in between.
 
@@ -98,18 +106,29 @@ class RequestTable:
             QueueOverflowError: too many open requests.
             MaxQueuedTokensError: too many prompt tokens in prefill.
             EngineDeadError: the engine is gone.
+            LoRAAdapterNotFoundError: the adapter is not loaded.
         """
         self._loop.check_current()
         self.check(params.n, request_id)
+        adapter = None if lora_request is None else self._adapters.enter(lora_request)
+        if adapter is not None:
+            self._adapter_of[request_id] = adapter
         id = RequestId(self._next_id)
         self._next_id += params.n
         slot = self._slot(request_id, params)
+        slot.lora_request = lora_request
         now = time.time()
         slot.stats.arrival_time = now if arrival_time is None else arrival_time
         slot.stats.arrival_ts = anyio.current_time() - max(0.0, now - slot.stats.arrival_time)
         self._open[request_id] = id, slot
         self._admission.enter(params.n)
-        message = render(id=id, params=params, slot=slot, arrival_time=slot.stats.arrival_time)
+        message = render(
+            id=id,
+            params=params,
+            slot=slot,
+            arrival_time=slot.stats.arrival_time,
+            adapter=adapter,
+        )
         num_tokens = estimate_tokens(message.prompt)
         slot.count_prefill(num_tokens)
         is_large = num_tokens > LARGE_PROMPT or embeds_bytes(message.prompt) > LARGE_EMBEDS
@@ -136,6 +155,11 @@ class RequestTable:
             raise ValueError(f"request_id {request_id!r} is already in flight")
         self._admission.check(n)
 
+    async def load_adapter(self, lora_request: LoRARequest) -> bool:
+        """Load the adapter of a request, unless it is there already; raises as `Adapters.load` does."""
+        self._check_open()
+        return await self._adapters.load(lora_request)
+
     def close_request(self, id: RequestId, slot: Slot[Any], *, is_finished: bool) -> None:
         """Forget a request that is no longer read; abort it if it has not finished."""
         if not is_finished:
@@ -143,6 +167,8 @@ class RequestTable:
         slot.close()
         if self._open.pop(slot.request_id, None) is not None:
             self._admission.leave(slot.n)
+            if (adapter := self._adapter_of.pop(slot.request_id, None)) is not None:
+                self._adapters.leave(adapter)
 
     def drop_request(self, id: RequestId, slot: Slot[Any]) -> None:
         """Close a request whose iterator was garbage, on the loop, whatever thread collects it."""

@@ -46,13 +46,13 @@ class ControlClient:
 
     async def call_device(
         self,
-        method: Literal["sleep", "wake", "start_profile", "stop_profile"],
+        method: Literal["sleep", "wake", "load_adapter", "start_profile", "stop_profile"],
         *args: object,
         done: Callable[[], object] = lambda: None,
     ) -> None:
         """Have the device do something, and call `done` as soon as it has.
 
-        One call at a time is under way, which is what the executor's inbox has room for.  A cancellation is raised
+        One call of the lifecycle and one for an adapter are under way at a time, which is what the executor's inbox has room for.  A cancellation is raised
         after the call has ended: after `done`, or in place of an error.
         """
         with self._asking() as answer:

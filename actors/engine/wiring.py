@@ -135,8 +135,8 @@ async def _run_actors(
     to_scheduler, scheduler_inbox = anyio.create_memory_object_stream[SchedulerInbox](
         5 * MAX_OPEN_REQUESTS
     )
-    # The plans in flight, and one call at a time from the lifecycle, from a probe and from the scheduler.
-    to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](credits + 3)
+    # The plans in flight, and one call at a time from the lifecycle, for an adapter, from a probe and from the scheduler.
+    to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](credits + 4)
     # One Track for each open request; the scheduler waits when it is a whole table of steps ahead.
     to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream[DetokenizerInbox](
         2 * MAX_OPEN_REQUESTS
@@ -194,7 +194,7 @@ async def _run_actors(
                     await tasks.start(renderer.run, name=f"renderer {number}")
                 parts = EngineParts(
                     info, tokenizer, to_renderer, to_large_renderer, to_scheduler, to_executor,
-                    to_observer, scheduler, detokenizer, observer, EventLoop(),
+                    to_observer, scheduler, detokenizer, observer, EventLoop(), threads,
                 )  # fmt: skip
                 engine = Engine(config, parts)
                 task_status.started(engine)

@@ -26,6 +26,7 @@ class Batch(msgspec.Struct, frozen=True):
     first_tokens: np.ndarray  # [C], of the entry in the flat batch
     last_tokens: np.ndarray  # [C]
     tokens: HostTokens
+    adapters: np.ndarray  # [T], slots of the tokens' adapters
     plans: dict[int | None, Any]  # attention, by window, as the decoder's ops make them
     has_long_chunks: bool = True  # else every token is attended alone
     embeds: tuple[tuple[int, Tensor], ...] = ()  # first token in the flat batch, rows from there on
@@ -79,6 +80,7 @@ def make_batch(
         has_long_chunks=has_long_chunks,
         embeds=slots.take_embeds(plan, first_tokens),
         read=read,
+        adapters=slots.adapters[chosen_T],
     )
 
 

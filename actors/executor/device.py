@@ -66,7 +66,8 @@ class Device(Protocol):
         ...
 
     async def call(self, method: str, *args: object) -> object:
-        """Call one of `sleep(level)`, `wake(tags)`, `start_profile(folder, prefix)`, `stop_profile()`, `probe()`,
+        """Call one of `sleep(level)`, `wake(tags)`, `load_adapter(slot, files)`,
+        `start_profile(folder, prefix)`, `stop_profile()`, `probe()`,
         which does nothing, and `explain(num_losses)`: the cause of the last losses has been found and is gone;
         behind the plans already submitted.
 

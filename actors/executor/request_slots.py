@@ -41,6 +41,7 @@ class RequestSlots:
         max_blocks = -(-max_model_len // block_size)
         self.block_ids = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.adapters = np.zeros(max_num_seqs, dtype=np.int64)  # their slots; 0 = none
         self.sampling: list[Sampling] = [Sampling()] * max_num_seqs
         self.with_prompt_logprobs: set[int] = set()  # slots whose requests ask for them
         # by slot: the position of a part's first row, and the part [rows, E], which stands for tokens
@@ -54,6 +55,7 @@ class RequestSlots:
         self.num_blocks[slot] = 0
         self.add_blocks(slot, new.block_ids)
         self.sampling[slot] = new.sampling
+        self.adapters[slot] = new.adapter_slot
         self.with_prompt_logprobs.discard(slot)
         if new.sampling.prompt_logprobs is not None:
             self.with_prompt_logprobs.add(slot)

@@ -58,7 +58,9 @@ class DeviceCall(msgspec.Struct, frozen=True):
     An error goes to the caller, and the engine lives.
     """
 
-    method: Literal["sleep", "wake", "start_profile", "stop_profile", "probe", "explain"]
+    method: Literal[
+        "sleep", "wake", "load_adapter", "start_profile", "stop_profile", "probe", "explain"
+    ]  # fmt: skip
     args: tuple[object, ...]
     answer: Promise[object]
 

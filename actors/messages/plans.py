@@ -46,6 +46,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     sampling: Sampling
     embeds: tuple[Embeds, ...] = ()  # as in `Admit`
     grammar: Grammar | None = None
+    adapter_slot: int = 0  # on the device; 0 = none
 
 
 class StepPlan(msgspec.Struct, frozen=True):

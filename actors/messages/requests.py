@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from trouper.actors.messages.adapters import LoadedAdapter
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.grammar import Grammar
 from trouper.actors.messages.identifiers import RequestId
@@ -30,6 +31,7 @@ class Render(msgspec.Struct, frozen=True):
     truncation_side: str | None = None  # left keeps the end; None: the tokenizer's
     add_special_tokens: bool | None = None  # None: True for text, False for chat
     mm_processor_kwargs: Mapping[str, Any] | None = None  # concerns multimodal items only
+    adapter: LoadedAdapter | None = None
     trace_headers: Mapping[str, str] | None = None  # W3C, for the request's span
 
 
@@ -57,6 +59,7 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time: float = 0.0
     cache_salt: str | None = None
     grammar: Grammar | None = None  # what an output must match
+    adapter: LoadedAdapter | None = None
     embeds: tuple[Embeds, ...] = ()  # what stands for tokens, in order; their ids are zeros
     embeds_digests: tuple[bytes, ...] = ()  # by block; empty where it has none
 

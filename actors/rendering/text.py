@@ -150,6 +150,7 @@ class Prompts:
                 arrival_time=message.arrival_time,
                 cache_salt=form.salt,
                 grammar=self._grammars.compile(resolved.params),
+                adapter=message.adapter,
                 embeds=embeds,
                 embeds_digests=digests(embeds, self._limits.block_size),
             ),

@@ -157,6 +157,7 @@ class ReplySlot(Slot[RequestOutput]):
             metrics=self.stats if self._shows_stats else None,
             num_cached_tokens=self._num_cached_tokens,
             error=self._request_error,
+            lora_request=self.lora_request,
         )
 
     @property

@@ -12,6 +12,7 @@ import anyio
 import anyio.lowlevel
 
 from trouper.actors.replies.prefill import Prefills
+from trouper.lora import LoRARequest
 from trouper.outputs import RequestStateStats
 
 Output = TypeVar("Output", covariant=True)
@@ -57,6 +58,7 @@ class Slot(ABC, Generic[Output]):
         self._scope: anyio.CancelScope | None = None  # made at its first use
         self.stats = RequestStateStats()
         self.n = n
+        self.lora_request: LoRARequest | None = None
         self._shows_stats = shows_stats
         self._prefills = prefills or Prefills()
         self._num_prefill = 0  # as `count_prefill` was told

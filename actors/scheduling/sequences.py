@@ -101,10 +101,13 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
         hashes, shared = self.hashes, self.request.prompt_hashes
         if len(hashes) < min(count, len(shared)):
             hashes.extend(shared[len(hashes) :])
-        salt, digests = self.request.admit.cache_salt, self.request.admit.embeds_digests
+        admit = self.request.admit
+        salt, digests, adapter = admit.cache_salt, admit.embeds_digests, admit.adapter
         for i in range(len(hashes), count):
             tokens = self.token_ids(i * block_size, (i + 1) * block_size)
             extra = salt.encode() if salt is not None and i == 0 else b""
+            if adapter is not None and i == 0:
+                extra += b"\0\0" + adapter.number.to_bytes(8)  # 10 bytes; a digest adds 33
             if i < len(digests) and digests[i]:
                 extra += (
                     b"\0" + digests[i]

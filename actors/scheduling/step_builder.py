@@ -113,6 +113,7 @@ def _max_count(config: SchedulerConfig, num_competing: int) -> int:
 
 
 def _new_sequence(sequence: Sequence) -> NewSequence:
+    admit = sequence.request.admit
     return NewSequence(
         request_slot=sequence.request_slot,
         sequence=sequence.id,
@@ -120,6 +121,7 @@ def _new_sequence(sequence: Sequence) -> NewSequence:
         num_prompt=sequence.num_prompt,
         block_ids=tuple(sequence.blocks),
         sampling=sequence.sampling(),
-        embeds=sequence.request.admit.embeds,
-        grammar=sequence.request.admit.grammar,
+        embeds=admit.embeds,
+        grammar=admit.grammar,
+        adapter_slot=0 if admit.adapter is None else admit.adapter.slot,
     )

@@ -84,6 +84,14 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "watermark": "Share of blocks that admission leaves free.",
         "stream_interval": "Tokens between two outputs of a stream.",
     },
+    "Adapters": {
+        "enable_lora": "Serve requests with LoRA adapters.",
+        "max_loras": "Number of different adapters among the running requests.",
+        "max_lora_rank": "Largest rank of an adapter.",
+        "max_cpu_loras": "Number of adapters that are loaded at once; 32 by default.",
+        "lora_dtype": "Type of the adapters' matrices: auto, which is the model's own.",
+        "lora_target_modules": "Modules that adapters may change, e.g. q_proj,v_proj; all by default.",
+    },
     "Engine": {
         "renderer_num_workers": "Number of tasks that tokenise prompts.",
         "max_logprobs": "Most logprobs that a request may ask for; -1 is the vocabulary.",

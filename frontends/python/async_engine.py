@@ -27,6 +27,7 @@ from trouper.frontends.python.options import (
     tokenization_options,
 )
 from trouper.inputs import PoolingPrompt, PromptType
+from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
@@ -80,7 +81,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         request_id: str | None = None,
         *,
         arrival_time: float | None = None,
-        lora_request: object | None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
@@ -106,7 +107,6 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             request id in flight, EngineDeadError when the engine has failed.
         """
         check_unused(
-            lora_request=lora_request,
             prompt_text=prompt_text,
             data_parallel_rank=data_parallel_rank,
             session_id=session_id,
@@ -122,6 +122,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             arrival_time=arrival_time,
             mm_processor_kwargs=mm_processor_kwargs,
             trace_headers=trace_headers,
+            lora_request=lora_request,
             **tokenization_options(tokenization_kwargs),
         )
 
@@ -132,7 +133,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         request_id: str | None = None,
         *,
         arrival_time: float | None = None,
-        lora_request: object | None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -163,7 +164,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         prompt: PromptType,
         params: SamplingParams,
         arrival_time: float | None = None,
-        lora_request: object | None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,

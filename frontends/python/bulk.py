@@ -21,6 +21,7 @@ async def submit(generations: list[Generation[RequestOutput]], bar: Any) -> None
     """Render and queue all; if one is bad, all are aborted."""
     try:
         for generation in generations:
+            await generation.prepare()
             generation.open()
         for generation in generations:
             await generation.submit()

@@ -21,8 +21,13 @@ from trouper.frontends.python.llm_engine import LLMEngine
 from trouper.frontends.python.llm_pooling import PoolingMethods
 from trouper.frontends.python.options import default_sampling_params, one_each
 from trouper.inputs import PromptType
+from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
 from trouper.params import BeamSearchParams, SamplingParams
+
+LoRARequests = (
+    LoRARequest | Sequence[LoRARequest | None] | None
+)  # one for all, or one for each prompt
 
 
 class LLM(PoolingMethods):
@@ -61,7 +66,7 @@ class LLM(PoolingMethods):
         prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
-        lora_request: object | None = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
@@ -88,7 +93,7 @@ class LLM(PoolingMethods):
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
-        lora_request: object | None = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -115,7 +120,7 @@ class LLM(PoolingMethods):
         self,
         prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: object | None = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool | ProgressBar = True,
         tokenization_kwargs: dict[str, Any] | None = None,
@@ -137,7 +142,7 @@ class LLM(PoolingMethods):
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
-        lora_request: object | None = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -186,23 +191,25 @@ class LLM(PoolingMethods):
         self,
         prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
-        lora_request: object | None = None,
+        lora_request: LoRARequests = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
         """Return the `beam_width` most probable completions of each prompt."""
         self._check_schedules()
-        if lora_request is not None:
-            raise UnsupportedFeatureError("lora_request is not supported yet")
         config = self.thread.engine.config
         limits = SearchLimits(
             config.max_logprobs, config.max_model_len, self.model_config.eos_token_ids
         )
+        given = as_list(prompts)
         return [
             beam_search(
                 prompt, params, limits,
-                generate=partial(self.generate, use_tqdm=False), decode=self._decode,
+                generate=partial(self.generate, use_tqdm=False, lora_request=adapter),
+                decode=self._decode,
             )
-            for prompt in as_list(prompts)
+            for prompt, adapter in zip(
+                given, one_each(lora_request, len(given), "lora_request"), strict=True
+            )
         ]  # fmt: skip
 
     # Methods of vLLM that cannot exist here
@@ -237,7 +244,7 @@ class LLM(PoolingMethods):
         prompts: Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
-        lora_request: object | None = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,

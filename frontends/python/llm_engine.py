@@ -15,6 +15,7 @@ from trouper.frontends.python.blocking import BlockingControls, blocking
 from trouper.frontends.python.controls import AsyncControls
 from trouper.frontends.python.engine_thread import EngineThread
 from trouper.inputs import PoolingPrompt
+from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
@@ -66,7 +67,7 @@ class LLMEngine(BlockingControls):
         prompt: PoolingPrompt,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
-        lora_request: object | None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,

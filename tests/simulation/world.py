@@ -155,6 +155,7 @@ class World:
         params: Any,
         render: Callable[..., Any],
         arrival_time: float | None,
+        lora_request: Any = None,
     ) -> tuple[RequestId, Any]:
         if request_id in self.engine.requests._open:
             self.duplicates.add(request_id)
@@ -170,7 +171,7 @@ class World:
                 self.owners[SequenceId(id + index)] = (case.index, 0)
             return render(id=id, slot=slot, **rest)
 
-        return right(request_id, params, noted, arrival_time)
+        return right(request_id, params, noted, arrival_time, lora_request)
 
     def _abort(self, right: Callable[..., Any], request_ids: str | Iterable[str]) -> None:
         names = {request_ids} if isinstance(request_ids, str) else set(request_ids)

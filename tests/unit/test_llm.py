@@ -4,7 +4,14 @@ import inspect
 
 import pytest
 
-from trouper import LLM, BeamSearchParams, EngineArgs, RequestOutput, SamplingParams
+from trouper import (
+    LLM,
+    BeamSearchParams,
+    EngineArgs,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+)
 from trouper.errors import (
     EngineDeadError,
     EnginePausedError,
@@ -217,9 +224,14 @@ def test_beams_wider_than_the_logprobs_limit_are_refused(llm):
         llm.beam_search("x", BeamSearchParams(beam_width=11, max_tokens=2))
 
 
-def test_what_is_not_there_yet_says_so(llm):
-    with pytest.raises(UnsupportedFeatureError, match="lora_request"):
+def test_an_adapter_is_refused_where_none_can_be(llm):
+    with pytest.raises(TrouperValidationError, match="enable_lora"):
+        llm.generate("x", greedy(), use_tqdm=False, lora_request=LoRARequest("a", 1, "/nowhere"))
+    with pytest.raises(TypeError, match="LoRARequest"):
         llm.generate("x", greedy(), use_tqdm=False, lora_request=object())
+
+
+def test_what_is_not_there_yet_says_so(llm):
     with pytest.raises(UnsupportedFeatureError, match="multi_modal_data"):
         llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}, greedy(), use_tqdm=False)
 

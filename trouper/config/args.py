@@ -115,6 +115,12 @@ class EngineArgs:
     profiler_config: dict[str, Any] | None = None
     chat_template: str | None = None
     enable_prompt_embeds: bool = False
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_dtype: str = "auto"
+    lora_target_modules: list[str] | None = None
 
     @classmethod
     def from_cli_args(cls, options: dict[str, Any] | argparse.Namespace) -> Self:

@@ -18,8 +18,9 @@ AT_LEAST = {
     "max_num_queued_tokens": 0, "long_prefill_token_threshold": 0, "max_logprobs": -1,
     "shutdown_timeout": 0, "seed": -(2**63), "max_worker_restarts": 0,
     "pipeline_parallel_size": 1,
+    "max_loras": 1, "max_lora_rank": 1, "max_cpu_loras": 1,
 }  # fmt: skip
-AT_MOST = {"seed": 2**63 - 1}
+AT_MOST = {"seed": 2**63 - 1, "max_loras": 1024, "max_lora_rank": 1024, "max_cpu_loras": 1024}
 ONE_OF = {
     "scheduling_policy": ("priority", "fcfs"),
     "device_worker": ("auto", "inline", "process"),
@@ -87,6 +88,9 @@ def _check_lists(args: EngineArgs) -> None:
         raise invalid(
             "served_model_name", "must be a string or a list of strings", args.served_model_name
         )
+    targets: Any = args.lora_target_modules
+    if targets is not None and not _is_list_of(targets, str):
+        raise invalid("lora_target_modules", "must be a list of strings", args.lora_target_modules)
     sizes: Any = args.cudagraph_capture_sizes
     if sizes is not None and not _is_list_of(sizes, int):
         raise invalid(

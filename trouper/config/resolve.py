@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from trouper.config.adapters import LoRAConfig
 from trouper.config.args import EngineArgs
 from trouper.config.checks import check_engine_args, log_idle_options
 from trouper.config.devices import DeviceKind, choose_device
@@ -29,6 +30,8 @@ COMPRESSED_ROWS = 8
 DEFAULT_KV_CACHE_BYTES = (
     2 * 2**30
 )  # CPU, when nothing else says; capped by what max_num_seqs can use
+# adapters that are loaded at once; on the CPU a slot takes memory when it is first loaded
+ADAPTER_SLOTS = 32
 UNCHANGED = (
     "load_format", "model_impl", "gpu_memory_utilization", "enforce_eager", "seed", "max_logprobs", "renderer_num_workers",
     "stream_interval", "chat_template", "enable_prompt_embeds", "otlp_traces_endpoint",
@@ -55,6 +58,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     max_steps_in_flight: int = 1
     num_stages: int = 1  # of the pipeline
+    max_loras: int | None = None  # adapters among the running sequences; None = any number
     seed: int = 0
 
 
@@ -97,6 +101,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     otlp_traces_endpoint: str | None = None
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
+    lora: LoRAConfig | None = None  # None: requests with adapters are refused
     scheduler: SchedulerConfig
 
     @property
@@ -169,6 +174,7 @@ def resolve(args: EngineArgs, *, offline: bool = False) -> EngineConfig:
         # A caller that adds requests to an offline engine also waits for them, so it needs no limits.
         max_num_queued_reqs=None if offline else args.max_num_queued_reqs,
         max_num_queued_tokens=None if offline else args.max_num_queued_tokens,
+        lora=_lora_config(args, dtype, device, pooler),
         scheduler=scheduler,
         **{name: getattr(args, name) for name in UNCHANGED},
     )
@@ -203,7 +209,35 @@ def _scheduler_config(
             args.pipeline_parallel_size, plans_ahead=args.async_scheduling is not False
         ),
         num_stages=args.pipeline_parallel_size,
+        max_loras=args.max_loras if args.enable_lora else None,
         seed=args.seed,
+    )
+
+
+def _lora_config(
+    args: EngineArgs, dtype: str, device: DeviceKind, pooler: PoolerSpec | None
+) -> LoRAConfig | None:
+    if not args.enable_lora:
+        return None
+    for name, is_refused, reason in (
+        ("enable_lora", pooler is not None, "not for a model that pools"),
+        ("enable_lora", device != "cpu", "not on a GPU"),
+        ("enable_lora", args.device_worker == "process", "not with device_worker='process'"),
+        ("enable_lora", args.pipeline_parallel_size > 1, "not with pipeline_parallel_size above 1"),
+    ):
+        if is_refused:
+            raise UnsupportedFeatureError(f"{name}: {reason} yet", parameter=name)
+    if args.lora_dtype not in ("auto", dtype):
+        raise invalid("lora_dtype", f"must be auto or the model's own, {dtype}", args.lora_dtype)
+    num_slots = args.max_cpu_loras or max(args.max_loras, ADAPTER_SLOTS)
+    if num_slots < args.max_loras:
+        raise invalid("max_cpu_loras", f"must be at least max_loras, {args.max_loras}", num_slots)
+    targets = args.lora_target_modules
+    return LoRAConfig(
+        max_loras=args.max_loras,
+        max_rank=args.max_lora_rank,
+        num_slots=num_slots,
+        target_modules=None if targets is None else tuple(targets),
     )
 
 

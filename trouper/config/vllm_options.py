@@ -8,7 +8,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     (None, """
         logits_processors allowed_media_domains
         mm_processor_kwargs limit_mm_per_prompt distributed_executor_backend
-        max_cudagraph_capture_size compilation_config attention_backend max_cpu_loras
+        max_cudagraph_capture_size compilation_config attention_backend
         default_mm_loras structured_outputs_config speculative_config custom_histogram_buckets
         kv_events_config code_revision sleep_preserve_parameter_names sleep_mode_backend
         hf_config_path safetensors_load_strategy ir_op_priority distributed_timeout_seconds
@@ -19,7 +19,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
         eplb_config max_parallel_loading_workers disable_cascade_attn cpu_offload_params
         offload_params model_class_overrides quantization_config media_io_kwargs
         mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
-        mm_encoder_fp8_scale_save_path io_processor_plugin video_pruning_rate lora_target_modules
+        mm_encoder_fp8_scale_save_path io_processor_plugin video_pruning_rate
         max_lora_cls_labels model_loader_extra_config disable_hybrid_kv_cache_manager
         aux_output_config reasoning_parser_plugin spec_method spec_model spec_tokens
         watermark_config diffusion_config show_hidden_metrics_for_version collect_detailed_traces
@@ -32,7 +32,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     """),
     ("auto", """
         kv_cache_dtype config_format tokenizer_mode moe_backend linear_backend
-        sparse_indexer_topk_backend offload_backend mm_processor_device lora_dtype worker_cls
+        sparse_indexer_topk_backend offload_backend mm_processor_device worker_cls
         mamba_cache_dtype mamba_ssm_cache_dtype
     """),
     ("", """
@@ -41,7 +41,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     (4, "mm_processor_cache_gb"),
     (1, """
         prefill_schedule_interval tensor_parallel_size data_parallel_size
-        max_loras nnodes prefill_context_parallel_size decode_context_parallel_size
+        nnodes prefill_context_parallel_size decode_context_parallel_size
         dcp_kv_cache_interleave_size _api_process_count offload_num_in_group offload_prefetch_step
     """),
     (0, """
@@ -49,7 +49,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
         offload_group_size mm_ipc_gpu_memory_gb mamba_cache_philox_rounds
     """),
     (False, """
-        enable_lora kv_cache_metrics disable_chunked_mm_input
+        kv_cache_metrics disable_chunked_mm_input
         enable_return_routed_experts return_sampling_mask numa_bind data_parallel_hybrid_lb
         data_parallel_external_lb data_parallel_multi_port_external_lb enable_hc_sp
         enable_expert_parallel enable_ep_weight_filter enable_elastic_ep enable_dbo enable_eplb
@@ -66,7 +66,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
         enable_log_requests
     """),
     (16, """
-        max_lora_rank dp_sync_interval replayssm_buffer_len
+        dp_sync_interval replayssm_buffer_len
     """),
     ("raw_logprobs", "logprobs_mode"),
     (8, "safetensors_prefetch_num_threads"),

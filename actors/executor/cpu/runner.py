@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.adapters import AdapterSlots
 from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.batch import Batch, make_batch
 from trouper.actors.executor.cpu.memory import give_back_free_memory
@@ -31,6 +32,7 @@ from trouper.actors.executor.sampling.sampler import Sampler, prompt_logprobs
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
+from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
 from trouper.config.stages import Stage
 from trouper.kernels.codegen.arena import Arena, Lender
@@ -71,6 +73,10 @@ class CpuRunner:
         self._kv: KVCache | None = None
         self._recorded_steps: RecordedDecoderSteps | None = None
         self._arena = Arena()  # of activations; of all steps, since each is read before the next
+        self._adapters: AdapterSlots | None = None
+        if config.lora is not None:
+            max_rows = config.scheduler.max_num_scheduled_tokens
+            self._adapters = AdapterSlots(config.lora, self._dtype, max_rows)
         self._num_blocks = 0
         self._profiler = Profiler()
         self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop
@@ -136,9 +142,19 @@ class CpuRunner:
         with ThreadPoolExecutor(1, "trouper-compile") as pool:
             ops = pool.submit(make_ops, ops_config(self._traits, self._dtype, config.block_size))
             draw = pool.submit(compile_sample)
-            decoder = load_decoder(config, self._model_traits, ops=ops.result, stage=self._stage)
+            wrap = None if self._adapters is None else self._adapters.wrap
+            decoder = load_decoder(
+                config, self._model_traits, ops=ops.result, stage=self._stage, wrap=wrap
+            )
             draw.result()
             return decoder
+
+    def load_adapter(self, slot: int, files: AdapterFiles) -> None:
+        """Put an adapter into a slot, from 1 on; raises as `AdapterSlots.load` does, and the slot is as it was."""
+        if self._adapters is None:
+            raise RuntimeError("an adapter without enable_lora")
+        with torch.inference_mode():
+            self._adapters.load(slot, files)
 
     @property
     def is_tiny(self) -> bool:
@@ -183,13 +199,17 @@ class CpuRunner:
         kv.copy_blocks(plan.copies)
 
     def _make_batch(self, plan: StepPlan, decoder: Decoder[CpuOps]) -> Batch:
-        return make_batch(
+        batch = make_batch(
             plan,
             self._slots,
             self._traits.windows,
             decoder.ops.plan,
             reads_some=self._stage.is_last,
         )
+        if self._adapters is not None:
+            read = None if batch.read is None else batch.read.tokens_R.numpy()
+            self._adapters.begin_step(batch.adapters, read)
+        return batch
 
     def _forward(
         self, batch: Batch, sampling: np.ndarray, decoder: Decoder[CpuOps], kv: KVCache

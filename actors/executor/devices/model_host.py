@@ -37,7 +37,7 @@ TORCH_ENVIRONMENT = {
     "LRU_CACHE_CAPACITY": "128",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
 }
-CALLS = ("sleep", "wake", "start_profile", "stop_profile", "probe", "explain")
+CALLS = ("sleep", "wake", "load_adapter", "start_profile", "stop_profile", "probe", "explain")
 WITHOUT_EFFECT = ("probe", "explain")  # explain: this model cannot be lost without its engine
 WIDE = 2**17  # numbers, which torch shares out among its threads
 

@@ -17,6 +17,7 @@ from trouper.actors.executor.models.mlp import Mlp
 from trouper.actors.executor.models.rotary import make_rope_table
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
 from trouper.kernels.linear import LinearMethod
+from trouper.kernels.lora import LoRALinear
 from trouper.kernels.ops import CpuOps, Ops, OpsConfig
 
 OpsT = TypeVar("OpsT", bound=Ops)
@@ -155,7 +156,8 @@ class Decoder(Generic[OpsT]):
         """Put each weight where `place` puts it; what shares memory (a tied head) goes on sharing it."""
         moved: dict[int, Tensor] = {}
         before: list[Tensor] = []  # alive until the end, or another tensor could get its id
-        for owner in (self, *self._layers, *self._linears):
+        bases = [linear.base for linear in self._linears if isinstance(linear, LoRALinear)]
+        for owner in (self, *self._layers, *self._linears, *bases):
             for name in vars(owner):
                 tensor = getattr(owner, name)
                 if isinstance(tensor, Tensor):

@@ -54,6 +54,7 @@ from trouper.kernels.select import make_linear
 BAR_DELAY_S = 1.0
 BASE = "model."
 INDEX = "model.safetensors.index.json"
+Wrap = Callable[[Parameter, LinearMethod], LinearMethod]
 
 
 class Source(Protocol):
@@ -161,6 +162,7 @@ def load_decoder(
     has_head: bool = True,
     device: torch.device | None = None,
     stage: Stage | None = None,
+    wrap: Wrap | None = None,
 ) -> Decoder[OpsT]:
     """Build the decoder of the config's model, or one stage of it.
 
@@ -171,6 +173,7 @@ def load_decoder(
         has_head: False for a model that pools.
         device: where the weights go, one after another; None = they stay in host memory.
         stage: the part that is built; the whole checkpoint is checked all the same.
+        wrap: puts something on top of each projection of the layers, such as adapters.
 
     Raises:
         TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
@@ -230,7 +233,7 @@ def load_decoder(
             found[name] if integers is None else integers, config=linear._replace(quantization=fmt)
         )
     indices = indices_shown(stage.last - stage.first)
-    layers = [_layer(traits, stage.first + i, source, place) for i in indices]
+    layers = [_layer(traits, stage.first + i, source, place, wrap) for i in indices]
     return Decoder(
         traits_of(stage, traits),
         embedding=found["embedding"] if stage.is_first else None,
@@ -256,7 +259,9 @@ class Placement(NamedTuple):
     linear: LinearConfig
 
 
-def _layer(traits: DecoderTraits, index: int, source: Source, place: Placement) -> DecoderLayer:
+def _layer(
+    traits: DecoderTraits, index: int, source: Source, place: Placement, wrap: Wrap | None
+) -> DecoderLayer:
     quantization = place.linear.quantization
     norms: dict[str, Tensor] = {}
     projections: dict[str, LinearMethod] = {}
@@ -282,6 +287,8 @@ def _layer(traits: DecoderTraits, index: int, source: Source, place: Placement) 
             projections[name].bias = tensor
         else:
             norms[name] = tensor
+    if wrap is not None:
+        projections = _wrapped(projections, layer_parameters(traits, index), wrap)
     if traits.qk_norm == "head":
         q_ND = norms.pop("q_norm").expand(traits.num_q_heads, -1)
         k_ND = norms.pop("k_norm").expand(traits.num_kv_heads, -1)
@@ -293,6 +300,13 @@ def _layer(traits: DecoderTraits, index: int, source: Source, place: Placement) 
         mlp=GatedMlp(projections["gate_up"], projections["down"]),
         **norms,
     )
+
+
+def _wrapped(
+    projections: dict[str, LinearMethod], parameters: Iterable[Parameter], wrap: Wrap
+) -> dict[str, LinearMethod]:
+    named = {parameter.name: parameter for parameter in parameters}
+    return {name: wrap(named[f"{name}.weight"], linear) for name, linear in projections.items()}
 
 
 def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:

@@ -1,0 +1,194 @@
+"""The adapters of an engine: which are loaded, into which slots of the device, and which requests use them.
+
+Laws.  A slot is free, or it has an adapter.  A request names an adapter when it is opened and keeps its slot until it is
+closed, so the slot is not loaded anew before: an adapter that is unloaded takes no new requests, and is gone
+when the last one ends.  By then no plan reads the slot any more whose result still counts: its sequences have ended
+for the scheduler before it hears of any later request.  Each load has a number of its own.
+"""
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import anyio
+import msgspec
+
+from trouper.actors.messages.adapters import LoadedAdapter
+from trouper.config.adapters import AdapterFiles, LoRAConfig
+from trouper.errors import (
+    LoRAAdapterNotFoundError,
+    RetryableRequestError,
+    invalid,
+)
+from trouper.lora import LoRARequest
+
+ReadFiles = Callable[[LoRARequest], Awaitable[AdapterFiles]]
+# into a slot of the device; the last is called as soon as it is there
+LoadFiles = Callable[[int, AdapterFiles, Callable[[], object]], Awaitable[None]]
+
+
+class _SlotUse(msgspec.Struct, eq=False):
+    """An adapter in a slot."""
+
+    request: LoRARequest
+    adapter: LoadedAdapter
+    num_open: int = 0  # requests that use it
+    is_pinned: bool = False
+    is_unloaded: bool = False  # it takes no new requests
+
+
+class Adapters:
+    """Loads adapters, and counts the requests that use them.
+
+    Args:
+        config: None for an engine without adapters, which refuses them.
+        read: reads the files, elsewhere.
+        load: has the device take them; one call at a time is under way.
+    """
+
+    def __init__(self, config: LoRAConfig | None, read: ReadFiles, load: LoadFiles) -> None:
+        self._config, self._read, self._load = config, read, load
+        num_slots = 0 if config is None else config.num_slots
+        self._free = list(range(num_slots, 0, -1))
+        self._loaded: dict[
+            int, _SlotUse
+        ] = {}  # by the caller's number, the least recently used first
+        self._slots: dict[int, _SlotUse] = {}  # unloaded ones that are in use too
+        self._loading = anyio.Lock()
+        self._num_loads = 0
+
+    def __repr__(self) -> str:
+        return f"<Adapters {len(self._loaded)} loaded, {len(self._free)} slots free>"
+
+    @property
+    def requests(self) -> list[LoRARequest]:
+        """The adapters that requests may name."""
+        return [loaded.request for loaded in self._loaded.values()]
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free)
+
+    def check(self, request: object) -> None:
+        """Refuse what is no adapter request, or any where adapters are off.
+
+        Raises:
+            TypeError: it is no LoRARequest.
+            TrouperValidationError: the engine was started without `enable_lora`.
+        """
+        if not isinstance(request, LoRARequest):
+            raise TypeError(f"lora_request must be a LoRARequest, not {type(request).__name__}")
+        if self._config is None:
+            raise invalid("lora_request", "this engine was started without enable_lora")
+
+    async def load(self, request: LoRARequest) -> bool:
+        """Load an adapter, unless it is there already; returns whether it was loaded now.
+
+        Raises:
+            TrouperValidationError: its files do not fit the model, or its number or name is another adapter's.
+            UnsupportedFeatureError: it is more than a LoRA adapter.
+            RetryableRequestError: all slots are in use.
+        """
+        self.check(request)
+        async with self._loading:
+            known = self._find(request)
+            if known is not None and not request.load_inplace:
+                return False
+            files = await self._read(request)
+            slot, victim = self._take_slot(known)
+            self._num_loads += 1
+            mine = msgspec.structs.replace(request, load_inplace=False)
+            loaded = _SlotUse(mine, LoadedAdapter(slot, self._num_loads))
+            try:
+                await self._load(slot, files, partial(self._take_in, loaded, known))
+            finally:
+                if self._slots.get(slot) is not loaded:
+                    self._put_back(slot, victim)
+            return True
+
+    def unload(self, lora_int_id: int) -> bool:
+        """Let no further request use an adapter; returns whether it was there."""
+        loaded = self._loaded.get(lora_int_id)
+        if loaded is None:
+            return False
+        self._forget(loaded)
+        return True
+
+    def pin(self, lora_int_id: int) -> bool:
+        """Keep an adapter until it is unloaded, however long no request uses it; returns whether it is there."""
+        loaded = self._loaded.get(lora_int_id)
+        if loaded is not None:
+            loaded.is_pinned = True
+        return loaded is not None
+
+    def enter(self, request: LoRARequest) -> LoadedAdapter:
+        """Give a request that is being opened its adapter; `leave` gives it back.
+
+        Raises:
+            LoRAAdapterNotFoundError: it is not loaded.
+        """
+        self.check(request)
+        loaded = self._find(request)
+        if loaded is None:
+            raise LoRAAdapterNotFoundError(f"the adapter {request.lora_name!r} is not loaded")
+        self._loaded[request.lora_int_id] = self._loaded.pop(request.lora_int_id)
+        loaded.num_open += 1
+        return loaded.adapter
+
+    def leave(self, adapter: LoadedAdapter) -> None:
+        """Take an adapter back from a request that is closed."""
+        loaded = self._slots[adapter.slot]
+        loaded.num_open -= 1
+        if loaded.is_unloaded and not loaded.num_open:
+            self._release(loaded)
+
+    def _find(self, request: LoRARequest) -> _SlotUse | None:
+        """Find the adapter of a request, by its number; raises TrouperValidationError where number and name disagree."""
+        loaded = self._loaded.get(request.lora_int_id)
+        if loaded is not None:
+            mine = loaded.request
+            if mine.lora_name != request.lora_name:
+                raise invalid("lora_int_id", f"is that of {mine.lora_name!r}", request.lora_int_id)
+            if mine.lora_path != request.lora_path and not request.load_inplace:
+                raise invalid("lora_path", "is not that of the loaded adapter", request.lora_path)
+            return loaded
+        if any(other.request.lora_name == request.lora_name for other in self._loaded.values()):
+            raise invalid("lora_name", "another adapter has this name", request.lora_name)
+        return None
+
+    def _take_slot(self, known: _SlotUse | None) -> tuple[int, _SlotUse | None]:
+        """Choose a slot to load into, and the idle adapter that it is taken from, which no request finds any more."""
+        if self._free:
+            return self._free.pop(), None
+        candidates = [known] if known is not None else []
+        candidates += [loaded for loaded in self._loaded.values() if not loaded.is_pinned]
+        for loaded in candidates:
+            if not loaded.num_open:
+                del self._loaded[loaded.request.lora_int_id]
+                return loaded.adapter.slot, loaded
+        raise RetryableRequestError(
+            f"adapters_in_use: requests use all {len(self._slots)} adapters that may be loaded (max_cpu_loras)"
+        )
+
+    def _take_in(self, loaded: _SlotUse, known: _SlotUse | None) -> None:
+        """The device has an adapter: requests find it now, and no more the one whose number it has."""
+        if known is not None and self._loaded.get(known.request.lora_int_id) is known:
+            self._forget(known)
+        self._loaded[loaded.request.lora_int_id] = self._slots[loaded.adapter.slot] = loaded
+
+    def _put_back(self, slot: int, victim: _SlotUse | None) -> None:
+        """Return a slot that was not loaded after all, as it was."""
+        if victim is None:
+            self._free.append(slot)
+        else:
+            self._loaded[victim.request.lora_int_id] = victim
+
+    def _forget(self, loaded: _SlotUse) -> None:
+        """Unload an adapter; its slot is free once no request uses it."""
+        del self._loaded[loaded.request.lora_int_id]
+        loaded.is_unloaded = True
+        if not loaded.num_open:
+            self._release(loaded)
+
+    def _release(self, loaded: _SlotUse) -> None:
+        del self._slots[loaded.adapter.slot]
+        self._free.append(loaded.adapter.slot)

@@ -1,0 +1,158 @@
+"""The adapters of a model: which module each of their matrices belongs to, and the layers that add them.
+
+Laws:
+  * An adapter is checked whole before any of it is put into a slot, so a bad one leaves its slot as it was.
+  * The slots outlive the layers: after a level of sleep that drops the weights, the layers that are read again find
+    their adapters.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.models.registry import Parameter
+from trouper.config.adapters import WEIGHTS, AdapterConfig, AdapterFiles, LoRAConfig
+from trouper.errors import UnsupportedFeatureError, invalid
+from trouper.kernels.linear import LinearMethod
+from trouper.kernels.lora import AdapterRows, LoRALinear, LoRAWeights, LowRank
+from trouper.kernels.select import make_lora
+
+KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_SHOWN = 4
+
+
+class AdapterSlots:
+    """The adapters that are loaded, in slots from 1 on.
+
+    Args:
+        dtype: of the model, in which the matrices are kept.
+        max_rows: tokens of a step.
+    """
+
+    def __init__(self, config: LoRAConfig, dtype: torch.dtype, max_rows: int) -> None:
+        self._config, self._dtype = config, dtype
+        self._rows = AdapterRows(max_rows)
+        self._layers: dict[str, _Layer] = {}  # by the name of its parameter's first source
+        self._parts: dict[str, tuple[int, int]] = {}  # outputs and inputs by module
+
+    def __repr__(self) -> str:
+        return f"<AdapterSlots of {len(self._parts)} modules>"
+
+    def wrap(self, parameter: Parameter, linear: LinearMethod) -> LinearMethod:
+        """Return the layer with its adapters; the layer itself where none may change it."""
+        modules = [name.removesuffix(".weight") for name, _ in parameter.sources]
+        if not any(map(self._is_target, modules)):
+            return linear
+        layer = self._layers.get(modules[0])
+        if layer is None:
+            sizes, (_, num_in) = (
+                [shape[0] for _, shape in parameter.sources],
+                parameter.sources[0][1],
+            )
+            weights = make_lora(
+                sizes, num_in, self._config.num_slots, self._config.max_rank, self._dtype
+            )
+            layer = self._layers[modules[0]] = _Layer(modules, weights)
+            self._parts.update(zip(modules, ((size, num_in) for size in sizes), strict=True))
+        return LoRALinear(linear, layer.weights, self._rows)
+
+    def begin_step(self, slots_T: np.ndarray, read_R: np.ndarray | None) -> None:
+        """Take the slot of each token of a step, 0 for none, and the tokens that are read; None = all."""
+        self._rows.begin_step(slots_T, read_R)
+
+    def load(self, slot: int, files: AdapterFiles) -> None:
+        """Put an adapter into a slot.
+
+        Raises:
+            TrouperValidationError: it does not fit the model, or is malformed; the slot is as it was.
+            UnsupportedFeatureError: it holds more than the matrices of linear layers.
+        """
+        found = self._checked(files.config, _tensors(files.weights))
+        for layer in self._layers.values():
+            parts = [found.get(module) for module in layer.modules]
+            if any(part is not None for part in parts):
+                layer.weights.load(slot, parts)
+            else:
+                layer.weights.clear(slot)
+
+    def _checked(self, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> dict[str, LowRank]:
+        """Return the matrices of each module, in the model's dtype and with the scale."""
+        sides: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            matched = KEY.fullmatch(key)
+            if matched is None:
+                raise _unexpected(key)
+            sides.setdefault(matched["module"], {})[matched["side"]] = tensor
+        unknown = [module for module in sides if not self._takes(module)]
+        if unknown:
+            raise _bad(f"these modules are not the model's, or not adapted: {_listed(unknown)}")
+        if not sides:
+            raise _bad("it holds no matrix")
+        return {module: self._low_rank(module, config, pair) for module, pair in sides.items()}
+
+    def _low_rank(self, module: str, config: AdapterConfig, pair: dict[str, Tensor]) -> LowRank:
+        if len(pair) < 2:
+            raise _bad(f"{module} has lora_{min(pair)} alone")
+        (num_out, num_in), rank = self._parts[module], config.rank_of(module)
+        if rank > self._config.max_rank:
+            raise invalid(
+                "lora_path",
+                f"{module} has rank {rank}, and max_lora_rank is {self._config.max_rank}",
+            )
+        for side, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
+            tensor = pair[side]
+            if tuple(tensor.shape) != shape:
+                raise _bad(f"{module}.lora_{side} is {list(tensor.shape)} instead of {list(shape)}")
+            if tensor.dtype not in DTYPES:
+                raise _bad(f"{module}.lora_{side} is of {tensor.dtype}")
+        b_OR = (pair["B"].float() * config.scale_of(module)).to(self._dtype)
+        found = LowRank(pair["A"].to(self._dtype), b_OR)
+        if not all(bool(matrix.isfinite().all()) for matrix in found):
+            raise _bad(f"{module} has values that are not finite")
+        return found
+
+    def _takes(self, module: str) -> bool:
+        return module in self._parts and self._is_target(module)
+
+    def _is_target(self, module: str) -> bool:
+        targets = self._config.target_modules
+        return targets is None or module.rpartition(".")[2] in targets
+
+
+class _Layer:
+    """One linear layer: the checkpoint's modules that are its parts, and their adapters."""
+
+    def __init__(self, modules: Sequence[str], weights: LoRAWeights) -> None:
+        self.modules, self.weights = modules, weights
+
+
+def _tensors(data: bytes) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load(data)
+    except (safetensors.SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise _bad(f"it cannot be read: {error}") from None
+
+
+def _unexpected(key: str) -> Exception:
+    for mark in ("lora_embedding", "lora_magnitude_vector", "bias", "modules_to_save"):
+        if mark in key:
+            return UnsupportedFeatureError(
+                f"{WEIGHTS}: {_listed([key])}: only matrices of linear layers are supported",
+                parameter="lora_path",
+            )
+    return _bad(f"it has unexpected tensors: {_listed([key])}")
+
+
+def _bad(rule: str) -> Exception:
+    return invalid("lora_path", f"{WEIGHTS}: {rule}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [name if len(name) <= 100 else name[:100] + "…" for name in sorted(names)[:MAX_SHOWN]]
+    return ", ".join(shown) + (", …" if len(names) > MAX_SHOWN else "")

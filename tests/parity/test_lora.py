@@ -1,0 +1,142 @@
+"""Adapters against peft, in float32; many in a batch against each alone, bit by bit."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from trouper import LLM, LoRARequest, SamplingParams
+from trouper.inputs import TokensPrompt
+
+from .driver import random_prompts
+from .test_architectures import VOCAB, tiny_model
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft
+NUM_OUTPUTS = 16
+PROMPTS = random_prompts((9, 33, 3, 20), VOCAB, seed=3)
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+VARIANTS = {
+    "all": {"r": 8, "lora_alpha": 16, "target_modules": ALL},
+    "attention": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "rank-stabilised": {"r": 16, "lora_alpha": 12, "use_rslora": True, "target_modules": ALL},
+    "patterns": {
+        "r": 2, "lora_alpha": 4, "target_modules": ALL, "rank_pattern": {"down_proj": 5},
+        "alpha_pattern": {"layers.0.self_attn.q_proj": 9}},
+    "one-layer": {"r": 8, "lora_alpha": 16, "target_modules": ALL, "layers_to_transform": [1]},
+    "rank-1": {"r": 1, "lora_alpha": 2, "target_modules": ["gate_proj", "o_proj"]},
+    "mlp": {"r": 8, "lora_alpha": 8, "target_modules": ["up_proj", "down_proj"]},
+    "wide": {"r": 20, "lora_alpha": 20, "target_modules": ALL},
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS, ignore_eos=True, logprobs=-1)
+OPTIONS = {
+    "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256, "block_size": 64, "max_logprobs": -1,
+    "num_gpu_blocks_override": 64, "max_num_seqs": 12, "enable_lora": True, "max_lora_rank": 32,
+}  # fmt: skip
+
+
+def save_adapter(model_folder, folder, options, seed=0):
+    """An adapter whose B is not zeros, as peft saves it."""
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter) * 0.3 / parameter.shape[1] ** 0.5
+    model.save_pretrained(folder)
+
+
+def greedy_of_peft(model_folder, folder, prompts):
+    """(ids, logprobs) of each prompt's greedy continuation."""
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = base if folder is None else peft.PeftModel.from_pretrained(base, folder)
+    found = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids, logprobs = list(prompt), []
+            for _ in range(NUM_OUTPUTS):
+                logits = model(torch.tensor([ids])).logits[0, -1]
+                logprobs.append(logits.log_softmax(-1))
+                ids.append(int(logits.argmax()))
+            found.append((ids[len(prompt) :], torch.stack(logprobs)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    tiny_model("Qwen3", {"num_hidden_layers": 2, "head_dim": 32}, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(model, tmp_path_factory):
+    """A request for each variant."""
+    found = []
+    for number, (name, options) in enumerate(VARIANTS.items(), 1):
+        folder = tmp_path_factory.mktemp(name)
+        save_adapter(model, folder, options, seed=number)
+        found.append(LoRARequest(name, number, str(folder)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with LLM(str(model), max_loras=8, **OPTIONS) as llm:
+        yield llm
+
+
+def run(llm, prompts, lora_request=None, params=GREEDY):
+    inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    return llm.generate(inputs, params, use_tqdm=False, lora_request=lora_request)
+
+
+def compare(outputs, expected):
+    for output, (ids, logprobs_PV) in zip(outputs, expected, strict=True):
+        (completion,) = output.outputs
+        assert completion.token_ids == ids
+        for found, logprobs_V in zip(completion.logprobs, logprobs_PV, strict=True):
+            mine = torch.tensor([found[token].logprob for token in range(VOCAB)])
+            torch.testing.assert_close(mine, logprobs_V, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=list(VARIANTS))
+def test_an_adapter_gives_the_tokens_and_logprobs_of_peft(llm, model, adapters, number):
+    adapter = adapters[number]
+    expected = greedy_of_peft(model, adapter.lora_path, PROMPTS[:2])
+    compare(run(llm, PROMPTS[:2], adapter), expected)
+
+
+def values(outputs):
+    """Tokens and the bits of all logprobs."""
+    return [
+        (c.token_ids, [[p[t].logprob for t in range(VOCAB)] for p in c.logprobs])
+        for output in outputs
+        for c in output.outputs
+    ]
+
+
+def test_eight_adapters_in_a_batch_are_each_alone_bit_by_bit(llm, adapters):
+    """Prompts of different lengths, and one without an adapter between them."""
+    prompts = random_prompts((9, 33, 3, 20, 1, 14, 8, 26, 7), VOCAB, seed=5)
+    params = GREEDY.clone()
+    params.skip_reading_prefix_cache = True  # a prompt is computed in the same chunk both times
+    chosen = [*adapters[:4], None, *adapters[4:]]
+    alone = [
+        values(run(llm, [prompt], adapter, params))[0]
+        for prompt, adapter in zip(prompts, chosen, strict=True)
+    ]
+    assert values(run(llm, prompts, chosen, params)) == alone
+    assert len({tuple(ids) for ids, _ in alone}) > 1
+
+
+def test_no_prefix_crosses_adapters(llm, adapters):
+    (prompt,) = random_prompts((150,), VOCAB, seed=8)
+    for adapter in (adapters[0], adapters[1], None):
+        first, second = (run(llm, [prompt], adapter)[0] for _ in range(2))
+        assert first.num_cached_tokens == 0
+        assert second.num_cached_tokens == 128
+
+
+def test_the_output_names_the_adapter(llm, adapters):
+    (output,) = run(llm, PROMPTS[:1], adapters[2])
+    assert output.lora_request == adapters[2]

@@ -1,0 +1,212 @@
+"""Adapters as PEFT writes them: the configuration of one, and reading its two files.  torch is not imported.
+
+    adapter_config.json         rank, scale and what is adapted
+    adapter_model.safetensors   base_model.model.X.lora_A.weight [r, I] and .lora_B.weight [O, r] for each module X
+
+Laws:
+  * Only these two files are opened, and neither is ever unpickled.
+  * With a root the folder is below it, and no link is followed on the way: each step opens the next one.
+"""
+
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from trouper.config.files import checked
+from trouper.errors import UnsupportedFeatureError, invalid
+
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+MAX_CONFIG_BYTES = 2**20
+MAX_WEIGHTS_BYTES = 2**31  # rank 64 on all projections of a model of 70 B in bfloat16 is 1.7 GB
+PARAMETER = "lora_path"
+Rank = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+# What a configuration may say at these values alone: anything else changes the model in another way.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",), "use_dora": (False,), "use_qalora": (False,), "lora_bias": (False,),
+    "modules_to_save": ((),), "layer_replication": ((),), "trainable_token_indices": ((), {}),
+    "target_parameters": ((),), "alora_invocation_tokens": ((),), "use_bdlora": ((), {}, False),
+    "arrow_config": ((), {}), "megatron_config": ((), {}), "lora_ga_config": ((), {}),
+}  # fmt: skip
+CHANGES_BASE = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+)  # initialisations that rewrite the base's weights
+
+
+class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Room for adapters in an engine."""
+
+    max_loras: int = 1  # different ones among the running requests
+    max_rank: int = 16
+    num_slots: int = 1  # adapters that are loaded at once
+    target_modules: tuple[str, ...] | None = None  # the only ones that an adapter may change
+
+
+class AdapterConfig(msgspec.Struct, frozen=True):
+    """The fields of `adapter_config.json` that say what the adapter computes."""
+
+    r: Rank = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    rank_pattern: dict[str, Rank] = {}
+    alpha_pattern: dict[str, float] = {}
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module of this name."""
+        return _matching(self.rank_pattern, module, self.r)
+
+    def scale_of(self, module: str) -> float:
+        """Return what the product of a module's two matrices is multiplied with."""
+        rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+class AdapterFiles(msgspec.Struct, frozen=True):
+    """One adapter as it lay in its folder."""
+
+    config: AdapterConfig
+    weights: bytes  # a safetensors file
+
+
+class _Place(NamedTuple):
+    """An open folder, and how to open what lies in it."""
+
+    descriptor: int
+    flags: int
+
+
+def read_adapter(path: str | os.PathLike[str], root: str | None = None) -> AdapterFiles:
+    """Read an adapter's files.  Waits for the disk, so it is called from a thread.
+
+    Args:
+        root: the folder that it must lie in, however it is named; None = anywhere.
+
+    Raises:
+        TrouperValidationError: there is no such adapter, or it is malformed; the message names the file.
+        UnsupportedFeatureError: it changes the model in a way that is not LoRA.
+    """
+    place = _open_folder(Path(path), root)
+    try:
+        config = adapter_config(_read(place, CONFIG, MAX_CONFIG_BYTES))
+        return AdapterFiles(config, _read(place, WEIGHTS, MAX_WEIGHTS_BYTES))
+    finally:
+        os.close(place.descriptor)
+
+
+def adapter_config(text: bytes) -> AdapterConfig:
+    """Parse and check `adapter_config.json`; raises as `read_adapter` does."""
+    try:
+        given: Any = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(PARAMETER, f"{CONFIG} cannot be read: {error}") from None
+    fields = checked(given, dict[str, Any], CONFIG, PARAMETER)
+    kind = fields.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise UnsupportedFeatureError(
+            f"{CONFIG}: peft_type={_shown(kind)}: only LORA", parameter=PARAMETER
+        )
+    for name, plain in PLAIN.items():
+        value = fields.get(name)
+        if value is not None and value not in plain and value != [*plain[0]]:
+            raise UnsupportedFeatureError(
+                f"{CONFIG}: {name}={_shown(value)} is not supported", parameter=PARAMETER
+            )
+    start = fields.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(CHANGES_BASE):
+        raise UnsupportedFeatureError(
+            f"{CONFIG}: init_lora_weights={_shown(start)} rewrites the base model; convert the adapter to plain LoRA",
+            parameter=PARAMETER,
+        )
+    known = {
+        name: fields[name]
+        for name in AdapterConfig.__struct_fields__
+        if fields.get(name) is not None
+    }
+    config = checked(known, AdapterConfig, CONFIG, PARAMETER)
+    for alpha in (config.lora_alpha, *config.alpha_pattern.values()):
+        if not math.isfinite(alpha):
+            raise invalid(PARAMETER, f"{CONFIG}: lora_alpha: must be a finite number", alpha)
+    for pattern in (*config.rank_pattern, *config.alpha_pattern):
+        if set(pattern.removeprefix("^")) & set("*+?[](){}|\\^$"):
+            raise UnsupportedFeatureError(
+                f"{CONFIG}: {_shown(pattern)}: patterns are names or ends of names, not expressions",
+                parameter=PARAMETER,
+            )
+    return config
+
+
+def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
+    """Return the value of the first pattern that names the module or the end of its name."""
+    for pattern, value in patterns.items():
+        name = pattern.removeprefix("^")
+        if module == name or (module.endswith("." + name) and not pattern.startswith("^")):
+            return value
+    return default
+
+
+def _open_folder(path: Path, root: str | None) -> _Place:
+    if root is None:
+        return _Place(_open(None, str(path), os.O_DIRECTORY), 0)
+    parts = path.parts
+    if path.is_absolute():
+        base = Path(root).absolute().parts
+        if parts[: len(base)] != base:
+            raise _outside(path)
+        parts = parts[len(base) :]
+    if ".." in parts or not parts:
+        raise _outside(path)
+    flags = os.O_NOFOLLOW
+    folder = _open(None, root, os.O_DIRECTORY)
+    for part in parts:
+        try:
+            inner = _open(folder, part, os.O_DIRECTORY | flags)
+        finally:
+            os.close(folder)
+        folder = inner
+    return _Place(folder, flags)
+
+
+def _outside(path: Path) -> Exception:
+    return invalid(PARAMETER, "is not a folder below the lora_root", str(path))
+
+
+def _open(folder: int | None, name: str, flags: int) -> int:
+    try:
+        return os.open(name, os.O_RDONLY | os.O_NONBLOCK | flags, dir_fd=folder)
+    except OSError as error:
+        rule = f"{Path(name).name} cannot be opened: {error.strerror}"
+        raise invalid(PARAMETER, rule, name) from None
+
+
+def _read(place: _Place, name: str, limit: int) -> bytes:
+    if name == WEIGHTS and _is_pickled(place):
+        raise UnsupportedFeatureError(
+            f"{PICKLED} is pickled and never read: save the adapter as safetensors",
+            parameter=PARAMETER,
+        )
+    with open(_open(place.descriptor, name, place.flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise invalid(PARAMETER, f"{name} is not a regular file")
+        if status.st_size > limit:
+            raise invalid(PARAMETER, f"{name} is larger than {limit} bytes", status.st_size)
+        try:
+            return file.read(limit)
+        except OSError as error:
+            raise invalid(PARAMETER, f"{name} cannot be read: {error.strerror}") from None
+
+
+def _is_pickled(place: _Place) -> bool:
+    names = os.listdir(place.descriptor)
+    return PICKLED in names and WEIGHTS not in names
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "…"

@@ -1,0 +1,42 @@
+"""`LoRARequest`: the adapter that a request wants.  Part of the shared vocabulary."""
+
+from typing import Any
+
+import msgspec
+
+from trouper.errors import invalid
+
+MAX_NAME = 128
+
+
+class LoRARequest(msgspec.Struct, frozen=True):
+    """An adapter by name, number and folder; it is loaded when it is first used.
+
+    Args:
+        lora_name: what clients call it; no slash, and not empty.
+        lora_int_id: a number of its own, from 1 on.
+        lora_path: a folder that PEFT has written.
+        base_model_name: the model it was made for, for people.
+        load_inplace: load it again although its number is known: its files have changed.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    base_model_name: str | None = None
+    load_inplace: bool = False
+
+    def __post_init__(self) -> None:
+        name: Any = self.lora_name
+        if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or set(name) & set("/\\\0"):
+            rule = f"must be 1 to {MAX_NAME} characters without slashes and NUL"
+            raise invalid("lora_name", rule, name)
+        number: Any = self.lora_int_id
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**63:
+            raise invalid("lora_int_id", "must be an integer from 1 on", number)
+        if not _is_path(self.lora_path):
+            raise invalid("lora_path", "must name a folder", self.lora_path)
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and "\0" not in value
