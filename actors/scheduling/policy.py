@@ -214,13 +214,13 @@ class Policy:
         """Take the end of the device, with its KV cache and all plans in flight.
 
         Each running sequence is computed again as after a preemption: what has been sampled and answered stays, so no
-        token is put out twice.  Among those of the eldest plan a quarantine looks for the culprit.
+        token is put out twice.  Among those of the eldest plan that the device had, a quarantine looks for the culprit.
 
         Returns:
             How many losses the culprit has cost, if it is found now; it has ended.
         """
-        is_suspect = bool(self.in_flight) and not loss.is_from_outside
-        eldest = self.in_flight[0].entries if is_suspect else ()
+        has_suspects = loss.step is not None and not loss.is_from_outside
+        eldest = self.in_flight[0].entries if has_suspects else ()
         for step in self.in_flight:
             if not step.is_cancelled:
                 self._undo(step)
@@ -307,8 +307,10 @@ class Policy:
             due = [s.sequence for s in group if s.sequence.num_computed < s.until]
             running.schedule(builder, [sequence for sequence in due if sequence.request_slot >= 0])
             for sequence in due:
-                is_waiting = sequence.request_slot < 0 and not builder.has_preempted
-                if is_waiting and builder.budget > 0 and len(running) < self._max_num_running:
+                # Preempted with a sample in flight it does not wait yet: law 3.
+                is_waiting = sequence.request_slot < 0 and sequence.num_in_flight == 0
+                may_start = is_waiting and not builder.has_preempted
+                if may_start and builder.budget > 0 and len(running) < self._max_num_running:
                     if not running.start(sequence, builder):
                         break
                     self.table.waiting.take(sequence)

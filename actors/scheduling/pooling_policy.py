@@ -61,7 +61,7 @@ class PoolingPolicy:
         self._epoch = 0
         self._num_prompt_tokens = 0
         self._is_lost = False  # the device; it is being started again
-        self._suspects: set[RequestId] = set()  # in the step of a loss; unfinished
+        self._suspects: dict[RequestId, int] = {}  # losses that it was in the step of; unfinished
 
     def __repr__(self) -> str:
         return f"<PoolingPolicy {len(self.unfinished)} open, {len(self.in_flight)} plans in flight>"
@@ -115,7 +115,7 @@ class PoolingPolicy:
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored."""
         admit = self.unfinished.pop(id, None)
-        self._suspects.discard(id)
+        self._suspects.pop(id, None)
         if admit is not None:
             self.outputs.append(PooledRequest(admit, error="aborted: the request was aborted"))
 
@@ -128,7 +128,7 @@ class PoolingPolicy:
         assert isinstance(done, PoolDone)
         flight = self._complete_step(done.step)
         for admit, array in zip(flight.group, done.arrays, strict=True):
-            self._suspects.discard(admit.id)
+            self._suspects.pop(admit.id, None)
             if self.unfinished.pop(admit.id, None) is not None:
                 self._num_prompt_tokens += len(admit.prompt_token_ids)
                 self.outputs.append(PooledRequest(admit, array))
@@ -164,7 +164,7 @@ class PoolingPolicy:
             for flight in self.in_flight
         ]
         was_alone = bool(self.in_flight) and len(self.in_flight[0].group) == 1
-        if loss.is_from_outside:
+        if loss.is_from_outside or loss.step is None:
             self.in_flight.clear()
             self.retries.extend(groups)
             return 0
@@ -173,12 +173,12 @@ class PoolingPolicy:
         self.retries.extend(groups[1:])
         if was_alone and suspects and suspects[0].id in self._suspects:
             (culprit,) = suspects
-            self._suspects.discard(culprit.id)
             del self.unfinished[culprit.id]
             error = f"poisoned_request: {loss.message}"
             self.outputs.append(PooledRequest(culprit, error=error))
-            return 2
-        self._suspects.update(admit.id for admit in suspects)
+            return self._suspects.pop(culprit.id) + 1
+        for admit in suspects:
+            self._suspects[admit.id] = self._suspects.get(admit.id, 0) + 1
         half = len(suspects) // 2
         self.retries.extend((suspects[:half], suspects[half:]))
         return 0

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .bugs import BUGS
+from .crew_scenario import CrewScenario, draw_crew
 from .explore import Exploration, cancel_everywhere, num_schedules_until_found
-from .pooling_bugs import BUGS
 from .pooling_scenario import PoolingScenario, draw_pooling
 from .run import simulate
 from .scenario import Scenario, draw
@@ -23,13 +24,25 @@ class Kind(NamedTuple):
     draw: Callable[[int], Any]
 
 
-KINDS = (Kind(Scenario, draw), Kind(PoolingScenario, draw_pooling))
+KINDS = {
+    "generate": Kind(Scenario, draw),
+    "pooling": Kind(PoolingScenario, draw_pooling),
+    "crew": Kind(CrewScenario, draw_crew),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seconds", type=float, default=10, help="how long to explore")
-    parser.add_argument("--pooling", action="store_true", help="an engine that pools")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--pooling", dest="kind", action="store_const", const="pooling", help="an engine that pools"
+    )
+    kinds.add_argument(
+        "--crew", dest="kind", action="store_const", const="crew",
+        help="an engine whose device is a worker process that may die",
+    )  # fmt: skip
+    parser.set_defaults(kind="generate")
     parser.add_argument("--seed", type=int, help="the first seed; random by default")
     parser.add_argument("--cancel", action="store_true", help="cancel before every step instead")
     parser.add_argument("--replay", metavar="SEED_OR_FILE", help="play one schedule, print it")
@@ -37,23 +50,22 @@ def main() -> int:
     parser.add_argument("--bugs", action="store_true", help="how fast is each planted bug found?")
     options = parser.parse_args()
     if options.replay is not None:
-        return replay(options.replay, KINDS[options.pooling])
+        return replay(options.replay, KINDS[options.kind])
     if options.digest is not None:
-        print(digest(options.digest, KINDS[options.pooling].draw))
+        print(digest(options.digest, KINDS[options.kind].draw))
         return 0
     if options.bugs:
         return print_bugs()
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
-    draw = KINDS[options.pooling].draw
-    return explore(seed, options.seconds, draw, cancel=options.cancel)
+    return explore(seed, options.seconds, options.kind, cancel=options.cancel)
 
 
-def explore(first_seed: int, seconds: float, draw: Callable[[int], Any], *, cancel: bool) -> int:
+def explore(first_seed: int, seconds: float, kind: str, *, cancel: bool) -> int:
     print(f"first seed {first_seed}")
     num_runs = num_steps = num_failures = 0
     seed, wall, cpu = first_seed, time.monotonic(), time.process_time()
     while time.monotonic() - wall < seconds:
-        found = _explore_one(seed, draw, cancel=cancel)
+        found = _explore_one(seed, kind, cancel=cancel)
         num_runs += found.num_runs
         num_steps += found.num_steps
         if found.broken is not None:
@@ -68,13 +80,13 @@ def explore(first_seed: int, seconds: float, draw: Callable[[int], Any], *, canc
     return 1 if num_failures else 0
 
 
-def _explore_one(seed: int, draw: Callable[[int], Any], *, cancel: bool) -> Exploration:
-    scenario = draw(seed)
+def _explore_one(seed: int, kind: str, *, cancel: bool) -> Exploration:
+    scenario = KINDS[kind].draw(seed)
     if cancel:
         return cancel_everywhere(scenario, seed % len(scenario.clients))
     verdict = simulate(scenario)
-    kind = " --pooling" if draw is draw_pooling else ""
-    again = f"python -m tests.simulation{kind} --replay {seed}"
+    option = "" if kind == "generate" else f" --{kind}"
+    again = f"python -m tests.simulation{option} --replay {seed}"
     return Exploration(1, verdict.num_steps, verdict.broken, again)
 
 

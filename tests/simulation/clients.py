@@ -10,12 +10,12 @@ from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.engine.wiring import Engine
 from trouper.actors.messages.identifiers import RequestId
-from trouper.errors import EngineDeadError
+from trouper.errors import DeviceStartError, EngineDeadError, RetryableRequestError
 from trouper.outputs import CompletionOutput, RequestOutput
 from trouper.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
 from .ports import InjectedError
-from .scenario import Client, Operation
+from .scenario import STEP_S, Client, Operation
 
 
 class Broken(AssertionError):
@@ -270,8 +270,8 @@ async def _operate(world: Any, engine: Engine, operation: Operation) -> None:
                 if operation.tags is not None:
                     await engine.controls.wake(operation.tags)
                     await anyio.sleep(operation.hold_s)
-    except InjectedError:
-        pass  # the device refused; waking up is tried again
+    except (InjectedError, RetryableRequestError, DeviceStartError):
+        pass  # the device refused, or was lost; waking up is tried again
 
 
 async def _wake_up(world: Any, engine: Engine) -> None:
@@ -280,5 +280,7 @@ async def _wake_up(world: Any, engine: Engine) -> None:
             try:
                 if await engine.controls.wake():
                     break
-            except InjectedError:
+            except (InjectedError, DeviceStartError):
                 pass
+            except RetryableRequestError:
+                await anyio.sleep(STEP_S)  # the device is being started again

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from .pooling_bugs import BUGS, planted
+from . import crew_bugs, pooling_bugs  # noqa: F401  # they add theirs to BUGS
+from .bugs import BUGS, planted
 from .run import simulate
 from .scenario import draw
 from .scheduling import CancelAtStep
@@ -50,8 +51,10 @@ def cancel_everywhere(scenario: Any, client: int | None, stride: int = 1) -> Exp
     return found
 
 
-def num_schedules_until_found(bug: str, limit: int) -> tuple[int, str | None]:
+def num_schedules_until_found(
+    bug: str, limit: int, draw: Callable[[int], Any] | None = None
+) -> tuple[int, str | None]:
     """How many schedules it takes to see a planted bug, and what gave it away."""
     with planted(bug):
-        found = explore_seeds(range(limit), BUGS[bug].draw)
+        found = explore_seeds(range(limit), draw or BUGS[bug].draw)
     return found.num_runs, found.broken

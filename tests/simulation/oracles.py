@@ -23,7 +23,6 @@ from trouper.errors import (
 
 from .clients import Broken, Case
 from .expected import Expected, expected, sampling_of, text_of
-from .ports import DeviceCrashError
 from .scenario import VOCAB_SIZE
 
 
@@ -58,7 +57,8 @@ def at_rest(world: Any) -> None:
         stats.num_steps_in_flight == device.num_steps_out,
         "steps in flight", stats, device.num_steps_out,
     )  # fmt: skip
-    if device.num_steps_out == 0 and engine.lifecycle.state is EngineState.AWAKE:
+    is_idle = device.is_up and device.num_steps_out == 0
+    if is_idle and engine.lifecycle.state is EngineState.AWAKE:
         require(policy.num_unfinished == 0, "the device is idle while sequences wait", stats)
     check_blocks(policy)
     check_tables(world, engine, policy)
@@ -183,7 +183,7 @@ def check_plan(world: Any, plan: Any, before: set[int]) -> None:
 
 def check_overtaking(policy: Policy, before: set[int]) -> None:
     """Who has just started is no worse than anybody who still waits."""
-    if policy.pause is not Pause.NONE:
+    if policy.pause is not Pause.NONE or policy._quarantine:  # suspects run before their turn
         return
     waiting = policy.table.waiting
     heads = [waiting.fresh.head(), waiting.returning.head()]
@@ -220,7 +220,7 @@ def check_delay(
 def check_case(world: Any, case: Case) -> None:
     """The verdict on one client's story."""
     if case.error is not None:
-        check_error(world, case, case.error)
+        world.oracles.check_error(world, case, case.error)
     if case.prompt is None:
         return
     scenario, wish = world.scenario, case.client.wish
@@ -332,7 +332,7 @@ def check_error(world: Any, case: Any, error: Exception) -> None:
     scenario, trouble = world.scenario, world.trouble
     match error:
         case EngineDeadError() if trouble.has_crashed:
-            is_mine = isinstance(error.__cause__, DeviceCrashError)
+            is_mine = isinstance(error.__cause__, world.death_cause)
             require(is_mine or world.is_closing, "another cause of death", repr(error.__cause__))
         case EngineDeadError():
             require(world.is_closing, "the engine died of nothing", error, repr(error.__cause__))

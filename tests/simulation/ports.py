@@ -105,6 +105,7 @@ class Watched:
     _queue: deque[Any]
     _is_closed: bool
     record: Callable[..., None] = lambda *event: None
+    is_up = True  # it takes plans
 
     @property
     def num_steps_out(self) -> int:

@@ -9,6 +9,8 @@ import msgspec
 
 import trouper.actors.engine.wiring as engine_module
 
+from .crew_scenario import CrewScenario
+from .crew_world import CrewWorld
 from .expected import TOKENIZER
 from .pooling_scenario import PoolingScenario
 from .pooling_world import PoolingWorld
@@ -68,7 +70,6 @@ def _simulate(
 ) -> Verdict:
     if victim is None and scenario.cancelled_at_step is not None:
         victim = CancelAtStep(scenario.cancelled_at_step, None)
-    make_world = PoolingWorld if isinstance(scenario, PoolingScenario) else World
     world = make_world(scenario, victim, trace)
     broken: str | None = None
     try:
@@ -82,6 +83,17 @@ def _simulate(
     except Exception as error:
         broken = _describe(world.broken or error)
     return Verdict(world.digest, world.num_steps, broken)
+
+
+def make_world(
+    scenario: Scenario | PoolingScenario,
+    victim: CancelAtStep | None,
+    trace: Callable[..., None] | None,
+) -> World:
+    if isinstance(scenario, PoolingScenario):
+        return PoolingWorld(scenario, victim, trace)
+    kind = CrewWorld if isinstance(scenario, CrewScenario) else World
+    return kind(scenario, victim, trace)
 
 
 def _describe(error: BaseException) -> str:

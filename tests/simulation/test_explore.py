@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from .crew_scenario import CrewScenario
 from .explore import cancel_everywhere, explore_seeds
 from .pooling_scenario import PoolingScenario, draw_pooling, draw_pooling_with
 from .run import simulate
@@ -25,7 +26,8 @@ def test_every_oracle_holds_under_drawn_schedules(draw, first):
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
 def test_what_broke_once_holds_now(path):
-    kind = PoolingScenario if path.parent.name == "pooling" else Scenario
+    kinds = {"pooling": PoolingScenario, "crew": CrewScenario}
+    kind = kinds.get(path.parent.name, Scenario)
     verdict = simulate(msgspec.json.decode(path.read_bytes(), type=kind))
     assert verdict.broken is None
 

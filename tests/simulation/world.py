@@ -26,15 +26,16 @@ from .ports import DeviceCrashError, InjectedError, SimThreads, Trouble, Watched
 from .scenario import EOS, VOCAB_SIZE, Scenario
 from .scheduling import CancelAtStep
 
-DEADLINE_S = 120  # virtual: no scenario has 10 % of that to do
-CLOSING_S = 1.0  # virtual: a step under way, and a device that wakes up
-
 
 class World:
     """Everything that one run knows; of an engine that generates."""
 
     oracles: Any = oracles
     renderer: Any = Prompts
+    death_cause: type[Exception] = DeviceCrashError
+    deadline_s = 120.0  # virtual: no scenario has 10 % of that to do
+    settle_s = 5.0  # what is in flight comes home, or crashes
+    closing_s = 1.0  # a step under way, and a device that wakes up
 
     def __init__(
         self,
@@ -50,7 +51,6 @@ class World:
         self.owners: dict[SequenceId, tuple[int, int]] = {}
         self.trouble = Trouble(self._dice("device"), scenario, self.owners)
         self.device: Any = self.make_device()
-        self.device.record = self.record
         self.rendering: set[RequestId] = set()
         self.threads: Any = self.make_threads()
         self.engine: Engine = None  # type: ignore[assignment]  # set when it is open
@@ -73,13 +73,15 @@ class World:
 
     def make_device(self) -> Any:
         scenario = self.scenario
-        return WatchedDevice(
+        device = WatchedDevice(
             scenario.num_blocks + 1,
             scenario.block_size,
             VOCAB_SIZE,
             scenario.steps_in_flight,
             self.trouble,
         )
+        device.record = self.record
+        return device
 
     def make_threads(self) -> SimThreads:
         scenario = self.scenario
@@ -237,7 +239,7 @@ class World:
         num_tasks = trio.lowlevel.current_statistics().tasks_living
         if self._victim is not None and self._victim.client is None:
             self._victim.watch(None, self._cancel_everything)
-        with anyio.move_on_after(DEADLINE_S) as deadline, self._everything:
+        with anyio.move_on_after(self.deadline_s) as deadline, self._everything:
             try:
                 async with anyio.create_task_group() as audience:
                     with self._failing_renders():
@@ -248,7 +250,7 @@ class World:
             raise self.broken
         oracles.require(not deadline.cancelled_caught, "nobody can go on", self.cases)
         late_s = anyio.current_time() - self._cancelled_at
-        oracles.require(late_s < CLOSING_S, "cancelled, and still here after", late_s)
+        oracles.require(late_s < self.closing_s, "cancelled, and still here after", late_s)
         await trio.lowlevel.checkpoint()
         statistics = trio.lowlevel.current_statistics()
         oracles.require(self.device.is_closed or self.engine is None, "the device is open")
@@ -270,7 +272,7 @@ class World:
         if self.is_closing and error.__cause__ is None:
             return
         oracles.require(
-            self.trouble.has_crashed and isinstance(error.__cause__, DeviceCrashError),
+            self.trouble.has_crashed and isinstance(error.__cause__, self.death_cause),
             "the engine died", repr(error.__cause__ or error),
         )  # fmt: skip
 
@@ -282,7 +284,7 @@ class World:
                 async with anyio.create_task_group() as inside:
                     inside.start_soon(operate, self, engine, scenario.operations, name="operator")
                     self._start(inside, engine)
-                await anyio.sleep(5)  # what is in flight comes home, or crashes
+                await anyio.sleep(self.settle_s)
                 if engine.dead_error is None:
                     self.oracles.check_idle(self)
             else:

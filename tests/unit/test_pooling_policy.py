@@ -170,9 +170,10 @@ def run_until_done(p, is_deadly):
         if not flights:
             return num_losses, num_explained
         if is_deadly(ids(flights[0])):
+            loss = DeviceLost("it died", flights[0].step)
             flights.clear()
             num_losses += 1
-            num_explained += p.lose_device(DeviceLost("it died"))
+            num_explained += p.lose_device(loss)
             assert p.plan() is None
             p.return_device()
         else:
@@ -186,8 +187,18 @@ def test_a_text_that_kills_the_device_ends_alone(num_flights):
         p.admit(admit(id, 3))
     num_losses, num_explained = run_until_done(p, lambda group: 5 in group)
     assert told(p) == {1: 1, 2: 2, 3: 3, 4: 4, 5: "poisoned_request: it died", 6: 6}
-    assert num_losses <= 4
-    assert num_explained == 2
+    assert num_explained == num_losses <= 4
+
+
+def test_a_text_whose_plan_the_device_never_had_is_no_suspect():
+    p = policy()
+    p.admit(admit(1, 3))
+    for _ in range(3):
+        assert p.plan() is not None
+        assert p.lose_device(DeviceLost("it died while it was idle", step=None)) == 0
+        p.return_device()
+    p.apply(done(p.plan()))
+    assert told(p) == {1: 1}
 
 
 def test_a_passing_loss_ends_no_text():

@@ -16,8 +16,8 @@ class Ward(Desk):
         super().__init__(**{"max_steps_in_flight": 2, "max_num_seqs": 16, **config})
         self.num_losses = self.num_explained = 0
 
-    def lose(self, *, is_from_outside=False):
-        step = self.flights[0].step if self.flights else None
+    def lose(self, *, is_from_outside=False, is_idle=False):
+        step = self.flights[0].step if self.flights and not is_idle else None
         self.flights.clear()
         self.num_losses += 1
         self.num_explained += self.policy.lose_device(DeviceLost("it died", step, is_from_outside))
@@ -58,6 +58,28 @@ def test_a_loss_in_passing_ends_nothing_and_doubles_nothing():
     ward.run(lambda owners, plan: next(dies, False))
     ward.assert_all_but(None, 5, 4)
     assert ward.num_explained == 0
+
+
+def test_a_sequence_whose_plan_the_device_never_had_is_no_suspect():
+    ward = Ward()
+    ward.admit(0, max_tokens=2)
+    for _ in range(3):
+        ward.plan()
+        ward.lose(is_idle=True)
+    ward.run(lambda owners, plan: False)
+    ward.assert_all_but(None, 1, 2)
+
+
+def test_a_suspect_that_is_preempted_does_not_start_again_before_its_result():
+    ward = Ward()
+    ward.admit(0, max_tokens=3)
+    ward.plan()
+    ward.lose()
+    assert ward.plan() is not None
+    ward.policy.preempt_all()
+    assert ward.plan() is None
+    ward.run(lambda owners, plan: False)
+    ward.assert_all_but(None, 1, 3)
 
 
 def test_an_idle_loss_forgets_the_prefixes():

@@ -1,0 +1,203 @@
+"""Bugs of an engine that loses its worker process, on purpose."""
+
+import contextlib
+from unittest.mock import patch
+
+import anyio.lowlevel
+
+from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.devices.supervision import Death, RestartBudget
+from trouper.actors.messages.results import DeviceLost, StepDone
+from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.quarantine import Quarantine
+
+from .bugs import bug
+from .crew_scenario import draw_crew, draw_slow_steps, draw_with_killer
+
+NAMES: list[str] = []  # of the bugs in this file
+
+
+def crew_bug(owner, attribute, draw=draw_crew):
+    """`draw`: scenarios in which it shows soon; in those of `draw_crew` it shows within 500."""
+
+    def register(make):
+        NAMES.append(make.__name__)
+        return bug(owner, attribute, draw)(make)
+
+    return register
+
+
+# The device
+
+
+@crew_bug(ProcessDevice, "receive")
+def answers_after_the_loss(right):
+    async def faulty(self):
+        late = self.__dict__.pop("late", None)
+        if late is not None:
+            return late
+        event = await right(self)
+        if isinstance(event, DeviceLost):
+            self.late = self.__dict__.pop("last", None)
+        elif isinstance(event, StepDone):
+            self.last = event
+        return event
+
+    return faulty
+
+
+@crew_bug(ProcessDevice, "_next_frame")
+def loss_before_whole_frames(right):
+    async def faulty(self):
+        frame = await right(self)
+        is_late = isinstance(frame, StepDone) and self._peer.is_dead
+        return await self._reap() if is_late else frame
+
+    return faulty
+
+
+@crew_bug(ProcessDevice, "_reap")
+def successor_before_reaping(right):
+    async def faulty(self, **how):
+        await anyio.lowlevel.checkpoint()
+        return Death(0, self._plans[0].step if self._plans else None, -11)
+
+    return faulty
+
+
+@crew_bug(ProcessDevice, "_lose")
+def call_left_open(right):
+    def faulty(self, death):
+        calls = dict(self._calls)
+        self._calls.clear()
+        lost = right(self, death)
+        self._calls.update(calls)
+        return lost
+
+    return faulty
+
+
+@crew_bug(ProcessDevice, "_follow")
+def sleep_level_forgotten(right):
+    return lambda self, call: None
+
+
+@crew_bug(ProcessDevice, "_step_begin_s", draw_slow_steps)
+def deadline_from_submission(right):
+    return lambda self: self._plans[0].submitted_s
+
+
+@crew_bug(ProcessDevice, "_start")
+def bytes_of_the_predecessor_are_kept(right):
+    async def faulty(self):
+        kept = self._frames
+        with patch.object(kept, "close", lambda: None), contextlib.ExitStack() as stack:
+            module = "trouper.actors.executor.devices.process.FrameReader"
+            stack.enter_context(patch(module, lambda: kept))
+            return await right(self)
+
+    return faulty
+
+
+@crew_bug(RestartBudget, "note_loss")
+def budget_never_counts(right):
+    def faulty(self, now):
+        return right(self, now) or 0.0
+
+    return faulty
+
+
+@crew_bug(RestartBudget, "explain", draw_with_killer)
+def verdict_keeps_its_losses(right):
+    return lambda self, num_losses: None
+
+
+# The policy
+
+
+@crew_bug(Policy, "lose_device")
+def flights_not_voided(right):
+    def faulty(self, loss):
+        kept = list(self.in_flight)
+        num_losses = right(self, loss)
+        self.in_flight.extend(kept)
+        return num_losses
+
+    return faulty
+
+
+@crew_bug(Policy, "lose_device")
+def prefix_cache_survives(right):
+    def faulty(self, loss):
+        with patch.object(KVBlocks, "reset_cache", lambda blocks: True):
+            return right(self, loss)
+
+    return faulty
+
+
+@crew_bug(Policy, "lose_device")
+def epoch_kept(right):
+    def faulty(self, loss):
+        num_losses = right(self, loss)
+        self._epoch -= 1
+        return num_losses
+
+    return faulty
+
+
+@crew_bug(Policy, "lose_device")
+def slot_not_given_again(right):
+    def faulty(self, loss):
+        with patch.object(Policy, "preempt_all", lambda policy: None):
+            return right(self, loss)
+
+    return faulty
+
+
+@crew_bug(Policy, "lose_device")
+def planned_before_it_is_back(right):
+    def faulty(self, loss):
+        num_losses = right(self, loss)
+        self._is_lost = False
+        return num_losses
+
+    return faulty
+
+
+@crew_bug(Policy, "return_device")
+def return_is_not_noticed(right):
+    return lambda self: None
+
+
+@crew_bug(Policy, "lose_device")
+def suspects_of_the_wrong_plan(right):
+    def faulty(self, loss):
+        if len(self.in_flight) > 1:
+            self.in_flight.rotate(1)
+        return right(self, loss)
+
+    return faulty
+
+
+@crew_bug(Quarantine, "lose", draw_with_killer)
+def verdict_in_company(right):
+    def faulty(self, columns):
+        columns = list(columns)
+        before = {suspect.sequence.id for suspect in self._suspects}
+        for sequence, _ in columns:
+            if sequence.id in before:
+                self._end()
+                return sequence.request, 2
+        return right(self, columns)
+
+    return faulty
+
+
+@crew_bug(Quarantine, "_choose", draw_with_killer)
+def suspects_are_tested_together(right):
+    def faulty(self):
+        right(self)
+        self._tested = list(self._suspects)
+
+    return faulty

@@ -1,0 +1,325 @@
+"""Worker processes without processes: each answers encoded frames in virtual time, until its fate ends it.
+
+A peer computes the answer to a frame when the frame is sent, and the moment in which its bytes appear; `receive` hands them
+out in drawn pieces.  So no task runs for it, and its end can be put before any byte.
+"""
+
+import os
+import random
+from collections import deque
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import anyio
+import trio
+
+from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.devices import wire
+from trouper.actors.executor.devices.launch_local import CLOSED, Exit
+from trouper.actors.executor.devices.simulated import MEMORY, SimulatedDevice
+from trouper.actors.executor.devices.wire import (
+    Broken,
+    Call,
+    Close,
+    ErrorText,
+    Frame,
+    FrameReader,
+    Load,
+    Loaded,
+    LogRecord,
+    Progress,
+    Returned,
+    describe_error,
+    encode,
+)
+from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.results import StepDone, StepFailed
+
+from .clients import Broken as BrokenOracle
+from .crew_scenario import SIGKILL, SIGSEGV, Fate
+from .ports import InjectedError, Trouble
+from .scenario import STEP_S, VOCAB_SIZE
+
+GARBAGE = (b"\x7f" * 9, b"\x09\x04\x00\x00\x00oops", b"\x09\xff\xff\xff\xff")
+NEVER = float("inf")
+
+
+class Piece(NamedTuple):
+    """Bytes that appear at a moment, with the descriptors that come with the first of them."""
+
+    at_s: float
+    data: bytes
+    files: list[int]
+    answers: int | None  # the step whose answer ends here
+
+
+class WorkerModel(SimulatedDevice):
+    """What a worker computes, without waits: its peer has the clock."""
+
+    def __init__(self, info: DeviceInfo, credits: int, trouble: Trouble, absent: frozenset[str]):
+        super().__init__(info.num_blocks, info.block_size, VOCAB_SIZE, credits, trouble)
+        self.absent = absent
+
+    def step(self, plan: StepPlan) -> StepDone | StepFailed:
+        if self.absent:
+            raise BrokenOracle(f"a step while {sorted(self.absent)} are absent")
+        return self._run(plan)
+
+    def sampled(self, plan: StepPlan, answer: StepDone) -> list[tuple[Any, int, list[int]]]:
+        """For each token that was sampled: its sequence, its position and all that were sampled of it."""
+        found = []
+        for i, slot in enumerate(plan.request_slots):
+            if answer.token_ids[i]:
+                row = self._rows[slot]
+                end = plan.num_computed_tokens[i] + plan.num_scheduled_tokens[i]
+                found.append((row.sequence, end, row.token_ids[row.num_prompt :]))
+        return found
+
+    def obey(self, call: Call) -> None:
+        if call.method == "sleep":
+            self.absent = MEMORY
+            self._forget()
+        elif call.method == "wake":
+            self.absent -= frozenset(call.tags)
+
+
+class SimPeer:
+    """One incarnation of the worker."""
+
+    def __init__(self, world: Any, number: int, fate: Fate, dice: random.Random) -> None:
+        self.world, self.number, self.fate = world, number, fate
+        self._dice = dice
+        self._frames = FrameReader()
+        self._out: deque[Piece] = deque()
+        self._num_written = 0
+        self._changed = trio.Event()
+        self.begun_s = self._free_at = self._last_s = anyio.current_time()
+        self.died_s = self.begun_s + fate.at if fate.end == "time" else NEVER
+        self.status = fate.status
+        self.is_stuck = False  # hangs, or has no more to say
+        self.is_misbehaving = False  # may be killed for it
+        self.is_ended = self.was_killed = False
+        self.model: WorkerModel | None = None
+        self.num_plans = self.num_calls = 0
+        self.unanswered: deque[int] = deque()  # steps sent and not answered by a whole frame
+        self.num_answers = self.num_handed_out = 0
+
+    def __repr__(self) -> str:
+        return f"<SimPeer {self.number}, {self.fate}, died {self.died_s:.4f}>"
+
+    @property
+    def is_dead(self) -> bool:
+        return anyio.current_time() >= self.died_s
+
+    def readable(self) -> list[Piece]:
+        """What it wrote before its end and its engine has not read."""
+        return [piece for piece in self._out if piece.at_s <= self.died_s]
+
+    # Towards the worker
+
+    def send(self, data: bytes, file: int | None) -> None:
+        if self.is_ended:
+            raise BrokenPipeError
+        cut = self._dice.randrange(len(data) + 1)
+        reader = self._frames
+        for part, files in ((data[:cut], [] if file is None else [os.dup(file)]), (data[cut:], [])):
+            reader.feed(part, files)
+            while (frame := reader.take()) is not None:
+                self._take(frame)
+
+    def _take(self, frame: Frame) -> None:
+        if isinstance(frame, StepPlan):
+            self.unanswered.append(frame.step)
+        if self.is_dead:
+            raise BrokenPipeError
+        self._free_at = max(self._free_at, anyio.current_time())
+        if self.is_stuck:
+            return
+        match frame:
+            case Load():
+                self._load(frame)
+            case StepPlan():
+                self._step(frame)
+            case Call():
+                self._call(frame)
+            case Close():
+                self._close()
+            case _:
+                raise BrokenOracle(f"a worker was sent {frame}")
+
+    def _load(self, load: Load) -> None:
+        fate, config = self.fate, load.config
+        self._write(Progress("weights"))
+        num_blocks = config.num_blocks + 1
+        if fate.end == "memory" and self.number > 0:
+            num_blocks += int(fate.at)
+            self.is_misbehaving = True
+        info = DeviceInfo(num_blocks, config.block_size, "float32", "simulated")
+        absent = MEMORY - frozenset(load.woken) if load.sleep_level else frozenset()
+        credits = config.scheduler.max_steps_in_flight
+        self.model = WorkerModel(info, credits, self.world.trouble, absent)
+        self._free_at += fate.load_s
+        self._write(LogRecord("loader", 20, "loaded"))
+        self._write(Loaded(info))
+
+    def _step(self, plan: StepPlan) -> None:
+        if self.model is None or len(self.unanswered) > self.model._max_steps_in_flight:
+            raise BrokenOracle(f"{self}: {len(self.unanswered)} plans")
+        number, self.num_plans = self.num_plans, self.num_plans + 1
+        seconds = self.world.trouble.duration_s(plan)
+        if self.world.is_deadly(plan, self.model):
+            self._die(self._free_at + seconds * self._dice.random(), SIGSEGV)
+            return
+        if number == self.fate.at and self._misbehave(plan, seconds):
+            return
+        answer = self.model.step(plan)
+        self._free_at += seconds
+        sampled = self.model.sampled(plan, answer) if isinstance(answer, StepDone) else []
+        self.world.note_sampled(plan.step, sampled)
+        self._write(answer)
+        if self.fate.end == "doubled" and number == self.fate.at:
+            self.is_misbehaving = True
+            self._write(answer)
+
+    def _misbehave(self, plan: StepPlan, seconds: float) -> bool:
+        """Whether the step ends the worker."""
+        match self.fate.end:
+            case "step":
+                self._die(
+                    self._free_at + seconds * self._dice.choice((0, 0.5, 1)), self.fate.status
+                )
+            case "hang":
+                self.is_stuck = self.is_misbehaving = True
+            case "broken":
+                self.is_misbehaving = True
+                self._write(Broken(ErrorText("AcceleratorError", "a sticky error")))
+                self._die(self._last_s, 71)
+            case "garbage":
+                self.is_stuck = self.is_misbehaving = True
+                self._append(self._dice.choice(GARBAGE), None, None)
+            case _:
+                return False
+        return True
+
+    def _call(self, call: Call) -> None:
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        if self.fate.end == "call" and number == self.fate.at:
+            self._die(self._free_at + STEP_S * self._dice.choice((0, 1)), self.fate.status)
+            return
+        assert self.model is not None
+        try:
+            self._free_at += self.world.trouble.call_s(call.method)
+        except InjectedError as error:
+            self._write(Returned(call.number, describe_error(error)))
+        else:
+            self.model.obey(call)
+            self._write(Returned(call.number))
+
+    def _close(self) -> None:
+        if self.fate.end == "close":
+            self.is_stuck = True
+            if self.fate.at:
+                self._die(self._free_at + STEP_S, self.fate.status)
+            return
+        self._die(self._free_at, 0)
+
+    def _die(self, at_s: float, status: int) -> None:
+        if at_s < self.died_s:
+            self.died_s, self.status = at_s, status
+        self.is_stuck = True
+        self._changed.set()
+
+    # From the worker
+
+    def _write(self, frame: Any) -> None:
+        with patch.object(wire, "MAX_INLINE", self.world.scenario.max_inline):
+            data, file = encode(frame)
+        is_answer = isinstance(frame, StepDone | StepFailed)
+        self._append(data, file, frame.step if is_answer else None)
+
+    def _append(self, data: bytes, file: int | None, answers: int | None) -> None:
+        at_s = max(self._free_at, self._last_s)
+        files = [] if file is None else [file]
+        room = NEVER
+        if self.fate.end == "byte":
+            room = max(0, int(self.fate.at) - self._num_written)
+        self._num_written += len(data)
+        is_cut = self._dice.random() < self.world.scenario.cut_rate
+        cut = self._dice.randrange(1, len(data)) if is_cut else len(data)
+        parts = [Piece(at_s, data[:cut], files, None if is_cut else answers)]
+        if is_cut:
+            parts.append(Piece(at_s + STEP_S * self._dice.random() / 4, data[cut:], [], answers))
+        for part in parts:
+            whole = part.data
+            if room < len(whole):
+                part = part._replace(data=whole[: int(room)], answers=None)
+            if part.data:
+                self._out.append(part)
+            else:
+                _close_files(part.files)
+            self._last_s = part.at_s
+            if room < len(whole):
+                self._die(part.at_s, self.fate.status)
+                break
+            room -= len(whole)
+        self._changed.set()
+
+    async def receive(self) -> tuple[bytes, list[int]]:
+        while True:
+            now = anyio.current_time()
+            piece = self._out[0] if self._out else None
+            if piece is not None and piece.at_s <= min(now, self.died_s) and not self.is_ended:
+                return self._hand_out(piece)
+            if self.is_dead or self.is_ended:
+                return CLOSED
+            self._changed = trio.Event()
+            with trio.move_on_at(min(self.died_s, NEVER if piece is None else piece.at_s)):
+                await self._changed.wait()
+
+    def _hand_out(self, piece: Piece) -> tuple[bytes, list[int]]:
+        self._out.popleft()
+        size = self._dice.choice((1, len(piece.data), len(piece.data)))
+        if size < len(piece.data):
+            self._out.appendleft(piece._replace(data=piece.data[size:], files=[]))
+        elif piece.answers is not None:
+            if self.unanswered and self.unanswered[0] == piece.answers:
+                self.unanswered.popleft()
+                self.num_answers += 1
+            self.world.note_answer(piece.answers)
+        return piece.data[:size], piece.files
+
+    async def end(self, grace_s: float) -> Exit:
+        if not self.is_ended:
+            with anyio.CancelScope(shield=True):
+                await trio.sleep_until(min(self.died_s, anyio.current_time() + grace_s))
+            if not self.is_dead:
+                self.was_killed = True
+                self.died_s, self.status = anyio.current_time(), SIGKILL
+            self.is_ended = True
+            self.world.note_end(self)
+            for piece in self._out:
+                _close_files(piece.files)
+            self._frames.close()
+        return Exit(self.status, self.fate.is_out_of_memory, ("last words",))
+
+
+class SimLauncher:
+    """Starts the incarnations; a predecessor must have been reaped."""
+
+    def __init__(self, world: Any, dice: random.Random) -> None:
+        self._world, self._dice = world, dice
+        self.peers: list[SimPeer] = []
+
+    def __call__(self, rank: int) -> SimPeer:
+        number, fates = len(self.peers), self._world.scenario.fates
+        if self.peers and not self.peers[-1].is_ended:
+            raise BrokenOracle(f"a successor before {self.peers[-1]} was reaped")
+        fate = fates[number] if number < len(fates) else Fate()
+        self.peers.append(SimPeer(self._world, number, fate, self._dice))
+        self._world.record("start", number, fate.end)
+        return self.peers[-1]
+
+
+def _close_files(files: list[int]) -> None:
+    for file in files:
+        os.close(file)

@@ -1,0 +1,191 @@
+"""A whole engine on a `ProcessDevice`, whose workers are simulated, under observation."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import anyio
+import msgspec
+
+from trouper.actors.engine.wiring import Engine
+from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.devices.supervision import MAX_LOSSES, WorkerState
+from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone, StepFailed
+from trouper.config.resolve import EngineConfig
+from trouper.errors import DeviceStartError
+
+from . import crew_oracles
+from .clients import Broken
+from .crew_peers import SimLauncher, SimPeer, WorkerModel
+from .crew_scenario import SIGKILL, CrewScenario
+from .ports import Watched
+from .world import World, config_of
+
+
+class WatchedProcessDevice(Watched, ProcessDevice):
+    """The real one, which notes what it hands out."""
+
+    launcher: SimLauncher
+    check: Callable[[Any], None]
+
+    async def receive(self) -> Any:
+        event = await super().receive()
+        self.check(event)
+        return event
+
+    @property
+    def num_steps_out(self) -> int:
+        return len(self._plans)
+
+    @property
+    def is_up(self) -> bool:
+        return self._state is WorkerState.UP
+
+    @property
+    def is_closed(self) -> bool:
+        return all(peer.is_ended for peer in self.launcher.peers)
+
+
+class CrewWorld(World):
+    """Everything that one run knows; of an engine whose device may be lost."""
+
+    oracles: Any = crew_oracles
+    death_cause = DeviceStartError
+    deadline_s = 2000.0  # virtual: a worker that hangs in the first step of a size is waited for
+    settle_s = 400.0
+    closing_s = 12.0  # a worker has 10 s to close
+
+    scenario: CrewScenario
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.columns: dict[int, list[tuple[int, int]]] = {}  # step -> (client, prompt's length)
+        self.sampled: dict[int, list[Any]] = {}  # step -> what its answer will tell
+        self.losses: list[list[Any]] = []  # [moment, whether it is explained]
+        self.suspects: list[frozenset[int]] = []  # clients in the eldest plan of each loss
+        self.num_deadly = 0  # losses that a killer has caused
+        self.is_lost = self.has_died = False
+        self.killers = {killer.client: killer.after for killer in self.scenario.killers}
+
+    def make_device(self) -> Any:
+        return None  # it needs an event loop
+
+    def make_config(self) -> EngineConfig:
+        scenario = self.scenario
+        return msgspec.structs.replace(
+            config_of(scenario),
+            device_worker="process",
+            max_worker_restarts=scenario.max_restarts,
+            worker_restart_window_s=scenario.window_s,
+            step_timeout_s=scenario.step_timeout_s,
+        )
+
+    async def run(self) -> None:
+        launcher = SimLauncher(self, self._dice("peers"))
+        self.device = WatchedProcessDevice(self.make_config(), launcher)
+        self.device.launcher, self.device.check = launcher, self._check_event
+        self.device.ready, self.device.sampled = {}, {}
+        logging.disable(logging.CRITICAL)
+        num_files = crew_oracles.num_open_files()
+        try:
+            await super().run()
+        finally:
+            logging.disable(logging.NOTSET)
+        crew_oracles.check_end(self, num_files)
+
+    def check_death(self, error: BaseException) -> None:
+        super().check_death(error)
+        self.has_died = error.__cause__ is not None
+
+    async def _perform(self, audience: Any) -> None:
+        try:
+            await super()._perform(audience)
+        except DeviceStartError as error:  # the first load, which is not repeated
+            self.is_closing = True
+            crew_oracles.check_failed_start(self, error)
+
+    def watch(self, engine: Engine) -> None:
+        super().watch(engine)
+        policy = engine._scheduler.policy
+        policy.lose_device = partial(self._lose, policy.lose_device)  # type: ignore[method-assign]
+        policy.return_device = partial(self._return, policy.return_device)  # type: ignore[method-assign]
+
+    def _lose(self, right: Callable[[DeviceLost], int], loss: DeviceLost) -> int:
+        self.is_lost = True
+        num_explained = right(loss)
+        for counted in self.losses[-num_explained:] if num_explained else ():
+            counted[1] = True
+        return num_explained
+
+    def _return(self, right: Callable[[], None]) -> None:
+        self.is_lost = False
+        right()
+
+    def _note(self, plan: StepPlan, before: set[int]) -> None:
+        if self.is_lost:
+            self.give_up(Broken(f"a plan while the device is lost: {plan}"))
+        ids = [entry[0].id for entry in self.engine._scheduler.policy.in_flight[-1].entries]
+        self.columns[plan.step] = [self.owners[id] for id in ids]
+        super()._note(plan, before)
+
+    # What the peers report
+
+    def is_deadly(self, plan: StepPlan, model: WorkerModel) -> bool:
+        """Whether a killer is in the step."""
+        for i, (client, num_prompt) in enumerate(self.columns[plan.step]):
+            if client not in self.killers:
+                continue
+            after = self.killers[client]
+            end = plan.num_computed_tokens[i] + plan.num_scheduled_tokens[i]
+            if after is None or end >= num_prompt + after:
+                self.num_deadly += 1
+                return True
+        return False
+
+    def note_sampled(self, step: int, sampled: list[Any]) -> None:
+        self.sampled[step] = sampled
+
+    def note_answer(self, step: int) -> None:
+        """The last byte of an answer has been handed out."""
+        for sequence, end, tokens in self.sampled.get(step, ()):
+            self.device.ready[sequence, end] = anyio.current_time()
+            self.device.sampled[sequence] = tokens
+
+    def note_end(self, peer: SimPeer) -> None:
+        """An incarnation has been reaped."""
+        now = anyio.current_time()
+        self.record("end of worker", peer.number, peer.status, peer.was_killed)
+        if peer.was_killed and not (peer.is_misbehaving or peer.is_stuck or self.is_closing):
+            is_spent = self.trouble.has_crashed or self.engine is None
+            is_closed = self.device._state is WorkerState.CLOSED
+            if not is_spent and not is_closed:
+                self.give_up(Broken(f"a worker was killed that did nothing wrong: {peer}"))
+        if self.device._state is WorkerState.CLOSED:
+            return
+        is_from_outside = peer.status == SIGKILL and not (
+            peer.was_killed or peer.is_misbehaving or peer.fate.is_out_of_memory
+        )
+        if peer.unanswered and not is_from_outside:
+            columns = self.columns[peer.unanswered[0]]
+            self.suspects.append(frozenset(client for client, _ in columns))
+        if peer.number == 0 and self.device._info is None:
+            return
+        self.losses = [loss for loss in self.losses if loss[0] > now - self.scenario.window_s]
+        self.losses.append([now, False])
+        num_unexplained = sum(not is_explained for _, is_explained in self.losses)
+        if num_unexplained > self.scenario.max_restarts or len(self.losses) > MAX_LOSSES:
+            self.trouble.has_crashed = True
+
+    def _check_event(self, event: Any) -> None:
+        peer = self.device.launcher.peers[-1]
+        match event:
+            case StepDone() | StepFailed():
+                peer.num_handed_out += 1
+                self.record("answer", event.step)
+            case DeviceLost():
+                self.record("lost", event.step)
+                crew_oracles.check_loss(peer)
+            case DeviceBack():
+                self.record("back")

@@ -1,0 +1,66 @@
+"""An engine whose worker process ends in every way that is drawn, and before each byte that it writes."""
+
+import pytest
+
+from . import crew_bugs
+from .crew_scenario import Fate, draw_crew
+from .explore import cancel_everywhere, explore_seeds, num_schedules_until_found
+from .run import simulate
+
+LIMIT = 500  # schedules in which each planted bug is found; in scenarios of its own it shows sooner
+
+
+def kill_everywhere(seed, stride):
+    """Kill the first worker before its n-th byte, for every n; returns how many runs that took."""
+    scenario = draw_crew(seed)
+    scenario.killers, scenario.fates = (), (Fate(end="byte", at=10**9),)
+    unharmed = simulate(scenario)
+    for number, count in enumerate(range(0, 10**6, stride), 1):
+        scenario.fates = (Fate(end="byte", at=count),)
+        verdict = simulate(scenario)
+        assert verdict.broken is None, f"seed {seed}, byte {count}: {verdict.broken}"
+        if verdict.digest == unharmed.digest:  # it has not written so many
+            return number
+    raise AssertionError("it writes without end")
+
+
+def test_every_oracle_holds_while_workers_end():
+    found = explore_seeds(range(80), draw_crew)
+    assert found.broken is None, f"{found.where}: {found.broken}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 3000, 250))
+def test_every_oracle_holds_under_many_ends(first):
+    found = explore_seeds(range(first, first + 250), draw_crew)
+    assert found.broken is None, f"{found.where}: {found.broken}"
+
+
+def test_a_worker_may_be_killed_before_some_of_its_bytes():
+    assert kill_everywhere(4, stride=29) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [4, 9, 10])
+def test_a_worker_may_be_killed_before_any_of_its_bytes(seed):
+    assert kill_everywhere(seed, stride=1) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20, 26))
+def test_the_program_may_be_cancelled_before_any_step_of_a_loss(seed):
+    found = cancel_everywhere(draw_crew(seed), None, stride=3)
+    assert found.broken is None, f"seed {seed}, {found.where}: {found.broken}"
+
+
+def test_the_same_seed_plays_the_same_run_again():
+    assert [simulate(draw_crew(seed)) for seed in range(10)] == [
+        simulate(draw_crew(seed)) for seed in range(10)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", crew_bugs.NAMES)
+def test_a_planted_bug_is_found_among_all_that_is_drawn(name):
+    num_schedules, broken = num_schedules_until_found(name, LIMIT, draw_crew)
+    assert broken is not None, f"{name} was not found in {num_schedules} schedules"
