@@ -1,6 +1,7 @@
 """Outputs of generation as callers get them.  Part of the shared vocabulary."""
 
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,6 +13,19 @@ from trouper.errors import (
     TrouperValidationError,
 )
 from trouper.lora import LoRARequest
+
+POOLED = (
+    "ClassificationOutput", "ClassificationRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput",
+    "PoolingOutput", "PoolingRequestOutput", "ScoringOutput", "ScoringRequestOutput",
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Find the outputs of pooling here too, as vLLM's programs do; loaded on first use, because they need numpy."""
+    if name not in POOLED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("trouper.pooling_outputs"), name)
+
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 

@@ -2,8 +2,9 @@
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from itertools import count
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import anyio
 import anyio.to_thread
@@ -26,6 +27,7 @@ from trouper.frontends.python.options import (
     plain_prompt,
     tokenization_options,
 )
+from trouper.frontends.python.starting import HoldingTask, StartingGeneration, can_start
 from trouper.inputs import PoolingPrompt, PromptType
 from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
@@ -36,6 +38,8 @@ from trouper.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
 class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
     """An engine that runs inside its `async with` block: entering starts the actors, leaving aborts and ends them.
+
+    In asyncio it may be used without a block, too: the first request starts it, and `close` or `shutdown` ends it.
 
     ::
 
@@ -51,6 +55,9 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         self._offline = offline  # LLM's batch limits instead of the server's
         self._is_stepped = is_stepped
         self._stack = AsyncExitStack()
+        self._holding: HoldingTask | None = None  # of an engine that has started itself
+        self._is_entered = False
+        self._is_closed = False
         self._engine: Engine | None = None
         self._numbers = count()
 
@@ -63,6 +70,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
 
     @asynccontextmanager
     async def __asynccontextmanager__(self) -> AsyncGenerator[Self]:
+        self._is_entered = True
         config = await anyio.to_thread.run_sync(  # reads files, and may download
             lambda: resolve(self._args, offline=self._offline), limiter=anyio.CapacityLimiter(1)
         )
@@ -73,6 +81,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
                 yield self
             finally:
                 self._engine = None
+                self._is_closed = True
 
     def generate(
         self,
@@ -111,6 +120,13 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             data_parallel_rank=data_parallel_rank,
             session_id=session_id,
         )
+        if self._starts_itself:
+            make = partial(
+                self.generate, prompt, sampling_params, request_id,
+                arrival_time=arrival_time, tokenization_kwargs=tokenization_kwargs,
+                mm_processor_kwargs=mm_processor_kwargs, trace_headers=trace_headers, priority=priority,
+            )  # fmt: skip
+            return cast("Any", StartingGeneration(self._start_itself, make))
         engine = self.engine
         return engine.generate(
             plain_prompt(prompt),
@@ -149,6 +165,12 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             While iterating: as `generate`.
         """
         check_unused(lora_request=lora_request, trace_headers=trace_headers)
+        if self._starts_itself:
+            make = partial(
+                self.encode, prompt, pooling_params, request_id,
+                arrival_time=arrival_time, tokenization_kwargs=tokenization_kwargs, priority=priority,
+            )  # fmt: skip
+            return cast("Any", StartingGeneration(self._start_itself, make))
         return self.engine.encode(
             plain_prompt(prompt),
             PoolingParams() if pooling_params is None else pooling_params,
@@ -174,6 +196,8 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         Raises:
             TrouperValidationError: a bad prompt or parameter; nothing is left open.
         """
+        if self._starts_itself:
+            await self._start_itself()
         generation = self.generate(
             prompt,
             params,
@@ -209,11 +233,36 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         Args:
             timeout: seconds in which open requests may finish; None takes `shutdown_timeout`.
         """
+        self._is_closed = True
         try:
             if timeout is not None and self._engine is not None:
                 await self._engine.shut_down(timeout)
         finally:
             await self._stack.aclose()
+            if self._holding is not None:
+                self._holding.stop()
+                await self._holding.wait_stopped()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End an engine that has started itself, soon; `close` waits for the end.
+
+        Args:
+            timeout: accepted for vLLM's sake: open requests are aborted.
+        """
+        self._is_closed = True
+        if self._holding is not None:
+            self._holding.stop()
+
+    @property
+    def _starts_itself(self) -> bool:
+        """Whether a request starts the engine: the program has neither entered nor closed it."""
+        is_its_own = self._holding is not None or not self._is_entered
+        return self._engine is None and is_its_own and not self._is_closed and can_start()
+
+    async def _start_itself(self) -> None:
+        if self._holding is None:
+            self._holding = HoldingTask(self)
+        await self._holding.wait_started()
 
     async def wait_for_requests_to_drain(self, timeout: float = 300) -> None:  # noqa: ASYNC109  # vLLM's signature
         """Wait until no request is open.

@@ -115,7 +115,7 @@ async def test_it_can_be_used_several_times_and_twice_at_once():
 async def test_start_and_close_do_what_the_block_does():
     engine = AsyncLLMEngine.from_engine_args(args())
     with pytest.raises(EngineDeadError):
-        engine.generate("x", greedy(), "a")
+        engine.statistics()
     await engine.start()
     assert engine.is_running
     assert (await last(engine.generate("x", greedy(), "a"))).finished

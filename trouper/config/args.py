@@ -3,9 +3,11 @@
 import argparse
 import dataclasses
 import difflib
+import json
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Self
+from types import NoneType
+from typing import Any, Self, get_args, get_origin
 
 from trouper.config.vllm_options import NOT_IMPLEMENTED, check_not_implemented
 from trouper.errors import TrouperValidationError
@@ -133,6 +135,28 @@ class EngineArgs:
             known = fields | NOT_IMPLEMENTED.keys() | ALIASES.keys()
             options = {name: value for name, value in vars(options).items() if name in known}
         return cls(**options)
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Give a parser one option for each field, whose values `from_cli_args` reads."""
+        for field in dataclasses.fields(cls):
+            parser.add_argument(f"--{field.name.replace('_', '-')}", **_parser_settings(field))
+        return parser
+
+
+def _parser_settings(field: "dataclasses.Field[Any]") -> dict[str, Any]:
+    """Return the keywords of `add_argument` for one option: lists take several values, dicts JSON."""
+    wished: Any = field.type
+    kinds = set(get_args(wished)) - {NoneType} if get_args(wished) else {wished}
+    settings: dict[str, Any] = {"default": field.default}
+    if kinds == {bool}:
+        return {**settings, "action": argparse.BooleanOptionalAction}
+    lists = [kind for kind in kinds if get_origin(kind) is list]
+    if lists:
+        return {**settings, "nargs": "+", "type": get_args(lists[0])[0]}
+    if Any in kinds or any(get_origin(kind) is dict for kind in kinds):
+        return {**settings, "type": json.loads, "metavar": "JSON"}
+    return {**settings, "type": str if str in kinds else next(iter(kinds))}
 
 
 class AsyncEngineArgs(EngineArgs):

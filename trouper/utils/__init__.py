@@ -1,0 +1,1 @@
+"""Helpers under the module names that vLLM's programs import."""

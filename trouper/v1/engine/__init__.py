@@ -1,0 +1,1 @@
+"""Engines under the module names that newer programs of vLLM import."""
