@@ -74,7 +74,7 @@ def tiny_config(model_type):
 
 
 def tiny_model(model_type, folder):
-    """Save a model whose weights are large enough for attention, norms and biases to matter; returns it, eager."""
+    """Save a model whose weights are large enough for attention, norms and biases to matter; returns it as it is read."""
     torch.manual_seed(0)
     cls = getattr(transformers, architecture_of(model_type))
     config = tiny_config(model_type)
@@ -85,4 +85,8 @@ def tiny_model(model_type, folder):
         else:
             parameter.data = torch.randn_like(parameter) * 1.2 / parameter.shape[-1] ** 0.5
     model.save_pretrained(folder)
-    return model.eval()
+    plain = {
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+    }  # as float64 takes it too
+    return cls.from_pretrained(folder, dtype=torch.float32, **plain).eval()

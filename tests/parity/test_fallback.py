@@ -1,11 +1,16 @@
 """Models of the transformers library through this engine's attention equal those of its own eager attention."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from trouper import LLM, SamplingParams
 from trouper.actors.executor.cpu.hf_runner import HfRunner
+from trouper.actors.executor.models.hf_attention import window_of
 from trouper.actors.messages.plans import Sampling
-from trouper.errors import UnsupportedFeatureError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.inputs import TokensPrompt
 
 from .driver import Driver, engine_config, random_prompts
 from .hf_families import FAMILIES, REFUSED, VOCAB, architecture_of, tiny_model
@@ -16,24 +21,31 @@ QUICK = ("mixtral", "gpt2", "gpt_oss", "deepseek_v3", "gemma4_text")
 ALL_LOGPROBS = Sampling(temperature=0.0, logprobs=-1)
 
 
-def families(chosen, quick=()):
-    slow = [] if quick is None else [pytest.mark.slow]
-    return [pytest.param(f, marks=() if f in (quick or chosen) else slow) for f in chosen]
+def families(chosen, quick):
+    return [pytest.param(f, marks=() if f in quick else pytest.mark.slow) for f in chosen]
 
 
 @torch.no_grad()
+def logprobs_of(model, s):
+    """Those of the answer's tokens, [outputs, vocabulary], by the library's eager attention."""
+    token_ids = [*s.prompt, *s.token_ids]
+    positions = torch.arange(len(token_ids))[None]
+    logits = model(torch.tensor([token_ids]), position_ids=positions, use_cache=False).logits[0]
+    return logits.log_softmax(-1)[len(s.prompt) - 1 : -1]
+
+
 def check(model, sequences):
-    """Logprobs of 211 tokens, whose magnitudes are about ten, to 1e-5 of that."""
-    for s in sequences:
-        token_ids = [*s.prompt, *s.token_ids]
-        positions = torch.arange(len(token_ids))[None]
-        logits = model(torch.tensor([token_ids]), position_ids=positions, use_cache=False).logits[0]
-        logprobs = logits.log_softmax(-1)[len(s.prompt) - 1 : -1]
+    """Errors are 1e-5 of the largest logprob, or four times what float32 does to the library's own."""
+    expected = [logprobs_of(model, s) for s in sequences]
+    model.double()
+    for s, logprobs in zip(sequences, expected, strict=True):
         assert s.token_ids == logprobs.argmax(-1).tolist()
         found = torch.full_like(logprobs, torch.nan)
         for i, position in enumerate(s.logprobs):
             found[i, list(position.token_ids)] = torch.tensor(position.logprobs)
-        torch.testing.assert_close(found, logprobs, atol=1e-4, rtol=1e-5)
+        exact = logprobs_of(model, s).float()
+        tolerance = max(1e-5 * float(exact.abs().max()), 4 * float((logprobs - exact).abs().max()))
+        torch.testing.assert_close(found, exact, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("family", families(FAMILIES, QUICK))
@@ -53,3 +65,114 @@ def test_other_families_are_refused_by_name(family, tmp_path):
     with pytest.raises(UnsupportedFeatureError, match=REFUSED[family]) as caught:
         runner.load()
     assert architecture_of(family) in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixtral")
+    tiny_model("mixtral", folder)
+    return str(folder)
+
+
+ENGINE = {
+    "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 64, "block_size": 4, "max_num_seqs": 4,
+    "max_num_batched_tokens": 16, "device": "cpu",
+}  # fmt: skip
+
+
+def generate(llm, prompts, **params):
+    inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    options = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": True, **params}
+    return llm.generate(inputs, SamplingParams(**options), use_tqdm=False)
+
+
+def test_prefix_cache_preemption_and_copies_change_no_token(mixtral):
+    prompts = random_prompts((13, 11, 10, 9), VOCAB)
+    with LLM(mixtral, **ENGINE, num_gpu_blocks_override=64) as roomy:
+        alone = [
+            generate(roomy, [prompt], max_tokens=24)[0].outputs[0].token_ids for prompt in prompts
+        ]
+        again = generate(roomy, prompts, max_tokens=24)
+        assert [output.outputs[0].token_ids for output in again] == alone
+        assert all(output.num_cached_tokens > 0 for output in again)
+        drawn = {"temperature": 1.0, "seed": 3, "n": 3}
+        copies = [c.token_ids for c in generate(roomy, prompts[:1], **drawn)[0].outputs]
+        assert len(set(map(tuple, copies))) == 3
+    # 20 blocks of 4 tokens for four sequences of 33 tokens and more
+    with LLM(mixtral, **ENGINE, num_gpu_blocks_override=20, disable_log_stats=False) as tight:
+        assert [
+            output.outputs[0].token_ids for output in generate(tight, prompts, max_tokens=24)
+        ] == alone
+        assert [c.token_ids for c in generate(tight, prompts[:1], **drawn)[0].outputs] == copies
+        metrics = {metric.name: metric for metric in tight.get_metrics()}
+        assert metrics["trouper:num_preemptions"].value > 0
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+def test_rounded_weights_are_those_of_the_kernels(fmt, mixtral):
+    (prompt,) = random_prompts((12,), VOCAB)
+    with LLM(mixtral, **ENGINE) as plain:
+        expected = generate(plain, [prompt], max_tokens=1, logprobs=5)[0].outputs[0].logprobs[0]
+    with LLM(mixtral, **ENGINE, quantization=fmt) as rounded:
+        found = generate(rounded, [prompt], max_tokens=1, logprobs=5)[0].outputs[0].logprobs[0]
+    shared = found.keys() & expected.keys()
+    differences = [abs(found[i].logprob - expected[i].logprob) for i in shared]
+    assert len(shared) >= 3
+    assert 1e-4 < max(differences) < 1.5
+
+
+def test_own_models_run_this_way_on_request(tmp_path):
+    tiny_model("qwen3", tmp_path)
+    (prompt,) = random_prompts((20,), VOCAB)
+    answers = []
+    for choice in ("auto", "transformers"):
+        with LLM(str(tmp_path), **ENGINE, model_impl=choice) as llm:
+            answers.append(generate(llm, [prompt])[0].outputs[0].token_ids)
+    assert answers[0] == answers[1]
+
+
+def test_own_code_alone_refuses_a_model_that_it_does_not_know(mixtral):
+    with pytest.raises(UnsupportedFeatureError, match="MixtralForCausalLM"):
+        LLM(mixtral, **ENGINE, model_impl="trouper")
+    with pytest.raises(TrouperValidationError, match="model_impl"):
+        LLM(mixtral, **ENGINE, model_impl="vllm")
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(mixtral, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for path in Path(mixtral).glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(Path(mixtral) / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TrouperValidationError, match=r"lacks 1 tensors: .*1\.self_attn\.k_proj"):
+        LLM(str(tmp_path), **ENGINE)
+
+
+@pytest.mark.parametrize(
+    ("sees", "window"),
+    [
+        (lambda b, h, q, k: k <= q, None),
+        (lambda b, h, q, k: (k <= q) & (k > q - 8), 8),
+        (lambda b, h, q, k: (k <= q) & (k > q - 100), None),
+    ],
+)
+def test_windows_are_read_from_masks(sees, window):
+    assert window_of(sees, 100) == window
+
+
+@pytest.mark.parametrize(
+    "sees",
+    [
+        lambda b, h, q, k: k <= q + 1,
+        lambda b, h, q, k: k >= 0,
+        lambda b, h, q, k: (k <= q) & (k // 16 == q // 16),
+        lambda b, h, q, k: (k <= q) & ((k > q - 8) | (k == 0)),
+        lambda b, h, q, k: (k <= q) | ((k < 10) & (q < 10)),
+    ],
+    ids=["next", "both directions", "chunks", "first key", "prefix"],
+)
+def test_other_masks_are_refused(sees):
+    with pytest.raises(UnsupportedFeatureError, match="causal"):
+        window_of(sees, 100)
