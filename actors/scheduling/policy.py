@@ -36,8 +36,10 @@ from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.quarantine import Quarantine
 from trouper.actors.scheduling.sequence_table import SequenceTable
 from trouper.actors.scheduling.sequences import Sequence, State
+from trouper.actors.scheduling.stage_turns import take_turns
 from trouper.actors.scheduling.step_builder import InFlightStep, StepBuilder
 from trouper.actors.scheduling.token_budget import TokenBudget
+from trouper.actors.stages import max_chunk
 from trouper.config.resolve import SchedulerConfig
 
 FAILURES: dict[EntryFailure, str] = {
@@ -59,6 +61,8 @@ class Policy:
         self.table = SequenceTable(config, blocks)
         self.in_flight: deque[InFlightStep] = deque()
         self.pause = Pause.NONE
+        # Of a pipeline with one step in flight, one stage works at a time.
+        self._num_stages = min(config.num_stages, config.max_steps_in_flight)
         self._max_num_running = min(config.max_num_seqs, config.max_num_active_seqs)
         self._bisection = FaultBisection()
         self._quarantine = Quarantine()
@@ -220,7 +224,7 @@ class Policy:
             How many losses the culprit has cost, if it is found now; it has ended.
         """
         has_suspects = loss.step is not None and not loss.is_from_outside
-        eldest = self.in_flight[0].entries if has_suspects else ()
+        suspects = self._in_question() if has_suspects else {}
         for step in self.in_flight:
             if not step.is_cancelled:
                 self._undo(step)
@@ -230,12 +234,17 @@ class Policy:
         self._bisection.suspect(())
         self.preempt_all()
         self.blocks.reset_cache()
-        found = self._quarantine.lose((entry[0], entry[3]) for entry in eldest)
+        found = self._quarantine.lose(suspects.values())
         if found is None:
             return 0
         culprit, num_losses = found
         self.table.fail_request(culprit, f"poisoned_request: {loss.message}")
         return num_losses
+
+    def _in_question(self) -> dict[SequenceId, tuple[Sequence, int]]:
+        """Find the sequences that may have killed the device: stages may have been in any plan, one process in the eldest."""
+        plans = list(self.in_flight)[: 1 if self._num_stages == 1 else None]
+        return {entry[0].id: (entry[0], entry[3]) for plan in plans for entry in plan.entries}
 
     def return_device(self) -> None:
         """The device takes plans again."""
@@ -277,6 +286,8 @@ class Policy:
         running = self.table.running
         num_competing = len(running) + len(self.table.waiting)
         builder = StepBuilder(self.config, num_competing, self._token_budget.num_tokens)
+        if num_competing == 1:
+            builder.max_count = min(builder.max_count, self._longest_lone_chunk())
         if self._bisection and (group := self._bisection.group()):
             if self.in_flight:
                 return None
@@ -289,15 +300,44 @@ class Policy:
             if not self._test_suspects(builder):
                 return None if self.in_flight or self._quarantine else self.plan()
         else:
-            running.schedule(builder, running.snapshot())
-            if not builder.has_preempted:
-                self._start_waiting(builder)
+            self._schedule(builder)
             if not builder.sequences:
                 return None
         self._step += 1
         plan, record = builder.commit(self._step, self._epoch)
         self.in_flight.append(record)
         return plan
+
+    def _schedule(self, builder: StepBuilder) -> None:
+        """Plan for those that run, then for those that wait."""
+        running, step, num_stages = self.table.running, self._step + 1, self._num_stages
+        if num_stages == 1:
+            running.schedule(builder, running.snapshot())
+            if not builder.has_preempted:
+                self._start_waiting(builder)
+            return
+        running.schedule(builder, take_turns(running.snapshot(), step, num_stages))
+        if not builder.has_preempted:
+            self._start_waiting(builder)
+        num_before = len(running) + 1
+        while not builder.sequences and len(running) < num_before:  # again if one made room
+            num_before = len(running)
+            running.schedule(
+                builder, take_turns(running.snapshot(), step, num_stages, is_early=True)
+            )
+
+    def _longest_lone_chunk(self) -> int:
+        """Return the tokens that a prompt without company may take of a step: few enough to keep all stages busy."""
+        budget, table = self._token_budget.num_tokens, self.table
+        if self._num_stages == 1 or not self.config.enable_chunked_prefill:
+            return budget
+        alone = [
+            *table.running.snapshot(),
+            *filter(None, (table.waiting.head(only_returning=False),)),
+        ]
+        if len(alone) != 1:
+            return budget
+        return max_chunk(alone[0].num_tokens, self._num_stages, budget)
 
     def _test_suspects(self, builder: StepBuilder) -> bool:
         """Plan for the suspects under test alone; False if there is nothing to plan for them now."""
