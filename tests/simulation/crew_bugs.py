@@ -1,10 +1,10 @@
 """Bugs of an engine that loses its worker process, on purpose."""
 
-import contextlib
 from unittest.mock import patch
 
 import anyio.lowlevel
 
+from trouper.actors.executor.devices.open_calls import OpenCalls
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import Death, RestartBudget
 from trouper.actors.messages.results import DeviceLost, StepDone
@@ -50,32 +50,26 @@ def answers_after_the_loss(right):
 @crew_bug(ProcessDevice, "_next_frame")
 def loss_before_whole_frames(right):
     async def faulty(self):
-        frame = await right(self)
-        is_late = isinstance(frame, StepDone) and self._peer.is_dead
-        return await self._reap() if is_late else frame
+        found = await right(self)
+        is_answer = isinstance(found, tuple) and isinstance(found[1], StepDone)
+        is_late = is_answer and self._workers[0]._peer.is_dead
+        return await self._reap(0) if is_late else found
 
     return faulty
 
 
 @crew_bug(ProcessDevice, "_reap")
 def successor_before_reaping(right):
-    async def faulty(self, **how):
+    async def faulty(self, rank, **how):
         await anyio.lowlevel.checkpoint()
-        return Death(0, self._plans[0].step if self._plans else None, -11)
+        return Death(rank, self._plans[0].step if self._plans else None, -11)
 
     return faulty
 
 
-@crew_bug(ProcessDevice, "_lose")
+@crew_bug(OpenCalls, "fail_all")
 def call_left_open(right):
-    def faulty(self, death):
-        calls = dict(self._calls)
-        self._calls.clear()
-        lost = right(self, death)
-        self._calls.update(calls)
-        return lost
-
-    return faulty
+    return lambda self, error: None
 
 
 @crew_bug(ProcessDevice, "_follow")
@@ -88,14 +82,13 @@ def deadline_from_submission(right):
     return lambda self: self._plans[0].submitted_s
 
 
-@crew_bug(ProcessDevice, "_start")
+@crew_bug(ProcessDevice, "_launch_all")
 def bytes_of_the_predecessor_are_kept(right):
-    async def faulty(self):
-        kept = self._frames
-        with patch.object(kept, "close", lambda: None), contextlib.ExitStack() as stack:
-            module = "trouper.actors.executor.devices.process.FrameReader"
-            stack.enter_context(patch(module, lambda: kept))
-            return await right(self)
+    def faulty(self):
+        before = self._workers
+        right(self)
+        if before:
+            self._workers[0]._frames._bytes += before[0]._frames._bytes
 
     return faulty
 

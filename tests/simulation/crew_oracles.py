@@ -23,9 +23,10 @@ def num_open_files() -> int:
 def at_rest(world: Any) -> None:
     device = world.device
     oracles.at_rest(world)
+    calls = device._calls._open
     if not device.is_up:
-        require(not device._calls, "a call is left open", device._calls)
-    elif not device._calls:
+        require(not calls, "a call is left open", calls)
+    elif not calls:
         peer = device.launcher.peers[-1]
         want = MEMORY - world.engine.lifecycle.resident
         require(peer.model.absent == want or peer.is_dead, "another sleep", peer.model.absent, want)

@@ -7,6 +7,7 @@ out in drawn pieces.  So no task runs for it, and its end can be put before any 
 import os
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -310,7 +311,7 @@ class SimLauncher:
         self._world, self._dice = world, dice
         self.peers: list[SimPeer] = []
 
-    def __call__(self, rank: int) -> SimPeer:
+    def __call__(self, rank: int, *, files: Sequence[int] = ()) -> SimPeer:
         number, fates = len(self.peers), self._world.scenario.fates
         if self.peers and not self.peers[-1].is_ended:
             raise BrokenOracle(f"a successor before {self.peers[-1]} was reaped")
