@@ -69,6 +69,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     new_blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (slot, ids appended to its table)
     copies: tuple[tuple[int, int], ...] = ()  # (from block, to block), before anything is computed
     reads: int = 0  # the newest step whose samples are inputs of this one; 0: all are known
+    # Drafts that the device may compute behind entry i, for which there are blocks; a draft that is what is sampled in its
+    # place makes for one token more.  Empty: none.
+    num_lookahead_tokens: tuple[int, ...] = ()
 
 
 class PoolEntry(msgspec.Struct, frozen=True):

@@ -21,7 +21,8 @@ EntryFailure = Literal["not_finite", "no_valid_token", "grammar_error"]
 class StepDone(msgspec.Struct, frozen=True):
     """Executor → Scheduler: what a plan yielded, entry by entry.
 
-    `token_ids[i]` are the tokens sampled for entry i: none where the plan wanted none or the entry failed.
+    `token_ids[i]` are the tokens sampled for entry i: none where the plan wanted none or the entry failed, and one more
+    for each of its drafts that was right.
     The sequences of `failed` entries end; the others do not notice.
     """
 
@@ -30,6 +31,7 @@ class StepDone(msgspec.Struct, frozen=True):
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of each token; empty: no entry wants any
     prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()  # (entry, positions)
     failed: tuple[tuple[int, EntryFailure], ...] = ()  # (entry, reason)
+    num_draft_tokens: tuple[int, ...] = ()  # verified for each entry; empty: none
 
 
 class PoolDone(msgspec.Struct, frozen=True):

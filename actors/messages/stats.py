@@ -26,6 +26,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_hits: int
     recompute_cache_queries: int  # the same after preemptions
     recompute_cache_hits: int
+    num_drafts: int = 0  # of speculation: runs of tokens that a step verified
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafted tokens that were right
 
 
 class StepStats(msgspec.Struct, frozen=True):

@@ -228,6 +228,13 @@ class Metrics(Collector):
             ("generation_tokens", "Tokens sampled.", stats.num_generation_tokens),
             ("prefix_cache_queries", "Tokens looked up in the cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Tokens found in the cache.", stats.prefix_cache_hits),
+            ("spec_decode_num_drafts", "Runs of drafted tokens verified.", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "Drafted tokens verified.", stats.num_draft_tokens),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Drafted tokens that were right.",
+                stats.num_accepted_tokens,
+            ),
         ):
             yield _Number(name, text, {(): value}, is_counter=True)
         yield _Number(

@@ -33,6 +33,7 @@ from trouper.actors.messages.results import DeviceLost, EntryFailure, PoolDone, 
 from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.scheduling.bisection import FaultBisection
 from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.scheduling.lookahead import Lookahead
 from trouper.actors.scheduling.quarantine import Quarantine
 from trouper.actors.scheduling.sequence_table import SequenceTable
 from trouper.actors.scheduling.sequences import Sequence, State
@@ -70,6 +71,7 @@ class Policy:
         self._step = 0
         self._epoch = 0
         self._num_prompt_tokens = 0
+        self._lookahead = Lookahead(config.num_speculative_tokens)
         self._is_lost = False  # the device; it is being started again
 
     def __repr__(self) -> str:
@@ -132,6 +134,9 @@ class Policy:
             prefix_cache_hits=running.num_hits,
             recompute_cache_queries=running.num_recompute_queries,
             recompute_cache_hits=running.num_recompute_hits,
+            num_drafts=self._lookahead.num_drafts,
+            num_draft_tokens=self._lookahead.num_draft_tokens,
+            num_accepted_tokens=self._lookahead.num_accepted_tokens,
         )
 
     # Events
@@ -164,10 +169,7 @@ class Policy:
         prompt_logprobs = dict(done.prompt_logprobs) if done.prompt_logprobs else {}
         failed = dict(done.failed) if done.failed else {}
         logprobs, token_ids = done.logprobs, done.token_ids
-        register, append = (
-            table.running.register,
-            table.append,
-        )  # looked up once, not for each entry
+        append = table.append  # looked up once, not for each entry
         for i, (sequence, preemption_epoch, start, end, num_sampled) in enumerate(step.entries):
             if sequence.state is State.FINISHED or preemption_epoch < sequence.valid_from_epoch:
                 continue
@@ -175,18 +177,28 @@ class Policy:
                 table.fail(sequence, FAILURES[failed[i]])
                 continue
             if preemption_epoch == sequence.preemption_epoch:
-                sequence.num_computed_on_device = end
-                sequence.has_landed = True
-                if start < sequence.num_prompt:
-                    self._num_prompt_tokens += min(end, sequence.num_prompt) - start
-                register(sequence)
-                if sequence.request.deferred and end >= sequence.num_prompt:
-                    table.release_siblings(sequence.request)
+                self._land(sequence, start, end)
             if i in prompt_logprobs:
                 sequence.take_prompt_logprobs(start, prompt_logprobs[i])
             if num_sampled:
                 sequence.num_in_flight -= num_sampled
                 append(sequence, token_ids[i], logprobs[i] if logprobs else ())
+                if preemption_epoch == sequence.preemption_epoch:
+                    # Those of drafts that were right; registered when the next step is answered, if there is one.
+                    num_more = len(token_ids[i]) - 1
+                    sequence.num_computed += num_more
+                    sequence.num_computed_on_device += num_more
+        self._lookahead.note(done)
+
+    def _land(self, sequence: Sequence, start: int, end: int) -> None:
+        """Note that positions start … end - 1 are computed."""
+        sequence.num_computed_on_device = end
+        sequence.has_landed = True
+        if start < sequence.num_prompt:
+            self._num_prompt_tokens += min(end, sequence.num_prompt) - start
+        self.table.running.register(sequence)
+        if sequence.request.deferred and end >= sequence.num_prompt:
+            self.table.release_siblings(sequence.request)
 
     def fail_step(self, step: int, message: str, *, is_out_of_memory: bool = False) -> None:
         """Take the failure of the eldest plan: the device raised, or refused it because an earlier one raised.
@@ -312,6 +324,8 @@ class Policy:
         """Plan for those that run, then for those that wait."""
         running, step, num_stages = self.table.running, self._step + 1, self._num_stages
         if num_stages == 1:
+            budget = self._token_budget.num_tokens
+            builder.max_lookahead = self._lookahead.per_sequence(len(running), budget)
             running.schedule(builder, running.snapshot())
             if not builder.has_preempted:
                 self._start_waiting(builder)

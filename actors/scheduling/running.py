@@ -94,7 +94,7 @@ class Running:
             count = min(known - sequence.num_computed, builder.budget, max_count)
             end = sequence.num_computed + count
             if end <= len(sequence.blocks) * block_size or self.grow(sequence, end, builder):
-                builder.add(sequence, count)
+                builder.add(sequence, count, self._lookahead(sequence, end, builder))
             elif self._is_fcfs:
                 break  # it was the last, and the victim itself
 
@@ -112,6 +112,22 @@ class Running:
         if not sequence.is_slot_stale:
             builder.new_blocks.append((sequence.request_slot, tuple(blocks)))
         return True
+
+    def _lookahead(self, sequence: Sequence, end: int, builder: StepBuilder) -> int:
+        """Count the drafts that a step may verify behind position `end`: as many as free blocks hold, at no other's expense."""
+        rest = (
+            sequence.limit - sequence.num_tokens - 1
+        )  # tokens after the one that is sampled anyway
+        is_decoding = end == sequence.num_tokens == sequence.num_computed + 1
+        if not (builder.max_lookahead and is_decoding and rest > 0):
+            return 0
+        count = min(builder.max_lookahead, rest)
+        missing = self._blocks.num_for(end + count) - len(sequence.blocks)
+        if missing > 0 and not (
+            missing <= self._blocks.num_free and self.grow(sequence, end + count, builder)
+        ):
+            return len(sequence.blocks) * self._blocks.block_size - end
+        return count
 
     def preempt(self, sequence: Sequence, *, drop_results: bool = False) -> None:
         """Take its resources; it is recomputed later, once its results in flight have come."""

@@ -31,7 +31,9 @@ class StepBuilder:
         "copies",
         "counts",
         "has_preempted",
+        "lookaheads",
         "max_count",
+        "max_lookahead",
         "new_blocks",
         "sequences",
     )
@@ -46,12 +48,15 @@ class StepBuilder:
         self.new_blocks: list[tuple[int, tuple[int, ...]]] = []
         self.copies: list[tuple[int, int]] = []
         self.has_preempted = False
+        self.max_lookahead = 0  # drafts of one sequence that the device may verify
+        self.lookaheads: list[int] = []
 
-    def add(self, sequence: Sequence, count: int) -> None:
-        """Schedule `count` tokens of a sequence."""
+    def add(self, sequence: Sequence, count: int, lookahead: int = 0) -> None:
+        """Schedule `count` tokens of a sequence, and as many drafts behind them as `lookahead` says at the most."""
         self.sequences.append(sequence)
         self.counts.append(count)
-        self.budget -= count
+        self.lookaheads.append(lookahead)
+        self.budget -= count + lookahead
 
     def drop(self, victim: Sequence) -> None:
         """Take out a sequence that is about to be preempted and still has its request slot."""
@@ -60,7 +65,7 @@ class StepBuilder:
         if victim in self.sequences:
             i = self.sequences.index(victim)
             del self.sequences[i]
-            self.budget += self.counts.pop(i)
+            self.budget += self.counts.pop(i) + self.lookaheads.pop(i)
 
     def commit(self, step: int, epoch: int) -> tuple[StepPlan, InFlightStep]:
         """Make the plan and its record, and advance the sequences."""
@@ -98,6 +103,7 @@ class StepBuilder:
             new_blocks=tuple(self.new_blocks),
             copies=tuple(self.copies),
             reads=reads,
+            num_lookahead_tokens=tuple(self.lookaheads) if any(self.lookaheads) else (),
         )
         return plan, InFlightStep(step, entries)
 

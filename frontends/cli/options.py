@@ -80,6 +80,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "long_prefill_token_threshold_adaptive": "Apply the threshold under load only.",
         "scheduling_policy": "Order of waiting requests: priority or fcfs.",
         "async_scheduling": "Plan a step while the previous one runs; on by default.",
+        "speculative_config": 'Verify drafted tokens, e.g. {"method": "ngram", "num_speculative_tokens": 5}; the text stays the same.',
         "scheduler_reserve_full_isl": "Admit a prompt only when all its blocks fit; on by default.",
         "watermark": "Share of blocks that admission leaves free.",
         "stream_interval": "Tokens between two outputs of a stream.",

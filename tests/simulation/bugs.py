@@ -272,6 +272,65 @@ def stop_reason_of_eos_is_its_id(right):
     return faulty
 
 
+# Drafts
+
+
+def draw_with_drafts(seed: int) -> Any:
+    scenario = draw(seed)
+    num_drafts = scenario.num_drafts or 3
+    return msgspec.structs.replace(scenario, num_drafts=num_drafts, steps_in_flight=1)
+
+
+@bug(Running, "register", draw_with_drafts)
+def unaccepted_drafts_are_offered_as_prefix(right):
+    def faulty(self, sequence):
+        landed = sequence.num_computed_on_device
+        room = len(sequence.blocks) * self._blocks.block_size
+        sequence.num_computed_on_device = min(landed + 3, room, sequence.num_tokens)
+        right(self, sequence)
+        sequence.num_computed_on_device = landed
+
+    return faulty
+
+
+@bug(Policy, "apply", draw_with_drafts)
+def all_drafts_count_as_computed(right):
+    def faulty(self, done):
+        entries = self.in_flight[0].entries
+        right(self, done)
+        for i, num in enumerate(done.num_draft_tokens):
+            sequence = entries[i][0]
+            if num and sequence.request_slot >= 0 and done.token_ids[i]:
+                rest = num + 1 - len(done.token_ids[i])
+                sequence.num_computed += rest
+                sequence.num_computed_on_device += rest
+
+    return faulty
+
+
+@bug(Running, "_lookahead", draw_with_drafts)
+def drafts_without_blocks(right):
+    def faulty(self, sequence, end, builder):
+        return builder.max_lookahead if right(self, sequence, end, builder) else 0
+
+    return faulty
+
+
+@bug(SequenceTable, "append", draw_with_drafts)
+def tokens_behind_the_end_are_kept(right):
+    def faulty(self, sequence, token_ids, logprobs):
+        ends = [sequence.append(token) for token in token_ids]
+        end = next((end for end in ends if end is not None), None)
+        self.num_generation_tokens += len(token_ids)
+        self.outputs.add_tokens(sequence, token_ids, end, logprobs)
+        if end is not None:
+            self._finish(sequence)
+        elif sequence.request_slot < 0:
+            self.requeue(sequence)
+
+    return faulty
+
+
 # Results, preemption, failures
 
 

@@ -91,6 +91,9 @@ class Trouble(Conditions):
             self.failed_alone.add(sequences[0])
         return StepError("poisoned" if is_poisoned else "a passing error", self._dice.randrange(4))
 
+    def num_right(self, sequence: SequenceId, num_drafts: int) -> int:
+        return self._dice.choice((0, num_drafts, self._dice.randint(0, num_drafts)))
+
     def is_finite(self, sequence: SequenceId, position: int) -> bool:
         client, num_prompt = self._owners[sequence]
         if (client, position - num_prompt) in self._weather.not_finite:

@@ -354,5 +354,6 @@ def config_of(scenario: Scenario) -> EngineConfig:
             watermark=scenario.watermark,
             enable_prefix_caching=scenario.prefix_caching,
             max_steps_in_flight=scenario.steps_in_flight,
+            num_speculative_tokens=scenario.num_drafts,
         ),
     )

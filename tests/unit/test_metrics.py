@@ -22,7 +22,8 @@ COUNTERS = {
     "num_preemptions", "prompt_tokens", "prompt_tokens_by_source", "prompt_tokens_cached",
     "generation_tokens", "request_success", "admission_rejections", "prefix_cache_queries",
     "prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits",
-    "mm_cache_queries", "mm_cache_hits", "corrupted_requests",
+    "mm_cache_queries", "mm_cache_hits", "corrupted_requests", "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
 }  # fmt: skip
 HISTOGRAMS = {
     "request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens",

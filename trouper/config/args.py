@@ -106,6 +106,7 @@ class EngineArgs:
     long_prefill_token_threshold_adaptive: bool = False
     scheduling_policy: str = "priority"
     async_scheduling: bool | None = None
+    speculative_config: dict[str, Any] | None = None
     stream_interval: int = 1
     scheduler_reserve_full_isl: bool = True
     watermark: float = 0.0

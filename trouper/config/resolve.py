@@ -16,6 +16,7 @@ from trouper.config.checks import check_engine_args, log_idle_options
 from trouper.config.devices import DeviceKind, choose_device
 from trouper.config.model import ModelConfig, concrete_dtype, kv_bytes_per_token, tokenizer_path
 from trouper.config.pooler import PoolerSpec
+from trouper.config.speculation import SpeculativeConfig, speculative_config
 from trouper.config.stages import PARTITION, max_steps_in_flight, read_partition, split_layers
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
@@ -59,6 +60,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_steps_in_flight: int = 1
     num_stages: int = 1  # of the pipeline
     max_loras: int | None = None  # adapters among the running sequences; None = any number
+    num_speculative_tokens: int = 0  # drafts of one sequence that a step may verify
     seed: int = 0
 
 
@@ -102,6 +104,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
     lora: LoRAConfig | None = None  # None: requests with adapters are refused
+    speculation: SpeculativeConfig | None = None
     scheduler: SchedulerConfig
 
     @property
@@ -144,7 +147,10 @@ def resolve(args: EngineArgs, *, offline: bool = False) -> EngineConfig:
     if kv_cache_bytes is None and device == "cpu":
         kv_cache_bytes = _kv_cache_bytes()
     max_model_len = _max_model_len(args, model, dtype, pooler, block_size, kv_cache_bytes)
+    speculation = speculative_config(args.speculative_config, device, pools=pooler is not None)
     scheduler = _scheduler_config(args, max_model_len, device, pooler, offline)
+    if speculation is not None:
+        scheduler = _with_drafts(scheduler, speculation)
     compresses = args.compress_weights
     if compresses is None:
         compresses = scheduler.max_num_seqs < COMPRESSED_ROWS
@@ -175,6 +181,7 @@ def resolve(args: EngineArgs, *, offline: bool = False) -> EngineConfig:
         max_num_queued_reqs=None if offline else args.max_num_queued_reqs,
         max_num_queued_tokens=None if offline else args.max_num_queued_tokens,
         lora=_lora_config(args, dtype, device, pooler),
+        speculation=speculation,
         scheduler=scheduler,
         **{name: getattr(args, name) for name in UNCHANGED},
     )
@@ -238,6 +245,20 @@ def _lora_config(
         max_rank=args.max_lora_rank,
         num_slots=num_slots,
         target_modules=None if targets is None else tuple(targets),
+    )
+
+
+def _with_drafts(scheduler: SchedulerConfig, speculation: SpeculativeConfig) -> SchedulerConfig:
+    """Plan one step at a time: how far a step takes a sequence is known when it has been answered."""
+    if scheduler.num_stages > 1:
+        raise UnsupportedFeatureError(
+            f"speculative_config: not with pipeline_parallel_size={scheduler.num_stages}",
+            parameter="speculative_config",
+        )
+    return msgspec.structs.replace(
+        scheduler,
+        max_steps_in_flight=1,
+        num_speculative_tokens=speculation.num_speculative_tokens,
     )
 
 

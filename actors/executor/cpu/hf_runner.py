@@ -6,7 +6,6 @@ this engine's attention and products.
 
 from functools import partial
 
-import numpy as np
 import torch
 
 from trouper.actors.executor.batch import make_batch
@@ -17,10 +16,10 @@ from trouper.actors.executor.models.hf_decoder import HfDecoder
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.results import make_step_done
-from trouper.actors.executor.sampling.sampler import Sampler, prompt_logprobs
+from trouper.actors.executor.sampling.sampler import Sampled, Sampler, prompt_logprobs
 from trouper.actors.executor.weights.hf_model import load_hf_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
-from trouper.actors.messages.results import StepDone, TokenLogprobs
+from trouper.actors.messages.results import StepDone
 from trouper.config.resolve import EngineConfig
 
 
@@ -122,20 +121,11 @@ class HfRunner:
         hidden_TE = decoder.forward(batch.tokens, batch.plans, kv.layers, batch.embeds, batch.read)
         spans = self._slots.prompt_spans(plan, batch.first_tokens)
         of_prompts = prompt_logprobs(spans, hidden_TE, decoder.logits)
-        token_ids = np.full(len(plan.request_slots), -1)
-        logprobs: list[tuple[TokenLogprobs, ...]] = []
-        sampling = np.flatnonzero(plan.num_sampled_tokens)
-        if len(sampling):
-            picked = batch.last_tokens[sampling]
+        _, tokens, slots, ends = batch.samples
+        sampled = Sampled([], [])
+        if len(tokens):
             if batch.read is None:
-                hidden_TE = hidden_TE[picked]
-            logits_RV = decoder.logits(hidden_TE)
-            slots, seq_lens = batch.request_slots[sampling], batch.seq_lens[sampling]
-            sampled = self._sampler.sample(logits_RV, slots, seq_lens, None)
-            token_ids[sampling] = sampled.token_ids
-            if sampled.logprobs:
-                logprobs = [()] * len(plan.request_slots)
-                for entry, found in zip(sampling, sampled.logprobs, strict=True):
-                    if found is not None:
-                        logprobs[entry] = (found,)
-        return make_step_done(plan, token_ids.tolist(), logprobs, of_prompts)
+                hidden_TE = hidden_TE[tokens]
+            sampled = self._sampler.sample(decoder.logits(hidden_TE), slots, ends)
+        token_ids, logprobs = sampled.by_entry(batch.samples.entries, len(plan.request_slots))
+        return make_step_done(plan, token_ids, logprobs, of_prompts)

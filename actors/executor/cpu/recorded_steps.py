@@ -44,7 +44,7 @@ class ForwardOutput(NamedTuple):
 
     hidden_TE: Tensor
     logits_TV: Tensor | None = None  # of all tokens, if they are there at no cost
-    token_R: np.ndarray | None = None  # drawn for the entries that sample
+    token_R: np.ndarray | None = None  # drawn after each of the batch's samples
 
 
 class _RecordedStep(NamedTuple):
@@ -97,16 +97,14 @@ class RecordedDecoderSteps:
         is_alone = not (batch.has_long_chunks or batch.embeds)
         return is_alone and len(batch.tokens.ids_T) <= self._max_rows
 
-    def forward(self, batch: Batch, sampling: np.ndarray) -> ForwardOutput:
+    def forward(self, batch: Batch) -> ForwardOutput:
         """Compute what the decoder's `forward` would, and the logits or tokens that come at no cost.
-
-        Args:
-            sampling: the entries that sample.
 
         Raises:
             NotRecordableError: torch computes in this model's steps.
         """
-        num_rows, num_drawn = len(batch.tokens.ids_T), len(sampling)
+        samples = batch.samples
+        num_rows, num_drawn = len(batch.tokens.ids_T), len(samples.entries)
         is_drawn = self._has_logits(num_rows) and self._sampler.is_plain(
             batch.request_slots.tolist()
         )
@@ -118,9 +116,9 @@ class RecordedDecoderSteps:
         for held, now in zip(self._inputs, batch.tokens, strict=True):
             held[:num_rows] = now.numpy()
         picked, slots, ends, tokens = self._draws
-        picked[:num_drawn], picked[num_drawn:num_rows] = batch.last_tokens[sampling], -1
-        slots[:num_drawn] = batch.request_slots[sampling]
-        ends[:num_drawn] = batch.seq_lens[sampling]
+        picked[:num_drawn], picked[num_drawn:num_rows] = samples.tokens, -1
+        slots[:num_drawn] = samples.slots
+        ends[:num_drawn] = samples.ends
         for window, plan in step.plans.items():
             plan.words[:] = batch.plans[window].words
         step.recording.replay()

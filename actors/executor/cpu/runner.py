@@ -21,6 +21,7 @@ from trouper.actors.executor.batch import Batch, make_batch
 from trouper.actors.executor.cpu.memory import give_back_free_memory
 from trouper.actors.executor.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
 from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.drafts import Drafter
 from trouper.actors.executor.kv_memory import KVCache, kv_cache_specs, num_kv_blocks
 from trouper.actors.executor.models.decoder import Decoder, ops_config
 from trouper.actors.executor.models.layer_split import traits_of
@@ -28,7 +29,7 @@ from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.results import make_step_done
-from trouper.actors.executor.sampling.sampler import Sampler, prompt_logprobs
+from trouper.actors.executor.sampling.sampler import Sampled, Sampler, prompt_logprobs
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
@@ -68,6 +69,8 @@ class CpuRunner:
             config.scheduler.max_num_seqs, config.max_model_len, config.block_size
         )
         self._sampler = Sampler(self._slots)
+        speculation = config.speculation
+        self._drafter = None if speculation is None else Drafter(speculation, self._slots)
         self._decoder: Decoder[CpuOps] | None = None
         self._kv_specs = kv_cache_specs(self._traits)
         self._kv: KVCache | None = None
@@ -181,29 +184,39 @@ class CpuRunner:
             self._apply_changes(plan, self._kv)
             if not plan.request_slots:
                 return StepDone(plan.step, ()), None
-            batch = self._make_batch(plan, self._decoder)
-            sampling = np.flatnonzero(plan.num_sampled_tokens)
-            output = self._forward(batch, sampling, self._decoder, self._kv)
+            drafter = self._drafter
+            num_drafts = drafter.propose(plan) if drafter is not None else None
+            batch = self._make_batch(plan, self._decoder, num_drafts)
+            output = self._forward(batch, self._decoder, self._kv)
             if not self._stage.is_last:
                 return StepDone(plan.step, ()), output.hidden_TE
             prompt_logprobs = self._prompt_logprobs(plan, output.hidden_TE, batch, self._decoder)
-            done = self._sample(plan, output, batch, sampling, prompt_logprobs)
+            sampled = self._sample(output, batch)
+            if drafter is not None and num_drafts is not None:
+                return drafter.verify(plan, sampled, prompt_logprobs), output.hidden_TE
+            token_ids, logprobs = sampled.by_entry(batch.samples.entries, len(plan.request_slots))
+            done = make_step_done(plan, token_ids, logprobs, prompt_logprobs)
             return done, output.hidden_TE
 
     def _apply_changes(self, plan: StepPlan, kv: KVCache) -> None:
         for new in plan.new_sequences:
             self._slots.place(new)
             self._sampler.place(new.request_slot, new.grammar)
+            if self._drafter is not None:
+                self._drafter.place(new.request_slot, has_grammar=new.grammar is not None)
         for slot, block_ids in plan.new_blocks:
             self._slots.add_blocks(slot, block_ids)
         kv.copy_blocks(plan.copies)
 
-    def _make_batch(self, plan: StepPlan, decoder: Decoder[CpuOps]) -> Batch:
+    def _make_batch(
+        self, plan: StepPlan, decoder: Decoder[CpuOps], num_drafts: np.ndarray | None
+    ) -> Batch:
         batch = make_batch(
             plan,
             self._slots,
             self._traits.windows,
             decoder.ops.plan,
+            num_drafts,
             reads_some=self._stage.is_last,
         )
         if self._adapters is not None:
@@ -211,12 +224,10 @@ class CpuRunner:
             self._adapters.begin_step(batch.adapters, read)
         return batch
 
-    def _forward(
-        self, batch: Batch, sampling: np.ndarray, decoder: Decoder[CpuOps], kv: KVCache
-    ) -> ForwardOutput:
+    def _forward(self, batch: Batch, decoder: Decoder[CpuOps], kv: KVCache) -> ForwardOutput:
         if self._recorded_steps is not None and self._recorded_steps.can_forward(batch):
             try:
-                return self._recorded_steps.forward(batch, sampling)
+                return self._recorded_steps.forward(batch)
             except NotRecordableError as error:
                 logger.info("steps are not recorded: %s", error)
                 self._recorded_steps = None
@@ -229,34 +240,20 @@ class CpuRunner:
             )
             return ForwardOutput(hidden)
 
-    def _sample(
-        self,
-        plan: StepPlan,
-        output: ForwardOutput,
-        batch: Batch,
-        sampling: np.ndarray,
-        prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...],
-    ) -> StepDone:
-        token_ids = np.full(len(plan.request_slots), -1)
-        logprobs: list[tuple[TokenLogprobs, ...]] = []
-        slots, seq_lens = batch.request_slots[sampling], batch.seq_lens[sampling]
+    def _sample(self, output: ForwardOutput, batch: Batch) -> Sampled:
+        """Draw a token after each of the batch's samples."""
+        _, tokens, slots, ends = batch.samples
         if output.token_R is not None:
-            token_ids[sampling] = self._sampler.written(output.token_R, slots, seq_lens)
-        elif len(sampling):
-            assert self._decoder is not None
-            hidden, logits, picked = output.hidden_TE, output.logits_TV, batch.last_tokens[sampling]
-            if logits is None:
-                if batch.read is None and len(sampling) < len(hidden):
-                    hidden = hidden.index_select(0, from_numpy(picked))
-                logits, picked = self._decoder.logits(hidden), None
-            sampled = self._sampler.sample(logits, slots, seq_lens, picked)
-            token_ids[sampling] = sampled.token_ids
-            if sampled.logprobs:
-                logprobs = [()] * len(plan.request_slots)
-                for entry, found in zip(sampling, sampled.logprobs, strict=True):
-                    if found is not None:
-                        logprobs[entry] = (found,)
-        return make_step_done(plan, token_ids.tolist(), logprobs, prompt_logprobs)
+            return Sampled(self._sampler.written(output.token_R, slots, ends), [])
+        if not len(tokens):
+            return Sampled([], [])
+        assert self._decoder is not None
+        hidden, logits = output.hidden_TE, output.logits_TV
+        if logits is not None:
+            return self._sampler.sample(logits, slots, ends, tokens)
+        if batch.read is None and len(tokens) < len(hidden):
+            hidden = hidden.index_select(0, from_numpy(tokens))
+        return self._sampler.sample(self._decoder.logits(hidden), slots, ends)
 
     def _prompt_logprobs(
         self, plan: StepPlan, hidden_TE: Tensor, batch: Batch, decoder: Decoder[CpuOps]

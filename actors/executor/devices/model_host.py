@@ -131,6 +131,11 @@ class ModelHost:
                 f"{model.architecture} is computed by way of transformers, which has no stages",
                 parameter="pipeline_parallel_size",
             )
+        if config.speculation is not None:
+            raise UnsupportedFeatureError(
+                f"{model.architecture} is computed by way of transformers, where more rows change the bits of one",
+                parameter="speculative_config",
+            )
         return True
 
     def execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult] | None:

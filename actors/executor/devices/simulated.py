@@ -42,7 +42,7 @@ class StepError(msgspec.Struct, frozen=True):
 class Conditions:
     """Faults and durations of steps; the default has no faults and a constant speed.
 
-    A subclass may be asked in any order, but once a plan: `duration_s`, then `error`, then `is_finite`.
+    A subclass may be asked in any order, but once a plan: `duration_s`, then `error`, then the rest.
     """
 
     def __init__(self, step_s: float = 0.01, load_s: float = 0.0) -> None:
@@ -61,6 +61,10 @@ class Conditions:
     ) -> StepError | None:
         """An error to survive, or an exception raised for one that the device does not survive."""
         return None
+
+    def num_right(self, sequence: SequenceId, num_drafts: int) -> int:
+        """How many of the drafts behind a sampled token are right."""
+        return num_drafts
 
     def is_finite(self, sequence: SequenceId, position: int) -> bool:
         """Whether the logits that yield the token at `position` are; of a text that is pooled, its result."""
@@ -207,10 +211,13 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
                 continue
             if known := self._compute(row, start, start + count):
                 prompt_logprobs.append((i, known))
-            token = self._sample(row, start, start + count) if plan.num_sampled_tokens[i] else None
-            if token == UNKNOWN:
+            if plan.num_sampled_tokens[i]:
+                num_drafts = plan.num_lookahead_tokens[i] if plan.num_lookahead_tokens else 0
+                tokens.append(self._sample_run(row, start, start + count, num_drafts))
+            else:
+                tokens.append(())
+            if plan.num_sampled_tokens[i] and not tokens[-1]:
                 failed.append((i, "not_finite"))
-            tokens.append(() if token is None or token == UNKNOWN else (token,))
             logprobs.append(self._token_logprobs(row, start + count, tokens[-1]))
         if error is not None:
             self._refused_epoch = plan.epoch
@@ -221,6 +228,7 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
             tuple(logprobs) if any(logprobs) else (),
             tuple(prompt_logprobs),
             tuple(failed),
+            plan.num_lookahead_tokens,
         )
 
     def _refuse(self, plan: StepPlan, message: str) -> StepFailed:
@@ -319,6 +327,20 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
             self._spoil(row, start, position)
         row.token_ids[position : position + 1] = (token,)
         return token
+
+    def _sample_run(self, row: _Row, start: int, end: int, num_drafts: int) -> tuple[int, ...]:
+        """Choose the token at `end`, and those behind drafts that are right; what the others wrote stays in the cache."""
+        if end + num_drafts > len(row.table) * self._info.block_size:
+            raise ValueError(f"{row.sequence}: no blocks for {num_drafts} drafts behind {end}")
+        num_right = self._conditions.num_right(row.sequence, num_drafts) if num_drafts else 0
+        run = [self._sample(row, start, end)]
+        for position in range(end, end + num_right):
+            if run[-1] == UNKNOWN:
+                break
+            self._compute(row, position, position + 1)
+            run.append(self._sample(row, position, position + 1))
+        self._spoil(row, end + len(run) - 1, end + num_drafts)
+        return tuple(run[:-1] if run[-1] == UNKNOWN else run)
 
     def _spoil(self, row: _Row, start: int, end: int) -> None:
         """Poison these positions of the sequence's cache."""

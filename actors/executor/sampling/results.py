@@ -1,6 +1,7 @@
 """From the sampled tokens of a step to its `StepDone`; shared by all devices that compute."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR
 from trouper.actors.messages.plans import StepPlan
@@ -33,13 +34,23 @@ def make_step_done(
     if 0 not in wanted and min(sampled) >= 0:  # most steps: every entry has its token
         token_ids = tuple(zip(sampled))  # tuples of one, made without a loop
     else:
-        token_ids = tuple(
-            (token,) if num and token >= 0 else ()
-            for token, num in zip(sampled, wanted, strict=True)
-        )
-        failed = tuple(
-            (entry, FAILURES[token])
-            for entry, (token, num) in enumerate(zip(sampled, wanted, strict=True))
-            if num and token < 0
-        )
+        runs = [(token,) if num else () for token, num in zip(sampled, wanted, strict=True)]
+        token_ids, failed = entry_failures(runs)
     return StepDone(plan.step, token_ids, tuple(logprobs), prompt_logprobs, failed)
+
+
+def entry_failures(
+    runs: Sequence[tuple[int, ...]],
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, EntryFailure], ...]]:
+    """Split what was drawn into the tokens of each entry, and the entries that failed at their first.
+
+    One that fails at a later token keeps those before it: the next step meets the failure again.
+    """
+    failed: tuple[tuple[int, EntryFailure], ...] = tuple(
+        (entry, FAILURES[run[0]]) for entry, run in enumerate(runs) if run and run[0] < 0
+    )
+    return tuple(run if not run or min(run) >= 0 else _until_failure(run) for run in runs), failed
+
+
+def _until_failure(run: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(takewhile(lambda token: token >= 0, run))

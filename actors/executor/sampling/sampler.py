@@ -37,6 +37,24 @@ class Sampled(msgspec.Struct, frozen=True):
     token_ids: list[int]  # or NOT_FINITE, NOTHING_LEFT, GRAMMAR_ERROR
     logprobs: list[TokenLogprobs | None]  # empty when no slot wants any
 
+    def by_entry(
+        self, entries: np.ndarray, num_entries: int
+    ) -> tuple[list[int], list[tuple[TokenLogprobs, ...]]]:
+        """Return the token of each entry of a plan, and its logprobs; those are empty if no entry wants any.
+
+        Args:
+            entries: the entry of each token, at most one of each; the others have -1.
+        """
+        token_ids = np.full(num_entries, -1)
+        token_ids[entries] = self.token_ids
+        if not self.logprobs:
+            return token_ids.tolist(), []
+        logprobs: list[tuple[TokenLogprobs, ...]] = [()] * num_entries
+        for entry, found in zip(entries, self.logprobs, strict=True):
+            if found is not None:
+                logprobs[entry] = (found,)
+        return token_ids.tolist(), logprobs
+
 
 class Sampler:
     """Draws tokens, with the parameters that each slot keeps from step to step."""

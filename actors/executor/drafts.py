@@ -1,0 +1,159 @@
+"""Drafts of the tokens that come next, taken from where the text went on alike before, and what became of them.
+
+    known tokens  … 5 8 2 7 9 | 5 8 2          the last three stood before,
+    drafts                            7 9      so what followed is verified: one step samples up to three tokens
+
+Laws:
+  * A draft changes no token.  Each is sampled from the logits behind the tokens before it, with the noise of its own
+    position, as if it had been alone in its step; what a wrong draft led to is dropped.
+  * A draft is a function of the tokens in the slot and of how the drafts of the slot fared since it was given away.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from trouper.actors.executor.request_slots import RequestSlots
+from trouper.actors.executor.sampling.results import PromptLogprobs, entry_failures
+from trouper.actors.executor.sampling.sampler import Sampled
+from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.results import StepDone, TokenLogprobs
+from trouper.config.speculation import SpeculativeConfig
+
+RUNS = 16  # after which a slot's drafts must have earned what they cost
+# A step of eight rows takes up to 1.55 times as long as one of a single row, so a row costs up to a twelfth of a step.
+LEAST_ACCEPTED = 0.1  # of the drafted tokens
+PAUSE = 32  # tokens without a draft where they have not
+FIRST_LENGTH = 3
+
+
+class Pace(msgspec.Struct):
+    """How many tokens are drafted for one slot: the more the further the last draft was right."""
+
+    most: int
+    length: int = FIRST_LENGTH
+    pause: int = 0
+    num_runs: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    def next_length(self) -> int:
+        """Return how long the draft of this step may be."""
+        if self.pause:
+            self.pause -= 1
+            return 0
+        return min(self.length, self.most)
+
+    def note(self, num_drafted: int, num_accepted: int) -> None:
+        """Take what became of a draft."""
+        was_right = num_accepted == num_drafted
+        self.length = num_accepted + (FIRST_LENGTH if was_right else 1)
+        self.num_runs += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        if self.num_runs == RUNS:
+            if self.num_accepted < LEAST_ACCEPTED * self.num_drafted:
+                self.pause = PAUSE
+            self.num_runs = self.num_drafted = self.num_accepted = 0
+
+
+class Drafter:
+    """Drafts for the sequences in the slots, one step after the other."""
+
+    def __init__(self, config: SpeculativeConfig, slots: RequestSlots) -> None:
+        self._config = config
+        self._slots = slots
+        self._paces: dict[int, Pace] = {}  # by slot; a slot that is not in it has no drafts
+        self._drafts: list[list[int]] = []  # of each entry of the step that runs
+
+    def place(self, slot: int, *, has_grammar: bool) -> None:
+        """Forget how the drafts of the slot fared: another sequence has taken it."""
+        self._paces.pop(slot, None)
+        if not has_grammar:  # which would need a mask for each of its drafts
+            self._paces[slot] = Pace(self._config.num_speculative_tokens)
+
+    def propose(self, plan: StepPlan) -> np.ndarray | None:
+        """Write drafts into the slots, behind the tokens that the plan computes.
+
+        Returns:
+            How many for each entry [C]; None if there are none.
+        """
+        if not plan.num_lookahead_tokens:
+            return None
+        entries = plan.request_slots, plan.num_computed_tokens, plan.num_lookahead_tokens
+        self._drafts = [
+            self._draft(slot, start + 1, room) if room else []
+            for slot, start, room in zip(*entries, strict=True)
+        ]
+        return np.array([len(draft) for draft in self._drafts]) if any(self._drafts) else None
+
+    def _draft(self, slot: int, end: int, room: int) -> list[int]:
+        pace = self._paces.get(slot)
+        length = 0 if pace is None else min(room, pace.next_length())
+        if length == 0:
+            return []
+        token_L = self._slots.token_ids[slot]
+        draft = propose(token_L[:end], length, self._config)
+        token_L[end : end + len(draft)] = draft
+        return draft.tolist()
+
+    def verify(self, plan: StepPlan, sampled: Sampled, prompt_logprobs: PromptLogprobs) -> StepDone:
+        """Answer the plan with the tokens up to the first that its draft did not foresee."""
+        tokens, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
+        token_ids: list[tuple[int, ...]] = []
+        found: list[tuple[TokenLogprobs, ...]] = []
+        for slot, draft, is_sampled in zip(
+            plan.request_slots, self._drafts, plan.num_sampled_tokens, strict=True
+        ):
+            drawn = [next(tokens) for _ in range(len(draft) + 1)] if is_sampled else []
+            num_right = num_equal(draft, drawn)
+            if draft:
+                self._paces[slot].note(len(draft), num_right)
+            token_ids.append(tuple(drawn[: num_right + 1]))
+            if sampled.logprobs:
+                own = [next(logprobs) for _ in drawn][: num_right + 1]
+                found.append(tuple(each for each in own if each is not None))
+        kept, failed = entry_failures(token_ids)
+        num_drafts = tuple(map(len, self._drafts))
+        return StepDone(plan.step, kept, tuple(found), prompt_logprobs, failed, num_drafts)
+
+
+def propose(token_L: np.ndarray, length: int, config: SpeculativeConfig) -> np.ndarray:
+    """Continue known tokens [L] as they went on before; up to `length` of them, none where they end in something new."""
+    if config.method == "ngram":
+        longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
+    else:
+        longest, shortest = config.suffix_decoding_max_tree_depth, 1
+    behind, num_alike = last_match(token_L, longest)
+    if num_alike < shortest:
+        return token_L[:0]
+    if config.method == "suffix":
+        length = min(length, max(1, int(num_alike * config.suffix_decoding_max_spec_factor)))
+    # What repeats itself goes on to do so: past its end the continuation begins again.
+    return np.resize(token_L[behind:], length)
+
+
+def last_match(token_L: np.ndarray, longest: int) -> tuple[int, int]:
+    """Find the latest earlier place where the most of the last tokens stood, at most `longest`.
+
+    Returns:
+        The position behind it, and how many tokens agree; 0 if the last token is new.
+    """
+    ends = np.flatnonzero(token_L[:-1] == token_L[-1])
+    num_alike = int(len(ends) > 0)
+    while len(ends) and num_alike < longest:
+        longer = ends[ends >= num_alike]
+        longer = longer[token_L[longer - num_alike] == token_L[-1 - num_alike]]
+        if not len(longer):
+            break
+        ends, num_alike = longer, num_alike + 1
+    return (int(ends[-1]) + 1, num_alike) if num_alike else (len(token_L), 0)
+
+
+def num_equal(draft: Sequence[int], drawn: Sequence[int]) -> int:
+    """Count the tokens of a draft that are the ones drawn in their places, up to the first that is not."""
+    for i, (guess, token) in enumerate(zip(draft, drawn, strict=False)):
+        if guess != token:
+            return i
+    return min(len(draft), len(drawn))

@@ -1,0 +1,196 @@
+"""The option, the search for drafts, their lengths, and the part of the scheduling policy."""
+
+import logging
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trouper import SamplingParams
+from trouper.actors.executor.drafts import (
+    LEAST_ACCEPTED,
+    PAUSE,
+    RUNS,
+    Pace,
+    last_match,
+    num_equal,
+    propose,
+)
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
+from trouper.config.speculation import SpeculativeConfig, speculative_config
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+from .engines import expected, simulated_engine
+
+NGRAM = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=7, prompt_lookup_min=2, prompt_lookup_max=3
+)
+SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=7)
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+# The option
+
+
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_it_is_off_by_default(nothing):
+    assert speculative_config(nothing, "cpu") is None
+
+
+def test_one_bound_of_the_ngrams_is_both():
+    found = speculative_config({"method": "ngram", "prompt_lookup_max": 4}, "cpu")
+    assert (found.prompt_lookup_min, found.prompt_lookup_max) == (4, 4)
+
+
+def test_more_drafts_than_are_exact_become_seven_with_a_line_in_the_log(caplog):
+    with caplog.at_level(logging.INFO, "trouper"):
+        found = speculative_config({"method": "suffix", "num_speculative_tokens": 32}, "cpu")
+    assert found.num_speculative_tokens == 7
+    assert "num_speculative_tokens: 7 on the CPU" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"method": "ngram", "num_tokens": 3}, "num_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": "3"}, "num_speculative_tokens"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "spec_factor"),
+        ("ngram", "must be a dict"),
+    ],
+)
+def test_a_wrong_value_is_named(value, named):
+    with pytest.raises(TrouperValidationError, match=named) as raised:
+        speculative_config(value, "cpu")
+    assert raised.value.parameter == "speculative_config"
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"method": "eagle3"}, "eagle3"),
+        ({"model": "draft"}, "draft_model"),
+        ({"method": "ngram", "parallel_drafting": True}, "parallel_drafting"),
+    ],
+)
+def test_what_is_not_built_is_named(value, named):
+    with pytest.raises(UnsupportedFeatureError, match=named):
+        speculative_config(value, "cpu")
+
+
+def test_it_is_refused_for_a_model_that_pools_and_on_a_gpu():
+    with pytest.raises(TrouperValidationError, match="pools"):
+        speculative_config({"method": "ngram"}, "cpu", pools=True)
+    with pytest.raises(UnsupportedFeatureError, match="GPU"):
+        speculative_config({"method": "ngram"}, "cuda")
+
+
+def test_it_is_refused_beside_stages_of_a_pipeline():
+    args = EngineArgs(speculative_config={"method": "ngram"}, pipeline_parallel_size=2)
+    with pytest.raises(UnsupportedFeatureError, match="pipeline_parallel_size=2"):
+        resolve(args)
+
+
+# The search
+
+
+def brute_force_match(tokens, longest):
+    """All earlier places, all lengths."""
+    best = (len(tokens), 0)
+    for end in range(1, len(tokens)):
+        alike = 0
+        while alike < min(longest, end) and tokens[end - 1 - alike] == tokens[-1 - alike]:
+            alike += 1
+        if alike and alike >= best[1]:
+            best = (end, alike)
+    return best
+
+
+@given(texts, st.integers(1, 6))
+def test_the_latest_of_the_longest_matches_is_found(tokens, longest):
+    assert last_match(np.array(tokens), longest) == brute_force_match(tokens, longest)
+
+
+@given(texts, st.integers(1, 7), st.sampled_from([NGRAM, SUFFIX]))
+def test_a_draft_goes_on_as_the_text_did_behind_the_match(tokens, length, config):
+    draft = propose(np.array(tokens), length, config).tolist()
+    longest = 3 if config is NGRAM else config.suffix_decoding_max_tree_depth
+    behind, alike = brute_force_match(tokens, longest)
+    if alike < (2 if config is NGRAM else 1):
+        assert draft == []
+    else:
+        period = tokens[behind:]
+        wanted = length if config is NGRAM else min(length, alike)
+        assert draft == [period[i % len(period)] for i in range(wanted)]
+
+
+@given(texts, texts)
+def test_a_draft_counts_up_to_the_first_difference(draft, drawn):
+    found = num_equal(draft, drawn)
+    assert draft[:found] == drawn[:found]
+    assert found in (len(draft), len(drawn)) or draft[found] != drawn[found]
+
+
+# Lengths
+
+
+def test_right_drafts_make_longer_ones_and_wrong_drafts_shorter_ones():
+    pace = Pace(7)
+    lengths = [pace.next_length()]
+    for right in (1.0, 1.0, 0.5, 0.0, 1.0):
+        pace.note(lengths[-1], int(lengths[-1] * right))
+        lengths.append(pace.next_length())
+    assert lengths == [3, 6, 7, 4, 1, 4]
+
+
+def test_drafts_that_do_not_earn_their_cost_pause():
+    pace = Pace(7)
+    for _ in range(RUNS):
+        assert pace.next_length()
+        pace.note(1, 0)
+    assert [pace.next_length() for _ in range(PAUSE + 1)] == [0] * PAUSE + [1]
+
+
+def test_drafts_that_earn_it_do_not():
+    pace = Pace(7)
+    for i in range(10 * RUNS):
+        assert pace.next_length()
+        pace.note(1, int(i % round(0.5 / LEAST_ACCEPTED) == 0))
+
+
+# The scheduling
+
+
+async def generate(engine, prompt, max_tokens):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    outputs = [output async for output in engine.generate(prompt, params, f"r{prompt}")]
+    return list(outputs[-1].outputs[0].token_ids)
+
+
+@pytest.mark.trio
+async def test_right_drafts_save_steps_and_change_nothing():
+    wanted = expected((1, 2, 3), 33)
+    counts = []
+    for num_drafts in (0, 7):
+        async with simulated_engine(
+            max_steps_in_flight=1, num_speculative_tokens=num_drafts
+        ) as engine:
+            assert await generate(engine, (1, 2, 3), 33) == wanted
+            counts.append(engine.statistics().scheduler.num_steps)
+    assert counts == [33, 5]  # the prompt's token, then eight a step
+
+
+@pytest.mark.trio
+async def test_a_crowd_shares_the_rows_that_a_step_verifies():
+    async with simulated_engine(max_steps_in_flight=1, num_speculative_tokens=7) as engine:
+        async with anyio.create_task_group() as tasks:
+            for i in range(8):
+                tasks.start_soon(generate, engine, (i + 1, 2), 17)
+        stats = engine.statistics().scheduler
+    # Two rows of sixteen for each of eight: a draft of one token.
+    assert stats.num_draft_tokens == stats.num_drafts
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0

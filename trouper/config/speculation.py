@@ -1,0 +1,105 @@
+"""The option `speculative_config`: what proposes tokens for a step to verify, and how many."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import msgspec
+
+from trouper.config.devices import DeviceKind
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
+
+logger = logging.getLogger("trouper")
+METHODS = ("ngram", "suffix")
+# A chunk of 8 tokens is attended token by token, so their bits are those of one by one: the last known token and 7 drafts.
+MAX_DRAFT_TOKENS = 7
+DEFAULT_NGRAM = 5
+# Keys of vLLM that belong to draft models, at the values that leave them out.
+OF_DRAFT_MODELS: dict[str, Any] = {
+    "model": None, "draft_tensor_parallel_size": None, "tensor_parallel_size": None, "quantization": None, "revision": None,
+    "code_revision": None, "max_model_len": None, "parallel_drafting": False, "use_heterogeneous_vocab": False,
+    "disable_padded_drafter_batch": False, "num_speculative_tokens_per_batch_size": None, "enforce_eager": None,
+    "suffix_decoding_max_cached_requests": None,
+}  # fmt: skip
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How drafts are proposed, under vLLM's keys.
+
+    `ngram` continues the text as it went on after the last place that ended in the same `prompt_lookup_max` tokens,
+    or fewer, down to `prompt_lookup_min`.  `suffix` takes the longest such ending there is, and drafts the more the longer
+    it is.
+    """
+
+    method: Literal["ngram", "suffix"]
+    num_speculative_tokens: int
+    prompt_lookup_max: int = DEFAULT_NGRAM
+    prompt_lookup_min: int = DEFAULT_NGRAM
+    suffix_decoding_max_tree_depth: int = 24  # tokens that are compared
+    suffix_decoding_max_spec_factor: float = 1.0  # drafts for each token that agreed
+
+
+def speculative_config(
+    value: Any, device: DeviceKind, *, pools: bool = False
+) -> SpeculativeConfig | None:
+    """Check the option; None and {} are off.
+
+    Raises:
+        TrouperValidationError: a key that does not exist, or a value of the wrong type or out of range.
+        UnsupportedFeatureError: a method, key or device of vLLM's that has no speculation here.
+    """
+    if not value:
+        return None
+    given = _given(value)
+    if pools:
+        raise _wrong("a model that pools generates no tokens", value)
+    method = given.get("method")
+    if method not in METHODS:
+        wanted = "draft_model" if method is None and "model" in given else method
+        raise UnsupportedFeatureError(
+            f"speculative_config: the method {wanted!r} is not supported; there are {' and '.join(METHODS)}",
+            parameter="speculative_config",
+        )
+    for key, default in OF_DRAFT_MODELS.items():
+        if given.pop(key, default) != default:
+            raise UnsupportedFeatureError(
+                f"speculative_config: {key} is not supported with {method!r}",
+                parameter="speculative_config",
+            )
+    if device != "cpu":
+        raise UnsupportedFeatureError(
+            "speculative_config: not on a GPU yet; device='cpu' has it",
+            parameter="speculative_config",
+        )
+    given.setdefault("num_speculative_tokens", MAX_DRAFT_TOKENS)
+    longest, shortest = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
+    given["prompt_lookup_max"] = longest or shortest or DEFAULT_NGRAM
+    given["prompt_lookup_min"] = shortest or longest or DEFAULT_NGRAM
+    try:
+        config = msgspec.convert(given, SpeculativeConfig)
+    except msgspec.ValidationError as error:
+        raise _wrong(str(error), value) from None
+    _check_ranges(config, value)
+    if config.num_speculative_tokens > MAX_DRAFT_TOKENS:
+        logger.info("num_speculative_tokens: %d on the CPU", MAX_DRAFT_TOKENS)
+        return msgspec.structs.replace(config, num_speculative_tokens=MAX_DRAFT_TOKENS)
+    return config
+
+
+def _given(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong("must be a dict, or a JSON object", value)
+    return dict(cast("Mapping[str, Any]", value))
+
+
+def _check_ranges(config: SpeculativeConfig, value: Any) -> None:
+    if config.num_speculative_tokens < 1:
+        raise _wrong("num_speculative_tokens must be at least 1", value)
+    if not 1 <= config.prompt_lookup_min <= config.prompt_lookup_max:
+        raise _wrong("prompt_lookup_min must be at least 1 and at most prompt_lookup_max", value)
+    if config.suffix_decoding_max_tree_depth < 1 or not config.suffix_decoding_max_spec_factor > 0:
+        raise _wrong("suffix_decoding_max_tree_depth and _max_spec_factor must be above 0", value)
+
+
+def _wrong(rule: str, value: Any) -> TrouperValidationError:
+    return invalid("speculative_config", rule, value)
