@@ -34,6 +34,25 @@ SMALL_COUNTS = (1, 2, 5, 10, 20)
 PREEMPTION_COUNTS = (1, 2, 3, 4, 5, 10, 20)
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
+# What each histogram counts, for the scraped text.
+HISTOGRAM_TEXTS = {
+    "request_prompt_tokens": "Tokens of a request's prompt.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens of a request that no cache held.",
+    "request_generation_tokens": "Tokens that a request generated, in all completions.",
+    "request_max_num_generation_tokens": "Tokens of a request's longest completion.",
+    "request_params_max_tokens": "The max_tokens of a request.",
+    "iteration_tokens_total": "Tokens that one step computed.",
+    "request_params_n": "Completions that a request wanted of its prompt.",
+    "request_num_preemptions": "Preemptions of one request.",
+    "time_to_first_token_seconds": "Time from a request's arrival to its first token.",
+    "inter_token_latency_seconds": "Time between two tokens of a sequence.",
+    "request_time_per_output_token_seconds": "Mean time of a request's tokens after the first.",
+    "request_queue_time_seconds": "Time until a request had a slot and KV blocks.",
+    "request_prefill_time_seconds": "Time from a request's start to its first token.",
+    "request_decode_time_seconds": "Time from a request's first token to its last.",
+    "request_inference_time_seconds": "Time from a request's start to its last token.",
+    "e2e_request_latency_seconds": "Time from a request's arrival to its end.",
+}
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
@@ -128,9 +147,10 @@ class Metrics(Collector):
                 family.add_metric(self._labels(number, own)[1], value)
             yield family
         for name, observed in self._histograms.items():
-            text = name.replace("_", " ").capitalize() + "."
             family = HistogramMetricFamily(
-                f"{self._prefix}:{name}", text, labels=("model_name", "engine")
+                f"{self._prefix}:{name}",
+                HISTOGRAM_TEXTS[name],
+                labels=("model_name", "engine"),
             )
             family.add_metric((self._model_name, "0"), _buckets(observed), observed.sum)
             yield family
@@ -199,7 +219,7 @@ class Metrics(Collector):
         )
         yield _Number("num_requests_waiting", "Sequences that wait to run.", {(): num_waiting})
         yield _Number(
-            "num_requests_waiting_by_reason", "The same, by reason.",
+            "num_requests_waiting_by_reason", "Sequences that wait to run, by reason.",
             _keyed(waiting_by), ("reason",),
         )  # fmt: skip
         yield _Number(
@@ -222,12 +242,12 @@ class Metrics(Collector):
             "external_kv_transfer": 0,
         }
         for name, text, value in (
-            ("num_preemptions", "Preemptions.", stats.num_preemptions),
+            ("num_preemptions", "Sequences whose blocks others got.", stats.num_preemptions),
             ("prompt_tokens", "Prompt tokens, computed or found.", sum(by_source.values())),
             ("prompt_tokens_cached", "Prompt tokens found in a cache.", stats.prefix_cache_hits),
             ("generation_tokens", "Tokens sampled.", stats.num_generation_tokens),
-            ("prefix_cache_queries", "Tokens looked up in the cache.", stats.prefix_cache_queries),
-            ("prefix_cache_hits", "Tokens found in the cache.", stats.prefix_cache_hits),
+            ("prefix_cache_queries", "Tokens looked up in the KV cache.", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Tokens found in the KV cache.", stats.prefix_cache_hits),
             ("spec_decode_num_drafts", "Runs of drafted tokens verified.", stats.num_drafts),
             ("spec_decode_num_draft_tokens", "Drafted tokens verified.", stats.num_draft_tokens),
             (

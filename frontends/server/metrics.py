@@ -77,10 +77,12 @@ class ServerMetrics(Collector):
             answers.add_metric((route, str(status)), count)
         yield answers
         yield GaugeMetricFamily(
-            f"{self.prefix}:overload_level", "0 calm … 4 aborting.", value=self.level
+            f"{self.prefix}:overload_level", "Overload: 0 calm … 4 aborting.", value=self.level
         )
         yield GaugeMetricFamily(
-            f"{self.prefix}:event_loop_gap_max_seconds", "Since the start.", value=self.max_gap_s
+            f"{self.prefix}:event_loop_gap_max_seconds",
+            "The latest that the event loop ever resumed a task.",
+            value=self.max_gap_s,
         )
         yield GaugeMetricFamily(
             f"{self.prefix}:event_loop_tasks",

@@ -1,0 +1,41 @@
+"""Command lines as the parser of the commands sees them, without running any."""
+
+import shlex
+
+import typer.main
+
+from trouper.frontends.cli.main import app
+
+
+def parse(words):
+    """Parse the words behind `trouper`; returns the values of the command's parameters.
+
+    Raises typer's own error for a mistake.
+    """
+    command, path = typer.main.get_command(app), "trouper"
+    words = list(words)
+    while hasattr(command, "commands") and words and words[0] in command.commands:
+        path = words.pop(0)
+        command = command.commands[path]
+    return command.make_context(path, words, obj={"arguments": words}).params
+
+
+def command_lines(text):
+    """Yield the words behind each `trouper` of a piece of shell, comments and redirections left out."""
+    for line in text.replace("\\\n", " ").splitlines():
+        reader = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+        reader.whitespace_split = True
+        words: list[str] | None = None
+        try:
+            tokens = list(reader)
+        except ValueError:  # an example of another language
+            continue
+        for token in [*tokens, ";"]:
+            if set(token) <= set("|&;<>"):
+                if words is not None:
+                    yield words
+                words = None
+            elif words is not None:
+                words.append(token)
+            elif token == "trouper" or token.endswith("/trouper"):
+                words = []

@@ -1,0 +1,129 @@
+"""What the pages tell people to run: every command line is parsed, and the files for deployment agree with the code."""
+
+import configparser
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trouper.frontends.cli.serve import ServerOptions
+from trouper.frontends.server.routes import ROUTES
+
+from .commands import command_lines, parse
+from .test_metrics_page import tables
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "docs" / "deploy"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PUBLIC = {route.path for route in ROUTES if route.access == "public"}
+
+
+def shell_blocks(page):
+    for language, text in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S):
+        if language in ("sh", "") and "trouper" in text:
+            yield text
+
+
+LINES = [
+    (page, words)
+    for page in PAGES
+    for text in shell_blocks(page)
+    for words in command_lines(text)
+    if words and re.fullmatch(r"-?[a-z-]+", words[0])
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    LINES,
+    ids=[f"{page.stem}: {shlex.join(words)[:60]}" for page, words in LINES],
+)
+def test_the_parser_takes_each_command_of_the_pages(page, words):
+    parse(words)
+
+
+def test_the_pages_show_the_commands_that_there_are():
+    assert len(LINES) > 30
+    assert {"serve", "generate", "chat", "embed", "run-batch"} <= {words[0] for _, words in LINES}
+
+
+def instructions():
+    """The instructions of the Dockerfile, as (name, arguments) with continued lines joined."""
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [tuple(line.split(maxsplit=1)) for line in lines]
+
+
+def test_the_dockerfile_runs_a_server_that_its_health_check_reaches():
+    found = dict(instructions())
+    names = {name for name, _ in instructions()}
+    assert names <= {"FROM", "RUN", "COPY", "ENV", "VOLUME", "USER", "EXPOSE", "HEALTHCHECK",
+                     "STOPSIGNAL", "ENTRYPOINT", "CMD"}  # fmt: skip
+    assert json.loads(found["ENTRYPOINT"]) == ["trouper"]
+    values = parse(json.loads(found["CMD"]))
+    assert values["host"] == "0.0.0.0"  # what lies outside is the port that docker publishes
+    assert values["port"] == int(found["EXPOSE"]) == ServerOptions.port
+    path = re.search(r"http://127\.0\.0\.1:8000(/[\w/]+)", found["HEALTHCHECK"])[1]
+    assert path in PUBLIC
+    (extras,) = re.findall(r"/src\[([\w,]+)\]", (DEPLOY / "Dockerfile").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    for words in command_lines((DEPLOY / "Dockerfile").read_text().split("FROM")[0]):
+        if words and words[0] == "serve":
+            parse(words)
+
+
+def test_the_unit_waits_longer_than_the_server_takes_to_end():
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str
+    unit.read_string((DEPLOY / "trouper.service").read_text())
+    service = unit["Service"]
+    program, *words = shlex.split(service["ExecStart"])
+    assert program.endswith("/bin/trouper")
+    values = parse(words)
+    assert values["model_name"] == "Qwen/Qwen3-0.6B"
+    assert values["shutdown_timeout"] < int(service["TimeoutStopSec"])
+    assert service["KillSignal"] == "SIGTERM"
+
+
+def test_open_webui_asks_the_server_with_its_key():
+    services = yaml.safe_load((DEPLOY / "open-webui.yaml").read_text())["services"]
+    server, page = services["trouper"], services["open-webui"]
+    values = parse(server["command"])
+    assert page["environment"]["OPENAI_API_KEY"] in values["api_key"]
+    assert page["environment"]["OPENAI_API_BASE_URL"] == f"http://trouper:{values['port']}/v1"
+    build = server["build"]
+    assert (DEPLOY / build["context"]).resolve() == ROOT
+    assert (DEPLOY / build["context"] / build["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
+
+
+def test_prometheus_scrapes_the_port_that_serves():
+    (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"127.0.0.1:{ServerOptions.port}"]}]
+    assert "/metrics" in PUBLIC  # prometheus's default path
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are():
+    board = json.loads((DEPLOY / "grafana.json").read_text())
+    known = set()
+    for name, kind in re.findall(r"\| `(trouper:\w+)` \| (\w+)", "".join(tables())):
+        known |= {
+            name,
+            *(f"{name}_{part}" for part in ("bucket", "sum", "count") if kind == "histogram"),
+        }
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [v["query"]["query"] for v in board["templating"]["list"] if v["type"] == "query"]
+    asked = {name for query in queries for name in re.findall(r"trouper:\w+", query)}
+    assert len(asked) > 15
+    assert asked <= known
+    for query in queries:
+        assert query.count("(") == query.count(")")
+    for panel in board["panels"]:
+        assert panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"]
+    places = [tuple(panel["gridPos"][axis] for axis in "xy") for panel in board["panels"]]
+    assert len(set(places)) == len(places)
