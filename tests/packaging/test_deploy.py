@@ -1,5 +1,6 @@
 """What the pages tell people to run: every command line is parsed, and the files for deployment agree with the code."""
 
+import ast
 import configparser
 import json
 import re
@@ -99,6 +100,17 @@ def test_open_webui_asks_the_server_with_its_key():
     build = server["build"]
     assert (DEPLOY / build["context"]).resolve() == ROOT
     assert (DEPLOY / build["context"] / build["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
+
+
+def test_the_examples_in_python_ask_the_port_that_serves_by_routes_that_there_are():
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "deploy.md").read_text(), re.M | re.S
+    )
+    assert len(blocks) == 2
+    for block in blocks:
+        ast.parse(block)
+        assert f'base_url="http://127.0.0.1:{ServerOptions.port}/v1"' in block
+    assert {"/v1/chat/completions", "/v1/embeddings"} <= {route.path for route in ROUTES}
 
 
 def test_prometheus_scrapes_the_port_that_serves():
