@@ -10,7 +10,7 @@ from trouper import LLM, EngineArgs, SamplingParams
 from trouper.bench import steps
 from trouper.bench.datasets import random_requests
 from trouper.bench.figures import PERCENTILES, percentile
-from trouper.bench.plot import Point
+from trouper.bench.plot import Latency, Point
 
 
 def measure(
@@ -93,8 +93,11 @@ def points(records: Sequence[dict[str, Any]]) -> list[Point]:
         Point(
             record["batch_size"],
             record["output_tok_s"],
-            1000 * record["percentiles"]["50"],
-            1000 * record["percentiles"]["99"],
+            {
+                "time of a batch": Latency(
+                    1000 * record["percentiles"]["50"], 1000 * record["percentiles"]["99"]
+                )
+            },
         )
         for record in records
     ]

@@ -15,11 +15,12 @@ from trouper.bench.arrivals import arrival_times
 from trouper.bench.client import Outcome, ask
 from trouper.bench.datasets import SampleRequest
 from trouper.bench.figures import num_good, summary
-from trouper.bench.plot import Point
+from trouper.bench.plot import Latency, Point
 from trouper.errors import TrouperError, TrouperValidationError
 
 PATHS = {"completions": "completions", "chat": "chat/completions"}
 METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time")
+PLOTTED = {"time to first token": "ttft", "time of a request": "e2el"}
 OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
@@ -212,8 +213,11 @@ def points(records: Sequence[dict[str, Any]]) -> list[Point]:
         Point(
             record["max_concurrency"] or record["max_concurrent_requests"],
             record["output_throughput"],
-            record["median_e2el_ms"],
-            record["p99_e2el_ms"],
+            {
+                name: Latency(record[f"median_{metric}_ms"], record[f"p99_{metric}_ms"])
+                for name, metric in PLOTTED.items()
+                if f"median_{metric}_ms" in record
+            },
         )
         for record in records
         if "median_e2el_ms" in record

@@ -399,4 +399,4 @@ def test_a_plot_without_matplotlib_is_one_line(bench, monkeypatch):
     assert bench("latency", "--plot", "x.png", code=2).err == line
     assert bench("serve", "--plot", "x.png", code=2).err == line
     with pytest.raises(UnsupportedFeatureError):
-        plot.plot("x.png", [], latency="", concurrency="")
+        plot.plot("x.png", [], title="", concurrency="")

@@ -85,7 +85,8 @@ def latency(
     if plot is not None:
         from trouper.bench.plot import plot as draw
 
-        draw(plot, core.points(records), latency="batch", concurrency="batch size")
+        title = f"{config.model.name}: {input_len} tokens in, {output_len} out"
+        draw(plot, core.points(records), title=title, concurrency="prompts in a batch")
     report.finish(ctx, {"results": records}, (line for r in records for line in _lines(r)))
 
 

@@ -131,7 +131,8 @@ def serve(
     if plot is not None:
         from trouper.bench.plot import plot as draw
 
-        draw(plot, core.points(records), latency="request", concurrency="open requests")
+        title = f"{records[0]['model_id']} at {url}, {len(runs[0][1])} requests"
+        draw(plot, core.points(records), title=title, concurrency="open requests")
     lines = [line for record in records for line in _lines(record, load)]
     report.finish(ctx, {"results": records}, lines)
     if not any(record["completed"] for record in records):
@@ -170,7 +171,8 @@ async def _measure(
         for limited, requests in runs:
             named = msgspec.structs.replace(limited, model=model)
             with output.progress(len(requests), "requests") as bar:
-                records.append(await core.measure(client, named, requests, bar.update))
+                record = await core.measure(client, named, requests, bar.update)
+                records.append({"model_id": model, **record})
     return records
 
 
