@@ -246,7 +246,11 @@ class Metrics(Collector):
             ("prompt_tokens", "Prompt tokens, computed or found.", sum(by_source.values())),
             ("prompt_tokens_cached", "Prompt tokens found in a cache.", stats.prefix_cache_hits),
             ("generation_tokens", "Tokens sampled.", stats.num_generation_tokens),
-            ("prefix_cache_queries", "Tokens looked up in the KV cache.", stats.prefix_cache_queries),
+            (
+                "prefix_cache_queries",
+                "Tokens looked up in the KV cache.",
+                stats.prefix_cache_queries,
+            ),
             ("prefix_cache_hits", "Tokens found in the KV cache.", stats.prefix_cache_hits),
             ("spec_decode_num_drafts", "Runs of drafted tokens verified.", stats.num_drafts),
             ("spec_decode_num_draft_tokens", "Drafted tokens verified.", stats.num_draft_tokens),

@@ -44,7 +44,7 @@ def test_the_picture_has_a_title_and_names_on_all_axes(draw):
         "median",
         "99th percentile",
     ]
-    median, tail = ([*line.get_xdata()] + [*line.get_ydata()] for line in first_token.lines)
+    median, tail = ([*line.get_xdata(), *line.get_ydata()] for line in first_token.lines)
     assert (median, tail) == ([4, 8, 10.0, 10.0], [4, 8, 20.0, 20.0])
 
 

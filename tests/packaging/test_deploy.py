@@ -6,10 +6,10 @@ import json
 import re
 import shlex
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-import yaml
 
 from trouper.frontends.cli.serve import ServerOptions
 from trouper.frontends.server.routes import ROUTES
@@ -17,6 +17,7 @@ from trouper.frontends.server.routes import ROUTES
 from .commands import command_lines, parse
 from .test_metrics_page import tables
 
+yaml = import_module("yaml")  # which huggingface_hub brings
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "docs" / "deploy"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
