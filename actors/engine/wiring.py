@@ -239,7 +239,8 @@ def _make_observer(
             "enable_prefix_caching": str(config.scheduler.enable_prefix_caching),
         }
         name, prefix = config.model.name, config.metrics_prefix
-        metrics = Metrics(name, config.max_model_len, prefix, cache_config)
+        num_workers = config.num_stages if config.device_worker == "process" else 0
+        metrics = Metrics(name, config.max_model_len, prefix, cache_config, num_workers)
     elif note_ended is None:
         return None
     return Observer(inbox, metrics, policy.statistics, config.log_stats_interval_s, note_ended)

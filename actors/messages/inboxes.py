@@ -28,4 +28,4 @@ SchedulerInbox = (
 ExecutorInbox = StepPlan | PoolPlan | DeviceCall
 DetokenizerInbox = Track | StepTokens
 PoolerInbox = Pooled
-ObserverInbox = StepStats | OutputStats | Flush
+ObserverInbox = StepStats | OutputStats | DeviceLost | DeviceBack | Flush

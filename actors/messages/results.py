@@ -52,8 +52,12 @@ class StepFailed(msgspec.Struct, frozen=True):
     is_out_of_memory: bool = False  # a smaller step may pass
 
 
+# A step past its deadline; the kernel's kill for memory; a signal; an exit; its own last message; a closed connection.
+LossCause = Literal["hang", "out_of_memory", "signal", "exit", "error", "closed"]
+
+
 class DeviceLost(msgspec.Struct, frozen=True):
-    """Executor → Scheduler: the device died with all plans that were not answered, and with its KV cache.
+    """Executor → Scheduler → Observer: the device died with all plans that were not answered, and with its KV cache.
 
     It is being started again; until `DeviceBack` no plan may be sent.
     """
@@ -61,9 +65,10 @@ class DeviceLost(msgspec.Struct, frozen=True):
     message: str  # the cause, in one line
     step: int | None = None  # the eldest plan without an answer; None: there was none
     is_from_outside: bool = False  # no request can have caused it
+    cause: LossCause = "error"
 
 
 class DeviceBack(msgspec.Struct, frozen=True):
-    """Executor → Scheduler: the device has been loaded again and takes plans."""
+    """Executor → Scheduler → Observer: the device has been loaded again and takes plans."""
 
     pause_s: float  # since it was lost

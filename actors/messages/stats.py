@@ -29,6 +29,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0  # of speculation: runs of tokens that a step verified
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # drafted tokens that were right
+    is_device_lost: bool = False  # it is being started again
+    num_lost_tokens: int = 0  # computed, and lost with the device's memory: they are computed again
 
 
 class StepStats(msgspec.Struct, frozen=True):

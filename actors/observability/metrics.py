@@ -7,7 +7,7 @@ engine.  What trouper has no source for yet (KV connectors, multimodal caches) s
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -15,6 +15,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from trouper.actors.messages.results import DeviceBack, DeviceLost, LossCause
 from trouper.actors.messages.stats import OutputStats, RequestEnded, SchedulerStats
 from trouper.actors.observability.distribution import Distribution, one_two_five
 from trouper.metrics import Counter, Gauge, Histogram, Metric
@@ -30,9 +31,11 @@ INTER_TOKEN_S = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80
 )  # fmt: skip
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+PAUSE_S = (0.5, 1, 2, 3, 4, 5, 7.5, 10, 15, 20, 30, 60, 120, 300)
 SMALL_COUNTS = (1, 2, 5, 10, 20)
 PREEMPTION_COUNTS = (1, 2, 3, 4, 5, 10, 20)
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+LOSS_CAUSES = get_args(LossCause)
 LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
 # What each histogram counts, for the scraped text.
 HISTOGRAM_TEXTS = {
@@ -76,6 +79,7 @@ class Metrics(Collector):
         max_model_len: int,
         prefix: str = "trouper",
         cache_config: Mapping[str, str] | None = None,
+        num_workers: int = 0,
     ) -> None:
         self._prefix = prefix
         self._model_name = model_name
@@ -84,6 +88,8 @@ class Metrics(Collector):
         self._ended: dict[str, int] = dict.fromkeys(FINISH_REASONS, 0)
         self._rejections: dict[str, int] = dict.fromkeys(LIMITS, 0)
         self._num_corrupted = 0
+        self._losses: dict[str, int] = dict.fromkeys(LOSS_CAUSES, 0)
+        self._workers_up: dict[str, int] = {str(rank): 1 for rank in range(num_workers)}
         self._sleep_states: dict[str, int] = dict.fromkeys(SLEEP_STATES, 0)
         self._histograms = {
             name: Distribution(bounds) for name, bounds in _histogram_bounds(max_model_len)
@@ -106,6 +112,16 @@ class Metrics(Collector):
         self._histograms["inter_token_latency_seconds"].observe_all(stats.inter_token_s)
         for ended in stats.ended:
             self._note_ended(ended)
+
+    def note_loss(self, loss: DeviceLost) -> None:
+        """Count a loss of the worker processes: all ranks end together."""
+        self._losses[loss.cause] += 1
+        self._workers_up = dict.fromkeys(self._workers_up, 0)
+
+    def note_return(self, back: DeviceBack) -> None:
+        """Count the pause from a loss until the workers took plans again."""
+        self._workers_up = dict.fromkeys(self._workers_up, 1)
+        self._observe("worker_pause_seconds", back.pause_s)
 
     def note_rejection(self, limit: str) -> None:
         """Count a request that admission refused because of `limit`."""
@@ -201,6 +217,10 @@ class Metrics(Collector):
             "admission_rejections", "Requests refused at admission, by limit.",
             _keyed(self._rejections), ("reason",), is_counter=True, has_engine=False,
         )  # fmt: skip
+        yield _Number(
+            "worker_restarts", "Losses of the worker processes, by cause.",
+            _keyed(self._losses), ("cause",), is_counter=True,
+        )  # fmt: skip
         for name, text, value in (
             ("corrupted_requests", "Requests whose logits were not finite.", self._num_corrupted),
             ("external_prefix_cache_queries", "Tokens looked up in a KV connector.", 0),
@@ -230,6 +250,10 @@ class Metrics(Collector):
             _keyed(self._sleep_states), ("sleep_state",),
         )  # fmt: skip
         yield _Number(
+            "worker_up", "1 while the worker process of a rank takes plans.",
+            _keyed(self._workers_up), ("rank",),
+        )  # fmt: skip
+        yield _Number(
             "cache_config_info", "How the KV cache is configured.",
             {tuple(self._cache_config.values()): 1}, tuple(self._cache_config),
         )  # fmt: skip
@@ -245,6 +269,11 @@ class Metrics(Collector):
             ("num_preemptions", "Sequences whose blocks others got.", stats.num_preemptions),
             ("prompt_tokens", "Prompt tokens, computed or found.", sum(by_source.values())),
             ("prompt_tokens_cached", "Prompt tokens found in a cache.", stats.prefix_cache_hits),
+            (
+                "recomputed_tokens",
+                "Tokens that were computed, and lost with a worker.",
+                stats.num_lost_tokens,
+            ),
             ("generation_tokens", "Tokens sampled.", stats.num_generation_tokens),
             (
                 "prefix_cache_queries",
@@ -296,6 +325,7 @@ def _histogram_bounds(max_model_len: int) -> Iterator[tuple[str, tuple[float, ..
     for name in ("queue", "prefill", "decode", "inference"):
         yield f"request_{name}_time_seconds", LATENCY_S
     yield "e2e_request_latency_seconds", LATENCY_S
+    yield "worker_pause_seconds", PAUSE_S
 
 
 _NOTHING = SchedulerStats(

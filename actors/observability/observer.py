@@ -17,6 +17,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from trouper.actors.messages.controls import Flush
 from trouper.actors.messages.inboxes import ObserverInbox
+from trouper.actors.messages.results import DeviceBack, DeviceLost
 from trouper.actors.messages.stats import OutputStats, RequestEnded, SchedulerStats, StepStats
 from trouper.actors.observability.metrics import Metrics
 
@@ -121,6 +122,12 @@ class Observer:
                         self.metrics.note_step(num_tokens)
                 case OutputStats():
                     self._note_output_stats(message)
+                case DeviceLost():
+                    if self.metrics is not None:
+                        self.metrics.note_loss(message)
+                case DeviceBack():
+                    if self.metrics is not None:
+                        self.metrics.note_return(message)
                 case Flush(answer):
                     self._take_snapshot()
                     answer.set(None)

@@ -137,6 +137,8 @@ class Policy:
             num_drafts=self._lookahead.num_drafts,
             num_draft_tokens=self._lookahead.num_draft_tokens,
             num_accepted_tokens=self._lookahead.num_accepted_tokens,
+            num_lost_tokens=running.num_lost_tokens,
+            is_device_lost=self._is_lost,
         )
 
     # Events
@@ -244,7 +246,7 @@ class Policy:
         self._epoch += 1
         self._is_lost = True
         self._bisection.suspect(())
-        self.preempt_all()
+        self.table.running.lose_all()
         self.blocks.reset_cache()
         found = self._quarantine.lose(suspects.values())
         if found is None:
@@ -268,8 +270,7 @@ class Policy:
 
     def preempt_all(self) -> None:
         """Free all KV blocks; running sequences are recomputed later, and results in flight count."""
-        for sequence in self.table.running.snapshot():
-            self.table.running.preempt(sequence)
+        self.table.running.preempt_all()
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forget all prefixes; False, and nothing changes, while any block is held.

@@ -100,6 +100,7 @@ class PoolingPolicy:
             prefix_cache_hits=0,
             recompute_cache_queries=0,
             recompute_cache_hits=0,
+            is_device_lost=self._is_lost,
         )
 
     # Events

@@ -30,6 +30,7 @@ class Running:
         self._sequences: dict[SequenceId, Sequence] = {}
         self.num_preemptions = 0
         self.num_queries = self.num_hits = 0  # prefix cache, in tokens
+        self.num_lost_tokens = 0  # computed, and gone with the device
         self.num_recompute_queries = self.num_recompute_hits = 0  # the same after a preemption
 
     def __len__(self) -> int:
@@ -142,6 +143,16 @@ class Running:
             sequence.num_in_flight = 0
         if sequence.num_in_flight == 0:
             self._returning.push(sequence)
+
+    def preempt_all(self) -> None:
+        """Take the resources of every sequence."""
+        for sequence in self.snapshot():
+            self.preempt(sequence)
+
+    def lose_all(self) -> None:
+        """Preempt every sequence, since the device's memory is gone."""
+        self.num_lost_tokens += sum(s.num_computed_on_device for s in self._sequences.values())
+        self.preempt_all()
 
     def leave(self, sequence: Sequence) -> None:
         """Give its slot and blocks back at once."""

@@ -103,10 +103,12 @@ class Scheduler(Generic[OutputsT]):
             case StepFailed(step, error, is_out_of_memory):
                 policy.fail_step(step, error, is_out_of_memory=is_out_of_memory)
             case DeviceLost():
+                self._reporter.report(message)
                 if num_losses := policy.lose_device(message):
                     call = DeviceCall("explain", (num_losses,), Future())
                     self._executor.send_nowait(call)  # room: one at a time, it waits for nothing
             case DeviceBack():
+                self._reporter.report(message)
                 policy.return_device()
             case SetPause(pause, answer):
                 policy.set_pause(pause)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 access_log = logging.getLogger("trouper.access")
 MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
 POLICY_VIOLATION = 1008
+LOST_INTERVAL_S = 5.0  # between comments on a silent stream whose device is being started again
 
 
 def create_app(engine: "AsyncLLMEngine", settings: ServerSettings | None = None) -> "App":
@@ -170,8 +171,7 @@ class App:
         """Run the handler beside a task that cancels it when the client leaves."""
         error: Exception | None = None
         async with anyio.create_task_group() as tasks:
-            interval_s = self._settings.sse_keep_alive_interval_s
-            tasks.start_soon(_watch, context, tasks.cancel_scope, interval_s, name="disconnect")
+            tasks.start_soon(self._watch_disconnect, context, tasks.cancel_scope, name="disconnect")
             with deadline:
                 try:
                     await act()
@@ -181,23 +181,21 @@ class App:
         if error is not None:
             raise error
 
+    async def _watch_disconnect(self, context: RequestContext, handler: anyio.CancelScope) -> None:
+        """Wait until the client has left, then cancel the handler.
 
-async def _watch(context: RequestContext, handler: anyio.CancelScope, interval_s: float) -> None:
-    """Wait until the client has left, then cancel the handler.
-
-    A stream that has been silent for `interval_s` gets a comment; 0 turns that off.
-    """
-    while not context.is_gone:
-        if not interval_s:
-            await context.wait_disconnect()
-            break
-        num_sends = context.num_sends
-        with anyio.move_on_after(interval_s):
-            await context.wait_disconnect()
-        is_silent = context.is_stream and context.num_sends == num_sends
-        if is_silent and not context.is_gone:
-            await context.send_comment()
-    handler.cancel()
+        A stream that has been silent for an interval gets a comment, if comments are on or the device is lost.
+        """
+        interval_s = self._settings.sse_keep_alive_interval_s
+        while not context.is_gone:
+            num_sends = context.num_sends
+            with anyio.move_on_after(interval_s or LOST_INTERVAL_S):
+                await context.wait_disconnect()
+            is_silent = context.is_stream and context.num_sends == num_sends
+            is_due = is_silent and not context.is_gone
+            if is_due and (interval_s or self.service.is_device_lost):
+                await context.send_comment()
+        handler.cancel()
 
 
 async def _live(receive: Receive, send: Send) -> None:

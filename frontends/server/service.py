@@ -110,6 +110,11 @@ class Service:
         return self._engine is None
 
     @property
+    def is_device_lost(self) -> bool:
+        """Whether the model's process has died and is being started again."""
+        return self._engine is not None and self._engine.statistics().scheduler.is_device_lost
+
+    @property
     def engine(self) -> "AsyncLLMEngine":
         """The engine.  Raises HTTPError while it is loading."""
         if self._engine is None:

@@ -267,6 +267,20 @@ async def test_a_stream_that_fails_says_so_in_an_event(client, monkeypatch):
     assert done == "[DONE]"
 
 
+async def test_a_stream_is_kept_awake_while_its_device_is_started_again(engine, monkeypatch):
+    monkeypatch.setattr("trouper.frontends.server.app.LOST_INTERVAL_S", 0.02)
+    app = create_app(engine, ServerSettings())
+    async with Client(app).stream("POST", PATH, body(stream=True, max_tokens=20), [JSON]) as call:
+        await call.wait_for(lambda: call.num_chunks >= 1)
+        async with engine.paused():
+            await anyio.sleep(0.1)
+            assert b": keep-alive" not in call.answer.body
+            monkeypatch.setattr(Service, "is_device_lost", True)
+            await call.wait_for(lambda: b": keep-alive\n\n" in call.answer.body)
+        await call.wait_complete()
+    assert call.answer.events[-1] == "[DONE]"
+
+
 async def test_a_silent_stream_is_kept_awake(engine, wait_idle):
     client = Client(create_app(engine, ServerSettings(sse_keep_alive_interval_s=0.02)))
     async with client.stream("POST", PATH, body(stream=True, max_tokens=20), [JSON]) as call:

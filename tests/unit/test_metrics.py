@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trouper.actors.engine.admission import embeds_bytes, estimate_tokens
 from trouper.actors.executor.devices.simulated import Conditions
+from trouper.actors.messages.results import DeviceBack, DeviceLost
 from trouper.actors.observability.metrics import FINISH_REASONS, FIRST_TOKEN_S, LATENCY_S, Metrics
 from trouper.errors import MaxQueuedTokensError, QueueOverflowError, TrouperValidationError
 from trouper.metrics import Counter, Gauge, Histogram
@@ -16,7 +17,7 @@ from .engines import STEP_S, engine_config, simulated_engine
 
 GAUGES = {
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
-    "kv_cache_usage_perc", "engine_sleep_state", "cache_config_info",
+    "kv_cache_usage_perc", "engine_sleep_state", "cache_config_info", "worker_up",
 }  # fmt: skip
 COUNTERS = {
     "num_preemptions", "prompt_tokens", "prompt_tokens_by_source", "prompt_tokens_cached",
@@ -24,6 +25,7 @@ COUNTERS = {
     "prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits",
     "mm_cache_queries", "mm_cache_hits", "corrupted_requests", "spec_decode_num_drafts",
     "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+    "worker_restarts", "recomputed_tokens",
 }  # fmt: skip
 HISTOGRAMS = {
     "request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens",
@@ -31,7 +33,7 @@ HISTOGRAMS = {
     "request_params_n", "request_num_preemptions", "time_to_first_token_seconds",
     "inter_token_latency_seconds", "request_time_per_output_token_seconds",
     "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
-    "request_prefill_time_seconds", "request_decode_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds", "worker_pause_seconds",
 }  # fmt: skip
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 FINAL = RequestOutputKind.FINAL_ONLY
@@ -100,6 +102,18 @@ def test_buckets_are_those_of_the_spec():
         ("trouper:e2e_request_latency_seconds", LATENCY_S),
     ):
         assert [float(b) for b in found[name].buckets] == [*bounds, float("inf")]
+
+
+def test_a_loss_of_the_workers_is_counted_by_its_cause_with_its_pause():
+    metrics = Metrics("m", 64, num_workers=2)
+    assert [Reading(metrics.values())("worker_up", rank) for rank in "01"] == [1, 1]
+    metrics.note_loss(DeviceLost("it died", cause="hang"))
+    assert [Reading(metrics.values())("worker_up", rank) for rank in "01"] == [0, 0]
+    metrics.note_return(DeviceBack(2.5))
+    reading = Reading(metrics.values())
+    assert [reading("worker_up", rank) for rank in "01"] == [1, 1]
+    assert [reading("worker_restarts", cause) for cause in ("hang", "signal")] == [1, 0]
+    assert reading("worker_pause_seconds") == (1, 2.5)
 
 
 def test_engines_of_one_process_do_not_share_numbers():

@@ -82,11 +82,20 @@ def test_a_suspect_that_is_preempted_does_not_start_again_before_its_result():
     ward.assert_all_but(None, 1, 3)
 
 
+def test_what_a_loss_costs_is_counted_in_tokens():
+    ward = Ward()
+    ward.admit(0, prompt=range(8), max_tokens=3)
+    ward.step()
+    ward.lose()
+    assert ward.policy.statistics().num_lost_tokens == 8
+
+
 def test_an_idle_loss_forgets_the_prefixes():
     ward = Ward()
     ward.admit(0, prompt=range(8), max_tokens=1)
     ward.step()
     assert ward.blocks.prefixes()
+    assert ward.policy.statistics().num_lost_tokens == 0
     ward.lose()
     assert not ward.blocks.prefixes()
     ward.admit(1, prompt=range(8), max_tokens=1)

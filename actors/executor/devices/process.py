@@ -358,7 +358,7 @@ class ProcessDevice:
         self._plans.clear()
         self._calls.fail_all(RetryableRequestError(f"device_restarting: {death.describe()}"))
         self._spend(death)
-        return DeviceLost(death.describe(), death.step, death.is_from_outside)
+        return DeviceLost(death.describe(), death.step, death.is_from_outside, death.cause)
 
     def _spend(self, death: Death) -> None:
         self._state = next_state(self._state, WorkerEvent.LOSS)

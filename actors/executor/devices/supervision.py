@@ -14,6 +14,8 @@ from itertools import pairwise
 
 import msgspec
 
+from trouper.actors.messages.results import LossCause
+
 BACKOFF_S = (0.0, 1.0, 4.0)  # before the first, second and any later start in a row
 MAX_LOSSES = 16  # explained or not, within the window
 STDERR_LINES = 64  # of a worker's last words that are kept for the report of its death
@@ -147,8 +149,8 @@ class Death(msgspec.Struct, frozen=True):
     stderr: tuple[str, ...] = ()  # its last lines
 
     @property
-    def cause(self) -> str:
-        """One of few words, for metrics: hang, out_of_memory, signal, exit, error or closed."""
+    def cause(self) -> LossCause:
+        """One of few words, for metrics."""
         if self.hung_s is not None:
             return "hang"
         if self.was_out_of_memory:
