@@ -238,6 +238,31 @@ def test_a_nested_text_config_is_lifted(folder):
     assert (model.architecture, model.vocab_size, model.eos_token_ids) == ("Outer", 100, (2,))
 
 
+def test_a_text_config_has_the_sizes_of_its_class_where_it_is_silent(folder):
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    path = folder({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    model = ModelConfig.load(EngineArgs(path))
+    assert (model.hidden_size, model.vocab_size) == (2560, 262_208)
+    assert model.max_position_embeddings == 131_072
+
+
+def test_overrides_win_over_the_config_field_by_field(folder):
+    nested = {"architectures": ["Outer"], "text_config": CONFIG}
+    overrides = {"text_config": {"vocab_size": 77}}
+    model = ModelConfig.load(EngineArgs(folder(nested), hf_overrides=overrides))
+    assert (model.vocab_size, model.eos_token_ids) == (77, (2,))
+    with pytest.raises(TrouperValidationError, match=r"config.json: vocab_size"):
+        ModelConfig.load(EngineArgs(folder(CONFIG), hf_overrides={"vocab_size": "many"}))
+
+
+def test_yarn_stretches_the_longest_sequence(folder):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    path = folder({**CONFIG, "max_position_embeddings": 40_960})
+    assert resolve(EngineArgs(path, hf_overrides={"rope_scaling": yarn})).max_model_len == 131_072
+    with pytest.raises(TrouperValidationError, match=r"\[1, 40960\]"):
+        resolve(EngineArgs(path, max_model_len=131_072))
+
+
 def test_generation_config_gives_eos_and_sampling_defaults(folder):
     generation = {
         "eos_token_id": [5, 6],

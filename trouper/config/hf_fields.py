@@ -12,7 +12,8 @@ from msgspec import Meta, Struct
 Vocabulary = Annotated[int, Meta(ge=1, le=2**24)]
 Width = Annotated[int, Meta(ge=1, le=2**20)]
 Count = Annotated[int, Meta(ge=1, le=4096)]  # of layers, heads, …
-Positions = Annotated[int, Meta(ge=1, le=2**24)]
+MOST_POSITIONS = 2**24
+Positions = Annotated[int, Meta(ge=1, le=MOST_POSITIONS)]
 Index = Annotated[int, Meta(ge=-1, le=2**31)]
 Positive = Annotated[float, Meta(gt=0, le=1e12)]
 Number = Annotated[float, Meta(ge=-1e12, le=1e12)]

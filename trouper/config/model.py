@@ -10,7 +10,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.files import check_folder, checked, read_object
 from trouper.config.gguf import find_gguf, is_gguf, read_gguf
 from trouper.config.gguf_names import hf_config
-from trouper.config.hf_fields import GenerationFields, HfFields
+from trouper.config.hf_fields import MOST_POSITIONS, GenerationFields, HfFields, Rope
 from trouper.config.pooler import PoolerConfig, PoolerSpec, is_pooling, pooler_spec
 from trouper.config.presets import GEOMETRIES
 from trouper.errors import TrouperValidationError, invalid
@@ -32,6 +32,25 @@ _OTHER_NAMES = {
     "intermediate_size": ("hidden_dim", "n_inner"),
     "max_position_embeddings": ("n_positions", "max_seq_len"),
 }
+# The sizes that a text_config leaves out are those of its class in transformers.
+_LLAMA = {
+    "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA
+    | {
+        "intermediate_size": 14_336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+    },
+    "gemma3_text": {
+        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
+    },
+}  # fmt: skip
 # Of a hub model that is a folder.
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "artifact.metadata"]
 # Their position table begins behind the padding token's index.
@@ -144,7 +163,8 @@ def _use_common_names(config: dict[str, Any]) -> None:
 def _lifted(raw: dict[str, Any]) -> dict[str, Any]:
     """Put the fields of a nested text_config to the top, where those of a plain decoder are."""
     nested = checked(raw.get("text_config") or {}, dict[str, Any], "config.json: text_config")
-    config = {**raw, **nested}
+    defaults = TEXT_DEFAULTS.get(str(nested.get("model_type")), {})
+    config = {**defaults, **raw, **nested}
     config["architectures"] = raw.get("architectures") or config.get("architectures") or []
     return config
 
@@ -158,12 +178,22 @@ def _needed(fields: HfFields, name: str, path: Path) -> int:
 
 def _num_positions(fields: HfFields, path: Path) -> int:
     """Count the tokens of the longest sequence; some encoders keep rows for padding before the first one."""
-    num_positions = _needed(fields, "max_position_embeddings", path)
+    num_positions = max(_needed(fields, "max_position_embeddings", path), _stretched(fields))
     if fields.model_type in _OFFSET_POSITIONS:
         num_positions -= (fields.pad_token_id or 1) + 1
     if num_positions < 1:
         raise invalid("model", "config.json: pad_token_id leaves no position", fields.pad_token_id)
     return num_positions
+
+
+def _stretched(fields: HfFields) -> int:
+    """Return the length to which YaRN stretches the model's original one; 0 where it does not."""
+    found = fields.rope_parameters or fields.rope_scaling or {}
+    rope = checked(found, Rope, "config.json: rope_parameters")
+    if "yarn" not in (rope.rope_type, rope.type) or not rope.factor:
+        return 0
+    stretched = (rope.original_max_position_embeddings or 0) * rope.factor
+    return int(min(stretched, MOST_POSITIONS))
 
 
 def _model_path(args: EngineArgs) -> Path:

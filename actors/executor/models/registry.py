@@ -29,6 +29,8 @@ def decoder_traits(config: HfConfig, architecture: str) -> DecoderTraits:
         UnsupportedFeatureError: the architecture, or a trait of this model, is not known.
         TrouperValidationError: the config lacks a number or contradicts itself.
     """
+    if is_text_part(architecture):
+        architecture = TEXT_MODELS.get(str(config.get("model_type")), architecture)
     reader = READERS.get(architecture)
     if reader is None:
         known = ", ".join(sorted(READERS))
@@ -36,6 +38,11 @@ def decoder_traits(config: HfConfig, architecture: str) -> DecoderTraits:
             f"architecture {architecture!r} is not supported; known are {known}"
         )
     return read_traits(reader, config, architecture)
+
+
+def is_text_part(architecture: str) -> bool:
+    """Tell whether it also takes images or sounds; its text model alone is served."""
+    return architecture.endswith("ForConditionalGeneration")
 
 
 def has_own_code(config: HfConfig, architecture: str) -> bool:
@@ -220,6 +227,24 @@ READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     "GraniteForCausalLM": _granite,
     "Olmo2ForCausalLM": _olmo2,
     "SmolLM3ForCausalLM": _smollm3,
+}
+
+
+# The text models of architectures that also see or hear, by `model_type`: of their text_config, or their own where it
+# has no such part.  Positions in three dimensions are one dimension where there is text alone.
+TEXT_MODELS = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_vl": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 
 

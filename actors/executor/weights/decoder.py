@@ -24,6 +24,7 @@ from trouper.actors.executor.models.registry import (
     EMBEDDING,
     HEAD,
     Parameter,
+    is_text_part,
     layer_parameters,
     outer_parameters,
 )
@@ -37,6 +38,7 @@ from trouper.actors.executor.weights.quantized import (
     unsupported,
 )
 from trouper.actors.executor.weights.random import RandomWeights
+from trouper.actors.executor.weights.text_names import text_names
 from trouper.config.files import check_folder, checked, read_object
 from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
@@ -68,14 +70,24 @@ class Source(Protocol):
 
 
 class Checkpoint:
-    """The safetensors files of a folder, opened lazily.  All names are given with `prefix` before them."""
+    """The safetensors files of a folder, opened lazily.  All names are given with `prefix` before them.
 
-    def __init__(self, folder: Path, prefix: str = "", scheme: Scheme | None = None) -> None:
+    Args:
+        is_part: whether the folder holds a larger model, of which the text model's tensors alone are read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        prefix: str = "",
+        scheme: Scheme | None = None,
+        *,
+        is_part: bool = False,
+    ) -> None:
         self._folder = folder
         self._scheme = scheme
-        self._prefix = prefix
         self._files: dict[str, Any] = {}
-        self._file_of: dict[str, str] = {}
+        stored: dict[str, str] = {}  # names, and their files
         for file in _file_names(folder):
             try:
                 opened = safetensors.safe_open(folder / file, framework="pt")
@@ -85,7 +97,10 @@ class Checkpoint:
                 ) from error
             self._files[file] = opened
             names: list[str] = cast("Any", opened).keys()  # a method of no dict
-            self._file_of.update((prefix + name, file) for name in names)
+            stored |= dict.fromkeys(names, file)
+        found = text_names(stored) if is_part else {prefix + name: name for name in stored}
+        self._stored_name = found
+        self._file_of = {name: stored[found[name]] for name in found}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -128,7 +143,7 @@ class Checkpoint:
                 )
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._files[self._file_of[name]].get_tensor(name.removeprefix(self._prefix))
+        return self._files[self._file_of[name]].get_tensor(self._stored_name[name])
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
         found: list[IntegerWeight] = []
@@ -151,7 +166,7 @@ class Checkpoint:
 
     def _shape(self, name: str) -> list[int]:
         file = self._files[self._file_of[name]]
-        return file.get_slice(name.removeprefix(self._prefix)).get_shape()
+        return file.get_slice(self._stored_name[name]).get_shape()
 
 
 def load_decoder(
@@ -198,7 +213,9 @@ def load_decoder(
     elif load_format in ("auto", "safetensors"):
         parameters = list(outer)
         parameters += [p for i in range(num_layers) for p in layer_parameters(traits, i)]
-        checkpoint = Checkpoint(folder, scheme=scheme)
+        checkpoint = Checkpoint(
+            folder, scheme=scheme, is_part=is_text_part(config.model.architecture)
+        )
         if not has_head and EMBEDDING not in checkpoint.shapes:
             # what the generating sibling wraps is stored bare
             checkpoint = Checkpoint(folder, BASE, scheme)

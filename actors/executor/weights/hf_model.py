@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from trouper.actors.executor.models.hf_attention import NAME, HfAttention
 from trouper.actors.executor.models.hf_decoder import HfDecoder, HfLinear
+from trouper.actors.executor.models.registry import is_text_part
 from trouper.actors.executor.weights.hf_check import TRIAL_TOKENS, check_logits, eager_logits
 from trouper.actors.executor.weights.random import RandomWeights
+from trouper.actors.executor.weights.text_names import key_mapping, text_names
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.cpu.linear.quantization import can_quantize
@@ -49,8 +51,8 @@ def load_hf_decoder(config: EngineConfig) -> HfDecoder:
 
 def _load(config: EngineConfig) -> HfDecoder:
     dtype: torch.dtype = getattr(torch, config.dtype)
-    cls = causal_class(config.model.architecture)
     hf_config = _hf_config(config)
+    cls = _class_of(config, hf_config)
     check_class(cls, hf_config)
     model = _with_weights(cls, hf_config, config, dtype)
     _check_ropes(model, config.max_model_len)
@@ -87,17 +89,29 @@ def _checked(model: nn.Module, config: EngineConfig, dtype: torch.dtype) -> HfDe
     return decoder
 
 
+def _class_of(config: EngineConfig, hf_config: Any) -> Any:
+    """Find the class of the model, or of its text model where it also sees or hears."""
+    architecture = config.model.architecture
+    if is_text_part(architecture):
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        kind = hf_config.model_type
+        names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if kind not in names or is_text_part(names[kind]):
+            raise UnsupportedFeatureError(f"its text model, {kind!r}, has no class of its own")
+        architecture = names[kind]
+    return causal_class(architecture)
+
+
 def causal_class(architecture: str) -> Any:
     """Find the library's class of an architecture.
 
     Raises:
         UnsupportedFeatureError: it has none, or one that is no causal language model.
     """
-    try:
-        import transformers
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    except ImportError:
-        raise UnsupportedFeatureError(INSTALL) from None
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     if architecture not in names:
         version = cast("Any", transformers).__version__
@@ -134,14 +148,18 @@ def check_class(cls: Any, hf_config: Any) -> None:
 
 
 def _hf_config(config: EngineConfig) -> Any:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError:
+        raise UnsupportedFeatureError(INSTALL) from None
     fields = config.model.source_config
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise UnsupportedFeatureError(f"transformers does not know its model_type {kind!r}")
     try:
-        return CONFIG_MAPPING[kind].from_dict(dict(fields))
+        found = CONFIG_MAPPING[kind].from_dict(dict(fields))
+        is_part = is_text_part(config.model.architecture)
+        return found.get_text_config(decoder=True) if is_part else found
     except Exception as error:  # whatever the library raises for a config that it does not like
         line = str(error).strip().partition("\n")[0]
         raise UnsupportedFeatureError(f"transformers cannot read its config: {line}") from error
@@ -150,6 +168,7 @@ def _hf_config(config: EngineConfig) -> Any:
 def _with_weights(cls: Any, hf_config: Any, config: EngineConfig, dtype: torch.dtype) -> nn.Module:
     if config.load_format == "dummy":
         return _dummy(cls, hf_config, config.seed, dtype)
+    is_part = is_text_part(config.model.architecture)
     try:
         model, info = cls.from_pretrained(
             config.model.path,
@@ -160,6 +179,7 @@ def _with_weights(cls: Any, hf_config: Any, config: EngineConfig, dtype: torch.d
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            key_mapping=key_mapping() if is_part else None,
         )
     except (TrouperError, MemoryError):
         raise
@@ -176,6 +196,8 @@ def _with_weights(cls: Any, hf_config: Any, config: EngineConfig, dtype: torch.d
         ("has misshapen", "mismatched_keys"),
     ):
         names = sorted(map(str, info.get(key) or ()))
+        if is_part:  # the rest of a larger model is not read
+            names = sorted(text_names(names) if key == "unexpected_keys" else names)
         if names:
             shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
             raise TrouperValidationError(

@@ -1,0 +1,25 @@
+"""Fields that `hf_overrides` replaces reach the model, on own code and by way of transformers."""
+
+import pytest
+import torch
+import transformers
+
+from trouper.actors.executor.cpu.hf_runner import HfRunner
+from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.messages.plans import Sampling
+
+from .driver import Driver, engine_config, random_prompts
+from .test_architectures import VOCAB, YARN, check_against, tiny_model
+
+
+@pytest.mark.parametrize("runner", [CpuRunner, HfRunner])
+def test_yarn_by_override_equals_transformers_beyond_the_trained_length(runner, tmp_path):
+    tiny_model("Qwen3", {"head_dim": 16, "max_position_embeddings": 64}, tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.rope_parameters, config.max_position_embeddings = YARN, 256
+    plain = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **plain).eval()
+    overrides = {"rope_parameters": YARN}
+    driver = Driver(runner(engine_config(tmp_path, hf_overrides=overrides, max_model_len=200)))
+    (s,) = driver.run(random_prompts((150,), VOCAB), 6, Sampling(temperature=0.0, logprobs=-1))
+    check_against(model, [s])

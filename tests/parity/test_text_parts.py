@@ -1,0 +1,91 @@
+"""The text models of architectures that also take images: on own code and by way of transformers, from their checkpoints."""
+
+import pytest
+import torch
+import transformers
+
+from trouper.actors.executor.cpu.hf_runner import HfRunner
+from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.weights.text_names import text_names
+from trouper.actors.messages.plans import Sampling
+
+from .driver import Driver, engine_config, random_prompts
+
+VOCAB = 211
+TEXT = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+SMALL_TOWER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+QWEN_TOWER = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 14}
+QWEN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+CASES = {
+    "gemma3": (
+        "Gemma3",
+        {"text_config": TEXT | {"sliding_window": 8}, "vision_config": SMALL_TOWER, "mm_tokens_per_image": 4},
+        CpuRunner,
+    ),
+    "llava": (
+        "Llava",
+        {"text_config": TEXT | {"model_type": "llama"},
+         "vision_config": SMALL_TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}},
+        CpuRunner,
+    ),
+    "qwen2-vl": (
+        "Qwen2VL",
+        {"text_config": TEXT | {"rope_parameters": QWEN_ROPE}, "vision_config": QWEN_TOWER},
+        CpuRunner,
+    ),
+    "mixtral in llava": (
+        "Llava",
+        {"text_config": TEXT | {"model_type": "mixtral", "num_local_experts": 4},
+         "vision_config": SMALL_TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}},
+        HfRunner,
+    ),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_text_alone_equals_the_whole_model(case, tmp_path):
+    name, fields, runner = CASES[case]
+    config = getattr(transformers, f"{name}Config")(**fields)
+    torch.manual_seed(0)
+    cls = getattr(transformers, f"{name}ForConditionalGeneration")
+    model = cls._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * 1.2 / parameter.shape[-1] ** 0.5
+    model.save_pretrained(tmp_path)
+    driver = Driver(runner(engine_config(tmp_path, max_model_len=64)), chunk=7, stagger=1)
+    sampling = Sampling(temperature=0.0, logprobs=-1)
+    for s in driver.run(random_prompts((3, 21), VOCAB), 6, sampling):
+        token_ids = [*s.prompt, *s.token_ids]
+        logits = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+        expected = logits.log_softmax(-1)[len(s.prompt) - 1 : -1]
+        assert s.token_ids == expected.argmax(-1).tolist()
+        for found, row in zip(s.logprobs, expected, strict=True):
+            wanted = row[list(found.token_ids)]
+            torch.testing.assert_close(torch.tensor(found.logprobs), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "found"),
+    [
+        (["model.language_model.norm.weight", "model.visual.norm.weight", "lm_head.weight"], 2),
+        (
+            ["language_model.model.norm.weight", "vision_tower.x", "language_model.lm_head.weight"],
+            2,
+        ),
+        (["model.norm.weight", "model.layers.0.x", "visual.blocks.0.x", "lm_head.weight"], 3),
+        (["encoder.x"], 0),
+    ],
+)
+def test_names_of_a_text_part_are_those_of_the_text_model_alone(stored, found):
+    names = text_names(stored)
+    assert len(names) == found
+    assert {name.partition(".")[0] for name in names} <= {"model", "lm_head"}
+    assert set(names.values()) <= set(stored)
