@@ -115,8 +115,8 @@ class SamplingParams(msgspec.Struct):
     extra_args: dict[str, Any] | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     structured_outputs: StructuredOutputsParams | None = None
-    # Accepted at their defaults only.
     thinking_token_budget: int | None = None
+    # Accepted at their defaults only.
     flat_logprobs: bool = False
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: int | None = None
@@ -372,14 +372,22 @@ def _logit_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
 
 
 _NOT_IMPLEMENTED: dict[str, Any] = {
-    "thinking_token_budget": None, "flat_logprobs": False,
+    "flat_logprobs": False,
     "prompt_logprob_token_ids": None, "prompt_logprob_start": None, "trace_decode_token_ids": None,
     "routed_experts_prompt_start": 0, "watermarking": None,
 }  # fmt: skip
 _INTEGERS = (
-    "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "stream_interval"
+    "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "stream_interval",
+    "thinking_token_budget",
 )  # fmt: skip
-_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "stream_interval")
+_MAY_BE_NONE = (
+    "seed",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "stream_interval",
+    "thinking_token_budget",
+)
 _NUMBERS = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p"
 )  # fmt: skip
@@ -418,4 +426,5 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         f"at most {MAX_LOGPROB_TOKEN_IDS} ids",
     ),
     ("stream_interval", lambda v: v >= 1, "must be at least 1"),
+    ("thinking_token_budget", lambda v: v >= 0, "must be -1 or at least 0"),
 )

@@ -38,6 +38,7 @@ from trouper.actors.runtime.event_loop import EventLoop
 from trouper.actors.runtime.threads import Threads
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.config.adapters import AdapterFiles, read_adapter
+from trouper.config.output_rules import Marks
 from trouper.config.resolve import EngineConfig
 from trouper.errors import EngineDeadError, RetryableRequestError, TrouperValidationError
 from trouper.inputs import PoolingPrompt, PromptType
@@ -124,6 +125,7 @@ class Engine:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
+        reasoning: Marks | None = None,
     ) -> Generation[RequestOutput]:
         """Return a request as an async iterator; nothing happens before it is entered or iterated.
 
@@ -147,6 +149,7 @@ class Engine:
             add_special_tokens=add_special_tokens,
             mm_processor_kwargs=mm_processor_kwargs,
             trace_headers=trace_headers,
+            reasoning=reasoning,
         )
         return Generation(
             self.requests, request_id, params.clone(), render, arrival_time, lora_request

@@ -2,14 +2,17 @@
 
 from typing import Any, Protocol
 
+from trouper.actors.messages.thinking import Thinking
+
 
 class Grammar(Protocol):
-    """A compiled grammar of one request, as devices see it.  Sequences share it, and it never changes."""
+    """Rules for the outputs of one request, as devices see them.  Sequences share them, and they never change."""
 
     eos_token_ids: tuple[int, ...]  # all of them end the output
     ignore_eos: bool  # they are drawn only where nothing else can be
     num_tokens: int  # of the vocabulary that masks are made for
+    thinking: Thinking | None  # reasoning that comes first
 
     def matcher(self) -> Any:
-        """Return a matcher of `llguidance` at the beginning of an output."""
+        """Return a matcher of `llguidance` at the beginning of an output; None: behind its reasoning it may be anything."""
         ...

@@ -10,6 +10,7 @@ from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.grammar import Grammar
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.sinks import GenerationSink, PoolingSink, ReplySink
+from trouper.config.output_rules import Marks
 from trouper.inputs import PoolingPrompt
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
@@ -33,6 +34,7 @@ class Render(msgspec.Struct, frozen=True):
     mm_processor_kwargs: Mapping[str, Any] | None = None  # concerns multimodal items only
     adapter: LoadedAdapter | None = None
     trace_headers: Mapping[str, str] | None = None  # W3C, for the request's span
+    reasoning: Marks | None = None  # around the reasoning, as the caller knows it
 
 
 class Track(msgspec.Struct, frozen=True):

@@ -10,8 +10,12 @@ from collections import OrderedDict
 from threading import Lock
 from typing import Any
 
+import msgspec
+
+from trouper.actors.messages.thinking import Thinking
 from trouper.actors.rendering.grammar import TOO_COMPLEX, failure, grammar_source, refused
 from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.config.output_rules import StructuredOutputsConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.extras import install_hint
 from trouper.params import SamplingParams
@@ -25,21 +29,32 @@ LIMITS = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
+TURNED_OFF = "this engine takes no grammars (structured_outputs_config)"
 
 
 class CompiledGrammar:
-    """`Grammar` of a request: a prototype that no sequence changes, and how the request wants its end."""
+    """`Grammar` of a request: a prototype that no sequence changes, and how the request wants its end.
+
+    Without a prototype all that is asked of an output is the end of its reasoning.
+    """
 
     def __init__(
-        self, prototype: Any, eos_token_ids: tuple[int, ...], num_tokens: int, *, ignore_eos: bool
+        self,
+        prototype: Any,
+        eos_token_ids: tuple[int, ...],
+        num_tokens: int,
+        thinking: Thinking | None,
+        *,
+        ignore_eos: bool,
     ) -> None:
         self._prototype = prototype
+        self.thinking = thinking
         self.eos_token_ids, self.num_tokens = eos_token_ids, num_tokens
         self.ignore_eos = ignore_eos
 
     def matcher(self) -> Any:
-        """Copy the prototype."""
-        return self._prototype.deep_copy()
+        """Copy the prototype, if there is one."""
+        return None if self._prototype is None else self._prototype.deep_copy()
 
 
 class Grammars:
@@ -50,6 +65,7 @@ class Grammars:
         vocab_size: of the model's logits.
         eos_token_ids: that end an output.
         takes_grammars: the device is in this process; a matcher does not cross to another.
+        config: what holds where a request says nothing.
     """
 
     def __init__(
@@ -58,8 +74,10 @@ class Grammars:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         takes_grammars: bool = True,
+        config: StructuredOutputsConfig = StructuredOutputsConfig(),  # noqa: B008  # it is frozen
     ) -> None:
         self._takes_grammars = takes_grammars
+        self._config = config
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(token for token in eos_token_ids if token < vocab_size)
         self._num_tokens = vocab_size
@@ -69,23 +87,46 @@ class Grammars:
             OrderedDict()
         )  # by digest, the last used at the end
 
-    def compile(self, params: SamplingParams) -> CompiledGrammar | None:
+    def compile(
+        self, params: SamplingParams, thinking: Thinking | None = None
+    ) -> CompiledGrammar | None:
         """Compile what the output of a request must match; None: it may be anything.
+
+        Args:
+            thinking: reasoning that may come first.
 
         Raises:
             GrammarError: it is no grammar, or too complex.
-            UnsupportedFeatureError: llguidance is not installed.
+            UnsupportedFeatureError: llguidance is not installed, or grammars are turned off.
         """
         wanted = params.structured_outputs
-        if wanted is None or self._tokenizer is None:
+        if (wanted is None and thinking is None) or self._tokenizer is None:
             return None
+        name = "structured_outputs" if wanted is not None else "thinking_token_budget"
         if not self._takes_grammars:
             raise UnsupportedFeatureError(
-                "structured outputs need a device in this process: --device-worker inline",
-                parameter="structured_outputs",
+                f"{name} needs a device in this process: --device-worker inline", parameter=name
             )
+        if (
+            wanted is not None
+            and self._config.enable_in_reasoning
+            and params.thinking_token_budget is None
+        ):
+            thinking = None
+        return CompiledGrammar(
+            None if wanted is None else self._compiled(wanted, self._tokenizer),
+            self._eos_token_ids,
+            self._num_tokens,
+            thinking,
+            ignore_eos=params.ignore_eos,
+        )
+
+    def _compiled(self, wanted: StructuredOutputsParams, tokenizer: Tokenizer) -> Any:
+        if self._config.backend == "none":
+            raise UnsupportedFeatureError(TURNED_OFF, parameter="structured_outputs")
+        wanted = _with_defaults(wanted, self._config)
         try:
-            prototype = self._prototype(wanted, self._tokenizer)
+            return self._prototype(wanted, tokenizer)
         except ImportError as error:
             raise UnsupportedFeatureError(
                 f"structured outputs need llguidance: {install_hint('grammar')}",
@@ -99,9 +140,6 @@ class Grammars:
             if type(error).__name__ != "PanicException":  # of the library: no Exception
                 raise
             raise failure("the compiler failed", wanted.kind) from error  # noqa: ASYNC104  # a panic
-        return CompiledGrammar(
-            prototype, self._eos_token_ids, self._num_tokens, ignore_eos=params.ignore_eos
-        )
 
     def _prototype(self, wanted: StructuredOutputsParams, tokenizer: Tokenizer) -> Any:
         import llguidance
@@ -141,3 +179,15 @@ class Grammars:
         return llguidance.LLTokenizer(
             json.dumps(rules), n_vocab=self._num_tokens, eos_token=list(self._eos_token_ids)
         )
+
+
+def _with_defaults(
+    wanted: StructuredOutputsParams, config: StructuredOutputsConfig
+) -> StructuredOutputsParams:
+    """Turn on what the engine's options turn on for every request."""
+    given = {
+        name: True
+        for name in ("disable_any_whitespace", "disable_additional_properties")
+        if getattr(config, name)
+    }
+    return msgspec.structs.replace(wanted, **given) if given else wanted

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.config.output_rules import Marks, StructuredOutputsConfig
 from trouper.errors import TrouperValidationError, invalid
 from trouper.params import SamplingParams
 
@@ -24,6 +25,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_edits: int | None = None  # tokens that are biased or banned; None: as many as you like
     max_bad_word: int | None = None  # tokens of a bad word
     takes_grammars: bool = True  # the device is in this process
+    reasoning: Marks | None = None  # where the options name them
+    structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
 
 
 class ResolvedSampling(NamedTuple):

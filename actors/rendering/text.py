@@ -21,6 +21,7 @@ from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digest
 from trouper.actors.rendering.grammars import Grammars
 from trouper.actors.rendering.mixed import encode_mixed, take_embeds, unmarked
 from trouper.actors.rendering.sampling import ModelLimits, eos_ids, resolve_sampling
+from trouper.actors.rendering.thinking import thinking_of
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.files import read_text
 from trouper.config.resolve import EngineConfig
@@ -89,7 +90,9 @@ class Prompts:
         self._control_tokens = ((), ()) if tokenizer is None else _control_tokens(tokenizer)
         self._templates = ConfinedTemplates()
         eos = tuple(eos_ids(limits, tokenizer))
-        self._grammars = Grammars(tokenizer, limits.vocab_size, eos, limits.takes_grammars)
+        self._grammars = Grammars(
+            tokenizer, limits.vocab_size, eos, limits.takes_grammars, limits.structured_outputs
+        )
 
     @classmethod
     def for_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
@@ -104,6 +107,8 @@ class Prompts:
             max_edits=MAX_EDITS if config.device == "cuda" else None,
             max_bad_word=MAX_BAD_WORD + 1 if config.device == "cuda" else None,
             takes_grammars=config.device_worker == "inline",
+            reasoning=config.reasoning,
+            structured_outputs=config.structured_outputs,
         )
         return cls(tokenizer, limits, template_text(config.chat_template))
 
@@ -130,6 +135,8 @@ class Prompts:
         self._check_length(len(ids))
         prompt_token_ids = tuple(ids)
         resolved = resolve_sampling(message.params, len(ids), self._limits, self._tokenizer)
+        marks = self._limits.reasoning or message.reasoning
+        thinking = thinking_of(marks, resolved.params, form.text, ids, self._tokenizer)
         return Rendered(
             Track(
                 message.id,
@@ -149,7 +156,7 @@ class Prompts:
                 priority=message.priority,
                 arrival_time=message.arrival_time,
                 cache_salt=form.salt,
-                grammar=self._grammars.compile(resolved.params),
+                grammar=self._grammars.compile(resolved.params, thinking),
                 adapter=message.adapter,
                 embeds=embeds,
                 embeds_digests=digests(embeds, self._limits.block_size),

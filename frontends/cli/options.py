@@ -53,6 +53,9 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "override_generation_config": "Sampling defaults that win over the model's.",
         "enable_prompt_embeds": "Accept prompts that are embeddings.",
         "chat_template": "Chat template, or a file with one, in place of the model's.",
+        "structured_outputs_config": "Defaults of structured outputs as JSON: backend, disable_any_whitespace, "
+        "disable_additional_properties, enable_in_reasoning.",
+        "reasoning_config": "Marks around the model's reasoning as JSON: reasoning_start_str, reasoning_end_str.",
         "served_model_name": "Name of the model for clients; repeatable.",
     },
     "Pooling": {

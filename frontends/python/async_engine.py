@@ -18,6 +18,7 @@ from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
 from trouper.config.model import ModelConfig
+from trouper.config.output_rules import Marks
 from trouper.config.resolve import EngineConfig, resolve
 from trouper.errors import EngineDeadError, TrouperValidationError
 from trouper.frontends.python.controls import AsyncControls
@@ -98,6 +99,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         prompt_text: str | None = None,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
+        reasoning: Marks | None = None,
     ) -> Generation[RequestOutput]:
         """Return one request as an async iterator of `RequestOutput`; the last has `finished=True`.
 
@@ -108,6 +110,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             sampling_params: None takes the model's own defaults.
             request_id: echoed in the outputs and the handle for `abort`; None mints one.
             priority: larger runs first.
+            reasoning: marks around the model's reasoning, where no option names them.
             prompt_text, data_parallel_rank, session_id: accepted at None only.
 
         Raises:
@@ -139,6 +142,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             mm_processor_kwargs=mm_processor_kwargs,
             trace_headers=trace_headers,
             lora_request=lora_request,
+            reasoning=reasoning,
             **tokenization_options(tokenization_kwargs),
         )
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from trouper.actors.observability.metrics import LIMITS
 from trouper.actors.rendering.text import template_text
@@ -93,13 +94,15 @@ class Service:
         if tokenizer is None:
             return AnswerFormat()
         added = tokenizer.added_tokens
-        return answer_format(
+        found = answer_format(
             tokenizer.chat_templates.values() if own_template is None else [own_template],
             {text: id for id, text in added.items()},
             {text for id, text in added.items() if id in tokenizer.special_ids},
             tool_call_parser=self.settings.tool_call_parser,
             reasoning_parser=self.settings.reasoning_parser,
         )
+        marks = engine.config.reasoning
+        return found if marks is None else msgspec.structs.replace(found, reasoning=marks)
 
     def drain(self) -> None:
         """Refuse new requests from now on; readiness says so."""

@@ -23,7 +23,6 @@ GENERATING = {
     "length_penalty": "it belongs to beam search; leave it out",
     "early_stopping": "it belongs to beam search; leave it out",
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
-    "thinking_token_budget": "use max_tokens",
     "repetition_detection": "use repetition_penalty, or stop",
     "kv_transfer_params": "leave it out",
 }
@@ -67,7 +66,6 @@ SCORING = {
 NEUTRAL: dict[str, Any] = {
     "best_of": 1,
     "length_penalty": 1.0,
-    "thinking_token_budget": -1,
     "modalities": ["text"],
     "truncation": "disabled",
     "top_logprobs": 0,

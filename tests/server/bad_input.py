@@ -274,7 +274,8 @@ SUITE = {
         *(c(name, 400, "not_supported", name, **{name: "x"}) for name in COMPLETION),
         *(h(name, 400, "not_supported", name, **{name: "x"}) for name in CHAT),
         c("best_of", 400, "not_supported", "best_of", best_of=2),
-        c("no thinking", 400, "not_supported", "thinking_token_budget", thinking_token_budget=0),
+        c("no thinking", 400, "invalid_value", "thinking_token_budget", thinking_token_budget=0),
+        h("no thinking", 400, "invalid_value", "thinking_token_budget", thinking_token_budget=3),
     ],
     "grammars": [
         c("a format", 400, "invalid_value", "response_format", response_format={"type": "xml"}),

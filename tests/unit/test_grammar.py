@@ -13,7 +13,8 @@ from trouper.actors.messages.plans import NewSequence, Sampling
 from trouper.actors.rendering.grammars import Grammars
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
-from trouper.errors import GrammarError, TrouperValidationError
+from trouper.config.output_rules import structured_outputs_config
+from trouper.errors import GrammarError, TrouperValidationError, UnsupportedFeatureError
 
 V, EOS = 4096, (0, 2)
 NESTED: dict = {}
@@ -204,3 +205,25 @@ def test_tags_in_text(grammars, tokenizer):
     matcher = compiled(grammars, structural_tag=tag).matcher()
     ids = tokenizer.encode("so <f=a>x", add_special_tokens=False)
     assert matcher.try_consume_tokens(ids) < len(ids)
+
+
+def test_defaults_of_the_engine_hold_where_a_request_says_nothing(tokenizer):
+    config = structured_outputs_config({"disable_any_whitespace": True, "backend": "xgrammar"})
+    closed = Grammars(tokenizer, V, EOS, config=config)
+    matcher = compiled(closed, json_object=True).matcher()
+    assert matcher.consume_tokens(tokenizer.encode("{", False))
+    assert not matcher.validate_tokens(tokenizer.encode(" ", False))
+
+
+def test_an_engine_may_take_no_grammars(tokenizer):
+    refusing = Grammars(tokenizer, V, EOS, config=structured_outputs_config({"backend": "none"}))
+    with pytest.raises(UnsupportedFeatureError, match="structured_outputs_config"):
+        compiled(refusing, json_object=True)
+
+
+@pytest.mark.parametrize(
+    "config", [{"backend": "magic"}, {"unknown": 1}, {"disable_any_whitespace": 3}]
+)
+def test_a_bad_option_names_itself(config):
+    with pytest.raises(TrouperValidationError, match="structured_outputs_config"):
+        structured_outputs_config(config)

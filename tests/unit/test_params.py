@@ -50,9 +50,9 @@ DEFAULTS = {
     "extra_args": None,
     "repetition_detection": None,
     "structured_outputs": None,
+    "thinking_token_budget": None,
 }
 LATER = {  # accepted at their defaults only
-    "thinking_token_budget": None,
     "flat_logprobs": False,
     "prompt_logprob_token_ids": None,
     "prompt_logprob_start": None,
@@ -84,6 +84,7 @@ LEGAL = {
     "extra_args": [{"a": 1}],
     "repetition_detection": [RepetitionDetectionParams(8, 2, 3), RepetitionDetectionParams(), None],
     "structured_outputs": [StructuredOutputsParams(regex="a"), None],
+    "thinking_token_budget": [0, 5, None],
 }
 ILLEGAL = {
     "n": [0, 16_385, 1.0, True, "1", None],
@@ -126,6 +127,7 @@ ILLEGAL = {
     "extra_args": [[1]],
     "repetition_detection": [{"min_count": 2}],
     "structured_outputs": [{"regex": "a"}],
+    "thinking_token_budget": [-2, 1.5, "3"],
 }
 
 

@@ -117,6 +117,8 @@ class EngineArgs:
     otlp_traces_endpoint: str | None = None
     profiler_config: dict[str, Any] | None = None
     chat_template: str | None = None
+    structured_outputs_config: dict[str, Any] | None = None
+    reasoning_config: dict[str, Any] | None = None
     enable_prompt_embeds: bool = False
     enable_lora: bool = False
     max_loras: int = 1

@@ -15,6 +15,12 @@ from trouper.config.args import EngineArgs
 from trouper.config.checks import check_engine_args, log_idle_options
 from trouper.config.devices import DeviceKind, choose_device
 from trouper.config.model import ModelConfig, concrete_dtype, kv_bytes_per_token, tokenizer_path
+from trouper.config.output_rules import (
+    Marks,
+    StructuredOutputsConfig,
+    reasoning_marks,
+    structured_outputs_config,
+)
 from trouper.config.pooler import PoolerSpec
 from trouper.config.speculation import SpeculativeConfig, speculative_config
 from trouper.config.stages import PARTITION, max_steps_in_flight, read_partition, split_layers
@@ -91,6 +97,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None  # None = what gpu_memory_utilization leaves
     stream_interval: int
     chat_template: str | None
+    structured_outputs: StructuredOutputsConfig
+    reasoning: Marks | None  # where an option names them
     enable_prompt_embeds: bool = False
     shutdown_timeout_s: float
     quantization: Quantization = None  # of the weights, at load
@@ -182,6 +190,8 @@ def resolve(args: EngineArgs, *, offline: bool = False) -> EngineConfig:
         max_num_queued_tokens=None if offline else args.max_num_queued_tokens,
         lora=_lora_config(args, dtype, device, pooler),
         speculation=speculation,
+        structured_outputs=structured_outputs_config(args.structured_outputs_config),
+        reasoning=reasoning_marks(args.reasoning_config),
         scheduler=scheduler,
         **{name: getattr(args, name) for name in UNCHANGED},
     )

@@ -9,7 +9,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
         logits_processors allowed_media_domains
         mm_processor_kwargs limit_mm_per_prompt distributed_executor_backend
         max_cudagraph_capture_size compilation_config attention_backend
-        default_mm_loras structured_outputs_config custom_histogram_buckets
+        default_mm_loras custom_histogram_buckets
         kv_events_config code_revision sleep_preserve_parameter_names sleep_mode_backend
         hf_config_path safetensors_load_strategy ir_op_priority distributed_timeout_seconds
         cpu_distributed_timeout_seconds numa_bind_nodes numa_bind_cpus device_ids dcp_comm_backend
@@ -25,7 +25,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
         watermark_config diffusion_config show_hidden_metrics_for_version collect_detailed_traces
         scheduler_cls attention_config engram_config mamba_config kernel_config
         enable_flashinfer_autotune logging_config log_level log_config_file kv_transfer_config
-        ec_transfer_config ec_manager_config reasoning_config kv_cache_dtype_skip_layers
+        ec_transfer_config ec_manager_config kv_cache_dtype_skip_layers
         mamba_block_size prefix_match_unit mamba_ssu_algorithm additional_config
         fault_tolerance_config kv_offloading_size weight_transfer_config gdn_prefill_backend
         kda_prefill_backend kda_decode_backend

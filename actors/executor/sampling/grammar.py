@@ -6,6 +6,8 @@ Laws:
     steps in flight.
   * Where the output can only end, the ids that end it are allowed and no others; `ignore_eos` and `min_tokens` yield.
   * A grammar that takes more steps than it may ends its own sequence.
+  * Reasoning comes first: all tokens may stand in it but those that end an output which must match a grammar, until its
+    budget is used up; then its end is forced, token by token, and the grammar begins.
 """
 
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ import msgspec
 import numpy as np
 
 from trouper.actors.executor.request_slots import RequestSlots
+from trouper.actors.executor.sampling.reasoning import ReasoningProgress
 from trouper.actors.messages.grammar import Grammar
 
 GRAMMAR_ERROR = -3  # in place of a token: the grammar's matcher has failed
@@ -26,6 +29,7 @@ class _Matching(msgspec.Struct):
     grammar: Grammar
     matcher: Any
     end: int  # position of the first token that was not read
+    reasoning: ReasoningProgress | None = None
     can_only_end: bool = False
 
 
@@ -53,9 +57,8 @@ class GrammarMasks:
         num_words = -(-grammar.num_tokens // 32)
         if self._words_SW.shape[1] < num_words:
             self._words_SW = np.zeros((len(self.addresses), num_words), dtype=np.int32)
-        self._in_use[slot] = _Matching(
-            grammar, grammar.matcher(), end=int(self._slots.num_prompt[slot])
-        )
+        matcher, end = grammar.matcher(), int(self._slots.num_prompt[slot])
+        self._in_use[slot] = _Matching(grammar, matcher, end, _reasoning(grammar, matcher))
         self.addresses[slot] = self._words_SW[slot].ctypes.data
 
     def clear(self) -> None:
@@ -95,8 +98,32 @@ class GrammarMasks:
         matcher, words_W = matching.matcher, self._words_SW[slot]
         outputs: list[int] = self._slots.token_ids[slot, matching.end : end].tolist()
         matching.end = end
-        if outputs:
+        matching.can_only_end = False
+        if matching.reasoning is not None:
+            take = matching.reasoning.take
+            outputs = [token for token in outputs if take(token)]
+        if matcher is not None and outputs:
             matcher.consume_tokens(outputs)
+        if self._fill_reasoning(matching, words_W):
+            return True
+        return matcher is None or self._fill_matching(matching, words_W)
+
+    def _fill_reasoning(self, matching: _Matching, words_W: np.ndarray) -> bool:
+        """Fill the bits where the output is in its reasoning, or may be anything; False: a grammar says more."""
+        reasoning, matcher = matching.reasoning, matching.matcher
+        if reasoning is not None and (forced := reasoning.forced) is not None:
+            words_W[:] = 0
+            _set(words_W, forced)
+            return True
+        if matcher is not None and (reasoning is None or not reasoning.is_inside):
+            return False
+        words_W[:] = -1
+        if matcher is not None:  # an output that ended here would not match
+            self._set_ends(words_W.view(np.uint32), matching.grammar, allow=False)
+        return True
+
+    def _fill_matching(self, matching: _Matching, words_W: np.ndarray) -> bool:
+        matcher = matching.matcher
         if matcher.is_error():
             return False
         matching.can_only_end = matcher.is_stopped()
@@ -108,6 +135,8 @@ class GrammarMasks:
             matching.can_only_end = matcher.is_stopped() and not matcher.is_error()
         if matching.can_only_end or matching.grammar.ignore_eos:
             self._set_ends(words_W.view(np.uint32), matching.grammar, allow=matching.can_only_end)
+        if matching.reasoning is not None and matching.reasoning.opening is not None:
+            _set(words_W, matching.reasoning.opening)
         return not matcher.is_error()
 
     @staticmethod
@@ -118,3 +147,25 @@ class GrammarMasks:
                 words_W[token // 32] |= bit
             else:
                 words_W[token // 32] &= ~bit
+
+
+def _reasoning(grammar: Grammar, matcher: Any) -> ReasoningProgress | None:
+    """Begin to follow the reasoning of an output; None: there is none.
+
+    An opening of several tokens that the grammar allows to begin is the grammar's own.
+    """
+    thinking = grammar.thinking
+    if thinking is None:
+        return None
+    may_be_both = not thinking.begins_inside and len(thinking.start_ids) > 1
+    if (
+        matcher is not None
+        and may_be_both
+        and matcher.validate_tokens(list(thinking.start_ids[:1]))
+    ):
+        return None
+    return ReasoningProgress(thinking, has_grammar=matcher is not None)
+
+
+def _set(words_W: np.ndarray, token: int) -> None:
+    words_W.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)

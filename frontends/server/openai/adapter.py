@@ -11,6 +11,7 @@ import msgspec
 
 from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.dialects.events import Content, Reasoning
+from trouper.frontends.dialects.table import Span
 from trouper.frontends.server.openai.parsers import ParserChain, Part
 from trouper.frontends.server.settings import ServerSettings
 from trouper.frontends.server.usage import Usage
@@ -61,6 +62,7 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     shows_cached: bool = False  # in the usage
     shows_prompt: bool = False  # its text begins each choice
     is_prompt_only: bool = False  # what is generated is dropped
+    reasoning: Span | None = None  # the marks around it
     # for each choice, from the output that it begins with
     make_parsers: Callable[[RequestOutput], ParserChain] = lambda _: ParserChain()
 

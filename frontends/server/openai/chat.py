@@ -58,6 +58,7 @@ class ChatAdapter:
         prompt = chat_prompt(request, model.settings)
         params = chat_params(request, model.default_sampling, model.max_model_len)
         parsed = parsed_request(request, model.settings, [prompt], ["messages"], params)
+        parsed.reasoning = model.answers.reasoning
         schemas = tool_schemas(request.tools, request.tool_choice)
         if (schemas and model.answers.tools is not None) or model.answers.reasoning is not None:
             if model.answers.has_special_marks:

@@ -58,6 +58,8 @@ class CompletionAdapter:
         parsed = parsed_request(request, model.settings, prompts, places, params)
         parsed.is_prompt_only = request.max_tokens == 0
         parsed.shows_prompt = bool(request.echo)
+        if params.thinking_token_budget is not None:
+            parsed.reasoning = model.answers.reasoning
         return parsed
 
     @staticmethod

@@ -165,6 +165,7 @@ class Driver:
                 priority=priority,
                 tokenization_kwargs=parsed.tokenization,
                 trace_headers=parent,
+                reasoning=parsed.reasoning,
             )
             for i, prompt in enumerate(parsed.prompts)
         )

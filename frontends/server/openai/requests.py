@@ -56,6 +56,7 @@ class Generating(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
+    thinking_token_budget: int | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
