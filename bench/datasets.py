@@ -3,7 +3,13 @@
 Names and filters are those of vLLM's datasets.
 """
 
+import argparse
+import csv
+import difflib
+import inspect
 import random
+import textwrap
+import tokenize
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,6 +29,7 @@ class SampleRequest(msgspec.Struct, frozen=True):
     prompt_token_ids: tuple[int, ...]
     output_len: int
     text: str | None = None
+    temperature: float = 1.0
 
 
 class _Turn(msgspec.Struct):
@@ -85,6 +92,39 @@ def prefix_repetition_requests(
     ]  # fmt: skip
     rng.shuffle(requests)
     return requests
+
+
+def edit_requests(
+    num: int, encode: Encode, rng: random.Random, *, input_len: int, output_len: int
+) -> list[SampleRequest]:
+    """Make prompts that ask for a function of the standard library again, with a name changed; decoded greedily.
+
+    Args:
+        input_len: the most tokens of a function's source.
+    """
+    sources = [source for source in _functions() if len(encode(source)) <= input_len]
+    rng.shuffle(sources)
+    found: list[SampleRequest] = []
+    for source in (sources[i % len(sources)] for i in range(num)):
+        name = source.split("(")[0].removeprefix("def ").strip()
+        text = (
+            f"Original code:\n```python\n{source}```\n\n"
+            f"The same code with the function `{name}` renamed to `{name}_all`:\n```python\ndef {name}_all("
+        )
+        found.append(SampleRequest(tuple(encode(text)), output_len, text, temperature=0.0))
+    return found
+
+
+def _functions() -> list[str]:
+    """Return the sources of functions of middling length, in an order that does not change."""
+    modules = argparse, csv, difflib, inspect, textwrap, tokenize
+    functions = [
+        textwrap.dedent(inspect.getsource(function))
+        for module in modules
+        for _, function in sorted(inspect.getmembers(module, inspect.isfunction))
+        if function.__module__ == module.__name__
+    ]
+    return [source for source in functions if source.startswith("def ") and len(source) > 400]
 
 
 def sharegpt_requests(

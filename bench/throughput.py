@@ -323,10 +323,10 @@ def prompts_of(requests: Sequence[SampleRequest], *, is_chat: bool) -> list[Any]
 
 
 def sampling(api: Any, request: SampleRequest, wishes: Wishes) -> Any:
-    """Make the sampling parameters of vLLM's benchmark: temperature 1, exactly `output_len` tokens."""
+    """Make the sampling parameters of vLLM's benchmark: exactly `output_len` tokens."""
     return api.SamplingParams(
         n=wishes.n,
-        temperature=1.0,
+        temperature=request.temperature,
         top_p=1.0,
         ignore_eos=True,
         max_tokens=request.output_len,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from trouper.bench.datasets import (
     SampleRequest,
     check_fit,
+    edit_requests,
     prefix_repetition_requests,
     random_requests,
     sharegpt_requests,
@@ -112,3 +113,18 @@ def test_what_the_model_cannot_hold_is_told_before_the_run():
     check_fit(requests, 5)
     with pytest.raises(TrouperValidationError, match=r"prompt 2 \(3 tokens\) and its output \(2\)"):
         check_fit(requests, 4)
+
+
+def test_edits_ask_for_functions_of_the_library_again_and_are_greedy():
+    encode = str.encode
+    made = [
+        edit_requests(5, encode, random.Random(3), input_len=2000, output_len=9) for _ in range(2)
+    ]
+    assert made[0] == made[1]
+    for request in made[0]:
+        assert request.text.encode() == bytes(request.prompt_token_ids)
+        source = request.text.split("```python\n")[1].removesuffix("```\n\n")
+        name = source.removeprefix("def ").split("(")[0]
+        assert request.text.endswith(f"def {name}_all(")
+        assert len(source) <= 2000 + 100
+        assert (request.temperature, request.output_len) == (0.0, 9)

@@ -35,8 +35,10 @@ class DatasetOptions:
     """The requests that a benchmark sends; options have vLLM's names."""
 
     dataset_name: Annotated[
-        Literal["sharegpt", "random", "prefix_repetition"],
-        dataset("Source of the requests; sharegpt without --dataset-path is random."),
+        Literal["sharegpt", "random", "prefix_repetition", "edit"],
+        dataset(
+            "Source of the requests; sharegpt without --dataset-path is random, edit asks for functions with a changed name."
+        ),
     ] = "sharegpt"
     dataset_path: Annotated[
         str | None, dataset("ShareGPT file with conversations in JSON.", metavar="FILE")
@@ -116,6 +118,16 @@ class DatasetOptions:
                 rng,
                 output_len=self.output_len,
                 oversample=self.oversample,
+            )
+        if self.dataset_name == "edit":
+            if tokenizer is None:
+                raise TrouperValidationError("texts to edit need one", parameter="tokenizer")
+            return datasets.edit_requests(
+                self.num_prompts,
+                tokenizer.encode,
+                rng,
+                input_len=self.input_len or 400,
+                output_len=self.output_len or 128,
             )
         return datasets.random_requests(
             self.num_prompts,
