@@ -38,7 +38,7 @@ async def test_drawn_hostile_connections_end_alone(anyio_backend, is_admin):
             shutdown.aborting.set()
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+@pytest.mark.parametrize("loop", ["asyncio", pytest.param("trio", marks=pytest.mark.slow)])
 def test_a_server_process_stands_every_packet_on_every_listener(loop):
     with started("--loop", loop, "--api-key", KEY, "--admin-port", "0") as server:
         server.headers = [("authorization", f"Bearer {KEY}")]

@@ -65,7 +65,7 @@ def texts(events):
     return found
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+@pytest.mark.parametrize("loop", ["asyncio", pytest.param("trio", marks=pytest.mark.slow)])
 def test_it_delays_no_other_request_takes_bounded_memory_and_gets_the_same_text_in_the_end(loop):
     with started("--loop", loop) as server:
         whole = [choice["text"] for choice in json.loads(ask(server))["choices"]]

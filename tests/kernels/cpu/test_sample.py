@@ -208,8 +208,8 @@ def test_greater_temperatures_flatten():
 
 def test_nearly_equal_tokens_are_all_drawn():
     """What may be passed over without a logarithm is never the best."""
-    logits = torch.linspace(0, 1, 4096).repeat(3000, 1)
-    rows, positions = rows_of(3000), np.arange(3000)
+    logits = torch.linspace(0, 1, 4096).repeat(500, 1)
+    rows, positions = rows_of(500), np.arange(500)
     assert (
         drawn(logits, rows, positions) == drawn(logits, rows, positions, drawing.sample_reference)
     ).all()
