@@ -400,3 +400,15 @@ def test_a_plot_without_matplotlib_is_one_line(bench, monkeypatch):
     assert bench("serve", "--plot", "x.png", code=2).err == line
     with pytest.raises(UnsupportedFeatureError):
         plot.plot("x.png", [], title="", concurrency="")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stall", [(), ("--stall",)])
+def test_stages_are_measured_beside_one(report, stall):
+    options = ("--model", "tiny", "--chunks", "1,3", "--chunk-tokens", "16", "--num-iters", "2")
+    found = report("pipeline", *options, *stall)
+    assert found["stall"] is bool(stall)
+    assert [record["num_chunks"] for record in found["results"]] == [1, 3]
+    assert all(record["gain"] > 0 for record in found["results"])
+    assert [round(record["bound"], 2) for record in found["results"]] == [1.0, 1.5]

@@ -6,6 +6,7 @@ from trouper.frontends.cli.bench.kernels import kernels
 from trouper.frontends.cli.bench.latency import latency
 from trouper.frontends.cli.bench.loop_gap import loop_gap
 from trouper.frontends.cli.bench.peers import peers
+from trouper.frontends.cli.bench.pipeline import pipeline
 from trouper.frontends.cli.bench.quantization import quantization
 from trouper.frontends.cli.bench.serve import serve
 from trouper.frontends.cli.bench.startup import startup
@@ -16,6 +17,6 @@ bench = typer.Typer(
     cls=WholeSentenceGroup,
     help="Measure: throughput, latency, a server, start-up, kernels, peers.",
 )
-for command in (throughput, latency, serve, startup, kernels, quantization, peers):
+for command in (throughput, latency, serve, startup, kernels, quantization, peers, pipeline):
     bench.command(cls=PanelCommand)(command)
 bench.command("loop-gap", cls=PanelCommand)(loop_gap)

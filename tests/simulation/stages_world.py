@@ -1,0 +1,360 @@
+"""A pipeline of simulated stages under the real policy, in every order that a seed draws.
+
+    python -m tests.simulation.stages_world --seconds 60
+
+Front, stages and clients take their steps one at a time; which is next is drawn. A stage keeps what it computes in blocks, as a
+model does: a value of each position, a hash of the stage's salt, of what the position is given and of the value before it. The
+last stage's value is the token. So a wrong hidden state, or an id in a row that is not its own, changes what clients get.
+"""
+
+import argparse
+import random
+import time
+from collections import deque
+from typing import NamedTuple
+
+from trouper.actors.messages.plans import NewSequence, StepPlan
+from trouper.actors.messages.requests import Admit
+from trouper.actors.messages.results import DeviceLost, StepDone
+from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.sequences import Sequence
+from trouper.actors.stages import Feedback, is_due, num_ring_entries, sends_tokens
+from trouper.config.resolve import SchedulerConfig
+from trouper.config.stages import max_steps_in_flight
+from trouper.params import SamplingParams
+
+VOCABULARY = 1000
+MAX_TURNS = 20_000  # of one schedule; the longest that ends takes a tenth of them
+
+
+class SimulationFault(Exception):
+    """The pipeline did what it must not: the schedule that shows it is reproduced by its seed."""
+
+
+class Rules(NamedTuple):
+    """What planted bugs change; the defaults are right."""
+
+    feedback: type[Feedback] = Feedback
+    num_token_entries: int = 0  # more or fewer than there must be
+    drains_only_to_read: bool = False
+    waits_every_step: bool = False
+    masks_by_itself: bool = False  # the last stage looks at what it knows, and not at the plan
+
+
+class Scenario:
+    """One drawn pipeline, with its requests."""
+
+    def __init__(self, seed: int) -> None:
+        dice = self.dice = random.Random(seed)
+        self.num_stages = dice.choice((2, 2, 3, 3, 4))
+        self.hidden_entries = dice.choice((1, 2))
+        self.slow_stage = dice.choice((None, *range(self.num_stages)))
+        self.kill_share = dice.choice((0.0, 0.0, 0.002))
+        self.block_size = dice.choice((2, 4))
+        longest = 24
+        plans_ahead = dice.random() < 0.8
+        self.config = SchedulerConfig(
+            max_model_len=longest,
+            max_num_seqs=dice.choice((1, 2, 3, 8)),
+            max_num_scheduled_tokens=dice.choice((3, 8, 32)),
+            policy=dice.choice(("priority", "fcfs")),
+            num_stages=self.num_stages,
+            max_steps_in_flight=max_steps_in_flight(self.num_stages, plans_ahead=plans_ahead),
+        )
+        self.num_blocks = dice.choice((longest // self.block_size, 60))
+        self.prefix_caching = dice.random() < 0.5
+        self.requests = [self._request(id) for id in range(dice.randint(1, 10))]
+        self.aborts = {id: dice.random() < 0.25 for id in range(len(self.requests))}
+
+    def _request(self, id: int) -> Admit:
+        dice = self.dice
+        prompt = [dice.randrange(3)] * dice.choice((0, 0, 6)) + [
+            dice.randrange(VOCABULARY) for _ in range(dice.randint(1, 12))
+        ]
+        return Admit(
+            id=id,
+            prompt_token_ids=tuple(prompt),
+            params=SamplingParams(max_tokens=dice.choice((1, 1, 2, 5)), ignore_eos=True),
+            eos_token_id=None,
+            stop_token_ids=(),
+            priority=dice.randrange(2),
+            arrival_time=float(id),
+        )
+
+
+def mixed(stage: int, given: int, before: int) -> int:
+    """Return a stage's value of a position."""
+    return hash((stage, given, before)) & 0xFFFFFFFF
+
+
+def expected_tokens(scenario: Scenario, request: Admit) -> list[int]:
+    """Compute the tokens of a request alone, without blocks, steps or rings."""
+    tokens, values = list(request.prompt_token_ids), [0] * scenario.num_stages
+    num_prompt = len(tokens)
+    end = min(num_prompt + (request.params.max_tokens or 0), scenario.config.max_model_len)
+    position = 0
+    while len(tokens) < end:
+        given = tokens[position]
+        for stage in range(scenario.num_stages):
+            given = values[stage] = mixed(stage, given, values[stage])
+        position += 1
+        if position == len(tokens):
+            tokens.append(given % VOCABULARY)
+    return tokens[num_prompt:]
+
+
+class SimulatedStage:
+    """Rows, block tables and the cache of one stage."""
+
+    def __init__(self, index: int, block_size: int) -> None:
+        self.index, self._block_size = index, block_size
+        self.tokens: dict[int, dict[int, int]] = {}  # by row, by position
+        self._tables: dict[int, list[int]] = {}
+        self._cache: dict[tuple[int, int], int] = {}
+        self.plans: deque[StepPlan] = deque()
+        self.output: tuple[StepPlan, list[list[int]]] | None = None  # computed and not passed on
+
+    def apply(self, plan: StepPlan) -> None:
+        for new in plan.new_sequences:
+            self._place(new)
+        for row, blocks in plan.new_blocks:
+            self._tables[row].extend(blocks)
+        for source, target in plan.copies:
+            for offset in range(self._block_size):
+                if (source, offset) in self._cache:
+                    self._cache[target, offset] = self._cache[source, offset]
+
+    def _place(self, new: NewSequence) -> None:
+        self.tokens[new.request_slot] = dict(enumerate(new.token_ids))
+        self._tables[new.request_slot] = list(new.block_ids)
+
+    def compute(self, plan: StepPlan, given: list[list[int]] | None) -> list[list[int]]:
+        """Return the values of each entry's positions, from the stage before or from the tokens."""
+        found: list[list[int]] = []
+        entries = zip(
+            plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
+        )
+        for entry, (row, start, count) in enumerate(entries):
+            values: list[int] = []
+            for position in range(start, start + count):
+                if given is None and position not in self.tokens[row]:
+                    raise SimulationFault(f"step {plan.step} reads a token that has not come")
+                value = (
+                    self.tokens[row][position] if given is None else given[entry][position - start]
+                )
+                before = self._cache.get(self._place_of(row, position - 1), -1) if position else 0
+                values.append(mixed(self.index, value, before))
+                self._cache[self._place_of(row, position)] = values[-1]
+            found.append(values)
+        return found
+
+    def _place_of(self, row: int, position: int) -> tuple[int, int]:
+        return self._tables[row][position // self._block_size], position % self._block_size
+
+
+class StagesWorld:
+    """Runs a scenario to its end.
+
+    Raises:
+        SimulationFault: a deadlock, a wrong token, an end too many, or a row planned before its turn.
+    """
+
+    def __init__(self, seed: int, rules: Rules | None = None) -> None:
+        self._scenario = scenario = Scenario(seed)
+        self._dice, self._rules = scenario.dice, rules or Rules()
+        blocks = KVBlocks(scenario.num_blocks + 1, scenario.block_size, scenario.prefix_caching)
+        self.policy = Policy(scenario.config, blocks)
+        self._to_admit = deque(scenario.requests)
+        self._to_abort = [id for id, is_aborted in scenario.aborts.items() if is_aborted]
+        self._outputs: dict[int, list[int]] = {}
+        self._ends: dict[int, str] = {}
+        self._start_stages()
+
+    def _start_stages(self) -> None:
+        scenario, num = self._scenario, self._scenario.num_stages
+        self._stages = [SimulatedStage(index, scenario.block_size) for index in range(num)]
+        self._hidden: list[deque[tuple[int, list[list[int]]]]] = [deque() for _ in range(num - 1)]
+        self._token_ring: deque[tuple[int, list[int]]] = deque()
+        self._num_token_entries = num_ring_entries(num) + self._rules.num_token_entries
+        self._feedback = self._rules.feedback()
+        self._answers: deque[StepDone] = deque()
+        self._sampled: list[int] = [0]  # steps of this pipeline that have sent tokens
+        self._num_read = 0  # the newest step whose tokens the first stage has
+
+    def run(self) -> None:
+        for _ in range(MAX_TURNS):
+            turns = [self._front, *(lambda s=s: self._stage(s) for s in self._stages)]
+            self._dice.shuffle(turns)
+            if not self._clients() and not any(turn() for turn in turns):
+                break
+            if self._dice.random() < self._scenario.kill_share:
+                self._kill()
+        self._check_end()
+
+    def _clients(self) -> bool:
+        """Admit or abort, now and then."""
+        if self._to_admit and self._dice.random() < 0.3:
+            self.policy.admit(self._to_admit.popleft())
+            return True
+        if self._to_abort and self._dice.random() < 0.1:
+            self.policy.abort(self._to_abort.pop())
+            self._take_outputs()
+            return True
+        return bool(self._to_admit)
+
+    def _front(self) -> bool:
+        if self._answers:
+            self.policy.apply(self._answers.popleft())
+            self._take_outputs()
+            return True
+        running = self.policy.table.running.snapshot()
+        due = [s.id for s in running if self._is_due(s)]
+        plan = self.policy.plan()
+        self._take_outputs()
+        if plan is None:
+            return False
+        is_early = plan.reads > 0 and plan.step - plan.reads < self._scenario.num_stages
+        if is_early and due and set(due) <= set(self.policy.running_ids):  # none made room
+            raise SimulationFault(f"{plan} is early, while {due} are due")
+        for stage in self._stages:
+            stage.plans.append(plan)
+        return True
+
+    def _is_due(self, sequence: Sequence) -> bool:
+        """Whether a plan may take it that waits for nothing."""
+        step = self.policy.statistics().num_steps + 1
+        known = sequence.num_tokens + sequence.num_in_flight
+        waits = sequence.num_in_flight and not is_due(
+            step - 1 - sequence.sampling_step, self._scenario.num_stages
+        )
+        return known < sequence.limit and not waits
+
+    def _stage(self, stage: SimulatedStage) -> bool:
+        if stage.index == self._scenario.slow_stage and self._dice.random() < 0.8:
+            return bool(stage.plans or stage.output)  # it is only late
+        if stage.output is not None:
+            return self._pass_on(stage, *stage.output)
+        if not stage.plans:
+            return False
+        plan = stage.plans[0]
+        if stage.index > 0:
+            ring = self._hidden[stage.index - 1]
+            if not ring:
+                return False
+            step, given = ring.popleft()
+            if step != plan.step:
+                raise SimulationFault(f"hidden states of step {step} at step {plan.step}")
+        else:
+            given = None
+            if not self._read_tokens(plan):
+                return False
+        stage.plans.popleft()
+        stage.apply(plan)
+        stage.output = plan, stage.compute(plan, given)
+        return True
+
+    def _read_tokens(self, plan: StepPlan) -> bool:
+        """Take what has come; False while a token is missing that the plan reads."""
+        feedback, rules = self._feedback, self._rules
+        if self._noted != plan.step:
+            ends = map(sum, zip(plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True))
+            feedback.note_plan(
+                plan.step,
+                new_rows=[new.request_slot for new in plan.new_sequences],
+                rows=plan.request_slots,
+                ends=list(ends),
+                num_wanted=plan.num_sampled_tokens,
+            )
+            self._noted = plan.step
+        reads = plan.step - 1 if rules.waits_every_step else plan.reads
+        while self._token_ring and (
+            not rules.drains_only_to_read or feedback.must_wait(min(reads, plan.step - 1))
+        ):
+            step, token_ids = self._token_ring.popleft()
+            for write in feedback.take(step, token_ids):
+                if write.row in self._stages[0].tokens:
+                    self._stages[0].tokens[write.row][write.position] = write.token_id
+            self._num_read = step
+        if rules.waits_every_step:
+            return self._num_read >= reads
+        return not feedback.must_wait(min(reads, plan.step - 1))
+
+    _noted = 0
+
+    def _pass_on(self, stage: SimulatedStage, plan: StepPlan, values: list[list[int]]) -> bool:
+        if stage.index < self._scenario.num_stages - 1:
+            ring = self._hidden[stage.index]
+            if len(ring) >= self._scenario.hidden_entries:
+                return False
+            ring.append((plan.step, values))
+            stage.output = None
+            return True
+        wanted = plan.num_sampled_tokens
+        token_ids = [
+            found[-1] % VOCABULARY if num else -1 for found, num in zip(values, wanted, strict=True)
+        ]
+        sends = sends_tokens(wanted)
+        if self._rules.masks_by_itself:  # it has seen which sequences are still planned
+            sends = sends and any(
+                row in p.request_slots for p in stage.plans for row in plan.request_slots
+            )
+        if sends:
+            if len(self._token_ring) >= self._num_token_entries:
+                return False
+            self._token_ring.append((plan.step, token_ids))
+        answer = tuple((token,) if token >= 0 else () for token in token_ids)
+        self._answers.append(StepDone(plan.step, answer))
+        stage.output = None
+        return True
+
+    def _kill(self) -> None:
+        """All stages end together, and new ones take their place."""
+        in_flight = self.policy.in_flight
+        step = in_flight[0].step if in_flight else None
+        self.policy.lose_device(DeviceLost("killed", step, is_from_outside=True))
+        self._start_stages()
+        self._noted = 0
+        self.policy.return_device()
+
+    def _take_outputs(self) -> None:
+        news = self.policy.take_outputs()
+        for entry in news.sequences if news else ():
+            if entry.id in self._ends:
+                raise SimulationFault(f"an output of {entry.id} after its end")
+            self._outputs.setdefault(entry.id, []).extend(entry.token_ids)
+            if entry.finish_reason is not None:
+                self._ends[entry.id] = entry.finish_reason
+
+    def _check_end(self) -> None:
+        scenario = self._scenario
+        if len(self._ends) < len(scenario.requests):
+            raise SimulationFault(f"deadlock: {self.policy}, {self._feedback}, {self._token_ring}")
+        for request in scenario.requests:
+            found, wanted = self._outputs.get(request.id, []), expected_tokens(scenario, request)
+            is_whole = self._ends[request.id] == "length"
+            if found != (wanted if is_whole else wanted[: len(found)]):
+                raise SimulationFault(f"request {request.id} got {found}, not {wanted}")
+        blocks = self.policy.blocks
+        if blocks.num_free != blocks.num_usable:
+            raise SimulationFault(f"blocks are left: {blocks}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    args = parser.parse_args()
+    started, seed = time.perf_counter(), args.seed
+    while time.perf_counter() < started + args.seconds:
+        try:
+            StagesWorld(seed).run()
+        except Exception as error:
+            raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}") from error
+        seed += 1
+    took = time.perf_counter() - started
+    print(f"{seed - args.seed} schedules, {(seed - args.seed) / took:.0f} a second, no fault")
+
+
+if __name__ == "__main__":
+    main()
