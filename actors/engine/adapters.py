@@ -21,7 +21,9 @@ from trouper.errors import (
 )
 from trouper.lora import LoRARequest
 
-ReadFiles = Callable[[LoRARequest], Awaitable[AdapterFiles]]
+ReadFiles = Callable[
+    [LoRARequest, str | None], Awaitable[AdapterFiles]
+]  # below a root, if there is one
 # into a slot of the device; the last is called as soon as it is there
 LoadFiles = Callable[[int, AdapterFiles, Callable[[], object]], Awaitable[None]]
 
@@ -80,8 +82,11 @@ class Adapters:
         if self._config is None:
             raise invalid("lora_request", "this engine was started without enable_lora")
 
-    async def load(self, request: LoRARequest) -> bool:
+    async def load(self, request: LoRARequest, root: str | None = None) -> bool:
         """Load an adapter, unless it is there already; returns whether it was loaded now.
+
+        Args:
+            root: the folder that its own must lie in; None = anywhere.
 
         Raises:
             TrouperValidationError: its files do not fit the model, or its number or name is another adapter's.
@@ -93,7 +98,7 @@ class Adapters:
             known = self._find(request)
             if known is not None and not request.load_inplace:
                 return False
-            files = await self._read(request)
+            files = await self._read(request, root)
             slot, victim = self._take_slot(known)
             self._num_loads += 1
             mine = msgspec.structs.replace(request, load_inplace=False)

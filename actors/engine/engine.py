@@ -186,8 +186,8 @@ class Engine:
         )
         return Generation(self.requests, request_id, params.clone(), render, arrival_time)
 
-    async def _read_adapter(self, request: LoRARequest) -> AdapterFiles:
-        return await self._threads.run(read_adapter, request.lora_path)
+    async def _read_adapter(self, request: LoRARequest, root: str | None) -> AdapterFiles:
+        return await self._threads.run(read_adapter, request.lora_path, root)
 
     async def _load_adapter(
         self, slot: int, files: AdapterFiles, done: Callable[[], object]

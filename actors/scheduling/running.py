@@ -53,6 +53,14 @@ class Running:
         """Copy the list, to walk over while sequences come and go."""
         return list(self._sequences.values())
 
+    def has_adapter_room(self, sequence: Sequence) -> bool:
+        """Whether the running sequences with this one have no more different adapters than may be."""
+        most, adapter = self._config.max_loras, sequence.request.admit.adapter
+        if most is None or adapter is None:
+            return True
+        used = {other.request.admit.adapter for other in self._sequences.values()} - {None}
+        return adapter in used or len(used) < most
+
     def start(self, sequence: Sequence, builder: StepBuilder) -> bool:
         """Give it a slot, blocks and its first tokens; False, and nothing changes, if it must wait."""
         config, blocks = self._config, self._blocks

@@ -79,6 +79,7 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
     sampling_step: int = 0  # the newest step that samples a token of it
     num_preemptions: int = 0
     num_evictions: int = 0  # preemptions for another's growth
+    num_passed: int = 0  # starts of others while its adapter had to wait
     has_landed: bool = False  # a step of it has been answered
     num_cached: int = 0  # prompt tokens found in the cache when it first started
     prompt_logprobs: list[TokenLogprobs]  # not put out yet

@@ -92,6 +92,12 @@ class Waiting:
         self.fresh.take(sequence)
         self.returning.take(sequence)
 
+    def set_aside(self, head: Sequence) -> tuple[Queue, Sequence]:
+        """Remove the sequence that is to start next; returns it, and the queue that it goes back to."""
+        queue = self.returning if self.returning.head() is head else self.fresh
+        queue.discard(head)
+        return queue, head
+
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence from the queue that it is in, if any."""
         self.fresh.discard(sequence)

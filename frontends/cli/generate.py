@@ -12,9 +12,11 @@ from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
+from trouper.frontends.cli.adapters import chosen_adapter
 from trouper.frontends.cli.options import SamplingOptions, expand_options
 from trouper.frontends.cli.prompts import read_prompts
 from trouper.frontends.cli.running import Interrupts, run_engine
+from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
 from trouper.params import RequestOutputKind, SamplingParams
 
@@ -40,6 +42,10 @@ def generate(
         bool | None,
         typer.Option(help="Print text as it comes; on by default for one completion."),
     ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Folder of a LoRA adapter that the model gets."),
+    ] = None,
     echo: Annotated[bool, typer.Option(help="Print the prompt before its text.")] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON per prompt.")
@@ -63,6 +69,7 @@ def generate(
         raise typer.BadParameter("needs n = 1 and no --json", param_hint="--stream")
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
+    adapter = chosen_adapter(lora, engine_args)
     model = resolve(
         engine_args, offline=True
     ).model  # here, because it finds mistakes before torch loads
@@ -70,7 +77,7 @@ def generate(
     params = sampling.params(model.default_sampling, n=n, output_kind=kind)
     printer = _JsonPrinter() if as_json else _TextPrinter(echo)
     figures = _Figures()
-    run_engine(engine_args, partial(_complete, texts, params, printer, figures))
+    run_engine(engine_args, partial(_complete, texts, params, adapter, printer, figures))
     if stats or (stats is None and output.is_terminal(sys.stderr)):
         print(figures, file=sys.stderr)
 
@@ -145,6 +152,7 @@ class _Figures:
 async def _complete(
     prompts: list[str],
     params: SamplingParams,
+    adapter: LoRARequest | None,
     printer: _TextPrinter | _JsonPrinter,
     figures: _Figures,
     engine: "AsyncLLMEngine",
@@ -156,7 +164,10 @@ async def _complete(
     """
     figures.note_ready()
     is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY  # pieces of lines leave no place
-    generations = [engine.generate(prompt, params, str(i)) for i, prompt in enumerate(prompts)]
+    generations = [
+        engine.generate(prompt, params, str(i), lora_request=adapter)
+        for i, prompt in enumerate(prompts)
+    ]
     try:
         for generation in generations:
             generation.open()

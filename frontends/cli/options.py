@@ -94,7 +94,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_lora_rank": "Largest rank of an adapter.",
         "max_cpu_loras": "Number of adapters that are loaded at once; 32 by default.",
         "lora_dtype": "Type of the adapters' matrices: auto, which is the model's own.",
-        "lora_target_modules": "Modules that adapters may change, e.g. q_proj,v_proj; all by default.",
+        "lora_target_modules": "Module that adapters may change, such as q_proj; repeatable; all by default.",
     },
     "Engine": {
         "renderer_num_workers": "Number of tasks that tokenise prompts.",

@@ -16,6 +16,7 @@ from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.extras import install_hint
 from trouper.frontends.cli import output
+from trouper.frontends.cli.adapters import lora_modules
 from trouper.frontends.cli.options import expand_options, json_object, read_config, served_names
 
 LOOPBACK = "127.0.0.1"
@@ -115,6 +116,19 @@ class ServerOptions:
         dict[str, Any] | None,
         _server("Default variables of the chat template.", parser=json_object, metavar="JSON"),
     ] = None
+    lora_modules: Annotated[
+        list[str] | None,
+        _server(
+            "Adapter to load at start, as NAME=FOLDER or JSON; repeatable.", metavar="NAME=FOLDER"
+        ),
+    ] = None
+    lora_root: Annotated[
+        str | None,
+        _server("Folder below which adapters may be loaded by HTTP; none are without it."),
+    ] = None
+    allow_lora_updates: Annotated[
+        bool, _server("Load and unload adapters with a user's key.", envvar="TROUPER_ALLOW_RUNTIME_LORA_UPDATING", hidden=True)
+    ] = False  # fmt: skip
     tool_call_parser: Annotated[
         str,
         _server(
@@ -222,6 +236,7 @@ def serve(
             raise typer.BadParameter("give it once", param_hint="MODEL and --model")
         engine_args.model = model_name
     _check_keys(options)
+    engine_args.enable_lora |= bool(lora_modules(options.lora_modules or []))
     engine_args.seed = options.seed
     resolve(engine_args)  # here, because it finds mistakes before torch is loaded
     # As in `run_engine`: read when torch is loaded, and threads that spin would starve the event loop.
@@ -307,6 +322,9 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         response_role=options.response_role,
         trust_request_chat_template=options.trust_request_chat_template,
         default_chat_template_kwargs=options.default_chat_template_kwargs or {},
+        lora_modules=lora_modules(options.lora_modules or []),
+        lora_root=options.lora_root,
+        allows_lora_updates=options.allow_lora_updates,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         reasoning_field=options.reasoning_field,

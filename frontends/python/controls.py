@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.python.options import check_unused
+from trouper.lora import LoRARequest
 from trouper.metrics import Metric
 
 if TYPE_CHECKING:
@@ -74,6 +75,28 @@ class AsyncControls:
 
     async def reset_encoder_cache(self) -> None:
         """Do nothing: prompts are text, so there is no such cache."""
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; returns False when it is there already.
+
+        Raises:
+            TrouperValidationError: its files do not fit the model, or the engine was started without `enable_lora`.
+            UnsupportedFeatureError: it is more than a LoRA adapter.
+            RetryableRequestError: requests use all adapters that may be loaded.
+        """
+        return await self.engine.adapters.load(lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter; requests that use it finish first.  Returns whether it was there."""
+        return self.engine.adapters.unload(lora_id)
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded however long no request uses it; returns whether it is there."""
+        return self.engine.adapters.pin(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """Return the numbers of the adapters that requests may name."""
+        return {request.lora_int_id for request in self.engine.adapters.requests}
 
     async def start_profile(
         self,

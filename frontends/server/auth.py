@@ -9,11 +9,12 @@ from hashlib import sha256
 
 from trouper.frontends.server.errors import HTTPError
 from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.http.route import Route
+from trouper.frontends.server.http.route import Access, Route
 from trouper.frontends.server.routes import ROUTES, find
 from trouper.frontends.server.settings import ServerSettings
 
 SCHEME = b"Bearer "
+ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 KEY_HEADERS = (b"authorization", b"x-api-key")  # OpenAI's clients, Anthropic's
 
 
@@ -32,13 +33,14 @@ class Authenticator:
         self._has_control = is_admin_listener or settings.is_dev_mode or bool(self._admin_keys)
         self._is_dev_mode = settings.is_dev_mode
         self._protects_metrics = settings.protect_metrics
-        self._served = [r for r in ROUTES if r.access != "admin" or self._has_control]
+        self._open_paths = ADAPTER_PATHS if settings.allows_lora_updates else frozenset[str]()
+        self._served = [r for r in ROUTES if self._access(r) != "admin" or self._has_control]
 
     def route(self, context: RequestContext) -> Route | None:
         """Return the route; None for OPTIONS, which needs no key.  Raises HTTPError: 401, 404 or 405."""
         context.served = self._served
         methods: Mapping[str, Route] = find(context.path)
-        access = next((route.access for route in methods.values()), "user")
+        access = next((self._access(route) for route in methods.values()), "user")
         if access == "admin" and not self._has_control:
             methods, access = dict[str, Route](), "user"  # as if it did not exist
         if context.path == "/metrics" and self._protects_metrics:
@@ -52,6 +54,9 @@ class Authenticator:
             allow = (b"allow", ", ".join(sorted(methods)).encode())
             raise HTTPError(405, "method_not_allowed", "not with this method", headers=(allow,))
         return methods[context.method]
+
+    def _access(self, route: Route) -> Access:
+        return "user" if route.path in self._open_paths else route.access
 
     def _check_key(self, context: RequestContext, access: str) -> None:
         keys = self._user_keys

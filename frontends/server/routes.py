@@ -15,10 +15,12 @@ from trouper.frontends.server.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 from trouper.frontends.server.openai.responses_types import ChatReply, CompletionReply
-from trouper.frontends.server.ops import control, operations
+from trouper.frontends.server.ops import adapters, control, operations
 from trouper.frontends.server.ops.openapi import describe
 from trouper.frontends.server.pooling import routes
 from trouper.frontends.server.pooling.requests import (
@@ -96,6 +98,8 @@ ROUTES = (
         "POST", "/reset_prefix_cache", "admin", control.reset_prefix_cache,
         query={"reset_running_requests": BOOL},
     ),
+    Route("POST", "/v1/load_lora_adapter", "admin", adapters.load_adapter, LoadAdapterRequest),
+    Route("POST", "/v1/unload_lora_adapter", "admin", adapters.unload_adapter, UnloadAdapterRequest),
     Route("POST", "/start_profile", "admin", control.start_profile, kind="empty"),
     Route("POST", "/stop_profile", "admin", control.stop_profile, kind="empty"),
 )  # fmt: skip

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
+from trouper.errors import invalid
 from trouper.frontends.server.app import App
 from trouper.frontends.server.gc_control import Heap
 from trouper.frontends.server.http.listeners import Listener, Shutdown
 from trouper.frontends.server.monitor import watch
 from trouper.frontends.server.service import Service
+from trouper.lora import LoRARequest
 
 if TYPE_CHECKING:
     from trouper.actors.engine.engine import Engine
@@ -67,6 +69,19 @@ class _Signals:
                     self._report("SIGHUP is ignored")
                 else:
                     self._stop(number)
+
+
+async def load_adapters(engine: "AsyncLLMEngine", adapters: Sequence[LoRARequest]) -> None:
+    """Load the adapters that a server begins with, and keep them.
+
+    Raises:
+        TrouperValidationError: one has a model's name, or its files do not fit.
+    """
+    for adapter in adapters:
+        if adapter.lora_name == engine.config.model.name:
+            raise invalid("lora_modules", "has the model's name", adapter.lora_name)
+        await engine.add_lora(adapter)
+        await engine.pin_lora(adapter.lora_int_id)
 
 
 class Server:
@@ -168,6 +183,7 @@ class Server:
         is_open = False
         try:
             async with unopened as engine:
+                await load_adapters(engine, self._service.settings.lora_modules)
                 self._heap.settle()
                 self._service.open(engine)
                 is_open = True

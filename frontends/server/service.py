@@ -23,6 +23,7 @@ from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.trace_context import trace_headers
 from trouper.frontends.server.metrics import ServerMetrics
 from trouper.frontends.server.settings import ServerSettings
+from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Service:
         self._proved_at = -math.inf  # the last round trip
         self.answers = AnswerFormat()  # of the model's tool calls and reasoning
         self._engine: AsyncLLMEngine | None = None
+        self._last_adapter = 0  # number that one has been loaded with
         self._open: dict[str, RequestContext] = {}  # by the engine's id, the oldest first
 
     def __repr__(self) -> str:
@@ -210,9 +212,20 @@ class Service:
         """Return the model's name for the response.  Raises TrouperNotFoundError."""
         if name is None:
             return self.model_names[0]
-        if name not in self.model_names:
+        if name not in self.model_names and self.adapter(name) is None:
             raise TrouperNotFoundError(f"the model {clean(name, MAX_ECHO)!r} does not exist")
         return name
+
+    def adapter(self, name: str | None) -> LoRARequest | None:
+        """Return the adapter of this name that requests may use, if there is one."""
+        found = self.core.adapters.requests
+        return next((adapter for adapter in found if adapter.lora_name == name), None)
+
+    def next_adapter_number(self) -> int:
+        """Return a number that no adapter has."""
+        numbers = [adapter.lora_int_id for adapter in self.core.adapters.requests]
+        self._last_adapter = max(self._last_adapter, *numbers, 0) + 1
+        return self._last_adapter
 
     def size(
         self,

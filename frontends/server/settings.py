@@ -7,6 +7,7 @@ import msgspec
 
 from trouper.errors import TrouperValidationError
 from trouper.frontends.dialects.answer_format import AUTO, check_parser_name
+from trouper.lora import LoRARequest
 
 KIB, MIB = 2**10, 2**20
 
@@ -22,6 +23,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()  # empty: no key is needed
     admin_key: str | None = None  # mounts the control routes on the public listener
     is_dev_mode: bool = False  # mounts them openly
+    lora_modules: tuple[LoRARequest, ...] = ()  # adapters that are loaded at start
+    lora_root: str | None = (
+        None  # the folder that adapters lie in which are loaded by HTTP; None: none are
+    )
+    allows_lora_updates: bool = False  # adapters are loaded and unloaded with a user's key
     protect_metrics: bool = False
     max_requests: int | None = None  # sequences open at once; 4 × max_num_seqs
     max_waiting_tokens: int | None = None  # what fits the KV cache, or 10 s of the throughput

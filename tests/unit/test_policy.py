@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from trouper.actors.messages.adapters import LoadedAdapter
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import StepDone, TokenLogprobs
@@ -28,7 +29,15 @@ class Desk:
         self.news = []
 
     def admit(
-        self, id=0, prompt=(1, 2, 3), eos=EOS, stop_token_ids=(), salt=None, priority=0, **params
+        self,
+        id=0,
+        prompt=(1, 2, 3),
+        eos=EOS,
+        stop_token_ids=(),
+        salt=None,
+        priority=0,
+        adapter=None,
+        **params,
     ):
         self.policy.admit(
             Admit(
@@ -40,6 +49,7 @@ class Desk:
                 priority=priority,
                 arrival_time=float(id),
                 cache_salt=salt,
+                adapter=None if adapter is None else LoadedAdapter(adapter, adapter),
             )
         )
 
@@ -647,3 +657,46 @@ def test_a_device_that_always_fails_ends_everybody():
     assert {reason for reason, _ in desk.ends().values()} == {"error"}
     assert len(desk.ends()) == 10
     desk.assert_idle()
+
+
+# Adapters
+
+
+def test_a_sequence_whose_adapter_is_one_too_many_waits_and_is_passed():
+    desk = Desk(max_loras=1)
+    for id, adapter in enumerate((1, 2, 1, None)):
+        desk.admit(id, adapter=adapter, max_tokens=1)
+    assert desk.owners(desk.plan()) == [0, 2, 3]
+    desk.land()
+    assert desk.owners(desk.plan()) == [1]
+
+
+def test_one_that_waits_for_its_adapter_is_passed_a_bounded_number_of_times(monkeypatch):
+    monkeypatch.setattr("trouper.actors.scheduling.policy.MAX_PASSES", 3)
+    desk = Desk(max_loras=1, max_num_seqs=2)
+    desk.admit(0, adapter=1, max_tokens=1)
+    desk.admit(1, adapter=2, max_tokens=1)
+    started = []
+    for id in range(2, 12):
+        desk.admit(id, adapter=1, max_tokens=1)
+        started += desk.owners(desk.plan())
+        desk.land()
+    assert started.index(1) <= 5
+
+
+def test_those_that_were_passed_keep_their_order():
+    desk = Desk(max_loras=1)
+    for id, adapter in enumerate((1, 2, 3, 2)):
+        desk.admit(id, adapter=adapter, max_tokens=1)
+    desk.plan()
+    assert desk.policy.waiting_ids == (1, 2, 3)
+
+
+def test_a_prefix_is_shared_by_requests_of_one_adapter_alone():
+    desk = Desk()
+    for id, (adapter, num_cached) in enumerate([(1, 0), (2, 0), (None, 0), (1, 8), (None, 8)]):
+        desk.admit(id, prompt=range(12), adapter=adapter, max_tokens=1)
+        plan = desk.plan()
+        assert plan.num_computed_tokens == (num_cached,)
+        assert plan.new_sequences[0].adapter_slot == (adapter or 0)
+        desk.land()

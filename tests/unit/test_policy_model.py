@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from trouper.actors.messages.adapters import LoadedAdapter
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import DeviceLost, StepDone
@@ -53,6 +54,11 @@ class Row:
         self.tokens = list(new.token_ids)
         self.table = list(new.block_ids)
         self.seed = new.sampling.seed
+        self.adapter = new.adapter_slot
+
+    def entry(self, position):
+        """What the cache holds of a position: its token, as this adapter computes it."""
+        return self.tokens[position] + 1000 * self.adapter
 
 
 class PagedDevice:
@@ -81,7 +87,7 @@ class PagedDevice:
         ):
             state = self.rows[row]
             for position in range(start, start + count):
-                self.memory[state.table[position // size]][position % size] = state.tokens[position]
+                self.memory[state.table[position // size]][position % size] = state.entry(position)
         columns = zip(
             plan.request_slots,
             plan.num_computed_tokens,
@@ -99,8 +105,9 @@ class PagedDevice:
         read = [
             self.memory[state.table[p // self.block_size]][p % self.block_size] for p in range(end)
         ]
-        assert read == state.tokens, "the cache holds the sequence's own tokens"
-        token = next_token(read, state.seed)
+        own = [state.entry(p) for p in range(end)]
+        assert read == own, "the cache holds the sequence's own tokens, by its own adapter"
+        token = next_token(state.tokens, state.seed)
         state.tokens.append(token)
         return (token,)
 
@@ -138,6 +145,7 @@ class PolicyMachine(RuleBasedStateMachine):
             reserve_full_isl=draw(True, False),
             watermark=draw(0.0, 0.2),
             max_steps_in_flight=draw(1, 2, 3),
+            max_loras=draw(None, 1, 2),
         )
         self.blocks = KVBlocks(draw(9, 6, 14, 40), draw(4, 3, 2, 1), draw(True, False))
         self.capacity = self.blocks.num_usable * self.blocks.block_size
@@ -176,8 +184,9 @@ class PolicyMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         min_tokens=st.integers(0, 2),
         priority=st.integers(0, 2),
+        adapter=st.sampled_from([0, 0, 1, 2, 3]),
     )
-    def admit(self, count, length, family, n, max_tokens, min_tokens, priority):
+    def admit(self, count, length, family, n, max_tokens, min_tokens, priority, adapter):
         for i in range(count):
             params = SamplingParams(
                 n=n,
@@ -193,6 +202,7 @@ class PolicyMachine(RuleBasedStateMachine):
                 stop_token_ids=(SECOND_EOS,),
                 priority=priority + i % 2,
                 arrival_time=self.next_id / 7,
+                adapter=LoadedAdapter(adapter, adapter) if adapter else None,
             )
             for child in range(n):
                 self.admits[self.next_id + child] = admit
@@ -242,6 +252,9 @@ class PolicyMachine(RuleBasedStateMachine):
         if not is_searching and self.policy.statistics().num_preemptions > preemptions:
             started = {new.sequence for new in plan.new_sequences} - running
             assert not started, "nobody starts in a step that preempted somebody"
+        if not is_searching and self.config.max_loras is not None:
+            used = {self.admits[id].adapter for id in self.policy.running_ids} - {None}
+            assert len(used) <= self.config.max_loras, "no more adapters run than may"
         self.check_plan(plan)
         self.flights.append(plan)
 

@@ -15,6 +15,7 @@ from trouper.frontends.dialects.table import Span
 from trouper.frontends.server.openai.parsers import ParserChain, Part
 from trouper.frontends.server.settings import ServerSettings
 from trouper.frontends.server.usage import Usage
+from trouper.lora import LoRARequest
 from trouper.outputs import CompletionOutput, RequestOutput
 from trouper.params import SamplingParams
 
@@ -55,6 +56,7 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     places: Sequence[str]  # the client's name for each prompt, as errors have it
     params: SamplingParams
     priority: int = 0
+    lora_request: LoRARequest | None = None  # where the model that it names is an adapter
     tokenization: dict[str, Any] = {}
     is_stream: bool = False
     shows_usage: bool = False  # with every event of a stream

@@ -51,6 +51,7 @@ async def drive(
     with client_names(partial(api.client_name, request)):
         model = _served_model(service, request.model)
         parsed = api.parse(request, model)
+        parsed.lora_request = service.adapter(request.model)
         context.name_by(request.request_id)
         head = ReplyHead(context.request_id, context.id, int(time.time()))
         driver = Driver(service, context, parsed, api(request, parsed, model, head))
@@ -166,6 +167,7 @@ class Driver:
                 tokenization_kwargs=parsed.tokenization,
                 trace_headers=parent,
                 reasoning=parsed.reasoning,
+                lora_request=parsed.lora_request,
             )
             for i, prompt in enumerate(parsed.prompts)
         )

@@ -22,7 +22,8 @@ PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 async def list_models(service: Service, context: RequestContext, _: None) -> None:
     """List the names of the model."""
-    cards = [_model_card(service, name) for name in service.model_names]
+    adapters = [adapter.lora_name for adapter in service.core.adapters.requests]
+    cards = [_model_card(service, name) for name in (*service.model_names, *adapters)]
     await context.send_json({"object": "list", "data": cards})
 
 
@@ -33,13 +34,14 @@ async def show_model(service: Service, context: RequestContext, _: None) -> None
 
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:
+    base = service.model_names[0]
     return {
         "id": name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "trouper",
-        "root": service.model_names[0],
-        "parent": None,
+        "root": base,
+        "parent": None if service.adapter(name) is None else base,
         "max_model_len": service.config.max_model_len,
         "permission": [],
     }

@@ -1,0 +1,57 @@
+"""Adapters on a command line."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trouper.config.args import EngineArgs
+from trouper.errors import TrouperValidationError, invalid
+from trouper.lora import LoRARequest
+
+
+class _Module(msgspec.Struct, forbid_unknown_fields=True):
+    """An adapter in vLLM's JSON."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def lora_modules(given: Sequence[str]) -> tuple[LoRARequest, ...]:
+    """Read adapters that are named as NAME=FOLDER, or as JSON with `name` and `path`.
+
+    Raises:
+        TrouperValidationError: one has another form, or the name of another.
+    """
+    found: list[LoRARequest] = []
+    for number, text in enumerate(given, 1):
+        module = _module(text)
+        if any(other.lora_name == module.name for other in found):
+            raise invalid("lora_modules", "two adapters have one name", module.name)
+        found.append(LoRARequest(module.name, number, module.path, module.base_model_name))
+    return tuple(found)
+
+
+def chosen_adapter(folder: str | None, engine_args: EngineArgs) -> LoRARequest | None:
+    """Return the adapter of a command, which then needs an engine that takes one."""
+    if folder is None:
+        return None
+    engine_args.enable_lora = True
+    return LoRARequest(Path(folder).resolve().name or "adapter", 1, folder)
+
+
+def _module(text: str) -> _Module:
+    if text.lstrip().startswith("{"):
+        try:
+            return msgspec.json.decode(text, type=_Module)
+        except msgspec.MsgspecError as error:
+            raise TrouperValidationError(
+                f"lora_modules: {error}", parameter="lora_modules", value=text
+            ) from None
+    name, is_pair, path = text.partition("=")
+    if not is_pair:
+        raise invalid("lora_modules", "must be NAME=FOLDER or JSON", text)
+    fields: dict[str, Any] = {"name": name, "path": path}
+    return _Module(**fields)

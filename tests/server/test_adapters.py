@@ -1,0 +1,158 @@
+"""Adapters over HTTP: models of their own names, loaded and unloaded while the server runs."""
+
+import anyio
+import pytest
+
+from tests.adapters import random_tensors, write_adapter
+from trouper import AsyncLLMEngine, EngineArgs, LoRARequest
+from trouper.errors import TrouperValidationError
+from trouper.frontends.server.app import create_app
+from trouper.frontends.server.server import load_adapters
+from trouper.frontends.server.settings import ServerSettings
+
+from .client import Client
+from .conftest import SMALL
+
+pytestmark = pytest.mark.anyio
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+PATH = "/v1/completions"
+FIELDS = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder with the adapters `one` and `two`."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for number, name in enumerate(("one", "two"), 1):
+        write_adapter(folder / name, random_tensors(seed=number))
+    return folder
+
+
+@pytest.fixture(scope="module")
+async def engine(anyio_backend):
+    args = EngineArgs(**SMALL, enable_lora=True, max_loras=2, max_cpu_loras=2)
+    async with AsyncLLMEngine.from_engine_args(args) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(engine, root):
+    yield Client(create_app(engine, ServerSettings(lora_root=str(root), is_dev_mode=True)))
+    for number in await engine.list_loras():
+        await engine.remove_lora(number)
+
+
+async def text(client, model=None):
+    answer = await client.post(PATH, {**FIELDS, **({"model": model} if model else {})})
+    assert answer.status == 200, answer.body
+    return answer.json["choices"][0]["text"], answer.json["model"]
+
+
+async def test_a_loaded_adapter_is_a_model_and_another_one_than_its_base(client):
+    (base,) = [card["id"] for card in (await client.get("/v1/models")).json["data"]]
+    for name in ("one", "two"):
+        answer = await client.post(LOAD, {"lora_name": name, "lora_path": name})
+        assert (answer.status, answer.json["id"]) == (200, name)
+    cards = {card["id"]: card for card in (await client.get("/v1/models")).json["data"]}
+    assert cards.keys() == {base, "one", "two"}
+    assert (cards["one"]["parent"], cards[base]["parent"]) == (base, None)
+    assert (await client.get("/v1/models/two")).json["parent"] == base
+    texts = {name: await text(client, name) for name in cards}
+    assert [shown for _, shown in texts.values()] == list(texts)
+    assert len({found for found, _ in texts.values()}) == 3
+    assert await text(client) == texts[base]
+
+
+async def test_an_unloaded_adapter_is_unknown(client):
+    assert (await client.post(LOAD, {"lora_name": "one", "lora_path": "one"})).status == 200
+    assert (await client.post(UNLOAD, {"lora_name": "one"})).status == 200
+    for path, fields in ((PATH, {**FIELDS, "model": "one"}), (UNLOAD, {"lora_name": "one"})):
+        answer = await client.post(path, fields)
+        assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
+
+
+async def test_a_stream_that_has_begun_goes_on_when_its_adapter_is_unloaded(
+    client, engine, wait_until
+):
+    """Its slot is not loaded anew before it ends, and its tokens are those of an undisturbed one."""
+    await client.post(LOAD, {"lora_name": "one", "lora_path": "one"})
+    fields = {**FIELDS, "max_tokens": 40, "model": "one", "ignore_eos": True}
+    whole = (await client.post(PATH, fields)).json["choices"][0]["text"]
+    found = []
+
+    async def ask():
+        found.append((await client.post(PATH, fields)).json["choices"][0]["text"])
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await wait_until(lambda: len(engine.engine.requests) == 1)
+        assert (await client.post(UNLOAD, {"lora_name": "one"})).status == 200
+        answer = await client.post(LOAD, {"lora_name": "two", "lora_path": "two"})
+        assert answer.status == 200
+    assert found == [whole]
+    assert engine.engine.adapters.num_free_slots == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "named"),
+    [
+        ({"lora_name": "a/b", "lora_path": "one"}, 400, "lora_name"),
+        ({"lora_name": "", "lora_path": "one"}, 400, "lora_name"),
+        ({"lora_name": "x" * 129, "lora_path": "one"}, 400, "lora_name"),
+        ({"lora_name": "a", "lora_path": ""}, 400, "lora_path"),
+        ({"lora_name": "a", "lora_path": "../one"}, 400, "lora_path"),
+        ({"lora_name": "a", "lora_path": "/etc"}, 400, "lora_path"),
+        ({"lora_name": "a", "lora_path": "nowhere"}, 400, "lora_path"),
+        ({"lora_name": "a", "lora_path": "one\0"}, 400, "lora_path"),
+        ({"lora_name": 7, "lora_path": "one"}, 400, "lora_name"),
+        ({}, 400, "lora_name"),
+    ],
+)
+async def test_a_bad_order_is_refused_by_name(client, fields, status, named):
+    answer = await client.post(LOAD, fields)
+    assert (answer.status, answer.error["param"]) == (status, named)
+    assert len((await client.get("/v1/models")).json["data"]) == 1
+
+
+async def test_a_link_that_leads_out_of_the_root_is_not_followed(client, root, tmp_path):
+    elsewhere = write_adapter(tmp_path / "elsewhere")
+    (root / "link").symlink_to(elsewhere)
+    (root / "file").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (root / "file" / name).symlink_to(f"{elsewhere}/{name}")
+    for path in ("link", "file"):
+        answer = await client.post(LOAD, {"lora_name": "a", "lora_path": path})
+        assert (answer.status, answer.error["param"]) == (400, "lora_path")
+
+
+async def test_a_name_that_is_taken_is_a_conflict(client):
+    fields = {"lora_name": "one", "lora_path": "one"}
+    assert [(await client.post(LOAD, fields)).status for _ in range(2)] == [200, 409]
+    answer = await client.post(LOAD, {**fields, "load_inplace": True})
+    assert answer.status == 200
+    base = (await client.get("/v1/models")).json["data"][0]["id"]
+    answer = await client.post(LOAD, {"lora_name": base, "lora_path": "one"})
+    assert (answer.status, answer.error["param"]) == (400, "lora_name")
+
+
+async def test_without_a_root_nothing_is_loaded_by_http(engine):
+    client = Client(create_app(engine, ServerSettings(is_dev_mode=True)))
+    answer = await client.post(LOAD, {"lora_name": "one", "lora_path": "one"})
+    assert answer.status == 403
+
+
+async def test_a_user_loads_adapters_only_where_that_is_allowed(engine, root):
+    fields = {"lora_name": "one", "lora_path": "one"}
+    for allows, status in ((False, 404), (True, 200)):
+        settings = ServerSettings(lora_root=str(root), allows_lora_updates=allows)
+        client = Client(create_app(engine, settings))
+        assert (await client.post(LOAD, fields)).status == status
+    assert (await client.post(UNLOAD, {"lora_name": "one"})).status == 200
+
+
+async def test_adapters_of_the_command_line_are_there_from_the_start(client, engine, root):
+    await load_adapters(engine, [LoRARequest("mine", 1, str(root / "one"))])
+    assert (await text(client, "mine"))[1] == "mine"
+    name = engine.model_config.name
+    with pytest.raises(TrouperValidationError, match="model's name"):
+        await load_adapters(engine, [LoRARequest(name, 2, str(root / "two"))])
