@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
-from trouper import LLM, SamplingParams
+from trouper import LLM, LoRARequest, SamplingParams
 from trouper.actors.executor.cpu.hf_runner import HfRunner
 from trouper.actors.executor.models.hf_attention import window_of
 from trouper.actors.messages.plans import Sampling
@@ -176,3 +177,29 @@ def test_windows_are_read_from_masks(sees, window):
 def test_other_masks_are_refused(sees):
     with pytest.raises(UnsupportedFeatureError, match="causal"):
         window_of(sees, 100)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
+def test_an_adapter_equals_peft(mixtral, tmp_path):
+    """Experts are matrices of their own kind, and take none."""
+    peft = pytest.importorskip("peft")
+    base = transformers.AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32)
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"]}
+    adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    torch.manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter) * 0.3 / parameter.shape[1] ** 0.5
+    adapted.save_pretrained(tmp_path)
+    (prompt,) = random_prompts((20,), VOCAB)
+    with torch.inference_mode():
+        expected = adapted(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    with LLM(mixtral, **ENGINE, enable_lora=True, max_logprobs=-1) as llm:
+        request = LoRARequest("mine", 1, str(tmp_path))
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1)
+        inputs = [TokensPrompt(prompt_token_ids=prompt)] * 2
+        for which, is_equal in ((request, True), (None, False)):
+            outputs = llm.generate(inputs, params, use_tqdm=False, lora_request=which)
+            found = outputs[0].outputs[0].logprobs[0]
+            logprobs = torch.tensor([found[i].logprob for i in range(VOCAB)])
+            assert torch.allclose(logprobs, expected, atol=1e-4) == is_equal

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from trouper.actors.executor.adapters import AdapterSlots
 from trouper.actors.executor.batch import make_batch
 from trouper.actors.executor.cpu.memory import give_back_free_memory
 from trouper.actors.executor.device import DeviceInfo
@@ -20,6 +21,7 @@ from trouper.actors.executor.sampling.sampler import Sampled, Sampler, prompt_lo
 from trouper.actors.executor.weights.hf_model import load_hf_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
+from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
 
 
@@ -39,6 +41,10 @@ class HfRunner:
             config.scheduler.max_num_seqs, config.max_model_len, config.block_size
         )
         self._sampler = Sampler(self._slots)
+        self._adapters: AdapterSlots | None = None
+        if config.lora is not None:
+            max_rows = config.scheduler.max_num_scheduled_tokens
+            self._adapters = AdapterSlots(config.lora, self._dtype, max_rows)
         self._decoder: HfDecoder | None = None
         self._kv: KVCache | None = None
         self._num_blocks = 0
@@ -83,7 +89,8 @@ class HfRunner:
         """Make `weights` and `kv_cache` resident, as far as `tags` names them and they are not."""
         with torch.inference_mode():
             if "weights" in tags and self._decoder is None:
-                self._decoder = load_hf_decoder(self._config)
+                wrap = None if self._adapters is None else self._adapters.wrap
+                self._decoder = load_hf_decoder(self._config, wrap)
             if "kv_cache" in tags and self._kv is None and self._decoder is not None:
                 # empty, not zeros: pages that no sequence has touched take no memory
                 self._kv = KVCache.allocate(
@@ -96,6 +103,13 @@ class HfRunner:
     def close(self) -> None:
         """Give back the memory.  Idempotent."""
         self.sleep(2)
+
+    def load_adapter(self, slot: int, files: AdapterFiles) -> None:
+        """Put an adapter into a slot, from 1 on; raises as `AdapterSlots.load` does, and the slot is as it was."""
+        if self._adapters is None:
+            raise RuntimeError("an adapter without enable_lora")
+        with torch.inference_mode():
+            self._adapters.load(slot, files)
 
     def execute(self, plan: StepPlan | PoolPlan) -> StepDone:
         """Run one plan.  After an exception its sequences must be given again."""
@@ -118,6 +132,8 @@ class HfRunner:
 
     def _run(self, plan: StepPlan, decoder: HfDecoder, kv: KVCache) -> StepDone:
         batch = make_batch(plan, self._slots, decoder.windows, decoder.plan)
+        if self._adapters is not None:
+            self._adapters.begin_step(batch.adapters, None)
         hidden_TE = decoder.forward(batch.tokens, batch.plans, kv.layers, batch.embeds, batch.read)
         spans = self._slots.prompt_spans(plan, batch.first_tokens)
         of_prompts = prompt_logprobs(spans, hidden_TE, decoder.logits)

@@ -8,7 +8,7 @@ behind its last norm: its body gives hidden states, and its head, with whatever 
 model itself with the body exchanged for one that returns the states it is given.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -116,6 +116,22 @@ class HfDecoder:
         ids = {"input_ids": torch.zeros_like(positions_T)[None]}
         self._attention.learn(lambda: self._hidden(positions_T, ids))
 
+    def wrap_linears(
+        self, wrap: Callable[[str, LinearMethod], LinearMethod], row_counts: set[int]
+    ) -> None:
+        """Put something on top of the linear layers of the body that compute each token of a step, and no others.
+
+        Args:
+            wrap: from the name of a module and its method to the method that takes its place.
+            row_counts: tokens of the passes so far, by which these layers are known.
+        """
+        prefix = _body_name(self._model)
+        for name, module in self.body.named_modules(prefix=prefix):
+            if isinstance(module, HfLinear):
+                if module.row_counts == row_counts:
+                    module.method = wrap(name, module.method)
+                module.row_counts = None
+
     def _hidden(self, positions_T: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         output = self.body(
             **inputs, position_ids=positions_T[None], use_cache=False, return_dict=True
@@ -141,10 +157,14 @@ class HfLinear(nn.Module):
         # Models ask a weight for its dtype; one that computes with it fails, for there is nothing in it.
         self.weight = torch.empty(method.shape, dtype=dtype, device="meta")
         self.bias = method.bias
+        self.row_counts: set[int] | None = set()  # of its products so far; None = no longer counted
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b for rows x of any leading dimensions."""
-        y = self.method.apply(x.reshape(-1, x.shape[-1]))
+        rows = x.reshape(-1, x.shape[-1])
+        if self.row_counts is not None:
+            self.row_counts.add(len(rows))
+        y = self.method.apply(rows)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 

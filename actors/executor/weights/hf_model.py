@@ -16,14 +16,20 @@ from torch import Tensor, nn
 
 from trouper.actors.executor.models.hf_attention import NAME, HfAttention
 from trouper.actors.executor.models.hf_decoder import HfDecoder, HfLinear
-from trouper.actors.executor.models.registry import is_text_part
-from trouper.actors.executor.weights.hf_check import TRIAL_TOKENS, check_logits, eager_logits
+from trouper.actors.executor.models.registry import Parameter, is_text_part
+from trouper.actors.executor.weights.decoder import Wrap
+from trouper.actors.executor.weights.hf_check import (
+    ROW_COUNTS,
+    TRIAL_TOKENS,
+    check_logits,
+    eager_logits,
+)
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.text_names import key_mapping, text_names
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.cpu.linear.quantization import can_quantize
-from trouper.kernels.linear import Format, LinearConfig
+from trouper.kernels.linear import Format, LinearConfig, LinearMethod
 from trouper.kernels.select import make_linear
 
 INSTALL = "the package transformers is not installed; the extra trouper[transformers] brings it"
@@ -33,15 +39,18 @@ MIN_QUANTIZED = 64  # outputs: routers are smaller, and lose more by rounding th
 GROWING_ROPES = ("dynamic", "longrope")  # frequencies depend on the longest sequence of a batch
 
 
-def load_hf_decoder(config: EngineConfig) -> HfDecoder:
+def load_hf_decoder(config: EngineConfig, wrap: Wrap | None = None) -> HfDecoder:
     """Build the decoder of the config's model from the library's class for it.
+
+    Args:
+        wrap: puts something on top of each linear layer that computes each token, such as adapters.
 
     Raises:
         UnsupportedFeatureError: the model cannot be served this way; the message says why.
         TrouperValidationError: the checkpoint does not fit the class; the message names tensors.
     """
     try:
-        return _load(config)
+        return _load(config, wrap)
     except UnsupportedFeatureError as error:
         raise UnsupportedFeatureError(
             f"{config.model.architecture} cannot be served by way of transformers: {error}",
@@ -49,7 +58,7 @@ def load_hf_decoder(config: EngineConfig) -> HfDecoder:
         ) from error
 
 
-def _load(config: EngineConfig) -> HfDecoder:
+def _load(config: EngineConfig, wrap: Wrap | None) -> HfDecoder:
     dtype: torch.dtype = getattr(torch, config.dtype)
     hf_config = _hf_config(config)
     cls = _class_of(config, hf_config)
@@ -58,23 +67,22 @@ def _load(config: EngineConfig) -> HfDecoder:
     _check_ropes(model, config.max_model_len)
     _replace_linears(model, config, dtype)
     try:
-        return _checked(model, config, dtype)
+        decoder = _checked(model, config, dtype)
     except TrouperError:
         raise
-    except (
-        ArithmeticError,
-        AttributeError,
-        IndexError,
-        KeyError,
-        NotImplementedError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except Exception as error:  # whatever a model's own code raises
         line = str(error).strip().partition("\n")[0]
         raise UnsupportedFeatureError(
             f"its code fails in a trial ({type(error).__name__}: {line})"
         ) from error
+
+    def wrapped(name: str, method: LinearMethod) -> LinearMethod:
+        return (
+            wrap(Parameter(name, ((f"{name}.weight", method.shape),)), method) if wrap else method
+        )
+
+    decoder.wrap_linears(wrapped, ROW_COUNTS)
+    return decoder
 
 
 def _checked(model: nn.Module, config: EngineConfig, dtype: torch.dtype) -> HfDecoder:
