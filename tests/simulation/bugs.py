@@ -214,7 +214,7 @@ def budget_is_not_spent(right):
 
 
 @bug(Policy, "__init__")
-def one_seat_too_many(right):
+def one_slot_too_many(right):
     def faulty(self, config, blocks):
         right(self, config, blocks)
         self._max_num_running += 1

@@ -42,7 +42,7 @@ class Story(ABC):
         self.id: RequestId | None = None  # none: never opened
         self.slot: Any = None
         self.prompt: tuple[int, ...] | None = None
-        self.was_aborted = False  # by somebody else, while it was open
+        self.was_aborted = False  # by another client, while it was open
         self.has_left = False
         self.is_finished = False  # it got its final output
         self.error: Exception | None = None

@@ -110,7 +110,7 @@ def verdict_keeps_its_losses(right):
 
 
 @crew_bug(Policy, "lose_device")
-def flights_not_voided(right):
+def steps_in_flight_not_voided(right):
     def faulty(self, loss):
         kept = list(self.in_flight)
         num_losses = right(self, loss)

@@ -1,4 +1,4 @@
-"""What must hold.  `at_rest` looks at the engine whenever nobody can go on, the rest when all is over.
+"""What must hold.  `at_rest` looks at the engine whenever no task can go on, the rest when all is over.
 
 These look into the actors' private tables on purpose: an oracle that only sees what the engine tells about
 itself would believe its lies.
@@ -141,7 +141,7 @@ def check_tables(world: Any, engine: Engine, policy: Policy) -> None:
             continue
         mine = set(range(case.id, case.id + case.client.wish.n)) & tracked
         if case.is_over:
-            require(not mine, "the engine works for nobody", case)
+            require(not mine, "the engine works for a client that has left", case)
         else:
             is_rendering = case.id in world.rendering
             is_told = case.slot._error is not None or case.slot._num_open == 0
@@ -348,7 +348,7 @@ def check_error(world: Any, case: Any, error: Exception) -> None:
         case GenerationError():
             is_rendering = case.index in scenario.weather.render_errors
             is_mine = bool(case.ids & (trouble.failed_alone | trouble.not_finite.keys()))
-            require(is_rendering or is_mine, "somebody else's fault", case, error)
+            require(is_rendering or is_mine, "a fault of another request", case, error)
         case _:
             raise Broken(f"{case}: {error!r}") from error
 

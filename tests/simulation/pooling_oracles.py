@@ -55,7 +55,7 @@ def at_rest(world: Any) -> None:
             continue
         is_open = case.id in policy.unfinished
         if case.is_over:
-            require(not is_open, "the engine works for nobody", case)
+            require(not is_open, "the engine works for a client that has left", case)
         else:
             is_known = is_open or case.id in world.rendering or is_pooling
             require(is_known or not case.is_unfinished, "a request is lost", case)

@@ -48,7 +48,7 @@ class Client(msgspec.Struct, kw_only=True):
     pause_s: float = 0.0  # between two reads: a slow reader
     leaves_after: int | None = None  # outputs
     patience_s: float | None = None  # cancelled then
-    aborted_at_s: float | None = None  # by somebody else
+    aborted_at_s: float | None = None  # by another client
 
 
 class Operation(msgspec.Struct, kw_only=True):

@@ -1,5 +1,8 @@
 """Are the oracles awake?  Every planted bug must be found, and fast."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from .bugs import BUGS
@@ -10,6 +13,13 @@ LIMIT = 1000
 
 def test_there_are_enough_bugs():
     assert len(BUGS) >= 25
+
+
+def test_the_page_lists_bugs_that_there_are():
+    page = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text()
+    listed = re.findall(r"^\| ([a-z ]+) \| \d+ \| ", page, re.MULTILINE)
+    assert len(listed) > 75
+    assert {name.replace(" ", "_") for name in listed} <= BUGS.keys()
 
 
 @pytest.mark.parametrize("bug", BUGS)

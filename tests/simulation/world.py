@@ -248,7 +248,7 @@ class World:
                 self.check_death(group.exceptions[0])
         if self.broken is not None:
             raise self.broken
-        oracles.require(not deadline.cancelled_caught, "nobody can go on", self.cases)
+        oracles.require(not deadline.cancelled_caught, "no task can go on", self.cases)
         late_s = anyio.current_time() - self._cancelled_at
         oracles.require(late_s < self.closing_s, "cancelled, and still here after", late_s)
         await trio.lowlevel.checkpoint()
