@@ -154,6 +154,10 @@ class ServerOptions:
     enable_force_include_usage: Annotated[
         bool, _server("Send the usage at the end of every stream.", "--enable-force-include-usage")
     ] = False
+    responses_store_bytes: Annotated[
+        int,
+        _server("Bytes of responses that are kept for follow-ups; 0 keeps none.", min=0),
+    ] = 0  # fmt: skip
     return_tokens_as_token_ids: Annotated[
         bool, _server("Name tokens by their ids in logprobs.", "--return-tokens-as-token-ids")
     ] = False
@@ -330,6 +334,7 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         reasoning_field=options.reasoning_field,
         enable_prompt_tokens_details=options.enable_prompt_tokens_details,
         force_include_usage=options.enable_force_include_usage,
+        responses_store_bytes=options.responses_store_bytes,
         return_tokens_as_token_ids=options.return_tokens_as_token_ids,
         is_smaller_priority_first=options.priority_order == "vllm",
         sse_keep_alive_interval_s=options.sse_keep_alive_interval,

@@ -67,12 +67,27 @@ class App:
                     scope = {**scope, "root_path": self._root_path}
                 await self._answer(RequestContext(scope, receive, send))
             case "lifespan":
-                await _live(receive, send)
+                await self._live(receive, send)
             case "websocket":
                 await receive()
                 await send({"type": "websocket.close", "code": POLICY_VIOLATION})
             case other:
                 raise NotImplementedError(f"no {other} here")
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Answer lifespan events, and run background work between them.
+
+        The engine is opened and closed by the caller of `create_app`.
+        """
+        message = await receive()
+        async with anyio.create_task_group() as tasks:
+            if not self.service.background.is_on:  # or another listener's application runs it
+                await tasks.start(self.service.background.run_tasks, name="background work")
+            while message["type"] != "lifespan.shutdown":
+                await send({"type": f"{message['type']}.complete"})
+                message = await receive()
+            tasks.cancel_scope.cancel()
+        await send({"type": "lifespan.shutdown.complete"})
 
     async def _answer(self, context: RequestContext) -> None:
         try:
@@ -196,15 +211,6 @@ class App:
             if is_due and (interval_s or self.service.is_device_lost):
                 await context.send_comment()
         handler.cancel()
-
-
-async def _live(receive: Receive, send: Send) -> None:
-    """Answer lifespan events.  The engine is opened and closed by the caller of `create_app`."""
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
 
 
 def _timeout_s(context: RequestContext, settings: ServerSettings) -> float:

@@ -33,12 +33,19 @@ from trouper.frontends.server.pooling.requests import (
 )
 from trouper.frontends.server.responses.errors import RESPONSES_ERRORS
 from trouper.frontends.server.responses.requests import ResponsesRequest
-from trouper.frontends.server.responses.routes import create_response
+from trouper.frontends.server.responses.routes import (
+    RESPONSES,
+    cancel_response,
+    create_response,
+    delete_response,
+    retrieve_response,
+)
 
 MODE = {"enum": ["abort", "wait", "keep"]}
 TAGS = {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}}
 BOOL = {"type": "boolean"}
 MODEL = f"{operations.MODELS}{{id}}"
+RESPONSE = f"{RESPONSES}{{id}}"
 GENERATING = (
     ("/v1/completions", create_completion, CompletionRequest, CompletionReply),
     ("/v1/chat/completions", create_chat, ChatRequest, ChatReply),
@@ -64,6 +71,9 @@ ROUTES = (
         "POST", "/v1/responses", "user", create_response, ResponsesRequest, generates=True,
         errors=RESPONSES_ERRORS,
     ),
+    Route("GET", RESPONSE, "user", retrieve_response),
+    Route("DELETE", RESPONSE, "user", delete_response),
+    Route("POST", f"{RESPONSE}/cancel", "user", cancel_response),
     Route(
         "POST", "/v1/messages", "user", create_message, MessagesRequest, generates=True,
         errors=ANTHROPIC_ERRORS,
@@ -110,8 +120,17 @@ for _route in ROUTES:
 
 def find(path: str) -> Mapping[str, Route]:
     """Return the routes of a path by method."""
-    names_model = path.startswith(operations.MODELS) and path != operations.MODELS
-    return TABLE.get(MODEL if names_model else path, {})
+    return TABLE.get(_template(path), {})
+
+
+def _template(path: str) -> str:
+    """Return the path with its variable part, if it has one, as the table names it."""
+    if path.startswith(operations.MODELS) and path != operations.MODELS:
+        return MODEL
+    if path.startswith(RESPONSES) and path != RESPONSES:
+        _, slash, action = path.removeprefix(RESPONSES).partition("/")
+        return RESPONSE + slash + action
+    return path
 
 
 def errors_at(path: str) -> ErrorForm:

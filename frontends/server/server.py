@@ -149,6 +149,7 @@ class Server:
                         app = App(self._service, is_admin_listener=is_admin, root_path=root_path)
                         self._report(f"listening at {listener.address}, loading the model")
                         listeners.start_soon(serve, app, listener, self._shutdown, name="listener")
+                    listeners.start_soon(self._run_background, name="background")
                     await self._serve(unopened, public, engines, helpers)
                 self._are_closed.set()
             helpers.cancel_scope.cancel()
@@ -193,6 +194,13 @@ class Server:
             self._error = error  # carried to `run`, which raises it as it is
             if not is_open:
                 task_status.started(None)
+
+    async def _run_background(self) -> None:
+        """Run background work until the listeners close, when no client can ask for its result any more."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._service.background.run_tasks, name="background work")
+            await self._shutdown.closing.wait()
+            tasks.cancel_scope.cancel()
 
     async def _watch_death(self) -> None:
         await self._service.died.wait()

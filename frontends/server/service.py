@@ -17,11 +17,13 @@ from trouper.frontends.server.admission.codel import QueueDelay
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate, AdmissionTicket
 from trouper.frontends.server.admission.overload import Ladder, Level, memory_used
 from trouper.frontends.server.admission.throughput import StepClock
+from trouper.frontends.server.background import BackgroundTasks
 from trouper.frontends.server.errors import HTTPError, aborted, clean, logger, unavailable
 from trouper.frontends.server.http.body import BodyMemory
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.trace_context import trace_headers
 from trouper.frontends.server.metrics import ServerMetrics
+from trouper.frontends.server.response_store import ResponseStore
 from trouper.frontends.server.settings import ServerSettings
 from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
@@ -59,6 +61,8 @@ class Service:
         self.chat_threads = anyio.CapacityLimiter(
             1
         )  # chats to be tokenised: templates may take long
+        self.responses = ResponseStore(settings.responses_store_bytes)
+        self.background = BackgroundTasks()
         self._ladder = Ladder()
         self._proved_at = -math.inf  # the last round trip
         self.answers = AnswerFormat()  # of the model's tool calls and reasoning

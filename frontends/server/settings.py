@@ -53,6 +53,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_field: Literal["reasoning", "reasoning_content", "both"] = "reasoning"
     enable_prompt_tokens_details: bool = False
     force_include_usage: bool = False
+    responses_store_bytes: int = (
+        0  # of the responses that clients may come back to; 0: none is kept
+    )
     return_tokens_as_token_ids: bool = False
     is_smaller_priority_first: bool = False  # --priority-order vllm
     sse_keep_alive_interval_s: float = 0.0  # 0: off

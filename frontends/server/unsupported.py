@@ -14,7 +14,10 @@ NO_GRAMMAR = "describe the format in the prompt and check the answer"
 NO_MEDIA = "send text only"
 NO_TOOLS = "describe the functions in a message and parse the answer"
 NO_THINKING = "leave it out; what the model thinks is part of its text"
-NO_MEMORY = "send the whole conversation with every request"
+NO_MEMORY = (
+    "this server keeps no responses; start it with --responses-store-bytes, or send the whole "
+    "conversation with every request"
+)
 STRUCTURE = dict.fromkeys(("grammar", "json_schema", "regex", "ebnf", "structural_tag"), USE_FORMAT)
 GENERATING = {
     **STRUCTURE,
@@ -41,9 +44,7 @@ CHAT = {
 }
 RESPONSES = {
     **STRUCTURE,
-    "previous_response_id": NO_MEMORY,
-    "conversation": NO_MEMORY,
-    "background": "use stream",
+    "conversation": "use previous_response_id, or send the whole conversation with every request",
     "truncation": "leave items out yourself",
     "top_logprobs": "use /v1/chat/completions",
     "prompt": "put the text of the prompt into input or instructions",
@@ -52,7 +53,7 @@ MESSAGES = {
     "thinking": NO_THINKING,
     "mcp_servers": NO_TOOLS,
     "container": NO_TOOLS,
-    "context_management": NO_MEMORY,
+    "context_management": "send the whole conversation with every request",
     "output_format": "use output_config.format",
 }
 POOLING = {"padding": "texts are never padded; leave it out", "mm_processor_kwargs": NO_MEDIA}

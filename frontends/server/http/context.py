@@ -5,6 +5,7 @@ Laws.  One response per request; after the client has left, sending does nothing
 
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from copy import copy
 from secrets import token_hex
 from time import perf_counter
 from typing import Any
@@ -87,6 +88,12 @@ class RequestContext:
     def name_by(self, request_id: str | None) -> None:
         """Take the body's `request_id`, unless a header has given one."""
         self.client_id = self.client_id or _sanitised((request_id or "").encode(errors="replace"))
+
+    def detached(self, ticket: AdmissionTicket) -> "RequestContext":
+        """Return the context of what goes on with another ticket when this request has been answered."""
+        other = copy(self)
+        other.ticket = ticket
+        return other
 
     def header(self, name: bytes) -> bytes | None:
         """The value of the first header of that name, in small letters."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio.lowlevel
 
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 AT_ONCE = 1024  # characters that are parsed between two turns of other tasks: 5 ms of the most hostile text
 
 
+A = TypeVar("A", bound=Adapter)
+
+
 async def drive(
     service: Service,
     context: RequestContext,
@@ -49,13 +52,19 @@ async def drive(
         Exception: the request is bad, or its generation has failed; parameters have the client's names.
     """
     with client_names(partial(api.client_name, request)):
-        model = _served_model(service, request.model)
-        parsed = api.parse(request, model)
-        parsed.lora_request = service.adapter(request.model)
-        context.name_by(request.request_id)
-        head = ReplyHead(context.request_id, context.id, int(time.time()))
-        driver = Driver(service, context, parsed, api(request, parsed, model, head))
-        await (driver.send_stream() if parsed.is_stream else driver.send_reply())
+        await prepare(service, context, request, api).answer()
+
+
+def prepare(
+    service: Service, context: RequestContext, request: GenerationRequest, api: type[A]
+) -> "Driver[A]":
+    """Read a request, and make what will answer it."""
+    model = _served_model(service, request.model)
+    parsed = api.parse(request, model)
+    parsed.lora_request = service.adapter(request.model)
+    context.name_by(request.request_id)
+    head = ReplyHead(context.request_id, context.id, int(time.time()))
+    return Driver(service, context, parsed, api(request, parsed, model, head))
 
 
 @contextmanager
@@ -69,36 +78,50 @@ def client_names(name_of: Callable[[str], str]) -> Generator[None]:
         raise
 
 
-class Driver:
+class Driver(Generic[A]):
     """One parsed request on its way through the engine to the client."""
 
     def __init__(
-        self, service: Service, context: RequestContext, parsed: ParsedRequest, adapter: Adapter
+        self, service: Service, context: RequestContext, parsed: ParsedRequest, adapter: A
     ) -> None:
+        self.adapter = adapter
         self._service = service
         self._context = context
         self._parsed = parsed
-        self._adapter = adapter
         self._counter = UsageCounter(len(parsed.prompts), shows_cached=parsed.shows_cached)
         self._chains: dict[int, ParserChain] = {}  # of the choices that have begun
 
-    async def send_reply(self) -> None:
+    async def answer(self, on_complete: Callable[[], None] | None = None) -> None:
+        """Send the reply; `on_complete` is called when it is known and the client has not all of it."""
+        if self._parsed.is_stream:
+            await self._send_stream(on_complete)
+        else:
+            reply = await self.complete()
+            if on_complete is not None:
+                on_complete()
+            await self._context.send_json(reply)
+
+    async def complete(self) -> object:
+        """Return the whole reply, and send nothing."""
         parsed = self._parsed
         outputs = await final_outputs(
             self._service, self._context, self._generations(), parsed.places
         )
         async for i, output in InTurns(enumerate(outputs)):
             for update in await self._updates(i, output, await self._prompt_text(i, output)):
-                self._adapter.add(update)
-        await self._context.send_json(self._adapter.reply(self._counter.usage))
+                self.adapter.add(update)
+        return self.adapter.reply(self._counter.usage)
 
-    async def send_stream(self) -> None:
+    async def _send_stream(self, on_complete: Callable[[], None] | None) -> None:
         context, parsed = self._context, self._parsed
         await each_output(
             self._service, context, self._generations(), parsed.places, self._send_output
         )
-        await self._send_events(self._adapter.end(self._counter.usage))
-        await context.end_events(self._adapter.STREAM_END)
+        events = self.adapter.end(self._counter.usage)
+        if on_complete is not None:
+            on_complete()
+        await self._send_events(events)
+        await context.end_events(self.adapter.STREAM_END)
 
     async def _send_output(self, i: int, output: RequestOutput) -> None:
         prompt_text = await self._prompt_text(i, output) if self._parsed.shows_prompt else ""
@@ -106,9 +129,9 @@ class Driver:
         usage = self._counter.usage if self._parsed.shows_usage else None
         if not self._context.has_started:
             await self._context.start_events()
-            await self._send_events(self._adapter.begin(output, usage))
+            await self._send_events(self.adapter.begin(output, usage))
         for update in updates:
-            for event in self._adapter.render(update, usage):
+            for event in self.adapter.render(update, usage):
                 await self._context.send_event(event.content, event.name)
 
     async def _send_events(self, events: Iterable[StreamEvent]) -> None:

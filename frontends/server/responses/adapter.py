@@ -1,13 +1,9 @@
-"""The adapter of responses, whole or as typed events.  Pure.
+"""The adapter of responses, whole or as typed events.  Pure."""
 
-A conversation of items becomes a `ChatRequest`, and the same rules hold.
-"""
-
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import msgspec
 
-from trouper.errors import invalid
 from trouper.frontends.server.openai.adapter import (
     ChoiceUpdate,
     ParsedRequest,
@@ -17,13 +13,8 @@ from trouper.frontends.server.openai.adapter import (
 )
 from trouper.frontends.server.openai.blocks import AnswerBlocks
 from trouper.frontends.server.openai.chat import ChatAdapter
-from trouper.frontends.server.openai.requests import ChatRequest, ResponseFormat
-from trouper.frontends.server.openai.transcript import Transcript
-from trouper.frontends.server.responses.conversation import add_items
 from trouper.frontends.server.responses.items import EventWriter, output_item
-from trouper.frontends.server.responses.requests import ResponsesRequest
-from trouper.frontends.server.responses.tools import chat_tool_choice, chat_tools
-from trouper.frontends.server.unsupported import unsupported
+from trouper.frontends.server.responses.turn import ResponsesTurn
 from trouper.frontends.server.usage import CachedTokens, ReasoningUsage, Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 
@@ -36,49 +27,10 @@ CLIENT_NAMES = {
     "structured_outputs": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-SAME_NAME = (
-    "model", "temperature", "top_p", "top_k", "seed", "stream", "priority", "cache_salt",
-    "parallel_tool_calls",
-)  # fmt: skip
-ENCRYPTED = "reasoning.encrypted_content"
-
-
-class ResponsesTurn:
-    """A request, and the conversation that it continues as a chat.
-
-    Raises:
-        TrouperValidationError, UnsupportedFeatureError: naming the field.
-    """
-
-    def __init__(self, body: ResponsesRequest) -> None:
-        self.body = body
-        self.model = body.model
-        self.request_id = body.request_id
-        self.items = input_items(body)
-        self.transcript = Transcript()
-        if body.instructions is not None:
-            self.transcript.append("instructions", "system", body.instructions)
-        add_items(self.transcript, self.items, "input")
-
-    def as_chat(self) -> ChatRequest:
-        body = self.body
-        if ENCRYPTED in (body.include or ()):
-            raise unsupported("include", f"{ENCRYPTED} is not; the text of it is in the answer")
-        tools = chat_tools(body.tools)
-        fields = {name: getattr(body, name) for name in SAME_NAME}
-        return ChatRequest(
-            messages=self.transcript.messages,
-            max_completion_tokens=body.max_output_tokens,
-            response_format=_response_format(body),
-            reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-            tools=tools,
-            tool_choice=chat_tool_choice(body.tool_choice, has_tools=tools is not None),
-            **fields,
-        )
 
 
 class ResponsesAdapter:
-    """A response with the blocks of the answer as its items."""
+    """A response with the blocks of the answer as its items; `response` is what is known of it by now."""
 
     STREAM_END: ClassVar[bytes] = b""  # the last event says that it is the last
 
@@ -101,10 +53,10 @@ class ResponsesAdapter:
         self._unique_id = head.unique_id
         self._events = EventWriter(head.unique_id)
         self._last: CompletionOutput | None = None
-        self._response = _new_response(request.body, parsed, model.name, head)
+        self.response = _new_response(request, parsed, model.name, head)
 
     def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
-        event, response = self._events.event, self._response
+        event, response = self._events.event, self.response
         return [
             event("response.created", response=response),
             event("response.in_progress", response=response),
@@ -119,7 +71,7 @@ class ResponsesAdapter:
     def end(self, usage: Usage) -> list[StreamEvent]:
         changes = self._blocks.end(is_cut=not self._is_whole)
         events = [event for change in changes for event in self._events.render(change)]
-        response = self._finished(usage)
+        response = self.response = self._finished(usage)
         return [*events, self._events.event(f"response.{response['status']}", response=response)]
 
     def add(self, update: ChoiceUpdate) -> None:
@@ -128,7 +80,8 @@ class ResponsesAdapter:
 
     def reply(self, usage: Usage) -> JSONObject:
         self._blocks.end(is_cut=not self._is_whole)
-        return self._finished(usage)
+        self.response = self._finished(usage)
+        return self.response
 
     @property
     def _is_whole(self) -> bool:
@@ -141,7 +94,7 @@ class ResponsesAdapter:
         status = "completed" if self._is_whole else "incomplete"
         *whole, last = self._blocks.all
         return {
-            **self._response,
+            **self.response,
             "status": status,
             "incomplete_details": None if self._is_whole else details,
             "output": [
@@ -152,25 +105,17 @@ class ResponsesAdapter:
         }
 
 
-def input_items(request: ResponsesRequest) -> list[JSONObject]:
-    """Return the input as items; a text is a message of the user."""
-    if isinstance(request.input, str):
-        return [{"type": "message", "role": "user", "content": request.input}]
-    if not request.input:
-        raise invalid("input", "must not be empty")
-    return request.input
-
-
 def _new_response(
-    request: ResponsesRequest, parsed: ParsedRequest, model_name: str, head: ReplyHead
+    turn: ResponsesTurn, parsed: ParsedRequest, model_name: str, head: ReplyHead
 ) -> JSONObject:
+    request = turn.body
     reasoning = request.reasoning
     return {
         "id": f"resp_{head.unique_id}",
         "object": "response",
         "created_at": head.created,
         "status": "in_progress",
-        "background": False,
+        "background": bool(request.background),
         "error": None,
         "incomplete_details": None,
         "instructions": request.instructions,
@@ -178,9 +123,9 @@ def _new_response(
         "model": model_name,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
-        "store": False,
+        "store": turn.is_stored,
         "temperature": parsed.params.temperature,
         "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
@@ -203,15 +148,3 @@ def _counts(usage: Usage) -> JSONObject:
         "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": usage.total_tokens,
     }
-
-
-def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
-    """Read `text.format`, which has the fields of a schema beside its type."""
-    given: Any = (request.text or {}).get("format")
-    if given is None:
-        return None
-    if not isinstance(given, dict) or not isinstance(cast("JSONObject", given).get("type"), str):
-        raise invalid("text.format", "must have a type")
-    fields = cast("JSONObject", given)
-    kind, schema = fields["type"], fields.get("schema")
-    return ResponseFormat(type=kind, json_schema=None if schema is None else {"schema": schema})

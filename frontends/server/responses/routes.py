@@ -1,14 +1,97 @@
 """The routes of the Responses API."""
 
+from contextlib import ExitStack
+from functools import partial
+
+import msgspec
+
+from trouper.frontends.server.errors import HTTPError
 from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.openai.driver import drive
-from trouper.frontends.server.responses.adapter import ResponsesAdapter, ResponsesTurn
+from trouper.frontends.server.openai.driver import client_names, prepare
+from trouper.frontends.server.responses.adapter import ResponsesAdapter
+from trouper.frontends.server.responses.background import BackgroundResponse
+from trouper.frontends.server.responses.memory import check_is_on, find, recall, stored_response
 from trouper.frontends.server.responses.requests import ResponsesRequest
+from trouper.frontends.server.responses.turn import ResponsesTurn
 from trouper.frontends.server.service import Service
+from trouper.frontends.server.unsupported import unsupported
+
+RESPONSES = "/v1/responses/"  # an id follows, and perhaps what is to be done
 
 
 async def create_response(
     service: Service, context: RequestContext, request: ResponsesRequest
 ) -> None:
-    """Continue a conversation of items, whole or as typed events."""
-    await drive(service, context, ResponsesTurn(request), ResponsesAdapter)
+    """Continue a conversation of items, whole, as typed events, or in background."""
+    turn = await recall(service, context, request)
+    with client_names(partial(ResponsesAdapter.client_name, turn)):
+        if request.background:
+            await context.send_json(_start(service, context, turn))
+            return
+        driver = prepare(service, context, turn, ResponsesAdapter)
+
+        def keep() -> None:
+            response = driver.adapter.response
+            stored = stored_response(turn, response, context.tenant)
+            service.responses.put(response["id"], stored)
+
+        await driver.answer(keep if turn.is_stored else None)
+
+
+async def retrieve_response(service: Service, context: RequestContext, _: None) -> None:
+    """Return a response that is kept, or that runs in background."""
+    check_is_on(service.responses, None)
+    if context.query().get("stream") not in (None, ["false"]):
+        raise unsupported("stream", "a response is whole when it is asked for by its id")
+    await context.send_body(find(service, context, _name(context)).body)
+
+
+async def delete_response(service: Service, context: RequestContext, _: None) -> None:
+    """Forget a response; one that runs in background is cancelled."""
+    check_is_on(service.responses, None)
+    name = _name(context)
+    find(service, context, name)
+    service.responses.remove(name)
+    service.background.cancel(name)
+    await context.send_json({"id": name, "object": "response", "deleted": True})
+
+
+async def cancel_response(service: Service, context: RequestContext, _: None) -> None:
+    """Cancel a response that runs in background, and return it; one that has ended is returned as it is."""
+    check_is_on(service.responses, None)
+    name = _name(context).removesuffix("/cancel")
+    stored = find(service, context, name)
+    response = msgspec.json.decode(stored.body)
+    if not response["background"]:
+        raise HTTPError(400, "invalid_value", "only a response in background can be cancelled")
+    if stored.is_running:
+        response["status"] = "cancelled"
+        body = msgspec.json.encode(response)
+        ended = msgspec.structs.replace(stored, status="cancelled", body=body)
+        service.responses.put(name, ended)
+        service.background.cancel(name)
+    await context.send_json(response)
+
+
+def _start(service: Service, context: RequestContext, turn: ResponsesTurn) -> object:
+    """Hand the request over to a task of its own, and return the response so far.
+
+    Raises:
+        HTTPError: there is no place for it.
+        UnsupportedFeatureError: the application is served without its lifespan, which the task would live in.
+    """
+    if not service.background.is_on:
+        raise unsupported("background", "this application runs no background work; use stream")
+    with ExitStack() as resources:
+        if context.ticket is not None:
+            context.ticket.leave()  # its place is taken again at once
+        later = context.detached(resources.enter_context(service.enter(context)))
+        driver = prepare(service, later, turn, ResponsesAdapter)
+        response = BackgroundResponse(service, later, turn, driver)
+        queued = response.queue()
+        service.background.start(response.name, partial(response.perform, resources.pop_all()))
+        return queued
+
+
+def _name(context: RequestContext) -> str:
+    return context.path.removeprefix(RESPONSES)

@@ -1,0 +1,109 @@
+"""The responses that clients may come back to, in memory.  Pure.
+
+Laws.  The bytes that are counted never exceed the limit: what has not been used for longest goes first.  A response is
+found under its own id and by its owner only.  One that is running is not evicted; where nothing else could go, what is
+new is not kept.
+"""
+
+from collections import Counter, OrderedDict
+
+import msgspec
+
+# An entry beside its content: the struct and its fields 200, the id 90, two slots of dicts 200 bytes.
+ENTRY_BYTES = 512
+# A piece beside its content: its header 33, the count of its holders 130 bytes.
+PIECE_BYTES = 168
+REFERENCE_BYTES = 8  # of each piece in each entry
+
+
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A response, and the conversation up to its end.
+
+    Attributes:
+        owner: the API key that it was made with.
+        status: as in the response.
+        body: the response as JSON.
+        pieces: the items of the conversation, each piece a JSON array; follow-ups share those of what they follow.
+        model, cache_salt, priority: what follow-ups inherit.
+    """
+
+    owner: str
+    status: str
+    body: bytes
+    pieces: tuple[bytes, ...] = ()
+    model: str = ""
+    cache_salt: str | None = None
+    priority: int | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.status in ("queued", "in_progress")
+
+    @property
+    def own_bytes(self) -> int:
+        """The bytes that it costs without its pieces."""
+        return ENTRY_BYTES + len(self.body) + REFERENCE_BYTES * len(self.pieces)
+
+
+class ResponseStore:
+    """Responses by id, the one that was used last at the end.  A limit of 0 keeps none."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._holders: Counter[int] = Counter()  # entries with a piece, by the piece's identity
+
+    def __repr__(self) -> str:
+        return f"<ResponseStore {len(self)} responses, {self.num_bytes} of {self.max_bytes} bytes>"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def is_on(self) -> bool:
+        return self.max_bytes > 0
+
+    def get(self, name: str, owner: str) -> StoredResponse | None:
+        """Return the response of that id, which counts as used; None: there is none of this owner's."""
+        found = self._entries.get(name)
+        if found is None or found.owner != owner:
+            return None
+        self._entries.move_to_end(name)
+        return found
+
+    def put(self, name: str, stored: StoredResponse) -> bool:
+        """Keep a response in place of the one with its id, and return whether there is room for it."""
+        self.remove(name)
+        alone = stored.own_bytes + sum(PIECE_BYTES + len(piece) for piece in stored.pieces)
+        if alone > self.max_bytes:
+            return False  # nothing is evicted in vain
+        self._entries[name] = stored
+        self.num_bytes += stored.own_bytes
+        for piece in stored.pieces:
+            self._holders[id(piece)] += 1
+            if self._holders[id(piece)] == 1:
+                self.num_bytes += PIECE_BYTES + len(piece)
+        self._evict(name)
+        return name in self._entries
+
+    def remove(self, name: str) -> None:
+        """Forget a response, if it is there."""
+        gone = self._entries.pop(name, None)
+        if gone is None:
+            return
+        self.num_bytes -= gone.own_bytes
+        for piece in gone.pieces:
+            self._holders[id(piece)] -= 1
+            if not self._holders[id(piece)]:
+                del self._holders[id(piece)]
+                self.num_bytes -= PIECE_BYTES + len(piece)
+
+    def _evict(self, newest: str) -> None:
+        """Make room by forgetting what is not running, and the newest entry at last."""
+        if self.num_bytes > self.max_bytes:
+            finished = [name for name, each in self._entries.items() if not each.is_running]
+            for name in [*finished, newest]:
+                self.remove(name)
+                if self.num_bytes <= self.max_bytes:
+                    break

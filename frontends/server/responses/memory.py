@@ -1,0 +1,103 @@
+"""The memory of one request: the responses that it follows, and the form in which its own is kept."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import anyio.to_thread
+import msgspec
+
+from trouper.errors import UnsupportedFeatureError, invalid
+from trouper.frontends.server.errors import HTTPError
+from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.decoding import THREAD_FROM
+from trouper.frontends.server.response_store import ResponseStore, StoredResponse
+from trouper.frontends.server.responses.requests import ResponsesRequest
+from trouper.frontends.server.responses.turn import ResponsesTurn
+from trouper.frontends.server.service import Service
+from trouper.frontends.server.unsupported import NO_MEMORY, unsupported
+
+A = TypeVar("A")
+B = TypeVar("B")
+JSONObject = dict[str, Any]
+encode = msgspec.json.Encoder().encode
+decode_items = msgspec.json.Decoder(list[JSONObject]).decode
+
+
+async def recall(
+    service: Service, context: RequestContext, request: ResponsesRequest
+) -> ResponsesTurn:
+    """Return the request with what it follows.
+
+    Raises:
+        HTTPError: what it follows is not there, or is another key's.
+        TrouperValidationError, UnsupportedFeatureError: naming the field.
+    """
+    store = service.responses
+    _check(request, store)
+    previous: StoredResponse | None = None
+    history: list[JSONObject] = []
+    if request.previous_response_id is not None:
+        previous = find(service, context, request.previous_response_id, "previous_response_id")
+        if previous.status not in ("completed", "incomplete"):
+            raise invalid("previous_response_id", f"that response is {previous.status}")
+        num_bytes = sum(map(len, previous.pieces))
+        history = await _here_or_there(service, num_bytes, _items, previous)
+    is_stored = store.is_on and request.store is not False
+    turn = ResponsesTurn(request, previous, history, is_stored=is_stored)
+    if is_stored:
+        piece = await _here_or_there(service, context.num_body_bytes, encode, turn.items)
+        turn.pieces = (*(previous.pieces if previous else ()), piece)
+    return turn
+
+
+def find(
+    service: Service, context: RequestContext, name: str, parameter: str | None = None
+) -> StoredResponse:
+    """Return the response of that id.  Raises HTTPError: 404, the same for those that other keys have made."""
+    found = service.responses.get(name, context.tenant)
+    if found is None:
+        text = "there is no response of this id, or it has not been kept"
+        raise HTTPError(404, "response_not_found", text, param=parameter)
+    return found
+
+
+def check_is_on(store: ResponseStore, parameter: str | None) -> None:
+    """Raises UnsupportedFeatureError: no responses are kept."""
+    if not store.is_on:
+        text = f"{parameter or 'this route'} is not supported: {NO_MEMORY}"
+        raise UnsupportedFeatureError(text, parameter=parameter)
+
+
+def stored_response(turn: ResponsesTurn, response: JSONObject, owner: str) -> StoredResponse:
+    """Return a response in the form in which it is kept."""
+    output = response["output"]
+    return StoredResponse(
+        owner=owner,
+        status=response["status"],
+        body=encode(response),
+        pieces=(*turn.pieces, encode(output)) if output else turn.pieces,
+        model=response["model"],
+        cache_salt=turn.body.cache_salt,
+        priority=turn.body.priority,
+    )
+
+
+def _check(request: ResponsesRequest, store: ResponseStore) -> None:
+    for name in ("store", "background", "previous_response_id"):
+        if getattr(request, name):
+            check_is_on(store, name)
+    if request.background and request.store is False:
+        raise invalid("background", "needs store")
+    if request.background and request.stream:
+        raise unsupported("stream", "it is not beside background; ask for the response by its id")
+
+
+def _items(stored: StoredResponse) -> list[JSONObject]:
+    return [item for piece in stored.pieces for item in decode_items(piece)]
+
+
+async def _here_or_there(service: Service, num_bytes: int, act: Callable[[A], B], given: A) -> B:
+    """Call `act` on the event loop if it takes less time than to go to a thread and back, and else in a thread."""
+    if num_bytes < THREAD_FROM:
+        return act(given)
+    return await anyio.to_thread.run_sync(act, given, limiter=service.threads)

@@ -1,0 +1,100 @@
+"""One turn of a conversation: a request, what came before it, and both as a chat.  Pure."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+
+from trouper.errors import invalid
+from trouper.frontends.server.openai.requests import ChatRequest, ResponseFormat
+from trouper.frontends.server.openai.transcript import Transcript
+from trouper.frontends.server.response_store import StoredResponse
+from trouper.frontends.server.responses.conversation import add_items
+from trouper.frontends.server.responses.requests import ResponsesRequest
+from trouper.frontends.server.responses.tools import chat_tool_choice, chat_tools
+from trouper.frontends.server.unsupported import unsupported
+
+JSONObject = dict[str, Any]
+SAME_NAME = (
+    "model", "temperature", "top_p", "top_k", "seed", "stream", "priority", "cache_salt",
+    "parallel_tool_calls",
+)  # fmt: skip
+INHERITED = ("model", "cache_salt", "priority")
+ENCRYPTED = "reasoning.encrypted_content"
+
+
+class ResponsesTurn:
+    """A request, and the conversation that it continues.
+
+    Args:
+        body: the request.
+        previous: the response that it follows.  What the request leaves open of model, salt and priority is as there.
+        history: the items up to the end of that response.
+        is_stored: follow-ups are to find what comes of it.
+
+    Raises:
+        TrouperValidationError, UnsupportedFeatureError: naming the field.
+    """
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        previous: StoredResponse | None = None,
+        history: Sequence[JSONObject] = (),
+        *,
+        is_stored: bool = False,
+    ) -> None:
+        self.body = body if previous is None else _inheriting(body, previous)
+        self.model = self.body.model
+        self.request_id = body.request_id
+        self.is_stored = is_stored
+        self.pieces: tuple[bytes, ...] = ()  # the items up to the end of the input, to be stored
+        self.items = _input_items(body)
+        self.transcript = Transcript()
+        if body.instructions is not None:
+            self.transcript.append("instructions", "system", body.instructions)
+        add_items(self.transcript, history, "previous_response_id")
+        add_items(self.transcript, self.items, "input")
+
+    def as_chat(self) -> ChatRequest:
+        body = self.body
+        if ENCRYPTED in (body.include or ()):
+            raise unsupported("include", f"{ENCRYPTED} is not; the text of it is in the answer")
+        tools = chat_tools(body.tools)
+        fields = {name: getattr(body, name) for name in SAME_NAME}
+        return ChatRequest(
+            messages=self.transcript.messages,
+            max_completion_tokens=body.max_output_tokens,
+            response_format=_response_format(body),
+            reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+            tools=tools,
+            tool_choice=chat_tool_choice(body.tool_choice, has_tools=tools is not None),
+            **fields,
+        )
+
+
+def _inheriting(body: ResponsesRequest, previous: StoredResponse) -> ResponsesRequest:
+    open_fields = [name for name in INHERITED if getattr(body, name) is None]
+    fields = {name: getattr(previous, name) for name in open_fields}
+    return msgspec.structs.replace(body, **fields)
+
+
+def _input_items(request: ResponsesRequest) -> list[JSONObject]:
+    """Return the input as items; a text is a message of the user."""
+    if isinstance(request.input, str):
+        return [{"type": "message", "role": "user", "content": request.input}]
+    if not request.input:
+        raise invalid("input", "must not be empty")
+    return request.input
+
+
+def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
+    """Read `text.format`, which has the fields of a schema beside its type."""
+    given: Any = (request.text or {}).get("format")
+    if given is None:
+        return None
+    if not isinstance(given, dict) or not isinstance(cast("JSONObject", given).get("type"), str):
+        raise invalid("text.format", "must have a type")
+    fields = cast("JSONObject", given)
+    kind, schema = fields["type"], fields.get("schema")
+    return ResponseFormat(type=kind, json_schema=None if schema is None else {"schema": schema})
