@@ -1,17 +1,20 @@
 """A model in stages says what it says whole: fp32, every architecture, one process or several."""
 
 import os
+import threading
 from contextlib import contextmanager
 
 import msgspec
 import pytest
+import torch
 
 from trouper import LLM, SamplingParams
 from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.cpu.stage_runner import StageRunner
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.parallel.links import RingSizes, create_files
-from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 
 from .driver import GREEDY, Driver, engine_config, random_prompts
 from .test_architectures import CASES, VOCAB, tiny_model
@@ -84,6 +87,58 @@ def test_two_and_three_stages_give_the_tokens_of_one(case, tmp_path):
             assert outputs(runner) == expected
 
 
+def chunk_plan(step, start, count, *, samples=0, reads=0):
+    """A chunk of the only prompt, which is in slot 0 and in the blocks from 1 on."""
+    new = NewSequence(
+        0, SequenceId(0), tuple(PROMPTS[2]), len(PROMPTS[2]), (1, 2, 3, 4, 5, 6), GREEDY
+    )
+    return StepPlan(
+        step, 0, (0,), (start,), (count,), (samples,), (new,) if start == 0 else (), reads=reads
+    )
+
+
+def test_the_first_stage_computes_chunks_while_the_last_has_not_begun(tmp_path):
+    """And it waits for a token only where a plan reads it."""
+    tiny_model(*CASES["llama"], tmp_path)
+    config = engine_config(tmp_path)
+    plans = [
+        chunk_plan(1, 0, 20),
+        chunk_plan(2, 20, 20, samples=1),
+        chunk_plan(3, 40, 1, samples=1, reads=2),
+    ]
+    alone = CpuRunner(config)
+    alone.load()
+    wanted = [alone.execute(plan).token_ids for plan in plans]
+    with stages_in_turn(config, 2) as runner:
+        runner.load()
+        first, last = runner.stages
+        assert [first.execute(plan) for plan in plans[:2]] == [None, None]
+        reader = threading.Thread(target=first.execute, args=(plans[2],), daemon=True)
+        reader.start()
+        found = [last.execute(plan).token_ids for plan in plans]
+        reader.join(20)
+        assert not reader.is_alive()
+    assert found == wanted
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int4"}, {"quantization": "int8"}])
+def test_rounded_weights_are_the_same_in_stages(options, tmp_path):
+    tiny_model("Qwen3", {"head_dim": 32, "intermediate_size": 128}, tmp_path)
+    config = engine_config(tmp_path, **options)
+    expected = outputs(CpuRunner(config))
+    with stages_in_turn(config, 3) as runner:
+        assert outputs(runner) == expected
+
+
+def test_the_blocks_are_those_of_the_stage_that_has_fewest(tmp_path):
+    tiny_model("Llama", {"num_hidden_layers": 4}, tmp_path)
+    config = engine_config(tmp_path, max_num_seqs=512)
+    with stages_in_turn(config, 2, (1, 3)) as runner:
+        counts = [stage.load().num_blocks - 1 for stage in runner.stages]
+        assert counts[0] == pytest.approx(3 * counts[1], rel=0.01)
+        assert runner.load().num_blocks - 1 == counts[1]
+
+
 # In processes
 
 TEXTS = [
@@ -122,6 +177,26 @@ def test_two_processes_give_the_tokens_of_one_and_sleep_together(whole):
         llm.sleep(2)
         assert llm.wake_up()
         assert tokens_of(llm) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_embeddings_are_taken_by_the_first_stage(tmp_path):
+    model = tiny_model(*CASES["gemma2"], tmp_path)
+    rows = model.get_input_embeddings()(torch.tensor(PROMPTS[2])).detach()
+    prompts = [{"prompt_embeds": rows}, {"prompt_token_ids": PROMPTS[3]}]
+    options = {
+        "dtype": "float32", "skip_tokenizer_init": True, "enable_prompt_embeds": True,
+        "max_num_batched_tokens": 16, "max_num_seqs": 4, "max_model_len": 128,
+    }  # fmt: skip
+    found = []
+    for num_stages in (1, 2):
+        with LLM(str(tmp_path), pipeline_parallel_size=num_stages, **options) as llm:
+            answers = llm.generate(
+                prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False
+            )
+            found.append([answer.outputs[0].token_ids for answer in answers])
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
