@@ -253,6 +253,22 @@ class Tokenizer:
             glued=self.added_tokens if is_glued else None,
         )
 
+    def vocabulary_strings(self, token_ids: Iterable[int]) -> list[str]:
+        """Return each token as the vocabulary spells it, such as `Ġis`; an id of no token is an empty text."""
+        return [self._backend.id_to_token(id) or "" for id in token_ids]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings that the model folder has for its tokenizer, with the chat template."""
+        is_file = is_gguf(Path(self.folder))
+        config = None if is_file else read_object(Path(self.folder) / TOKENIZER_CONFIG, "tokenizer")
+        templates: Any = self.chat_templates
+        return {
+            "tokenizer_class": type(self).__name__,
+            **self.special_tokens,
+            **(config or {}),
+            "chat_template": templates.get("default", templates or None),
+        }
+
     def token_text(self, token_id: int, before: Sequence[int] = ()) -> str:
         """The text of one token for logprobs.
 

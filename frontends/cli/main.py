@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from trouper import __version__
+from trouper.config.dotted import join_dotted
 from trouper.frontends.cli import output
 from trouper.frontends.cli.bench.app import bench
 from trouper.frontends.cli.chat import chat
@@ -68,7 +69,9 @@ def run_line(arguments: list[str] | None = None) -> int:
     state: dict[str, Any] = {"arguments": sys.argv[1:] if arguments is None else arguments}
     output.prepare_streams()
     try:
-        code = app(arguments, prog_name="trouper", standalone_mode=False, obj=state)
+        code = app(
+            join_dotted(state["arguments"]), prog_name="trouper", standalone_mode=False, obj=state
+        )
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         if state.get("debug"):
             raise

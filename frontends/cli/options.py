@@ -236,15 +236,21 @@ def served_names(engine_args: EngineArgs) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let typer see an option for each field of the command's dataclass parameters, and `--debug`."""
+def expand_options(
+    command: Callable[..., None], *, reads_variables: bool = False
+) -> Callable[..., None]:
+    """Let typer see an option for each field of the command's dataclass parameters, and `--debug`.
+
+    With `reads_variables` an option that is not given takes the value of `TROUPER_…`, if there is one.
+    """
     own = inspect.signature(command).parameters
     groups: dict[str, Any] = {
         p.name: p.annotation for p in own.values() if dataclasses.is_dataclass(p.annotation)
     }
     parameters = [p for p in own.values() if p.name not in groups]
     for group in groups.values():
-        parameters += _engine_options() if group is EngineArgs else _options_of(group)
+        options = _engine_options() if group is EngineArgs else _options_of(group)
+        parameters += map(_read_from_variable, options) if reads_variables else options
     parameters += [_debug_option()]
 
     @wraps(command)
@@ -269,6 +275,16 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword_only, default=default, annotation=annotation)
+
+
+def _read_from_variable(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Let an option of engine or server take its value from `TROUPER_…` where the command line gives none."""
+    (option,) = parameter.annotation.__metadata__
+    own = f"TROUPER_{parameter.name.upper()}"
+    others = [option.envvar] if isinstance(option.envvar, str) else option.envvar or []
+    option.envvar = list(dict.fromkeys([own, *others]))
+    option.show_envvar = False
+    return parameter
 
 
 def _options_of(group: type[Any]) -> list[inspect.Parameter]:

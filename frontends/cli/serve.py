@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,7 @@ import typer
 
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 from trouper.frontends.cli import output
 from trouper.frontends.cli.adapters import lora_modules
@@ -158,6 +159,23 @@ class ServerOptions:
         int,
         _server("Bytes of responses that are kept for follow-ups; 0 keeps none.", min=0),
     ] = 0  # fmt: skip
+    enable_tokenizer_info_endpoint: Annotated[
+        bool,
+        _server(
+            "Serve the tokenizer's settings and chat template.", "--enable-tokenizer-info-endpoint"
+        ),
+    ] = False
+    enable_per_request_metrics: Annotated[
+        bool, _server("Send each request's times with its answer.", "--enable-per-request-metrics")
+    ] = False
+    enable_request_id_headers: Annotated[
+        bool,
+        _server(
+            "Accepted for compatibility: every answer names its request in a header.",
+            "--enable-request-id-headers",
+            hidden=True,
+        ),
+    ] = False
     return_tokens_as_token_ids: Annotated[
         bool, _server("Name tokens by their ids in logprobs.", "--return-tokens-as-token-ids")
     ] = False
@@ -205,11 +223,11 @@ class ServerOptions:
         bool, _server("Keep answering with errors after the engine has died.", envvar="TROUPER_KEEP_ALIVE_ON_ENGINE_DEATH", hidden=True)
     ] = False  # fmt: skip
     dev_mode: Annotated[
-        bool, _server("Serve the control routes without a key.", envvar="TROUPER_SERVER_DEV_MODE", hidden=True)
+        bool, _server("Serve the control routes without a key, on a loopback address only.", "--dev-mode", envvar=["TROUPER_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE"])
     ] = False  # fmt: skip
 
 
-@expand_options
+@partial(expand_options, reads_variables=True)
 def serve(
     ctx: typer.Context,
     model_name: Annotated[
@@ -241,6 +259,7 @@ def serve(
         engine_args.model = model_name
     _check_keys(options)
     engine_args.enable_lora |= bool(lora_modules(options.lora_modules or []))
+    _check_dev_mode(options)
     engine_args.seed = options.seed
     resolve(engine_args)  # here, because it finds mistakes before torch is loaded
     # As in `run_engine`: read when torch is loaded, and threads that spin would starve the event loop.
@@ -303,6 +322,16 @@ def _check_keys(options: ServerOptions) -> None:
             raise TrouperValidationError(f"{name}: a key must not be empty", parameter=name)
 
 
+def _check_dev_mode(options: ServerOptions) -> None:
+    """Refuse control routes without a key where other machines can reach them."""
+    is_local = options.uds is not None or options.host in ("localhost", "::1")
+    is_local |= options.host.startswith("127.")
+    if options.dev_mode and options.admin_key is None and not is_local:
+        raise invalid(
+            "dev_mode", f"needs a loopback host or an admin key, and host is {options.host}"
+        )
+
+
 def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
     from trouper.frontends.server.settings import ServerSettings
 
@@ -335,6 +364,8 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         enable_prompt_tokens_details=options.enable_prompt_tokens_details,
         force_include_usage=options.enable_force_include_usage,
         responses_store_bytes=options.responses_store_bytes,
+        shows_tokenizer_info=options.enable_tokenizer_info_endpoint,
+        shows_metrics=options.enable_per_request_metrics,
         return_tokens_as_token_ids=options.return_tokens_as_token_ids,
         is_smaller_priority_first=options.priority_order == "vllm",
         sse_keep_alive_interval_s=options.sse_keep_alive_interval,

@@ -137,14 +137,19 @@ class App:
                 self.service.check_open()
             if route.is_admitted:
                 self.service.check_room(context)  # refused before the body is read
-            request = await self._read(context, route, stack)
+            route, request = await self._read(context, route, stack)
             act = partial(route.handler, self.service, context, request)
             await self._attend(context, act, context.timeout_s)
 
-    async def _read(self, context: RequestContext, route: Route, stack: ExitStack) -> Any:
-        """Read and decode the body; a place is taken in between, so that unfinished bodies hold none."""
+    async def _read(
+        self, context: RequestContext, route: Route, stack: ExitStack
+    ) -> tuple[Route, Any]:
+        """Read and decode the body; a place is taken in between, so that unfinished bodies hold none.
+
+        Returns the route that the body is for, too.
+        """
         if route.body is None:
-            return None
+            return route, None
         kind = (context.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         memory = stack.enter_context(self.service.bodies.open())
         await context.read_body(self._settings, memory)
@@ -156,14 +161,19 @@ class App:
                 400, "invalid_content_type", "the content type must be application/json"
             )
         if not body and route.access == "admin":
-            return route.body()  # all fields have defaults
+            return route, route.body()  # all fields have defaults
+        if route.choose is not None:
+            route = await anyio.to_thread.run_sync(
+                route.choose, self.service, body, limiter=self.service.threads
+            )
+        assert route.body is not None
         decoded = await decode(body, route.body, self.service.threads)
         if not decoded.holds_body:
             memory.release()
         if decoded.unknown:
             self.service.num_unknown_fields += len(decoded.unknown)
             logger.debug("request %s: %d unknown fields ignored", context.id, len(decoded.unknown))
-        return decoded.request
+        return route, decoded.request
 
     async def _attend(self, context: RequestContext, act: Any, timeout_s: float) -> None:
         """Run the handler until it is done, the client has left, or the time is over."""

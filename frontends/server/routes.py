@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 
+import msgspec
+from msgspec import UNSET
+
 from trouper.frontends.server.anthropic.errors import ANTHROPIC_ERRORS
 from trouper.frontends.server.anthropic.messages import count_tokens, create_message
 from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
@@ -9,12 +12,15 @@ from trouper.frontends.server.errors import OPENAI_ERRORS, ErrorForm
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.openai import tokens
 from trouper.frontends.server.openai.chat import create_chat
+from trouper.frontends.server.openai.chat_batch import create_chat_batch
 from trouper.frontends.server.openai.completions import create_completion
 from trouper.frontends.server.openai.requests import (
     AbortRequest,
+    ChatBatchRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    InvocationKeys,
     LoadAdapterRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
@@ -40,6 +46,7 @@ from trouper.frontends.server.responses.routes import (
     delete_response,
     retrieve_response,
 )
+from trouper.frontends.server.service import Service
 
 MODE = {"enum": ["abort", "wait", "keep"]}
 TAGS = {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}}
@@ -50,6 +57,26 @@ GENERATING = (
     ("/v1/completions", create_completion, CompletionRequest, CompletionReply),
     ("/v1/chat/completions", create_chat, ChatRequest, ChatReply),
 )
+
+
+def choose_invoked(service: Service, body: bytes | memoryview) -> Route:
+    """Return the route that a body sent to /invocations is for, by its fields and by what the model does."""
+    try:
+        keys = msgspec.json.decode(body, type=InvocationKeys)
+    except msgspec.DecodeError:
+        keys = InvocationKeys()  # the route's own decoding says what is wrong
+    spec = service.config.pooler
+    if spec is None:
+        path = "/v1/completions" if keys.messages is UNSET else "/v1/chat/completions"
+    elif keys.query is not UNSET:
+        path = "/rerank"
+    elif not all(key is UNSET for key in (keys.text_1, keys.data_1, keys.queries)):
+        path = "/score"
+    else:
+        path = {"embed": "/v1/embeddings", "classify": "/classify"}.get(spec.task, "/pooling")
+    return TABLE[path]["POST"]
+
+
 ROUTES = (
     Route("GET", "/health", "public", operations.ready, kind="empty"),
     Route("GET", "/health/live", "public", operations.live, kind="empty"),
@@ -82,6 +109,15 @@ ROUTES = (
         "POST", "/v1/messages/count_tokens", "user", count_tokens, CountTokensRequest,
         tokenizes=True, errors=ANTHROPIC_ERRORS,
     ),
+    Route(
+        "POST", "/v1/chat/completions/batch", "user", create_chat_batch, ChatBatchRequest,
+        generates=True, reply=ChatReply,
+    ),
+    Route(
+        "POST", "/invocations", "user", create_chat, InvocationKeys, generates=True,
+        choose=choose_invoked,
+    ),
+    Route("GET", "/tokenizer_info", "user", tokens.tokenizer_info),
     Route("POST", "/v1/embeddings", "user", routes.create_embedding, EmbeddingRequest, True),
     Route("POST", "/pooling", "user", routes.create_pooling, PoolingRequest, True),
     Route("POST", "/classify", "user", routes.create_classification, ClassifyRequest, True),

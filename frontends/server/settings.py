@@ -56,6 +56,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     responses_store_bytes: int = (
         0  # of the responses that clients may come back to; 0: none is kept
     )
+    shows_tokenizer_info: bool = False  # at /tokenizer_info
+    shows_metrics: bool = False  # of each request, with its answer
     return_tokens_as_token_ids: bool = False
     is_smaller_priority_first: bool = False  # --priority-order vllm
     sse_keep_alive_interval_s: float = 0.0  # 0: off

@@ -80,6 +80,7 @@ enable_thinking = false
 
 
 def test_a_file_has_the_options_of_the_server_and_the_command_line_wins(monkeypatch, tmp_path):
+    monkeypatch.delenv("TROUPER_DEVICE", raising=False)  # the tests' own
     (tmp_path / "config.toml").write_text(CONFIG)
     seen = []
     monkeypatch.setattr(serve, "_run", lambda *options: seen.append(options))
@@ -117,7 +118,38 @@ def test_a_file_that_says_nonsense_is_a_mistake(capsys, tmp_path, text, message)
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("variables", "given", "wanted"),
+    [
+        ({"TROUPER_PORT": "7"}, [], {"port": 7}),
+        ({"TROUPER_PORT": "7"}, ["--port", "8"], {"port": 8}),
+        ({"TROUPER_DEV_MODE": "1"}, [], {"dev_mode": True}),
+        ({"VLLM_SERVER_DEV_MODE": "1"}, [], {"dev_mode": True}),
+        ({"TROUPER_MAX_MODEL_LEN": "8k", "TROUPER_ENABLE_PREFIX_CACHING": "0"}, [], {"max_model_len": "8k", "enable_prefix_caching": False}),
+        ({"TROUPER_POOLER_CONFIG": '{"task": "embed"}'}, [], {"pooler_config": {"task": "embed"}}),
+        ({}, ["--pooler-config.task", "embed", "--pooler-config.dimensions=3"], {"pooler_config": {"task": "embed", "dimensions": 3}}),
+    ],
+)  # fmt: skip
+def test_options_come_from_variables_and_dots_too(monkeypatch, variables, given, wanted):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    monkeypatch.setattr(serve, "_run", lambda *options: seen.extend(options))
+    monkeypatch.setattr(serve, "resolve", lambda args, **_: None)
+    assert run_line(["serve", *given]) == 0
+    found = {**vars(seen[0]), **vars(seen[1])}
+    assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(("given", "code"), [([], 0), (["--host", "0.0.0.0"], 2), (["--host", "0.0.0.0", "--admin-key", "k"], 0), (["--uds", "x"], 0)])  # fmt: skip
+def test_control_routes_without_a_key_are_for_this_machine_alone(monkeypatch, given, code):
+    monkeypatch.setattr(serve, "_run", lambda *options: None)
+    monkeypatch.setattr(serve, "resolve", lambda args, **_: None)
+    assert run_line(["serve", "--dev-mode", *given]) == code
+
+
 MISTAKES = [
+    ("serve --pooler-config.task", 2, "parameter=--pooler-config.task"),
     ("generate x --temprature 1", 2, "--temperature"),
     ("generat x", 2, "No such command 'generat'"),
     ("generate x --max-tokens many", 2, "Invalid value for '--max-tokens'"),

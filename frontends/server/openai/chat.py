@@ -76,7 +76,7 @@ class ChatAdapter:
         self, request: ChatRequest, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
     ) -> None:
         self._request = request
-        self._num_choices = parsed.params.n
+        self._num_choices = parsed.params.n * len(parsed.prompts)
         self._ends_with_usage = parsed.ends_with_usage
         self._id = f"chatcmpl-{head.request_id}"
         self._created = head.created

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from trouper.frontends.server import unsupported
 
@@ -155,6 +155,22 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+
+
+class ChatBatchRequest(ChatRequest, kw_only=True):
+    """`POST /v1/chat/completions/batch`: several conversations, one choice for each."""
+
+    messages: list[list[dict[str, Any]]]  # type: ignore[assignment]  # one list for each conversation
+
+
+class InvocationKeys(msgspec.Struct, kw_only=True):
+    """`POST /invocations`: the fields that tell the body of one route from another's, unread."""
+
+    messages: msgspec.Raw | UnsetType = UNSET
+    query: msgspec.Raw | UnsetType = UNSET
+    queries: msgspec.Raw | UnsetType = UNSET
+    text_1: msgspec.Raw | UnsetType = UNSET
+    data_1: msgspec.Raw | UnsetType = UNSET
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

@@ -11,6 +11,7 @@ from trouper.actors.rendering.text import Prompts
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.errors import invalid
+from trouper.frontends.server.errors import HTTPError
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
 from trouper.frontends.server.openai.requests import DetokenizeRequest, TokenizeRequest
@@ -36,7 +37,9 @@ async def tokenize(service: Service, context: RequestContext, request: TokenizeR
         ids = await conversation_ids(service, prompt, request.add_special_tokens)
     strings: list[str] | None = None
     if request.return_token_strs:
-        strings = await anyio.to_thread.run_sync(_texts, tokenizer, ids, limiter=service.threads)
+        strings = await anyio.to_thread.run_sync(
+            tokenizer.vocabulary_strings, ids, limiter=service.threads
+        )
     await context.send_json(
         {
             "count": len(ids),
@@ -57,6 +60,15 @@ async def detokenize(service: Service, context: RequestContext, request: Detoken
         tokenizer.decode, request.tokens, False, limiter=service.threads
     )
     await context.send_json({"prompt": text})
+
+
+async def tokenizer_info(service: Service, context: RequestContext, _: None) -> None:
+    """Show the settings of the tokenizer and the chat template, where the server is told to."""
+    if not service.settings.shows_tokenizer_info:
+        raise HTTPError(404, "not_found", "needs --enable-tokenizer-info-endpoint")
+    tokenizer = _tokenizer(service)
+    info = await anyio.to_thread.run_sync(tokenizer.describe, limiter=service.threads)
+    await context.send_json(info)
 
 
 async def conversation_ids(
@@ -87,10 +99,6 @@ def _message(prompt: Any, add_special_tokens: bool | None) -> Render:
         arrival_time=0.0,
         add_special_tokens=add_special_tokens,
     )
-
-
-def _texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    return [tokenizer.token_text(id) for id in ids]
 
 
 def _tokenizer(service: Service) -> Tokenizer:

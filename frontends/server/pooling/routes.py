@@ -65,7 +65,7 @@ async def create_embedding(
 async def create_pooling(
     service: Service, context: RequestContext, request: PoolingRequest
 ) -> None:
-    spec = _spec(service)
+    spec = _spec(service, request.task or "encode")
     serving = _preprocess(service, context, request, "pooling", request.task or spec.engine_task)
     outputs = await _encode(service, context, serving)
     build = partial(build_encoded, serving, outputs, _how(request), "pooling", "data")
@@ -77,7 +77,7 @@ async def create_classification(
 ) -> None:
     serving = _preprocess(service, context, request, "classify", "classify")
     outputs = await _encode(service, context, serving)
-    build = partial(build_classes, serving, outputs, _spec(service).labels)
+    build = partial(build_classes, serving, outputs, _spec(service, "classify").labels)
     await _send(service, context, build)
 
 
@@ -140,7 +140,7 @@ def _preprocess(
     field: str = "input",
 ) -> PoolingServeContext:
     """Check a request and collect its prompts; the engine's renderers render them later."""
-    _spec(service)
+    _spec(service, task)
     _check_shared(request)
     if request.messages is not None:
         if request.input is not None:
@@ -182,10 +182,11 @@ def _context(
     )
 
 
-def _spec(service: Service) -> PoolerSpec:
+def _spec(service: Service, task: str) -> PoolerSpec:
+    """Return the settings of the pooler.  Raises TrouperValidationError for a model that generates."""
     spec = service.config.pooler
     if spec is None:
-        raise invalid("model", "this model generates; it does not pool")
+        raise invalid("model", f"does not support {task}; it supports generate")
     return spec
 
 
@@ -237,7 +238,7 @@ async def _score(
     queries: Sequence[str],
     documents: Sequence[str],
 ) -> tuple[list[Pooled], PoolingServeContext]:
-    _spec(service)
+    _spec(service, "score")
     _check_shared(request)
     if len(documents) > MAX_INPUTS:
         raise invalid("documents", f"at most {MAX_INPUTS} pairs")

@@ -1,0 +1,94 @@
+"""Routes and fields that vLLM has beside OpenAI's."""
+
+import pytest
+
+from .client import Client  # noqa: F401  # the fixtures' type
+
+pytestmark = pytest.mark.anyio
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 4}
+HI = [{"role": "user", "content": "hi"}]
+HO = [{"role": "user", "content": "What is a list?"}]
+
+
+async def test_invocations_are_for_the_route_whose_fields_they_have(client):
+    fields = {**GREEDY, "prompt": "def f("}
+    invoked = (await client.post("/invocations", fields)).json
+    assert invoked["choices"] == (await client.post(COMPLETIONS, fields)).json["choices"]
+    fields = {**GREEDY, "messages": HI}
+    invoked = (await client.post("/invocations", fields)).json
+    assert invoked["choices"] == (await client.post(CHAT, fields)).json["choices"]
+    stream = await client.post("/invocations", {**fields, "stream": True})
+    assert stream.events[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"nonsense": 1}, 400, "prompt"),
+        ({"messages": []}, 400, "messages"),
+        ({"prompt": "a", "temperature": 9}, 400, "temperature"),
+        ({"prompt": "a", "model": "nope"}, 404, None),
+    ],
+)
+async def test_a_wrong_invocation_is_answered_as_by_its_route(client, fields, status, param):
+    answer = await client.post("/invocations", fields)
+    assert (answer.status, answer.error["param"]) == (status, param)
+
+
+async def test_a_batch_has_a_choice_for_each_conversation(client):
+    alone = [(await client.post(CHAT, {**GREEDY, "messages": each})).json for each in (HI, HO)]
+    both = (await client.post(f"{CHAT}/batch", {**GREEDY, "messages": [HI, HO]})).json
+    wanted = [reply["choices"][0] for reply in alone]
+    assert both["choices"] == [{**each, "index": i} for i, each in enumerate(wanted)]
+    assert both["usage"]["total_tokens"] == sum(each["usage"]["total_tokens"] for each in alone)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [HI, []]}, "messages"),
+        ({"messages": HI}, "messages[0]"),
+        ({"messages": [HI], "stream": True}, "stream"),
+        ({"messages": [HI], "n": 2}, "n"),
+        ({"messages": [HI] * 1025}, "messages"),
+        ({"messages": [HI], "top_p": 7}, "top_p"),
+        ({"messages": [HI, [{"role": "user", "content": "a " * 2000}]]}, "messages[1]"),
+    ],
+)
+async def test_a_wrong_batch_names_its_fault(client, fields, param):
+    answer = await client.post(f"{CHAT}/batch", {**GREEDY, **fields})
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+async def test_the_tokenizer_is_shown_where_the_server_is_told_to(make_client):
+    refused = await make_client().get("/tokenizer_info")
+    assert refused.status == 404
+    info = (await make_client(shows_tokenizer_info=True).get("/tokenizer_info")).json
+    assert info["eos_token"] == "<|endoftext|>"
+    assert "{% for m in messages %}" in info["chat_template"]
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+async def test_strings_of_tokens_are_the_vocabularys_own(client):
+    fields = {"prompt": "What is it?\n", "return_token_strs": True}
+    strings = (await client.post("/tokenize", fields)).json["token_strs"]
+    assert strings == ["W", "h", "at", "Ġis", "Ġit", "?Ċ"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "task"),
+    [
+        ("/v1/embeddings", {"input": "a"}, "embed"),
+        ("/pooling", {"input": "a", "task": "token_embed"}, "token_embed"),
+        ("/classify", {"input": "a"}, "classify"),
+        ("/score", {"text_1": "a", "text_2": "b"}, "score"),
+        ("/rerank", {"query": "a", "documents": ["b"]}, "score"),
+    ],
+)
+async def test_a_task_of_another_kind_of_model_is_named(client, path, fields, task):
+    answer = await client.post(path, fields)
+    assert answer.status == 400
+    assert answer.error["message"] == f"model: does not support {task}; it supports generate"
