@@ -97,8 +97,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None  # None = what gpu_memory_utilization leaves
     stream_interval: int
     chat_template: str | None
-    structured_outputs: StructuredOutputsConfig
-    reasoning: Marks | None  # where an option names them
+    structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
+    reasoning: Marks | None = None  # where an option names them
     enable_prompt_embeds: bool = False
     shutdown_timeout_s: float
     quantization: Quantization = None  # of the weights, at load
