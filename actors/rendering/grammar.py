@@ -4,6 +4,7 @@ Sizes and depths are checked before anything walks them; what the grammar means 
 """
 
 import json
+import re
 from typing import Any, cast
 
 import msgspec
@@ -26,6 +27,9 @@ NAMED, DATA = (
     frozenset({"properties", "patternProperties", "$defs", "definitions"}),
     frozenset({"const", "enum", "default", "examples"}),
 )
+_EBNF = re.compile(
+    r"^\s*[\w-]+\s*::=", re.MULTILINE
+)  # a rule; in Lark it may stand in a schema's texts
 
 
 def grammar_source(params: StructuredOutputsParams) -> str:
@@ -183,7 +187,7 @@ def _grammar_source(text: str) -> str:
     """Read Lark, or EBNF, whose rules are written with `::=`."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    if "::=" in text:
+    if _EBNF.search(text):
         try:
             text = gbnf_to_lark(text)
         except Exception as error:  # the converter raises nearly anything for what it cannot read

@@ -139,6 +139,19 @@ class ServerOptions:
     enable_auto_tool_choice: Annotated[
         bool, _server("Accepted from vLLM's command lines: tools need no flag.", hidden=True)
     ] = False
+    tool_strict_level: Annotated[
+        Literal["auto", "function", "parameter"],
+        _server(
+            "Checks on calls that the model is free to make: auto holds strict tools to their schema, function all to the declared names, parameter all to their schemas."
+        ),
+    ] = "auto"
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool,
+        _server(
+            "Keep tools out of the prompt of a request that wants no call.",
+            "--exclude-tools-when-tool-choice-none",
+        ),
+    ] = False
     reasoning_parser: Annotated[
         str,
         _server(
@@ -359,6 +372,8 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         lora_root=options.lora_root,
         allows_lora_updates=options.allow_lora_updates,
         tool_call_parser=options.tool_call_parser,
+        tool_strict_level=options.tool_strict_level,
+        exclude_tools_when_tool_choice_none=options.exclude_tools_when_tool_choice_none,
         reasoning_parser=options.reasoning_parser,
         reasoning_field=options.reasoning_field,
         enable_prompt_tokens_details=options.enable_prompt_tokens_details,

@@ -74,14 +74,7 @@ class CallWriter:
 
     def type_of(self, key: str) -> str | None:
         """The JSON type that the open call's schema gives a parameter; None: it says nothing, or several."""
-        schema = self.schemas.get(self._name or "", {})
-        found = schema.get("properties")
-        parameter = _member(found, key)
-        kind: Any = _member(parameter, "type")
-        if isinstance(kind, list):  # an optional one says "null" as well
-            kinds = [each for each in cast("list[object]", kind) if each != "null"]
-            kind = kinds[0] if len(kinds) == 1 else None
-        return kind if isinstance(kind, str) else None
+        return type_of(self.schemas.get(self._name or "", {}), key)
 
 
 class ObjectWriter:
@@ -113,6 +106,15 @@ class ObjectWriter:
         """Close the object; without a member there is none, and the call's `end` writes `{}`."""
         if self._num_keys:
             self._calls.arguments("}")
+
+
+def type_of(schema: Mapping[str, Any], key: str) -> str | None:
+    """Return the JSON type that the schema of an object gives a property; None: it says nothing, or several."""
+    kind: Any = _member(_member(schema.get("properties"), key), "type")
+    if isinstance(kind, list):  # an optional one says "null" as well
+        kinds = [each for each in cast("list[object]", kind) if each != "null"]
+        kind = kinds[0] if len(kinds) == 1 else None
+    return kind if isinstance(kind, str) else None
 
 
 def as_json(text: str, kind: str | None) -> str:

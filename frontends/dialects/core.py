@@ -125,7 +125,9 @@ class AnswerParser:
         """
         reader = self._reader
         reader.hold()
-        calls.accepts = lambda name: name in self._schemas and reader.num_held <= MAX_BARE
+        calls.accepts = lambda name: (
+            name in self._schemas and (calls.num_started > 0 or reader.num_held <= MAX_BARE)
+        )
         attempt = self._try_bare_calls(calls)
         for _ in attempt:  # it waits for more text
             if calls.num_started == 0 and reader.num_held > MAX_BARE:

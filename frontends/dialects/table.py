@@ -19,6 +19,7 @@ class Tags(msgspec.Struct, frozen=True):
     value_end: tuple[str, ...]
     end: str  # behind the last argument; "" where the call's own mark ends it
     value: str = ""  # before the value, where the key's end is not
+    has_kind: bool = False  # the key says whether the value is a string
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,11 +41,16 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     literal_quote: str = ""  # around strings
     tags: Tags | None = None
     separators: tuple[str, ...] = ()  # between calls
+    arguments_key: str = "arguments"  # of an object, as the dialect writes it; either is read
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the strings that begin the calls of an answer; a chat template that holds the first is of this dialect."""
         return tuple(mark for mark in (self.section[0] or self.call[0],) if mark)
+
+    def with_mark(self, mark: str) -> "Dialect":
+        """Return the dialect with another mark before all calls."""
+        return msgspec.structs.replace(self, section=(mark, ""))
 
 
 _FUNCTION = Tags(
@@ -65,6 +71,7 @@ def _invoke(prefix: str) -> Tags:
         key_end=">",
         value_end=(f"</{prefix}parameter>",),
         end=f"</{prefix}invoke>",
+        has_kind=bool(prefix),
     )
 
 
@@ -207,6 +214,7 @@ DIALECTS: tuple[Dialect, ...] = (
         aliases=("llama3_json", "llama4_json"),
         call=("<|python_tag|>", ""),
         separators=(";",),
+        arguments_key="parameters",
     ),
     Dialect(
         name="hermes",

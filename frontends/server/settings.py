@@ -49,6 +49,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool = False
     default_chat_template_kwargs: dict[str, Any] = {}  # where a request says nothing
     tool_call_parser: str = AUTO
+    tool_strict_level: Literal["auto", "function", "parameter"] = "auto"
+    exclude_tools_when_tool_choice_none: bool = False
     reasoning_parser: str = AUTO
     reasoning_field: Literal["reasoning", "reasoning_content", "both"] = "reasoning"
     enable_prompt_tokens_details: bool = False

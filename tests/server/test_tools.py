@@ -5,6 +5,7 @@ import json
 import pytest
 
 from trouper.frontends.server.app import create_app
+from trouper.frontends.server.settings import ServerSettings
 
 from .client import Client
 from .scripted import ScriptedEngine, completion, output
@@ -91,10 +92,118 @@ async def test_calls_and_their_results_go_back_into_the_conversation(says):
     assert (await says("two").post(PATH, {**CHAT, "messages": messages})).status == 200
 
 
+def closed(name, **properties):
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    schema["additionalProperties"] = False
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS = [closed("f", a={"type": "boolean"}), closed("g", b={"enum": ["x", "y"]})]
+
+
+def forced(choice, **fields):
+    return {**CHAT, "tools": TOOLS, "tool_choice": choice, "max_completion_tokens": 200, **fields}
+
+
+def calls_of(reply):
+    (choice,) = reply["choices"]
+    return choice["finish_reason"], [
+        (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in choice["message"]["tool_calls"]
+    ]
+
+
+async def test_a_call_that_is_required_is_made_and_valid(client):
+    for seed in range(3):
+        reply = (
+            await client.post(PATH, forced("required", seed=seed, parallel_tool_calls=False))
+        ).json
+        reason, ((name, arguments),) = calls_of(reply)
+        assert reason == "tool_calls"
+        assert name in ("f", "g")
+        assert arguments in [{"a": True}, {"a": False}, {"b": "x"}, {"b": "y"}]
+        assert reply["choices"][0]["message"]["content"] is None
+
+
+async def test_the_tool_that_is_named_is_called_once(client):
+    named = {"type": "function", "function": {"name": "g"}}
+    reply = (await client.post(PATH, forced(named))).json
+    reason, calls = calls_of(reply)
+    assert reason == "stop"
+    assert calls in ([("g", {"b": "x"})], [("g", {"b": "y"})])
+
+
+async def test_only_tools_that_are_allowed_are_called(client):
+    only = [{"type": "function", "function": {"name": "g"}}]
+    allowed = {"mode": "required", "tools": only}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    reply = (await client.post(PATH, forced(choice, parallel_tool_calls=False))).json
+    assert [name for name, _ in calls_of(reply)[1]] == ["g"]
+
+
+async def test_a_forced_call_streams(client):
+    named = {"type": "function", "function": {"name": "g"}}
+    answer = await client.post(PATH, forced(named, stream=True))
+    choices = [choice for event in answer.events[:-1] for choice in event["choices"]]
+    pieces = [call["function"] for each in choices for call in each["delta"].get("tool_calls", ())]
+    assert pieces[0]["name"] == "g"
+    assert json.loads("".join(piece["arguments"] for piece in pieces))["b"] in ("x", "y")
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+async def test_without_parallel_calls_the_first_one_counts(says):
+    reply = (
+        await says(f"{ANSWER}; {ANSWER}").post(PATH, {**CHAT, "parallel_tool_calls": False})
+    ).json
+    assert len(reply["choices"][0]["message"]["tool_calls"]) == 1
+
+
+async def test_what_the_compiler_refuses_is_named_as_a_tool_s(client):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+    answer = await client.post(PATH, {**CHAT, "tools": [tool], "tool_choice": "required"})
+    assert (answer.status, answer.error["param"]) == (400, "tools")
+
+
+async def test_strict_tools_get_a_grammar_where_the_dialect_marks_calls(engine):
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+
+    def script(number, params):
+        yield output(completion("x", 1, finish_reason="stop"), is_last=True)
+
+    async def grammar_of(tools, **settings):
+        scripted = ScriptedEngine(engine, script)
+        settings = ServerSettings(tool_call_parser="hermes", **settings)
+        await Client(create_app(scripted, settings)).post(PATH, {**CHAT, "tools": tools})
+        ((_, params, _),) = scripted.asked
+        return params.structured_outputs
+
+    assert await grammar_of([TOOL]) is None
+    assert '"integer"' in (await grammar_of([strict])).grammar
+    assert '"integer"' not in (await grammar_of([TOOL], tool_strict_level="function")).grammar
+    assert '"integer"' in (await grammar_of([TOOL], tool_strict_level="parameter")).grammar
+
+
+async def test_tools_stay_out_of_the_prompt_where_the_server_says_so(engine):
+    def script(number, params):
+        yield output(completion("x", 1, finish_reason="stop"), is_last=True)
+
+    for excludes in (False, True):
+        scripted = ScriptedEngine(engine, script)
+        settings = ServerSettings(exclude_tools_when_tool_choice_none=excludes)
+        app = create_app(scripted, settings)
+        await Client(app).post(PATH, {**CHAT, "tool_choice": "none"})
+        ((prompt, _, _),) = scripted.asked
+        assert ("tools" in prompt) is not excludes
+
+
 @pytest.mark.parametrize(
     ("fields", "parameter"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": None}, "tool_choice"),
+        ({"tools": [TOOL] * 129}, "tools"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [{**TOOL, "type": "x"}]}, "tools[0].type"),
         ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),

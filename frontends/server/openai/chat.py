@@ -3,9 +3,11 @@
 from functools import partial
 from typing import ClassVar
 
+import msgspec
 from msgspec import UNSET
 
 from trouper.frontends.dialects.answer_format import ReasoningTokens
+from trouper.frontends.dialects.table import BY_NAME
 from trouper.frontends.server.http.context import DONE, RequestContext
 from trouper.frontends.server.openai.adapter import (
     ChoiceUpdate,
@@ -19,6 +21,7 @@ from trouper.frontends.server.openai.driver import drive
 from trouper.frontends.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from trouper.frontends.server.openai.parsers import (
     CallsAndReasoning,
+    OneCall,
     Parser,
     ParserChain,
     WithoutReasoning,
@@ -35,10 +38,11 @@ from trouper.frontends.server.openai.responses_types import (
     WholeMessage,
 )
 from trouper.frontends.server.openai.sampling import chat_params, parsed_request
-from trouper.frontends.server.openai.tools import CallDeltas, JSONObject, tool_schemas
+from trouper.frontends.server.openai.tools import CallDeltas, ToolUse, tool_use
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.usage import Usage
 from trouper.outputs import CompletionOutput, RequestOutput
+from trouper.structured_outputs import StructuredOutputsParams
 
 NEW_NAMES = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
 
@@ -59,15 +63,22 @@ class ChatAdapter:
         params = chat_params(request, model.default_sampling, model.max_model_len)
         parsed = parsed_request(request, model.settings, [prompt], ["messages"], params)
         parsed.reasoning = model.answers.reasoning
-        schemas = tool_schemas(request.tools, request.tool_choice)
-        if (schemas and model.answers.tools is not None) or model.answers.reasoning is not None:
+        tools = _tool_use(request)
+        grammar = tools.grammar(model.answers, model.settings.tool_strict_level)
+        if grammar is not None and (tools.is_forced or params.structured_outputs is None):
+            params.structured_outputs = StructuredOutputsParams(grammar=grammar)
+        finds_calls = tools.is_forced or (tools.schemas and model.answers.tools is not None)
+        if finds_calls or model.answers.reasoning is not None:
             if model.answers.has_special_marks:
                 params.skip_special_tokens = False
-            parsed.make_parsers = partial(_parsers, request, model, schemas)
+            parsed.make_parsers = partial(_parsers, request, model, tools)
         return parsed
 
     @staticmethod
     def client_name(request: ChatRequest, parameter: str) -> str:
+        if parameter == "structured_outputs" and _tool_use(request).schemas:
+            has_format = request.response_format or request.structured_outputs
+            return parameter if has_format else "tools"
         new_name = NEW_NAMES.get(parameter)
         is_used = new_name is not None and getattr(request, new_name) is not None
         return new_name if new_name and is_used else parameter
@@ -88,6 +99,8 @@ class ChatAdapter:
             self._role = str(request.messages[-1].get("role", self._role))
         self._echo = _echoed(request, self._role)
         self._reasoning_field = model.settings.reasoning_field
+        # OpenAI's word for a call that the request itself has named
+        self._called = "stop" if _tool_use(request).is_named else "tool_calls"
         self._calls = [CallDeltas(head.unique_id, i) for i in range(self._num_choices)]
         self._choices: list[ChatChoice] = []
         self._output: RequestOutput | None = None
@@ -122,7 +135,7 @@ class ChatAdapter:
             index=update.index,
             delta=message,
             logprobs=self._logprobs(completion),
-            finish_reason=_finish_reason(completion, calls),
+            finish_reason=self._finish_reason(completion, calls),
             stop_reason=UNSET if completion.finish_reason is None else completion.stop_reason,
             token_ids=completion.token_ids if self._request.return_token_ids else None,
         )
@@ -159,7 +172,7 @@ class ChatAdapter:
                 index=update.index,
                 message=message,
                 logprobs=self._logprobs(completion),
-                finish_reason=_finish_reason(completion, calls),
+                finish_reason=self._finish_reason(completion, calls),
                 stop_reason=completion.stop_reason,
                 token_ids=completion.token_ids if self._request.return_token_ids else None,
             )
@@ -181,6 +194,10 @@ class ChatAdapter:
         return reply
 
     # Both
+
+    def _finish_reason(self, completion: CompletionOutput, calls: CallDeltas) -> str | None:
+        reason = completion.finish_reason
+        return self._called if reason == "stop" and calls.has_calls else reason
 
     def _put_reasoning(self, text: str, message: Message) -> None:
         """Put the reasoning, if there is any, into the fields of the message that are to hold it."""
@@ -209,12 +226,20 @@ class ChatAdapter:
         )
 
 
+def _tool_use(request: ChatRequest) -> ToolUse:
+    return tool_use(request.tools, request.tool_choice, is_parallel=request.parallel_tool_calls)
+
+
 def _parsers(
-    request: ChatRequest, model: ServedModel, schemas: dict[str, JSONObject], output: RequestOutput
+    request: ChatRequest, model: ServedModel, tools: ToolUse, output: RequestOutput
 ) -> ParserChain:
     """Make the parsers of a choice that begins with this output."""
     answers, prompt = model.answers, output.prompt or ""
-    parsers: list[Parser] = [CallsAndReasoning(answers.parser(schemas, prompt))]
+    if tools.is_forced and answers.tools is None:
+        answers = msgspec.structs.replace(answers, tools=BY_NAME["json"])
+    parsers: list[Parser] = [CallsAndReasoning(answers.parser(tools.schemas, prompt))]
+    if not tools.is_parallel:
+        parsers.append(OneCall())
     if request.include_reasoning is False:
         parsers.append(WithoutReasoning())
     if answers.reasoning is None:
@@ -225,11 +250,6 @@ def _parsers(
         text_of=model.token_text,
     )
     return ParserChain(parsers, tokens)
-
-
-def _finish_reason(completion: CompletionOutput, calls: CallDeltas) -> str | None:
-    reason = completion.finish_reason
-    return "tool_calls" if reason == "stop" and calls.has_calls else reason
 
 
 def _echoed(request: ChatRequest, role: str) -> str:

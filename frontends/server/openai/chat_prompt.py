@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 from trouper.errors import invalid
-from trouper.frontends.server.openai.tools import tool_schemas
+from trouper.frontends.server.openai.tools import tool_use
 from trouper.frontends.server.settings import ServerSettings
 
 MAX_MESSAGES = 4096
@@ -16,7 +16,27 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
     Raises:
         TrouperValidationError, UnsupportedFeatureError: naming the field.
     """
-    messages: list[dict[str, Any]] = request.messages
+    _check_messages(request.messages)
+    if request.chat_template is not None and not settings.trust_request_chat_template:
+        raise invalid("chat_template", "this server renders its own template only")
+    choice = getattr(request, "tool_choice", "none")
+    tool_use(request.tools, choice)
+    variables = dict(settings.default_chat_template_kwargs)
+    if (effort := getattr(request, "reasoning_effort", None)) is not None:
+        variables["reasoning_effort"] = effort
+    variables |= request.chat_template_kwargs or {}
+    prompt: dict[str, Any] = {"messages": request.messages, "chat_template_kwargs": variables}
+    if request.chat_template is not None:
+        prompt["foreign_chat_template"] = request.chat_template
+    for name in ("add_generation_prompt", "continue_final_message", "tools", "cache_salt"):
+        if (value := getattr(request, name, None)) is not None:
+            prompt[name] = value
+    if choice == "none" and settings.exclude_tools_when_tool_choice_none:
+        prompt.pop("tools", None)
+    return prompt
+
+
+def _check_messages(messages: list[dict[str, Any]]) -> None:
     if not messages:
         raise invalid("messages", "must not be empty")
     if len(messages) > MAX_MESSAGES:
@@ -25,17 +45,3 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
         content = message.get("content")
         if isinstance(content, list) and len(cast("list[Any]", content)) > MAX_PARTS:
             raise invalid(f"messages[{i}].content", f"at most {MAX_PARTS} parts")
-    if request.chat_template is not None and not settings.trust_request_chat_template:
-        raise invalid("chat_template", "this server renders its own template only")
-    tool_schemas(request.tools, getattr(request, "tool_choice", "none"))
-    variables = dict(settings.default_chat_template_kwargs)
-    if (effort := getattr(request, "reasoning_effort", None)) is not None:
-        variables["reasoning_effort"] = effort
-    variables |= request.chat_template_kwargs or {}
-    prompt: dict[str, Any] = {"messages": messages, "chat_template_kwargs": variables}
-    if request.chat_template is not None:
-        prompt["foreign_chat_template"] = request.chat_template
-    for name in ("add_generation_prompt", "continue_final_message", "tools", "cache_salt"):
-        if (value := getattr(request, name, None)) is not None:
-            prompt[name] = value
-    return prompt

@@ -9,7 +9,14 @@ from typing import Protocol
 
 from trouper.frontends.dialects.answer_format import ReasoningTokens
 from trouper.frontends.dialects.core import AnswerParser
-from trouper.frontends.dialects.events import Content, ParserEvent, Reasoning
+from trouper.frontends.dialects.events import (
+    Arguments,
+    CallEnded,
+    CallStarted,
+    Content,
+    ParserEvent,
+    Reasoning,
+)
 
 Part = ParserEvent
 
@@ -40,6 +47,14 @@ class WithoutReasoning:
 
     def feed(self, parts: Sequence[Part], *, is_last: bool) -> Sequence[Part]:
         return [part for part in parts if not isinstance(part, Reasoning)]
+
+
+class OneCall:
+    """The link that drops all calls but the first, for a client that wants no parallel ones."""
+
+    def feed(self, parts: Sequence[Part], *, is_last: bool) -> Sequence[Part]:
+        calls = (CallStarted, Arguments, CallEnded)
+        return [part for part in parts if not isinstance(part, calls) or part.index == 0]
 
 
 class ParserChain:

@@ -2,43 +2,104 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
+
+import msgspec
 
 from trouper.errors import invalid
+from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.dialects.events import Arguments, CallStarted, ParserEvent
+from trouper.frontends.dialects.grammar import forced_calls, strict_calls
+from trouper.frontends.dialects.table import BY_NAME
 from trouper.frontends.server.openai.responses_types import FunctionCall, ToolCall
-from trouper.frontends.server.unsupported import NO_GRAMMAR, unsupported
 
-MAX_TOOLS = 512
+MAX_TOOLS = 128
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 JSONObject = dict[str, Any]
+StrictLevel = Literal["auto", "function", "parameter"]
 
 
-def tool_schemas(tools: list[JSONObject] | None, choice: object) -> dict[str, JSONObject]:
-    """Return the parameters' JSON schema of each tool that may be called; none where no call is wanted.
+class ToolUse(msgspec.Struct, frozen=True):
+    """The calls that an answer may hold.
+
+    Attributes:
+        schemas: of the parameters of the tools that may be called, by name; empty: no calls are wanted.
+        strict: names of those whose arguments must match their schema also where the model is free to call.
+        is_forced: the answer must be calls, and nothing else.
+        is_named: the request names the one tool to be called.
+        is_parallel: several calls may follow each other.
+    """
+
+    schemas: dict[str, JSONObject] = {}
+    strict: frozenset[str] = frozenset()
+    is_forced: bool = False
+    is_named: bool = False
+    is_parallel: bool = True
+
+    def grammar(self, answers: AnswerFormat, level: StrictLevel) -> str | None:
+        """Return the grammar that the answer must match, in Lark; None: it may be anything.
+
+        Args:
+            level: what is checked of calls that the model is free to make: of strict tools the arguments (auto), of all
+                tools the name (function), or the arguments too (parameter).
+
+        Raises:
+            TrouperValidationError: parameters that are no object.
+        """
+        dialect = answers.tools or BY_NAME["json"]
+        options: dict[str, Any] = {"is_parallel": self.is_parallel, "token_ids": answers.token_ids}
+        if self.is_forced:
+            return forced_calls(dialect, self.schemas, **options)
+        if not self.schemas or (level == "auto" and not self.strict):
+            return None
+        is_checked = self.schemas.keys() if level == "parameter" else self.strict
+        schemas = {n: s if n in is_checked else {} for n, s in self.schemas.items()}
+        return strict_calls(dialect, schemas, **options)
+
+
+def tool_use(
+    tools: list[JSONObject] | None, choice: object, *, is_parallel: bool | None = None
+) -> ToolUse:
+    """Read the tools of a request and its choice among them.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: naming the field.
+        TrouperValidationError: naming the field.
     """
     if tools is None:
         if choice not in (None, "none"):
             raise invalid("tool_choice", "needs tools")
-        return {}
+        return ToolUse()
     if not tools:
         raise invalid("tools", "must not be empty")
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"at most {MAX_TOOLS} tools")
+    known = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    schemas = {name: schema for name, schema, _ in known}
     if choice == "none":
-        return {}
-    if choice == "required" or isinstance(choice, dict):
-        raise unsupported("tool_choice", f"only none and auto are; {NO_GRAMMAR}")
-    if choice not in (None, "auto"):
-        raise invalid("tool_choice", "must be none, auto, required or a tool's name")
-    return dict(_named_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+        return ToolUse()
+    is_forced, names = choice == "required", list(schemas)
+    is_named = False
+    if isinstance(choice, dict):
+        given = cast("JSONObject", choice)
+        is_named = given.get("type") == "function"
+        is_forced, names = (True, [_chosen(given, "tool_choice")]) if is_named else _allowed(given)
+        for name in names:
+            if name not in schemas:
+                raise invalid("tool_choice", "names a tool that is not among the tools", name)
+    elif choice not in (None, "auto", "required"):
+        raise invalid("tool_choice", "must be none, auto, required or a tool", choice)
+    return ToolUse(
+        schemas={name: schemas[name] for name in names},
+        strict=frozenset(name for name, _, is_strict in known if is_strict and name in names),
+        is_forced=is_forced,
+        is_named=is_named,
+        is_parallel=is_parallel is not False and not is_named,
+    )
 
 
-def _named_schema(tool: JSONObject, place: str) -> tuple[str, JSONObject]:
+def _function(tool: JSONObject, place: str) -> tuple[str, JSONObject, bool]:
+    """Return the name of a tool, the schema of its parameters, and whether it is strict."""
     if tool.get("type", "function") != "function":
         raise invalid(f"{place}.type", "must be function")
     function: Any = tool.get("function")
@@ -52,7 +113,32 @@ def _named_schema(tool: JSONObject, place: str) -> tuple[str, JSONObject]:
         )
     if parameters is not None and not isinstance(parameters, dict):
         raise invalid(f"{place}.function.parameters", "must be an object")
-    return name, cast("JSONObject", parameters or {})
+    return name, cast("JSONObject", parameters or {}), fields.get("strict") is True
+
+
+def _chosen(choice: JSONObject, place: str) -> str:
+    """Return the name in `{"type": "function", "function": {"name": …}}`."""
+    function: Any = choice.get("function")
+    name: Any = cast("JSONObject", function).get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise invalid(place, "must name a function")
+    return name
+
+
+def _allowed(choice: JSONObject) -> tuple[bool, list[str]]:
+    """Read a choice of the type `allowed_tools`: whether a call is required, and the names."""
+    given: Any = choice.get("allowed_tools")
+    if choice.get("type") != "allowed_tools" or not isinstance(given, dict):
+        raise invalid("tool_choice", "type must be function or allowed_tools", choice.get("type"))
+    fields = cast("JSONObject", given)
+    mode, tools = fields.get("mode", "auto"), fields.get("tools")
+    if mode not in ("auto", "required"):
+        raise invalid("tool_choice", "the mode of allowed_tools must be auto or required", mode)
+    if not isinstance(tools, list) or not tools:
+        raise invalid("tool_choice", "allowed_tools must list tools")
+    each = cast("list[Any]", tools)
+    choices = [cast("JSONObject", tool) if isinstance(tool, dict) else {} for tool in each]
+    return mode == "required", [_chosen(tool, "tool_choice") for tool in choices]
 
 
 class CallDeltas:

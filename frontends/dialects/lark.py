@@ -1,0 +1,100 @@
+"""Write a grammar in Lark as `llguidance` reads it: rules with numbers, marks that are tokens by id, JSON by schema."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trouper.errors import invalid
+
+# Small models never leave whitespace that is unbounded.
+WHITESPACE = r"\n?[ ]{0,16}"
+
+
+class Lark:
+    """The rules of one grammar.
+
+    Args:
+        token_ids: ids of the added tokens, by their text: a mark that is one is written as one, since no other tokens that
+            spell it mean it.
+    """
+
+    def __init__(self, token_ids: Mapping[str, int]) -> None:
+        self._token_ids = token_ids
+        self._rules: list[str] = []
+
+    def source(self, start: str) -> str:
+        """Return the grammar whose outputs match `start`."""
+        return "\n".join([f"start: {start}", *self._rules])
+
+    def rule(self, body: str, attribute: str = "") -> str:
+        """Add a rule and return its name."""
+        name = f"rule_{len(self._rules)}"
+        self._rules.append(f"{name}{attribute}: {body}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """Match a text, whose parts that are added tokens are these tokens."""
+        if not text:
+            return ""
+        tokens = sorted((t for t in self._token_ids if t in text), key=len, reverse=True)
+        if not tokens:
+            return json.dumps(text, ensure_ascii=False)
+        pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text)
+        return " ".join(
+            f"<[{self._token_ids[piece]}]>"
+            if piece in self._token_ids
+            else json.dumps(piece, ensure_ascii=False)
+            for piece in pieces
+            if piece
+        )
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """Match JSON by its schema."""
+        given = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        return self.rule(f"%json {json.dumps(given)}")
+
+    def text_before(self, mark: str) -> str:
+        """Match any text up to and with a mark, which is not in it."""
+        if not any(token in mark for token in self._token_ids):
+            return self.rule(f"/(?s:.*){_regex(mark)}/", "[lazy]")
+        name = f"TEXT_{len(self._rules)}"
+        self._rules.append(f"{name}: /(?s:.*)/ & ~/(?s:.*){_regex(mark)}(?s:.*)/")
+        return f"{name} {self.literal(mark)}"
+
+    def one_of(self, choices: Sequence[str]) -> str:
+        """Match one of several."""
+        return choices[0] if len(choices) == 1 else self.rule(" | ".join(choices))
+
+
+def repeated(first: str, again: str, most: int) -> str:
+    """Match `first`, and then `again` until there are `most`."""
+    return first if most == 1 else f"{first} ({again}){{0,{most - 1}}}"
+
+
+def joined(required: Sequence[str], optional: Sequence[str], comma: str) -> str:
+    """Match the required members in order, then any of the optional ones, with commas between them."""
+    rest = " ".join(f"({comma} {member})?" for member in optional)
+    if required:
+        return f" {comma} ".join(required) + " " + rest
+    starts = [
+        " ".join([member, *(f"({comma} {later})?" for later in optional[i + 1 :])])
+        for i, member in enumerate(optional)
+    ]
+    return f"({' | '.join(starts)})?" if starts else ""
+
+
+def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the schema of a tool's parameters, which are an object.
+
+    Raises:
+        TrouperValidationError: they are something else.
+    """
+    kind = schema.get("type", "object")
+    if kind != "object":
+        raise invalid("tools", f"the parameters of {name} must be an object", kind)
+    return {**schema, "type": "object"}
+
+
+def _regex(text: str) -> str:
+    return re.sub(r"([.*+?^${}()|\[\]\\/])", r"\\\1", text).replace("\n", r"\n")
