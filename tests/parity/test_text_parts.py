@@ -40,6 +40,14 @@ CASES = {
         {"text_config": TEXT | {"rope_parameters": QWEN_ROPE}, "vision_config": QWEN_TOWER},
         CpuRunner,
     ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {"text_config": TEXT | {"rope_parameters": QWEN_ROPE | {"mrope_section": [4, 2, 2]}},
+         "vision_config": QWEN_TOWER | {
+             "out_hidden_size": 64, "intermediate_size": 48, "deepstack_visual_indexes": [0],
+             "num_position_embeddings": 16}},
+        CpuRunner,
+    ),
     "mixtral in llava": (
         "Llava",
         {"text_config": TEXT | {"model_type": "mixtral", "num_local_experts": 4},
