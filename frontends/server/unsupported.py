@@ -13,7 +13,7 @@ USE_FORMAT = "use response_format or structured_outputs"
 NO_GRAMMAR = "describe the format in the prompt and check the answer"
 NO_MEDIA = "send text only"
 NO_TOOLS = "describe the functions in a message and parse the answer"
-NO_THINKING = "leave it out; what the model thinks is part of its text"
+NO_THINKING = "leave it out; only thinking that can be read is taken"
 NO_MEMORY = (
     "this server keeps no responses; start it with --responses-store-bytes, or send the whole "
     "conversation with every request"
@@ -50,7 +50,6 @@ RESPONSES = {
     "prompt": "put the text of the prompt into input or instructions",
 }
 MESSAGES = {
-    "thinking": NO_THINKING,
     "mcp_servers": NO_TOOLS,
     "container": NO_TOOLS,
     "context_management": "send the whole conversation with every request",
@@ -71,7 +70,6 @@ NEUTRAL: dict[str, Any] = {
     "truncation": "disabled",
     "top_logprobs": 0,
     "function_call": "none",
-    "thinking": {"type": "disabled"},
     "max_tokens_per_query": 0,
     "max_tokens_per_doc": 0,
 }

@@ -6,6 +6,7 @@ import pytest
 from trouper import AsyncLLMEngine, EngineArgs
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.settings import ServerSettings
+from trouper.params import RequestOutputKind
 
 from .client import Client
 from .scripted import ScriptedEngine, completion, output
@@ -56,8 +57,10 @@ def says(engine):
 
     def says(*pieces, finish_reason="stop", stop_reason=None, **settings):
         def script(number, params):
-            for i, piece in enumerate(pieces):
-                is_last = i == len(pieces) - 1
+            is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
+            found = ["".join(pieces)] if is_whole else pieces
+            for i, piece in enumerate(found):
+                is_last = i == len(found) - 1
                 end = (
                     {"finish_reason": finish_reason, "stop_reason": stop_reason} if is_last else {}
                 )

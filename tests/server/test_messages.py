@@ -25,6 +25,7 @@ WITH_TOOL = {"messages": HI, "max_tokens": 6, "tools": [TOOL]}
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 USE = {"type": "tool_use", "id": "u", "name": "f", "input": {"a": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "u", "content": "2"}
+REASONING = {"reasoning_parser": "deepseek_r1"}
 CALLED = {"role": "assistant", "content": [USE]}
 
 
@@ -185,6 +186,33 @@ class TestInMemory:
         }
         assert prompt["tools"] == [{"type": "function", "function": function}]
 
+    async def test_thinking_is_a_block_before_the_text(self, says):
+        pieces = ("<think>", "hm, ", "so</th", "ink>", "yes")
+        reply = (await says(*pieces, **REASONING).post(PATH, GREEDY)).json
+        Message.model_validate(reply, strict=True)
+        thought = {"type": "thinking", "thinking": "hm, so", "signature": ""}
+        assert reply["content"] == [thought, text("yes")]
+        answer = await says(*pieces, **REASONING).post(PATH, {**GREEDY, "stream": True})
+        events = named_events(answer.body)
+        starts = [e["content_block"] for e in events if e["type"] == "content_block_start"]
+        assert starts == [{**thought, "thinking": ""}, text("")]
+        deltas = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+        assert "".join(each.get("thinking", "") for each in deltas) == "hm, so"
+        assert "".join(each.get("text", "") for each in deltas) == "yes"
+
+    async def test_thinking_that_is_disabled_is_not_shown(self, says):
+        client = says("<think>hm</think>yes", **REASONING)
+        reply = (await client.post(PATH, {**GREEDY, "thinking": {"type": "disabled"}})).json
+        assert reply["content"] == [text("yes")]
+        prompt, *_ = client.engine.asked[0]
+        assert prompt["chat_template_kwargs"] == {"enable_thinking": False}
+
+    async def test_the_budget_of_thinking_is_the_engines(self, asked):
+        thinking = {"type": "enabled", "budget_tokens": 5}
+        _, (prompt, params, _) = await asked({**GREEDY, "thinking": thinking})
+        assert params.thinking_token_budget == 5
+        assert prompt["chat_template_kwargs"] == {"enable_thinking": True}
+
     async def test_tools_count(self, client):
         fields = {"messages": HI, "tools": [TOOL]}
         counted = (await client.post(COUNT, fields)).json["input_tokens"]
@@ -238,7 +266,11 @@ class TestInMemory:
             ({"messages": [{"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages[0].content[0].input: "),
             ({"messages": [{"role": "assistant", "content": [{**USE, "id": 1}]}]}, "messages[0].content[0].id: "),
             ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "messages[0].content[0].thinking: "),
-            ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+            ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: "),
+            ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens: "),
+            ({"thinking": {"type": "enabled", "budget_tokens": 6}}, "thinking.budget_tokens: "),
+            ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens: "),  # this model does not reason
+            ({"thinking": {"type": "often"}}, "thinking.type: "),
             ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format: "),
             ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "objec"}}}}, "output_config.format"),
             ({"output_format": {"type": "json_schema"}}, "output_format"),
@@ -254,7 +286,7 @@ class TestInMemory:
 
     @pytest.mark.parametrize(
         "fields",
-        [{"thinking": {"type": "disabled"}}, {"tool_choice": {"type": "none"}}, {"tools": []},
+        [{"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}}, {"tool_choice": {"type": "none"}}, {"tools": []},
          {"tool_choice": {"type": "auto"}},
          {"service_tier": "auto"}, {"metadata": {"user_id": "u"}}, {"system": ""}],
     )  # fmt: skip

@@ -107,6 +107,38 @@ async def test_a_call_that_is_cut_is_incomplete(says):
     assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
+REASONED = ("<think>", "hm, ", "so</th", "ink>\n", CALL)
+
+
+async def test_reasoning_is_an_item_before_the_others(says):
+    client = says(*REASONED, reasoning_parser="deepseek_r1")
+    reply = (await client.post(PATH, WITH_TOOL)).json
+    Response.model_validate(reply, strict=True)
+    assert [item["type"] for item in reply["output"]] == ["reasoning", "function_call"]
+    assert reply["output"][0]["content"] == [{"type": "reasoning_text", "text": "hm, so"}]
+    events = named_events((await client.post(PATH, {**WITH_TOOL, "stream": True})).body)
+    assert kinds_of(events)[2:8] == [
+        ADDED, "response.content_part.added", "response.reasoning_text.delta",
+        "response.reasoning_text.done", "response.content_part.done", DONE,
+    ]  # fmt: skip
+    deltas = [e["delta"] for e in events if e["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "hm, so"
+
+
+async def test_reasoning_goes_back_into_the_conversation(says):
+    client = says(*REASONED, reasoning_parser="deepseek_r1", responses_store_bytes=2**20)
+    first = (await client.post(PATH, WITH_TOOL)).json
+    result = {**OUTPUT_ITEM, "call_id": first["output"][1]["call_id"]}
+    for fields in (
+        {"input": [{"role": "user", "content": "hi"}, *first["output"], result]},
+        {"input": [result], "previous_response_id": first["id"]},
+    ):
+        await client.post(PATH, fields)
+        prompt, *_ = client.engine.asked[-1]
+        assert [message["role"] for message in prompt["messages"]] == ["user", "assistant", "tool"]
+        assert prompt["messages"][1]["reasoning_content"] == "hm, so"
+
+
 async def test_an_empty_answer_is_an_empty_message(says):
     events = named_events((await says("").post(PATH, {"input": "hi", "stream": True})).body)
     (item,) = events[-1]["response"]["output"]

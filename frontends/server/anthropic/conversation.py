@@ -1,6 +1,7 @@
 """Conversations of the Messages API as chats.  Pure."""
 
 import json
+import math
 from typing import Any, cast
 
 from trouper.errors import invalid
@@ -24,6 +25,7 @@ NOT_BUILT = {
 }
 SAME_NAME = ("model", "temperature", "top_p", "top_k", "max_tokens", "stream", "request_id")
 FORMAT = "output_config.format"
+BUDGET = "thinking.budget_tokens"
 JSONObject = dict[str, Any]
 
 
@@ -50,9 +52,29 @@ def chat_of(request: CountTokensRequest, transcript: Transcript) -> ChatRequest:
         response_format=_response_format(request),
         tools=tools,
         tool_choice=chat_tool_choice(request.tool_choice, has_tools=tools is not None),
+        **_thinking(request),
         parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
         **fields,
     )
+
+
+def _thinking(request: CountTokensRequest) -> JSONObject:
+    """Return the fields of a chat that say whether the model is to reason, and for how long."""
+    thinking = request.thinking
+    if thinking is None:
+        return {}
+    kind, budget = thinking.get("type"), thinking.get("budget_tokens")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise invalid("thinking.type", "must be enabled, adaptive or disabled")
+    fields: JSONObject = {"chat_template_kwargs": {"enable_thinking": kind != "disabled"}}
+    if kind == "disabled":
+        return {**fields, "include_reasoning": False}
+    if kind == "enabled" or budget is not None:
+        max_tokens = getattr(request, "max_tokens", math.inf)  # counting has none
+        if not isinstance(budget, int) or isinstance(budget, bool) or not 0 < budget < max_tokens:
+            raise invalid(BUDGET, "must be a positive integer below max_tokens", budget)
+        fields["thinking_token_budget"] = budget
+    return fields
 
 
 def _response_format(request: CountTokensRequest) -> ResponseFormat | None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from trouper.frontends.server.anthropic.content import content_block, render_block
-from trouper.frontends.server.anthropic.conversation import FORMAT, chat_of
+from trouper.frontends.server.anthropic.conversation import BUDGET, FORMAT, chat_of
 from trouper.frontends.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from trouper.frontends.server.anthropic.tools import client_name
 from trouper.frontends.server.http.context import RequestContext
@@ -33,6 +33,7 @@ CLIENT_NAMES = {
     "stop": "stop_sequences",
     "response_format": FORMAT,
     "structured_outputs": FORMAT,
+    "thinking_token_budget": BUDGET,
 }
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}  # others keep their names
 

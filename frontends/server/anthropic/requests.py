@@ -18,6 +18,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
 
 
