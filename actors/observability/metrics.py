@@ -54,6 +54,7 @@ HISTOGRAM_TEXTS = {
     "request_prefill_time_seconds": "Time from a request's start to its first token.",
     "request_decode_time_seconds": "Time from a request's first token to its last.",
     "request_inference_time_seconds": "Time from a request's start to its last token.",
+    "worker_pause_seconds": "Time from a loss of the workers until they took plans again.",
     "e2e_request_latency_seconds": "Time from a request's arrival to its end.",
 }
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
