@@ -70,8 +70,13 @@ class Ring:
         )
 
     def send(self, step: int, payload: np.ndarray) -> None:
-        """Copy the payload, contiguous uint8, into an entry; waits for one that is empty."""
-        assert len(payload) <= self._entry_bytes
+        """Copy the payload, contiguous uint8, into an entry; waits for one that is empty.
+
+        Raises:
+            ValueError: the payload is larger than an entry.
+        """
+        if len(payload) > self._entry_bytes:
+            raise ValueError(f"{len(payload)} bytes for entries of {self._entry_bytes}")
         _take(self._files.empty, wait=True)
         entry = self._bytes[self._next % self._num_entries]
         entry[: HEADER.itemsize].view(HEADER)[0] = step, len(payload)
@@ -95,7 +100,9 @@ class Ring:
         return step, num_bytes
 
     def close(self) -> None:
-        """Close the descriptors.  Idempotent; the memory goes with the last view of it."""
+        """Give the memory and the descriptors back.  Idempotent."""
+        self._bytes = np.zeros((0, 0), dtype=np.uint8)
+        self._memory.close()
         for file in self._files:
             with contextlib.suppress(OSError):
                 os.close(file)
