@@ -26,11 +26,12 @@ PARAMETER = "lora_path"
 Rank = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 # What a configuration may say at these values alone: anything else changes the model in another way.
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",), "use_dora": (False,), "use_qalora": (False,), "lora_bias": (False,),
-    "modules_to_save": ((),), "layer_replication": ((),), "trainable_token_indices": ((), {}),
-    "target_parameters": ((),), "alora_invocation_tokens": ((),), "use_bdlora": ((), {}, False),
-    "arrow_config": ((), {}), "megatron_config": ((), {}), "lora_ga_config": ((), {}),
-}  # fmt: skip
+    "bias": ("none",),
+    **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "use_bdlora"), (False, [], {})),
+    **dict.fromkeys(("modules_to_save", "layer_replication", "trainable_token_indices"), ([], {})),
+    **dict.fromkeys(("target_parameters", "alora_invocation_tokens", "arrow_config"), ([], {})),
+    **dict.fromkeys(("megatron_config", "lora_ga_config"), ([], {})),
+}
 CHANGES_BASE = (
     "pissa",
     "olora",
@@ -113,7 +114,7 @@ def adapter_config(text: bytes) -> AdapterConfig:
         )
     for name, plain in PLAIN.items():
         value = fields.get(name)
-        if value is not None and value not in plain and value != [*plain[0]]:
+        if value is not None and value not in plain:
             raise UnsupportedFeatureError(
                 f"{CONFIG}: {name}={_shown(value)} is not supported", parameter=PARAMETER
             )
@@ -190,10 +191,12 @@ def _read(place: _Place, name: str, limit: int) -> bytes:
             f"{PICKLED} is pickled and never read: save the adapter as safetensors",
             parameter=PARAMETER,
         )
-    with open(_open(place.descriptor, name, place.flags), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise invalid(PARAMETER, f"{name} is not a regular file")
+    descriptor = _open(place.descriptor, name, place.flags)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise invalid(PARAMETER, f"{name} is not a regular file")
+    with open(descriptor, "rb") as file:
         if status.st_size > limit:
             raise invalid(PARAMETER, f"{name} is larger than {limit} bytes", status.st_size)
         try:

@@ -1,0 +1,164 @@
+"""Malformed adapters: a typed error that names what is wrong, the slot as it was, and never a crash."""
+
+import json
+import random
+import struct
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+
+from tests.adapters import CONFIG, DEMO, random_tensors, shapes_of, write_adapter
+from trouper.actors.executor.adapters import AdapterSlots
+from trouper.actors.executor.models.registry import Parameter
+from trouper.config.adapters import LoRAConfig, read_adapter
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.kernels.select import make_linear
+
+EXPECTED = (TrouperValidationError, UnsupportedFeatureError)
+NAME = "model.layers.0.self_attn.q_proj"
+KEY = f"base_model.model.{NAME}.lora_A.weight"
+SIZE = shapes_of(DEMO)[NAME]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def slots():
+    """Room for adapters of one layer, with one in slot 1."""
+    slots = AdapterSlots(LoRAConfig(num_slots=2, max_rank=8), torch.float32, 16)
+    parameter = Parameter("q", ((f"{NAME}.weight", SIZE),))
+    slots.layer = slots.wrap(parameter, make_linear(torch.zeros(SIZE)))
+    slots.begin_step(np.array([1]), None)
+    return slots
+
+
+def one_layer(rank=4, seed=0):
+    return {key: x for key, x in random_tensors(rank, seed).items() if NAME + "." in key}
+
+
+def output(slots):
+    return slots.layer.apply(torch.ones((1, SIZE[1]))).clone()
+
+
+def without(key):
+    return {name: tensor for name, tensor in one_layer().items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "named"),
+    [
+        ({**one_layer(), KEY: torch.zeros(4, 7)}, {}, r"lora_A is \[4, 7\] instead of \[4, 256\]"),
+        (one_layer(16), {"r": 16}, "rank 16, and max_lora_rank is 8"),
+        (one_layer(2), {"r": 4}, "instead of"),
+        ({**one_layer(), KEY: torch.full((4, 256), torch.nan)}, {}, "not finite"),
+        ({**one_layer(), KEY: torch.zeros((4, 256), dtype=torch.int64)}, {}, "int64"),
+        (without(KEY), {}, "lora_B alone"),
+        ({}, {}, "no matrix"),
+        ({**one_layer(), "x": torch.zeros(1)}, {}, "unexpected tensors: x"),
+        ({**one_layer(), KEY.replace("q_proj", "r_proj"): torch.zeros(4, 4)}, {}, "r_proj"),
+        ({KEY.replace("lora_A", "lora_embedding_A"): torch.zeros(4, 4)}, {}, "lora_embedding_A"),
+        (one_layer(), {"peft_type": "IA3"}, "peft_type='IA3'"),
+        (one_layer(), {"use_dora": True}, "use_dora=True"),
+        (one_layer(), {"bias": "all"}, "bias='all'"),
+        (one_layer(), {"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        (one_layer(), {"layer_replication": [[0, 1]]}, "layer_replication"),
+        (one_layer(), {"init_lora_weights": "pissa"}, "pissa"),
+        (one_layer(), {"r": 0}, "r: "),
+        (one_layer(), {"r": "four"}, "r: "),
+        (one_layer(), {"lora_alpha": "much"}, "lora_alpha"),
+        (one_layer(), {"rank_pattern": {"(a+)+$": 3}}, "patterns are names"),
+        (one_layer(), {"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern"),
+    ],
+)
+def test_what_does_not_fit_is_named(slots, tmp_path, tensors, config, named):
+    slots.load(1, read_adapter(write_adapter(tmp_path / "good", one_layer())))
+    before = output(slots)
+    assert before.any()
+    folder = write_adapter(tmp_path / "bad", tensors, **config)
+    with pytest.raises(EXPECTED, match=named):
+        slots.load(1, read_adapter(folder))
+    assert output(slots).equal(before)
+
+
+def test_only_safetensors_are_read(tmp_path):
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "r": 4}))
+    (folder / "adapter_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(UnsupportedFeatureError, match="pickled"):
+        read_adapter(folder)
+    (folder / "adapter_model.safetensors").mkdir()
+    with pytest.raises(TrouperValidationError, match="not a regular file"):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_file_that_is_missing_is_named(tmp_path, name):
+    folder = write_adapter(tmp_path / "a", one_layer())
+    (tmp_path / "a" / name).unlink()
+    with pytest.raises(TrouperValidationError, match=name):
+        read_adapter(folder)
+
+
+def mutated(dice, data):
+    """The bytes with some of them changed, cut out, doubled or cut off."""
+    data = bytearray(data)
+    for _ in range(dice.randint(1, 4)):
+        at = dice.randrange(len(data) or 1)
+        match dice.randrange(5):
+            case 0:
+                data[at : at + 1] = bytes([dice.randrange(256)])
+            case 1:
+                del data[at : at + dice.randint(1, 9)]
+            case 2:
+                data[at:at] = data[at : at + dice.randint(1, 9)]
+            case 3:
+                data = data[: at + 1]
+            case _:  # the length of the header
+                data[:8] = struct.pack(
+                    "<Q", dice.choice([0, 1, len(data), 2**40, 2**63, 2**64 - 1])
+                )
+    return bytes(data)
+
+
+def mutate(slots, folder, num_times, seed):
+    """Load mutated adapters; count those that were refused."""
+    dice = random.Random(seed)
+    header = save(one_layer())
+    header = header[: 8 + struct.unpack("<Q", header[:8])[0] + 64]  # where the structure is
+    weights = save(one_layer())
+    config = json.dumps({**CONFIG, "r": 4, "lora_alpha": 8, "rank_pattern": {"q_proj": 4}}).encode()
+    num_refused = 0
+    for _ in range(num_times):
+        files = {"adapter_config.json": config, "adapter_model.safetensors": weights}
+        if dice.random() < 0.5:
+            files["adapter_config.json"] = mutated(dice, config)
+        else:
+            front = mutated(dice, header)
+            files["adapter_model.safetensors"] = front + weights[len(header) :]
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        try:
+            slots.load(2, read_adapter(folder))
+        except EXPECTED as error:
+            num_refused += len(str(error)) < 2000
+        assert output(slots).isfinite().all()
+    return num_refused
+
+
+def test_mutated_adapters_are_loaded_or_refused_by_name(slots, tmp_path):
+    assert mutate(slots, tmp_path, 100, seed=1) > 25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_thousand_mutated_adapters_are_loaded_or_refused_by_name(slots, tmp_path):
+    assert mutate(slots, tmp_path, 10_000, seed=2) > 2500
