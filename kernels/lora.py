@@ -68,6 +68,7 @@ class AdapterRows:
 
     def __init__(self, max_rows: int) -> None:
         self._all, self._read = RowTable(max_rows), RowTable(max_rows)
+        self._none = RowTable(max_rows)
 
     def begin_step(self, slots_T: np.ndarray, read_R: np.ndarray | None = None) -> None:
         """Take the slot of each token, and which tokens the last layer goes on with; None = all."""
@@ -76,8 +77,17 @@ class AdapterRows:
             self._read.fill(slots_T[read_R])
 
     def of(self, num_rows: int) -> RowTable:
-        """Return the table of a product of so many rows: a step reads fewer tokens than it computes, or all."""
-        return self._all if num_rows == self._all.num_rows else self._read
+        """Return the table of a product of so many rows: a step reads fewer tokens than it computes, or all.
+
+        Raises:
+            RuntimeError: these are other rows, so whose adapters they want is not known.
+        """
+        for table in (self._all, self._read):
+            if table.num_rows == num_rows:
+                return table
+        if self._all.blocks[0, 0]:
+            raise RuntimeError(f"a product of {num_rows} rows in a step of {self._all.num_rows}")
+        return self._none
 
 
 class LoRAWeights(Protocol):

@@ -140,3 +140,26 @@ def test_no_prefix_crosses_adapters(llm, adapters):
 def test_the_output_names_the_adapter(llm, adapters):
     (output,) = run(llm, PROMPTS[:1], adapters[2])
     assert output.lora_request == adapters[2]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_are_there_after_a_sleep(llm, adapters, level):
+    before = values(run(llm, PROMPTS, adapters[0]))
+    llm.sleep(level)
+    llm.wake_up()
+    assert values(run(llm, PROMPTS, adapters[0])) == before
+
+
+def test_an_adapter_goes_with_weights_of_eight_bits(model, adapters):
+    """Its product is added to that of the rounded base."""
+    options = {**OPTIONS, "dtype": "bfloat16"}
+    with LLM(str(model), max_loras=1, quantization="int8", **options) as llm:
+        base, adapted = (run(llm, PROMPTS, adapter) for adapter in (None, adapters[0]))
+    expected = greedy_of_peft(model, adapters[0].lora_path, PROMPTS)
+    for with_it, without, (_, logprobs_PV) in zip(adapted, base, expected, strict=True):
+        found, other = (
+            torch.tensor([output.outputs[0].logprobs[0][t].logprob for t in range(VOCAB)])
+            for output in (with_it, without)
+        )
+        near, far = ((x - logprobs_PV[0]).abs().mean() for x in (found, other))
+        assert near < 0.25 * far

@@ -24,6 +24,7 @@ from trouper.actors.executor.device import DeviceInfo, StepResult
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, PoolPlan, Sampling, StepPlan
 from trouper.actors.messages.results import EntryFailure, StepDone, StepFailed, TokenLogprobs
+from trouper.config.adapters import AdapterFiles
 
 ENTRY_BYTES = 8
 POISON = b"\xee" * ENTRY_BYTES
@@ -86,6 +87,7 @@ class SimulatedSteps(ABC, Generic[Plan]):
         self._submitted = anyio.Event()
         self._answered = anyio.Event()
         self._absent: frozenset[str] = frozenset()  # memory that sleeps
+        self._adapters: dict[int, bytes] = {}  # what the slots hold
         self._is_free_at = -math.inf
         self._refused_epoch = -1
         self._is_closed = False
@@ -139,6 +141,9 @@ class SimulatedSteps(ABC, Generic[Plan]):
                 self._forget()
             case "wake":
                 self._absent -= frozenset(cast("Iterable[str]", args[0]))
+            case "load_adapter":
+                slot, files = cast("tuple[int, AdapterFiles]", args)
+                self._adapters[slot] = files.weights
             case _:
                 pass  # there is nothing to profile
         return None
@@ -159,6 +164,7 @@ class _Row:
         self.num_prompt = new.num_prompt
         self.table = list(new.block_ids)
         self.sampling = new.sampling
+        self.adapter_slot = new.adapter_slot
 
 
 class SimulatedDevice(SimulatedSteps[StepPlan]):
@@ -299,8 +305,9 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
         if end > len(row.token_ids):
             raise ValueError(f"{row.sequence}: position {end - 1} has no token")
         state = hashlib.blake2b(self._read(row, start), digest_size=ENTRY_BYTES)
+        adapter = self._adapters[row.adapter_slot] if row.adapter_slot else b""
         for position in range(start, end):
-            entry = _entry(state, row.token_ids[position], position)
+            entry = _entry(state, row.token_ids[position], position, adapter)
             at = row.table[position // size] * self._stride + position % size * ENTRY_BYTES
             self._cache[at : at + ENTRY_BYTES] = entry
             state.update(entry)
@@ -362,7 +369,11 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
 
 
 def simulated_tokens(
-    prompt_token_ids: Sequence[int], sampling: Sampling, num_tokens: int, vocab_size: int
+    prompt_token_ids: Sequence[int],
+    sampling: Sampling,
+    num_tokens: int,
+    vocab_size: int,
+    adapter: bytes = b"",
 ) -> list[int]:
     """Compute the tokens that a `SimulatedDevice` must yield for a sequence, however it is scheduled."""
     state = hashlib.blake2b(digest_size=ENTRY_BYTES)
@@ -374,15 +385,15 @@ def simulated_tokens(
             if num_outputs == num_tokens:
                 break
             tokens.append(_choose(context, position, sampling, num_outputs, vocab_size))
-        entry = _entry(state, tokens[position], position)
+        entry = _entry(state, tokens[position], position, adapter)
         state.update(entry)
         context += entry
     return tokens[len(prompt_token_ids) :]
 
 
-def _entry(before: hashlib.blake2b, token: int, position: int) -> bytes:
+def _entry(before: hashlib.blake2b, token: int, position: int, adapter: bytes) -> bytes:
     state = before.copy()
-    state.update(b"%d,%d" % (token, position))
+    state.update(b"%d,%d%b" % (token, position, adapter))
     return state.digest()
 
 
