@@ -139,6 +139,8 @@ class CrewWorld(World):
                 continue
             after = self.killers[client]
             end = plan.num_computed_tokens[i] + plan.num_scheduled_tokens[i]
+            if plan.num_lookahead_tokens:
+                end += plan.num_lookahead_tokens[i]
             if after is None or end >= num_prompt + after:
                 self.num_deadly += 1
                 return True
