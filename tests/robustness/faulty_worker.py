@@ -1,13 +1,20 @@
-"""A worker that dies of prompts that begin with POISON: `python -m … CONTROL PARENT`, as the real one."""
+"""A worker with faults: `python -m … CONTROL PARENT`, as the real one.
 
+It dies of prompts that begin with POISON. Once in its life and that of its successors it does what the file named by
+`TROUPER_TEST_FAULT` says, in a step; the file is removed by then.
+"""
+
+import faulthandler
 import os
 import resource
 import signal
+from pathlib import Path
 
 from trouper.actors.executor.devices import worker
 from trouper.actors.executor.devices.model_host import ModelHost
 
 POISON = 7  # a prompt that begins with it
+FIRST_STEP = 5  # in which a fault may come
 
 
 def run() -> None:
@@ -16,14 +23,42 @@ def run() -> None:
     execute = ModelHost.execute
     slots = {}
 
-    def execute_or_die(self, plan):
+    def execute_or_fail(self, plan):
         slots.update({new.request_slot: new.token_ids[0] for new in plan.new_sequences})
         if any(slots[slot] == POISON for slot in plan.request_slots):
             os.kill(os.getpid(), signal.SIGILL)
+        if plan.step >= FIRST_STEP:
+            fail_once(self)
         return execute(self, plan)
 
-    ModelHost.execute = execute_or_die
+    ModelHost.execute = execute_or_fail
     worker.main()
+
+
+def fail_once(host) -> None:
+    """Do what the file says, if it is there."""
+    path = Path(os.environ.get("TROUPER_TEST_FAULT", "/nowhere"))
+    if not path.exists():
+        return
+    fault = path.read_text()
+    path.unlink()
+    match fault:
+        case "exit":
+            os._exit(3)
+        case "segv":
+            faulthandler._sigsegv()
+        case "sticky":  # nothing runs on the device any more
+
+            def execute(plan):
+                import torch
+
+                raise torch.AcceleratorError("an illegal memory access was encountered")
+
+            host._runner.execute = execute
+        case "memory":
+            held = []
+            while True:
+                held.append(bytearray(os.urandom(1)) * 2**24)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import logging
 import os
 import signal
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from trouper.params import SamplingParams, StructuredOutputsParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 NUM_TOKENS = 24
+FAULTY = "tests.robustness.faulty_worker"
 PROMPTS = ["def f(", "class A:", "import os", "for x in"]
 
 
@@ -41,12 +42,13 @@ def anyio_backend(request):
 class Crew:
     """Starts workers, and remembers them."""
 
-    def __init__(self, module=MODULE):
+    def __init__(self, module, inside):
         self.peers = []
         self.module = module
+        self.inside = inside
 
     def __call__(self, rank):
-        self.peers.append(launch(rank, self.module))
+        self.peers.append(self.inside(launch, rank, self.module))
         return self.peers[-1]
 
     def signal(self, number):
@@ -54,9 +56,9 @@ class Crew:
 
 
 @asynccontextmanager
-async def an_engine(module=MODULE, **options):
+async def an_engine(module=MODULE, inside=lambda function, *args: function(*args), **options):
     config = resolve(EngineArgs(dtype="float32", device_worker="process", **options))
-    crew = Crew(module)
+    crew = Crew(module, inside)
     async with open_engine(config, ProcessDevice(config, crew)) as engine:
         yield engine, crew
 
@@ -102,12 +104,67 @@ async def test_streams_go_on_when_the_worker_is_killed(caplog):
         crew.signal(0)
 
 
+@pytest.fixture
+def fault(monkeypatch, tmp_path):
+    """A function that has a faulty worker fail in its next step, once."""
+    path = tmp_path / "fault"
+    monkeypatch.setenv("TROUPER_TEST_FAULT", str(path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    return path.write_text
+
+
 @pytest.mark.slow
-async def test_a_fault_of_the_process_is_named_with_its_step(caplog):
-    async with an_engine() as (engine, crew):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("segv", "worker 0 died of SIGSEGV in step"),
+        ("exit", "worker 0 exited with status 3 in step"),
+        ("sticky", "worker 0 gave up in step"),
+    ],
+)
+async def test_a_fault_is_named_with_its_step_and_the_texts_go_on(name, words, fault, caplog):
+    async with an_engine(FAULTY) as (engine, crew):
         expected = await texts(engine)
-        assert await texts(engine, at_token=3, do=lambda: crew.signal(signal.SIGSEGV)) == expected
-    assert "died of SIGSEGV in step" in caplog.text
+        assert await texts(engine, at_token=3, do=partial(fault, name)) == expected
+        assert await texts(engine) == expected
+    assert len(crew.peers) == 2
+    assert words in caplog.text
+
+
+@contextmanager
+def little_memory(num_bytes):
+    """A cgroup of its own, of so many bytes; yields a function that runs another inside."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    (path,) = [line.split(":", 2)[2] for line in lines if ":memory:" in line] or [""]
+    own = Path(f"/sys/fs/cgroup/memory{path}")
+    inner = own / f"trouper-test-{os.getpid()}"
+    try:
+        inner.mkdir()
+        (inner / "memory.limit_in_bytes").write_text(str(num_bytes))
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+
+    def inside(function, *args):
+        (inner / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            return function(*args)
+        finally:
+            (own / "cgroup.procs").write_text(str(os.getpid()))
+
+    try:
+        yield inside
+    finally:
+        inner.rmdir()
+
+
+@pytest.mark.slow
+async def test_a_kill_for_memory_is_told_as_such_and_the_texts_go_on(fault, caplog):
+    with little_memory(2**30) as inside:
+        async with an_engine(FAULTY, inside=inside) as (engine, crew):
+            expected = await texts(engine)
+            assert await texts(engine, at_token=3, do=partial(fault, "memory")) == expected
+        assert len(crew.peers) == 2
+    assert "worker 0 was killed by the kernel, which had no memory left, in step" in caplog.text
 
 
 @pytest.mark.slow
@@ -161,8 +218,7 @@ async def test_a_poisonous_newcomer_ends_alone_and_the_others_go_on(caplog, monk
                 pass
         codes.append(info.value.code)
 
-    module = "tests.robustness.faulty_worker"
-    async with an_engine(module, max_worker_restarts=2) as (engine, crew):
+    async with an_engine(FAULTY, max_worker_restarts=2) as (engine, crew):
         expected = await texts(engine, num=15)
         async with anyio.create_task_group() as group:
             start = partial(group.start_soon, send_poison, engine)

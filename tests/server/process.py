@@ -16,8 +16,8 @@ ARGUMENTS += ["--dtype", "float32"]
 class Process:
     """`with started(…) as server`: its lines, its port, and its end."""
 
-    def __init__(self, *arguments, flags=(), **environment):
-        command = [sys.executable, *flags, "-m", "trouper", "serve", *ARGUMENTS, *arguments]
+    def __init__(self, *arguments, flags=(), program="trouper", **environment):
+        command = [sys.executable, *flags, "-m", program, "serve", *ARGUMENTS, *arguments]
         self._process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
         )

@@ -95,8 +95,8 @@ def bytes_of_the_predecessor_are_kept(right):
 
 @crew_bug(RestartBudget, "note_loss")
 def budget_never_counts(right):
-    def faulty(self, now):
-        return right(self, now) or 0.0
+    def faulty(self, now, num_suspects=0):
+        return right(self, now, num_suspects) or 0.0
 
     return faulty
 

@@ -65,6 +65,7 @@ class CrewWorld(World):
         self.sampled: dict[int, list[Any]] = {}  # step -> what its answer will tell
         self.losses: list[list[Any]] = []  # [moment, whether it is explained]
         self.suspects: list[frozenset[int]] = []  # clients in the eldest plan of each loss
+        self.num_suspects = 0  # sequences in the step of the last loss
         self.num_deadly = 0  # losses that a killer has caused
         self.is_lost = self.has_died = False
         self.killers = {killer.client: killer.after for killer in self.scenario.killers}
@@ -175,7 +176,14 @@ class CrewWorld(World):
         if peer.number == 0 and self.device._info is None:
             return
         self.losses = [loss for loss in self.losses if loss[0] > now - self.scenario.window_s]
-        self.losses.append([now, False])
+        num_suspects = 0
+        if peer.unanswered and not is_from_outside:
+            num_suspects = len(self.columns[peer.unanswered[0]])
+        is_search = (
+            num_suspects < self.num_suspects and 0 < 2 * num_suspects <= self.num_suspects + 1
+        )
+        self.num_suspects = num_suspects
+        self.losses.append([now, is_search])
         num_unexplained = sum(not is_explained for _, is_explained in self.losses)
         if num_unexplained > self.scenario.max_restarts or len(self.losses) > MAX_LOSSES:
             self.trouble.has_crashed = True

@@ -73,6 +73,17 @@ def test_losses_of_a_request_that_was_found_cost_nothing_but_are_bounded_too():
     assert budget.note_loss(20.0) is None
 
 
+def test_the_search_for_a_poisonous_request_does_not_spend_the_budget_before_its_verdict():
+    budget = RestartBudget(max_restarts=1, window_s=300.0)
+    searched = (17, 9, 5, 3, 2, 1)
+    assert None not in [budget.note_loss(float(n), n) for n in searched]
+    assert budget.note_loss(20.0, 1) is None  # the same number again is no search
+    for after in (10, 0):  # not halved; idle
+        budget = RestartBudget(max_restarts=1, window_s=300.0)
+        budget.note_loss(0.0, 17)
+        assert budget.note_loss(1.0, after) is None
+
+
 def test_no_restart_is_allowed_with_a_budget_of_none():
     assert RestartBudget(max_restarts=0, window_s=300.0).note_loss(0.0) is None
 

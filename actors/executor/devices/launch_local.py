@@ -72,7 +72,8 @@ class LocalPeer:
         self._process = process
         self._control = control
         self._rank = rank
-        self._num_oom_kills = _num_oom_kills()
+        self._oom_events = _oom_events()  # of the cgroup in which the worker was started
+        self._num_oom_kills = num_oom_kills(self._oom_events)
         self._lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._reader = threading.Thread(target=self._pass_on_stderr, daemon=True)
         self._reader.start()
@@ -117,7 +118,7 @@ class LocalPeer:
         return Exit(
             self._process.returncode,
             was_out_of_memory=self._process.returncode == -9
-            and _num_oom_kills() > self._num_oom_kills,
+            and num_oom_kills(self._oom_events) > self._num_oom_kills,
             stderr=tuple(self._lines),
         )
 
@@ -169,12 +170,30 @@ def launch(rank: int, module: str = MODULE, *, files: Sequence[int] = ()) -> Loc
     return LocalPeer(process, ours, rank)
 
 
-def _num_oom_kills() -> int:
-    """Processes of this cgroup that the kernel has killed for memory; 0 where it does not say."""
+def _oom_events() -> Path | None:
+    """Find the file in which the kernel counts the processes of this cgroup that it has killed for memory."""
     try:
-        path = Path("/proc/self/cgroup").read_text().splitlines()[-1].rpartition(":")[2]
-        events = Path(f"/sys/fs/cgroup{path}/memory.events").read_text()
-    except (OSError, IndexError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            file = Path(f"/sys/fs/cgroup{path}/memory.events")
+        elif "memory" in controllers.split(","):
+            file = Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+        else:
+            continue
+        if file.exists():
+            return file
+    return None
+
+
+def num_oom_kills(events: Path | None) -> int:
+    """Read the count; 0 where the kernel does not tell it."""
+    try:
+        text = "" if events is None else events.read_text()
+    except OSError:
         return 0
-    counts = dict(line.split() for line in events.splitlines())
+    counts = dict(line.split() for line in text.splitlines())
     return int(counts.get("oom_kill", 0))

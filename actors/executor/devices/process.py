@@ -71,6 +71,7 @@ class SubmittedPlan(msgspec.Struct, frozen=True):
 
     step: int
     num_tokens: int
+    num_requests: int
     submitted_s: float
 
 
@@ -133,7 +134,7 @@ class ProcessDevice:
         if is_void:
             self._lost_epoch = self._last_epoch
             return
-        self._plans.append(SubmittedPlan(plan.step, _num_tokens(plan), anyio.current_time()))
+        self._plans.append(_submitted(plan, anyio.current_time()))
         send_to_all(self._workers, plan)
         self._waiting.deadline = self._deadline_s()
 
@@ -355,15 +356,16 @@ class ProcessDevice:
         """
         self._lost_s = anyio.current_time()
         self._lost_epoch = self._last_epoch
+        num_suspects = self._plans[0].num_requests if self._plans else 0
         self._plans.clear()
         self._calls.fail_all(RetryableRequestError(f"device_restarting: {death.describe()}"))
-        self._spend(death)
+        self._spend(death, 0 if death.is_from_outside else num_suspects)
         return DeviceLost(death.describe(), death.step, death.is_from_outside, death.cause)
 
-    def _spend(self, death: Death) -> None:
+    def _spend(self, death: Death, num_suspects: int = 0) -> None:
         self._state = next_state(self._state, WorkerEvent.LOSS)
         logger.error("%s", death.describe())
-        wait_s = self._budget.note_loss(anyio.current_time())
+        wait_s = self._budget.note_loss(anyio.current_time(), num_suspects)
         if wait_s is None:
             self._state = next_state(self._state, WorkerEvent.BUDGET_SPENT)
             allowed = self._config.max_worker_restarts
@@ -374,7 +376,10 @@ class ProcessDevice:
         self._restart_in_s = wait_s
 
 
-def _num_tokens(plan: StepPlan | PoolPlan) -> int:
+def _submitted(plan: StepPlan | PoolPlan, now: float) -> SubmittedPlan:
     if isinstance(plan, StepPlan):
-        return sum(plan.num_scheduled_tokens)
-    return sum(len(entry.token_ids) for entry in plan.entries)
+        num_tokens, num_requests = sum(plan.num_scheduled_tokens), len(plan.request_slots)
+    else:
+        num_tokens = sum(len(entry.token_ids) for entry in plan.entries)
+        num_requests = len(plan.entries)
+    return SubmittedPlan(plan.step, num_tokens, num_requests, now)

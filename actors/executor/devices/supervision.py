@@ -73,24 +73,31 @@ class RestartBudget:
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
         self._max_restarts, self._window_s = max_restarts, window_s
-        # When each loss came, and whether its cause has been found; at most MAX_LOSSES + 1.
+        # When each loss came, and whether its cause has been found or looked for; at most MAX_LOSSES + 1.
         self._losses: deque[list[float | bool]] = deque(maxlen=MAX_LOSSES + 1)
         self._num_in_a_row = 0
+        self._num_suspects = 0  # of the last loss
 
     def __repr__(self) -> str:
         return (
             f"<RestartBudget: {len(self._losses)} losses, {self._max_restarts} unexplained allowed>"
         )
 
-    def note_loss(self, now: float) -> float | None:
-        """Count a loss.
+    def note_loss(self, now: float, num_suspects: int = 0) -> float | None:
+        """Count a loss, in a step of so many requests; 0: none of them can have caused it.
+
+        A loss in at most half as many as the one before is a step of the search for a poisonous request, which would
+        otherwise spend the budget before its verdict. It costs nothing; there are at most log2 of such behind a loss that counts.
 
         Returns:
             Seconds to wait before the restart, or None: the budget is spent.
         """
         while self._losses and self._losses[0][0] <= now - self._window_s:
             self._losses.popleft()
-        self._losses.append([now, False])
+        is_narrower = 0 < num_suspects < self._num_suspects
+        is_search = is_narrower and 2 * num_suspects <= self._num_suspects + 1
+        self._num_suspects = num_suspects
+        self._losses.append([now, is_search])
         num_unexplained = sum(not is_explained for _, is_explained in self._losses)
         if num_unexplained > self._max_restarts or len(self._losses) > MAX_LOSSES:
             return None
