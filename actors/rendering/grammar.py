@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import msgspec
 
+from trouper.actors.rendering.structural_tags import StructuralTagError, structural_tag_lark
 from trouper.errors import GrammarError
+from trouper.lark import WHITESPACE
 from trouper.structured_outputs import MAX_SOURCE, StructuredOutputsParams
 
 MAX_DEPTH = 64  # of a schema
 MAX_TAG_DEPTH = 80  # of a structural tag, which holds schemas
-# Small models never leave whitespace that is unbounded.
-WHITESPACE = r"\n?[ ]{0,16}"
 INVALID_SCHEMA, INVALID_GRAMMAR, TOO_COMPLEX = (
     "invalid_schema",
     "invalid_grammar",
@@ -48,7 +48,7 @@ def grammar_source(params: StructuredOutputsParams) -> str:
         case "choice":
             return _choice_source(params.choice or [])
         case "grammar":
-            return _grammar_source(_checked_size(params.grammar or "", "grammar"))
+            return _tagged("lark", _lark(_checked_size(params.grammar or "", "grammar")))
         case _:
             return _structural_tag_source(params)
 
@@ -183,37 +183,22 @@ def _choice_source(choice: list[str]) -> str:
     return _tagged("lark", _checked_size("start: " + " | ".join(texts), "choice"))
 
 
-def _grammar_source(text: str) -> str:
-    """Read Lark, or EBNF, whose rules are written with `::=`."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    if _EBNF.search(text):
-        try:
-            text = gbnf_to_lark(text)
-        except Exception as error:  # the converter raises nearly anything for what it cannot read
-            raise refused("grammar", f"no EBNF: {error}", INVALID_GRAMMAR) from None
-    return _tagged("lark", text)
-
-
 def _structural_tag_source(params: StructuredOutputsParams) -> str:
-    from llguidance import StructTag
-
     kind, code = "structural_tag", INVALID_GRAMMAR
     tag = _object(params.structural_tag, kind, code, MAX_TAG_DEPTH)
-    structures, triggers = tag.get("structures"), tag.get("triggers")
-    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
-        raise refused(kind, "must have lists of structures and triggers", code)
-    tags: list[StructTag] = []
-    for structure in cast("list[Any]", structures):
-        given = cast("dict[str, Any]", structure) if isinstance(structure, dict) else {}
-        begin, end, schema = (given.get(name) for name in ("begin", "end", "schema"))
-        known = [t for t in cast("list[Any]", triggers) if isinstance(t, str) and t]
-        trigger = next((t for t in known if str(begin).startswith(t)), None)
-        if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):
-            raise refused(kind, "a structure has begin, end and schema", code)
-        if trigger is None:
-            raise refused(kind, f"no trigger begins {begin!r}", code)
-        tags.append(
-            StructTag(trigger=trigger, begin=begin, grammar=cast("dict[str, Any]", schema), end=end)
-        )
-    return StructTag.to_grammar(tags, assume_special=False)
+    try:
+        return _tagged("lark", _checked_size(structural_tag_lark(tag, _lark), kind))
+    except StructuralTagError as error:
+        raise refused(kind, str(error), code) from None
+
+
+def _lark(text: str) -> str:
+    """Return a grammar in Lark, which may be given as EBNF."""
+    if not _EBNF.search(text):
+        return text
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # the converter raises nearly anything for what it cannot read
+        raise refused("grammar", f"no EBNF: {error}", INVALID_GRAMMAR) from None

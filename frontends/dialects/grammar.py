@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from trouper.errors import invalid
 from trouper.frontends.dialects.calls import Schemas, type_of
-from trouper.frontends.dialects.lark import Lark, checked_schema, joined, repeated
 from trouper.frontends.dialects.table import BY_NAME, Dialect, Tags
+from trouper.lark import Lark, joined, repeated
 
 MAX_CALLS = 16  # of one answer: a model that must call does not stop by itself
 MAX_ITEMS = 256  # of an array that the dialect writes in its own way
@@ -84,7 +85,7 @@ def _object(lark: Lark, dialect: Dialect, name: str, schema: JSONSchema) -> str:
 
 
 def _arguments(lark: Lark, name: str, schema: JSONSchema) -> str:
-    return lark.json(checked_schema(schema, name))
+    return lark.json(_checked_schema(schema, name))
 
 
 def _named(lark: Lark, dialect: Dialect, name: str, schema: JSONSchema) -> str:
@@ -104,7 +105,7 @@ def _tagged(lark: Lark, dialect: Dialect, name: str, schema: JSONSchema) -> str:
     tags = cast("Tags", dialect.tags)
     newline = "" if tags.name_end[0] == "\n" else "\n"
     parts = [lark.literal(tags.name + name + tags.name_end[0] + newline)]
-    properties, required = _properties(checked_schema(schema, name))
+    properties, required = _properties(_checked_schema(schema, name))
     for key in properties:
         member = _tagged_member(lark, tags, schema, key)
         parts.append(member if key in required else f"({member})?")
@@ -172,11 +173,23 @@ def _literal(lark: Lark, quote: str, schema: JSONSchema) -> str:
     return f"{mark} {lark.text_before(quote)}"
 
 
+def _checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the schema of a tool's parameters, which are an object.
+
+    Raises:
+        TrouperValidationError: they are something else.
+    """
+    kind = schema.get("type", "object")
+    if kind != "object":
+        raise invalid("tools", f"the parameters of {name} must be an object", kind)
+    return {**schema, "type": "object"}
+
+
 def _members(
     schema: JSONSchema, name: str, write: Callable[[str], str]
 ) -> tuple[list[str], list[str]]:
     """Write the properties of an object: the required ones, then the others."""
-    properties, required = _properties(checked_schema(schema, name))
+    properties, required = _properties(_checked_schema(schema, name))
     return (
         [write(key) for key in properties if key in required],
         [write(key) for key in properties if key not in required],

@@ -5,8 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trouper.errors import invalid
-
 # Small models never leave whitespace that is unbounded.
 WHITESPACE = r"\n?[ ]{0,16}"
 
@@ -62,6 +60,19 @@ class Lark:
         self._rules.append(f"{name}: /(?s:.*)/ & ~/(?s:.*){_regex(mark)}(?s:.*)/")
         return f"{name} {self.literal(mark)}"
 
+    def text(self) -> str:
+        """Match any text."""
+        return self.rule("/(?s:.*)/")
+
+    def regex(self, pattern: str) -> str:
+        """Match an expression."""
+        escaped = re.sub(r"\\.|/", lambda found: found[0] if len(found[0]) > 1 else r"\/", pattern)
+        return self.rule(f"/{escaped}/".replace("\n", r"\n"))
+
+    def grammar(self, source: str) -> str:
+        """Match another grammar in Lark."""
+        return self.rule(f"%lark {{\n{source}\n}}")
+
     def one_of(self, choices: Sequence[str]) -> str:
         """Match one of several."""
         return choices[0] if len(choices) == 1 else self.rule(" | ".join(choices))
@@ -82,18 +93,6 @@ def joined(required: Sequence[str], optional: Sequence[str], comma: str) -> str:
         for i, member in enumerate(optional)
     ]
     return f"({' | '.join(starts)})?" if starts else ""
-
-
-def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the schema of a tool's parameters, which are an object.
-
-    Raises:
-        TrouperValidationError: they are something else.
-    """
-    kind = schema.get("type", "object")
-    if kind != "object":
-        raise invalid("tools", f"the parameters of {name} must be an object", kind)
-    return {**schema, "type": "object"}
 
 
 def _regex(text: str) -> str:
