@@ -118,7 +118,7 @@ def sources():
 
 
 def test_nothing_is_installed_by_a_name_that_no_index_has():
-    by_name = re.compile(r"(install|pip)\b[^\n]*\btrouper(\[|\s*$)")
+    by_name = re.compile(r"\bpip3? install\b[^\n]*\btrouper(\[|[\s`'\"]*$)", re.MULTILINE)
     found = [str(p) for p in sources() if p != Path(__file__) and by_name.search(p.read_text())]
     assert found == []
 
