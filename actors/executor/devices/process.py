@@ -306,6 +306,7 @@ class ProcessDevice:
         return Death(
             rank=rank, step=step, exit_status=end.status, hung_s=hung_s,
             was_out_of_memory=end.was_out_of_memory, broken=broken, stderr=end.stderr,
+            num_workers=len(self._workers),
         )  # fmt: skip
 
     # What frames and deaths mean

@@ -154,6 +154,7 @@ class Death(msgspec.Struct, frozen=True):
     was_out_of_memory: bool = False  # the kernel's count of such kills has grown meanwhile
     broken: str | None = None  # its own last message
     stderr: tuple[str, ...] = ()  # its last lines
+    num_workers: int = 1  # of the device; of several it is not known which one hung
 
     @property
     def cause(self) -> LossCause:
@@ -177,7 +178,10 @@ class Death(msgspec.Struct, frozen=True):
         """Tell it in one line, as in "worker 0 died of SIGSEGV in step 812: last line of its stderr"."""
         where = "" if self.step is None else f" in step {self.step}"
         words = self.broken or _last_words(self.stderr)
-        return f"worker {self.rank} {self._verb()}{where}" + (f": {words}" if words else "")
+        subject = f"worker {self.rank}"
+        if self.cause == "hang" and self.num_workers > 1:
+            subject = f"one of workers 0 to {self.num_workers - 1}"
+        return f"{subject} {self._verb()}{where}" + (f": {words}" if words else "")
 
     def _verb(self) -> str:
         match self.cause:
