@@ -90,7 +90,8 @@ def _error_type(body: Any) -> str:
 def _without_texts(body: Any) -> Any:
     """Leave the names of an error's fields, whose values are compared otherwise."""
     if isinstance(body, dict) and isinstance(body.get("error"), dict):
-        return {**body, "error": dict.fromkeys(body["error"], "")}
+        error = body["error"]
+        return {**body, "error": {**dict.fromkeys(error, ""), "code": error.get("code")}}
     return body
 
 

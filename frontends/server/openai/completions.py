@@ -164,7 +164,7 @@ def _prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
     """Return the prompts in the engine's form, and the client's name for each."""
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens", "must be at least 1 without echo", 0)
-    if request.prompt_embeds is None:
+    if request.prompt_embeds is None or (request.prompt_embeds == [] and request.prompt):
         return _text_prompts(request)
     prompts, places = _embeds_prompts(request)
     if request.prompt:
