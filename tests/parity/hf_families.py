@@ -50,7 +50,7 @@ FAMILIES = {
 }  # fmt: skip
 # Families that are refused, with words of the reason.
 OWN_ATTENTION = "attention of its own"
-NOT_CAUSAL = "neither causal nor a sliding window"
+NOT_CAUSAL = "is_decoder=false"
 REFUSED = dict.fromkeys(["bart", "big_bird", "biogpt", "falcon", "gpt_neo", "gpt_neox_japanese", "openai-gpt", "rembert", "roformer", "stablelm", "trocr", "xglm"], OWN_ATTENTION) | dict.fromkeys(["bert", "camembert", "electra", "roberta", "xlm-roberta-xl"], NOT_CAUSAL) | {"deepseek_v32": "'indexed_attention'", "lfm2_moe": "'conv'", "minimax": "'linear_attention'"}  # fmt: skip
 REFUSED_FIELDS = {
     "gpt_neo": {

@@ -243,7 +243,14 @@ def _download(
                 allow_patterns=patterns,
             )
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except LocalEntryNotFoundError as error:
+        raise TrouperValidationError(
+            "no such folder, not among the models that were fetched before, and the hub cannot be reached; "
+            "`trouper models` lists what is on this machine",
+            parameter="model",
+            value=repo_id,
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
         raise TrouperValidationError(
             f"neither a folder nor a hub model that can be fetched ({type(error).__name__})",
             parameter="model",

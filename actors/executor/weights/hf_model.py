@@ -26,6 +26,7 @@ from trouper.actors.executor.weights.hf_check import (
 )
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.text_names import key_mapping, text_names
+from trouper.config.model import ModelConfig
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.cpu.linear.quantization import can_quantize
@@ -60,9 +61,7 @@ def load_hf_decoder(config: EngineConfig, wrap: Wrap | None = None) -> HfDecoder
 
 def _load(config: EngineConfig, wrap: Wrap | None) -> HfDecoder:
     dtype: torch.dtype = getattr(torch, config.dtype)
-    hf_config = _hf_config(config)
-    cls = _class_of(config, hf_config)
-    check_class(cls, hf_config)
+    cls, hf_config = admit(config.model)
     model = _with_weights(cls, hf_config, config, dtype)
     _check_ropes(model, config.max_model_len)
     _replace_linears(model, config, dtype)
@@ -97,9 +96,21 @@ def _checked(model: nn.Module, config: EngineConfig, dtype: torch.dtype) -> HfDe
     return decoder
 
 
-def _class_of(config: EngineConfig, hf_config: Any) -> Any:
+def admit(model: ModelConfig) -> tuple[Any, Any]:
+    """Return the library's class and config of a model, as far as they say that it can be served.
+
+    Raises:
+        UnsupportedFeatureError: they say that it cannot.
+    """
+    hf_config = _hf_config(model)
+    cls = _class_of(model, hf_config)
+    check_class(cls, hf_config)
+    return cls, hf_config
+
+
+def _class_of(model: ModelConfig, hf_config: Any) -> Any:
     """Find the class of the model, or of its text model where it also sees or hears."""
-    architecture = config.model.architecture
+    architecture = model.architecture
     if is_text_part(architecture):
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -144,6 +155,10 @@ def check_class(cls: Any, hf_config: Any) -> None:
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedFeatureError("it is the decoder of an encoder")
     text = hf_config.get_text_config()
+    if getattr(text, "is_decoder", True) is False:
+        raise UnsupportedFeatureError(
+            "its config says is_decoder=false: tokens see those behind them"
+        )
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in KNOWN_LAYERS:
             raise UnsupportedFeatureError(
@@ -155,18 +170,18 @@ def check_class(cls: Any, hf_config: Any) -> None:
         )
 
 
-def _hf_config(config: EngineConfig) -> Any:
+def _hf_config(model: ModelConfig) -> Any:
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError:
         raise UnsupportedFeatureError(INSTALL) from None
-    fields = config.model.source_config
+    fields = model.source_config
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise UnsupportedFeatureError(f"transformers does not know its model_type {kind!r}")
     try:
         found = CONFIG_MAPPING[kind].from_dict(dict(fields))
-        is_part = is_text_part(config.model.architecture)
+        is_part = is_text_part(model.architecture)
         return found.get_text_config(decoder=True) if is_part else found
     except Exception as error:  # whatever the library raises for a config that it does not like
         line = str(error).strip().partition("\n")[0]

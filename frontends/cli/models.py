@@ -1,0 +1,111 @@
+"""`trouper models`: the models on this machine, and whether each can be served."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trouper.errors import TrouperValidationError
+from trouper.frontends.cli.options import expand_options
+
+HEADINGS = ("model", "size", "type", "task", "served by")
+
+
+@expand_options
+def models(
+    ctx: typer.Context,
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FOLDER]",
+            help="Model folders, GGUF files, or folders of them, beside the hub's cache.",
+        ),
+    ] = None,
+    download_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--download-dir", help="Folder in which downloads are kept; the hub's by default."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON in place of a table.")
+    ] = False,
+) -> None:
+    """List the models on this machine: name, size, type, and whether each can be served, or why not.
+
+    For example: trouper models ~/models
+
+    Nothing is fetched and no weights are read.  A model that is served by way of transformers is tried once more when it is loaded.
+    """
+    found = [*_of_the_hub(download_dir), *(e for f in folders or () for e in _of_folder(f))]
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    print(
+        "\n".join(_table(found)) if found else "no models: none in the hub's cache or the folders"
+    )
+
+
+def _of_the_hub(download_dir: Path | None) -> Iterator[dict[str, Any]]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir(download_dir).repos
+    except CacheNotFound:
+        return
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type != "model" or not repo.revisions:
+            continue
+        newest = max(repo.revisions, key=lambda revision: revision.last_modified)
+        yield from _of_folder(newest.snapshot_path, repo.repo_id)
+
+
+def _of_folder(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the models in a folder: itself, the GGUF files in it, or those one level below."""
+    path = path.expanduser()
+    if not path.exists():
+        raise TrouperValidationError("no such folder", parameter="folders", value=str(path))
+    if path.is_file() or (path / "config.json").is_file():
+        yield _entry(path, name or str(path))
+        return
+    for file in sorted(path.glob("*.gguf")):
+        yield _entry(file, f"{name}/{file.name}" if name else str(file))
+    if name is None:
+        for folder in sorted(path.iterdir()):
+            if folder.is_dir() and (folder / "config.json").is_file():
+                yield _entry(folder, str(folder))
+
+
+def _entry(path: Path, name: str) -> dict[str, Any]:
+    from trouper.actors.executor.servable import judge
+
+    verdict = judge(path)
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return {
+        "model": name,
+        "path": str(path),
+        "size_bytes": sum(file.stat().st_size for file in files),
+        "type": verdict.architecture,
+        "task": verdict.task,
+        "served_by": verdict.code,
+        "reason": verdict.reason,
+    }
+
+
+def _table(entries: list[dict[str, Any]]) -> Iterator[str]:
+    rows = [HEADINGS]
+    rows += [
+        (e["model"], _size(e["size_bytes"]), e["type"] or "-", e["task"] or "-", e["served_by"] or f"no: {e['reason']}")
+        for e in entries
+    ]  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS) - 1)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        yield "  ".join([*cells, row[-1]])
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

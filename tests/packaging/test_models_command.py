@@ -1,0 +1,80 @@
+"""`trouper models`: what is on this machine, and what a hub id that is not says."""
+
+import json
+import shutil
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from trouper.config.args import EngineArgs
+from trouper.config.model import DEMO_MODEL, ModelConfig
+from trouper.errors import TrouperValidationError
+from trouper.frontends.cli.main import run_line
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def listed(capsys, *arguments):
+    assert run_line(["models", "--json", *map(str, arguments)]) == 0
+    return {entry.pop("model"): entry for entry in json.loads(capsys.readouterr().out)}
+
+
+@pytest.fixture
+def empty_cache(tmp_path):
+    return "--download-dir", str(tmp_path / "no-cache")
+
+
+def test_folders_are_listed_with_what_serves_them_or_why_not(capsys, tmp_path, empty_cache):
+    files = {
+        "pickled": {"config.json": json.dumps(LLAMA), "pytorch_model.bin": "x"},
+        "empty": {"config.json": json.dumps(LLAMA)},
+        "broken": {"config.json": "{", "model.safetensors": ""},
+        "odd": {"config.json": json.dumps({**LLAMA, "num_key_value_heads": 3}),
+                "model.safetensors": ""},
+    }  # fmt: skip
+    for name, contents in files.items():
+        (tmp_path / name).mkdir()
+        for file, text in contents.items():
+            (tmp_path / name / file).write_text(text)
+    shutil.copytree(DEMO_MODEL, tmp_path / "demo")
+    found = {
+        name.rpartition("/")[2]: e for name, e in listed(capsys, *empty_cache, tmp_path).items()
+    }
+    assert found["demo"]["served_by"] == "trouper"
+    assert found["demo"]["size_bytes"] > 10_000_000
+    reasons = {name: entry["reason"] for name, entry in found.items()}
+    assert "pickled" in reasons["pickled"]
+    assert "no weights" in reasons["empty"]
+    assert "config.json cannot be read" in reasons["broken"]
+    assert "query heads" in reasons["odd"]
+
+
+def test_models_of_the_hub_have_their_ids(capsys, tmp_path):
+    repo = tmp_path / "models--some--model"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    shutil.copytree(DEMO_MODEL, snapshot)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("a" * 40)
+    (repo / "blobs").mkdir()
+    found = listed(capsys, "--download-dir", tmp_path)
+    assert found["some/model"]["type"] == "Qwen3ForCausalLM"
+    assert found["some/model"]["path"] == str(snapshot)
+
+
+def test_a_machine_without_models_says_so(capsys, empty_cache):
+    assert run_line(["models", *empty_cache]) == 0
+    assert "no models" in capsys.readouterr().out
+    assert run_line(["models", *empty_cache, "/no/such/folder"]) == 2
+
+
+def test_a_hub_id_without_a_network_says_where_it_was_looked_for(monkeypatch):
+    def fail(*_, **__):
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(TrouperValidationError, match=r"hub cannot be reached.*some/model"):
+        ModelConfig.load(EngineArgs("some/model"))
