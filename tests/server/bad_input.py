@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from trouper.frontends.server.unsupported import CHAT, COMPLETION
 
-C, H = "/v1/completions", "/v1/chat/completions"
+C, H, R = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 JSON = [("content-type", "application/json")]
 VOCAB = 4096  # at least the demo's
 USER = [{"role": "user", "content": "hi"}]
@@ -32,6 +32,11 @@ def c(name, status=400, code="invalid_value", param=..., /, **fields):
 def h(name, status=400, code="invalid_value", param=..., /, **fields):
     """A chat with these fields."""
     return Case(name, H, json.dumps({"messages": USER, "max_tokens": 1, **fields}).encode(), status, code, param)  # fmt: skip
+
+
+def r(name, status=400, code="invalid_value", param=..., /, **fields):
+    """A response with these fields."""
+    return Case(name, R, json.dumps({"input": "x", "max_output_tokens": 1, **fields}).encode(), status, code, param)  # fmt: skip
 
 
 def raw(name, body, code="invalid_json", status=400, path=C, **more):
@@ -295,6 +300,39 @@ SUITE = {
         ),
         c("two kinds", 400, "invalid_value", "structured_outputs", structured_outputs={"regex": "a", "choice": ["a"]}),
         c("two ways", 400, "invalid_value", "guided_regex", structured_outputs={"regex": "a"}, guided_regex="a"),
+    ],
+    "B33": [
+        r("item", 400, "not_supported", "input[0].type", input=[{"type": "item_reference", "id": "../x"}]),
+        r("no item", 400, "invalid_value", "input[0].type", input=[{"type": {}}]),
+        r("call id", 400, "invalid_value", "input[0].call_id",
+          input=[{"type": "function_call_output", "call_id": "x" * 10**6, "output": ""}]),
+        r("arguments", 400, "invalid_value", "input[0].arguments",
+          input=[{"type": "function_call", "call_id": "a", "name": "f", "arguments": [1]}]),
+        r("output", 400, "invalid_value", "input[1].output",
+          input=[{"type": "function_call", "call_id": "a", "name": "f", "arguments": ""},
+                 {"type": "function_call_output", "call_id": "a", "output": 1}]),
+        r("many items", 400, "invalid_value", "input", input=[{"role": "user", "content": "x"}] * 4097),
+        r("many tools", 400, "invalid_value", "tools", tools=[{"type": "function", "name": "f"}] * 513),
+        r("built-in tool", 400, "not_supported", "tools[0].type", tools=[{"type": "x" * 10**5}]),
+        r("tool", 400, "invalid_schema", "tools[0]", tools=[1]),
+        r("tool of no type", 400, "invalid_value", "tools[0].type", tools=[{"name": "f"}]),
+        r("tool's name", 400, "invalid_value", "tools[0].name", tools=[{"type": "function", "name": "a\nb"}]),
+        r("deep parameters", 400, "invalid_json", None,
+          tools=[{"type": "function", "name": "f", "parameters": json.loads("[" * 200 + "]" * 200)}]),
+        r("format", 400, "invalid_value", "text.format", text={"format": {"type": "xml"}}),
+        r("no format", 400, "invalid_value", "text.format", text={"format": "json"}),
+        r("encrypted", 400, "not_supported", "include", include=["reasoning.encrypted_content"]),
+        *(
+            r(f"{name} without a store", 400, "not_supported", name, **{name: value})
+            for name, value in (
+                ("previous_response_id", "../../etc/passwd"), ("previous_response_id", "\0" * 10**5),
+                ("store", True), ("background", True),
+            )
+        ),
+        *(
+            Case(f"{method} without a store", f"{R}/{id}", b"", 400, "not_supported", None, method, ())
+            for method, id in (("GET", "x"), ("DELETE", "x"), ("POST", "x/cancel"), ("GET", "%00"), ("GET", "x" * 4000))
+        ),
     ],
     "tokens": [
         Case("tokenize nothing", "/tokenize", b"{}", 400, "invalid_value", "prompt"),

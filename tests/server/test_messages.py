@@ -355,6 +355,38 @@ def test_the_plain_client(options):
         assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
 
 
+SWITCH = {
+    "name": "switch", "description": "turns the light on or off",
+    "input_schema": {
+        "type": "object", "properties": {"is_on": {"type": "boolean"}}, "required": ["is_on"],
+        "additionalProperties": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "switch"}],
+)
+def test_the_plain_client_calls_and_brings_the_result(options, choice):
+    fields = {**FIELDS, "tools": [SWITCH], "max_tokens": 60}
+    with anthropic.Anthropic(**options) as client:
+        reply = client.messages.create(**fields, tool_choice=choice)
+        use = reply.content[-1]
+        assert (reply.stop_reason, use.type, use.name) == ("tool_use", "tool_use", "switch")
+        assert isinstance(use.input["is_on"], bool)
+        with client.messages.stream(**fields, tool_choice=choice) as stream:
+            final = stream.get_final_message()
+        assert final.content[-1].input == use.input
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": "done"}
+        messages = [
+            *HI, {"role": "assistant", "content": reply.content},
+            {"role": "user", "content": [result]},
+        ]  # fmt: skip
+        after = client.messages.create(**{**fields, "messages": messages, "max_tokens": 6})
+        assert after.usage.input_tokens > 0
+
+
 def test_the_plain_client_raises_typed_errors(options):
     with anthropic.Anthropic(**options) as client:
         with pytest.raises(anthropic.BadRequestError, match="temperature"):

@@ -1,12 +1,14 @@
 """A real server process, driven by OpenAI's own clients, the plain one and the async one."""
 
 import re
+import time
 from contextlib import contextmanager
 from operator import attrgetter
 
 import anyio
 import anyio.from_thread
 import openai
+import pydantic
 import pytest
 
 from .process import started, stop
@@ -25,7 +27,8 @@ MAX_REQUESTS = 16
 @pytest.fixture(scope="module")
 def server():
     keys = ("--api-key", "sesame", "--api-key", "open", "--admin-key", "root")
-    with started(*keys, "--max-requests", str(MAX_REQUESTS)) as server:
+    store = ("--responses-store-bytes", "1000000")
+    with started(*keys, *store, "--max-requests", str(MAX_REQUESTS)) as server:
         server.headers = [("authorization", "Bearer root")]
         yield server
         assert stop(server) == 0
@@ -128,6 +131,79 @@ def test_responses(ask):
     assert "".join(e.delta for e in events if e.type.endswith("delta")) == whole.output_text
     assert events[-1].response.output_text == whole.output_text
     assert whole.usage.output_tokens == 8
+
+
+FUNCTION = {
+    "type": "function", "name": "switch", "description": "turns the light on or off", "strict": True,
+    "parameters": {
+        "type": "object", "properties": {"is_on": {"type": "boolean"}}, "required": ["is_on"],
+        "additionalProperties": False,
+    },
+}  # fmt: skip
+FORCED = {
+    "tools": [FUNCTION], "tool_choice": "required", "parallel_tool_calls": False,
+    "max_output_tokens": 60,
+}  # fmt: skip
+
+
+class Light(pydantic.BaseModel):
+    is_on: bool
+
+
+def test_responses_with_a_call_and_its_result(ask):
+    first = ask(RESPONSES, **FORCED)
+    call = first.output[-1]
+    assert (call.type, call.name, first.status) == ("function_call", "switch", "completed")
+    assert Light.model_validate_json(call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    follow_up = ask(RESPONSES, input=[result], previous_response_id=first.id)
+    assert (follow_up.previous_response_id, follow_up.output[0].type) == (first.id, "message")
+    assert follow_up.usage.input_tokens > first.usage.input_tokens
+    events = ask(RESPONSES, **FORCED, stream=True)
+    pieces = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == events[-1].response.output[-1].arguments == call.arguments
+
+
+def test_responses_through_the_clients_helpers(client):
+    fields = {"model": "trouper-demo", **DEFAULTS[RESPONSES], "max_output_tokens": 60}
+    parsed = client.responses.parse(**fields, text_format=Light)
+    assert isinstance(parsed.output_parsed, Light)
+    tool = {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "switch"}}
+    with client.responses.stream(**fields, **tool) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds.count("response.output_item.done") == len(final.output)
+    assert (
+        final.output[-1].parsed_arguments
+        == Light.model_validate_json(final.output[-1].arguments).model_dump()
+    )
+
+
+def test_responses_are_kept_for_their_key(client, another):
+    fields = {"model": "trouper-demo", **DEFAULTS[RESPONSES]}
+    response = client.responses.create(**fields)
+    assert client.responses.retrieve(response.id) == response
+    with pytest.raises(openai.NotFoundError):
+        another.responses.retrieve(response.id)
+    with pytest.raises(openai.NotFoundError):
+        another.responses.create(**fields, previous_response_id=response.id)
+    client.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+
+
+def test_responses_in_background(client):
+    fields = {"model": "trouper-demo", **DEFAULTS[RESPONSES], "background": True}
+    response = client.responses.create(**fields)
+    assert response.status == "queued"
+    deadline = time.monotonic() + 30
+    while response.status in ("queued", "in_progress") and time.monotonic() < deadline:
+        response = client.responses.retrieve(response.id)
+    assert (response.status, response.usage.output_tokens) == ("incomplete", 8)
+    fields |= {"max_output_tokens": 480}
+    cancelled = client.responses.cancel(client.responses.create(**fields).id)
+    assert cancelled.status == "cancelled"
+    assert client.responses.retrieve(cancelled.id).status == "cancelled"
 
 
 def test_models(client):
