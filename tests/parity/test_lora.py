@@ -27,6 +27,7 @@ VARIANTS = {
     "mlp": {"r": 8, "lora_alpha": 8, "target_modules": ["up_proj", "down_proj"]},
     "wide": {"r": 20, "lora_alpha": 20, "target_modules": ALL},
 }  # fmt: skip
+QUICK = ("all", "rank-stabilised", "patterns")  # the others run with the slow tests
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS, ignore_eos=True, logprobs=-1)
 OPTIONS = {
     "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256, "block_size": 64, "max_logprobs": -1,
@@ -99,7 +100,13 @@ def compare(outputs, expected):
             torch.testing.assert_close(mine, logprobs_V, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=list(VARIANTS))
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for number, name in enumerate(VARIANTS)
+    ],
+)
 def test_an_adapter_gives_the_tokens_and_logprobs_of_peft(llm, model, adapters, number):
     adapter = adapters[number]
     expected = greedy_of_peft(model, adapter.lora_path, PROMPTS[:2])
@@ -150,6 +157,7 @@ def test_adapters_are_there_after_a_sleep(llm, adapters, level):
     assert values(run(llm, PROMPTS, adapters[0])) == before
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_with_weights_of_eight_bits(model, adapters):
     """Its product is added to that of the rounded base."""
     options = {**OPTIONS, "dtype": "bfloat16"}
