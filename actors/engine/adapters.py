@@ -102,7 +102,7 @@ class Adapters:
             slot, victim = self._take_slot(known)
             self._num_loads += 1
             mine = msgspec.structs.replace(request, load_inplace=False)
-            loaded = _SlotUse(mine, LoadedAdapter(slot, self._num_loads))
+            loaded = _SlotUse(mine, LoadedAdapter(slot, self._num_loads, mine.lora_name))
             try:
                 await self._load(slot, files, partial(self._take_in, loaded, known))
             finally:

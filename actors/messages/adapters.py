@@ -8,3 +8,4 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
 
     slot: int  # on the device, from 1 on
     number: int  # counts loads: no two contents of a slot have one, so it names what a KV block was computed with
+    name: str  # for people

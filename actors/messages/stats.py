@@ -8,6 +8,14 @@ from trouper.outputs import FinishReason, RequestStateStats
 from trouper.params import SamplingParams
 
 
+class AdapterStats(msgspec.Struct, frozen=True):
+    """The adapters of the scheduler's sequences, by name."""
+
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+    max_running: int
+
+
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the scheduler in numbers; the counters only grow."""
 
@@ -29,6 +37,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0  # of speculation: runs of tokens that a step verified
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # drafted tokens that were right
+    adapters: AdapterStats | None = None  # None: the engine takes none
     is_device_lost: bool = False  # it is being started again
     num_lost_tokens: int = 0  # computed, and lost with the device's memory: they are computed again
 

@@ -254,6 +254,13 @@ class Metrics(Collector):
             "worker_up", "1 while the worker process of a rank takes plans.",
             _keyed(self._workers_up), ("rank",),
         )  # fmt: skip
+        if (adapters := stats.adapters) is not None:
+            lists = ",".join(adapters.waiting), ",".join(adapters.running)
+            yield _Number(
+                "lora_requests_info", "The adapters of running and of waiting sequences.",
+                {(str(adapters.max_running), *lists): 1},
+                ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+            )  # fmt: skip
         yield _Number(
             "cache_config_info", "How the KV cache is configured.",
             {tuple(self._cache_config.values()): 1}, tuple(self._cache_config),

@@ -15,8 +15,8 @@ Laws:
    been evicted most often allowed, else the first in order), and alone it fits: `limit` caps a sequence
    at what all blocks together hold.  So each plan advances the best running one, or it waits for a sample
    in flight; sequences are finite, hence it ends, and the next best is the best.
-   No sequence behind the head of the queue overtakes it but while its adapter must wait, and then no more than
-   MAX_PASSES do: so it starts at the latest when all that were running have ended then.
+   No sequence behind the head of the queue overtakes it, but a bounded number of them while its adapter must wait
+   (`starting.py`): so it starts at the latest when all that were running have ended then.
 6. `plan()` is None only when paused, while the device is lost, when enough steps are in flight, or when nothing is runnable; an
    answer from the device or a new event then calls it again.
 """
@@ -38,14 +38,12 @@ from trouper.actors.scheduling.quarantine import Quarantine
 from trouper.actors.scheduling.sequence_table import SequenceTable
 from trouper.actors.scheduling.sequences import Sequence, State
 from trouper.actors.scheduling.stage_turns import take_turns
+from trouper.actors.scheduling.starting import start_waiting
 from trouper.actors.scheduling.step_builder import InFlightStep, StepBuilder
 from trouper.actors.scheduling.token_budget import TokenBudget
-from trouper.actors.scheduling.waiting import Queue
 from trouper.actors.stages import max_chunk
 from trouper.config.resolve import SchedulerConfig
 
-MAX_PASSED = 64  # sequences that are set aside in one plan
-MAX_PASSES = 256  # starts of others that one sequence lets by
 FAILURES: dict[EntryFailure, str] = {
     "not_finite": "numerical_error: the logits are not finite",
     "no_valid_token": "no_valid_token: what the request allows, it also forbids",
@@ -142,6 +140,7 @@ class Policy:
             num_accepted_tokens=self._lookahead.num_accepted_tokens,
             num_lost_tokens=running.num_lost_tokens,
             is_device_lost=self._is_lost,
+            adapters=None if self.config.max_loras is None else table.adapter_stats(),
         )
 
     # Events
@@ -384,26 +383,8 @@ class Policy:
         return False
 
     def _start_waiting(self, builder: StepBuilder) -> None:
-        """Start sequences in their order; those whose adapter would be one too many are passed, a bounded number of times."""
-        table, only_returning = self.table, self.pause is Pause.NO_NEW_REQUESTS
-        passed: list[tuple[Queue, Sequence]] = []
-        while builder.budget > 0 and len(table.running) < self._max_num_running:
-            sequence = table.waiting.head(only_returning=only_returning)
-            if sequence is None:
-                break
-            if not table.running.has_adapter_room(sequence):
-                if len(passed) >= MAX_PASSED or sequence.num_passed >= MAX_PASSES:
-                    break
-                passed.append(table.waiting.set_aside(sequence))
-                continue
-            if not table.running.start(sequence, builder):
-                break
-            table.waiting.discard(sequence)
-            table.outputs.add_start(sequence.id)
-            for _, other in passed:
-                other.num_passed += 1
-        for queue, sequence in passed:
-            queue.push(sequence)
+        only_returning = self.pause is Pause.NO_NEW_REQUESTS
+        start_waiting(self.table, builder, self._max_num_running, only_returning=only_returning)
 
     # Bookkeeping
 

@@ -8,6 +8,7 @@ from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.outputs import SequenceTokens
 from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import TokenLogprobs
+from trouper.actors.messages.stats import AdapterStats
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.outbox import SchedulerOutputs
 from trouper.actors.scheduling.running import Running
@@ -41,6 +42,16 @@ class SequenceTable:
     def num_started(self) -> int:
         """Unfinished sequences that ran before; a leader that did counts for its deferred siblings."""
         return len(self.sequences) - len(self.waiting.fresh) - self.num_deferred
+
+    def adapter_stats(self) -> AdapterStats:
+        """List the adapters of the running and of the other sequences."""
+        names: dict[bool, set[str]] = {True: set(), False: set()}
+        for sequence in self.sequences.values():
+            adapter = sequence.request.admit.adapter
+            if adapter is not None:
+                names[sequence.id in self.running].add(adapter.name)
+        running, waiting = (tuple(sorted(names[is_running])) for is_running in (True, False))
+        return AdapterStats(running, waiting, self._config.max_loras or 0)
 
     def admit(self, admit: Admit) -> None:
         """Take a request in; one that could never run ends at once."""

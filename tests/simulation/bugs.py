@@ -206,8 +206,8 @@ def chunk_begins_one_too_late(right):
 
 @bug(StepBuilder, "add")
 def budget_is_not_spent(right):
-    def faulty(self, sequence, count):
-        right(self, sequence, count)
+    def faulty(self, sequence, count, lookahead=0):
+        right(self, sequence, count, lookahead)
         self.budget += count // 2
 
     return faulty

@@ -49,7 +49,9 @@ class Desk:
                 priority=priority,
                 arrival_time=float(id),
                 cache_salt=salt,
-                adapter=None if adapter is None else LoadedAdapter(adapter, adapter),
+                adapter=None
+                if adapter is None
+                else LoadedAdapter(adapter, adapter, f"adapter {adapter}"),
             )
         )
 
@@ -672,7 +674,7 @@ def test_a_sequence_whose_adapter_is_one_too_many_waits_and_is_passed():
 
 
 def test_one_that_waits_for_its_adapter_is_passed_a_bounded_number_of_times(monkeypatch):
-    monkeypatch.setattr("trouper.actors.scheduling.policy.MAX_PASSES", 3)
+    monkeypatch.setattr("trouper.actors.scheduling.starting.MAX_PASSES", 3)
     desk = Desk(max_loras=1, max_num_seqs=2)
     desk.admit(0, adapter=1, max_tokens=1)
     desk.admit(1, adapter=2, max_tokens=1)
@@ -700,3 +702,13 @@ def test_a_prefix_is_shared_by_requests_of_one_adapter_alone():
         assert plan.num_computed_tokens == (num_cached,)
         assert plan.new_sequences[0].adapter_slot == (adapter or 0)
         desk.land()
+
+
+def test_statistics_name_the_adapters_that_run_and_that_wait():
+    desk = Desk(max_loras=1)
+    for id, adapter in enumerate((2, 1, 2, None)):
+        desk.admit(id, adapter=adapter)
+    desk.plan()
+    found = desk.policy.statistics().adapters
+    assert (found.running, found.waiting) == (("adapter 2",), ("adapter 1",))
+    assert Desk().policy.statistics().adapters is None
