@@ -37,11 +37,11 @@ def test_every_oracle_holds_under_many_ends(first):
 
 
 def test_a_worker_may_be_killed_before_some_of_its_bytes():
-    assert kill_everywhere(4, stride=29) > 10
+    assert kill_everywhere(9, stride=29) > 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [4, 9, 10])
+@pytest.mark.parametrize("seed", [9, 11, 12])
 def test_a_worker_may_be_killed_before_any_of_its_bytes(seed):
     assert kill_everywhere(seed, stride=1) > 100
 
