@@ -1,4 +1,4 @@
-"""Check the words of docstrings, comments and help texts: `python scripts/words.py [--count]`.
+"""Check the words of docstrings, comments, help texts and pages: `python scripts/words.py [--count]`.
 
 A docstring begins with a verb or with a noun that has its head in the sentence, so it can be understood without the
 code below it. Parts of the program are tasks, threads, clients or senders, never persons. Nothing refers
@@ -22,19 +22,25 @@ PERSON = re.compile(
     r"\b(who|whoever|whom|nobody|somebody|everybody|anybody|someone|anyone|everyone|he|she|him|his|her)\b",
     re.IGNORECASE,
 )
+# A page may speak of its readers, who are persons.
+PERSON_IN_PAGES = re.compile(
+    r"\b(whoever|whom|nobody|somebody|everybody|anybody|someone)\b", re.IGNORECASE
+)
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 ABSENT = re.compile(r"\bspec(ification)? (section )?\d|\bsemantics \d|§ ?\d", re.IGNORECASE)
 MIN_HELP_WORDS = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Check the words of docstrings, comments and help texts."
+        description="Check the words of docstrings, comments, help texts and pages."
     )
     parser.add_argument(
         "--count", action="store_true", help="print only how many of each kind there are"
     )
     args = parser.parse_args()
     found = [line for path in sources() for line in check(path)]
+    found += [line for path in pages() for line in check_page(path)]
     if args.count:
         num_words = sum(len(text.split()) for path in sources() for _, text in texts(path))
         for kind in ("fragment", "person", "absent", "help"):
@@ -65,6 +71,18 @@ def check(path: Path) -> Iterator[str]:
     for line, text in help_texts(path):
         if len(text.split()) < MIN_HELP_WORDS:
             yield f"{name}:{line}: help: {text!r} does not stand alone"
+
+
+def pages() -> list[Path]:
+    """The pages of the documentation; dated logs keep the words of their day."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def check_page(path: Path) -> Iterator[str]:
+    text = FENCED.sub(lambda block: "\n" * block[0].count("\n"), path.read_text())
+    for number, line in enumerate(text.splitlines(), 1):
+        for match in PERSON_IN_PAGES.finditer(line):
+            yield f"{path.relative_to(ROOT)}:{number}: person: {match[0]!r} in {line.strip()[:80]!r}"
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
