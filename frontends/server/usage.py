@@ -3,7 +3,7 @@
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trouper.outputs import RequestOutput
+from trouper.outputs import RequestOutput, RequestStateStats
 
 
 class CachedTokens(msgspec.Struct):
@@ -34,6 +34,34 @@ class Usage(msgspec.Struct):
             self.prompt_tokens_details or None,
             self.completion_tokens_details or None,
         )
+
+
+class RequestMetrics(msgspec.Struct):
+    """Times of one request, as clients of vLLM read them; null where something has not happened."""
+
+    time_to_first_token_ms: float | None = None  # from the first step on
+    generation_time_ms: float | None = None  # from the first token to the last
+    queue_time_ms: float | None = None
+    mean_itl_ms: float | None = None
+    tokens_per_second: float | None = None  # from the first step to the last token
+    speculative_decoding: None = None
+
+    @classmethod
+    def of(cls, stats: RequestStateStats | None) -> "RequestMetrics":
+        if stats is None:
+            return cls()
+        inference_s = stats.inference_s
+        return cls(
+            _ms(stats.prefill_s),
+            _ms(stats.decode_s),
+            _ms(stats.queue_s),
+            _ms(stats.time_per_output_token_s),
+            stats.num_generation_tokens / inference_s if inference_s else None,
+        )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
 
 
 class UsageCounter:

@@ -92,3 +92,18 @@ async def test_a_task_of_another_kind_of_model_is_named(client, path, fields, ta
     answer = await client.post(path, fields)
     assert answer.status == 400
     assert answer.error["message"] == f"model: does not support {task}; it supports generate"
+
+
+@pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, {"prompt": "def f("}), (CHAT, {"messages": HI})])  # fmt: skip
+async def test_times_of_a_request_come_with_its_one_choice(client, make_client, path, prompt):
+    fields = {**GREEDY, **prompt}
+    assert (await client.post(path, fields)).json["metrics"] is None
+    client = make_client(shows_metrics=True)
+    whole = (await client.post(path, fields)).json["metrics"]
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last, _ = (await client.post(path, {**fields, **usage})).events
+    for metrics in (whole, last["metrics"]):
+        assert metrics.pop("speculative_decoding") is None
+        assert all(value > 0 for value in metrics.values()), metrics
+    several = (await client.post(path, {**fields, "n": 2, "temperature": 1})).json
+    assert several["metrics"] is None

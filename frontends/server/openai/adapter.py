@@ -14,9 +14,9 @@ from trouper.frontends.dialects.events import Content, Reasoning
 from trouper.frontends.dialects.table import Span
 from trouper.frontends.server.openai.parsers import ParserChain, Part
 from trouper.frontends.server.settings import ServerSettings
-from trouper.frontends.server.usage import Usage
+from trouper.frontends.server.usage import RequestMetrics, Usage
 from trouper.lora import LoRARequest
-from trouper.outputs import CompletionOutput, RequestOutput
+from trouper.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from trouper.params import SamplingParams
 
 
@@ -62,11 +62,27 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     shows_usage: bool = False  # with every event of a stream
     ends_with_usage: bool = False
     shows_cached: bool = False  # in the usage
+    shows_metrics: bool = False
     shows_prompt: bool = False  # its text begins each choice
     is_prompt_only: bool = False  # what is generated is dropped
     reasoning: Span | None = None  # the marks around it
     # for each choice, from the output that it begins with
     make_parsers: Callable[[RequestOutput], ParserChain] = lambda _: ParserChain()
+
+
+class LastMetrics:
+    """The times of a request, for a reply of one choice: those of several have no one place to go."""
+
+    def __init__(self, parsed: ParsedRequest) -> None:
+        self._is_shown = parsed.shows_metrics and parsed.params.n * len(parsed.prompts) == 1
+        self._stats: RequestStateStats | None = None
+
+    def note(self, output: RequestOutput) -> None:
+        self._stats = output.metrics
+
+    @property
+    def shown(self) -> RequestMetrics | None:
+        return RequestMetrics.of(self._stats) if self._is_shown else None
 
 
 class ChoiceUpdate(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from trouper.frontends.dialects.table import BY_NAME
 from trouper.frontends.server.http.context import DONE, RequestContext
 from trouper.frontends.server.openai.adapter import (
     ChoiceUpdate,
+    LastMetrics,
     ParsedRequest,
     ReplyHead,
     ServedModel,
@@ -103,6 +104,7 @@ class ChatAdapter:
         self._called = "stop" if _tool_use(request).is_named else "tool_calls"
         self._calls = [CallDeltas(head.unique_id, i) for i in range(self._num_choices)]
         self._choices: list[ChatChoice] = []
+        self._metrics = LastMetrics(parsed)
         self._output: RequestOutput | None = None
 
     # Streamed
@@ -123,6 +125,7 @@ class ChatAdapter:
         return [StreamEvent(chunk) for chunk in chunks]
 
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
+        self._metrics.note(update.output)
         completion, text = update.completion, update.text
         calls = self._calls[update.index]
         tool_calls = calls.render(update.parts)
@@ -149,6 +152,7 @@ class ChatAdapter:
             return []
         chunk = self._chunk(None, usage)
         chunk.system_fingerprint = FINGERPRINT
+        chunk.metrics = self._metrics.shown or UNSET
         return [StreamEvent(chunk)]
 
     # Whole
@@ -156,6 +160,7 @@ class ChatAdapter:
     def add(self, update: ChoiceUpdate) -> None:
         completion = update.completion
         self._output = update.output
+        self._metrics.note(update.output)
         calls = self._calls[update.index]
         tool_calls = calls.render(update.parts)
         for call in tool_calls:
@@ -185,6 +190,7 @@ class ChatAdapter:
             model=self._model,
             choices=self._choices,
             usage=usage.with_nulls(),
+            metrics=self._metrics.shown,
         )
         if self._output is not None:
             if self._request.return_token_ids:

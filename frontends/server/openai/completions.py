@@ -10,6 +10,7 @@ from trouper.errors import invalid
 from trouper.frontends.server.http.context import DONE, RequestContext
 from trouper.frontends.server.openai.adapter import (
     ChoiceUpdate,
+    LastMetrics,
     ParsedRequest,
     ReplyHead,
     ServedModel,
@@ -78,6 +79,7 @@ class CompletionAdapter:
         self._as_ids |= model.settings.return_tokens_as_token_ids
         self._offsets: dict[int, int] = defaultdict(int)  # of the next token's text, by choice
         self._choices: list[CompletionChoice] = []
+        self._metrics = LastMetrics(parsed)
 
     def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
         return []
@@ -91,7 +93,11 @@ class CompletionAdapter:
         return [StreamEvent(self._chunk([delta], usage and usage.without_details(), fingerprint))]
 
     def end(self, usage: Usage) -> list[StreamEvent]:
-        return [StreamEvent(self._chunk([], usage, FINGERPRINT))] if self._ends_with_usage else []
+        if not self._ends_with_usage:
+            return []
+        chunk = self._chunk([], usage, FINGERPRINT)
+        chunk.metrics = self._metrics.shown or UNSET
+        return [StreamEvent(chunk)]
 
     def add(self, update: ChoiceUpdate) -> None:
         choice = CompletionChoice(**msgspec.structs.asdict(self._delta(update)))
@@ -107,6 +113,7 @@ class CompletionAdapter:
             model=self._model.name,
             choices=sorted(self._choices, key=lambda choice: choice.index),
             usage=usage.with_nulls(),
+            metrics=self._metrics.shown,
         )
 
     def _chunk(
@@ -123,6 +130,7 @@ class CompletionAdapter:
 
     def _delta(self, update: ChoiceUpdate) -> CompletionDelta:
         completion, output = update.completion, update.output
+        self._metrics.note(output)
         delta = CompletionDelta(
             index=update.index,
             text=update.prompt_text + update.text,

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trouper import __version__
-from trouper.frontends.server.usage import Usage
+from trouper.frontends.server.usage import RequestMetrics, Usage
 
 PromptLogprobs = list[dict[int, dict[str, Any]] | None]
 FINGERPRINT = f"trouper-{__version__}"
@@ -67,6 +67,7 @@ class CompletionChunk(msgspec.Struct, kw_only=True):
     choices: list[CompletionDelta]
     usage: Usage | UnsetType = UNSET
     system_fingerprint: str | UnsetType = UNSET  # with the last chunk
+    metrics: RequestMetrics | UnsetType = UNSET  # with the usage at the end
 
 
 class CompletionReply(msgspec.Struct, kw_only=True):
@@ -79,7 +80,7 @@ class CompletionReply(msgspec.Struct, kw_only=True):
     service_tier: None = None
     system_fingerprint: str = FINGERPRINT
     kv_transfer_params: None = None
-    metrics: None = None
+    metrics: RequestMetrics | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -135,7 +136,7 @@ class ChatReply(msgspec.Struct, kw_only=True):
     service_tier: None = None
     system_fingerprint: str = FINGERPRINT
     kv_transfer_params: None = None
-    metrics: None = None
+    metrics: RequestMetrics | None = None
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -156,3 +157,4 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET  # with the first chunk
     system_fingerprint: str | UnsetType = UNSET  # with the last chunk
+    metrics: RequestMetrics | UnsetType = UNSET  # with the usage at the end

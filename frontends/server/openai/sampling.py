@@ -99,6 +99,7 @@ def parsed_request(
         shows_usage=shows_usage and (is_forced or bool(options and options.continuous_usage_stats)),
         ends_with_usage=shows_usage,
         shows_cached=settings.enable_prompt_tokens_details,
+        shows_metrics=settings.shows_metrics,
     )
 
 
