@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import anyio
@@ -89,8 +90,8 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
     )  # fmt: skip
     peers: list[LocalPeer] = []
 
-    def start(rank: int) -> LocalPeer:
-        peers.append(launch(rank))
+    def start(rank: int, *, files: Sequence[int] = ()) -> LocalPeer:
+        peers.append(launch(rank, files=files))
         return peers[-1]
 
     runs: list[StreamedRun] = []

@@ -40,6 +40,7 @@ def measure(given: argparse.Namespace) -> dict[str, float]:
         llm.generate(prompts, params, use_tqdm=False)
         decoder, kv = runners[0]._decoder, runners[0]._kv  # pyright: ignore[reportPrivateUsage]  # what is measured
         assert decoder is not None
+        assert decoder._embedding is not None  # pyright: ignore[reportPrivateUsage]  # the same
         assert kv is not None
         weights = decoder.num_bytes + decoder._embedding.nbytes  # pyright: ignore[reportPrivateUsage]  # the same
         touched = sum(resident(group.data_ptr(), group.nbytes) for group in kv.groups)

@@ -244,8 +244,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         finally:
             await self._stack.aclose()
             if self._holding is not None:
-                self._holding.stop()
-                await self._holding.wait_stopped()
+                await self._holding.aclose()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End an engine that has started itself, soon; `close` waits for the end.

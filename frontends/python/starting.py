@@ -40,8 +40,9 @@ class HoldingTask:
         """Leave the block soon."""
         self._stopping.set()
 
-    async def wait_stopped(self) -> None:
-        """Wait until the block has been left.  Raises what ended it, unless `wait_started` did."""
+    async def aclose(self) -> None:
+        """Leave the block, and wait until it has been left.  Raises what ended it, unless `wait_started` did."""
+        self.stop()
         await asyncio.wait([self._task])
         if not self._task.cancelled():
             self._task.result()
@@ -51,11 +52,11 @@ class HoldingTask:
             async with self._block:
                 self._started.set_result(None)
                 await self._stopping.wait()
+        except asyncio.CancelledError:
+            self._started.cancel()  # nothing, where the block has been entered
+            raise
         except BaseException as error:
             if self._started.done():
-                raise
-            if isinstance(error, asyncio.CancelledError):
-                self._started.cancel()
                 raise
             self._started.set_exception(error)  # for the callers that wait for the start
 

@@ -35,10 +35,10 @@ class StageRunner(CpuRunner):
         traits = decoder_traits(config.model.hf_config, config.model.architecture)
         stage = model_stages(config, traits)[index]
         super().__init__(config, stage)
+        self._index = index
         self._links = open_links(index, files, RingSizes.of(config, traits.hidden_size))
         self._feedback = Feedback()
-        start = self._profiler.start  # a trace of each stage
-        self.start_profile = lambda folder, prefix: start(folder, f"{prefix}-stage-{index}")
+        self.start_profile = self._start_profile
         self._token_ids = np.zeros(config.scheduler.max_num_seqs, dtype=np.int64)
         if not stage.is_first:
             size = config.scheduler.max_num_scheduled_tokens, traits.hidden_size
@@ -51,6 +51,10 @@ class StageRunner(CpuRunner):
     def close(self) -> None:
         super().close()
         self._links.close()
+
+    def _start_profile(self, folder: str, prefix: str) -> None:
+        """Trace this stage to a file of its own."""
+        self._profiler.start(folder, f"{prefix}-stage-{self._index}")
 
     def execute(self, plan: StepPlan | PoolPlan) -> StepDone | None:
         """Run this stage's part of a plan; the last stage returns the answer, the others None."""

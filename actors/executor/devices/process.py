@@ -192,8 +192,9 @@ class ProcessDevice:
         try:
             self._launch_all()
         except DeviceStartError:
-            for worker in self._workers:
-                await worker.end(0.0)
+            with anyio.CancelScope(shield=True):  # each is killed, which takes no time
+                for worker in self._workers:
+                    await worker.end(0.0)
             raise
         woken = () if self._sleep_level == 0 else tuple(sorted(self._woken))
         for worker in self._workers:

@@ -93,7 +93,7 @@ class Decoder(Generic[OpsT]):
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         # transformers rounds the scale to the model's dtype before it multiplies
         self._embedding_scale = float(torch.tensor(traits.embedding_scale, dtype=self.dtype))
-        self._rope_tables = [
+        self._rope_tables: list[Tensor] = [
             make_rope_table(rope, max_model_len, self.dtype) for rope in traits.ropes
         ]
         if embedding is not None:

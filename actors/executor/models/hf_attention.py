@@ -103,8 +103,8 @@ class HfAttention:
         """Make the modules and configs of a model find this object, and transformers find its function."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        AttentionInterface.register(NAME, _attend)
-        AttentionMaskInterface.register(NAME, _mask)
+        for registry, function in ((AttentionInterface, _attend), (AttentionMaskInterface, _mask)):
+            cast("Any", registry).register(NAME, function)
         for module in model.modules():
             setattr(module, ATTRIBUTE, self)
             if hasattr(module, "config"):

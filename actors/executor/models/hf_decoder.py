@@ -8,7 +8,7 @@ behind its last norm: its body gives hidden states, and its head, with whatever 
 model itself with the body exchanged for one that returns the states it is given.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -126,7 +126,10 @@ class HfDecoder:
             row_counts: tokens of the passes so far, by which these layers are known.
         """
         prefix = _body_name(self._model)
-        for name, module in self.body.named_modules(prefix=prefix):
+        named = cast(
+            "Iterator[tuple[str, nn.Module]]", cast("Any", self.body).named_modules(prefix=prefix)
+        )
+        for name, module in named:
             if isinstance(module, HfLinear):
                 if module.row_counts == row_counts:
                     module.method = wrap(name, module.method)

@@ -1,10 +1,8 @@
 """Which layers of a model a pipeline stage has, from the model's sizes.  Pure: all stages come to the same cut."""
 
-from typing import cast
-
 import msgspec
 
-from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
+from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.config.resolve import EngineConfig
 from trouper.config.stages import Stage, split_layers
 
@@ -26,8 +24,7 @@ def model_stages(config: EngineConfig, traits: DecoderTraits) -> tuple[Stage, ..
 
 def traits_of(stage: Stage, traits: DecoderTraits) -> DecoderTraits:
     """Return the traits of a stage's layers alone."""
-    layers = cast("tuple[LayerTraits, ...]", traits.layers[stage.first : stage.last])
-    return msgspec.structs.replace(traits, layers=layers)
+    return msgspec.structs.replace(traits, layers=traits.layers[stage.first : stage.last])
 
 
 def _layer_size(traits: DecoderTraits) -> int:

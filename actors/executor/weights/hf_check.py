@@ -4,7 +4,7 @@ Two sequences of random tokens are computed in chunks, side by side, as a busy e
 model that derives positions from its batch, or keeps a state that is not in the cache, are other ones then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -68,14 +68,15 @@ def check_logits(decoder: HfDecoder, expected: Sequence[Tensor], block_size: int
     ).layers
     done = [0] * len(LENGTHS)
     for entries in STEPS:
-        rows, counts = (np.array(column) for column in zip(*entries, strict=True))
-        starts = np.array([done[row] for row in rows])
+        rows, counts = (np.array(column, np.int64) for column in zip(*entries, strict=True))
+        starts = np.array([done[row] for row, _ in entries])
         spans = [(row, done[row], done[row] + count) for row, count in entries]
         hidden_TE = _forward(decoder, prompts, block_ids, (rows, starts, counts), caches)
-        logits = decoder.logits(hidden_TE).split(counts.tolist())
+        logits = torch.split(decoder.logits(hidden_TE), [count for _, count in entries])
         for (row, first, end), found in zip(spans, logits, strict=True):
             wanted = expected[row][first:end]
-            errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-9)
+            norm = cast("Callable[..., Tensor]", torch.linalg.vector_norm)
+            errors = norm(found - wanted, dim=1) / norm(wanted, dim=1).clamp_min(1e-9)
             error = float(errors.median())
             if not error <= tolerance:
                 raise UnsupportedFeatureError(
@@ -93,7 +94,9 @@ def _forward(
     caches: Sequence[Tensor],
 ) -> Tensor:
     block_size = caches[0].shape[2] // block_ids.size
-    spans = [(int(r), np.arange(s, s + c)) for r, s, c in zip(*entries, strict=True)]
+    spans = [
+        (int(r), np.arange(s, s + c, dtype=np.int64)) for r, s, c in zip(*entries, strict=True)
+    ]
     ids = np.concatenate([prompts[row][positions] for row, positions in spans])
     slots = np.concatenate(
         [block_ids[row, p // block_size] * block_size + p % block_size for row, p in spans]

@@ -34,8 +34,10 @@ from trouper.kernels.linear import Format, LinearConfig, LinearMethod
 from trouper.kernels.select import make_linear
 
 INSTALL = "the package transformers is not installed; the extra trouper[transformers] brings it"
-KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
-KNOWN_LAYERS |= {"dense", "sparse", "moe"}  # kinds of MLP
+KNOWN_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+    | {"dense", "sparse", "moe"}  # kinds of MLP
+)
 MIN_QUANTIZED = 64  # outputs: routers are smaller, and lose more by rounding than they cost
 GROWING_ROPES = ("dynamic", "longrope")  # frequencies depend on the longest sequence of a batch
 
@@ -180,7 +182,7 @@ def _hf_config(model: ModelConfig) -> Any:
     if kind not in CONFIG_MAPPING:
         raise UnsupportedFeatureError(f"transformers does not know its model_type {kind!r}")
     try:
-        found = CONFIG_MAPPING[kind].from_dict(dict(fields))
+        found: Any = cast("Any", CONFIG_MAPPING[kind]).from_dict(dict(fields))
         is_part = is_text_part(model.architecture)
         return found.get_text_config(decoder=True) if is_part else found
     except Exception as error:  # whatever the library raises for a config that it does not like
@@ -247,8 +249,10 @@ def _dummy(cls: Any, hf_config: Any, seed: int, dtype: torch.dtype) -> nn.Module
 def _check_ropes(model: nn.Module, max_model_len: int) -> None:
     """Refuse lengths at which a sequence's keys would depend on how long others are."""
     for module in model.modules():
-        kinds: Any = getattr(module, "rope_type", None)
-        kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        kind: Any = getattr(module, "rope_type", None)
+        kinds: set[Any] = (
+            set(cast("dict[Any, Any]", kind).values()) if isinstance(kind, dict) else {kind}
+        )
         longest = getattr(module, "original_max_seq_len", None)
         if kinds & set(GROWING_ROPES) and longest is not None and max_model_len > longest:
             raise UnsupportedFeatureError(

@@ -73,7 +73,7 @@ class EventWriter:
             return self.event(
                 kind, item_id=item_id(block, self._id), output_index=block.index, **content
             )
-        more = {"logprobs": []} if block.kind == "text" else {}
+        more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         return self._in_part(kind.removeprefix("response."), block, **content, **more)
 
     def _in_part(self, kind: str, block: AnswerBlock, **content: Any) -> StreamEvent:
