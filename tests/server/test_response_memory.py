@@ -140,6 +140,27 @@ async def test_follow_ups_keep_salt_model_and_priority(engine, says, served, bac
         assert (prompt["cache_salt"], options["priority"]) == ("salt", 1)
 
 
+async def test_a_reference_stands_for_the_item_that_it_names(remembering):
+    client = remembering(f"[{CALL}, {CALL}]", api_keys=("one", "two"))
+    mine, yours = KEYS
+    first = (await client.post(PATH, {"input": "hi", "tools": [TOOL]}, mine)).json
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "2"}
+        for item in first["output"]
+    ]
+    fields = {"input": [{"role": "user", "content": "hi"}, *references, *results]}
+    assert (await client.post(PATH, fields, mine)).status == 200
+    prompt, *_ = client.engine.asked[-1]
+    assert [m["role"] for m in prompt["messages"]] == ["user", "assistant", "tool", "tool"]
+    answer = await client.post(PATH, fields, yours)
+    assert (answer.status, answer.error["param"]) == (404, "input[1].id")
+    for name in ("", "msg_x", f"{references[0]['id']}9", 1):
+        answer = await client.post(PATH, {"input": [{"type": "item_reference", "id": name}]}, mine)
+        assert answer.status == (400 if name == 1 else 404)
+        assert answer.error["param"] == "input[0].id"
+
+
 # Reading and deleting
 
 

@@ -53,6 +53,7 @@ def _chat_tool(place: str, tool: JSONObject) -> JSONObject:
     if not isinstance(tool.get("input_schema"), dict):
         raise invalid(f"{place}.input_schema", "must be an object")
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
-    if tool.get("description") is not None:
-        function["description"] = tool["description"]
+    function |= {
+        name: tool[name] for name in ("description", "strict") if tool.get(name) is not None
+    }
     return {"type": "function", "function": function}

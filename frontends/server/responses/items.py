@@ -109,6 +109,11 @@ def item_id(block: AnswerBlock, response_id: str) -> str:
     return f"{PREFIXES[block.kind]}_{response_id}_{block.index}"
 
 
+def response_of(item: str) -> str:
+    """Return the id of the response that an item of this id belongs to."""
+    return "resp_" + item.partition("_")[2].rpartition("_")[0]
+
+
 def _part(kind: str, text: str) -> JSONObject:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}

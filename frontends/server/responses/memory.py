@@ -11,6 +11,7 @@ from trouper.frontends.server.errors import HTTPError
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.decoding import THREAD_FROM
 from trouper.frontends.server.response_store import ResponseStore, StoredResponse
+from trouper.frontends.server.responses.items import response_of
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.responses.turn import ResponsesTurn
 from trouper.frontends.server.service import Service
@@ -34,6 +35,9 @@ async def recall(
     """
     store = service.responses
     _check(request, store)
+    if store.is_on and isinstance(request.input, list):
+        items = [_referred(service, context, i, item) for i, item in enumerate(request.input)]
+        request = msgspec.structs.replace(request, input=items)
     previous: StoredResponse | None = None
     history: list[JSONObject] = []
     if request.previous_response_id is not None:
@@ -90,6 +94,27 @@ def _check(request: ResponsesRequest, store: ResponseStore) -> None:
         raise invalid("background", "needs store")
     if request.background and request.stream:
         raise unsupported("stream", "it is not beside background; ask for the response by its id")
+
+
+def _referred(
+    service: Service, context: RequestContext, number: int, item: JSONObject
+) -> JSONObject:
+    """Return the item of an earlier response that a reference names; other items as they are.
+
+    Raises:
+        HTTPError: it is not there, or is another key's.
+    """
+    if item.get("type") != "item_reference":
+        return item
+    place, name = f"input[{number}].id", item.get("id")
+    if not isinstance(name, str):
+        raise invalid(place, "must be a string")
+    found = find(service, context, response_of(name), place)
+    output: list[JSONObject] = msgspec.json.decode(found.body)["output"]
+    for each in output:
+        if each["id"] == name:
+            return each
+    raise HTTPError(404, "item_not_found", "there is no item of this id", param=place)
 
 
 def _items(stored: StoredResponse) -> list[JSONObject]:
