@@ -108,6 +108,31 @@ ACCEPTED = [
         "with `--enable-prompt-tokens-details` a batch has the details, too",
     ),
     Accepted(
+        r"pooling: (score|rerank).*",
+        r"\$\.usage\.(prompt|total)_tokens",
+        "the usage of scores counts a query with each of its documents; vLLM counts it once",
+    ),
+    Accepted(
+        r"pooling: pooling.*",
+        r"\$\.data\[\]\.data|status",
+        "an embedding model answers `/pooling` for `embed` and for `token_embed`, and without a task with the vectors of tokens; in vLLM `--pooler-config.task` decides",
+    ),
+    Accepted(
+        r"pooling: (classification of a model that embeds|unsupported: .*)",
+        "status",
+        "routes exist whatever the model pools: a 400 says what it can do",
+    ),
+    Accepted(
+        r"pooling: rerank with a limit",
+        "status",
+        "`max_tokens_per_doc` is a 400 that names `truncate_prompt_tokens`",
+    ),
+    Accepted(
+        r"pooling: Cohere",
+        "status",
+        "`input_type` is checked and changes nothing; vLLM refuses it where the model has no instructions",
+    ),
+    Accepted(
         r".*beam search.*",
         "status",
         "`use_beam_search` is `LLM.beam_search` in Python, and a 400 over HTTP",

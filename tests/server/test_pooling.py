@@ -141,7 +141,7 @@ async def test_reranking_sorts_and_keeps_the_indices(pooling, path):
     scores = [item["relevance_score"] for item in answer["results"]]
     assert scores == sorted(scores, reverse=True)
     assert answer["results"][0]["index"] == 1
-    assert answer["results"][0]["document"] == {"text": "one"}
+    assert answer["results"][0]["document"] == {"text": "one", "multi_modal": None}
     best = await pooling.post(path, {"query": "one", "documents": texts, "top_n": 2})
     assert len(best.json["results"]) == 2
 

@@ -98,19 +98,25 @@ def build_ranking(
     scores = [_number(output) for output in outputs]
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[:num]
     results = [
-        {"index": i, "document": {"text": texts[i]}, "relevance_score": scores[i]} for i in best
+        {
+            "index": i,
+            "document": {"text": texts[i], "multi_modal": None},
+            "relevance_score": scores[i],
+        }
+        for i in best
     ]
-    reply = {
-        "id": serving.id, "model": serving.model, "usage": _usage(outputs), "results": results
-    }  # fmt: skip
+    num = _usage(outputs)["prompt_tokens"]
+    usage = {"prompt_tokens": num, "total_tokens": num}
+    reply = {"id": serving.id, "model": serving.model, "usage": usage, "results": results}
     return Reply(as_json(reply))
 
 
 def build_cohere(serving: PoolingServeContext, outputs: list[Pooled]) -> Reply:
-    head = as_json({"id": serving.id, "texts": serving.prompts})
+    kind = "embeddings_by_type"
+    head = as_json({"id": serving.id, "response_type": kind, "texts": serving.prompts})
     tail = {
         "api_version": {"version": "2"},
-        "billed_units": {"input_tokens": _usage(outputs)["prompt_tokens"]},
+        "billed_units": {"input_tokens": _usage(outputs)["prompt_tokens"], "image_tokens": 0},
     }
     rows = listed([numbers(output.outputs.array) for output in outputs])
     return Reply(
@@ -131,7 +137,10 @@ def _listed(serving: PoolingServeContext, outputs: list[Pooled], data: list[byte
 
 def _usage(outputs: list[Pooled]) -> dict[str, Any]:
     num = sum(len(output.prompt_token_ids) for output in outputs)
-    return {"prompt_tokens": num, "total_tokens": num, "completion_tokens": 0}
+    return {
+        "prompt_tokens": num, "total_tokens": num, "completion_tokens": 0,
+        "prompt_tokens_details": None, "completion_tokens_details": None,
+    }  # fmt: skip
 
 
 def _number(output: Pooled) -> float:

@@ -51,6 +51,7 @@ QUICK = 2**12
 QUICK_BASE64 = 2**15  # numbers as they are, in base64: 0.1 ms
 SIDES = (("data_1", "data_2"), ("queries", "documents"), ("queries", "items"), ("text_1", "text_2"))
 COHERE_TYPES = ("float",)
+COHERE_INPUTS = ("search_document", "search_query", "classification", "clustering")
 
 
 async def create_embedding(
@@ -87,7 +88,8 @@ async def create_score(service: Service, context: RequestContext, request: Score
         ("data_1", "data_2"),
     )
     if getattr(request, first) is None or getattr(request, second) is None:
-        raise invalid("data_1", "give two sides: data_1 and data_2, or queries and documents")
+        rule = "give two sides: text_1 and text_2, data_1 and data_2, or queries and documents"
+        raise invalid("data_1", rule)
     queries, documents = as_pairs(
         getattr(request, first), getattr(request, second), (first, second)
     )
@@ -113,6 +115,10 @@ async def create_cohere_embedding(
     for kind in request.embedding_types or ():
         if kind not in COHERE_TYPES:
             raise invalid("embedding_types", f"{kind[:40]} is not supported; float is")
+    if request.input_type is not None and request.input_type not in COHERE_INPUTS:
+        raise invalid(
+            "input_type", f"must be one of {', '.join(COHERE_INPUTS)}", request.input_type
+        )
     side = {"START": "left", "END": "right"}.get(request.truncate or "END")
     inner = EmbeddingRequest(
         model=request.model,
