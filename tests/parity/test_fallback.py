@@ -1,5 +1,6 @@
 """Models of the transformers library through this engine's attention equal those of its own eager attention."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -203,3 +204,53 @@ def test_an_adapter_equals_peft(mixtral, tmp_path):
             found = outputs[0].outputs[0].logprobs[0]
             logprobs = torch.tensor([found[i].logprob for i in range(VOCAB)])
             assert torch.allclose(logprobs, expected, atol=1e-4) == is_equal
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+open({mark!r}, "w").close()
+
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def folder_with_code(tmp_path):
+    """A Llama whose class is code in its folder, and a file that exists once the code has run."""
+    tiny_model("llama", tmp_path)
+    mark = tmp_path / "has-run"
+    fields = json.loads((tmp_path / "config.json").read_text())
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    fields |= {"model_type": "own-llama", "architectures": ["OwnForCausalLM"], "auto_map": names}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "own.py").write_text(CODE.format(mark=str(mark)))
+    return tmp_path, mark
+
+
+def test_code_of_a_folder_runs_only_when_it_is_allowed(folder_with_code, tmp_path, monkeypatch):
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, mark = folder_with_code
+    with pytest.raises(UnsupportedFeatureError, match="trust_remote_code"):
+        HfRunner(engine_config(folder, max_model_len=64)).load()
+    assert not mark.exists()
+    runner = HfRunner(engine_config(folder, max_model_len=64, trust_remote_code=True))
+    (s,) = Driver(runner, chunk=5).run(random_prompts((12,), VOCAB), 4)
+    assert mark.exists()
+    assert len(s.token_ids) == 4
+
+
+def test_code_that_lies_elsewhere_never_runs(folder_with_code):
+    folder, mark = folder_with_code
+    fields = json.loads((folder / "config.json").read_text())
+    fields["auto_map"]["AutoModelForCausalLM"] = "other/repo--own.OwnForCausalLM"
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UnsupportedFeatureError, match="other/repo--own"):
+        HfRunner(engine_config(folder, max_model_len=64, trust_remote_code=True)).load()
+    assert not mark.exists()

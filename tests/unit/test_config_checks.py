@@ -130,7 +130,7 @@ def test_paths_and_numpys_numbers_are_fine(folder):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("prefix_caching_hash_algo", "xxhash"), ("trust_remote_code", True)],
+    [("prefix_caching_hash_algo", "xxhash"), ("prefix_caching_hash_algo", "sha256_cbor")],
 )
 def test_what_would_be_ignored_is_refused(folder, name, value):
     with pytest.raises(UnsupportedFeatureError, match=name):

@@ -63,6 +63,7 @@ class EngineArgs:
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     revision: str | None = None
+    code_revision: str | None = None
     tokenizer_revision: str | None = None
     hf_token: str | bool | None = None
     download_dir: str | None = None

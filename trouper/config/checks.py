@@ -48,8 +48,6 @@ def check_engine_args(args: EngineArgs) -> None:
             f"prefix_caching_hash_algo={args.prefix_caching_hash_algo!r} is not supported yet; "
             "leave it at 'sha256'"
         )
-    if args.trust_remote_code:
-        raise UnsupportedFeatureError("trust_remote_code: a model's own code is never run")
 
 
 def log_idle_options(args: EngineArgs) -> None:

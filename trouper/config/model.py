@@ -258,6 +258,20 @@ def _download(
         ) from error
 
 
+def code_folder(args: EngineArgs, model: ModelConfig) -> str | None:
+    """Find the folder of the model's own code that may be run: a local one, or the hub's at one full commit.
+
+    A branch or tag may name other code tomorrow, so neither is enough.
+    """
+    if not args.trust_remote_code or args.model is None or not model.source_config.get("auto_map"):
+        return None
+    if Path(args.model).expanduser().is_dir():
+        return model.path
+    if re.fullmatch(r"[0-9a-f]{40}", args.code_revision or ""):
+        return str(_download(args, args.model, args.code_revision, ["*.py", "config.json"]))
+    return None
+
+
 def tokenizer_path(args: EngineArgs, model: ModelConfig) -> str:
     """Find the tokenizer's folder: the model's own, or the demo's where dummy weights come without one."""
     if args.tokenizer is None:

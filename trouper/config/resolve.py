@@ -14,7 +14,13 @@ from trouper.config.adapters import LoRAConfig
 from trouper.config.args import EngineArgs
 from trouper.config.checks import check_engine_args, log_idle_options
 from trouper.config.devices import DeviceKind, choose_device
-from trouper.config.model import ModelConfig, concrete_dtype, kv_bytes_per_token, tokenizer_path
+from trouper.config.model import (
+    ModelConfig,
+    code_folder,
+    concrete_dtype,
+    kv_bytes_per_token,
+    tokenizer_path,
+)
 from trouper.config.output_rules import (
     Marks,
     StructuredOutputsConfig,
@@ -78,6 +84,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None  # a folder; None = token ids only
     dtype: str
     load_format: str
+    code_path: str | None = None  # folder of Python code that may be run; None: of no model
     model_impl: str = "auto"  # trouper, transformers; auto: trouper where it knows the model
     device: DeviceKind = "cpu"
     device_worker: DeviceWorker = "inline"
@@ -166,6 +173,7 @@ def resolve(args: EngineArgs, *, offline: bool = False) -> EngineConfig:
         model=model.with_lengths_below(max_model_len),
         pooler=pooler,
         tokenizer=None if args.skip_tokenizer_init else tokenizer_path(args, model),
+        code_path=code_folder(args, model),
         dtype=dtype,
         device=device,
         device_worker="process" if args.device_worker == "process" or num_stages > 1 else "inline",

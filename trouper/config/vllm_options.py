@@ -10,7 +10,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
         mm_processor_kwargs limit_mm_per_prompt distributed_executor_backend
         max_cudagraph_capture_size compilation_config attention_backend
         default_mm_loras custom_histogram_buckets
-        kv_events_config code_revision sleep_preserve_parameter_names sleep_mode_backend
+        kv_events_config sleep_preserve_parameter_names sleep_mode_backend
         hf_config_path safetensors_load_strategy ir_op_priority distributed_timeout_seconds
         cpu_distributed_timeout_seconds numa_bind_nodes numa_bind_cpus device_ids dcp_comm_backend
         dcp_q_replicate cp_kv_cache_interleave_size data_parallel_rank data_parallel_start_rank

@@ -24,6 +24,7 @@ from trouper.actors.executor.weights.hf_check import (
     check_logits,
     eager_logits,
 )
+from trouper.actors.executor.weights.hf_code import INSTALL, own_code
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.text_names import key_mapping, text_names
 from trouper.config.model import ModelConfig
@@ -33,7 +34,6 @@ from trouper.kernels.cpu.linear.quantization import can_quantize
 from trouper.kernels.linear import Format, LinearConfig, LinearMethod
 from trouper.kernels.select import make_linear
 
-INSTALL = "the package transformers is not installed; the extra trouper[transformers] brings it"
 KNOWN_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention"}
     | {"dense", "sparse", "moe"}  # kinds of MLP
@@ -63,7 +63,7 @@ def load_hf_decoder(config: EngineConfig, wrap: Wrap | None = None) -> HfDecoder
 
 def _load(config: EngineConfig, wrap: Wrap | None) -> HfDecoder:
     dtype: torch.dtype = getattr(torch, config.dtype)
-    cls, hf_config = admit(config.model)
+    cls, hf_config = admit(config.model, config.code_path)
     model = _with_weights(cls, hf_config, config, dtype)
     _check_ropes(model, config.max_model_len)
     _replace_linears(model, config, dtype)
@@ -98,16 +98,30 @@ def _checked(model: nn.Module, config: EngineConfig, dtype: torch.dtype) -> HfDe
     return decoder
 
 
-def admit(model: ModelConfig) -> tuple[Any, Any]:
+def admit(model: ModelConfig, code_path: str | None = None) -> tuple[Any, Any]:
     """Return the library's class and config of a model, as far as they say that it can be served.
+
+    Args:
+        code_path: folder of Python code that may be run where the library does not know the model.
 
     Raises:
         UnsupportedFeatureError: they say that it cannot.
     """
-    hf_config = _hf_config(model)
-    cls = _class_of(model, hf_config)
+    if model.source_config.get("auto_map") and not _is_known(model):
+        cls, hf_config = own_code(model, code_path)
+    else:
+        hf_config = _hf_config(model)
+        cls = _class_of(model, hf_config)
     check_class(cls, hf_config)
     return cls, hf_config
+
+
+def _is_known(model: ModelConfig) -> bool:
+    try:
+        _class_of(model, _hf_config(model))
+    except UnsupportedFeatureError:
+        return False
+    return True
 
 
 def _class_of(model: ModelConfig, hf_config: Any) -> Any:
