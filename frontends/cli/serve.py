@@ -139,6 +139,10 @@ class ServerOptions:
     enable_auto_tool_choice: Annotated[
         bool, _server("Accepted from vLLM's command lines: tools need no flag.", hidden=True)
     ] = False
+    tool_parser_plugin: Annotated[
+        Path | None,
+        _server("Python file whose DIALECTS are more dialects of tool calls.", metavar="FILE.py"),
+    ] = None
     tool_strict_level: Annotated[
         Literal["auto", "function", "parameter"],
         _server(
@@ -346,6 +350,7 @@ def _check_dev_mode(options: ServerOptions) -> None:
 
 
 def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
+    from trouper.frontends.python.parsing import read_plugin
     from trouper.frontends.server.settings import ServerSettings
 
     return ServerSettings(
@@ -372,6 +377,9 @@ def _settings(options: ServerOptions, engine_args: EngineArgs) -> Any:
         lora_root=options.lora_root,
         allows_lora_updates=options.allow_lora_updates,
         tool_call_parser=options.tool_call_parser,
+        dialects=()
+        if options.tool_parser_plugin is None
+        else read_plugin(options.tool_parser_plugin),
         tool_strict_level=options.tool_strict_level,
         exclude_tools_when_tool_choice_none=options.exclude_tools_when_tool_choice_none,
         reasoning_parser=options.reasoning_parser,

@@ -1,7 +1,7 @@
 """The format of one model's answers: its dialect of tool calls and its span of reasoning, read off its chat templates."""
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -10,10 +10,11 @@ from trouper.frontends.dialects.calls import Schemas
 from trouper.frontends.dialects.core import AnswerParser
 from trouper.frontends.dialects.table import (
     BY_NAME,
-    BY_REASONING_NAME,
     DIALECTS,
     Dialect,
     Span,
+    by_name,
+    by_reasoning_name,
     detect,
 )
 
@@ -69,6 +70,7 @@ def answer_format(
     *,
     tool_call_parser: str = AUTO,
     reasoning_parser: str = AUTO,
+    more: Sequence[Dialect] = (),
 ) -> AnswerFormat:
     """Find the format of a model.
 
@@ -76,25 +78,34 @@ def answer_format(
         token_ids: of the added tokens, by their text.
         special: texts of those that are special.
         tool_call_parser, reasoning_parser: auto reads it off the templates, none looks for nothing; else a name.
+        more: dialects that are looked at before those of the table.
 
     Raises:
         TrouperValidationError: a name that is not known.
     """
-    check_parser_name("tool_call_parser", tool_call_parser)
-    check_parser_name("reasoning_parser", reasoning_parser)
-    template = "\n".join(chat_templates)
-    dialect = detect(template) if tool_call_parser == AUTO else BY_NAME.get(tool_call_parser)
+    check_parser_names(tool_call_parser, reasoning_parser, more)
+    template, dialects = "\n".join(chat_templates), (*more, *DIALECTS)
+    detected = detect(template, dialects)
+    named = by_name((*DIALECTS, *more)).get(tool_call_parser)
+    dialect = detected if tool_call_parser == AUTO else named
     if reasoning_parser == AUTO:
-        span = _detect_reasoning(template, dialect or detect(template))
+        span = _detect_reasoning(template, (dialect or detected, *dialects))
     else:
-        named = BY_REASONING_NAME.get(reasoning_parser)
+        named = by_reasoning_name((*DIALECTS, *more)).get(reasoning_parser)
         span = None if named is None else named.reasoning
     return AnswerFormat(dialect, span, frozenset(special), dict(token_ids))
 
 
-def check_parser_name(option: str, name: str) -> None:
+def check_parser_names(
+    tool_call_parser: str, reasoning_parser: str, more: Sequence[Dialect] = ()
+) -> None:
     """Refuse the name of a parser that there is not, and name those that are spelled alike."""
-    known = {"tool_call_parser": BY_NAME, "reasoning_parser": BY_REASONING_NAME}[option]
+    dialects = (*DIALECTS, *more)
+    _check_name("tool_call_parser", tool_call_parser, by_name(dialects))
+    _check_name("reasoning_parser", reasoning_parser, by_reasoning_name(dialects))
+
+
+def _check_name(option: str, name: str, known: Iterable[str]) -> None:
     names = (AUTO, NONE, *known)
     if name not in names:
         near = difflib.get_close_matches(name, names, cutoff=0.5)
@@ -102,9 +113,9 @@ def check_parser_name(option: str, name: str) -> None:
         raise invalid(option, rule or f"must be one of {', '.join(sorted(names))}", name)
 
 
-def _detect_reasoning(template: str, dialect: Dialect) -> Span | None:
-    """Find the span whose end the template holds: the dialect's own, or else another's."""
-    spans = (dialect.reasoning, *(each.reasoning for each in DIALECTS))
+def _detect_reasoning(template: str, dialects: Iterable[Dialect]) -> Span | None:
+    """Find the first span whose end the template holds."""
+    spans = (each.reasoning for each in dialects)
     return next((span for span in spans if span is not None and span[1] in template), None)
 
 

@@ -10,6 +10,8 @@ Laws:
 5. What turns out to be no call is content.  Nothing is lost and nothing raises.
 """
 
+from collections.abc import Mapping
+
 from trouper.frontends.dialects.bodies import read_array, read_object, read_python, read_section
 from trouper.frontends.dialects.calls import CallWriter, Schemas
 from trouper.frontends.dialects.channels import read_channels
@@ -47,6 +49,8 @@ class AnswerParser:
         self._reader = Reader()
         self._parse = self._read_answer()
         self._is_over = False
+        self._calls = CallWriter(self._events, self._schemas)
+        self._num_bare = self._num_refused = 0
 
     def __repr__(self) -> str:
         return f"<AnswerParser {self._dialect.name}: {self._reader!r}>"
@@ -64,6 +68,12 @@ class AnswerParser:
         self._go_on()
         return self._events.take()
 
+    @property
+    def num_calls(self) -> Mapping[str, int]:
+        """Calls so far: with marks (ok), without them (bare), and marks behind which there was none (content)."""
+        num_marked = self._calls.num_started - self._num_bare
+        return {"ok": num_marked, "bare": self._num_bare, "content": self._num_refused}
+
     def _go_on(self) -> None:
         if not self._is_over:
             try:
@@ -78,7 +88,7 @@ class AnswerParser:
         self._events.add(Reasoning(text))
 
     def _read_answer(self) -> Parse[None]:
-        reader, calls = self._reader, CallWriter(self._events, self._schemas)
+        reader, calls = self._reader, self._calls
         if self._dialect.body == "channels":
             reason = self._content if self._reasoning is None else self._reason
             yield from read_channels(reader, calls, self._content, reason)
@@ -114,6 +124,7 @@ class AnswerParser:
             yield from read_section(reader, self._dialect, calls)
             text = reader.give_back()
             if calls.num_started == num_before:
+                self._num_refused += 1
                 self._content(mark + text)
             else:
                 yield from reader.skip_blanks_before(marks)
@@ -135,6 +146,7 @@ class AnswerParser:
                 break
             yield
         calls.accepts = bool
+        self._num_bare = calls.num_started
         if calls.num_started == 0:
             reader.rewind()
         else:

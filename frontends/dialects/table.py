@@ -1,6 +1,6 @@
 """The dialects: how models mark reasoning and tool calls.  A new format is a row here and a golden file."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -226,17 +226,23 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect(name="json", aliases=("json",), separators=(";",)),
 )
 
-BY_NAME: Mapping[str, Dialect] = {
-    name: dialect for dialect in DIALECTS for name in (dialect.name, *dialect.aliases)
-}
-BY_REASONING_NAME: Mapping[str, Dialect] = {
-    name: dialect for dialect in DIALECTS for name in (dialect.name, *dialect.reasoning_aliases)
-}
+
+def by_name(dialects: Iterable[Dialect]) -> dict[str, Dialect]:
+    """Return the dialects by their names and vLLM's."""
+    return {name: each for each in dialects for name in (each.name, *each.aliases)}
 
 
-def detect(chat_template: str) -> Dialect:
+def by_reasoning_name(dialects: Iterable[Dialect]) -> dict[str, Dialect]:
+    """Return the dialects by the names that vLLM gives their parsers of reasoning."""
+    return {name: each for each in dialects for name in (each.name, *each.reasoning_aliases)}
+
+
+BY_NAME: Mapping[str, Dialect] = by_name(DIALECTS)
+
+
+def detect(chat_template: str, dialects: Iterable[Dialect] = DIALECTS) -> Dialect:
     """Find the dialect of a chat template: the first row all of whose telling marks it holds, else `json`."""
-    for dialect in DIALECTS:
+    for dialect in dialects:
         marks = [*dialect.marks]
         if dialect.tags is not None:
             marks.append(dialect.tags.key)

@@ -45,6 +45,7 @@ class ServerMetrics(Collector):
         self.max_gap_s = 0.0
         self._rejections: Counter[str] = Counter()
         self._answers: Counter[tuple[str, int]] = Counter()
+        self._tool_calls: Counter[tuple[str, str]] = Counter()
         self.prefix = ""  # of the metrics' names
 
     def note_rejection(self, reason: str) -> None:
@@ -53,6 +54,11 @@ class ServerMetrics(Collector):
     def note_answer(self, route: str, status: int) -> None:
         """Count a response; status 0 means that the client had left."""
         self._answers[route, status] += 1
+
+    def note_tool_calls(self, dialect: str, outcome: str, num: int) -> None:
+        """Count tool calls; the outcome content means marks behind which there was no call."""
+        if num:
+            self._tool_calls[dialect, outcome] += num
 
     def note_gap(self, gap_s: float) -> None:
         """Note how much later than asked the event loop resumed a task."""
@@ -76,6 +82,14 @@ class ServerMetrics(Collector):
         for (route, status), count in self._answers.items():
             answers.add_metric((route, str(status)), count)
         yield answers
+        calls = CounterMetricFamily(
+            f"{self.prefix}:tool_calls",
+            "Tool calls of answers: with marks (ok), without them (bare), marks without a call (content).",
+            labels=("dialect", "outcome"),
+        )
+        for (dialect, outcome), count in self._tool_calls.items():
+            calls.add_metric((dialect, outcome), count)
+        yield calls
         yield GaugeMetricFamily(
             f"{self.prefix}:overload_level", "Overload: 0 calm … 4 aborting.", value=self.level
         )

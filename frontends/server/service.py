@@ -1,7 +1,7 @@
 """The state that all handlers share: the engine once it is loaded, the limits, and the open requests."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -12,7 +12,8 @@ from trouper.actors.observability.metrics import LIMITS
 from trouper.actors.rendering.text import template_text
 from trouper.config.resolve import EngineConfig
 from trouper.errors import RetryableRequestError, TrouperNotFoundError
-from trouper.frontends.dialects.answer_format import AnswerFormat, answer_format
+from trouper.frontends.dialects.answer_format import AnswerFormat
+from trouper.frontends.python.parsing import format_of
 from trouper.frontends.server.admission.codel import QueueDelay
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate, AdmissionTicket
 from trouper.frontends.server.admission.overload import Ladder, Level, memory_used
@@ -96,19 +97,26 @@ class Service:
         self._engine = engine
 
     def _answer_format(self, engine: "Engine") -> AnswerFormat:
-        tokenizer, own_template = engine.tokenizer, template_text(engine.config.chat_template)
-        if tokenizer is None:
+        if engine.tokenizer is None:
             return AnswerFormat()
-        added = tokenizer.added_tokens
-        found = answer_format(
-            tokenizer.chat_templates.values() if own_template is None else [own_template],
-            {text: id for id, text in added.items()},
-            {text for id, text in added.items() if id in tokenizer.special_ids},
+        found = format_of(
+            engine.tokenizer,
+            template_text(engine.config.chat_template),
             tool_call_parser=self.settings.tool_call_parser,
             reasoning_parser=self.settings.reasoning_parser,
+            more=self.settings.dialects,
         )
         marks = engine.config.reasoning
-        return found if marks is None else msgspec.structs.replace(found, reasoning=marks)
+        found = found if marks is None else msgspec.structs.replace(found, reasoning=marks)
+        tools = None if found.tools is None else found.tools.name
+        logger.info("tool calls: %s; reasoning: %s", tools, found.reasoning)
+        return found
+
+    def note_tool_calls(self, num_calls: Mapping[str, int]) -> None:
+        """Count the tool calls of a choice that has ended, by their outcome."""
+        dialect = "none" if self.answers.tools is None else self.answers.tools.name
+        for outcome, num in num_calls.items():
+            self.metrics.note_tool_calls(dialect, outcome, num)
 
     def drain(self) -> None:
         """Refuse new requests from now on; readiness says so."""

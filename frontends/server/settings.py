@@ -6,7 +6,8 @@ from typing import Any, Literal
 import msgspec
 
 from trouper.errors import TrouperValidationError
-from trouper.frontends.dialects.answer_format import AUTO, check_parser_name
+from trouper.frontends.dialects.answer_format import AUTO, check_parser_names
+from trouper.frontends.dialects.table import Dialect
 from trouper.lora import LoRARequest
 
 KIB, MIB = 2**10, 2**20
@@ -49,6 +50,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool = False
     default_chat_template_kwargs: dict[str, Any] = {}  # where a request says nothing
     tool_call_parser: str = AUTO
+    dialects: tuple[Dialect, ...] = ()  # beside those of the table
     tool_strict_level: Literal["auto", "function", "parameter"] = "auto"
     exclude_tools_when_tool_choice_none: bool = False
     reasoning_parser: str = AUTO
@@ -71,8 +73,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     unlogged_paths: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_parser_name("tool_call_parser", self.tool_call_parser)
-        check_parser_name("reasoning_parser", self.reasoning_parser)
+        check_parser_names(self.tool_call_parser, self.reasoning_parser, self.dialects)
         for name, keys in (("api_key", self.api_keys), ("admin_key", (self.admin_key,))):
             if any(key is not None and not key.strip() for key in keys):
                 raise TrouperValidationError(f"{name}: a key must not be empty", parameter=name)

@@ -151,6 +151,13 @@ async def test_a_forced_call_streams(client):
     assert choices[-1]["finish_reason"] == "stop"
 
 
+async def test_calls_are_counted_by_dialect_and_outcome(says):
+    client = says(ANSWER)
+    await client.post(PATH, CHAT)
+    metrics = (await client.get("/metrics")).body.decode()
+    assert 'tool_calls_total{dialect="json",outcome="bare"} 1.0' in metrics
+
+
 async def test_without_parallel_calls_the_first_one_counts(says):
     reply = (
         await says(f"{ANSWER}; {ANSWER}").post(PATH, {**CHAT, "parallel_tool_calls": False})

@@ -167,6 +167,8 @@ class Driver(Generic[A]):
         parts = await _parsed_in_turns(
             chain, completion.text, is_last=completion.finish_reason is not None
         )
+        if completion.finish_reason is not None:
+            self._service.note_tool_calls(chain.num_calls)
         self._counter.add_reasoning(chain.count_reasoning(completion.token_ids))
         prompt_text = prompt_text if is_first else ""
         return ChoiceUpdate(index, is_first, parts, completion, output, prompt_text)

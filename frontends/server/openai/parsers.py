@@ -4,7 +4,7 @@ A parser takes parts and gives parts.  Law: however the text is cut into pieces,
 neighbours of one kind are joined; so a parser holds back only what may still turn out to be a mark.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from trouper.frontends.dialects.answer_format import ReasoningTokens
@@ -40,6 +40,11 @@ class CallsAndReasoning:
         for part in parts:
             events += self._parser.feed(part.text) if isinstance(part, Content) else [part]
         return events + self._parser.end() if is_last else events
+
+    @property
+    def num_calls(self) -> Mapping[str, int]:
+        """Calls by their outcome."""
+        return self._parser.num_calls
 
 
 class WithoutReasoning:
@@ -80,6 +85,12 @@ class ParserChain:
         for parser in self._parsers:
             parts = parser.feed(parts, is_last=is_last)
         return parts
+
+    @property
+    def num_calls(self) -> Mapping[str, int]:
+        """Calls so far, by their outcome."""
+        links = (link for link in self._parsers if isinstance(link, CallsAndReasoning))
+        return next((link.num_calls for link in links), {})
 
     def count_reasoning(self, token_ids: Sequence[int]) -> int | None:
         """Return how many of the next tokens are reasoning; None: it is not looked for."""
