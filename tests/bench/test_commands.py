@@ -174,6 +174,23 @@ def test_one_batch_is_traced(bench, tmp_path):
     assert list(tmp_path.iterdir())
 
 
+def test_structured_compares_streams_by_a_schema_with_free_ones(report):
+    options = (
+        "--num-streams",
+        "2",
+        "--output-len",
+        "16",
+        "--num-rounds",
+        "1",
+        "--num-schemas",
+        "2",
+    )
+    found = report("structured", *SMALL, *options)
+    assert found["ratio"] == pytest.approx(found["structured_tok_s"] / found["free_tok_s"])
+    assert found["first_token_new_schema_ms"]["p50"] > 0
+    assert found["loop_gap_ms"]["max"] >= found["loop_gap_ms"]["p50"]
+
+
 @pytest.mark.parametrize("loop", ["trio", "asyncio"])
 def test_the_gaps_of_the_loop(report, loop):
     found = report("loop-gap", *TINY, "--loop", loop, "--idle", "0.01", "--interval-ms", "0.2")
@@ -343,6 +360,7 @@ MISTAKES = [
     ("latency --num-iters 0", "'--num-iters'"),
     ("latency --plot /no/such/folder/x.png", "parameter=plot"),
     ("loop-gap --interval-ms 0", "'--interval-ms'"),
+    ("structured --rate 0", "'--rate'"),
     ("kernels --op sort", "must be one of: linear"),
     ("kernels --num-tokens 0", "num_tokens"),
     ("startup -m /no/such/folder", "no such model folder"),

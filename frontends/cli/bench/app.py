@@ -10,6 +10,7 @@ from trouper.frontends.cli.bench.pipeline import pipeline
 from trouper.frontends.cli.bench.quantization import quantization
 from trouper.frontends.cli.bench.serve import serve
 from trouper.frontends.cli.bench.startup import startup
+from trouper.frontends.cli.bench.structured import structured
 from trouper.frontends.cli.bench.throughput import throughput
 from trouper.frontends.cli.help import PanelCommand, WholeSentenceGroup
 
@@ -17,6 +18,16 @@ bench = typer.Typer(
     cls=WholeSentenceGroup,
     help="Measure: throughput, latency, a server, start-up, kernels, peers.",
 )
-for command in (throughput, latency, serve, startup, kernels, quantization, peers, pipeline):
+for command in (
+    throughput,
+    latency,
+    serve,
+    startup,
+    kernels,
+    quantization,
+    peers,
+    pipeline,
+    structured,
+):
     bench.command(cls=PanelCommand)(command)
 bench.command("loop-gap", cls=PanelCommand)(loop_gap)

@@ -1,0 +1,144 @@
+"""Measurement of structured outputs: what a schema costs beside the same requests without one.
+
+Requests with and without a schema generate the same number of tokens, so their times compare.
+"""
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from trouper.bench.figures import summary
+from trouper.bench.loop_gap import Heartbeat
+from trouper.params import RequestOutputKind, SamplingParams
+from trouper.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
+
+PERCENTILES = (50.0, 99.0)
+NUM_FIELDS = 12
+KINDS: tuple[dict[str, Any], ...] = (
+    {"type": "string", "maxLength": 12},
+    {"type": "integer"},
+    {"type": "number"},
+    {"type": "boolean"},
+    {"enum": ["low", "middle", "high"]},
+    {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 8},
+)
+
+
+def schema(number: int = 0, *, num_items: int = 1) -> dict[str, Any]:
+    """Make a schema of an object with 12 fields; another number gives other names.
+
+    Args:
+        num_items: objects in an array, so that an output is long enough to be cut by its number of tokens.
+    """
+    fields = {f"field_{number}_{i}": KINDS[i % len(KINDS)] for i in range(NUM_FIELDS)}
+    item = {"type": "object", "properties": fields, "required": [*fields]}
+    item["additionalProperties"] = False
+    return {"type": "array", "items": item, "minItems": num_items}
+
+
+async def measure(
+    engine: "AsyncLLMEngine",
+    *,
+    num_streams: int = 16,
+    num_tokens: int = 128,
+    num_rounds: int = 3,
+    num_new: int = 50,
+    rate: float = 50.0,
+) -> dict[str, Any]:
+    """Measure streams by a schema against free ones, the first token of a new schema, and the event loop beside new ones.
+
+    Args:
+        num_streams: at once, of `num_tokens` each.
+        num_rounds: of free and bound streams in turn; the medians count.
+        num_new: schemas that are asked for once.
+        rate: new schemas a second while the event loop is watched.
+    """
+    structured = StructuredOutputsParams(json=schema(num_items=64))
+    await _streams(engine, num_streams, 8, structured)  # reads the vocabulary
+    await _streams(engine, num_streams, 8, None)
+    free, bound = [], []
+    for _ in range(num_rounds):
+        free.append(await _streams(engine, num_streams, num_tokens, None))
+        bound.append(await _streams(engine, num_streams, num_tokens, structured))
+    free_tok_s, bound_tok_s = _median(free), _median(bound)
+    plain_ms, new_ms = [], []
+    for i in range(1, num_new + 1):
+        plain_ms.append(await _first_token_ms(engine, None))
+        new_ms.append(await _first_token_ms(engine, StructuredOutputsParams(json=schema(i))))
+    return {
+        "free_tok_s": free_tok_s,
+        "structured_tok_s": bound_tok_s,
+        "ratio": bound_tok_s / free_tok_s,
+        "first_token_ms": summary(plain_ms, PERCENTILES),
+        "first_token_new_schema_ms": summary(new_ms, PERCENTILES),
+        "new_schema_ms": _median(new_ms) - _median(plain_ms),
+        "loop_gap_ms": await _loop_gap_ms(engine, num_new, rate),
+        "schemas_per_s": rate,
+    }
+
+
+async def _streams(
+    engine: "AsyncLLMEngine", num: int, num_tokens: int, structured: StructuredOutputsParams | None
+) -> float:
+    """Run so many streams at once; return their tokens a second."""
+    found = 0
+
+    async def stream(seed: int) -> None:
+        nonlocal found
+        found += await _tokens(engine, seed, num_tokens, structured)
+
+    started = perf_counter()
+    async with anyio.create_task_group() as streams:
+        for seed in range(num):
+            streams.start_soon(stream, seed)
+    return found / (perf_counter() - started)
+
+
+async def _tokens(
+    engine: "AsyncLLMEngine",
+    seed: int,
+    num_tokens: int,
+    structured: StructuredOutputsParams | None,
+) -> int:
+    params = SamplingParams(
+        max_tokens=num_tokens,
+        seed=seed,
+        ignore_eos=True,
+        structured_outputs=structured,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    num = 0
+    async with engine.generate("A record: ", params) as outputs:
+        async for output in outputs:
+            num += len(output.outputs[0].token_ids)
+    return num
+
+
+async def _first_token_ms(
+    engine: "AsyncLLMEngine", structured: StructuredOutputsParams | None
+) -> float:
+    started = perf_counter()
+    await _tokens(engine, 0, 1, structured)
+    return 1000 * (perf_counter() - started)
+
+
+async def _loop_gap_ms(engine: "AsyncLLMEngine", num: int, rate: float) -> dict[str, float]:
+    """Ask for new schemas at a steady rate; return how late a heartbeat beside them woke."""
+    heartbeat = Heartbeat(0.001)
+    async with anyio.create_task_group() as beats:
+        beats.start_soon(heartbeat.beat)
+        async with anyio.create_task_group() as asks:
+            for i in range(num):
+                structured = StructuredOutputsParams(json=schema(10_000 + i))
+                asks.start_soon(_tokens, engine, i, 4, structured)
+                await anyio.sleep(1 / rate)
+        beats.cancel_scope.cancel()
+    return summary(heartbeat.late_ms, PERCENTILES)
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
