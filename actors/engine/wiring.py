@@ -223,6 +223,27 @@ def _make_reporter(to_observer: MemoryObjectSendStream[ObserverInbox], *, is_on:
     return Reporter(to_observer.clone() if is_on else None)
 
 
+def cache_labels(config: EngineConfig, info: DeviceInfo) -> dict[str, str]:
+    """Return how the KV cache is configured, by the names that vLLM's dashboards read."""
+    num_blocks = info.num_blocks - 1  # all but the null block
+    num_tokens = num_blocks * info.block_size
+    facts: dict[str, object] = {
+        "block_size": info.block_size,
+        "cache_dtype": "auto",
+        "enable_prefix_caching": config.scheduler.enable_prefix_caching,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "is_attention_free": False,
+        "kv_cache_max_concurrency": round(num_tokens / config.max_model_len, 2),
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "kv_cache_size_tokens": num_tokens,
+        "num_cpu_blocks": None,
+        "num_gpu_blocks": num_blocks,
+        "num_gpu_blocks_override": config.num_blocks,
+        "prefix_caching_hash_algo": "sha256",
+    }
+    return {name: str(value) for name, value in facts.items()}
+
+
 def _make_observer(
     config: EngineConfig,
     info: DeviceInfo,
@@ -233,11 +254,7 @@ def _make_observer(
     """Make the observer; None when neither statistics nor traces are wanted."""
     metrics: Metrics | None = None
     if config.log_stats:
-        cache_config = {
-            "block_size": str(info.block_size),
-            "num_gpu_blocks": str(info.num_blocks - 1),  # all but the null block
-            "enable_prefix_caching": str(config.scheduler.enable_prefix_caching),
-        }
+        cache_config = cache_labels(config, info)
         name, prefix = config.model.name, config.metrics_prefix
         num_workers = config.num_stages if config.device_worker == "process" else 0
         metrics = Metrics(name, config.max_model_len, prefix, cache_config, num_workers)

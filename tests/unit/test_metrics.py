@@ -6,6 +6,7 @@ import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
 from trouper.actors.engine.admission import embeds_bytes, estimate_tokens
+from trouper.actors.engine.wiring import cache_labels
 from trouper.actors.executor.devices.simulated import Conditions
 from trouper.actors.messages.results import DeviceBack, DeviceLost
 from trouper.actors.observability.metrics import FINISH_REASONS, FIRST_TOKEN_S, LATENCY_S, Metrics
@@ -390,3 +391,13 @@ async def test_without_statistics_nothing_is_recorded(autojump_clock):
         with pytest.raises(TrouperValidationError, match="disable_log_stats"):
             await engine.get_metrics()
         await engine.log_stats()
+
+
+async def test_the_cache_is_described_by_the_labels_of_vllms_dashboards():
+    async with simulated_engine(num_blocks=33) as engine:
+        labels = cache_labels(engine.config, engine.info)
+    assert labels["num_gpu_blocks"] == "32"
+    assert labels["kv_cache_max_concurrency"] == "0.5"
+    assert labels["kv_cache_size_tokens"] == str(32 * 4)
+    assert labels["enable_prefix_caching"] in ("True", "False")
+    assert labels["prefix_caching_hash_algo"] == "sha256"
