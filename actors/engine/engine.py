@@ -125,9 +125,13 @@ class Engine:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
+        loads_adapter: bool = True,
         reasoning: Marks | None = None,
     ) -> Generation[RequestOutput]:
         """Return a request as an async iterator; nothing happens before it is entered or iterated.
+
+        Args:
+            loads_adapter: False refuses a request whose adapter is not loaded.
 
         Raises:
             TypeError: `request_id` is not a string, or `params` not SamplingParams.
@@ -152,7 +156,13 @@ class Engine:
             reasoning=reasoning,
         )
         return Generation(
-            self.requests, request_id, params.clone(), render, arrival_time, lora_request
+            self.requests,
+            request_id,
+            params.clone(),
+            render,
+            arrival_time,
+            lora_request,
+            loads_adapter=loads_adapter,
         )
 
     def encode(

@@ -78,6 +78,8 @@ class Generation(Generic[Output]):
         render: MakeRender,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
+        *,
+        loads_adapter: bool = True,
     ) -> None:
         self.request_id = request_id
         self._desk = desk
@@ -85,6 +87,7 @@ class Generation(Generic[Output]):
         self._render = render
         self._arrival_time = arrival_time
         self._lora_request = lora_request
+        self._loads_adapter = loads_adapter
         self._opened: tuple[RequestId, Slot[Output]] | None = None
         self._num_tokens = (0, 0)
         self._is_finished = False
@@ -162,7 +165,9 @@ class Generation(Generic[Output]):
         Raises:
             Exception: what loading raised; the request is closed then.
         """
-        if self._lora_request is None or self._opened is not None or self._is_closed:
+        if self._lora_request is None or not self._loads_adapter:
+            return
+        if self._opened is not None or self._is_closed:
             return
         try:
             await self._desk.load_adapter(self._lora_request)

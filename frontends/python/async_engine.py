@@ -99,6 +99,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         prompt_text: str | None = None,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
+        loads_adapter: bool = True,
         reasoning: Marks | None = None,
     ) -> Generation[RequestOutput]:
         """Return one request as an async iterator of `RequestOutput`; the last has `finished=True`.
@@ -110,6 +111,8 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             sampling_params: None takes the model's own defaults.
             request_id: echoed in the outputs and the handle for `abort`; None mints one.
             priority: larger runs first.
+            lora_request: the adapter; it is loaded when it is first named.
+            loads_adapter: False refuses a request whose adapter is not loaded.
             reasoning: marks around the model's reasoning, where no option names them.
             prompt_text, data_parallel_rank, session_id: accepted at None only.
 
@@ -128,6 +131,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
                 self.generate, prompt, sampling_params, request_id,
                 arrival_time=arrival_time, tokenization_kwargs=tokenization_kwargs,
                 mm_processor_kwargs=mm_processor_kwargs, trace_headers=trace_headers, priority=priority,
+                lora_request=lora_request, loads_adapter=loads_adapter, reasoning=reasoning,
             )  # fmt: skip
             return cast("Any", StartingGeneration(self._start_itself, make))
         engine = self.engine
@@ -142,6 +146,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             mm_processor_kwargs=mm_processor_kwargs,
             trace_headers=trace_headers,
             lora_request=lora_request,
+            loads_adapter=loads_adapter,
             reasoning=reasoning,
             **tokenization_options(tokenization_kwargs),
         )

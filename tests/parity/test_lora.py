@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trouper import LLM, LoRARequest, SamplingParams
+from trouper import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from trouper.inputs import TokensPrompt
 
 from .driver import random_prompts
@@ -171,3 +171,24 @@ def test_an_adapter_goes_with_weights_of_eight_bits(model, adapters):
         )
         near, far = ((x - logprobs_PV[0]).abs().mean() for x in (found, other))
         assert near < 0.25 * far
+
+
+def test_adapters_are_loaded_and_unloaded_by_hand(llm, adapters):
+    for number in llm.list_loras():
+        llm.remove_lora(number)
+    assert llm.add_lora(adapters[0])
+    assert not llm.add_lora(adapters[0])
+    assert llm.pin_lora(1)
+    assert llm.list_loras() == {1}
+    assert llm.remove_lora(1)
+    assert llm.list_loras() == set()
+
+
+def test_a_beam_search_has_the_adapter_of_its_prompt(llm, adapters):
+    """One beam is the greedy answer."""
+    params = BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True)
+    for adapter in (adapters[0], None):
+        greedy = run(llm, PROMPTS[:1], adapter)[0].outputs[0].token_ids[:6]
+        prompt = TokensPrompt(prompt_token_ids=PROMPTS[0])
+        (found,) = llm.beam_search([prompt], params, lora_request=adapter)
+        assert found.sequences[0].tokens[len(PROMPTS[0]) :] == greedy

@@ -4,8 +4,8 @@ import anyio
 import pytest
 
 from tests.adapters import random_tensors, write_adapter
-from trouper import AsyncLLMEngine, EngineArgs, LoRARequest
-from trouper.errors import TrouperValidationError
+from trouper import AsyncLLMEngine, EngineArgs, LoRARequest, SamplingParams
+from trouper.errors import LoRAAdapterNotFoundError, TrouperValidationError
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.server import load_adapters
 from trouper.frontends.server.settings import ServerSettings
@@ -156,3 +156,22 @@ async def test_adapters_of_the_command_line_are_there_from_the_start(client, eng
     name = engine.model_config.name
     with pytest.raises(TrouperValidationError, match="model's name"):
         await load_adapters(engine, [LoRARequest(name, 2, str(root / "two"))])
+
+
+async def test_a_request_does_not_bring_back_what_was_unloaded_meanwhile(client, engine, root):
+    """Its file would be another one: a path that came by HTTP is below the root."""
+    adapter = LoRARequest("one", 1, str(root / "one"))
+    generation = engine.generate(
+        "x", SamplingParams(max_tokens=1), lora_request=adapter, loads_adapter=False
+    )
+    with pytest.raises(LoRAAdapterNotFoundError):
+        await generation.submit()
+    assert await engine.list_loras() == set()
+
+
+async def test_an_adapter_that_was_loaded_by_http_does_not_give_way_to_another(client, root):
+    for name in ("one", "two"):
+        assert (await client.post(LOAD, {"lora_name": name, "lora_path": name})).status == 200
+    answer = await client.post(LOAD, {"lora_name": "three", "lora_path": "one"})
+    assert (answer.status, answer.error["type"]) == (503, "ServiceUnavailableError")
+    assert len((await client.get("/v1/models")).json["data"]) == 3

@@ -193,6 +193,7 @@ class Driver(Generic[A]):
                 trace_headers=parent,
                 reasoning=parsed.reasoning,
                 lora_request=parsed.lora_request,
+                loads_adapter=False,  # one that is unloaded meanwhile stays so
             )
             for i, prompt in enumerate(parsed.prompts)
         )

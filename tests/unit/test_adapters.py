@@ -1,0 +1,152 @@
+"""Which adapters are loaded, into which slots, and when they go: one behaviour at a time."""
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from trouper.actors.engine.adapters import Adapters
+from trouper.config.adapters import AdapterConfig, AdapterFiles, LoRAConfig
+from trouper.errors import (
+    LoRAAdapterNotFoundError,
+    RetryableRequestError,
+    TrouperValidationError,
+    invalid,
+)
+from trouper.lora import LoRARequest
+
+pytestmark = pytest.mark.trio
+
+
+class Device:
+    """Slots with the folders that were loaded into them; `is_broken` refuses loads."""
+
+    def __init__(self, num_slots=2):
+        self.slots, self.is_broken = {}, False
+        self.adapters = Adapters(LoRAConfig(num_slots=num_slots), self.read, self.load)
+
+    async def read(self, request, root):
+        await anyio.lowlevel.checkpoint()
+        return AdapterFiles(AdapterConfig(), request.lora_path.encode())
+
+    async def load(self, slot, files, done):
+        await anyio.lowlevel.checkpoint()
+        if self.is_broken:
+            raise invalid("lora_path", "does not fit")
+        self.slots[slot] = files.weights
+        done()
+
+
+def named(number, **options):
+    return LoRARequest(f"adapter {number}", number, f"/{number}", **options)
+
+
+def loaded(device):
+    return [request.lora_int_id for request in device.adapters.requests]
+
+
+async def test_an_adapter_is_loaded_once():
+    device = Device()
+    assert [await device.adapters.load(named(1)) for _ in range(2)] == [True, False]
+    assert device.slots == {1: b"/1"}
+
+
+async def test_the_one_that_is_unused_longest_gives_way():
+    device = Device()
+    for number in (1, 2):
+        await device.adapters.load(named(number))
+    device.adapters.leave(device.adapters.enter(named(1)))
+    await device.adapters.load(named(3))
+    assert loaded(device) == [1, 3]
+    with pytest.raises(LoRAAdapterNotFoundError, match="adapter 2"):
+        device.adapters.enter(named(2))
+
+
+async def test_a_pinned_one_stays():
+    device = Device()
+    for number in (1, 2):
+        await device.adapters.load(named(number))
+    assert device.adapters.pin(1)
+    assert not device.adapters.pin(7)
+    for number in (3, 4):
+        await device.adapters.load(named(number))
+    assert loaded(device) == [1, 4]
+
+
+async def test_with_all_in_use_a_load_may_be_tried_again_later():
+    device = Device()
+    held = []
+    for number in (1, 2):
+        await device.adapters.load(named(number))
+        held.append(device.adapters.enter(named(number)))
+    with pytest.raises(RetryableRequestError, match="max_cpu_loras"):
+        await device.adapters.load(named(3))
+    device.adapters.leave(held[0])
+    assert await device.adapters.load(named(3))
+
+
+async def test_an_unloaded_one_keeps_its_slot_until_its_last_request_ends():
+    device = Device()
+    await device.adapters.load(named(1))
+    held = [device.adapters.enter(named(1)) for _ in range(2)]
+    assert device.adapters.unload(1)
+    assert not device.adapters.unload(1)
+    for adapter in held:
+        assert device.adapters.num_free_slots == 1
+        device.adapters.leave(adapter)
+    assert device.adapters.num_free_slots == 2
+
+
+async def test_loading_in_place_serves_new_requests_and_leaves_old_ones_alone():
+    device = Device()
+    await device.adapters.load(named(1))
+    before = device.adapters.enter(named(1))
+    assert await device.adapters.load(named(1, load_inplace=True))
+    after = device.adapters.enter(named(1))
+    assert before.slot != after.slot
+    assert before.number != after.number
+    for adapter in (before, after):
+        device.adapters.leave(adapter)
+    assert device.adapters.num_free_slots == 1
+
+
+async def test_a_load_that_fails_changes_nothing():
+    device = Device(num_slots=1)
+    await device.adapters.load(named(1))
+    device.is_broken = True
+    for request in (named(2), named(1, load_inplace=True)):
+        with pytest.raises(TrouperValidationError, match="does not fit"):
+            await device.adapters.load(request)
+        assert (loaded(device), device.slots) == ([1], {1: b"/1"})
+
+
+@pytest.mark.parametrize(
+    ("request_", "parameter"),
+    [
+        (LoRARequest("other", 1, "/1"), "lora_int_id"),
+        (LoRARequest("adapter 1", 2, "/1"), "lora_name"),
+        (LoRARequest("adapter 1", 1, "/2"), "lora_path"),
+    ],
+)
+async def test_numbers_and_names_belong_to_one_adapter(request_, parameter):
+    device = Device()
+    await device.adapters.load(named(1))
+    with pytest.raises(TrouperValidationError) as caught:
+        await device.adapters.load(request_)
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        (("", 1, "/a"), "lora_name"),
+        (("a/b", 1, "/a"), "lora_name"),
+        (("a", 0, "/a"), "lora_int_id"),
+        (("a", True, "/a"), "lora_int_id"),
+        (("a", 1, ""), "lora_path"),
+        (("a", 1, "/a\0b"), "lora_path"),
+    ],
+)
+async def test_a_request_checks_its_fields(fields, parameter):
+    with pytest.raises(TrouperValidationError) as caught:
+        LoRARequest(*fields)
+    assert caught.value.parameter == parameter
