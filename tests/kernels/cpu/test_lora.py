@@ -40,7 +40,7 @@ def loaded(dtype, kind=NativeLoRA):
 
 
 def rows_of(slots):
-    table = RowTable(64)
+    table = RowTable(128)
     table.fill(np.array(slots))
     return table
 
@@ -54,7 +54,9 @@ def added(weights, slots, dtype, seed=0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("slots", [[1], [0, 0], [2, 1, 0, 3, 3, 4, 1, 5, 3, 3, 3, 2], [3] * 23])
+@pytest.mark.parametrize(
+    "slots", [[1], [0, 0], [2, 1, 0, 3, 3, 4, 1, 5, 3, 3, 3, 2], [3] * 23, [1, 3, 4] * 30]
+)
 def test_the_sum_is_that_of_torch(dtype, slots):
     expected = added(loaded(dtype, PlainLoRA), slots, dtype).float()
     found = added(loaded(dtype), slots, dtype).float()
@@ -69,6 +71,17 @@ def test_a_row_has_the_same_bits_among_others_as_alone(dtype):
     for row in range(len(slots)):
         alone = added(weights, [s if r == row else 0 for r, s in enumerate(slots)], dtype)
         assert alone[row].equal(crowd[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_among_many_as_among_few(dtype):
+    weights, slots = loaded(dtype), [1, 3, 4] * 30
+    many = added(weights, slots, dtype)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((len(slots), NUM_IN + 32), generator=generator).to(dtype)[:, :NUM_IN]
+    y = torch.randn((len(slots), sum(PARTS)), generator=generator).to(dtype)
+    weights.add_to(y[:5], x[:5], rows_of(slots[:5]))
+    assert y[:5].equal(many[:5])
 
 
 def test_an_empty_slot_leaves_the_product_alone():
