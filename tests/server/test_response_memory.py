@@ -159,6 +159,21 @@ async def test_a_reference_stands_for_the_item_that_it_names(remembering):
         answer = await client.post(PATH, {"input": [{"type": "item_reference", "id": name}]}, mine)
         assert answer.status == (400 if name == 1 else 404)
         assert answer.error["param"] == "input[0].id"
+    answer = await client.post(PATH, {"input": [references[0], references[0]]}, mine)
+    assert (answer.status, answer.error["param"]) == (400, "input[1].id")
+
+
+async def test_what_is_followed_counts_for_admission(remembering):
+    client = remembering("x", max_waiting_tokens=400)
+    service = client._app.service
+    sizes = []
+    enter = service.size
+    service.size = lambda context, *more: (
+        sizes.append(context.num_body_bytes) or enter(context, *more)
+    )
+    name = (await client.post(PATH, {"input": "x" * 400})).json["id"]
+    await client.post(PATH, {"input": "x", "previous_response_id": name})
+    assert sizes[1] > 400
 
 
 # Reading and deleting

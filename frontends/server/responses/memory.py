@@ -1,6 +1,6 @@
 """The memory of one request: the responses that it follows, and the form in which its own is kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import anyio.to_thread
@@ -36,7 +36,7 @@ async def recall(
     store = service.responses
     _check(request, store)
     if store.is_on and isinstance(request.input, list):
-        items = [_referred(service, context, i, item) for i, item in enumerate(request.input)]
+        items = await _resolved(service, context, request.input)
         request = msgspec.structs.replace(request, input=items)
     previous: StoredResponse | None = None
     history: list[JSONObject] = []
@@ -44,8 +44,7 @@ async def recall(
         previous = find(service, context, request.previous_response_id, "previous_response_id")
         if previous.status not in ("completed", "incomplete"):
             raise invalid("previous_response_id", f"that response is {previous.status}")
-        num_bytes = sum(map(len, previous.pieces))
-        history = await _here_or_there(service, num_bytes, _items, previous)
+        history = await _read(service, context, previous.pieces)
     is_stored = store.is_on and request.store is not False
     turn = ResponsesTurn(request, previous, history, is_stored=is_stored)
     if is_stored:
@@ -96,29 +95,46 @@ def _check(request: ResponsesRequest, store: ResponseStore) -> None:
         raise unsupported("stream", "it is not beside background; ask for the response by its id")
 
 
-def _referred(
-    service: Service, context: RequestContext, number: int, item: JSONObject
-) -> JSONObject:
-    """Return the item of an earlier response that a reference names; other items as they are.
+async def _resolved(
+    service: Service, context: RequestContext, items: list[JSONObject]
+) -> list[JSONObject]:
+    """Return the items, those of earlier responses in place of references to them.
+
+    None may be named twice, so that what is read is never more than what is kept.
 
     Raises:
-        HTTPError: it is not there, or is another key's.
+        HTTPError: one is not there, or is another key's.
     """
-    if item.get("type") != "item_reference":
-        return item
-    place, name = f"input[{number}].id", item.get("id")
-    if not isinstance(name, str):
-        raise invalid(place, "must be a string")
-    found = find(service, context, response_of(name), place)
-    output: list[JSONObject] = msgspec.json.decode(found.body)["output"]
-    for each in output:
-        if each["id"] == name:
-            return each
-    raise HTTPError(404, "item_not_found", "there is no item of this id", param=place)
+    named: dict[str, str] = {}  # the client's place, by the item's id
+    for i, item in enumerate(items):
+        if item.get("type") == "item_reference":
+            place, name = f"input[{i}].id", item.get("id")
+            if not isinstance(name, str) or name in named:
+                raise invalid(place, "must be an id that no other reference has")
+            named[name] = place
+    owners: dict[str, str] = {}
+    for name, place in named.items():
+        owners.setdefault(response_of(name), place)
+    kept = [find(service, context, name, place) for name, place in owners.items()]
+    outputs = await _read(service, context, [each.pieces[-1] for each in kept if each.pieces])
+    by_id = {name: item for item in outputs if isinstance(name := item.get("id"), str)}
+    for name, place in named.items():
+        if name not in by_id:
+            raise HTTPError(404, "item_not_found", "there is no item of this id", param=place)
+    return [by_id[item["id"]] if item.get("type") == "item_reference" else item for item in items]
 
 
-def _items(stored: StoredResponse) -> list[JSONObject]:
-    return [item for piece in stored.pieces for item in decode_items(piece)]
+async def _read(
+    service: Service, context: RequestContext, pieces: Sequence[bytes]
+) -> list[JSONObject]:
+    """Decode items that are kept; they count as if the request had brought them."""
+    num_bytes = sum(map(len, pieces))
+    context.num_body_bytes += num_bytes
+    return await _here_or_there(service, num_bytes, _items, pieces)
+
+
+def _items(pieces: Sequence[bytes]) -> list[JSONObject]:
+    return [item for piece in pieces for item in decode_items(piece)]
 
 
 async def _here_or_there(service: Service, num_bytes: int, act: Callable[[A], B], given: A) -> B:
