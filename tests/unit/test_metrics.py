@@ -393,7 +393,8 @@ async def test_without_statistics_nothing_is_recorded(autojump_clock):
         await engine.log_stats()
 
 
-async def test_the_cache_is_described_by_the_labels_of_vllms_dashboards():
+@in_virtual_time
+async def test_the_cache_is_described_by_the_labels_of_vllms_dashboards(autojump_clock):
     async with simulated_engine(num_blocks=33) as engine:
         labels = cache_labels(engine.config, engine.info)
     assert labels["num_gpu_blocks"] == "32"
