@@ -249,7 +249,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         finally:
             await self._stack.aclose()
             if self._holding is not None:
-                await self._holding.aclose()
+                await self._holding.aclose()  # noqa: ASYNC102  # a cancelled close may leave it to its task
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End an engine that has started itself, soon; `close` waits for the end.

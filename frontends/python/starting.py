@@ -55,7 +55,7 @@ class HoldingTask:
         except asyncio.CancelledError:
             self._started.cancel()  # nothing, where the block has been entered
             raise
-        except BaseException as error:
+        except BaseException as error:  # noqa: ASYNC103  # a cancellation is raised above
             if self._started.done():
                 raise
             self._started.set_exception(error)  # for the callers that wait for the start

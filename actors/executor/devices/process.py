@@ -194,7 +194,7 @@ class ProcessDevice:
         except DeviceStartError:
             with anyio.CancelScope(shield=True):  # each is killed, which takes no time
                 for worker in self._workers:
-                    await worker.end(0.0)
+                    await worker.end(0.0)  # noqa: ASYNC120  # shielded, so that the error is raised
             raise
         woken = () if self._sleep_level == 0 else tuple(sorted(self._woken))
         for worker in self._workers:
