@@ -254,3 +254,21 @@ def test_code_that_lies_elsewhere_never_runs(folder_with_code):
     with pytest.raises(UnsupportedFeatureError, match="other/repo--own"):
         HfRunner(engine_config(folder, max_model_len=64, trust_remote_code=True)).load()
     assert not mark.exists()
+
+
+def test_embeddings_stand_for_tokens(mixtral):
+    (prompt,) = random_prompts((23,), VOCAB)
+    table = transformers.AutoModelForCausalLM.from_pretrained(mixtral).get_input_embeddings()
+    embeds = table.weight.detach()[prompt].float()
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM(mixtral, **ENGINE, enable_prompt_embeds=True) as llm:
+        inputs = [TokensPrompt(prompt_token_ids=prompt), {"prompt_embeds": embeds}]
+        ids, rows = (o.outputs[0].token_ids for o in llm.generate(inputs, params, use_tqdm=False))
+    assert ids == rows
+
+
+def test_embeddings_are_refused_where_layers_look_up_ids(tmp_path):
+    tiny_model("gemma4_text", tmp_path)
+    runner = HfRunner(engine_config(tmp_path, max_model_len=64, enable_prompt_embeds=True))
+    with pytest.raises(UnsupportedFeatureError, match="enable_prompt_embeds"):
+        runner.load()

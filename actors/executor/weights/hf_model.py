@@ -64,6 +64,10 @@ def load_hf_decoder(config: EngineConfig, wrap: Wrap | None = None) -> HfDecoder
 def _load(config: EngineConfig, wrap: Wrap | None) -> HfDecoder:
     dtype: torch.dtype = getattr(torch, config.dtype)
     cls, hf_config = admit(config.model, config.code_path)
+    if config.enable_prompt_embeds and getattr(hf_config, "hidden_size_per_layer_input", 0):
+        raise UnsupportedFeatureError(
+            "enable_prompt_embeds: its layers look up each token by its id"
+        )
     model = _with_weights(cls, hf_config, config, dtype)
     _check_ropes(model, config.max_model_len)
     _replace_linears(model, config, dtype)
