@@ -12,11 +12,12 @@ from trouper.frontends.cli.bench.serve import serve
 from trouper.frontends.cli.bench.startup import startup
 from trouper.frontends.cli.bench.structured import structured
 from trouper.frontends.cli.bench.throughput import throughput
+from trouper.frontends.cli.bench.worker import worker
 from trouper.frontends.cli.help import PanelCommand, WholeSentenceGroup
 
 bench = typer.Typer(
     cls=WholeSentenceGroup,
-    help="Measure: throughput, latency, a server, start-up, kernels, peers.",
+    help="Measure: throughput, latency, a server, start-up, kernels, peers, workers.",
 )
 for command in (
     throughput,
@@ -28,6 +29,7 @@ for command in (
     peers,
     pipeline,
     structured,
+    worker,
 ):
     bench.command(cls=PanelCommand)(command)
 bench.command("loop-gap", cls=PanelCommand)(loop_gap)
