@@ -1,4 +1,4 @@
-"""What a worker process costs: the same streams with the model in a thread of the engine and in a process, in turn.
+"""Measure the price of a worker process: the same streams with the model in a thread of the engine and in a process.
 
 Both engines live in this process at once, and one is idle while the other is measured, so both see the same machine.
 """

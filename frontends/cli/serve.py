@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -313,6 +314,12 @@ def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
         if options.admin_port is not None:
             admin.append(Listener(stack.enter_context(bind_tcp(LOOPBACK, options.admin_port))))
 
+        # Inline, the bar of the weights has the terminal; of a worker, whose stderr is a pipe, there is none.
+        has_workers = (
+            engine_args.device_worker == "process" or engine_args.pipeline_parallel_size > 1
+        )
+        terminal = sys.stderr if has_workers and sys.stderr.isatty() else None
+
         async def main() -> None:
             from trouper.frontends.python.async_engine import AsyncLLMEngine
 
@@ -323,6 +330,7 @@ def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
                 report=output.complain,
                 root_path=options.root_path,
                 stays_dead=options.keep_alive_on_engine_death,
+                terminal=terminal,
             )
             await server.run(AsyncLLMEngine(engine_args), [public], admin, options.loop)
 

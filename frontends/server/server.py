@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
@@ -25,6 +25,7 @@ from trouper.frontends.server.gc_control import Heap
 from trouper.frontends.server.http.listeners import Listener, Shutdown
 from trouper.frontends.server.monitor import watch
 from trouper.frontends.server.service import Service
+from trouper.frontends.server.start_report import LoadingLine, summarise
 from trouper.lora import LoRARequest
 
 if TYPE_CHECKING:
@@ -95,12 +96,14 @@ class Server:
         report: Callable[[str], None],
         root_path: str = "",
         stays_dead: bool = False,
+        terminal: TextIO | None = None,
     ) -> None:
         self._service = service
         self._shutdown_timeout_s = shutdown_timeout_s
         self._report = report
         self._root_path = root_path  # what a proxy leaves before the paths of the public listeners
         self._stays_dead = stays_dead  # answers 5xx after the engine's death until a signal comes
+        self._terminal = terminal  # for the progress of loading; None: it is only logged
         self._is_stopping = False  # by a signal
         self._shutdown = Shutdown()
         self._are_closed = anyio.Event()
@@ -162,14 +165,20 @@ class Server:
         helpers: TaskGroup,
     ) -> None:
         engine: Engine | None = None
+        begun_s = anyio.current_time()
         async with anyio.create_task_group() as loading:
+            if self._terminal is not None:
+                loading.start_soon(LoadingLine(self._terminal).run, name="progress")
             loading.start_soon(self._leave_loading, name="stop while loading")
             with self._loading:
                 engine = await engines.start(self._run_engine, unopened, name="engine")
             loading.cancel_scope.cancel()
         if engine is not None:
-            for listener in public:
-                self._report(f"serving {self._service.model_names[0]} at {listener.address}")
+            seconds = anyio.current_time() - begun_s
+            addresses = [listener.address for listener in public]
+            name, config = self._service.model_names[0], unopened.config
+            for line in summarise(name, config, engine.info, addresses, seconds):
+                self._report(line)
             helpers.start_soon(self._watch_death, name="death")
             helpers.start_soon(watch, self._service, self._heap, name="watch")
             await self._shutdown.closing.wait()

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trouper.actors.executor.cpu.thread_priority import be_nice, compute_with, start_nice
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from trouper.actors.executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+loading = logging.getLogger("trouper.loading")  # a terminal shows its last record
+Phase = Literal["import", "weights"]
+PHASES: dict[Phase, str] = {"import": "importing torch", "weights": "loading the weights"}
 # What torch's libraries read when they are first used, so before torch is.
 TORCH_ENVIRONMENT = {
     # A thread that spins at a barrier keeps its partner off a busy core: 64 tokens of the demo model took
@@ -61,8 +64,8 @@ class ModelHost:
             f"<ModelHost {self._config.model.name!r}, {'loaded' if self._runner else 'not loaded'}>"
         )
 
-    def load(self) -> DeviceInfo:
-        """Import torch and load the model, on the thread that will run it.
+    def load(self, tell: Callable[[Phase], None]) -> DeviceInfo:
+        """Import torch and load the model, on the thread that will run it; `tell` hears how far it is.
 
         Raises:
             TrouperValidationError: checkpoint, traits or KV memory do not fit the config.
@@ -70,6 +73,7 @@ class ModelHost:
         """
         for name, value in TORCH_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        tell("import")
         import torch
 
         num_elsewhere = torch.get_num_threads()
@@ -79,6 +83,7 @@ class ModelHost:
         if self._config.device == "cpu":
             start_nice(lambda: torch.zeros(WIDE).neg_())  # the threads that help this one
         self._runner = runner = self._make_runner()
+        tell("weights")
         info = runner.load()
         if runner.is_tiny:
             num_threads = 1  # on a busy machine a barrier costs a time slice, 4 ms
@@ -192,3 +197,8 @@ def check_call(method: str) -> None:
     """Raise UnsupportedFeatureError for a method that no device has."""
     if method not in CALLS:
         raise UnsupportedFeatureError(f"this device cannot {method}")
+
+
+def log_phase(phase: Phase, *, where: str = "") -> None:
+    """Tell in the log how far a load is."""
+    loading.info("%s%s", where, PHASES[phase])

@@ -18,7 +18,7 @@ import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
 from trouper.actors.executor.devices.launch_local import Launcher, launch
-from trouper.actors.executor.devices.model_host import check_call
+from trouper.actors.executor.devices.model_host import check_call, log_phase
 from trouper.actors.executor.devices.open_calls import OpenCalls
 from trouper.actors.executor.devices.supervision import (
     Death,
@@ -330,7 +330,7 @@ class ProcessDevice:
             case LogRecord(name, level, message):
                 logging.getLogger(f"trouper.worker.{rank}.{name}").log(level, "%s", message)
             case Progress(phase):
-                logger.info("worker %d: %s", rank, phase)
+                log_phase(phase, where=f"worker {rank}: ")
             case _:
                 logger.warning("worker %d sent a %s", rank, type(frame).__name__)
 

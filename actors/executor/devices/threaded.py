@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import anyio
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
-from trouper.actors.executor.devices.model_host import ModelHost, check_call
+from trouper.actors.executor.devices.model_host import ModelHost, check_call, log_phase
 from trouper.actors.executor.devices.task import DeviceTask
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.runtime.event_loop import EventLoop
@@ -69,7 +69,7 @@ class ThreadedDevice:
         self._loop = EventLoop()
         self._thread = threading.Thread(target=self._serve, name=DEVICE_THREAD, daemon=True)
         self._thread.start()
-        return await self._post(self._host.load).wait()
+        return await self._post(lambda: self._host.load(log_phase)).wait()
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
         self._steps.append(self._post(lambda: self._execute(plan)))

@@ -28,8 +28,6 @@ MAX_INLINE = 2**15
 MAX_FRAME = 2**32 - 1
 IN_FILE = 0x80  # in the kind: the payload lies in a memory file
 
-Phase = Literal["import", "weights", "ready"]
-
 
 class Load(msgspec.Struct, frozen=True):
     """Engine → worker, the first frame: what to load, and how deep to sleep then."""
@@ -65,7 +63,7 @@ class Loaded(msgspec.Struct, frozen=True):
 class Progress(msgspec.Struct, frozen=True):
     """Worker → engine: what it does while it starts."""
 
-    phase: Phase
+    phase: Literal["import", "weights"]
 
 
 class LogRecord(msgspec.Struct, frozen=True):

@@ -1,0 +1,86 @@
+"""The report of a server: the progress of its loading, and a summary when it serves."""
+
+import logging
+from collections.abc import Sequence
+from typing import TextIO
+
+import anyio
+
+from trouper.actors.executor.device import DeviceInfo
+from trouper.config.resolve import EngineConfig
+
+REDRAW_S = 0.25
+CLEAR = "\r\x1b[K"  # of a terminal's line
+
+
+def summarise(
+    name: str, config: EngineConfig, info: DeviceInfo, addresses: Sequence[str], seconds: float
+) -> list[str]:
+    """Describe a server that is ready: what it serves where, and what it has for it."""
+    context = f"{config.max_model_len:,} tokens of context"
+    lines = [f"serving {name} at {', '.join(addresses)}"]
+    facts = {
+        "model": f"{config.model.architecture}, {info.dtype}, {context}",
+        "device": f"{info.name}, {_workers(config)}",
+        "KV cache": _kv_cache(config, info),
+        "loaded in": f"{seconds:.1f} s",
+    }
+    lines += [f"{fact}: {text}" for fact, text in facts.items() if text]
+    return lines
+
+
+def _workers(config: EngineConfig) -> str:
+    if config.device_worker == "inline":
+        return "in the server's process"
+    if config.num_stages == 1:
+        return "in a worker process"
+    return f"in {config.num_stages} worker processes, a stage of the model each"
+
+
+def _kv_cache(config: EngineConfig, info: DeviceInfo) -> str:
+    if config.pooler is not None:
+        return ""
+    num_blocks = info.num_blocks - 1  # all but the null block
+    num_seqs = config.scheduler.max_num_seqs
+    return (
+        f"{num_blocks:,} blocks of {info.block_size} tokens ({num_blocks * info.block_size:,} in all), "
+        f"for at most {num_seqs:,} sequences at once"
+    )
+
+
+class LoadingLine(logging.Handler):
+    """A line of a terminal that is drawn again and again: what is being loaded, and for how long.
+
+    While it is attached, the records of `trouper.loading` are shown in it alone.
+    """
+
+    def __init__(self, terminal: TextIO) -> None:
+        super().__init__()
+        self._terminal = terminal
+        self._logger = logging.getLogger("trouper.loading")
+        self._last = "loading the model"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._last = record.getMessage()
+
+    def draw(self, seconds: float) -> None:
+        """Write the line over the one before."""
+        self._terminal.write(f"{CLEAR}trouper: {self._last} … {seconds:.0f} s")
+        self._terminal.flush()
+
+    async def run(self) -> None:
+        """Draw until this is cancelled, then clear the line."""
+        begun_s = anyio.current_time()
+        before = self._logger.level, self._logger.propagate
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+        try:
+            while True:
+                self.draw(anyio.current_time() - begun_s)
+                await anyio.sleep(REDRAW_S)
+        finally:
+            self._logger.removeHandler(self)
+            self._logger.level, self._logger.propagate = before
+            self._terminal.write(CLEAR)
+            self._terminal.flush()
