@@ -168,7 +168,7 @@ class Server:
         begun_s = anyio.current_time()
         async with anyio.create_task_group() as loading:
             if self._terminal is not None:
-                loading.start_soon(LoadingLine(self._terminal).run, name="progress")
+                loading.start_soon(LoadingLine(self._terminal).keep_drawn, name="progress")
             loading.start_soon(self._leave_loading, name="stop while loading")
             with self._loading:
                 engine = await engines.start(self._run_engine, unopened, name="engine")

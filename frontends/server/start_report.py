@@ -68,7 +68,7 @@ class LoadingLine(logging.Handler):
         self._terminal.write(f"{CLEAR}trouper: {self._last} … {seconds:.0f} s")
         self._terminal.flush()
 
-    async def run(self) -> None:
+    async def keep_drawn(self) -> None:
         """Draw until this is cancelled, then clear the line."""
         begun_s = anyio.current_time()
         before = self._logger.level, self._logger.propagate

@@ -44,7 +44,7 @@ async def test_a_terminal_shows_the_last_phase_and_the_log_does_not(autojump_clo
     caplog.set_level(logging.INFO, "trouper.loading")
     terminal = io.StringIO()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(LoadingLine(terminal).run)
+        nursery.start_soon(LoadingLine(terminal).keep_drawn)
         await trio.sleep(REDRAW_S / 2)
         log_phase("weights", where="worker 1: ")
         await trio.sleep(REDRAW_S)
