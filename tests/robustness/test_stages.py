@@ -18,7 +18,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import GenerationError, TrouperValidationError
 
-from .test_worker import Crew, params, texts
+from .test_worker import params, texts
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120), pytest.mark.slow]
 OPTIONS = {
@@ -34,21 +34,22 @@ def anyio_backend(request):
     return request.param
 
 
-class StageCrew(Crew):
+class Stages:
     """Starts the stages, and remembers them."""
 
-    def __call__(self, rank, *, files=()):
-        self.peers.append(launch(rank, self.module, files=files))
-        return self.peers[-1]
+    def __init__(self, module):
+        self.peers = []
+        self._module = module
 
-    def signal_to(self, pid, number):
-        os.kill(pid, number)
+    def __call__(self, rank, *, files=()):
+        self.peers.append(launch(rank, self._module, files=files))
+        return self.peers[-1]
 
 
 @asynccontextmanager
 async def staged_engine(num_stages=2, module=MODULE, **options):
     config = resolve(EngineArgs(pipeline_parallel_size=num_stages, **OPTIONS, **options))
-    crew = StageCrew(module)
+    crew = Stages(module)
     async with open_engine(config, ProcessDevice(config, crew)) as engine:
         yield engine, crew
 
@@ -67,7 +68,7 @@ async def test_streams_go_on_when_any_stage_is_killed(caplog):
             victim = crew.peers[-3 + rank].pid
 
             def kill(victim=victim):
-                crew.signal_to(victim, signal.SIGKILL)
+                os.kill(victim, signal.SIGKILL)
 
             assert await texts(engine, at_token=3, do=kill) == wanted
     assert len(crew.peers) == 3 * 4
@@ -75,7 +76,7 @@ async def test_streams_go_on_when_any_stage_is_killed(caplog):
         assert f"worker {rank} died of SIGKILL in step" in caplog.text
     for peer in crew.peers:
         with pytest.raises(ProcessLookupError):
-            crew.signal_to(peer.pid, 0)
+            os.kill(peer.pid, 0)
 
 
 async def test_an_abort_in_mid_prompt_leaves_the_other_streams_as_they_are():
