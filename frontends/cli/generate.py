@@ -170,6 +170,7 @@ async def _complete(
     ]
     try:
         for generation in generations:
+            await generation.prepare()
             generation.open()
         with output.progress(len(prompts), "prompts", is_wanted=is_whole) as bar:
             pairs = zip(prompts, generations, strict=True)

@@ -10,6 +10,7 @@ from dataclasses import fields
 
 import pytest
 
+from tests.adapters import random_tensors, write_adapter
 from trouper import __version__
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -202,6 +203,18 @@ def test_a_mistake_is_one_line_and_an_exit_code(capsys, line, code, message):
     assert err.startswith("trouper: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_an_adapter_changes_the_text(capsys, tmp_path):
+    folder = write_adapter(tmp_path / "adapter", random_tensors(seed=3))
+    line = ["generate", "def f(", *GREEDY, "--max-tokens", "8", "--no-echo"]
+    texts = []
+    for more in ([], ["--lora", folder]):
+        assert run_line([*line, *more]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] != texts[1]
+    assert run_line([*line, "--lora", f"{folder}/nowhere"]) == 2
+    assert "lora_path" in capsys.readouterr().err
 
 
 def test_an_empty_prompt_is_a_mistake(capsys):
