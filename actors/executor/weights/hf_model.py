@@ -175,7 +175,8 @@ def check_class(cls: Any, hf_config: Any) -> None:
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedFeatureError("it is the decoder of an encoder")
     text = hf_config.get_text_config()
-    if getattr(text, "is_decoder", True) is False:
+    can_be_both = hasattr(text, "is_decoder") and hasattr(text, "add_cross_attention")
+    if can_be_both and not text.is_decoder:
         raise UnsupportedFeatureError(
             "its config says is_decoder=false: tokens see those behind them"
         )
