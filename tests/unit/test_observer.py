@@ -24,8 +24,8 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7]
 
 
 def stats(**numbers):
-    names = SchedulerStats.__struct_fields__
-    return SchedulerStats(**dict.fromkeys(names, 0) | numbers)
+    required = SchedulerStats.__struct_fields__[: -len(SchedulerStats.__struct_defaults__)]
+    return SchedulerStats(**dict.fromkeys(required, 0) | numbers)
 
 
 def ended(**facts):

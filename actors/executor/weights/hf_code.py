@@ -8,7 +8,6 @@ from trouper.config.model import ModelConfig
 from trouper.errors import UnsupportedFeatureError
 
 logger = logging.getLogger(__name__)
-INSTALL = "the package transformers is not installed; the extra trouper[transformers] brings it"
 NEEDED = (
     "it needs its own code, which is run with trust_remote_code=True from a local folder, "
     "or from the hub with code_revision, a full commit"

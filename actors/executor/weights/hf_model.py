@@ -24,12 +24,13 @@ from trouper.actors.executor.weights.hf_check import (
     check_logits,
     eager_logits,
 )
-from trouper.actors.executor.weights.hf_code import INSTALL, own_code
+from trouper.actors.executor.weights.hf_code import own_code
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.text_names import key_mapping, text_names
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
+from trouper.extras import install_hint
 from trouper.kernels.cpu.linear.quantization import can_quantize
 from trouper.kernels.linear import Format, LinearConfig, LinearMethod
 from trouper.kernels.select import make_linear
@@ -195,7 +196,8 @@ def _hf_config(model: ModelConfig) -> Any:
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError:
-        raise UnsupportedFeatureError(INSTALL) from None
+        hint = install_hint("transformers")
+        raise UnsupportedFeatureError(f"it needs transformers: {hint}") from None
     fields = model.source_config
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
