@@ -130,6 +130,16 @@ SUITE = {
           messages=[{"role": "user", "content": "x" * 200_000}]),
         h("tools", 400, "invalid_value", "tools", tools=[]),
         h("tool choice", 400, "invalid_value", "tool_choice", tool_choice="auto"),
+        h("many tools", 400, "invalid_value", "tools", tools=[{"function": {"name": "f"}}] * 1000),
+        *(
+            h(f"a tool named {name!r:.12}", 400, "invalid_value", "tools[0].function.name", tools=[{"function": {"name": name}}])
+            for name in ("x" * 10_000, "a\nb", "", 3)
+        ),
+        h("parameters", 400, "invalid_value", "tools[0].function.parameters", tools=[{"function": {"name": "f", "parameters": []}}]),
+        *(
+            h(f"the choice {choice!r:.20}", 400, "invalid_value", "tool_choice", tools=[{"function": {"name": "f"}}], tool_choice=choice)
+            for choice in ("maybe", {}, {"type": "function"}, {"type": "function", "function": {"name": "g"}}, {"type": "allowed_tools"})
+        ),
         h("a tool without a function", 400, "invalid_value", "tools[0].function", tools=[{"type": "function"}]),
     ],
     "B11": [
