@@ -104,7 +104,7 @@ def _samples(
     if num_drafts is None:
         return Samples(entries, last_tokens[entries], chosen[entries], seq_lens[entries])
     times = num_drafts[entries] + 1
-    before_last = np.repeat(np.cumsum(times), times) - 1 - np.arange(np.sum(times))
+    before_last: np.ndarray = np.repeat(np.cumsum(times), times) - 1 - np.arange(np.sum(times))
     entries = entries.repeat(times)
     return Samples(
         entries,

@@ -198,7 +198,7 @@ def _members(
 
 def _properties(schema: JSONSchema) -> tuple[list[str], frozenset[str]]:
     found: Any = schema.get("required")
-    required: list[str] = found if isinstance(found, list) else []
+    required = cast("list[str]", found) if isinstance(found, list) else []
     return list(_mapping(schema.get("properties"))), frozenset(map(str, required))
 
 

@@ -2,7 +2,8 @@
 
 import logging
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 from trouper.config.model import ModelConfig
 from trouper.errors import UnsupportedFeatureError
@@ -22,7 +23,7 @@ def own_code(model: ModelConfig, code_path: str | None) -> tuple[Any, Any]:
     """
     if code_path is None:
         raise UnsupportedFeatureError(NEEDED, parameter="trust_remote_code")
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers import dynamic_module_utils
 
     auto_map: dict[str, Any] = model.source_config["auto_map"]
     found: list[Any] = []
@@ -35,10 +36,12 @@ def own_code(model: ModelConfig, code_path: str | None) -> tuple[Any, Any]:
             )
         found.append(reference)
     logger.warning("%s runs Python code of its own, from %s", model.name, code_path)
+    load_class = cast(
+        "Callable[..., Any]", cast("Any", dynamic_module_utils).get_class_from_dynamic_module
+    )
     try:
         config_class, cls = (
-            get_class_from_dynamic_module(reference, code_path, local_files_only=True)
-            for reference in found
+            load_class(reference, code_path, local_files_only=True) for reference in found
         )
         return cls, config_class.from_dict(dict(model.source_config))
     except Exception as error:  # whatever that code raises

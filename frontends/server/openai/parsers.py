@@ -90,7 +90,8 @@ class ParserChain:
     def num_calls(self) -> Mapping[str, int]:
         """Calls so far, by their outcome."""
         links = (link for link in self._parsers if isinstance(link, CallsAndReasoning))
-        return next((link.num_calls for link in links), {})
+        nothing: Mapping[str, int] = {}
+        return next((link.num_calls for link in links), nothing)
 
     def count_reasoning(self, token_ids: Sequence[int]) -> int | None:
         """Return how many of the next tokens are reasoning; None: it is not looked for."""
