@@ -204,7 +204,6 @@ def record(engine):
         answer = await Client(app).post(path, fields, headers)
         lines = [f"POST {path} {json.dumps(fields)}"]
         for prompt, params, options in scripted.asked:
-            assert options.pop("loads_adapter") is False  # of every request of a server
             options = {name: value for name, value in options.items() if value is not None}
             asked = [prompt, chosen(params), options]
             lines.append(f"engine {json.dumps(asked, default=repr, sort_keys=True)}")
