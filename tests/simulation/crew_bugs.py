@@ -11,6 +11,7 @@ from trouper.actors.messages.results import DeviceLost, StepDone
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.quarantine import Quarantine
+from trouper.actors.scheduling.running import Running
 
 from .bugs import bug
 from .crew_scenario import draw_crew, draw_slow_steps, draw_with_killer
@@ -142,7 +143,7 @@ def epoch_kept(right):
 @crew_bug(Policy, "lose_device")
 def slot_not_given_again(right):
     def faulty(self, loss):
-        with patch.object(Policy, "preempt_all", lambda policy: None):
+        with patch.object(Running, "lose_all", lambda running: None):
             return right(self, loss)
 
     return faulty
