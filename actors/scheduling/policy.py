@@ -67,7 +67,7 @@ class Policy:
         self._num_stages = min(config.num_stages, config.max_steps_in_flight)
         self._max_num_running = min(config.max_num_seqs, config.max_num_active_seqs)
         self._bisection = FaultBisection()
-        self._quarantine = Quarantine()
+        self._quarantine = Quarantine(config.num_speculative_tokens)
         self._token_budget = TokenBudget(config.max_num_scheduled_tokens)
         self._step = 0
         self._epoch = 0

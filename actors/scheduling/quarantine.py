@@ -34,9 +34,14 @@ class Suspect(msgspec.Struct, frozen=True, eq=False):
 
 
 class Quarantine:
-    """The suspects, and those of them that are under test."""
+    """The suspects, and those of them that are under test.
 
-    def __init__(self) -> None:
+    Args:
+        num_drafts: positions behind its tokens that a step may have computed for a sequence, too.
+    """
+
+    def __init__(self, num_drafts: int = 0) -> None:
+        self._num_drafts = num_drafts
         self._suspects: list[Suspect] = []  # at most the columns of a step, `max_num_seqs`
         self._tested: list[Suspect] = []
         self._num_losses = 0  # of this search
@@ -65,7 +70,7 @@ class Quarantine:
             self._end()
             return culprit, num_losses
         self._suspects = [
-            Suspect(sequence, min(end, sequence.num_tokens))
+            Suspect(sequence, min(end, sequence.num_tokens) + self._num_drafts)
             for sequence, end in columns
             if sequence.state is not State.FINISHED
         ]
