@@ -42,8 +42,8 @@ NAMED_ERROR = {  # of the Messages API
         "request_id": {"type": "string"},
     },
 }
-ANYWHERE = (400, 401, 408, 413, 414, 415, 431, 500, 503)
-TAKING_WORK = (404, 429, 504)
+ANYWHERE = (400, 401, 404, 408, 413, 414, 415, 431, 500, 503)
+TAKING_WORK = (429, 504)
 IN_PATH = re.compile(r"\{(\w+)\}")
 
 
