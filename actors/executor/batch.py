@@ -104,7 +104,8 @@ def _samples(
     if num_drafts is None:
         return Samples(entries, last_tokens[entries], chosen[entries], seq_lens[entries])
     times = num_drafts[entries] + 1
-    before_last: np.ndarray = np.repeat(np.cumsum(times), times) - 1 - np.arange(np.sum(times))
+    num_samples: list[int] = times.tolist()
+    before_last = np.concatenate([np.arange(num, dtype=np.int64)[::-1] for num in num_samples])
     entries = entries.repeat(times)
     return Samples(
         entries,

@@ -3,7 +3,7 @@
 import sys
 from typing import Literal
 
-import httpx
+import httpx  # langchain's own
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 

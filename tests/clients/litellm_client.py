@@ -2,7 +2,7 @@
 
 import sys
 
-import httpx
+import httpx  # litellm's own
 import litellm
 
 HI = [{"role": "user", "content": "Hello"}]
