@@ -3,7 +3,7 @@
 import sys
 from typing import Literal
 
-import httpx  # langchain's own
+import httpx  # noqa: ASYNC127 - what langchain itself uses
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 

@@ -2,7 +2,7 @@
 
 import sys
 
-import httpx  # litellm's own
+import httpx  # noqa: ASYNC127 - what litellm itself uses
 import litellm
 
 HI = [{"role": "user", "content": "Hello"}]
