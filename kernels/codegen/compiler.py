@@ -1,8 +1,9 @@
 """From a kernel's function to machine code, kept on disk: the second start loads what the first compiled.
 
 Laws:
-  * The key of a file is what its content depends on: every source of this folder, the processor's name
-    and features, the version of LLVM.  A file under a key never changes.
+  * The key of a file is what its content depends on: the sources that its kernel is made of (`sources.py`), the
+    processor's name and features, the version of LLVM.  A file under a key never changes, and a change of one
+    kernel's source compiles that kernel anew and no other.
   * A file begins with the hash of the rest, and is renamed into place.  Whatever else is found there
     (cut off, foreign, not ours) is compiled anew.  Nothing is unpickled.
 """
@@ -16,6 +17,7 @@ import hashlib
 import logging
 import os
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from typing import Any
 from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding
 
+from trouper.kernels.codegen import sources
 from trouper.kernels.codegen.builder import KernelBuilder
 
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -33,14 +36,13 @@ logger = logging.getLogger(__name__)
 _compiling = threading.Lock()
 
 
-def address_of(name: str, write: Callable[[KernelBuilder], None]) -> tuple[int, object]:
+def address_of(name: str, write: Callable[..., None], *options: object) -> tuple[int, object]:
     """Return the address of the function that `write` writes, and the library that must outlive its calls."""
     with _compiling:
-        folder = cache_folder()
-        file = None if folder is None else folder / f"{name}.o"
+        file = _file_for(name, write)
         image = None if file is None else _read(file)
         if image is None:
-            image = _compile(name, write)
+            image = _compile(name, write, *options)
             if file is not None:
                 _write(file, image)
         jit = binding.create_lljit_compiler(_target_machine(), use_jit_link=False)
@@ -54,8 +56,6 @@ def cache_folder() -> Path | None:
     """Return this user's own folder for machine code; None where none can be kept, and every start compiles."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(file.read_bytes())
     features = sorted(name for name, has in binding.get_host_cpu_features().items() if has)
     for part in (binding.get_host_cpu_name(), *features, llvmlite_version):
         digest.update(f"{part}\n".encode())
@@ -69,6 +69,18 @@ def cache_folder() -> Path | None:
         logger.warning("%s belongs to somebody else: kernels are compiled each time", folder)
         return None
     return folder
+
+
+def _file_for(name: str, write: Callable[..., None]) -> Path | None:
+    """Return where the machine code of a kernel lies; None where none is kept."""
+    folder, writer = cache_folder(), getattr(sys.modules[write.__module__], "__file__", None)
+    if folder is None or writer is None:
+        return None
+    try:
+        digest = sources.digest_of(Path(writer), Path(__file__))
+    except OSError:  # bytecode alone
+        return None
+    return folder / f"{name}-{digest[:16]}.o"
 
 
 def _read(file: Path) -> bytes | None:
@@ -87,9 +99,9 @@ def _write(file: Path, image: bytes) -> None:
         os.replace(made.name, file)
 
 
-def _compile(name: str, write: Callable[[KernelBuilder], None]) -> bytes:
+def _compile(name: str, write: Callable[..., None], *options: object) -> bytes:
     code = KernelBuilder(name)
-    write(code)
+    write(code, *options)
     machine = _target_machine()
     module = binding.parse_assembly(code.finish())
     module.verify()

@@ -21,10 +21,7 @@ import struct
 import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from trouper.kernels.codegen.builder import KernelBuilder
+from typing import Any, Protocol
 
 _local = threading.local()
 _making = threading.Lock()
@@ -71,20 +68,16 @@ class Kernel:
 
 
 @functools.cache
-def compiled(write: "Callable[..., None]", *options: object) -> Kernel:
+def compiled(write: Callable[..., None], *options: object) -> Kernel:
     """Return the kernel that `write(code, *options)` writes, from the disk if it was compiled before."""
     from trouper.kernels.codegen.compiler import address_of
 
     name = "_".join((write.__name__, *map(str, options)))
-
-    def write_all(code: "KernelBuilder") -> None:
-        write(code, *options)
-
     # The cache alone would let two threads make one each, and drop the one whose address is recorded.
     with _making:
         key = write, options
         if key not in _made:
-            _made[key] = Kernel(name, *address_of(name, write_all))
+            _made[key] = Kernel(name, *address_of(name, write, *options))
         return _made[key]
 
 

@@ -1,7 +1,10 @@
 """Kernels on the disk: what is found there is used only if it is what was written."""
 
 import ctypes
+import re
+import sys
 import threading
+import types
 
 import pytest
 
@@ -27,7 +30,7 @@ def compilations(monkeypatch):
     names = []
     compile_ = machine_code._compile
     monkeypatch.setattr(
-        machine_code, "_compile", lambda name, write: (names.append(name), compile_(name, write))[1]
+        machine_code, "_compile", lambda name, *rest: (names.append(name), compile_(name, *rest))[1]
     )
     return names
 
@@ -43,7 +46,38 @@ def answers():
 def test_the_second_start_compiles_nothing(folder, compilations):
     assert answers() == answers() == [1, 2, 5, 10]
     assert compilations == ["answer"]
-    assert [file.name for file in folder.iterdir()] == ["answer.o"]
+    (file,) = folder.iterdir()
+    assert re.fullmatch(r"answer-[0-9a-f]{16}\.o", file.name)
+
+
+def test_a_change_of_one_source_compiles_its_kernel_anew_and_no_other(
+    folder, compilations, tmp_path_factory, monkeypatch
+):
+    sources_folder = tmp_path_factory.mktemp("sources")
+    text = "def write(code):\n    (at,) = code.arguments(1)\n    code.pointer(at, 'i64')[0] = {}\n"
+
+    def run_all(**values):
+        """The results of these kernels, whose sources hold these values, in a process that starts."""
+        found = []
+        for name, value in values.items():
+            file = sources_folder / f"{name}.py"
+            file.write_text(text.format(value))
+            module = types.ModuleType(name)
+            module.__file__ = str(file)
+            exec(file.read_text(), vars(module))
+            monkeypatch.setitem(sys.modules, name, module)
+            machine_code.sources._read.cache_clear()
+            target = ctypes.c_int64()
+            kernel = launch.Kernel(name, *machine_code.address_of(name, module.write))
+            kernel(1, ctypes.addressof(target))
+            found.append(target.value)
+        return found
+
+    assert run_all(kernel_one=1, kernel_two=2) == [1, 2]
+    assert run_all(kernel_one=3, kernel_two=2) == [3, 2]
+    assert compilations == ["kernel_one", "kernel_two", "kernel_one"]
+    assert run_all(kernel_one=1, kernel_two=2) == [1, 2]  # both are still there
+    assert len(compilations) == 3
 
 
 @pytest.mark.parametrize(
@@ -58,7 +92,7 @@ def test_the_second_start_compiles_nothing(folder, compilations):
 )
 def test_a_damaged_file_is_compiled_anew_and_replaced(folder, compilations, damage):
     answers()
-    file = folder / "answer.o"
+    (file,) = folder.iterdir()
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     assert answers() == [1, 2, 5, 10]
@@ -74,7 +108,7 @@ def test_a_folder_that_takes_no_file_costs_time_alone(folder, compilations, monk
     assert compilations == ["answer"] * 2
 
 
-def test_the_folder_is_of_this_user_and_of_this_source(tmp_path, monkeypatch):
+def test_the_folder_is_of_this_user_and_of_this_compiler(tmp_path, monkeypatch):
     find = machine_code.cache_folder.__wrapped__
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = find()
