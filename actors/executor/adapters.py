@@ -94,7 +94,9 @@ class AdapterSlots:
             raise _bad(f"these modules are not the model's, or not adapted: {_listed(unknown)}")
         if not sides:
             raise _bad("it holds no matrix")
-        return {module: self._low_rank(module, config, pair) for module, pair in sides.items()}
+        return {
+            module: self._low_rank(module, config, pair) for module, pair in sorted(sides.items())
+        }
 
     def _low_rank(self, module: str, config: AdapterConfig, pair: dict[str, Tensor]) -> LowRank:
         if len(pair) < 2:

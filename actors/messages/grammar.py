@@ -1,18 +1,58 @@
-"""A compiled grammar on its way from the renderer to the device."""
+"""A grammar on its way from the renderer to the device, which may be in another process."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from trouper.actors.messages.thinking import Thinking
 
 
-class Grammar(Protocol):
-    """Rules for the outputs of one request, as devices see them.  Sequences share them, and they never change."""
+class Vocabulary(msgspec.Struct, frozen=True):
+    """Renderer → device: the tokens of a model, as grammars and reasoning read them.
 
+    It goes to a device in another process, once and before the first grammar.
+    """
+
+    rules: str  # a tokenizer.json
+    num_tokens: int  # that masks are made for
+    eos_token_ids: tuple[int, ...]
+    texts: tuple[str, ...]  # of the tokens by id
+
+
+class GrammarRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Rules for the outputs of one request, as they cross to another process."""
+
+    source: (
+        str | None
+    )  # as `llguidance` reads it; None: behind its reasoning an output may be anything
     eos_token_ids: tuple[int, ...]  # all of them end the output
     ignore_eos: bool  # they are drawn only where nothing else can be
     num_tokens: int  # of the vocabulary that masks are made for
     thinking: Thinking | None  # reasoning that comes first
 
-    def matcher(self) -> Any:
-        """Return a matcher of `llguidance` at the beginning of an output; None: behind its reasoning it may be anything."""
-        ...
+
+class Grammar:
+    """Rules for the outputs of one request, as devices see them.  Sequences share them, and they never change.
+
+    Args:
+        matcher: returns a matcher of `llguidance` at the beginning of an output; None: behind its reasoning it may be anything.
+        text_of: gives the text of a token.
+        vocabulary: for a device in another process; None: it is in this one.
+    """
+
+    def __init__(
+        self,
+        rules: GrammarRules,
+        matcher: Callable[[], Any],
+        text_of: Callable[[int], str],
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
+        self.rules = rules
+        self.eos_token_ids, self.ignore_eos = rules.eos_token_ids, rules.ignore_eos
+        self.num_tokens, self.thinking = rules.num_tokens, rules.thinking
+        self.matcher, self.text_of = matcher, text_of
+        self.vocabulary = vocabulary
+
+    def __repr__(self) -> str:
+        return f"<Grammar of {len(self.rules.source or '')} characters>"

@@ -1,7 +1,5 @@
 """The reasoning that an output may begin with, on its way from the renderer to the device."""
 
-from collections.abc import Callable
-
 import msgspec
 
 
@@ -17,4 +15,3 @@ class Thinking(msgspec.Struct, frozen=True):
     end_ids: tuple[int, ...]
     begins_inside: bool  # the prompt has opened it
     budget: int | None  # tokens, after which its end is forced
-    text_of: Callable[[int], str]  # of a token

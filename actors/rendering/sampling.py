@@ -24,7 +24,7 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16  # by which embeddings are named in the prefix cache
     max_edits: int | None = None  # tokens that are biased or banned; None: as many as you like
     max_bad_word: int | None = None  # tokens of a bad word
-    takes_grammars: bool = True  # the device is in this process
+    sends_grammars: bool = False  # the device is in another process
     reasoning: Marks | None = None  # where the options name them
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
 

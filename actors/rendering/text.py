@@ -91,7 +91,7 @@ class Prompts:
         self._templates = ConfinedTemplates()
         eos = tuple(eos_ids(limits, tokenizer))
         self._grammars = Grammars(
-            tokenizer, limits.vocab_size, eos, limits.takes_grammars, limits.structured_outputs
+            tokenizer, limits.vocab_size, eos, limits.sends_grammars, limits.structured_outputs
         )
 
     @classmethod
@@ -106,7 +106,7 @@ class Prompts:
             block_size=config.block_size,
             max_edits=MAX_EDITS if config.device == "cuda" else None,
             max_bad_word=MAX_BAD_WORD + 1 if config.device == "cuda" else None,
-            takes_grammars=config.device_worker == "inline",
+            sends_grammars=config.device_worker == "process",
             reasoning=config.reasoning,
             structured_outputs=config.structured_outputs,
         )

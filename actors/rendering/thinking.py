@@ -42,5 +42,4 @@ def thinking_of(
         end_ids=end_ids,
         begins_inside=prompt.rstrip().endswith(start),
         budget=budget,
-        text_of=tokenizer.token_text,
     )

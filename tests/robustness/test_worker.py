@@ -14,8 +14,6 @@ from tests.robustness.faulty_worker import POISON
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.launch_local import MODULE, launch
 from trouper.actors.executor.devices.process import ProcessDevice
-from trouper.actors.rendering.text import Prompts
-from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import (
@@ -24,9 +22,8 @@ from trouper.errors import (
     GenerationError,
     RetryableRequestError,
     TrouperValidationError,
-    UnsupportedFeatureError,
 )
-from trouper.params import SamplingParams, StructuredOutputsParams
+from trouper.params import SamplingParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 NUM_TOKENS = 24
@@ -245,13 +242,3 @@ async def test_a_sleeping_worker_that_dies_sleeps_again_and_wakes():
         await engine.controls.resume()
         assert await texts(engine) == expected
     assert len(crew.peers) == 2
-
-
-async def test_a_grammar_is_refused_by_name_where_the_model_is_in_another_process():
-    config = resolve(EngineArgs(device_worker="process"))
-    tokenizer = Tokenizer.load(config.tokenizer)
-    prompts = Prompts.for_engine(config, tokenizer)
-    wanted = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
-    with pytest.raises(UnsupportedFeatureError, match="--device-worker inline") as caught:
-        prompts._grammars.compile(wanted)
-    assert caught.value.parameter == "structured_outputs"

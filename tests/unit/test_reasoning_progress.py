@@ -17,9 +17,8 @@ def follow(tokens, *, budget=None, begins_inside=True, has_grammar=False, split=
         end_ids=(END_1, END_2) if split else (END,),
         begins_inside=begins_inside,
         budget=budget,
-        text_of=TEXTS.__getitem__,
     )
-    progress = ReasoningProgress(thinking, has_grammar=has_grammar)
+    progress = ReasoningProgress(thinking, TEXTS.__getitem__, has_grammar=has_grammar)
     forced = [progress.forced]
     is_free = []
     for token in tokens:

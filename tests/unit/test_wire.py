@@ -11,11 +11,20 @@ from hypothesis import strategies as st
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.devices import wire
 from trouper.actors.messages.embeds import Embeds
+from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
+from trouper.actors.messages.thinking import Thinking
+from trouper.actors.rendering.grammars import Grammars
+from trouper.actors.rendering.matchers import ReceivedGrammars
+from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.config.adapters import AdapterConfig, AdapterFiles
 from trouper.config.args import EngineArgs
+from trouper.config.model import DEMO_MODEL
 from trouper.config.resolve import resolve
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.params import SamplingParams, StructuredOutputsParams
 
 
 def a_plan(num_rows=4, num_embeds_bytes=0):
@@ -27,12 +36,16 @@ def a_plan(num_rows=4, num_embeds_bytes=0):
     return StepPlan(9, 0, (0,), (0,), (num_rows,), (1,), (new,), ((0, (5, 6)),), ((1, 2),))
 
 
+VOCABULARY = Vocabulary('{"added_tokens": []}', 3, (0,), ("a", "b", ""))
+THINKING = Thinking("<a>", "</a>", (1,), (2,), begins_inside=True, budget=5)
 FRAMES = [
     a_plan(),
     StepDone(9, ((5,), ())),
     StepFailed(3, "RuntimeError: x", True),
     wire.Call(1, "wake", tags=("weights",)),
+    wire.Call(2, "load_adapter", slot=3, adapter=AdapterFiles(AdapterConfig(r=4), b"\0" * 9)),
     wire.Close(),
+    VOCABULARY,
     wire.Loaded(DeviceInfo(8, 128, "bfloat16", "cpu")),
     wire.Broken(wire.ErrorText("TrouperValidationError", "too little", "kv_cache_memory")),
 ]
@@ -52,6 +65,33 @@ def test_frames_come_out_as_they_went_in_wherever_the_bytes_are_cut(frames, data
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
     pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
     assert list(frames_of(*pieces)) == frames
+
+
+def test_a_grammar_crosses_as_its_rules():
+    rules = GrammarRules(
+        source="x" * 2**16, eos_token_ids=(0,), ignore_eos=True, num_tokens=3, thinking=THINKING
+    )
+    grammar = Grammar(rules, lambda: "mine", "?".replace)
+    new = NewSequence(0, SequenceId(7), (1, 2), 2, (4,), Sampling(), grammar=grammar)
+    data, file = wire.encode(StepPlan(1, 0, (0,), (0,), (2,), (1,), (new,)))
+    received = ReceivedGrammars()
+    received.take(VOCABULARY)
+    reader = wire.FrameReader(received.make)
+    reader.feed(data, [file])
+    taken = reader.take().new_sequences[0].grammar
+    assert (taken.rules, taken.thinking, taken.vocabulary) == (rules, THINKING, None)
+    assert [taken.text_of(token) for token in (0, 2, 99)] == ["a", "", ""]
+
+
+def test_a_matcher_of_a_grammar_that_crossed_allows_the_same_tokens():
+    tokenizer = Tokenizer.load(DEMO_MODEL)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[a-f]+"))
+    sent = Grammars(tokenizer, 4096, (0, 2), sends_grammars=True).compile(params)
+    received = ReceivedGrammars()
+    received.take(sent.vocabulary)
+    taken = received.make(sent.rules)
+    assert taken.matcher().compute_bitmask() == sent.matcher().compute_bitmask()
+    assert [taken.text_of(i) for i in range(4096)] == [tokenizer.token_text(i) for i in range(4096)]
 
 
 def test_a_resolved_config_crosses():
@@ -111,3 +151,13 @@ def test_files_of_frames_that_were_not_taken_are_closed():
     reader.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
+
+
+@pytest.mark.parametrize("kind", [TrouperValidationError, UnsupportedFeatureError])
+def test_an_error_of_our_own_comes_out_as_it_went_in(kind):
+    found = wire.as_exception(wire.describe_error(kind("lora_path: bad", parameter="lora_path")))
+    assert type(found) is kind
+    assert (str(found), found.parameter) == (
+        str(kind("lora_path: bad", parameter="lora_path")),
+        "lora_path",
+    )

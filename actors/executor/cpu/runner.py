@@ -201,7 +201,8 @@ class CpuRunner:
     def _apply_changes(self, plan: StepPlan, kv: KVCache) -> None:
         for new in plan.new_sequences:
             self._slots.place(new)
-            self._sampler.place(new.request_slot, new.grammar)
+            # of the stages the last alone samples
+            self._sampler.place(new.request_slot, new.grammar if self._stage.is_last else None)
             if self._drafter is not None:
                 self._drafter.place(new.request_slot, has_grammar=new.grammar is not None)
         for slot, block_ids in plan.new_blocks:

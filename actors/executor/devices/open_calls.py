@@ -69,6 +69,7 @@ def _make_call(number: int, method: str, args: tuple[object, ...]) -> Call:
     names: dict[str, Callable[..., Call]] = {
         "sleep": lambda level: Call(number, "sleep", level=level),
         "wake": lambda tags: Call(number, "wake", tags=tuple(sorted(tags))),
+        "load_adapter": lambda slot, files: Call(number, "load_adapter", slot=slot, adapter=files),
         "start_profile": lambda folder, prefix: Call(
             number, "start_profile", folder=folder, prefix=prefix
         ),

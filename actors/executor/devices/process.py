@@ -11,7 +11,7 @@ answered has been handed out; `DeviceBack` follows when the successors are loade
 import logging
 import math
 from collections import deque
-from typing import cast
+from typing import TypeVar, cast
 
 import anyio
 import msgspec
@@ -20,6 +20,7 @@ from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
 from trouper.actors.executor.devices.launch_local import Launcher, launch
 from trouper.actors.executor.devices.model_host import check_call, log_phase
 from trouper.actors.executor.devices.open_calls import OpenCalls
+from trouper.actors.executor.devices.state_in_force import StateInForce
 from trouper.actors.executor.devices.supervision import (
     Death,
     RestartBudget,
@@ -34,7 +35,6 @@ from trouper.actors.executor.devices.wire import (
     Close,
     ErrorText,
     Frame,
-    Load,
     Loaded,
     LogRecord,
     Progress,
@@ -62,8 +62,9 @@ from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError, RetryableRequestError
 
 logger = logging.getLogger(__name__)
+FrameKind = TypeVar("FrameKind", Loaded, Returned)
+NO_CALL = -1  # the number of a call that belongs to the start of a worker
 CLOSE_S = 10.0  # for a worker to give its memory back, before it is killed
-ALL_MEMORY = frozenset({"weights", "kv_cache"})
 
 
 class SubmittedPlan(msgspec.Struct, frozen=True):
@@ -97,8 +98,8 @@ class ProcessDevice:
         self._last_answer_s = -math.inf
         self._last_epoch = self._lost_epoch = -1
         self._calls = OpenCalls()
-        self._sleep_level, self._woken = 0, ALL_MEMORY
-        self._profile: tuple[str, str] | None = None
+        self._in_force = StateInForce()
+        self._has_vocabulary = False  # the workers that run now
         self._budget = RestartBudget(config.max_worker_restarts, config.worker_restart_window_s)
         self._deadlines = StepDeadlines(config.step_timeout_s)
         self._lost_s = 0.0
@@ -135,8 +136,18 @@ class ProcessDevice:
             self._lost_epoch = self._last_epoch
             return
         self._plans.append(_submitted(plan, anyio.current_time()))
+        if isinstance(plan, StepPlan) and not self._has_vocabulary:
+            self._send_vocabulary(plan)
         send_to_all(self._workers, plan)
         self._waiting.deadline = self._deadline_s()
+
+    def _send_vocabulary(self, plan: StepPlan) -> None:
+        """Have the vocabulary there before the first grammar."""
+        grammars = [new.grammar for new in plan.new_sequences if new.grammar is not None]
+        if grammars:
+            assert grammars[0].vocabulary is not None, "it is for a device in another process"
+            send_to_all(self._workers, grammars[0].vocabulary)
+            self._has_vocabulary = True
 
     async def receive(self) -> DeviceEvent:
         while True:
@@ -196,21 +207,37 @@ class ProcessDevice:
                 for worker in self._workers:
                     await worker.end(0.0)  # noqa: ASYNC120  # shielded, so that the error is raised
             raise
-        woken = () if self._sleep_level == 0 else tuple(sorted(self._woken))
+        self._has_vocabulary = False
         for worker in self._workers:
-            load = Load(config, worker.rank, self._sleep_level, woken, self._profile)
-            send_to_all([worker], load)
-        loaded: list[DeviceInfo] = []
-        while len(loaded) < len(self._workers):
+            send_to_all([worker], self._in_force.load(config, worker.rank))
+        loaded = await self._frames_of_all(Loaded)
+        if isinstance(loaded, Death):
+            return loaded
+        for slot, files in self._in_force.adapters.items():
+            # one by one, so that there is room in the sockets
+            send_to_all(self._workers, Call(NO_CALL, "load_adapter", slot=slot, adapter=files))
+            answers = await self._frames_of_all(Returned)
+            if isinstance(answers, Death):
+                return answers
+            error = next((answer.error for answer in answers if answer.error is not None), None)
+            if error is not None:
+                return await self._reap(0, broken=f"an adapter: {error.kind}: {error.message}")
+        infos = [frame.info for frame in loaded]
+        return min(infos, key=lambda info: info.num_blocks)  # a block is on every stage
+
+    async def _frames_of_all(self, kind: type[FrameKind]) -> list[FrameKind] | Death:
+        """Wait until each worker that is being started has sent a frame of a kind."""
+        frames: list[FrameKind] = []
+        while len(frames) < len(self._workers):
             found = await self._next_frame()
             if isinstance(found, Death):
                 return found
             rank, frame = found
-            if isinstance(frame, Loaded):
-                loaded.append(frame.info)
+            if isinstance(frame, kind):
+                frames.append(frame)
             else:
                 self._note(rank, frame)
-        return min(loaded, key=lambda info: info.num_blocks)  # a block is on every stage
+        return frames
 
     def _launch_all(self) -> None:
         """Start a process for each rank, with its ends of the rings between them.
@@ -326,29 +353,13 @@ class ProcessDevice:
             case Returned():
                 call = self._calls.note(frame, len(self._workers))
                 if call is not None:
-                    self._follow(call)
+                    self._in_force.follow(call)
             case LogRecord(name, level, message):
                 logging.getLogger(f"trouper.worker.{rank}.{name}").log(level, "%s", message)
             case Progress(phase):
                 log_phase(phase, where=f"worker {rank}: ")
             case _:
                 logger.warning("worker %d sent a %s", rank, type(frame).__name__)
-
-    def _follow(self, call: Call) -> None:
-        """Remember what a successor has to be brought into."""
-        match call.method:
-            case "sleep":
-                self._sleep_level, self._woken = call.level, frozenset()
-            case "wake":
-                self._woken |= frozenset(call.tags)
-                if self._woken >= ALL_MEMORY:
-                    self._sleep_level = 0
-            case "start_profile":
-                self._profile = call.folder, call.prefix
-            case "stop_profile":
-                self._profile = None
-            case _:
-                pass
 
     def _lose(self, death: Death) -> DeviceLost:
         """Count a loss; calls under way fail for their askers.

@@ -9,6 +9,8 @@ import mmap
 import os
 import struct
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -16,16 +18,19 @@ import numpy as np
 
 from trouper import errors
 from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
+from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
-from trouper.errors import TrouperError, TrouperValidationError
+from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 
 HEADER = struct.Struct("<BI")
-# Bytes of a frame that goes through the socket: the plans in flight (stages + 1) and three calls, 5 * 2**15, fit into its
-# buffer of 212,992 bytes, so that sending never waits.  A plan of 64 rows has 490 bytes, one with a prompt of 8,192 tokens 25,000.
+# Bytes of a frame that goes through the socket: the plans in flight (stages + 1), three calls and the vocabulary, 6 * 2**15,
+# fit into its buffer of 212,992 bytes, so that sending never waits.  A plan of 64 rows has 490 bytes, one with a prompt of 8,192 tokens 25,000.
 MAX_INLINE = 2**15
 MAX_FRAME = 2**32 - 1
+MakeGrammar = Callable[[GrammarRules], Grammar]
 IN_FILE = 0x80  # in the kind: the payload lies in a memory file
 
 
@@ -43,11 +48,13 @@ class Call(msgspec.Struct, frozen=True):
     """Engine → worker: anything but a step, behind the plans already sent."""
 
     number: int
-    method: Literal["sleep", "wake", "start_profile", "stop_profile", "probe"]
+    method: Literal["sleep", "wake", "load_adapter", "start_profile", "stop_profile", "probe"]
     level: int = 0
     tags: tuple[str, ...] = ()
     folder: str = ""
     prefix: str = ""
+    slot: int = 0
+    adapter: AdapterFiles | None = None
 
 
 class Close(msgspec.Struct, frozen=True):
@@ -96,14 +103,14 @@ class Broken(msgspec.Struct, frozen=True):
     error: ErrorText
 
 
-ToWorker = Load | StepPlan | PoolPlan | Call | Close
+ToWorker = Load | StepPlan | PoolPlan | Call | Close | Vocabulary
 FromWorker = Loaded | Progress | LogRecord | StepDone | PoolDone | StepFailed | Returned | Broken
 Frame = ToWorker | FromWorker
 
 # A kind is a place in this table: append, never reorder.
 TYPES: tuple[type[Any], ...] = (
     Load, StepPlan, PoolPlan, Call, Close,
-    Loaded, Progress, LogRecord, StepDone, PoolDone, StepFailed, Returned, Broken,
+    Loaded, Progress, LogRecord, StepDone, PoolDone, StepFailed, Returned, Broken, Vocabulary,
 )  # fmt: skip
 _KINDS = {kind: number for number, kind in enumerate(TYPES)}
 
@@ -124,20 +131,25 @@ def _encode_other(value: object) -> object:
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value)
         return _Array(array.dtype.str, array.shape, array.data.cast("B"))
+    if isinstance(value, Grammar):
+        return value.rules
     if isinstance(value, frozenset):
         return sorted(value)
     raise NotImplementedError(f"{type(value).__name__} does not cross a process")
 
 
-def _decode_other(kind: type, value: Any) -> object:
+def _decode_other(kind: type, value: Any, make_grammar: MakeGrammar | None = None) -> object:
     if kind is np.ndarray:
         array = msgspec.convert(value, _Array)
         return np.frombuffer(array.data, array.dtype).reshape(array.shape)
+    if kind is Grammar and make_grammar is not None:
+        return make_grammar(msgspec.convert(value, GrammarRules))
     raise NotImplementedError(f"{kind.__name__} does not cross a process")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 _decoders = tuple(msgspec.msgpack.Decoder(kind, dec_hook=_decode_other) for kind in TYPES)
+_PLAN = _KINDS[StepPlan]
 
 
 def describe_error(error: BaseException) -> ErrorText:
@@ -145,6 +157,8 @@ def describe_error(error: BaseException) -> ErrorText:
     if isinstance(error, TrouperValidationError):
         value = error.value if isinstance(error.value, int | float | str) else None
         return ErrorText(type(error).__name__, error.message, error.parameter, value)
+    if isinstance(error, UnsupportedFeatureError):
+        return ErrorText(type(error).__name__, str(error), error.parameter)
     return ErrorText(type(error).__name__, str(error))
 
 
@@ -153,6 +167,8 @@ def as_exception(text: ErrorText) -> Exception:
     kind = getattr(errors, text.kind, None)
     if kind is TrouperValidationError:
         return TrouperValidationError(text.message, parameter=text.parameter, value=text.value)
+    if kind is UnsupportedFeatureError:
+        return UnsupportedFeatureError(text.message, parameter=text.parameter)
     if isinstance(kind, type) and issubclass(kind, TrouperError):
         return kind(text.message)
     return errors.DeviceStartError(f"{text.kind}: {text.message}")
@@ -187,9 +203,16 @@ class FrameReader:
     """Cuts a stream of bytes, and the descriptors that came with them, into frames.
 
     Descriptors of memory files belong to the reader until their frame is taken.
+
+    Args:
+        make_grammar: makes the grammar of a plan of its rules; None: no plans are read here, or none with grammars.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make_grammar: MakeGrammar | None = None) -> None:
+        self._plans = _decoders[_PLAN]
+        if make_grammar is not None:
+            hook = partial(_decode_other, make_grammar=make_grammar)
+            self._plans = msgspec.msgpack.Decoder(StepPlan, dec_hook=hook)
         self._bytes = bytearray()
         self._files: deque[int] = deque()
 
@@ -221,7 +244,7 @@ class FrameReader:
         payload = self._read_file(length) if is_in_file else bytes(self._bytes[HEADER.size : end])
         del self._bytes[:end]
         try:
-            return _decoders[kind].decode(payload)
+            return (self._plans if kind == _PLAN else _decoders[kind]).decode(payload)
         except (msgspec.DecodeError, ValueError, TypeError) as error:
             raise WireError(f"not a {TYPES[kind].__name__}: {error}") from None
 

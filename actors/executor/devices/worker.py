@@ -36,6 +36,8 @@ from trouper.actors.executor.devices.wire import (
     describe_error,
     encode,
 )
+from trouper.actors.messages.grammar import Vocabulary
+from trouper.actors.rendering.matchers import ReceivedGrammars
 
 READ_BYTES = 2**18
 MAX_FILES = 16  # memory files that one read may bring; a frame has one at most
@@ -79,7 +81,8 @@ class Worker:
 
     def __init__(self, control: socket.socket, files: tuple[int, ...] = ()) -> None:
         self._control, self._files = control, files
-        self._frames = FrameReader()
+        self._grammars = ReceivedGrammars()
+        self._frames = FrameReader(self._grammars.make)
         self._writing = threading.Lock()  # log records come from any thread
         self._host: ModelHost | None = None
         # Launched steps whose results are still to come: at most those in flight.
@@ -127,6 +130,8 @@ class Worker:
                 self._load(frame)
             case Call():
                 self._call(frame)
+            case Vocabulary():
+                self._grammars.take(frame)
             case Close():
                 self._finish_all()
                 if self._host is not None:
@@ -152,6 +157,7 @@ class Worker:
         arguments: dict[str, tuple[object, ...]] = {
             "sleep": (call.level,),
             "wake": (frozenset(call.tags),),
+            "load_adapter": (call.slot, call.adapter),
             "start_profile": (call.folder, call.prefix),
         }
         try:

@@ -164,7 +164,7 @@ def _reasoning(grammar: Grammar, matcher: Any) -> ReasoningProgress | None:
         and matcher.validate_tokens(list(thinking.start_ids[:1]))
     ):
         return None
-    return ReasoningProgress(thinking, has_grammar=matcher is not None)
+    return ReasoningProgress(thinking, grammar.text_of, has_grammar=matcher is not None)
 
 
 def _set(words_W: np.ndarray, token: int) -> None:

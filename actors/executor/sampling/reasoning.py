@@ -1,5 +1,7 @@
 """How far an output has come in the reasoning that it may begin with.  Pure."""
 
+from collections.abc import Callable
+
 from trouper.actors.messages.thinking import Thinking
 
 
@@ -10,12 +12,15 @@ class ReasoningProgress:
     whose steps were planned ahead, is forced at the same token.
 
     Args:
+        text_of: gives the text of a token.
         has_grammar: the output must match a grammar behind its reasoning; then the reasoning is opened by the mark's own
             ids only.
     """
 
-    def __init__(self, thinking: Thinking, *, has_grammar: bool) -> None:
-        self._thinking = thinking
+    def __init__(
+        self, thinking: Thinking, text_of: Callable[[int], str], *, has_grammar: bool
+    ) -> None:
+        self._thinking, self._text_of = thinking, text_of
         self._has_grammar = has_grammar
         self.is_inside = thinking.begins_inside
         self.is_over = False
@@ -46,7 +51,7 @@ class ReasoningProgress:
         """Take the next token of the output; True: it is not of the reasoning, and the grammar's."""
         if self.is_over:
             return True
-        self._tail += self._thinking.text_of(token)
+        self._tail += self._text_of(token)
         if self.is_inside:
             self._take_inside()
             return False

@@ -1,0 +1,163 @@
+"""What a request brings with it - a grammar, a budget of reasoning, an adapter - in a worker process, and across its death."""
+
+import os
+import re
+import signal
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from tests.adapters import random_tensors, write_adapter
+from trouper.actors.engine.wiring import open_engine
+from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.devices.threaded import ThreadedDevice
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
+from trouper.errors import RetryableRequestError, TrouperValidationError, UnsupportedFeatureError
+from trouper.lora import LoRARequest
+from trouper.params import SamplingParams, StructuredOutputsParams
+
+from .test_worker import Crew
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+NUM_TOKENS = 24
+START, END = "<think>", "</think>"
+OPTIONS = {
+    "dtype": "float32", "max_model_len": 256, "max_num_seqs": 16, "num_gpu_blocks_override": 64,
+    "reasoning_config": {"reasoning_start_str": START, "reasoning_end_str": END},
+}  # fmt: skip
+DIGITS = StructuredOutputsParams(regex="[0-9]{40}")
+ITEMS = {"type": "array", "items": {"type": "integer"}, "minItems": 20}
+
+
+@pytest.fixture(params=["trio"])
+def anyio_backend(request):
+    return request.param
+
+
+@pytest.fixture
+def adapters(tmp_path):
+    return [
+        LoRARequest(
+            f"a{seed}", seed, write_adapter(tmp_path / str(seed), random_tensors(seed=seed))
+        )
+        for seed in (1, 2)
+    ]
+
+
+@asynccontextmanager
+async def an_engine(place, **options):
+    config = resolve(EngineArgs(device_worker=place, **OPTIONS, **options))
+    crew = Crew("trouper.actors.executor.devices.worker", lambda function, *args: function(*args))
+    is_inline = config.device_worker == "inline"
+    device = ThreadedDevice(config) if is_inline else ProcessDevice(config, crew)
+    async with open_engine(config, device) as engine:
+        yield engine, crew
+
+
+def wanted(kind, seed):
+    """The prompt and the parameters of a stream of a kind."""
+    options = {"max_tokens": NUM_TOKENS, "temperature": 1.0, "seed": seed, "ignore_eos": True}
+    match kind:
+        case "regex":
+            return "x =", SamplingParams(structured_outputs=DIGITS, **options)
+        case "json":
+            rules = StructuredOutputsParams(json=ITEMS)
+            return "x =", SamplingParams(structured_outputs=rules, **options)
+        case "budget":
+            return f"x {START}\n", SamplingParams(thinking_token_budget=9, **options)
+        case "both":
+            return f"x {START}\n", SamplingParams(
+                thinking_token_budget=5, structured_outputs=DIGITS, **options
+            )
+        case _:
+            return "def f(", SamplingParams(**options)
+
+
+KINDS = ("regex", "json", "budget", "both", "plain")
+
+
+async def outputs_of(engine, adapters=(None,), *, at_token=None, do=None):
+    """The texts of a stream of each kind with each adapter; `do` is called once, when one of them has `at_token` tokens."""
+    found, is_done = {}, do is None
+
+    async def read(kind, number, adapter):
+        nonlocal is_done
+        prompt, params = wanted(kind, number)
+        async for output in engine.generate(
+            prompt, params, f"{kind}-{number}-{at_token}", lora_request=adapter
+        ):
+            (completion,) = output.outputs
+            found[kind, number] = completion.text, list(completion.token_ids)
+            if not is_done and len(completion.token_ids) >= at_token:
+                is_done = True
+                do()
+
+    async with anyio.create_task_group() as readers:
+        for number, adapter in enumerate(adapters):
+            for kind in KINDS:
+                readers.start_soon(read, kind, number, adapter)
+    return found
+
+
+async def test_grammars_budgets_and_adapters_go_on_with_the_same_tokens_when_the_worker_dies(
+    adapters,
+):
+    """The adapters' files are gone by then."""
+    of_all = [None, *adapters]
+    async with an_engine("inline", enable_lora=True, max_loras=2) as (engine, _):
+        expected = await outputs_of(engine, of_all)
+    assert len({text for text, _ in expected.values()}) == len(expected)
+    assert re.fullmatch("[0-9]+", expected["regex", 0][0])
+    async with an_engine("process", enable_lora=True, max_loras=2) as (engine, crew):
+
+        def kill():
+            for adapter in adapters:
+                os.remove(f"{adapter.lora_path}/adapter_model.safetensors")
+            crew.signal(signal.SIGKILL)
+
+        assert await outputs_of(engine, of_all, at_token=8, do=kill) == expected
+        assert await engine.adapters.load(adapters[0]) is False
+    assert len(crew.peers) == 2
+
+
+@pytest.mark.slow
+async def test_a_sleeping_worker_that_dies_has_its_adapters_again(tmp_path):
+    mine = LoRARequest("mine", 7, write_adapter(tmp_path / "mine", random_tensors(seed=5)))
+    async with an_engine("process", enable_lora=True) as (engine, crew):
+        expected = await outputs_of(engine, [mine])
+        await engine.controls.sleep(level=2)
+        crew.signal(signal.SIGKILL)
+        while True:  # its loss is noticed, its successor loaded
+            try:
+                await engine.controls.wake()
+                break
+            except RetryableRequestError:
+                await anyio.sleep(0.05)
+        await engine.controls.resume()
+        assert await outputs_of(engine, [mine]) == expected
+    assert len(crew.peers) == 2
+
+
+async def test_a_bad_adapter_is_refused_as_inline_and_the_streams_go_on(tmp_path):
+    tensors = random_tensors(rank=32)
+    wide = LoRARequest("wide", 1, write_adapter(tmp_path / "wide", tensors, rank=32))
+    other = random_tensors()
+    other["base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.weight"] = (
+        other.popitem()[1]
+    )
+    dora = LoRARequest("dora", 2, write_adapter(tmp_path / "dora", other))
+    found = []
+    for place in ("inline", "process"):
+        errors = []
+        async with an_engine(place, enable_lora=True) as (engine, _):
+            for adapter, kind in ((wide, TrouperValidationError), (dora, UnsupportedFeatureError)):
+                with pytest.raises(kind) as caught:
+                    await engine.adapters.load(adapter)
+                errors.append((str(caught.value), caught.value.parameter))
+            assert engine.adapters.num_free_slots == 32
+            text, _ = (await outputs_of(engine))["regex", 0]
+        found.append((errors, text))
+    assert found[0] == found[1]
+    assert "max_lora_rank" in found[0][0][0][0]
