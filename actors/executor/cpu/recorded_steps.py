@@ -108,6 +108,8 @@ class RecordedDecoderSteps:
         is_drawn = self._has_logits(num_rows) and self._sampler.is_plain(
             batch.request_slots.tolist()
         )
+        if is_drawn:
+            self._sampler.prepare(samples.slots, samples.ends)
         step = self._steps.get((num_rows, is_drawn))
         if step is None:
             step = self._recorded(num_rows, is_drawn, batch)

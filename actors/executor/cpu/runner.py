@@ -245,7 +245,9 @@ class CpuRunner:
         """Draw a token after each of the batch's samples."""
         _, tokens, slots, ends = batch.samples
         if output.token_R is not None:
-            return Sampled(self._sampler.written(output.token_R, slots, ends), [])
+            assert output.logits_TV is not None
+            drawn = output.logits_TV, tokens, slots, ends, output.token_R
+            return Sampled(self._sampler.settled(*drawn), [])
         if not len(tokens):
             return Sampled([], [])
         assert self._decoder is not None

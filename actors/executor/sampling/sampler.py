@@ -4,7 +4,8 @@
 
 Laws:
   * A request's token is a function of its own logits, parameters, seed and position alone.
-  * A grammar's mask comes after every other edit, in the call that draws; it touches no other request.
+  * A grammar's mask comes after every other edit, in the call that draws; it touches no other request.  What is drawn
+    before its grammar is asked may be drawn once more, with the same noise.
   * A step is one call, whatever the number of requests, but for those that are edited or want logprobs: each
     call lets go of the interpreter's lock, and a busy event loop takes it.
 """
@@ -68,9 +69,10 @@ class Sampler:
 
     def place(self, slot: int, grammar: Grammar | None = None) -> None:
         """Take the parameters of the sequence that took the slot."""
-        self._grammars.place(slot, grammar)
         repetition = self._penalties.place(slot)
         s = self._slots.sampling[slot]
+        is_free = s.temperature == 0 or (s.top_k <= 0 and s.top_p == 1 and not s.min_p)
+        self._grammars.place(slot, grammar, is_plain=is_free and repetition == 1)
         log_min_p = math.log(s.min_p) if s.min_p else -math.inf
         top_k = min(s.top_k, NO_TOP_K)
         seed = s.seed % 2**64
@@ -84,9 +86,12 @@ class Sampler:
         self._grammars.clear()
 
     def is_plain(self, slots: Sequence[int]) -> bool:
-        """Whether `draw` and `written` are all that these slots need."""
-        are_edited = not self._penalties.leave_alone(slots) or self._grammars.any_in(slots)
-        return not are_edited and self._wishes.keys().isdisjoint(slots)
+        """Whether `prepare`, `draw` and `settled` are all that these slots need."""
+        return self._penalties.leave_alone(slots) and self._wishes.keys().isdisjoint(slots)
+
+    def prepare(self, slots_R: np.ndarray, ends_R: np.ndarray) -> None:
+        """Fill the masks that these slots need, before their tokens are drawn."""
+        self._grammars.prepare(slots_R, ends_R)
 
     def draw(
         self,
@@ -103,8 +108,21 @@ class Sampler:
             logits_TV, picked_R, self._parameters, slots_R, ends_R, tokens_SL, masks_S, out
         )
 
-    def written(self, token_R: np.ndarray, slots_R: np.ndarray, ends_R: np.ndarray) -> list[int]:
-        """Write each token into its slot, if it is one, and return all as a list."""
+    def settled(
+        self,
+        logits_TV: Tensor,
+        picked_R: np.ndarray,
+        slots_R: np.ndarray,
+        ends_R: np.ndarray,
+        token_R: np.ndarray,
+    ) -> list[int]:
+        """Draw again what a grammar refuses, write each token into its slot, if it is one, and return all as a list."""
+        refused, failed = self._grammars.refused(slots_R, token_R)
+        if refused:
+            token_R[refused] = self.draw(
+                logits_TV, picked_R[refused], slots_R[refused], ends_R[refused]
+            )
+        token_R[failed] = GRAMMAR_ERROR
         is_drawn_R = token_R >= 0
         self._slots.token_ids[slots_R[is_drawn_R], ends_R[is_drawn_R]] = token_R[is_drawn_R]
         return token_R.tolist()
@@ -132,12 +150,11 @@ class Sampler:
             for i, (slot, picked) in enumerate(pairs):
                 if slot in self._wishes:
                     raw[i] = logits_TV[picked].log_softmax(-1)
-        broken = self._grammars.fill(slots_R, ends_R)
+        self.prepare(slots_R, ends_R)
         spoiled = self._penalties.apply(logits_TV, slots_R, ends_R, picked_R)
         token_R = self.draw(logits_TV, picked_R, slots_R, ends_R)
         token_R[spoiled] = NOT_FINITE
-        token_R[broken] = GRAMMAR_ERROR
-        token_ids = self.written(token_R, slots_R, ends_R)
+        token_ids = self.settled(logits_TV, picked_R, slots_R, ends_R, token_R)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids) if raw else []
         for i, raw_V in raw.items():
             s = self._wishes[int(slots_R[i])]
