@@ -295,9 +295,11 @@ class BeamSearchParams(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if self.structured_outputs is not None:
-            raise UnsupportedFeatureError(
-                "structured_outputs is not supported yet; leave it at None"
+            text = (
+                "structured_outputs: a beam search chooses among the likeliest tokens, of which a grammar "
+                "may allow none; use allowed_token_ids, or generate with n and choose"
             )
+            raise UnsupportedFeatureError(text, parameter="structured_outputs")
         for name in ("beam_width", "max_tokens"):
             value = _plain(getattr(self, name))
             setattr(self, name, value)

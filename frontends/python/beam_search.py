@@ -1,16 +1,18 @@
-"""Beam search over any function that generates: every beam grows by one token a round.
+"""Beam search: every beam grows by one token a round.  Pure: the caller generates, and how it waits is its own.
 
 The shared prefixes of the beams are computed once, by the prefix cache.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, Self, TypeGuard, cast
 
 import msgspec
 
-from trouper.errors import TrouperValidationError
+from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.config.resolve import EngineConfig
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.inputs import PromptType, TokensPrompt
-from trouper.outputs import RequestOutput
+from trouper.outputs import FinishReason, LogprobsOnePosition, RequestOutput
 from trouper.params import MAX_LOGPROB_TOKEN_IDS, BeamSearchParams, SamplingParams
 
 Generate = Callable[[Sequence[PromptType], SamplingParams], Sequence[RequestOutput]]
@@ -25,8 +27,9 @@ class BeamSearchSequence(msgspec.Struct):
     tokens: list[int]
     cum_logprob: float = 0.0
     text: str | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    logprobs: list[LogprobsOnePosition] = []  # a position for each token of the output
 
 
 class BeamSearchOutput(msgspec.Struct):
@@ -40,7 +43,141 @@ class SearchLimits(NamedTuple):
 
     max_logprobs: int  # of one position; -1 is the vocabulary
     max_model_len: int
-    eos_token_ids: Sequence[int]
+    eos_token_ids: Sequence[int]  # each of them ends a beam
+
+    @classmethod
+    def of(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
+        """Return the limits of an engine; a conversation may end with a token that its model's config does not name."""
+        own = None if tokenizer is None else tokenizer.eos_token_id
+        ids = dict.fromkeys((*(() if own is None else (own,)), *config.model.eos_token_ids))
+        return cls(config.max_logprobs, config.max_model_len, tuple(ids))
+
+
+class _Candidate(NamedTuple):
+    """A beam with one token more, which few of them get."""
+
+    beam: BeamSearchSequence
+    position: LogprobsOnePosition
+    token: int
+    cum_logprob: float
+
+    def grown(self) -> BeamSearchSequence:
+        beam = self.beam
+        return BeamSearchSequence(
+            [*beam.tokens, self.token],
+            self.cum_logprob,
+            logprobs=[*beam.logprobs, self.position],
+        )
+
+
+class BeamSearch:
+    """The search for the `beam_width` completions of a prompt with the highest score.
+
+    `prompts` are the requests of the next round, each with the parameters `step`; `take` reads their outputs, until
+    `is_over`.  score = cumulative logprob / max(1, generated tokens) ** length_penalty; a final EOS counts as a
+    generated token, the prompt does not.
+
+    Memory: at most 2 × `beam_width` beams, since of those that have ended only the best are kept.
+
+    Args:
+        num_logprobs: candidates of each position that the caller wants to see.
+
+    Raises:
+        TrouperValidationError: the engine gives fewer than `2 × beam_width` logprobs.
+        UnsupportedFeatureError: the prompt holds embeddings.
+        TypeError: not BeamSearchParams.
+    """
+
+    def __init__(
+        self,
+        prompt: PromptType,
+        params: BeamSearchParams,
+        limits: SearchLimits,
+        *,
+        num_logprobs: int | None = None,
+    ) -> None:
+        check_params(params, limits.max_logprobs)
+        if _holds_embeds(prompt):
+            text = "prompt_embeds: a beam search goes on from token ids; use generate"
+            raise UnsupportedFeatureError(text, parameter="prompt_embeds")
+        self.step = _one_token(params, limits.max_logprobs, num_logprobs)
+        self.is_over = False
+        self.num_tokens = (0, 0)  # of the prompt, and generated in all rounds
+        self.prompt_text: str | None = None
+        self.prompt_token_ids: list[int] = []
+        self._prompt = prompt
+        self._params = params
+        self._limits = limits
+        self._num_rounds = 0
+        self._done: list[BeamSearchSequence] = []
+        self._beams: list[BeamSearchSequence] = []
+
+    def __repr__(self) -> str:
+        return f"<BeamSearch {len(self._beams)} beams after {self._num_rounds} rounds>"
+
+    @property
+    def prompts(self) -> list[PromptType]:
+        """The requests of the next round."""
+        return [_as_prompt(beam, self._prompt) for beam in self._beams] or [self._prompt]
+
+    def take(self, outputs: Sequence[RequestOutput]) -> None:
+        """Read the outputs of a round, one for each of its prompts in order."""
+        if self._num_rounds == 0:
+            first = outputs[0]
+            self.prompt_text, self.prompt_token_ids = first.prompt, list(first.prompt_token_ids)
+            self._beams = [BeamSearchSequence(list(first.prompt_token_ids))]
+        num_generated = self.num_tokens[1] + len(outputs)
+        self.num_tokens = (len(self.prompt_token_ids), num_generated)
+        if any(output.outputs[0].finish_reason == "abort" for output in outputs):
+            self._end("abort")
+            return
+        self._num_rounds += 1
+        self._choose(
+            [
+                candidate
+                for beam, output in zip(self._beams, outputs, strict=True)
+                for candidate in _candidates(beam, output, self._params)
+            ]
+        )
+        num_tokens = len(self.prompt_token_ids) + self._num_rounds
+        is_long = num_tokens >= self._limits.max_model_len
+        if not self._beams or self._num_rounds == self._params.max_tokens or is_long:
+            self._end("length")
+
+    def best(self, decode: Decode) -> BeamSearchOutput:
+        """Return the best beams.
+
+        Args:
+            decode: turns the generated tokens of a beam into its text.
+        """
+        best = self._best([*self._done, *self._beams])
+        for beam in best:
+            beam.text = _text(beam, len(self.prompt_token_ids), self._params, decode)
+        return BeamSearchOutput(best)
+
+    def _choose(self, candidates: list[_Candidate]) -> None:
+        """Keep the best candidates as beams, and those among them that have ended."""
+        eos = () if self._params.ignore_eos else self._limits.eos_token_ids
+        width = self._params.beam_width
+        beams: list[BeamSearchSequence] = []
+        for candidate in sorted(candidates, key=lambda each: -each.cum_logprob):
+            if candidate.token in eos:
+                ended = candidate.grown()
+                ended.finish_reason, ended.stop_reason = "stop", candidate.token
+                self._done = self._best([*self._done, ended])
+            elif len(beams) < width:
+                beams.append(candidate.grown())
+        self._beams = beams
+
+    def _end(self, reason: FinishReason) -> None:
+        self.is_over = True
+        for beam in self._beams:
+            beam.finish_reason = reason
+
+    def _best(self, beams: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
+        num_prompt = len(self.prompt_token_ids)
+        ordered = sorted(beams, key=lambda beam: -_score(beam, num_prompt, self._params))
+        return ordered[: self._params.beam_width]
 
 
 def beam_search(
@@ -51,53 +188,24 @@ def beam_search(
     generate: Generate,
     decode: Decode,
 ) -> BeamSearchOutput:
-    """Return the `beam_width` completions with the highest score.
+    """Search with a function that runs one request for each prompt, and returns their final outputs in order.
 
-    score = cumulative logprob / max(1, generated tokens) ** length_penalty; a final EOS counts as a
-    generated token, the prompt does not.
-
-    Args:
-        generate: runs one request for each prompt, and returns their final outputs in order.
-        decode: turns the generated tokens of a beam into its text.
+    Raises:
+        TrouperValidationError, UnsupportedFeatureError, TypeError: as `BeamSearch`.
     """
-    check_params(params, limits.max_logprobs)
-    step = _one_token(params, limits.max_logprobs)
-    eos = limits.eos_token_ids[:1]
-    done: list[BeamSearchSequence] = []
-    beams: list[BeamSearchSequence] = []
-    num_prompt = 0
-    for round_number in range(params.max_tokens):
-        prompts: Sequence[PromptType] = [_as_prompt(beam, prompt) for beam in beams] or [prompt]
-        outputs = generate(prompts, step)
-        if round_number == 0:
-            beams = [BeamSearchSequence(tokens=list(outputs[0].prompt_token_ids))]
-            num_prompt = len(beams[0].tokens)
-        candidates = [
-            new
-            for beam, output in zip(beams, outputs, strict=True)
-            for new in _grow(beam, output, params)
-        ]
-        beams = []
-        for candidate in sorted(candidates, key=lambda beam: -beam.cum_logprob):
-            if candidate.tokens[-1] in eos and not params.ignore_eos:
-                candidate.finish_reason = "stop"
-                done.append(candidate)
-            elif len(beams) < params.beam_width:
-                beams.append(candidate)
-        if not beams or num_prompt + round_number + 1 >= limits.max_model_len:
-            break
-    for beam in beams:
-        beam.finish_reason = "length"
-    best = sorted([*done, *beams], key=lambda beam: -_score(beam, num_prompt, params))
-    for beam in best[: params.beam_width]:
-        beam.text = _text(beam, num_prompt, params, decode)
-    return BeamSearchOutput(best[: params.beam_width])
+    search = BeamSearch(prompt, params, limits)
+    while not search.is_over:
+        search.take(generate(search.prompts, search.step))
+    return search.best(decode)
 
 
-def _one_token(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
+def _one_token(
+    params: BeamSearchParams, max_logprobs: int, num_shown: int | None
+) -> SamplingParams:
     """Return the parameters of one round; logprobs are the model's own, not only those of allowed tokens."""
     allowed = params.allowed_token_ids
-    width: dict[str, Any] = {"logprobs": 2 * params.beam_width}
+    num = -1 if num_shown == -1 else max(2 * params.beam_width, num_shown or 0)
+    width: dict[str, Any] = {"logprobs": num}
     if allowed is not None:
         is_few = len(set(allowed)) <= MAX_LOGPROB_TOKEN_IDS
         width = (
@@ -109,7 +217,7 @@ def _one_token(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
         temperature=params.temperature,
         allowed_token_ids=allowed,
         ignore_eos=True,  # EOS is a candidate like any other; the search itself ends the beam
-        detokenize=False,
+        detokenize=num_shown is not None,  # only the texts of tokens that are shown are wanted
     )
 
 
@@ -123,20 +231,34 @@ def _is_dict(prompt: PromptType) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(prompt, Mapping)
 
 
-def _grow(
+def _holds_embeds(prompt: PromptType) -> bool:
+    """Tell whether a prompt, or a part of its conversation, is embeddings."""
+    if not _is_dict(prompt):
+        return False
+    messages: Any = prompt.get("messages") or ()
+    contents = [each.get("content") for each in messages if isinstance(each, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return prompt.get("prompt_embeds") is not None or any(
+        isinstance(part, Mapping) and part.get("type") == "prompt_embeds" for part in parts
+    )
+
+
+def _candidates(
     beam: BeamSearchSequence, output: RequestOutput, params: BeamSearchParams
-) -> list[BeamSearchSequence]:
+) -> list[_Candidate]:
+    """Return the `2 × beam_width` likeliest continuations of a beam: enough, if half of them end it."""
     logprobs = output.outputs[0].logprobs
     if not logprobs:
         return []
-    candidates = list(logprobs[0].items())
+    position = logprobs[0]
+    items = list(position.items())
     if params.allowed_token_ids is not None:
         allowed = set(params.allowed_token_ids)
-        candidates = [item for item in candidates if item[0] in allowed]
-        candidates = sorted(candidates, key=lambda item: -item[1].logprob)[: 2 * params.beam_width]
+        items = [item for item in items if item[0] in allowed]
+    items.sort(key=lambda item: -item[1].logprob)  # what was drawn may be one more, and less likely
     return [
-        BeamSearchSequence([*beam.tokens, token], beam.cum_logprob + candidate.logprob)
-        for token, candidate in candidates
+        _Candidate(beam, position, token, beam.cum_logprob + entry.logprob)
+        for token, entry in items[: 2 * params.beam_width]
     ]
 
 

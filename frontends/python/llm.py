@@ -197,9 +197,7 @@ class LLM(PoolingMethods):
         """Return the `beam_width` most probable completions of each prompt."""
         self._check_schedules()
         config = self.thread.engine.config
-        limits = SearchLimits(
-            config.max_logprobs, config.max_model_len, self.model_config.eos_token_ids
-        )
+        limits = SearchLimits.of(config, self.thread.engine.tokenizer)
         given = as_list(prompts)
         return [
             beam_search(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from trouper.actors.engine.generation import Generation
+    from trouper.frontends.server.admission.gate import EngineWork
     from trouper.frontends.server.http.context import RequestContext
     from trouper.frontends.server.service import Service
 
@@ -51,12 +52,16 @@ async def final_outputs(
     context: "RequestContext",
     generations: "Iterable[Generation[T]]",
     places: Sequence[str],
+    whole: "EngineWork | None" = None,
 ) -> list[T]:
-    """Return the last output of each generation, in order; under FINAL_ONLY it is the whole of it."""
+    """Return the last output of each generation, in order; under FINAL_ONLY it is the whole of it.
+
+    `whole` is the work that these generations are a round of, which may take several.
+    """
     found: dict[int, T] = {}
 
     with _listed(service) as opened:
-        await _open(service, context, generations, opened)
+        await _open(service, context, generations, opened, whole)
         if len(opened) > 1:  # a bad last prompt is found before the others run
             await _wait_rendered(opened, places)
         async for i, generation in InTurns(enumerate(opened)):
@@ -75,6 +80,7 @@ async def _open(
     context: "RequestContext",
     generations: "Iterable[Generation[T]]",
     opened: "list[Generation[T]]",
+    whole: "EngineWork | None" = None,
 ) -> None:
     """Open all generations, once the request is admitted, and append them to `opened`.
 
@@ -90,8 +96,8 @@ async def _open(
     async for generation in InTurns(opened):
         context.check_wanted()
         generation.open()
-    if ticket is not None:
-        ticket.generations = opened  # not before: an unopened generation counts as over
+    if ticket is not None:  # not before: an unopened generation counts as over
+        ticket.generations = opened if whole is None else [whole]
 
 
 async def _wait_rendered(

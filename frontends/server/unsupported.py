@@ -22,9 +22,7 @@ STRUCTURE = dict.fromkeys(("grammar", "json_schema", "regex", "ebnf", "structura
 GENERATING = {
     **STRUCTURE,
     "best_of": "use n and choose among the completions",
-    "use_beam_search": "use n with a temperature, or LLM.beam_search in Python",
-    "length_penalty": "it belongs to beam search; leave it out",
-    "early_stopping": "it belongs to beam search; leave it out",
+    "early_stopping": "a beam search ends when max_tokens or no beam is left; leave it out",
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
     "repetition_detection": "use repetition_penalty, or stop",
     "kv_transfer_params": "leave it out",
@@ -65,7 +63,6 @@ SCORING = {
 }
 NEUTRAL: dict[str, Any] = {
     "best_of": 1,
-    "length_penalty": 1.0,
     "modalities": ["text"],
     "truncation": "disabled",
     "top_logprobs": 0,

@@ -132,11 +132,6 @@ ACCEPTED = [
         "status",
         "`input_type` is checked and changes nothing; vLLM refuses it where the model has no instructions",
     ),
-    Accepted(
-        r".*beam search.*",
-        "status",
-        "`use_beam_search` is `LLM.beam_search` in Python, and a 400 over HTTP",
-    ),
 ]
 
 

@@ -166,6 +166,35 @@ SUITE = {
         c("n times prompts", 400, "invalid_value", "n", n=100, prompt=["x"] * 1000),
         c("greedy n", 400, "invalid_value", "n", n=2, temperature=0),
     ],
+    "beams": [
+        *(
+            make(name, 400, "invalid_value", param, **{"use_beam_search": True, "n": 2, **fields})
+            for make in (c, h)
+            for name, param, fields in (
+                ("a stream of beams", "stream", {"stream": True}), ("wide beams", "n", {"n": 11}),
+                ("no beam", "n", {"n": 0}), ("hot beams", "temperature", {"temperature": 3}),
+                ("beams and stops", "stop", {"stop": ["x"]}), ("beams and top_p", "top_p", {"top_p": 0.5}),
+                ("beams and penalties", "repetition_penalty", {"repetition_penalty": 1.2}),
+                ("beams and biases", "logit_bias", {"logit_bias": {"1": 1}}),
+                ("beams and prompt logprobs", "prompt_logprobs", {"prompt_logprobs": 1}),
+                ("beams of an id outside", "allowed_token_ids", {"allowed_token_ids": [10**6]}),
+            )
+        ),
+        *(
+            make("beams and a format", 400, "not_supported", "response_format", use_beam_search=True,
+                 response_format={"type": "json_object"})
+            for make in (c, h)
+        ),
+        c("long beams", 400, "context_length_exceeded", "max_tokens", use_beam_search=True, max_tokens=513),
+        h("long beams", 400, "context_length_exceeded", "max_completion_tokens", use_beam_search=True, max_completion_tokens=513),
+        c("no beams' tokens", 400, "invalid_value", "max_tokens", use_beam_search=True, max_tokens=0, echo=True),
+        c("beams of an echo with logprobs", 400, "invalid_value", "echo", use_beam_search=True, echo=True, logprobs=1),
+        c("beams of embeddings", 400, "invalid_value", "prompt_embeds", use_beam_search=True, prompt_embeds="AAAA"),
+        c("beams with many logprobs", 400, "invalid_value", "logprobs", use_beam_search=True, logprobs=21),
+        c("a penalty without beams", 400, "invalid_value", "length_penalty", length_penalty=2),
+        h("beams and a forced call", 400, "not_supported", "tool_choice", use_beam_search=True,
+          tools=[{"function": {"name": "f"}}], tool_choice="required"),
+    ],
     "B13": [
         *(
             c(f"{name} {value!r}", 400, code, name, **{name: value})

@@ -7,7 +7,7 @@ from trouper.frontends.server.errors import describe
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 
 NEVER_IGNORED = {
-    "grammar", "json_schema", "best_of", "use_beam_search", "logits_processors",
+    "grammar", "json_schema", "best_of", "early_stopping", "logits_processors",
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_the_first_field_in_the_body_is_named():
     [
         *((name, value) for name in ("grammar", "best_of") for value in (None, False, "", [], {})),
         ("best_of", 1), ("modalities", ["text"]), ("function_call", "none"),
-        ("length_penalty", 1.0), ("thinking_token_budget", -1),
+        ("early_stopping", False), ("thinking_token_budget", -1),
     ],
 )  # fmt: skip
 def test_a_value_that_asks_for_nothing_is_allowed(name, value):

@@ -6,6 +6,8 @@ import pytest
 
 from trouper import LLM, BeamSearchParams, SamplingParams
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.frontends.python.beam_search import BeamSearch, SearchLimits, beam_search
+from trouper.outputs import CompletionOutput, Logprob, RequestOutput
 
 SMALL = {
     "max_model_len": 256,
@@ -98,3 +100,89 @@ def test_structured_outputs_are_accepted_at_their_default_only():
 def test_params_of_another_kind_are_refused(llm):
     with pytest.raises(TypeError, match="params must be BeamSearchParams, not SamplingParams"):
         llm.beam_search("x", SamplingParams())
+
+
+EOS = (0, 1)  # of a vocabulary of four
+LIMITS = SearchLimits(max_logprobs=-1, max_model_len=100, eos_token_ids=EOS)
+
+
+def next_logprobs(tokens):
+    """A model of four tokens: what is likely depends on all tokens before."""
+    weights = [1.5 + math.sin(7 * token + 3 * sum(tokens) + len(tokens)) for token in range(4)]
+    return [math.log(weight / sum(weights)) for weight in weights]
+
+
+def answer(prompt, finish_reason="length"):
+    tokens = prompt["prompt_token_ids"]
+    position = {i: Logprob(logprob) for i, logprob in enumerate(next_logprobs(tokens))}
+    completion = CompletionOutput(0, "", [0], logprobs=[position], finish_reason=finish_reason)
+    return RequestOutput("r", None, tokens, None, [completion], finished=True)
+
+
+def all_outputs(num_tokens, prompt):
+    """Every output that ends, with its logprob: at an EOS, or after so many tokens."""
+    open_outputs, ended = [((), 0.0)], []
+    for i in range(num_tokens):
+        grown = [
+            ((*tokens, token), total + logprob)
+            for tokens, total in open_outputs
+            for token, logprob in enumerate(next_logprobs([*prompt, *tokens]))
+        ]
+        ended += [each for each in grown if each[0][-1] in EOS or i == num_tokens - 1]
+        open_outputs = [each for each in grown if each[0][-1] not in EOS]
+    return ended
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 0.7, 1.0, 3.0])
+def test_beams_as_wide_as_the_space_are_the_best_of_all_outputs(length_penalty):
+    params = BeamSearchParams(beam_width=24, max_tokens=4, length_penalty=length_penalty)
+    prompt = {"prompt_token_ids": [2, 3]}
+    found = beam_search(
+        prompt, params, LIMITS,
+        generate=lambda prompts, _: [answer(each) for each in prompts],
+        decode=lambda tokens, _: " ".join(map(str, tokens)),
+    )  # fmt: skip
+    best = sorted(
+        all_outputs(4, [2, 3]), key=lambda each: -each[1] / len(each[0]) ** length_penalty
+    )
+    assert [tuple(beam.tokens[2:]) for beam in found.sequences] == [each[0] for each in best[:24]]
+    for beam, (tokens, logprob) in zip(found.sequences, best, strict=False):
+        is_stopped = tokens[-1] in EOS
+        assert beam.cum_logprob == pytest.approx(logprob)
+        assert beam.text == " ".join(map(str, tokens[:-1] if is_stopped else tokens))
+        assert beam.finish_reason == ("stop" if is_stopped else "length")
+        assert beam.stop_reason == (tokens[-1] if is_stopped else None)
+        assert [
+            position[token].logprob for position, token in zip(beam.logprobs, tokens, strict=True)
+        ]
+
+
+def test_what_has_ended_is_bounded_by_the_width():
+    search = BeamSearch({"prompt_token_ids": [2]}, BeamSearchParams(2, 50), LIMITS)
+    while not search.is_over:
+        search.take([answer(prompt) for prompt in search.prompts])
+        assert len(search._done) <= 2
+        assert len(search._beams) <= 2
+    assert search.num_tokens == (1, 1 + 49 * 2)
+
+
+def test_a_search_that_is_aborted_ends_with_its_beams_so_far():
+    search = BeamSearch({"prompt_token_ids": [2]}, BeamSearchParams(2, 50, ignore_eos=True), LIMITS)
+    search.take([answer(prompt) for prompt in search.prompts])
+    search.take([answer(prompt, "abort") for prompt in search.prompts])
+    assert search.is_over
+    found = search.best(lambda tokens, _: "").sequences
+    assert [(len(beam.tokens), beam.finish_reason) for beam in found] == [(2, "abort")] * 2
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt_embeds": b"x"},
+        {"messages": [{"role": "user", "content": [{"type": "prompt_embeds", "data": "x"}]}]},
+    ],
+    ids=["prompt", "part of a chat"],
+)
+def test_embeddings_are_no_prompt_of_a_search(prompt):
+    with pytest.raises(UnsupportedFeatureError, match="prompt_embeds: a beam search"):
+        BeamSearch(prompt, BeamSearchParams(2, 2), LIMITS)

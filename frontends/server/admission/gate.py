@@ -6,7 +6,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Protocol, Self
 
 import anyio
 
@@ -17,9 +17,6 @@ from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.admission.throughput import Throughput
 from trouper.frontends.server.errors import HTTPError
 
-if TYPE_CHECKING:
-    from trouper.actors.engine.generation import Generation
-
 BYTES_PER_TOKEN = CHARACTERS_PER_TOKEN  # of a body that is not decoded yet
 TTFT_TARGET_S = 10.0  # as much work may wait as is done in this time
 MAX_OUTPUT_ESTIMATE = 256  # of a sequence; `max_tokens` is often far more than what comes
@@ -27,6 +24,18 @@ RETRY_S = 1.0, 60.0  # the least and the most that a client is asked to wait
 LOOK_S = 0.25  # between two looks at all tickets, which take 0.6 ms of 512
 GOLDEN = 0.618033988749895  # its multiples modulo 1 are spread evenly: clients refused now come back one by one
 OVERLOADED = "the server is overloaded, try again later"
+
+
+class EngineWork(Protocol):
+    """Work of the engine for one request: a `Generation`, or several that follow each other."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Tokens of the prompt, and generated so far."""
+        ...
 
 
 class AdmissionGate:
@@ -207,7 +216,7 @@ class AdmissionTicket:
     def __init__(self, gate: AdmissionGate, entry: Entry, num_bytes: int) -> None:
         self.entry = entry
         self.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN
-        self.generations: Sequence[Generation[Any]] = ()  # once the engine has them
+        self.generations: Sequence[EngineWork] = ()  # once the engine has them
         self.waits_since = math.inf
         self._gate = gate
         self._turn = anyio.Event()
@@ -227,9 +236,10 @@ class AdmissionTicket:
         self._gate.resize(self.entry, num_sequences, num_tokens, priority)
 
     async def wait_turn(self) -> None:
-        """Wait until the request may start.  Raises HTTPError when it is evicted."""
-        self.waits_since = self._gate.now()
-        self._gate.wait(self.entry)
+        """Wait until the request may start; one that has started waits no more.  Raises HTTPError when it is evicted."""
+        if not self._turn.is_set():
+            self.waits_since = self._gate.now()
+            self._gate.wait(self.entry)
         if not self._turn.is_set():
             await self._turn.wait()
         if self._refusal is not None:

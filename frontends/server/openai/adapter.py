@@ -17,7 +17,7 @@ from trouper.frontends.server.settings import ServerSettings
 from trouper.frontends.server.usage import RequestMetrics, Usage
 from trouper.lora import LoRARequest
 from trouper.outputs import CompletionOutput, RequestOutput, RequestStateStats
-from trouper.params import SamplingParams
+from trouper.params import BeamSearchParams, SamplingParams
 
 
 class GenerationRequest(Protocol):
@@ -49,12 +49,20 @@ class ReplyHead(NamedTuple):
     created: int  # seconds of the wall clock
 
 
+class BeamRequest(NamedTuple):
+    """The search that takes the place of sampling; its width is the number of choices."""
+
+    params: BeamSearchParams
+    num_logprobs: int | None = None  # that are shown of each position
+
+
 class ParsedRequest(msgspec.Struct, kw_only=True):
     """A request in the engine's terms."""
 
     prompts: Sequence[Any]
     places: Sequence[str]  # the client's name for each prompt, as errors have it
-    params: SamplingParams
+    params: SamplingParams  # of a beam search only n and max_tokens
+    beams: BeamRequest | None = None
     priority: int = 0
     lora_request: LoRARequest | None = None  # where the model that it names is an adapter
     tokenization: dict[str, Any] = {}

@@ -6,6 +6,7 @@ from typing import ClassVar
 import msgspec
 from msgspec import UNSET
 
+from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.dialects.answer_format import ReasoningTokens
 from trouper.frontends.dialects.table import BY_NAME
 from trouper.frontends.server.http.context import DONE, RequestContext
@@ -17,6 +18,7 @@ from trouper.frontends.server.openai.adapter import (
     ServedModel,
     StreamEvent,
 )
+from trouper.frontends.server.openai.beam_params import NO_GRAMMAR, chat_beams, choices_of
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
 from trouper.frontends.server.openai.driver import drive
 from trouper.frontends.server.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -61,17 +63,25 @@ class ChatAdapter:
     @staticmethod
     def parse(request: ChatRequest, model: ServedModel) -> ParsedRequest:
         prompt = chat_prompt(request, model.settings)
-        params = chat_params(request, model.default_sampling, model.max_model_len)
+        limits = model.default_sampling, model.max_model_len
+        beams = chat_beams(request, *limits) if request.use_beam_search else None
+        params = chat_params(request, *limits) if beams is None else choices_of(beams)
         parsed = parsed_request(request, model.settings, [prompt], ["messages"], params)
+        parsed.beams = beams
         parsed.reasoning = model.answers.reasoning
         tools = _tool_use(request)
         grammar = tools.grammar(model.answers, model.settings.tool_strict_level)
+        if grammar is not None and beams is not None:
+            name = "tool_choice" if tools.is_forced else "tools"
+            raise UnsupportedFeatureError(f"{name}: {NO_GRAMMAR}", parameter=name)
         if grammar is not None and (tools.is_forced or params.structured_outputs is None):
             params.structured_outputs = StructuredOutputsParams(grammar=grammar)
         finds_calls = tools.is_forced or (tools.schemas and model.answers.tools is not None)
         if finds_calls or model.answers.reasoning is not None:
             if model.answers.has_special_marks:
                 params.skip_special_tokens = False
+                if beams is not None:
+                    beams.params.skip_special_tokens = False
             parsed.make_parsers = partial(_parsers, request, model, tools)
         return parsed
 
@@ -80,6 +90,8 @@ class ChatAdapter:
         if parameter == "structured_outputs" and _tool_use(request).schemas:
             has_format = request.response_format or request.structured_outputs
             return parameter if has_format else "tools"
+        if parameter == "beam_width":
+            return "n"
         new_name = NEW_NAMES.get(parameter)
         is_used = new_name is not None and getattr(request, new_name) is not None
         return new_name if new_name and is_used else parameter

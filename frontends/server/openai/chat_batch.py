@@ -31,6 +31,8 @@ class ChatBatchAdapter(ChatAdapter):
             raise invalid("stream", "not with a batch of conversations")
         if request.n not in (None, 1):
             raise invalid("n", "a batch has one choice for each conversation", request.n)
+        if request.use_beam_search:
+            raise invalid("use_beam_search", "not with a batch of conversations")
         if request.tools:
             raise invalid("tools", "not with a batch of conversations")
         if request.echo:

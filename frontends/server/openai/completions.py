@@ -16,6 +16,7 @@ from trouper.frontends.server.openai.adapter import (
     ServedModel,
     StreamEvent,
 )
+from trouper.frontends.server.openai.beam_params import choices_of, completion_beams
 from trouper.frontends.server.openai.driver import drive
 from trouper.frontends.server.openai.logprobs import completion_logprobs, prompt_logprobs
 from trouper.frontends.server.openai.requests import CompletionRequest
@@ -54,9 +55,12 @@ class CompletionAdapter:
     @staticmethod
     def parse(request: CompletionRequest, model: ServedModel) -> ParsedRequest:
         prompts, places = _prompts(request)
-        params = completion_params(request, model.default_sampling, model.max_model_len)
+        limits = model.default_sampling, model.max_model_len
+        beams = completion_beams(request, *limits) if request.use_beam_search else None
+        params = completion_params(request, *limits) if beams is None else choices_of(beams)
         check_sequences(len(prompts), params.n)
         parsed = parsed_request(request, model.settings, prompts, places, params)
+        parsed.beams = beams
         parsed.is_prompt_only = request.max_tokens == 0
         parsed.shows_prompt = bool(request.echo)
         if params.thinking_token_budget is not None:
@@ -65,7 +69,7 @@ class CompletionAdapter:
 
     @staticmethod
     def client_name(request: CompletionRequest, parameter: str) -> str:
-        return parameter
+        return "n" if parameter == "beam_width" else parameter
 
     def __init__(
         self, request: CompletionRequest, parsed: ParsedRequest, model: ServedModel, head: ReplyHead

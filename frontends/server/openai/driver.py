@@ -25,6 +25,7 @@ from trouper.frontends.server.openai.adapter import (
     ServedModel,
     StreamEvent,
 )
+from trouper.frontends.server.openai.beams import Make, beam_outputs
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.streams import each_output, final_outputs
 from trouper.frontends.server.usage import UsageCounter
@@ -103,14 +104,17 @@ class Driver(Generic[A]):
 
     async def complete(self) -> object:
         """Return the whole reply, and send nothing."""
-        parsed = self._parsed
-        outputs = await final_outputs(
-            self._service, self._context, self._generations(), parsed.places
-        )
+        outputs = await self._final_outputs()
         async for i, output in InTurns(enumerate(outputs)):
             for update in await self._updates(i, output, await self._prompt_text(i, output)):
                 self.adapter.add(update)
         return self.adapter.reply(self._counter.usage)
+
+    async def _final_outputs(self) -> list[RequestOutput]:
+        service, context, parsed = self._service, self._context, self._parsed
+        if parsed.beams is not None:
+            return await beam_outputs(service, context, parsed, self._make())
+        return await final_outputs(service, context, self._generations(), parsed.places)
 
     async def _send_stream(self, on_complete: Callable[[], None] | None) -> None:
         context, parsed = self._context, self._parsed
@@ -174,7 +178,19 @@ class Driver(Generic[A]):
         return ChoiceUpdate(index, is_first, parts, completion, output, prompt_text)
 
     def _generations(self) -> "Iterator[Generation[RequestOutput]]":
-        """Make one request of the engine for each prompt, under ids that no client can choose.
+        """Make one request of the engine for each prompt.
+
+        Raises:
+            HTTPError: there is no place for so much.
+        """
+        make, parsed = self._make(), self._parsed
+        return (
+            make(prompt, parsed.params, str(i), parsed.tokenization)
+            for i, prompt in enumerate(parsed.prompts)
+        )
+
+    def _make(self) -> Make:
+        """Return what makes requests of the engine, under ids that no client can choose.
 
         Raises:
             HTTPError: there is no place for so much.
@@ -183,19 +199,16 @@ class Driver(Generic[A]):
         params, num_prompts = parsed.params, len(parsed.prompts)
         priority = service.size(context, num_prompts, params.n, params.max_tokens, parsed.priority)
         parent = service.trace_parent(context)
-        return (
-            service.engine.generate(
-                prompt,
-                params,
-                f"{context.id}-{i}",
-                priority=priority,
-                tokenization_kwargs=parsed.tokenization,
-                trace_headers=parent,
-                reasoning=parsed.reasoning,
-                lora_request=parsed.lora_request,
-                loads_adapter=False,  # one that is unloaded meanwhile stays so
-            )
-            for i, prompt in enumerate(parsed.prompts)
+        return lambda prompt, params, name, options: service.engine.generate(
+            prompt,
+            params,
+            f"{context.id}-{name}",
+            priority=priority,
+            tokenization_kwargs=options,
+            trace_headers=parent,
+            reasoning=parsed.reasoning,
+            lora_request=parsed.lora_request,
+            loads_adapter=False,  # one that is unloaded meanwhile stays so
         )
 
 

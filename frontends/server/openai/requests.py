@@ -38,6 +38,8 @@ class Generating(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     n: int | None = None
+    use_beam_search: bool | None = None  # n is the width
+    length_penalty: float | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None

@@ -111,6 +111,8 @@ def check_common(request: Generating) -> None:
         raise invalid("prompt_logprobs", "not with stream")
     if request.logprob_token_ids is not None and not request.logprob_token_ids:
         raise invalid("logprob_token_ids", "must not be empty")
+    if request.length_penalty not in (None, 1) and not request.use_beam_search:
+        raise invalid("length_penalty", "needs use_beam_search", request.length_penalty)
     _check_lengths(request)
 
 
@@ -118,6 +120,15 @@ def check_sequences(num_prompts: int, n: int) -> None:
     """Check the product of fields that multiply."""
     if num_prompts * n > MAX_SEQUENCES:
         raise invalid("n", f"at most {MAX_SEQUENCES} completions (prompts × n) in one request")
+
+
+def check_length(request: Generating, max_tokens: int | None, max_model_len: int) -> None:
+    """Check that no more tokens are asked for than the model's length."""
+    if max_tokens is not None and max_tokens > max_model_len:
+        name = "max_tokens"
+        if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+            name = "max_completion_tokens"
+        raise invalid(name, f"the limit is {max_model_len} tokens (max_model_len)", max_tokens)
 
 
 def _check_lengths(request: Generating) -> None:
@@ -143,11 +154,5 @@ def _make(request: Generating, values: dict[str, Any], max_model_len: int) -> Sa
     if temperature is not None and GREEDY_BELOW <= temperature < LOWEST_TEMPERATURE:
         values["temperature"] = LOWEST_TEMPERATURE  # what SamplingParams does with a warning
     params = SamplingParams(**values, output_kind=kind)
-    if params.max_tokens is not None and params.max_tokens > max_model_len:
-        name = "max_tokens"
-        if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-            name = "max_completion_tokens"
-        raise invalid(
-            name, f"the limit is {max_model_len} tokens (max_model_len)", params.max_tokens
-        )
+    check_length(request, params.max_tokens, max_model_len)
     return params
