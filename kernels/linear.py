@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trouper.kernels.reference.activation import activate
 
-Format = Literal["int4", "int8"]  # of rounded weights
+Format = Literal["int4", "int8", "fp8"]  # of rounded weights; fp8 comes from checkpoints alone
 
 
 class LinearConfig(NamedTuple):

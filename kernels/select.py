@@ -26,7 +26,12 @@ from trouper.kernels.codegen import units
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.onednn import OneDNNLinear, packed_dtypes
 from trouper.kernels.cpu.linear.plain import PlainLinear
-from trouper.kernels.cpu.linear.quantization import IntegerWeight, dequantized, quantize
+from trouper.kernels.cpu.linear.quantization import (
+    IntegerWeight,
+    can_pack,
+    dequantized,
+    quantize,
+)
 from trouper.kernels.linear import Format, LinearConfig, LinearMethod
 from trouper.kernels.lora import LoRAWeights
 from trouper.kernels.ops import CpuOps, OpsConfig
@@ -47,7 +52,9 @@ class WeightSpec(NamedTuple):
     num_out: int
     num_in: int
     dtype: torch.dtype
-    fmt: Format | None = None  # of integers in a checkpoint
+    fmt: Format | None = (
+        None  # of numbers with scales in a checkpoint, if a kernel reads their groups
+    )
 
 
 def make_ops(config: OpsConfig, *, native: bool | None = None) -> CpuOps:
@@ -110,7 +117,7 @@ def choose_linear(
 def _choose_bf16(
     fmt: Format | None, processor: Processor, config: LinearConfig
 ) -> type[LinearMethod]:
-    if processor.can_decode and fmt is not None:
+    if processor.can_decode and fmt in ("int4", "int8"):
         from trouper.kernels.cpu.linear.integer import Int4Linear, Int8Linear
 
         return Int4Linear if fmt == "int4" else Int8Linear
@@ -163,6 +170,7 @@ def spec_of(weight: Tensor | IntegerWeight) -> WeightSpec:
     """Describe a weight to `choose_linear`."""
     if isinstance(weight, IntegerWeight):
         num_out, num_in = weight.q_OI.shape
-        return WeightSpec(num_out, num_in, weight.dtype, fmt=weight.fmt)
+        fmt = weight.fmt if can_pack(weight) else None
+        return WeightSpec(num_out, num_in, weight.dtype, fmt=fmt)
     num_out, num_in = weight.shape
     return WeightSpec(num_out, num_in, weight.dtype)

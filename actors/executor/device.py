@@ -35,6 +35,7 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     block_size: int  # tokens a block
     dtype: str
     name: str  # for people: "cpu", "NVIDIA H200", …
+    num_weight_bytes: int = 0  # in memory; 0: not counted
 
 
 class Device(Protocol):

@@ -14,6 +14,7 @@ from trouper.actors.executor.models.registry import (
     generating_sibling,
     has_own_code,
 )
+from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.config.args import EngineArgs
 from trouper.config.gguf import is_gguf
 from trouper.config.model import ModelConfig
@@ -40,6 +41,8 @@ def judge(path: Path) -> Verdict:
         if model.pooler(args.runner, args.convert, None) is not None:
             _check_pooling(model)
             return Verdict(architecture=architecture, task="pooling", code="trouper")
+        if not is_gguf(path):
+            read_scheme(model.hf_config)
         code = "trouper" if has_own_code(model.hf_config, architecture) else "transformers"
         if code == "transformers":
             _check_transformers(model)

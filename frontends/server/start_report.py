@@ -21,12 +21,23 @@ def summarise(
     lines = [f"serving {name} at {', '.join(addresses)}"]
     facts = {
         "model": f"{config.model.architecture}, {info.dtype}, {context}",
+        "weights": _weights(config, info),
         "device": f"{info.name}, {_workers(config)}",
         "KV cache": _kv_cache(config, info),
         "loaded in": f"{seconds:.1f} s",
     }
     lines += [f"{fact}: {text}" for fact, text in facts.items() if text]
     return lines
+
+
+def _weights(config: EngineConfig, info: DeviceInfo) -> str:
+    """Say what the weights take, as far as one device holds them all."""
+    if not info.num_weight_bytes or config.num_stages > 1:
+        return ""
+    stored = config.model.hf_config.get("quantization_config") or {}
+    method = stored.get("quant_method")
+    of = f", of a checkpoint in {method}" if method else ""
+    return f"{info.num_weight_bytes / 1e9:.2f} GB in memory{of}"
 
 
 def _workers(config: EngineConfig) -> str:

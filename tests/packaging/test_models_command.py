@@ -36,6 +36,9 @@ def test_folders_are_listed_with_what_serves_them_or_why_not(capsys, tmp_path, e
         "odd": {"config.json": json.dumps({**LLAMA, "num_key_value_heads": 3}),
                 "model.safetensors": ""},
     }  # fmt: skip
+    for method in ("fp8", "bitsandbytes"):
+        config = {**LLAMA, "quantization_config": {"quant_method": method}}
+        files[method] = {"config.json": json.dumps(config), "model.safetensors": ""}
     for name, contents in files.items():
         (tmp_path / name).mkdir()
         for file, text in contents.items():
@@ -51,6 +54,9 @@ def test_folders_are_listed_with_what_serves_them_or_why_not(capsys, tmp_path, e
     assert "no weights" in reasons["empty"]
     assert "config.json cannot be read" in reasons["broken"]
     assert "query heads" in reasons["odd"]
+    assert found["fp8"]["served_by"] == "trouper"
+    assert "quant_method: not supported: 'bitsandbytes'" in reasons["bitsandbytes"]
+    assert "GGUF" in reasons["bitsandbytes"]
 
 
 def test_models_of_the_hub_have_their_ids(capsys, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 from trouper.actors.executor.models.encoder_traits import READERS as ENCODERS
 from trouper.actors.executor.models.registry import READERS as DECODERS
 from trouper.actors.executor.models.registry import TEXT_MODELS
-from trouper.actors.executor.weights.quantized import READERS as QUANTIZED
+from trouper.actors.executor.weights.schemes import READERS as QUANTIZED
 from trouper.config.checks import ONE_OF
 from trouper.config.gguf_names import FAMILIES as GGUF
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trouper.actors.executor.cpu.runner import CpuRunner
-from trouper.actors.executor.weights.quantized import integer_scheme
+from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.messages.plans import Sampling
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
@@ -177,14 +177,25 @@ def test_beside_bfloat16_the_integers_stay_integers(tmp_path, kind, monkeypatch)
     assert (found - logprobs).abs().mean() < 0.03
 
 
-def test_groups_of_permuted_inputs_are_refused(tmp_path):
-    def permute(stored):
-        g_idx = stored["model.layers.1.mlp.down_proj.g_idx"]
-        g_idx.copy_(g_idx.flip(0))
+@needs_native
+def test_groups_of_permuted_inputs_are_read_in_their_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "can_decode", units.is_available)
 
-    _, packed = write(tmp_path, "gptq", changes=permute)
-    with pytest.raises(UnsupportedFeatureError, match=r"quantization_config: desc_act: .*g_idx"):
-        load(packed)
+    def permute(stored):  # down_proj: its weights are the same numbers at other inputs
+        base = "model.layers.1.mlp.down_proj."
+        stored[base + "g_idx"] = stored[base + "g_idx"].flip(0)
+
+    kept, permuted = tmp_path / "kept", tmp_path / "permuted"
+    kept.mkdir()
+    permuted.mkdir()
+    _, packed = write(permuted, "gptq", changes=permute)
+    runner, _, found = run(packed, "auto")
+    _, _, expected = run(packed, "float32")
+    torch.testing.assert_close(found, expected, atol=0.25, rtol=0)
+    assert (found - expected).abs().mean() < 0.03
+    _, packed = write(kept, "gptq")
+    assert (run(packed, "float32")[2] - expected).abs().mean() > 0.03
+    assert runner._decoder.num_bytes < 1.01 * run(packed, "auto")[0]._decoder.num_bytes
 
 
 def test_a_missing_part_is_named(tmp_path):
@@ -201,43 +212,49 @@ def test_a_bias_that_is_not_zero_is_unexpected(tmp_path):
         load(packed)
 
 
-def test_half_of_a_fused_matrix_is_refused(tmp_path):
+def test_half_of_a_fused_matrix_may_be_plain(tmp_path):
     def plain_k(stored):
         for name in [name for name in stored if "layers.0.self_attn.k_proj" in name]:
             del stored[name]
         stored["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(256, 64)
 
-    _, packed = write(tmp_path, "awq", changes=plain_k)
-    with pytest.raises(UnsupportedFeatureError, match=r"quantization_config: modules: .*qkv"):
-        load(packed)
+    plain, packed = write(tmp_path, "awq", changes=plain_k)
+    tensors = load_file(plain / FILE)
+    tensors["model.layers.0.self_attn.k_proj.weight"].zero_()
+    save_file(tensors, plain / FILE, metadata={"format": "pt"})
+    assert torch.equal(run(packed)[2], run(plain)[2])
 
 
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        ({"quant_method": "fp8"}, "quant_method"),
+        ({"quant_method": "bitsandbytes"}, "quant_method"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
         ({**CONFIGS["gptq"], "bits": 3}, "bits"),
         ({**CONFIGS["gptq"], "group_size": 48}, "group_size"),
         ({**CONFIGS["gptq"], "checkpoint_format": "marlin"}, "checkpoint_format"),
-        ({**CONFIGS["gptq"], "lm_head": True}, "lm_head"),
+        ({**CONFIGS["gptq"], "dynamic": {"-:.*": {}}}, "dynamic"),
         ({**CONFIGS["awq"], "version": "gemv"}, "version"),
-        ({**CONFIGS["compressed"], "format": "float-quantized"}, "format"),
+        ({**CONFIGS["compressed"], "format": "marlin-24"}, "format"),
+        ({**CONFIGS["compressed"], "sparsity_config": {"format": "sparse-bitmask"}}, "format"),
+        ({**CONFIGS["compressed"], "transform_config": {"config_groups": {}}}, "transform_config"),
+        ({**CONFIGS["compressed"], "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({**CONFIGS["compressed"], "config_groups": {}}, "config_groups"),
-        (compressed(WEIGHTS | {"num_bits": 8}), "num_bits"),
-        (compressed(WEIGHTS | {"strategy": "tensor"}), "strategy"),
-        (compressed(WEIGHTS, input_activations={"num_bits": 8}), "input_activations"),
+        (compressed(WEIGHTS | {"num_bits": 3}), "num_bits"),
+        (compressed(WEIGHTS | {"strategy": "block"}), "strategy"),
+        (compressed(WEIGHTS, output_activations={"num_bits": 8}), "output_activations"),
     ],
 )
 def test_what_is_not_read_is_named(config, field):
     with pytest.raises(UnsupportedFeatureError, match=f"quantization_config: {field}: "):
-        integer_scheme({"quantization_config": config})
+        read_scheme({"quantization_config": config})
 
 
 @pytest.mark.parametrize("config", [CONFIGS["awq"], compressed(WEIGHTS | {"strategy": "channel"})])
 def test_one_group_for_all_inputs_where_the_config_says_so(config):
-    scheme = integer_scheme({"quantization_config": {**config, "group_size": -1}})
+    scheme = read_scheme({"quantization_config": {**config, "group_size": -1}})
     assert scheme is not None
-    assert scheme.group_size is None
+    assert scheme.groups[0][1].group_size is None
 
 
 def test_integers_are_not_rounded_again(tmp_path):

@@ -12,8 +12,8 @@ from trouper.actors.executor.models.encoder_traits import READERS as ENCODERS
 from trouper.actors.executor.models.encoder_traits import encoder_traits
 from trouper.actors.executor.models.registry import READERS as DECODERS
 from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.weights.decoder import INDEX, Checkpoint
-from trouper.actors.executor.weights.quantized import integer_scheme
+from trouper.actors.executor.weights.checkpoint import INDEX, Checkpoint
+from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.rendering.text import template_text
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
@@ -231,7 +231,7 @@ def test_any_config_is_read_or_refused_with_a_typed_error(place, architecture, b
     (place / "config.json").write_text(json.dumps(config))
     with suppress(TrouperValidationError, UnsupportedFeatureError):
         model = resolve(EngineArgs(str(place))).model
-        integer_scheme(model.hf_config)
+        read_scheme(model.hf_config)
         traits = encoder_traits(model.hf_config, model.architecture)
         if traits is None:
             traits = decoder_traits(model.hf_config, model.architecture)

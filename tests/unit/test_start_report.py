@@ -32,6 +32,17 @@ def test_the_summary_names_model_device_cache_and_addresses():
     ]
 
 
+def test_the_summary_tells_what_the_weights_of_a_quantised_checkpoint_take():
+    config = engine_config()
+    hf_config = {**config.model.hf_config, "quantization_config": {"quant_method": "fp8"}}
+    model = msgspec.structs.replace(config.model, hf_config=hf_config)
+    config = msgspec.structs.replace(config, model=model)
+    info = msgspec.structs.replace(INFO, num_weight_bytes=473_000_000)
+    assert "weights: 0.47 GB in memory, of a checkpoint in fp8" in summarise(
+        "demo", config, info, ["unix:/x"], 3.21
+    )
+
+
 def test_the_summary_tells_how_many_workers_there_are():
     assert "in a worker process" in summary(device_worker="process")[2]
     scheduler = msgspec.structs.replace(engine_config().scheduler, num_stages=3)

@@ -70,6 +70,7 @@ class HfRunner:
             block_size=config.block_size,
             dtype=config.dtype,
             name="cpu",
+            num_weight_bytes=self._decoder.num_weight_bytes,
         )
 
     def sleep(self, level: int) -> None:

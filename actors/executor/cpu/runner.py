@@ -99,6 +99,7 @@ class CpuRunner:
             block_size=config.block_size,
             dtype=config.dtype,
             name="cpu",
+            num_weight_bytes=0 if self._decoder is None else self._decoder.num_weight_bytes,
         )
 
     def sleep(self, level: int) -> None:

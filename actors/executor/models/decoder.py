@@ -148,6 +148,11 @@ class Decoder(Generic[OpsT]):
         return sum(linear.num_bytes for linear in self._linears)
 
     @property
+    def num_weight_bytes(self) -> int:
+        """The bytes that the weights take in memory, without norms and biases."""
+        return self.num_bytes + (0 if self._embedding is None else self._embedding.nbytes)
+
+    @property
     def _linears(self) -> list[LinearMethod]:
         head = () if self._head is None else (self._head,)
         return [*head, *(x for layer in self._layers for x in layer.linears)]

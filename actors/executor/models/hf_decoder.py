@@ -63,6 +63,11 @@ class HfDecoder:
         packed = {id(m): m.method.num_bytes for m in modules if isinstance(m, HfLinear)}
         return sum(n for i, n in plain.items() if i not in embedding) + sum(packed.values())
 
+    @property
+    def num_weight_bytes(self) -> int:
+        """The bytes that all weights take in memory."""
+        return self.num_bytes + sum(p.nbytes for p in self._embed.parameters())
+
     def plan(
         self,
         block_ids: np.ndarray,

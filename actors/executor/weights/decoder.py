@@ -5,14 +5,13 @@ Laws:
     that the model does not use, which are ignored where they are zeros).
   * Files are memory-mapped; one parameter at a time is copied, cast and packed, so that the peak is
     the model plus its largest matrix.
-  * Nothing is ever unpickled.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
-import safetensors
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -29,21 +28,14 @@ from trouper.actors.executor.models.registry import (
     outer_parameters,
 )
 from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
-from trouper.actors.executor.weights.quantized import (
-    Scheme,
-    Stored,
-    integer_scheme,
-    joined,
-    unsupported,
-)
 from trouper.actors.executor.weights.random import RandomWeights
-from trouper.actors.executor.weights.text_names import text_names
-from trouper.config.files import check_folder, checked, read_object
+from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
 from trouper.config.stages import Stage
-from trouper.errors import TrouperValidationError, invalid
+from trouper.errors import TrouperValidationError
 from trouper.kernels.cpu.linear.quantization import (
     GROUP,
     IntegerWeight,
@@ -53,9 +45,12 @@ from trouper.kernels.cpu.linear.quantization import (
 from trouper.kernels.linear import LinearConfig, LinearMethod
 from trouper.kernels.select import make_linear
 
+ACTIVATION_SCALES = (
+    "the checkpoint has %d scales of activations, which are not used: activations stay in %s"
+)
 BAR_DELAY_S = 1.0
 BASE = "model."
-INDEX = "model.safetensors.index.json"
+logger = logging.getLogger("trouper.loading")
 Wrap = Callable[[Parameter, LinearMethod], LinearMethod]
 
 
@@ -67,106 +62,6 @@ class Source(Protocol):
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
         """Read a quantized matrix; None where the checkpoint stores it as a plain tensor."""
         ...
-
-
-class Checkpoint:
-    """The safetensors files of a folder, opened lazily.  All names are given with `prefix` before them.
-
-    Args:
-        is_part: whether the folder holds a larger model, of which the text model's tensors alone are read.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        prefix: str = "",
-        scheme: Scheme | None = None,
-        *,
-        is_part: bool = False,
-    ) -> None:
-        self._folder = folder
-        self._scheme = scheme
-        self._files: dict[str, Any] = {}
-        stored: dict[str, str] = {}  # names, and their files
-        for file in _file_names(folder):
-            try:
-                opened = safetensors.safe_open(folder / file, framework="pt")
-            except (OSError, safetensors.SafetensorError) as error:
-                raise TrouperValidationError(
-                    f"cannot be read: {error}", parameter="model", value=str(folder / file)
-                ) from error
-            self._files[file] = opened
-            names: list[str] = cast("Any", opened).keys()  # a method of no dict
-            stored |= dict.fromkeys(names, file)
-        found = text_names(stored) if is_part else {prefix + name: name for name in stored}
-        self._stored_name = found
-        self._file_of = {name: stored[found[name]] for name in found}
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors, by name."""
-        return {name: tuple(self._shape(name)) for name in self._file_of}
-
-    def check(self, parameters: Iterable[Parameter], *, ignored: frozenset[str]) -> None:
-        """Compare all names and shapes.
-
-        Raises:
-            TrouperValidationError: tensors are missing, unexpected or of another shape; it names them.
-        """
-        sources = (source for parameter in parameters for source in parameter.sources)
-        wanted = dict(stored for source in sources for stored in self._stored(*source))
-        missing = [name for name in wanted if name not in self._file_of]
-        unexpected = [
-            name
-            for name in self._file_of
-            if name not in wanted
-            and name not in ignored
-            and not name.endswith("rotary_emb.inv_freq")
-            and not self._is_idle_bias(name)
-        ]
-        misshapen = [
-            f"{name} {found} instead of {list(shape)}"
-            for name, shape in wanted.items()
-            if name in self._file_of and (found := self._shape(name)) != list(shape)
-        ]
-        for problem, names in (
-            ("lacks", missing),
-            ("has unexpected", unexpected),
-            ("has misshapen", misshapen),
-        ):
-            if names:
-                shown = ", ".join(sorted(names)[:4]) + (", …" if len(names) > 4 else "")
-                raise TrouperValidationError(
-                    f"the checkpoint {problem} {len(names)} tensors: {shown}",
-                    parameter="model",
-                    value=str(self._folder),
-                )
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._files[self._file_of[name]].get_tensor(self._stored_name[name])
-
-    def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
-        found: list[IntegerWeight] = []
-        for name, shape in parameter.sources:
-            stored = self._stored(name, shape)
-            if self._scheme is not None and len(stored) > 1:
-                parts = {part.rpartition(".")[2]: self.read(part, size) for part, size in stored}
-                found.append(self._scheme.integers(parts, dtype))
-        if found and len(found) < len(parameter.sources):
-            raise unsupported("modules", f"a part of {parameter.name} that is not quantised")
-        return joined(found) if found else None
-
-    def _stored(self, name: str, shape: tuple[int, ...]) -> list[Stored]:
-        return self._scheme.stored(name, shape, self._file_of) if self._scheme else [(name, shape)]
-
-    def _is_idle_bias(self, name: str) -> bool:
-        """GPTQ's writers give every projection a bias, of zeros where it had none."""
-        of = name.removesuffix("bias") + "qweight"
-        return name.endswith(".bias") and of in self._file_of and not self.read(name, ()).any()
-
-    def _shape(self, name: str) -> list[int]:
-        file = self._files[self._file_of[name]]
-        return file.get_slice(self._stored_name[name]).get_shape()
 
 
 def load_decoder(
@@ -195,7 +90,7 @@ def load_decoder(
     """
     folder, load_format = Path(config.model.path), config.load_format
     dtype: torch.dtype = getattr(torch, config.dtype)
-    scheme = None if is_gguf(folder) else integer_scheme(config.model.hf_config)
+    scheme = None if is_gguf(folder) else read_scheme(config.model.hf_config)
     linear = LinearConfig(
         device="cpu" if device is None else "cuda",
         quantization=config.quantization,
@@ -222,6 +117,8 @@ def load_decoder(
         source = checkpoint
         ignored = frozenset({HEAD} if traits.tied_embeddings else ())
         checkpoint.check(parameters, ignored=ignored if has_head else frozenset(checkpoint.shapes))
+        if checkpoint.num_activation_scales:
+            logger.info(ACTIVATION_SCALES, checkpoint.num_activation_scales, config.dtype)
     else:
         raise TrouperValidationError(
             "must be auto, safetensors, gguf (of a GGUF file) or dummy",
@@ -338,21 +235,3 @@ def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:
         fused[first : first + shape[0]] = source.read(name, shape)
         first += shape[0]
     return fused.add_(parameter.offset) if parameter.offset else fused
-
-
-def _file_names(folder: Path) -> list[str]:
-    """List the files of a checkpoint; raises TrouperValidationError for none, or for one that lies elsewhere."""
-    index = read_object(folder / INDEX)
-    if index is None:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    else:
-        names = sorted(
-            set(checked(index.get("weight_map"), dict[str, str], f"{INDEX}: weight_map").values())
-        )
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise invalid("model", f"{INDEX}: weight_map: not the name of a safetensors file", name)
-    check_folder(folder)
-    if not names:
-        raise invalid("model", "no safetensors in the model folder", str(folder))
-    return names

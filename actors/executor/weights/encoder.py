@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trouper.actors.executor.models.encoder import Encoder, EncoderLayer
 from trouper.actors.executor.models.encoder_traits import EncoderTraits
-from trouper.actors.executor.weights.decoder import Checkpoint, indices_shown
+from trouper.actors.executor.weights.checkpoint import Checkpoint
+from trouper.actors.executor.weights.decoder import indices_shown
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.errors import TrouperValidationError, invalid
 from trouper.kernels.cpu.fused.layer_norm import LayerNorm

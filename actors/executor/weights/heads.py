@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.actors.executor.models.encoder_traits import Head
-from trouper.actors.executor.weights.decoder import Checkpoint
+from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.encoder import Tensors
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.pooler import LATE_INTERACTION, Dense, PoolerSpec

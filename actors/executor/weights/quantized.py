@@ -1,200 +1,232 @@
-"""Checkpoints whose projections are integers of 4 bits already: GPTQ, AutoAWQ and compressed-tensors.
+"""The matrices of quantised checkpoints: integers, e4m3 and e2m1 with their scales, as the kernels multiply with them.
 
-Instead of X.weight [O, I], in G groups of inputs, eight integers to an int32, lowest bits first:
+    w = s · (q - z)     q [O, I], s and z [O, G] or less
 
-    gptq                X.qweight [I / 8, O]  X.qzeros [G, O / 8]  X.scales [G, O]  X.g_idx [I]
-    awq                 X.qweight [I, O / 8]  X.qzeros [G, O / 8]  X.scales [G, O]
-    compressed-tensors  X.weight_packed [O, I / 8]  X.weight_scale [O, G]  X.weight_shape [2], and where
-                        it is not symmetric X.weight_zero_point [O / 8, G]
+`layouts.py` says in which tensors they are stored.  awq has the outputs 0 2 4 6 1 3 5 7 of each eight in this order;
+gptq stores z - 1, unless its format is gptq_v2.  e2m1 are looked up and doubled, and are bytes then, with half the scale.
 
-all 0 … 15, and w = s · (q - z); without zeros z = 8.  awq has the outputs 0 2 4 6 1 3 5 7 of each eight
-in this order; gptq stores z - 1, unless its format is gptq_v2.
+Where inputs of one group do not lie side by side (`desc_act`), columns are sorted by group, and `order_I` tells which
+input each of them multiplies.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Literal
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves the types of view and some others open.
 
-import msgspec
+import math
+from collections.abc import Callable, Mapping, Sequence
+
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.traits import read_traits
-from trouper.errors import UnsupportedFeatureError
-from trouper.kernels.cpu.linear.quantization import IntegerWeight
+from trouper.actors.executor.weights.gguf import MXFP4
+from trouper.actors.executor.weights.layouts import WeightLayout, base_of
+from trouper.errors import invalid
+from trouper.kernels.cpu.linear.quantization import IntegerWeight, dequantized
 
-Method = Literal["gptq", "awq", "compressed-tensors"]
-Stored = tuple[str, tuple[int, ...]]  # a tensor's name and shape
-FIRST = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of the outputs of eight
-MIDDLE = 8
+E4M3_NAN = 0x7F
+WORDS = ("gptq", "awq", "packed")
+Shape = tuple[int, ...]
+Parts = Mapping[str, Tensor]
+Read = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # q, scales, zeros, order of the inputs
+SCALES = ("scales", "weight_scale", "weight_scale_inv", "weight_global_scale")
 
 
-class Scheme(msgspec.Struct, frozen=True):
-    """How a checkpoint stores its integers."""
-
-    method: Method
-    group_size: int | None  # None: all inputs
-    zeros_less: int = 0  # zeros are stored less by so much
-    has_zeros: bool = True
-
-    def stored(self, name: str, shape: tuple[int, ...], names: Container[str]) -> list[Stored]:
-        """List the stored tensors, among `names`, that make up the tensor `name`: itself, or its quantized parts."""
-        base = name.removesuffix("weight")
-        if base + FIRST[self.method] not in names:
-            return [(name, shape)]
-        num_out, num_in = shape
-        size = self.group_size or num_in
-        if num_in % size:
-            raise unsupported("group_size", f"{size} does not divide the {num_in} inputs of {name}")
-        groups = num_in // size
-        parts: dict[str, tuple[int, ...]]
-        match self.method:
-            case "gptq":
-                parts = {"qweight": (num_in // 8, num_out)}
-            case "awq":
-                parts = {"qweight": (num_in, num_out // 8)}
-            case "compressed-tensors":
-                parts = {"weight_packed": (num_out, num_in // 8), "weight_scale": (num_out, groups)}
-                parts["weight_shape"] = (2,)
-        if self.method != "compressed-tensors":
-            parts |= {"qzeros": (groups, num_out // 8), "scales": (groups, num_out)}
-        elif self.has_zeros:
-            parts["weight_zero_point"] = (num_out // 8, groups)
-        order = "g_idx" if self.method == "gptq" else "weight_g_idx"
-        if base + order in names:
-            parts[order] = (num_in,)
-        return [(base + part, size) for part, size in parts.items()]
-
-    def integers(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:
-        """The matrix [O, I] of the parts of X, by their names without X.
-
-        Raises:
-            UnsupportedFeatureError: the order of the inputs is not that of their groups.
-        """
-        zeros = None
-        if self.method == "compressed-tensors":
-            q, scales = _unpacked(parts["weight_packed"]), parts["weight_scale"]
-            if self.has_zeros:
-                zeros = _unpacked(parts["weight_zero_point"].T).T
-        elif self.method == "gptq":
-            q, scales = _unpacked(parts["qweight"].T), parts["scales"].T
-            zeros = (_unpacked(parts["qzeros"]).T + self.zeros_less) & 15
-        else:
-            q, zeros = (_in_order(_unpacked(parts[name])).T for name in ("qweight", "qzeros"))
-            scales = parts["scales"].T
-        order, num_in = parts.get("g_idx", parts.get("weight_g_idx")), q.shape[1]
-        if order is not None:
-            group_of_input = torch.arange(num_in) // (self.group_size or num_in)
-            if not torch.equal(order.long(), group_of_input):
-                raise unsupported("desc_act", "groups whose inputs are permuted (g_idx)")
-        return IntegerWeight(
-            "int4",
-            dtype,
-            (q - MIDDLE).contiguous(),
-            scales if scales.dtype == torch.bfloat16 else scales.float(),
-            None if zeros is None or (zeros == MIDDLE).all() else zeros - MIDDLE,
-        )
-
-
-def integer_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
-    """Read the quantization scheme from config.json; None where the weights are plain.
+def matrix(
+    layout: WeightLayout,
+    name: str,
+    shape: Shape,
+    parts: Parts,
+    dtype: torch.dtype,
+) -> IntegerWeight:
+    """Return the matrix [O, I] of the parts of X, by their names without X.
 
     Raises:
-        UnsupportedFeatureError: a method or a field that is not read here; the message names it.
-        TrouperValidationError: a field of the wrong type.
+        TrouperValidationError: numbers that no checkpoint has; the message names the tensor.
     """
-    config = hf_config.get("quantization_config")
-    if not config:
-        return None
-    method = config.get("quant_method")
-    reader = READERS.get(method) if isinstance(method, str) else None
-    if reader is None:
-        raise unsupported("quant_method", f"{method!r}; {', '.join(READERS)} are")
-    return read_traits(reader, config, "quantization_config")
-
-
-def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight:
-    """Outputs below outputs."""
-    zeros = [part.zeros_OG for part in parts]
-    if any(zero is not None for zero in zeros):
-        zeros = [
-            torch.zeros(part.scales_OG.shape, dtype=torch.int8) if zero is None else zero
-            for part, zero in zip(parts, zeros, strict=True)
-        ]
-    return parts[0]._replace(
-        q_OI=torch.cat([part.q_OI for part in parts]),
-        scales_OG=torch.cat([part.scales_OG for part in parts]),
-        zeros_OG=None if zeros[0] is None else torch.cat([x for x in zeros if x is not None]),
+    base = base_of(name)
+    for part in SCALES:
+        if part in parts and not torch.isfinite(_floats(parts[part])).all():
+            raise invalid("model", f"{base}{part}: scales that are not finite")
+    q, scales, zeros, order = READERS[layout.method](layout, base, shape, parts)
+    fmt = "fp8" if layout.method == "fp8" else "int8"
+    return IntegerWeight(
+        "int4" if layout.method in WORDS and layout.bits == 4 else fmt,
+        dtype,
+        (q if order is None else q[:, order]).contiguous(),
+        _of_groups(scales if scales.dtype == torch.bfloat16 else scales.float(), shape[0]),
+        None if zeros is None or not zeros.any() else zeros,
+        order_I=order,
     )
 
 
-def unsupported(field: str, what: str) -> UnsupportedFeatureError:
-    return UnsupportedFeatureError(f"quantization_config: {field}: not supported: {what}")
+def _gptq(layout: WeightLayout, base: str, _shape: Shape, parts: Parts) -> Read:
+    q, zeros = _unpacked(parts["qweight"].T, layout.bits), _unpacked(parts["qzeros"], layout.bits)
+    zeros = (zeros.T + layout.zeros_less) & ((1 << layout.bits) - 1)
+    order = _order(parts.get("g_idx"), f"{base}g_idx", layout.group_size)
+    return *_signed(layout, q, parts["scales"].T, zeros), order
 
 
-def _gptq(config: Mapping[str, Any]) -> Scheme:
-    _expect(config, "bits", 4)
-    _expect(config, "checkpoint_format", None, "gptq", "gptq_v2")
-    _expect(config, "lm_head", None, False)
-    _expect(config, "dynamic", None, {})
-    less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
-    return Scheme("gptq", _group_size(config), zeros_less=less)
+def _awq(layout: WeightLayout, _base: str, _shape: Shape, parts: Parts) -> Read:
+    q, zeros = (_in_order(_unpacked(parts[part], 4)).T for part in ("qweight", "qzeros"))
+    return *_signed(layout, q, parts["scales"].T, zeros), None
 
 
-def _awq(config: Mapping[str, Any]) -> Scheme:
-    names = {"w_bit": "bits", "q_group_size": "group_size"}  # as AutoAWQ's own file calls them
-    config = {names.get(name, name): value for name, value in config.items()}
-    _expect(config, "bits", 4)
-    _expect(config, "version", None, "gemm", "GEMM")
-    _expect(config, "zero_point", None, True)
-    return Scheme("awq", _group_size(config))
+def _packed(layout: WeightLayout, base: str, shape: Shape, parts: Parts) -> Read:
+    found = parts["weight_shape"].tolist()
+    if tuple(found) != shape:
+        raise invalid("model", f"{base}weight_shape: must be {list(shape)}", found)
+    q, zeros = _unpacked(parts["weight_packed"], layout.bits)[:, : shape[1]], None
+    if layout.has_zeros:
+        zeros = _unpacked(parts["weight_zero_point"].T, layout.bits).T
+    order = _order(parts.get("weight_g_idx"), f"{base}weight_g_idx", layout.group_size)
+    return *_signed(layout, q, parts["weight_scale"], zeros), order
 
 
-def _compressed(config: Mapping[str, Any]) -> Scheme:
-    _expect(config, "format", "pack-quantized")
-    _expect(config, "kv_cache_scheme", None)
-    named: Mapping[str, Mapping[str, Any]] = config.get("config_groups") or {}
-    groups = list(named.values())
-    if len(groups) != 1:
-        raise unsupported("config_groups", f"{len(groups)} groups; one is")
-    _expect(groups[0], "input_activations", None)
-    _expect(groups[0], "output_activations", None)
-    weights: Mapping[str, Any] = groups[0].get("weights") or {}
-    _expect(weights, "num_bits", 4)
-    _expect(weights, "type", "int")
-    _expect(weights, "strategy", "group", "channel")
-    size = _group_size(weights) if weights["strategy"] == "group" else None
-    return Scheme("compressed-tensors", size, has_zeros=not weights.get("symmetric", True))
+def _signed(
+    layout: WeightLayout, q: Tensor, scales: Tensor, zeros: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Integers that are stored from 0 on, as int8 around 0."""
+    middle = 1 << (layout.bits - 1)
+    zeros = None if zeros is None else (zeros[: len(q)] - middle).to(torch.int8)
+    return (q - middle).to(torch.int8), scales, zeros
 
 
-READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+def _int8(layout: WeightLayout, _base: str, shape: Shape, parts: Parts) -> Read:
+    zeros = _of_groups(parts["weight_zero_point"], shape[0]) if layout.has_zeros else None
+    return parts["weight"], parts["weight_scale"], zeros, None
+
+
+def _fp4(_layout: WeightLayout, _base: str, _shape: Shape, parts: Parts) -> Read:
+    scales = _floats(parts["weight_scale"]) / 2
+    if "weight_global_scale" in parts:
+        scales = scales / parts["weight_global_scale"]
+    return _e2m1(parts["weight_packed"]), scales, None, None
+
+
+def _fp8(layout: WeightLayout, base: str, shape: Shape, parts: Parts) -> Read:
+    num_out, num_in = shape
+    weight = parts["weight"]
+    if ((weight.view(torch.uint8) & E4M3_NAN) == E4M3_NAN).any():
+        raise invalid("model", f"{base}weight: weights that are not numbers")
+    scales = _floats(parts.get("weight_scale_inv", parts.get("weight_scale")))
+    if layout.block is not None:
+        rows, columns = layout.block
+        size = math.gcd(num_in, columns)  # where the last block is shorter
+        of_group = torch.arange(0, num_in, size) // columns
+        scales = scales[torch.arange(num_out) // rows][:, of_group]
+    return weight, scales, None, None
+
+
+READERS: dict[str, Callable[[WeightLayout, str, Shape, Parts], Read]] = {
     "gptq": _gptq,
     "awq": _awq,
-    "compressed-tensors": _compressed,
+    "packed": _packed,
+    "int8": _int8,
+    "fp8": _fp8,
+    "fp4": _fp4,
 }
 
 
-def _expect(config: Mapping[str, Any], field: str, *allowed: object) -> None:
-    if config.get(field) not in allowed:
-        shown = " or ".join(str(value) for value in allowed if value is not None)
-        raise unsupported(field, f"{config.get(field)!r}; {shown or 'none'} is")
+def experts(parts: Parts, name: str) -> Tensor:
+    """Return the weights [E, I, O] of experts whose blocks of 32 are e2m1 with one power of two, in float32."""
+    blocks, powers = parts["_blocks"], _floats(parts["_scales"])
+    if not torch.isfinite(powers).all():
+        raise invalid("model", f"{name}_scales: scales that are not finite")
+    return (_e2m1(blocks) * (powers / 2).unsqueeze(-1)).flatten(2).transpose(1, 2)
 
 
-def _group_size(config: Mapping[str, Any]) -> int | None:
-    size = config.get("group_size", -1)
-    if size in (-1, None):
+def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight | None:
+    """Put outputs below outputs, in the smallest of their groups; None where one matrix cannot hold them all."""
+    first, num_groups = parts[0], max(part.scales_OG.shape[1] for part in parts)
+    kinds = {part.fmt for part in parts}
+    if "fp8" in kinds and len(kinds) > 1:
         return None
-    if not isinstance(size, int) or size < 1 or size % 32:
-        raise unsupported("group_size", f"{size!r}; multiples of 32 and -1 are")
-    return size
+    for part in parts:
+        is_same = (part.order_I is None) == (first.order_I is None)
+        if is_same and part.order_I is not None and first.order_I is not None:
+            is_same = torch.equal(part.order_I, first.order_I)
+        if not is_same or num_groups % part.scales_OG.shape[1]:
+            return None
+
+    def finer(x_OG: Tensor) -> Tensor:
+        return x_OG.repeat_interleave(num_groups // x_OG.shape[1], 1)
+
+    zeros = None
+    if any(part.zeros_OG is not None for part in parts):
+        zeros = [
+            torch.zeros(part.scales_OG.shape, dtype=torch.int8)
+            if part.zeros_OG is None
+            else part.zeros_OG
+            for part in parts
+        ]
+    return first._replace(
+        fmt="int8" if "int8" in kinds else first.fmt,
+        q_OI=torch.cat([part.q_OI for part in parts]),
+        scales_OG=torch.cat([finer(part.scales_OG) for part in parts]),
+        zeros_OG=None if zeros is None else torch.cat([finer(each) for each in zeros]),
+    )
 
 
-def _unpacked(words: Tensor) -> Tensor:
-    """[N, M] int32 to [N, 8 M] int8."""
+def widened(layout: WeightLayout, name: str, shape: Shape, parts: Parts) -> Tensor:
+    """Return a tensor in float32, exactly the numbers that its parts stand for."""
+    if layout.method == "mxfp4":
+        return experts(parts, name)
+    return dequantized(matrix(layout, name, shape, parts, torch.float32))
+
+
+def _floats(scales: Tensor | None) -> Tensor:
+    """Return scales as floats; bytes are exponents of two, of which 255 is not finite."""
+    assert scales is not None
+    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        powers = scales.view(torch.uint8).int()
+        bits = torch.where(powers == 0, 1 << 22, powers << 23)  # the smallest is subnormal
+        return bits.view(torch.float32)
+    return scales.float() if scales.dtype == torch.float8_e4m3fn else scales
+
+
+def _of_groups(x: Tensor, num_out: int) -> Tensor:
+    """Return [O, G] of scales or zeros that are given for the whole matrix, for each output, or as they are."""
+    if x.dim() == 2:
+        return x.contiguous()
+    return (
+        (x.reshape(-1, 1) if x.numel() == num_out else x.reshape(1, 1))
+        .expand(num_out, 1)
+        .contiguous()
+    )
+
+
+def _order(g_idx: Tensor | None, name: str, group_size: int | None) -> Tensor | None:
+    """Sort inputs by their groups; None where they are.
+
+    Raises:
+        TrouperValidationError: a group has more or fewer inputs than its size.
+    """
+    if g_idx is None or group_size is None:
+        return None
+    of_input = torch.arange(len(g_idx)) // group_size
+    if torch.equal(g_idx.long(), of_input):
+        return None
+    order = torch.argsort(g_idx.long(), stable=True)
+    if not torch.equal(g_idx.long()[order], of_input):
+        raise invalid("model", f"{name}: each group must have {group_size} inputs")
+    return order
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """[N, M] int32 to [N, 32 / bits · M], 0 and above."""
     bytes_ = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return bytes_.to(torch.int16)
     return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1).to(torch.int8)
 
 
 def _in_order(stored: Tensor) -> Tensor:
     places: Tensor = stored.reshape(len(stored), -1, 8)[..., AWQ_PLACES]
     return places.reshape(len(stored), -1)
+
+
+def _e2m1(bytes_: Tensor) -> Tensor:
+    """[…, N] bytes to […, 2 N] doubled values, the low half first."""
+    table = torch.tensor(MXFP4, dtype=torch.int8)
+    return torch.stack((table[(bytes_ & 15).int()], table[(bytes_ >> 4).int()]), -1).flatten(-2)

@@ -46,6 +46,7 @@ from trouper.kernels.codegen import launch, units
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES, Kind
+from trouper.kernels.cpu.linear.gather_columns import gathered
 from trouper.kernels.cpu.linear.integer_panels import (
     GROUPS_AHEAD,
     BytePanel,
@@ -106,8 +107,9 @@ class IntegerLinear(LinearMethod):
         zeros: Tensor | None,
         minima: Tensor | None,
         bias_O: Tensor | None,
+        order_I: Tensor | None = None,
     ) -> None:
-        self.shape, self.bias = shape, bias_O
+        self.shape, self.bias, self.order = shape, bias_O, order_I
         self.weight, self.scales, self.zeros, self.minima = weight, scales, zeros, minima
         is_grouped_int8 = self.fmt == "int8" and scales.shape[1] > 1
         self._unit: Unit = "dots" if minima is not None or is_grouped_int8 else units.bf16_unit()
@@ -121,7 +123,7 @@ class IntegerLinear(LinearMethod):
         """Round a plain bfloat16 matrix, or take the integers of a checkpoint as they are."""
         if isinstance(weight, IntegerWeight):
             num_out, num_in = weight.q_OI.shape
-            return cls((num_out, num_in), *packed(weight), bias_O)
+            return cls((num_out, num_in), *packed(weight), bias_O, weight.order_I)
         num_out, num_in = weight.shape
         return cls((num_out, num_in), *_rounded(weight, cls.fmt), None, None, bias_O)
 
@@ -133,6 +135,8 @@ class IntegerLinear(LinearMethod):
     def apply(self, x_TI: Tensor) -> Tensor:
         num_rows, (num_out, num_in) = len(x_TI), self.shape
         num_threads = torch.get_num_threads()
+        if self.order is not None:
+            x_TI = gathered(x_TI, self.order)
         bytes_each = scratch_bytes(num_rows, num_in, self._unit, self.fmt)
         y_TO = x_TI.new_empty((num_rows, num_out))
         self._matmul(

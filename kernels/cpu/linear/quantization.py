@@ -32,10 +32,11 @@ class IntegerWeight(NamedTuple):
 
     fmt: Format
     dtype: torch.dtype  # of the weights that they stand for
-    q_OI: Tensor  # int8
+    q_OI: Tensor  # int8, or float8_e4m3fn
     scales_OG: Tensor  # bfloat16 or float32
-    zeros_OG: Tensor | None = None  # int8, -8 … 8
+    zeros_OG: Tensor | None = None  # int8; of int4 -8 … 8
     minima_OG: Tensor | None = None  # float32, added; of weights without zeros
+    order_I: Tensor | None = None  # the input that each column multiplies; None: the same
 
 
 def can_quantize(num_in: int, fmt: Format) -> bool:
@@ -69,13 +70,24 @@ def dequantized(integers: IntegerWeight) -> Tensor:
     weights = groups * scales_OG.float().unsqueeze(2)
     if integers.minima_OG is not None:
         weights += integers.minima_OG.unsqueeze(2)
-    return weights.flatten(1)
+    weights = weights.flatten(1)
+    if integers.order_I is not None:
+        weights = torch.empty_like(weights).index_copy_(1, integers.order_I, weights)
+    return weights
+
+
+def can_pack(integers: IntegerWeight) -> bool:
+    """Tell whether `integer.py` reads groups of this size."""
+    num_in, num_groups = integers.q_OI.shape[1], integers.scales_OG.shape[1]
+    return num_groups == 1 or num_in // num_groups % (GROUP if integers.fmt == "int4" else 16) == 0
 
 
 def packed(integers: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return q, s, z and m as `integer.py` reads them."""
-    q_OI, zeros_OG = integers.q_OI, integers.zeros_OG
-    minima = None if integers.minima_OG is None else _panels(integers.minima_OG)
+    """Return q, s, z and m as `integer.py` reads them; zeros of int8 become minima."""
+    q_OI, zeros_OG, minima_OG = integers.q_OI, integers.zeros_OG, integers.minima_OG
+    if zeros_OG is not None and integers.fmt == "int8":
+        minima_OG, zeros_OG = -zeros_OG.float() * integers.scales_OG.float(), None
+    minima = None if minima_OG is None else _panels(minima_OG)
     if zeros_OG is not None:
         zeros_OG = _panels((32 - (zeros_OG + 8)).int() * 0x10001)
     if integers.fmt == "int8":

@@ -145,6 +145,34 @@ def test_minima_and_groups_of_int8_as_gguf_files_have_them(fmt, group, has_minim
     check_product(layer, integers)
 
 
+@needs_native
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_zeros_and_columns_in_another_order(fmt):
+    torch.manual_seed(0)
+    shape, groups = (112, 384), (112, 384 // 64)
+    high = 8 if fmt == "int4" else 128
+    integers = IntegerWeight(
+        fmt,
+        torch.bfloat16,
+        torch.randint(-high, high, shape, dtype=torch.int8),
+        torch.randn(groups) / high,
+        torch.randint(-high, high, groups, dtype=torch.int8),
+        order_I=torch.randperm(384),
+    )
+    layer = make_linear(integers)
+    assert type(layer) is {"int4": Int4Linear, "int8": Int8Linear}[fmt]
+    check_product(layer, integers)
+
+
+def test_groups_that_no_kernel_reads_are_multiplied_as_plain_weights():
+    integers = IntegerWeight(
+        "int8", torch.bfloat16, torch.randint(-9, 9, (32, 64), dtype=torch.int8), torch.rand(32, 8)
+    )
+    layer, x = make_linear(integers), torch.randn(3, 64).bfloat16()
+    expected = x.double() @ dequantized(integers).bfloat16().double().T
+    torch.testing.assert_close(layer.apply(x).double(), expected, atol=0.5, rtol=2e-2)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_multiply_with_the_rounded_weights(fmt, dtype):

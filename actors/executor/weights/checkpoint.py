@@ -1,0 +1,232 @@
+"""The tensors of a folder of safetensors: checked by name, shape and dtype, and read one at a time.
+
+Nothing is ever unpickled.  What a tensor of a quantised checkpoint is stored as, `layouts.py` says.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors
+import torch
+from torch import Tensor
+
+from trouper.actors.executor.models.registry import Parameter
+from trouper.actors.executor.weights.layouts import (
+    OF_ACTIVATIONS,
+    OF_KV_CACHE,
+    StoredTensor,
+    WeightLayout,
+    base_of,
+    unsupported,
+)
+from trouper.actors.executor.weights.quantized import joined, matrix, widened
+from trouper.actors.executor.weights.schemes import Scheme
+from trouper.actors.executor.weights.text_names import text_names
+from trouper.config.files import check_folder, checked, read_object
+from trouper.errors import TrouperValidationError, invalid
+from trouper.kernels.cpu.linear.quantization import IntegerWeight
+
+MARKS = {"qweight": "weight", "weight_packed": "weight", "_blocks": "", "weight": "weight"}
+INDEX = "model.safetensors.index.json"
+PLAIN = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # dtypes that are cast to the model's
+
+
+class Checkpoint:
+    """The safetensors files of a folder, opened lazily.  All names are given with `prefix` before them.
+
+    Args:
+        is_part: whether the folder holds a larger model, of which the text model's tensors alone are read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        prefix: str = "",
+        scheme: Scheme | None = None,
+        *,
+        is_part: bool = False,
+    ) -> None:
+        self._folder = folder
+        self._scheme = scheme
+        self._files: dict[str, Any] = {}
+        stored: dict[str, str] = {}  # names, and their files
+        for file in _file_names(folder):
+            try:
+                opened = safetensors.safe_open(folder / file, framework="pt")
+            except (OSError, safetensors.SafetensorError) as error:
+                raise TrouperValidationError(
+                    f"cannot be read: {error}", parameter="model", value=str(folder / file)
+                ) from error
+            self._files[file] = opened
+            names: list[str] = cast("Any", opened).keys()  # a method of no dict
+            stored |= dict.fromkeys(names, file)
+        found = text_names(stored) if is_part else {prefix + name: name for name in stored}
+        self._stored_name = found
+        self._file_of = {name: stored[found[name]] for name in found}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors, by name."""
+        return {name: self._shape(name) for name in self._file_of}
+
+    @property
+    def num_activation_scales(self) -> int:
+        """Count the scales of activations of a quantised checkpoint."""
+        lasts = (name.rpartition(".")[2] for name in self._file_of)
+        return sum(last in OF_ACTIVATIONS for last in lasts) if self._scheme else 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a tensor as safetensors names it."""
+        return self._slice(name).get_dtype()
+
+    def check(self, parameters: Iterable[Parameter], *, ignored: frozenset[str]) -> None:
+        """Compare all names, shapes and dtypes.
+
+        Raises:
+            TrouperValidationError: tensors are missing, unexpected or of another shape or dtype; it names them.
+            UnsupportedFeatureError: it has scales of a quantised KV cache.
+        """
+        sources = (source for parameter in parameters for source in parameter.sources)
+        wanted = {
+            stored: part for source in sources for stored, part in self._parts(*source).items()
+        }
+        unexpected: list[str] = []
+        for name in self._file_of:
+            last = name.rpartition(".")[2]
+            if self._scheme is not None and last in OF_KV_CACHE:
+                raise unsupported("kv_cache_scheme", f"scales of a KV cache, as {name}")
+            if (
+                name in wanted
+                or name in ignored
+                or (self._scheme is not None and last in OF_ACTIVATIONS)
+                or name.endswith("rotary_emb.inv_freq")
+                or self._is_idle_bias(name)
+            ):
+                continue
+            unexpected.append(name)
+        self._compare(wanted, unexpected)
+
+    def _compare(self, wanted: Mapping[str, StoredTensor], unexpected: Sequence[str] = ()) -> None:
+        """Raise TrouperValidationError for tensors that are not as they should be."""
+        missing = [name for name in wanted if name not in self]
+        misshapen = [
+            f"{name} {list(found)} instead of {list(part.shapes[0])}"
+            for name, part in wanted.items()
+            if name in self and (found := self._shape(name)) not in part.shapes
+        ]
+        mistyped = [
+            f"{name} {found} instead of {' or '.join(part.dtypes)}"
+            for name, part in wanted.items()
+            if name in self and (found := self.dtype(name)) not in part.dtypes
+        ]
+        for problem, names in (
+            ("lacks", missing),
+            ("has unexpected", unexpected),
+            ("has misshapen", misshapen),
+            ("has mistyped", mistyped),
+        ):
+            if shown := sorted(names)[:4]:
+                found = ", ".join(shown) + (", …" if len(names) > 4 else "")
+                raise TrouperValidationError(
+                    f"the checkpoint {problem} {len(names)} tensors: {found}",
+                    parameter="model",
+                    value=str(self._folder),
+                )
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        layout = self._layout(name)
+        if layout is None:
+            return self._tensor(name)
+        return widened(layout, name, shape, self._read_parts(layout, name, shape))
+
+    def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
+        found: list[IntegerWeight] = []
+        for name, shape in parameter.sources:
+            layout = self._layout(name)
+            if layout is None or len(shape) != 2:
+                return None
+            parts = self._read_parts(layout, name, shape)
+            found.append(matrix(layout, name, shape, parts, dtype))
+        return joined(found)
+
+    def plain(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors, the quantised ones as the numbers that they stand for, without what belongs to activations."""
+        read: set[str] = set()
+        for mark in self._file_of:
+            name, layout = self._marked(mark)
+            if layout is not None:
+                shape = layout.shape(name, self._shape)
+                parts = self._stored(layout, name, shape)
+                self._compare(parts)
+                read.update(parts)
+                yield name, widened(layout, name, shape, self._read_parts(layout, name, shape))
+        for name in self._file_of:
+            is_idle = name.rpartition(".")[2] in OF_ACTIVATIONS or self._is_idle_bias(name)
+            if name not in read and not is_idle:
+                yield name, self._tensor(name)
+
+    def _marked(self, mark: str) -> tuple[str, WeightLayout | None]:
+        """Name the tensor of which `mark` is the first part, and its layout, if it is one."""
+        for last, whole in MARKS.items():
+            if mark.endswith(last):
+                name = mark.removesuffix(last) + whole
+                return name, self._layout(name)
+        return mark, None
+
+    def _layout(self, name: str) -> WeightLayout | None:
+        return None if self._scheme is None else self._scheme.layout(name, self)
+
+    def _parts(self, name: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
+        """List the stored tensors that make up a tensor: itself, or its quantised parts."""
+        layout = self._layout(name)
+        if layout is None:
+            return {name: StoredTensor((shape,), PLAIN)}
+        return self._stored(layout, name, shape)
+
+    def _stored(
+        self, layout: WeightLayout, name: str, shape: tuple[int, ...]
+    ) -> dict[str, StoredTensor]:
+        base = base_of(name)
+        return {base + last: part for last, part in layout.parts(name, shape, self).items()}
+
+    def _read_parts(
+        self, layout: WeightLayout, name: str, shape: tuple[int, ...]
+    ) -> dict[str, Tensor]:
+        base = base_of(name)
+        return {last: self._tensor(base + last) for last in layout.parts(name, shape, self)}
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._files[self._file_of[name]].get_tensor(self._stored_name[name])
+
+    def _is_idle_bias(self, name: str) -> bool:
+        """GPTQ's writers give every projection a bias, of zeros where it had none."""
+        of = name.removesuffix("bias") + "qweight"
+        return name.endswith(".bias") and of in self and not self._tensor(name).any()
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._file_of[name]].get_slice(self._stored_name[name])
+
+
+def _file_names(folder: Path) -> list[str]:
+    """List the files of a checkpoint; raises TrouperValidationError for none, or for one that lies elsewhere."""
+    index = read_object(folder / INDEX)
+    if index is None:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    else:
+        names = sorted(
+            set(checked(index.get("weight_map"), dict[str, str], f"{INDEX}: weight_map").values())
+        )
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise invalid("model", f"{INDEX}: weight_map: not the name of a safetensors file", name)
+    check_folder(folder)
+    if not names:
+        raise invalid("model", "no safetensors in the model folder", str(folder))
+    return names

@@ -1,0 +1,209 @@
+"""Layouts of quantised matrices: the tensors in which each X.weight [O, I] is stored, their shapes and dtypes.
+
+    gptq   X.qweight [I / n, O]  X.qzeros [G, O / n]  X.scales [G, O]  X.g_idx [I]
+    awq    X.qweight [I, O / n]  X.qzeros [G, O / n]  X.scales [G, O]
+    packed X.weight_packed [O, I / n]  X.weight_scale [O, G]  X.weight_shape [2], where it is not symmetric
+           X.weight_zero_point [O / n, G], and where the order of inputs is another X.weight_g_idx [I]
+    int8   X.weight [O, I] of bytes  X.weight_scale  X.weight_zero_point
+    fp8    X.weight [O, I] of e4m3  X.weight_scale, or X.weight_scale_inv of blocks
+    fp4    X.weight_packed [O, I / 2] of two e2m1 a byte  X.weight_scale [O, G]  X.weight_global_scale [1]
+    mxfp4  X_blocks [E, O, I / 32, 16]  X_scales [E, O, I / 32] for X [E, I, O], the experts of gpt-oss
+
+n integers of 4 or 8 bits are an int32, lowest bits first; G groups of inputs share a scale.
+
+Nothing here imports torch.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol, cast
+
+import msgspec
+
+from trouper.errors import UnsupportedFeatureError, invalid
+
+Method = Literal["gptq", "awq", "packed", "int8", "fp8", "fp4", "mxfp4"]
+Shape = tuple[int, ...]
+FLOATS = ("F32", "F16", "BF16")
+INTEGERS = ("I32", "I64")
+POWERS = ("U8", "F8_E8M0")  # scales that are exponents of two
+FP8 = "F8_E4M3"
+# Scales of activations and their like: activations stay in the model's dtype, so nothing reads them.
+OF_ACTIVATIONS = (
+    "input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale",
+)  # fmt: skip
+OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "output_scale")
+
+
+class StoredTensor(NamedTuple):
+    """One stored tensor: the shapes and dtypes, by their names in safetensors, that it may have."""
+
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
+
+
+class StoredNames(Protocol):
+    """The names and dtypes of a checkpoint's tensors."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def dtype(self, name: str) -> str: ...
+
+
+class WeightLayout(msgspec.Struct, frozen=True):
+    """How a matrix is stored."""
+
+    method: Method
+    bits: int = 4
+    group_size: int | None = None  # inputs that share a scale; None: all
+    block: tuple[int, int] | None = None  # outputs and inputs that do, of fp8
+    zeros_less: int = 0  # zeros are stored less by so much
+    has_zeros: bool = True
+    has_global_scale: bool = False
+
+    @property
+    def per_word(self) -> int:
+        """Count the integers of an int32."""
+        return 32 // self.bits
+
+    def parts(self, name: str, shape: Shape, stored: StoredNames) -> dict[str, StoredTensor]:
+        """List the stored tensors of a matrix, by what follows its base name.
+
+        Raises:
+            UnsupportedFeatureError: groups do not divide the inputs.
+        """
+        if self.method == "mxfp4":
+            return _expert_parts(shape)
+        num_out, num_in = shape
+        size, base = self.group_size or num_in, base_of(name)
+        if num_in % size:
+            raise unsupported("group_size", f"{size} does not divide the {num_in} inputs of {name}")
+        parts = PARTS[self.method](self, num_out, num_in, num_in // size)
+        if base + "weight_scale_inv" in stored and "weight_scale" in parts:
+            parts["weight_scale_inv"] = parts.pop("weight_scale")
+        order = {"gptq": "g_idx", "packed": "weight_g_idx"}.get(self.method)
+        if order is not None and base + order in stored:
+            parts[order] = StoredTensor(((num_in,),), INTEGERS)
+        return parts
+
+    def shape(self, name: str, shape_of: Callable[[str], Shape]) -> Shape:
+        """Tell the shape of a matrix from those of the tensors that are stored for it."""
+        base = base_of(name)
+        match self.method:
+            case "gptq":
+                rows, num_out = _two(base, "qweight", shape_of)
+                return num_out, rows * self.per_word
+            case "awq":
+                num_in, columns = _two(base, "qweight", shape_of)
+                return columns * self.per_word, num_in
+            case "packed" | "fp4":
+                num_out, columns = _two(base, "weight_packed", shape_of)
+                return num_out, columns * (2 if self.method == "fp4" else self.per_word)
+            case "int8" | "fp8":
+                return _two(base, "weight", shape_of)
+            case "mxfp4":
+                blocks = shape_of(name + "_blocks")
+                if len(blocks) != 4:
+                    raise invalid("model", f"{name}_blocks: must have four dimensions", blocks)
+                return blocks[0], blocks[2] * 32, blocks[1]
+
+
+def base_of(name: str) -> str:
+    """Return what the names of a matrix's tensors begin with."""
+    return name.removesuffix("weight")
+
+
+def unsupported(field: str, what: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(f"quantization_config: {field}: not supported: {what}")
+
+
+def _expert_parts(shape: Shape) -> dict[str, StoredTensor]:
+    experts, num_in, num_out = shape
+    blocks = (experts, num_out, num_in // 32)
+    return {
+        "_blocks": StoredTensor(((*blocks, 16),), ("U8",)),
+        "_scales": StoredTensor((blocks,), POWERS),
+    }
+
+
+def _scales(num_out: int, groups: int, dtypes: tuple[str, ...] = FLOATS) -> StoredTensor:
+    """One for each output and group; of one group also one for each output, or for the whole matrix."""
+    whole = ((num_out,), (1,), ()) if groups == 1 else ()
+    return StoredTensor(((num_out, groups), *whole), dtypes)
+
+
+def _gptq_parts(
+    layout: WeightLayout, num_out: int, num_in: int, groups: int
+) -> dict[str, StoredTensor]:
+    per = layout.per_word
+    q = (num_in // per, num_out) if layout.method == "gptq" else (num_in, num_out // per)
+    return {
+        "qweight": StoredTensor((q,), ("I32",)),
+        "qzeros": StoredTensor(((groups, -(-num_out // per)),), ("I32",)),
+        "scales": StoredTensor(((groups, num_out),), FLOATS),
+    }
+
+
+def _packed_parts(
+    layout: WeightLayout, num_out: int, num_in: int, groups: int
+) -> dict[str, StoredTensor]:
+    per = layout.per_word
+    parts = {
+        "weight_packed": StoredTensor(((num_out, -(-num_in // per)),), ("I32",)),
+        "weight_scale": _scales(num_out, groups),
+        "weight_shape": StoredTensor(((2,),), INTEGERS),
+    }
+    if layout.has_zeros:
+        parts["weight_zero_point"] = StoredTensor(((-(-num_out // per), groups),), ("I32",))
+    return parts
+
+
+def _int8_parts(
+    layout: WeightLayout, num_out: int, num_in: int, groups: int
+) -> dict[str, StoredTensor]:
+    parts = {
+        "weight": StoredTensor(((num_out, num_in),), ("I8",)),
+        "weight_scale": _scales(num_out, groups),
+    }
+    if layout.has_zeros:
+        parts["weight_zero_point"] = _scales(num_out, groups, ("I8",))
+    return parts
+
+
+def _fp8_parts(
+    layout: WeightLayout, num_out: int, num_in: int, groups: int
+) -> dict[str, StoredTensor]:
+    scales = _scales(num_out, groups)
+    if layout.block is not None:
+        rows, columns = layout.block
+        scales = StoredTensor(((-(-num_out // rows), -(-num_in // columns)),), (*FLOATS, *POWERS))
+    return {"weight": StoredTensor(((num_out, num_in),), (FP8,)), "weight_scale": scales}
+
+
+def _fp4_parts(
+    layout: WeightLayout, num_out: int, num_in: int, groups: int
+) -> dict[str, StoredTensor]:
+    parts = {
+        "weight_packed": StoredTensor(((num_out, num_in // 2),), ("U8",)),
+        "weight_scale": StoredTensor(((num_out, groups),), POWERS),
+    }
+    if layout.has_global_scale:
+        parts["weight_scale"] = StoredTensor(((num_out, groups),), (FP8,))
+        parts["weight_global_scale"] = StoredTensor(((1,), ()), ("F32",))
+    return parts
+
+
+PARTS: dict[str, Callable[[WeightLayout, int, int, int], dict[str, StoredTensor]]] = {
+    "gptq": _gptq_parts,
+    "awq": _gptq_parts,
+    "packed": _packed_parts,
+    "int8": _int8_parts,
+    "fp8": _fp8_parts,
+    "fp4": _fp4_parts,
+}
+
+
+def _two(base: str, part: str, shape_of: Callable[[str], Shape]) -> tuple[int, int]:
+    shape = shape_of(base + part)
+    if len(shape) != 2:
+        raise invalid("model", f"{base}{part}: must have two dimensions", shape)
+    return cast("tuple[int, int]", shape)

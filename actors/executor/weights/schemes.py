@@ -1,0 +1,230 @@
+"""Schemes of quantised checkpoints: what config.json says of the layouts of their matrices.
+
+Which modules are quantised is seen from what is stored, so lists of modules to leave out need not be read.
+Nothing here imports torch: `trouper models` judges a checkpoint by it.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from trouper.actors.executor.models.traits import read_traits
+from trouper.actors.executor.weights.layouts import (
+    FP8,
+    StoredNames,
+    WeightLayout,
+    base_of,
+    unsupported,
+)
+from trouper.errors import TrouperValidationError
+
+LONGEST_PATTERN = 512  # characters of a regular expression among the targets
+
+
+class Scheme(msgspec.Struct, frozen=True):
+    """The layouts of a checkpoint's matrices, each with the modules that have it; no names: all."""
+
+    groups: tuple[tuple[tuple[str, ...], WeightLayout], ...]
+
+    def layout(self, name: str, stored: StoredNames) -> WeightLayout | None:
+        """Find how the tensor `name` is stored; None: as it is.
+
+        Raises:
+            UnsupportedFeatureError: it is quantised, and belongs to no group of config.json.
+        """
+        first = self.groups[0][1]
+        if first.method == "mxfp4":
+            return first if name + "_blocks" in stored else None
+        base = base_of(name)
+        is_packed = base + "qweight" in stored or base + "weight_packed" in stored
+        if not is_packed and (name not in stored or stored.dtype(name) not in ("I8", FP8)):
+            return None
+        module = base.removesuffix(".")
+        found = [(rank, layout) for names, layout in self.groups if (rank := _rank(module, names))]
+        if not found:
+            raise unsupported("config_groups", f"{name}, which is quantised and in no group")
+        return min(found, key=lambda each: each[0])[1]
+
+
+def read_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
+    """Read the quantization scheme from config.json; None where the weights are plain.
+
+    Raises:
+        UnsupportedFeatureError: a method or a field that is not read here; the message names it.
+        TrouperValidationError: a field of the wrong type.
+    """
+    config = hf_config.get("quantization_config")
+    if not config:
+        return None
+    method = config.get("quant_method")
+    reader = READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        rule = f"{method!r}; {', '.join(READERS)} are, and GGUF files, and plain weights that quantization='int4' rounds"
+        raise unsupported("quant_method", rule)
+    return read_traits(reader, config, "quantization_config")
+
+
+def _gptq(config: Mapping[str, Any]) -> Scheme:
+    _expect(config, "bits", 4, 8)
+    _expect(config, "checkpoint_format", None, "gptq", "gptq_v2")
+    _expect(config, "pack_dtype", None, "int32")
+    _expect(config, "dynamic", None, {})
+    less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+    return _one(WeightLayout("gptq", config["bits"], _group_size(config), zeros_less=less))
+
+
+def _awq(config: Mapping[str, Any]) -> Scheme:
+    names = {"w_bit": "bits", "q_group_size": "group_size"}  # as AutoAWQ's own file calls them
+    config = {names.get(name, name): value for name, value in config.items()}
+    _expect(config, "bits", 4)
+    _expect(config, "version", None, "gemm", "GEMM")
+    _expect(config, "zero_point", None, True)
+    return _one(WeightLayout("awq", 4, _group_size(config)))
+
+
+def _fp8(config: Mapping[str, Any]) -> Scheme:
+    return _one(WeightLayout("fp8", 8, block=_block(config, "weight_block_size")))
+
+
+def _mxfp4(_config: Mapping[str, Any]) -> Scheme:
+    return _one(WeightLayout("mxfp4", 4, 32))
+
+
+def _compressed(config: Mapping[str, Any]) -> Scheme:
+    _expect(config, "kv_cache_scheme", None)
+    _expect(config, "transform_config", None, {})
+    sparsity: Mapping[str, Any] = config.get("sparsity_config") or {}
+    _expect(sparsity, "format", None, "dense")
+    named: Mapping[str, Mapping[str, Any]] = config.get("config_groups") or {}
+    if not named:
+        raise unsupported("config_groups", "none; one or more are")
+    return Scheme(tuple(_group(group, config, len(named)) for group in named.values()))
+
+
+def _group(
+    group: Mapping[str, Any], config: Mapping[str, Any], num_groups: int
+) -> tuple[tuple[str, ...], WeightLayout]:
+    _expect(group, "output_activations", None)
+    kind = group.get("format") or config.get("format")
+    weights: Mapping[str, Any] = group.get("weights") or {}
+    reader = FORMATS.get(kind) if isinstance(kind, str) else None
+    if reader is None:
+        raise unsupported("format", f"{kind!r}; {', '.join(FORMATS)} are")
+    layout = reader(weights)
+    targets = msgspec.convert(group.get("targets") or ["Linear"], tuple[str, ...])
+    for target in targets:
+        _check_pattern(target)
+    return (() if num_groups == 1 and "Linear" in targets else targets), layout
+
+
+def _packed(weights: Mapping[str, Any]) -> WeightLayout:
+    _expect(weights, "num_bits", 4, 8)
+    _expect(weights, "type", None, "int")
+    _expect(weights, "strategy", "group", "channel", "tensor")
+    has_zeros = not weights.get("symmetric", True)
+    return WeightLayout("packed", weights["num_bits"], _ct_group_size(weights), has_zeros=has_zeros)
+
+
+def _bytes(weights: Mapping[str, Any]) -> WeightLayout:
+    """Read a group whose weights are one byte each: integers or e4m3."""
+    if weights.get("type", "int") == "float":
+        _expect(weights, "num_bits", 8)
+        _expect(weights, "strategy", "tensor", "channel", "group", "block")
+        if weights["strategy"] == "block":
+            block = _block(weights, "block_structure")
+            if block is None:
+                raise unsupported("block_structure", "none where strategy is block")
+            return WeightLayout("fp8", 8, block=block)
+        return WeightLayout("fp8", 8, _ct_group_size(weights))
+    _expect(weights, "num_bits", 4, 8)
+    _expect(weights, "type", None, "int")
+    _expect(weights, "strategy", "tensor", "channel", "group")
+    has_zeros = not weights.get("symmetric", True)
+    return WeightLayout("int8", 8, _ct_group_size(weights), has_zeros=has_zeros)
+
+
+def _fp4(weights: Mapping[str, Any], size: int) -> WeightLayout:
+    _expect(weights, "num_bits", 4)
+    _expect(weights, "type", "float")
+    _expect(weights, "group_size", size)
+    _expect(weights, "symmetric", None, True)
+    return WeightLayout("fp4", 4, size, has_global_scale=size == 16)
+
+
+FORMATS: dict[str, Callable[[Mapping[str, Any]], WeightLayout]] = {
+    "pack-quantized": _packed,
+    "int-quantized": _bytes,
+    "float-quantized": _bytes,
+    "naive-quantized": _bytes,
+    "mxfp4-pack-quantized": lambda weights: _fp4(weights, 32),
+    "nvfp4-pack-quantized": lambda weights: _fp4(weights, 16),
+}
+READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "mxfp4": _mxfp4,
+}
+
+
+def _one(layout: WeightLayout) -> Scheme:
+    return Scheme((((), layout),))
+
+
+def _expect(config: Mapping[str, Any], field: str, *allowed: object) -> None:
+    value = config.get(field)
+    if not any(value == one and type(value) is type(one) for one in allowed):
+        shown = " or ".join(str(one) for one in allowed if one is not None)
+        raise unsupported(field, f"{value!r}; {shown or 'none'} is")
+
+
+def _group_size(config: Mapping[str, Any]) -> int | None:
+    size = config.get("group_size", -1)
+    if size in (-1, None):
+        return None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or size % 32:
+        raise unsupported("group_size", f"{size!r}; multiples of 32 and -1 are")
+    return size
+
+
+def _ct_group_size(weights: Mapping[str, Any]) -> int | None:
+    return _group_size(weights) if weights["strategy"] == "group" else None
+
+
+def _block(config: Mapping[str, Any], field: str) -> tuple[int, int] | None:
+    found = config.get(field)
+    if found is None:
+        return None
+    block = msgspec.convert(found, tuple[int, int])
+    if min(block) < 1:
+        raise unsupported(field, f"{found!r}; two numbers above 0 are")
+    return block
+
+
+def _check_pattern(target: str) -> None:
+    if not target.startswith("re:"):
+        return
+    try:
+        if len(target) > LONGEST_PATTERN:
+            raise unsupported("targets", f"a pattern of more than {LONGEST_PATTERN} characters")
+        re.compile(target.removeprefix("re:"))
+    except re.error as error:
+        raise TrouperValidationError(
+            f"config.json: quantization_config: targets: no regular expression: {error}",
+            parameter="model",
+            value=target,
+        ) from error
+
+
+def _rank(module: str, names: tuple[str, ...]) -> int:
+    """Tell how closely targets name a module: 1 by its name, 2 by a pattern, 3 as one of its class, 0 not at all."""
+    if module in names:
+        return 1
+    patterns = (name.removeprefix("re:") for name in names if name.startswith("re:"))
+    if any(re.match(pattern, module) for pattern in patterns):
+        return 2
+    return 3 if not names or "Linear" in names else 0

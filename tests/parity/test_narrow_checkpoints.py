@@ -1,0 +1,339 @@
+"""FP8, W8A8, FP4, 8-bit GPTQ and mixed checkpoints: written here by hand, read, and compared with the plain weights that they are."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trouper.actors.executor.weights.checkpoint import Checkpoint
+from trouper.actors.executor.weights.schemes import read_scheme
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+from .test_architectures import tiny_model
+from .test_integer_checkpoints import FILE, eight_to_a_word, load, run
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [48, 24]}
+FP8_TENSORS = {"quant_method": "fp8", "activation_scheme": "static"}
+GPTQ8 = {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True}
+
+
+def compressed(form, weights, **group):
+    """A config of one group."""
+    of_group = {"targets": ["Linear"], "weights": weights, **group}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": of_group},
+        "ignore": ["lm_head"],
+    }
+
+
+def weights(bits, kind, strategy, **others):
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, **others}
+
+
+def fp8_by(shape_of_scales, name="weight_scale", dtype=torch.float32):
+    """E4m3 with scales of some shape; each covers as many outputs and inputs."""
+
+    def quantise(weight):
+        num_out, num_in = weight.shape
+        q = (weight / weight.abs().max() * 400).to(torch.float8_e4m3fn)
+        shape = shape_of_scales(num_out, num_in)
+        scales = ((torch.rand(shape) + 0.5) / 400 / num_in**0.5).to(dtype)
+        rows, columns = (*scales.reshape(-1, *shape[1:]).shape, 1)[:2] if shape else (1, 1)
+        if len(shape) < 2:
+            rows, columns = math.prod(shape), 1
+        whole = scales.float().reshape(rows, columns)
+        block = (num_out, 48)[rows > 1], (num_in, 24)[columns > 1]
+        block = (1 if rows == num_out else block[0], block[1])
+        whole = whole.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        parts = {"weight": q, name: scales, "input_scale": torch.tensor(0.01)}
+        return parts, q.float() * whole[:num_out, :num_in]
+
+    return quantise
+
+
+def int8(weight, has_zeros=False):
+    q = torch.randint(-128, 128, weight.shape, dtype=torch.int8)
+    scales = ((torch.rand(len(q), 1) + 0.5) / 128 / weight.shape[1] ** 0.5).bfloat16()
+    zeros = torch.randint(-128, 128, (len(q), 1), dtype=torch.int8)
+    parts = {"weight": q, "weight_scale": scales}
+    if has_zeros:
+        parts["weight_zero_point"] = zeros
+    return parts, (q.float() - (zeros.float() if has_zeros else 0)) * scales.float()
+
+
+def fp4(weight, *, has_global_scale):
+    """Two e2m1 a byte, the low half first; scales of 16 inputs are e4m3, those of 32 powers of two."""
+    size = 16 if has_global_scale else 32
+    groups = (len(weight), weight.shape[1] // size)
+    codes = torch.randint(0, 16, weight.shape)
+    values = torch.tensor([*E2M1, *(-x for x in E2M1)])[codes]
+    parts = {"weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)}
+    if has_global_scale:
+        parts["weight_scale"] = (torch.rand(groups) * 100 + 50).to(torch.float8_e4m3fn)
+        parts["weight_global_scale"] = torch.tensor([4096.0])
+        scales = parts["weight_scale"].float() / 4096
+    else:
+        exponents = torch.randint(119, 124, groups)
+        parts["weight_scale"] = exponents.to(torch.uint8)
+        scales = 2.0 ** (exponents - 127).float()
+    return parts, values * scales.repeat_interleave(size, 1)
+
+
+def gptq8(weight, *, is_ordered=True):
+    """Bytes with zeros, and groups of inputs that do not lie side by side, the same ones for all readers of an input."""
+    num_out, num_in = weight.shape
+    q, groups = torch.randint(0, 256, weight.shape), (num_out, num_in // 32)
+    zeros = torch.randint(0, 256, groups)
+    scales = ((torch.rand(groups) + 0.5) / 128 / num_in**0.5).half()
+    g_idx = torch.arange(num_in) // 32
+    if is_ordered:
+        g_idx = g_idx[torch.randperm(num_in, generator=torch.Generator().manual_seed(num_in))]
+    plain = (q - zeros[:, g_idx]) * scales.float()[:, g_idx]
+
+    def words(numbers):  # four to an int32
+        return numbers.to(torch.uint8).contiguous().view(torch.int32)
+
+    parts = {
+        "qweight": words(q).T.contiguous(),
+        "qzeros": words((zeros.T - 1) % 256),
+        "scales": scales.T.contiguous(),
+        "g_idx": g_idx.int(),
+    }
+    return parts, plain
+
+
+def packed8(weight):
+    """Bytes of 1 … 256 less 128, in groups, four to an int32."""
+    q, groups = torch.randint(0, 256, weight.shape), (len(weight), weight.shape[1] // 32)
+    scales = ((torch.rand(groups) + 0.5) / 128 / weight.shape[1] ** 0.5).bfloat16()
+    parts = {
+        "weight_packed": q.to(torch.uint8).view(torch.int32),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return parts, (q - 128) * scales.float().repeat_interleave(32, 1)
+
+
+def packed4(weight):
+    """Integers of four bits with a scale for each output."""
+    q = torch.randint(0, 16, weight.shape)
+    scales = ((torch.rand(len(weight), 1) + 0.5) / 8 / weight.shape[1] ** 0.5).bfloat16()
+    parts = {
+        "weight_packed": eight_to_a_word(q),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return parts, (q - 8) * scales.float()
+
+
+def blocks(num_out, num_in):
+    return -(-num_out // 48), -(-num_in // 24)
+
+
+KINDS = {
+    "fp8_blocks": (FP8_BLOCKS, fp8_by(blocks, "weight_scale_inv")),
+    "fp8_tensor": (FP8_TENSORS, fp8_by(lambda *_: ())),
+    "fp8_tensors_of_one": (FP8_TENSORS, fp8_by(lambda *_: (1,), dtype=torch.bfloat16)),
+    "fp8_channels": (
+        compressed("float-quantized", weights(8, "float", "channel")),
+        fp8_by(lambda num_out, _: (num_out, 1), dtype=torch.bfloat16),
+    ),
+    "int8_channels": (
+        compressed(
+            "int-quantized",
+            weights(8, "int", "channel"),
+            input_activations=weights(8, "int", "token"),
+        ),
+        int8,
+    ),
+    "int8_zeros": (
+        compressed("naive-quantized", weights(8, "int", "channel") | {"symmetric": False}),
+        lambda weight: int8(weight, has_zeros=True),
+    ),
+    "mxfp4": (
+        compressed("mxfp4-pack-quantized", weights(4, "float", "group", group_size=32)),
+        lambda weight: fp4(weight, has_global_scale=False),
+    ),
+    "nvfp4": (
+        compressed("nvfp4-pack-quantized", weights(4, "float", "tensor_group", group_size=16)),
+        lambda weight: fp4(weight, has_global_scale=True),
+    ),
+    "gptq_8_bits": (GPTQ8, lambda weight: gptq8(weight, is_ordered=False)),
+    "gptq_act_order": (GPTQ8, gptq8),
+    "packed_8_bits": (
+        compressed("pack-quantized", weights(8, "int", "group", group_size=32)),
+        packed8,
+    ),
+}
+MIXED = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "config_groups": {
+        "bytes": {
+            "targets": ["re:.*self_attn.[qk]_proj$"],
+            "format": "pack-quantized",
+            "weights": weights(8, "int", "group", group_size=32),
+        },
+        "floats": {
+            "targets": ["model.layers.1.mlp.down_proj"],
+            "format": "float-quantized",
+            "weights": weights(8, "float", "channel"),
+        },
+        "nibbles": {
+            "targets": ["Linear"],
+            "format": "pack-quantized",
+            "weights": weights(4, "int", "channel"),
+        },
+    },
+}
+
+
+def mixed(name):
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        return packed8
+    if name == "model.layers.0.self_attn.o_proj.weight":
+        return None  # is left plain
+    is_down = name == "model.layers.1.mlp.down_proj.weight"
+    return KINDS["fp8_channels"][1] if is_down else packed4
+
+
+def write(tmp_path, config, quantiser_of, changes=None):
+    """A plain folder and a quantised one, of the same weights."""
+    plain, narrow = tmp_path / "plain", tmp_path / "narrow"
+    tiny_model("Qwen3", {"num_hidden_layers": 2, "tie_word_embeddings": True}, plain)
+    torch.manual_seed(1)
+    tensors, stored = load_file(plain / FILE), {}
+    for name, weight in tensors.items():
+        quantise = quantiser_of(name) if name.endswith("_proj.weight") else None
+        if quantise is None:
+            stored[name] = weight
+            continue
+        parts, tensors[name] = quantise(weight)
+        base = name.removesuffix("weight")
+        stored |= {base + part: x for part, x in parts.items()}
+    if changes is not None:
+        changes(stored)
+    narrow.mkdir()
+    save_file(tensors, plain / FILE, metadata={"format": "pt"})
+    save_file(stored, narrow / FILE, metadata={"format": "pt"})
+    hf_config = json.loads((plain / "config.json").read_text())
+    hf_config["quantization_config"] = config
+    (narrow / "config.json").write_text(json.dumps(hf_config))
+    return plain, narrow
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_answers_are_those_of_the_plain_weights(tmp_path, kind):
+    config, quantise = KINDS[kind]
+    plain, narrow = write(tmp_path, config, lambda _: quantise)
+    (_, ids, logprobs), (_, found_ids, found) = run(plain), run(narrow)
+    assert found_ids == ids
+    assert torch.equal(found, logprobs)
+
+
+def test_groups_of_modules_are_each_read_as_config_json_says(tmp_path):
+    plain, narrow = write(tmp_path, MIXED, mixed)
+    (_, ids, logprobs), (_, found_ids, found) = run(plain), run(narrow)
+    assert found_ids == ids
+    assert torch.equal(found, logprobs)
+
+
+@pytest.mark.parametrize("kind", ["fp8_blocks", "int8_zeros", "gptq_act_order", "nvfp4"])
+def test_beside_bfloat16_the_answers_are_as_near_as_its_rounding(tmp_path, kind):
+    config, quantise = KINDS[kind]
+    plain, narrow = write(tmp_path, config, lambda _: quantise)
+    (_, _, logprobs), (_, _, found) = run(plain, "bfloat16"), run(narrow, "auto")
+    torch.testing.assert_close(found, logprobs, atol=0.25, rtol=0)
+    assert (found - logprobs).abs().mean() < 0.03
+
+
+def test_experts_of_gpt_oss_are_those_of_transformers_bit_by_bit(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    name = "model.layers.0.mlp.experts.down_proj"
+    packed = torch.randint(0, 256, (3, 64, 2, 16), dtype=torch.uint8)
+    powers = torch.randint(100, 140, (3, 64, 2), dtype=torch.uint8)
+    save_file({f"{name}_blocks": packed, f"{name}_scales": powers}, tmp_path / FILE)
+    scheme = read_scheme({"quantization_config": {"quant_method": "mxfp4"}})
+    checkpoint = Checkpoint(tmp_path, scheme=scheme)
+    expected = convert_moe_packed_tensors(packed, powers, dtype=torch.bfloat16)
+    assert torch.equal(checkpoint.read(name, (3, 64, 64)).bfloat16(), expected)
+    assert [found for found, _ in checkpoint.plain()] == [name]
+
+
+UP = "model.layers.0.mlp.up_proj."
+
+
+def spoil(part, value):
+    return lambda stored: stored[UP + part].view(-1)[:1].copy_(torch.tensor([value]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("fp8_blocks", lambda t: t.pop(UP + "weight_scale_inv"), r"lacks 1 .*up_proj\.weight_scale"),
+        ("int8_channels", lambda t: t.pop(UP + "weight_scale"), r"lacks 1 .*up_proj\.weight_scale"),
+        ("fp8_channels", spoil("weight_scale", math.nan), r"up_proj\.weight_scale: .*not finite"),
+        ("fp8_blocks", spoil("weight_scale_inv", math.inf), r"weight_scale_inv: .*not finite"),
+        ("fp8_channels", spoil("weight", math.nan), r"up_proj\.weight: weights that are not numbers"),
+        ("mxfp4", spoil("weight_scale", 255), r"up_proj\.weight_scale: .*not finite"),
+        ("packed_8_bits", spoil("weight_shape", 7), r"up_proj\.weight_shape: must be \[\d+, \d+\]"),
+        ("gptq_8_bits", spoil("g_idx", 1), r"up_proj\.g_idx: each group must have 32 inputs"),
+        (
+            "fp8_channels",
+            lambda t: t.update({UP + "weight_scale": torch.ones(3, 1)}),
+            r"misshapen 1 .*up_proj\.weight_scale \[3, 1\]",
+        ),
+        (
+            "int8_channels",
+            lambda t: t.update({UP + "weight_scale": t[UP + "weight_scale"].int()}),
+            r"mistyped 1 .*up_proj\.weight_scale I32 instead of F32",
+        ),
+        (
+            "mxfp4",
+            lambda t: t.update({UP + "weight_packed": t[UP + "weight_packed"].int()}),
+            r"mistyped 1 .*up_proj\.weight_packed I32 instead of U8",
+        ),
+    ],
+)  # fmt: skip
+def test_a_malformed_tensor_is_named(tmp_path, kind, changes, message):
+    config, quantise = KINDS[kind]
+    _, narrow = write(tmp_path, config, lambda _: quantise, changes)
+    with pytest.raises(TrouperValidationError, match=message):
+        load(narrow)
+
+
+def test_scales_of_a_kv_cache_are_refused(tmp_path):
+    def add(stored):
+        stored["model.layers.0.self_attn.k_scale"] = torch.tensor(1.0)
+
+    config, quantise = KINDS["fp8_tensor"]
+    _, narrow = write(tmp_path, config, lambda _: quantise, add)
+    with pytest.raises(UnsupportedFeatureError, match=r"kv_cache_scheme: .*self_attn\.k_scale"):
+        load(narrow)
+
+
+def test_a_quantised_module_of_no_group_is_named(tmp_path):
+    config = json.loads(json.dumps(MIXED))
+    del config["config_groups"]["nibbles"]
+    _, narrow = write(tmp_path, config, mixed)
+    with pytest.raises(UnsupportedFeatureError, match=r"config_groups: .*v_proj\.weight"):
+        load(narrow)
+
+
+def test_integers_without_a_quantization_config_are_not_weights(tmp_path):
+    _, narrow = write(tmp_path, None, lambda _: lambda w: ({"weight": w.to(torch.int8)}, w))
+    with pytest.raises(TrouperValidationError, match=r"mistyped 14 tensors: .*I8 instead of F32"):
+        load(narrow)
+
+
+def test_a_pattern_that_is_none_is_named():
+    config = json.loads(json.dumps(MIXED))
+    config["config_groups"]["bytes"]["targets"] = ["re:("]
+    with pytest.raises(TrouperValidationError, match="targets: no regular expression"):
+        read_scheme({"quantization_config": config})
