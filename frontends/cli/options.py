@@ -44,7 +44,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "hf_overrides": "Fields that win over those of the model's config.json, as JSON.",
         "device": "Device to run on: auto (a usable GPU, else the CPU), cpu or cuda.",
         "device_worker": "Where the model runs: inline (a thread of this process), process (its own, which may "
-        "die and is started again), or auto (inline).",
+        "die and is started again), or auto (process in serve of a model that generates on the CPU, else inline).",
         "pipeline_parallel_size": "Number of processes that share out the layers, as stages of a pipeline.",
         "dtype": "Type of the weights: auto (as stored), float32, bfloat16 or float16.",
         "quantization": "Round the weights at load: int8, or int4 in groups of 32.",

@@ -279,7 +279,8 @@ def serve(
     engine_args.enable_lora |= bool(lora_modules(options.lora_modules or []))
     _check_dev_mode(options)
     engine_args.seed = options.seed
-    resolve(engine_args)  # here, because it finds mistakes before torch is loaded
+    # here, because it finds mistakes before torch is loaded
+    engine_args.device_worker = resolve(engine_args, serves=True).device_worker
     # As in `run_engine`: read when torch is loaded, and threads that spin would starve the event loop.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _run(options, engine_args)
@@ -315,9 +316,7 @@ def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
             admin.append(Listener(stack.enter_context(bind_tcp(LOOPBACK, options.admin_port))))
 
         # Inline, the bar of the weights has the terminal; of a worker, whose stderr is a pipe, there is none.
-        has_workers = (
-            engine_args.device_worker == "process" or engine_args.pipeline_parallel_size > 1
-        )
+        has_workers = engine_args.device_worker == "process"
         terminal = sys.stderr if has_workers and sys.stderr.isatty() else None
 
         async def main() -> None:

@@ -85,7 +85,7 @@ def test_a_file_has_the_options_of_the_server_and_the_command_line_wins(monkeypa
     (tmp_path / "config.toml").write_text(CONFIG)
     seen = []
     monkeypatch.setattr(serve, "_run", lambda *options: seen.append(options))
-    monkeypatch.setattr(serve, "resolve", lambda args, **_: None)
+    monkeypatch.setattr(serve, "resolve", lambda args, **_: args)
     given = ["--config", str(tmp_path / "config.toml"), "--port", "1", "--max-num-seqs", "4"]
     assert run_line(["serve", *given]) == 0
     assert seen == [
@@ -136,7 +136,7 @@ def test_options_come_from_variables_and_dots_too(monkeypatch, variables, given,
         monkeypatch.setenv(name, value)
     seen = []
     monkeypatch.setattr(serve, "_run", lambda *options: seen.extend(options))
-    monkeypatch.setattr(serve, "resolve", lambda args, **_: None)
+    monkeypatch.setattr(serve, "resolve", lambda args, **_: args)
     assert run_line(["serve", *given]) == 0
     found = {**vars(seen[0]), **vars(seen[1])}
     assert {name: found[name] for name in wanted} == wanted
@@ -145,7 +145,7 @@ def test_options_come_from_variables_and_dots_too(monkeypatch, variables, given,
 @pytest.mark.parametrize(("given", "code"), [([], 0), (["--host", "0.0.0.0"], 2), (["--host", "0.0.0.0", "--admin-key", "k"], 0), (["--uds", "x"], 0)])  # fmt: skip
 def test_control_routes_without_a_key_are_for_this_machine_alone(monkeypatch, given, code):
     monkeypatch.setattr(serve, "_run", lambda *options: None)
-    monkeypatch.setattr(serve, "resolve", lambda args, **_: None)
+    monkeypatch.setattr(serve, "resolve", lambda args, **_: args)
     assert run_line(["serve", "--dev-mode", *given]) == code
 
 

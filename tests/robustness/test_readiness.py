@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def test_a_server_is_alive_but_not_ready_while_its_worker_is_started_again():
-    with started("--device-worker", "process") as server:
+    with started() as server:
         (worker,) = workers_of(server.pid)
         os.kill(worker, signal.SIGKILL)
         seen = set()

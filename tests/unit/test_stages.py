@@ -128,6 +128,31 @@ def test_stages_are_resolved_into_processes_steps_and_a_cut(monkeypatch):
     assert (config.scheduler.max_steps_in_flight, config.layer_partition) == (2, (2, 7))
 
 
+POOLS = {"runner": "pooling"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options", "serves", "found"),
+    [
+        ("auto", {}, True, "process"), ("auto", {}, False, "inline"), ("auto", POOLS, True, "inline"),
+        ("inline", {}, True, "inline"), ("process", {}, False, "process"), ("process", POOLS, True, "process"),
+    ],
+)  # fmt: skip
+def test_a_server_runs_a_generating_model_in_a_process_unless_it_is_told_otherwise(
+    wanted, options, serves, found
+):
+    args = EngineArgs(device_worker=wanted, **options)
+    assert resolve(args, serves=serves).device_worker == found
+
+
+def test_without_memory_files_a_server_runs_inline_and_a_process_is_refused(monkeypatch):
+    monkeypatch.delattr("os.memfd_create")
+    assert resolve(EngineArgs(), serves=True).device_worker == "inline"
+    with pytest.raises(UnsupportedFeatureError, match="no memory files") as caught:
+        resolve(EngineArgs(device_worker="process"))
+    assert caught.value.parameter == "device_worker"
+
+
 @pytest.mark.parametrize(
     ("options", "error", "parameter", "words"),
     [

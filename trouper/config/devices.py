@@ -14,6 +14,7 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.extras import install_hint
 
 DeviceKind = Literal["cpu", "cuda"]
+DeviceWorker = Literal["inline", "process"]  # the model in a thread of this process, or in its own
 CHOICES = ("auto", "cpu", "cuda")
 COMPUTE_CAPABILITY_MAJOR = 75  # CUdevice_attribute
 LEAST_CAPABILITY = 8  # Ampere: bfloat16, and copies that run beside a kernel's arithmetic
@@ -46,6 +47,27 @@ def choose_device(wanted: str, *, pools: bool = False) -> DeviceKind:
             f"there is no usable CUDA device: {problem}", parameter="device", value=wanted
         )
     return "cuda"
+
+
+def choose_device_worker(wanted: str, *, can_be_chosen: bool) -> DeviceWorker:
+    """Choose where the model runs.
+
+    Args:
+        wanted: auto, inline or process.
+        can_be_chosen: whether `auto` may be a process.
+
+    Raises:
+        UnsupportedFeatureError: "process" on a system without memory files.
+    """
+    has_memory_files = hasattr(os, "memfd_create")
+    if wanted == "process" and not has_memory_files:
+        raise UnsupportedFeatureError(
+            "device_worker='process': not on this system, which has no memory files",
+            parameter="device_worker",
+        )
+    if wanted == "auto":
+        return "process" if can_be_chosen and has_memory_files else "inline"
+    return "process" if wanted == "process" else "inline"
 
 
 def cuda_problem() -> str | None:

@@ -13,7 +13,7 @@ import msgspec
 from trouper.config.adapters import LoRAConfig
 from trouper.config.args import EngineArgs
 from trouper.config.checks import check_engine_args, log_idle_options
-from trouper.config.devices import DeviceKind, choose_device
+from trouper.config.devices import DeviceKind, DeviceWorker, choose_device, choose_device_worker
 from trouper.config.model import (
     ModelConfig,
     code_folder,
@@ -33,7 +33,6 @@ from trouper.config.stages import PARTITION, max_steps_in_flight, read_partition
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 Quantization = Literal["int8", "int4"] | None
-DeviceWorker = Literal["inline", "process"]  # the model in a thread of this process, or in its own
 # a decode kernel of the CPU reads 2 x the bandwidth at 128 of what it reads at 16
 DEFAULT_BLOCK_SIZES: dict[DeviceKind, int] = {"cpu": 128, "cuda": 16}
 # beyond this the activations of a layer come from the system anew: 16 prompts of 1,024 take 1.2 times as long
@@ -132,13 +131,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return ("generate",) if self.pooler is None else self.pooler.tasks
 
 
-def resolve(args: EngineArgs, *, offline: bool = False) -> EngineConfig:
+def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) -> EngineConfig:
     """Find the model, read its config and fill in every default.
 
     May download (hub ids), so it is called from a thread.
 
     Args:
         offline: whether to take the batch limits of `LLM` instead of the server's.
+        serves: whether `trouper serve` asks; elsewhere no process is started unasked.
 
     Raises:
         TrouperValidationError: a value out of range, or one that the model cannot follow; the message names it.
@@ -176,7 +176,10 @@ def resolve(args: EngineArgs, *, offline: bool = False) -> EngineConfig:
         code_path=code_folder(args, model),
         dtype=dtype,
         device=device,
-        device_worker="process" if args.device_worker == "process" or num_stages > 1 else "inline",
+        device_worker=choose_device_worker(
+            "process" if num_stages > 1 else args.device_worker,
+            can_be_chosen=serves and device == "cpu" and pooler is None,
+        ),
         layer_partition=partition,
         max_worker_restarts=args.max_worker_restarts,
         worker_restart_window_s=args.worker_restart_window,

@@ -181,13 +181,14 @@ class ProcessDevice:
             self._calls.close(open_call)
 
     async def aclose(self) -> None:
-        """Have the workers give everything back, and end them.  Idempotent."""
+        """Have the workers give everything back, and end them; those that load are killed.  Idempotent."""
         if self._state is WorkerState.CLOSED:
             return
+        grace_s = CLOSE_S if self._state is WorkerState.UP else 0.0
         self._state = next_state(self._state, WorkerEvent.CLOSE)
         send_to_all(self._workers, Close())
         for worker in self._workers:
-            await worker.end(CLOSE_S)
+            await worker.end(grace_s)
 
     # Starting
 
