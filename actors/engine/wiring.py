@@ -190,6 +190,7 @@ async def _run_actors(
                         to_detokenizer.clone(),
                         prompts.render,
                         threads,
+                        reporter(),
                     )
                     await tasks.start(renderer.run, name=f"renderer {number}")
                 parts = EngineParts(

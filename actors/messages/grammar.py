@@ -32,6 +32,14 @@ class GrammarRules(msgspec.Struct, frozen=True, kw_only=True):
     thinking: Thinking | None  # reasoning that comes first
 
 
+class GrammarWork(msgspec.Struct, frozen=True):
+    """The work of a step for the sequences in it that have a grammar."""
+
+    seconds: float  # of the device's thread: to follow them, and to fill masks
+    num_tokens: int  # that were sampled
+    num_redrawn: int  # of those: the grammar refused the token that was drawn first
+
+
 class Grammar:
     """Rules for the outputs of one request, as devices see them.  Sequences share them, and they never change.
 
@@ -39,6 +47,7 @@ class Grammar:
         matcher: returns a matcher of `llguidance` at the beginning of an output; None: behind its reasoning it may be anything.
         text_of: gives the text of a token.
         vocabulary: for a device in another process; None: it is in this one.
+        compile_s: that it took to compile; None: it was compiled before, or is none.
     """
 
     def __init__(
@@ -47,12 +56,13 @@ class Grammar:
         matcher: Callable[[], Any],
         text_of: Callable[[int], str],
         vocabulary: Vocabulary | None = None,
+        compile_s: float | None = None,
     ) -> None:
         self.rules = rules
         self.eos_token_ids, self.ignore_eos = rules.eos_token_ids, rules.ignore_eos
         self.num_tokens, self.thinking = rules.num_tokens, rules.thinking
         self.matcher, self.text_of = matcher, text_of
-        self.vocabulary = vocabulary
+        self.vocabulary, self.compile_s = vocabulary, compile_s
 
     def __repr__(self) -> str:
         return f"<Grammar of {len(self.rules.source or '')} characters>"

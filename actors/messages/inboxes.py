@@ -18,7 +18,7 @@ from trouper.actors.messages.results import (
     StepDone,
     StepFailed,
 )
-from trouper.actors.messages.stats import OutputStats, StepStats
+from trouper.actors.messages.stats import GrammarStats, OutputStats, StepStats
 
 RendererInbox = Render
 SchedulerInbox = (
@@ -28,4 +28,4 @@ SchedulerInbox = (
 ExecutorInbox = StepPlan | PoolPlan | DeviceCall
 DetokenizerInbox = Track | StepTokens
 PoolerInbox = Pooled
-ObserverInbox = StepStats | OutputStats | DeviceLost | DeviceBack | Flush
+ObserverInbox = StepStats | OutputStats | GrammarStats | DeviceLost | DeviceBack | Flush

@@ -5,6 +5,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from trouper.actors.messages.grammar import GrammarWork
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Candidates of one position: the sampled (or prompt) token first, then by falling logprob."""
@@ -32,6 +34,7 @@ class StepDone(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()  # (entry, positions)
     failed: tuple[tuple[int, EntryFailure], ...] = ()  # (entry, reason)
     num_draft_tokens: tuple[int, ...] = ()  # verified for each entry; empty: none
+    grammar: GrammarWork | None = None  # None: no entry has a grammar
 
 
 class PoolDone(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from trouper.actors.messages.grammar import GrammarWork
 from trouper.outputs import FinishReason, RequestStateStats
 from trouper.params import SamplingParams
 
@@ -43,9 +44,17 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepStats(msgspec.Struct, frozen=True):
-    """Scheduler → Observer: the number of tokens computed or sampled since the last `StepStats`."""
+    """Scheduler → Observer: the number of tokens computed or sampled since the last `StepStats`, and its grammars' work."""
 
     num_tokens: int
+    grammar: tuple[GrammarWork, ...] = ()  # of each step with one, at most `max_steps_in_flight`
+
+
+class GrammarStats(msgspec.Struct, frozen=True):
+    """Renderer → Observer: what became of the grammar that one request brought."""
+
+    compile_s: float | None = None  # None: it was among those compiled last, or is refused
+    refusal: str | None = None  # the code of the error
 
 
 class RequestEnded(msgspec.Struct, frozen=True):

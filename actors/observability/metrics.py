@@ -15,8 +15,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from trouper.actors.messages.grammar import GrammarWork
 from trouper.actors.messages.results import DeviceBack, DeviceLost, LossCause
-from trouper.actors.messages.stats import OutputStats, RequestEnded, SchedulerStats
+from trouper.actors.messages.stats import GrammarStats, OutputStats, RequestEnded, SchedulerStats
 from trouper.actors.observability.distribution import Distribution, one_two_five
 from trouper.metrics import Counter, Gauge, Histogram, Metric
 
@@ -31,11 +32,15 @@ INTER_TOKEN_S = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80
 )  # fmt: skip
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+COMPILE_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+MASK_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 PAUSE_S = (0.5, 1, 2, 3, 4, 5, 7.5, 10, 15, 20, 30, 60, 120, 300)
 SMALL_COUNTS = (1, 2, 5, 10, 20)
 PREEMPTION_COUNTS = (1, 2, 3, 4, 5, 10, 20)
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 LOSS_CAUSES = get_args(LossCause)
+REFUSALS = ("invalid_schema", "invalid_grammar", "schema_too_complex")
+GRAMMAR_FAILURES = ("grammar_error", "no_valid_token")
 LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
 # What each histogram counts, for the scraped text.
 HISTOGRAM_TEXTS = {
@@ -54,6 +59,8 @@ HISTOGRAM_TEXTS = {
     "request_prefill_time_seconds": "Time from a request's start to its first token.",
     "request_decode_time_seconds": "Time from a request's first token to its last.",
     "request_inference_time_seconds": "Time from a request's start to its last token.",
+    "grammar_compile_seconds": "Time to compile a grammar that was not among those compiled last.",
+    "grammar_mask_seconds": "Time of one step to follow its grammars and fill their masks.",
     "worker_pause_seconds": "Time from a loss of the workers until they took plans again.",
     "e2e_request_latency_seconds": "Time from a request's arrival to its end.",
 }
@@ -89,6 +96,10 @@ class Metrics(Collector):
         self._ended: dict[str, int] = dict.fromkeys(FINISH_REASONS, 0)
         self._rejections: dict[str, int] = dict.fromkeys(LIMITS, 0)
         self._num_corrupted = 0
+        self._num_grammars = self._num_grammars_found = 0
+        self._num_grammar_tokens = self._num_redrawn = 0
+        self._refusals: dict[str, int] = dict.fromkeys(REFUSALS, 0)
+        self._grammar_failures: dict[str, int] = dict.fromkeys(GRAMMAR_FAILURES, 0)
         self._losses: dict[str, int] = dict.fromkeys(LOSS_CAUSES, 0)
         self._workers_up: dict[str, int] = {str(rank): 1 for rank in range(num_workers)}
         self._sleep_states: dict[str, int] = dict.fromkeys(SLEEP_STATES, 0)
@@ -102,6 +113,23 @@ class Metrics(Collector):
     def note_step(self, num_tokens: int) -> None:
         """Count one iteration of the scheduler."""
         self._observe("iteration_tokens_total", num_tokens)
+
+    def note_grammar(self, stats: GrammarStats) -> None:
+        """Count a grammar that a request brought."""
+        self._num_grammars += 1
+        if stats.refusal is not None:
+            self._refusals[stats.refusal] += 1
+        elif stats.compile_s is not None:
+            self._observe("grammar_compile_seconds", stats.compile_s)
+        else:
+            self._num_grammars_found += 1
+
+    def note_grammar_work(self, work: Iterable[GrammarWork]) -> None:
+        """Count what steps did for their grammars."""
+        for step in work:
+            self._observe("grammar_mask_seconds", step.seconds)
+            self._num_grammar_tokens += step.num_tokens
+            self._num_redrawn += step.num_redrawn
 
     def note_stats(self, stats: SchedulerStats) -> None:
         """Replace the scheduler's snapshot."""
@@ -176,6 +204,8 @@ class Metrics(Collector):
         stats, observe = ended.stats, self._observe
         self._ended[ended.finish_reason] += 1
         self._num_corrupted += ended.error_code == "numerical_error"
+        if ended.error_code in self._grammar_failures:
+            self._grammar_failures[ended.error_code] += 1
         num_computed = ended.num_prompt_tokens - ended.num_cached_tokens
         observe("request_prompt_tokens", ended.num_prompt_tokens)
         observe("request_prefill_kv_computed_tokens", num_computed)
@@ -222,7 +252,27 @@ class Metrics(Collector):
             "worker_restarts", "Losses of the worker processes, by cause.",
             _keyed(self._losses), ("cause",), is_counter=True,
         )  # fmt: skip
+        yield _Number(
+            "grammar_refusals", "Grammars refused before their requests were admitted, by reason.",
+            _keyed(self._refusals), ("reason",), is_counter=True,
+        )  # fmt: skip
+        yield _Number(
+            "grammar_failures", "Requests that ended since nothing fitted their grammars, by reason.",
+            _keyed(self._grammar_failures), ("reason",), is_counter=True,
+        )  # fmt: skip
         for name, text, value in (
+            ("grammar_cache_queries", "Grammars that requests brought.", self._num_grammars),
+            (
+                "grammar_cache_hits",
+                "Grammars found among those compiled last.",
+                self._num_grammars_found,
+            ),
+            ("grammar_tokens", "Tokens sampled by a grammar.", self._num_grammar_tokens),
+            (
+                "grammar_redrawn_tokens",
+                "Tokens sampled again since a grammar refused the first.",
+                self._num_redrawn,
+            ),
             ("corrupted_requests", "Requests whose logits were not finite.", self._num_corrupted),
             ("external_prefix_cache_queries", "Tokens looked up in a KV connector.", 0),
             ("external_prefix_cache_hits", "Tokens found in a KV connector.", 0),
@@ -334,6 +384,8 @@ def _histogram_bounds(max_model_len: int) -> Iterator[tuple[str, tuple[float, ..
         yield f"request_{name}_time_seconds", LATENCY_S
     yield "e2e_request_latency_seconds", LATENCY_S
     yield "worker_pause_seconds", PAUSE_S
+    yield "grammar_compile_seconds", COMPILE_S
+    yield "grammar_mask_seconds", MASK_S
 
 
 _NOTHING = SchedulerStats(

@@ -18,7 +18,13 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from trouper.actors.messages.controls import Flush
 from trouper.actors.messages.inboxes import ObserverInbox
 from trouper.actors.messages.results import DeviceBack, DeviceLost
-from trouper.actors.messages.stats import OutputStats, RequestEnded, SchedulerStats, StepStats
+from trouper.actors.messages.stats import (
+    GrammarStats,
+    OutputStats,
+    RequestEnded,
+    SchedulerStats,
+    StepStats,
+)
 from trouper.actors.observability.metrics import Metrics
 
 logger = logging.getLogger("trouper")
@@ -117,22 +123,14 @@ class Observer:
     def _note(self, message: ObserverInbox) -> None:
         try:
             match message:
-                case StepStats(num_tokens):
-                    if self.metrics is not None:
-                        self.metrics.note_step(num_tokens)
                 case OutputStats():
                     self._note_output_stats(message)
-                case DeviceLost():
-                    if self.metrics is not None:
-                        self.metrics.note_loss(message)
-                case DeviceBack():
-                    if self.metrics is not None:
-                        self.metrics.note_return(message)
                 case Flush(answer):
                     self._take_snapshot()
                     answer.set(None)
                 case _:
-                    assert_never(message)
+                    if self.metrics is not None:
+                        _count(message, self.metrics)
         except Exception:  # statistics never touch requests
             logger.exception("statistics could not be recorded")
 
@@ -143,6 +141,21 @@ class Observer:
             self._prompts.append((ended.num_prompt_tokens, ended.num_cached_tokens))
             if self._note_ended is not None:
                 self._note_ended(ended)
+
+
+def _count(message: StepStats | GrammarStats | DeviceLost | DeviceBack, metrics: Metrics) -> None:
+    match message:
+        case StepStats(num_tokens, grammar):
+            metrics.note_step(num_tokens)
+            metrics.note_grammar_work(grammar)
+        case GrammarStats():
+            metrics.note_grammar(message)
+        case DeviceLost():
+            metrics.note_loss(message)
+        case DeviceBack():
+            metrics.note_return(message)
+        case _:
+            assert_never(message)
 
 
 def interval_line(

@@ -5,16 +5,14 @@ the error of the request that brought it.
 """
 
 import json
-from collections.abc import Callable
 from threading import Lock
-from typing import Any
 
 import msgspec
 
 from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
 from trouper.actors.messages.thinking import Thinking
 from trouper.actors.rendering.grammar import TOO_COMPLEX, failure, grammar_source, refused
-from trouper.actors.rendering.matchers import Matchers, NotAGrammarError
+from trouper.actors.rendering.matchers import CompiledGrammar, Matchers, NotAGrammarError
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.output_rules import StructuredOutputsConfig
 from trouper.errors import UnsupportedFeatureError
@@ -74,7 +72,7 @@ class Grammars:
             and params.thinking_token_budget is None
         ):
             thinking = None
-        source, matcher = (None, _no_matcher) if wanted is None else self._compiled(wanted)
+        source, compiled = (None, None) if wanted is None else self._compiled(wanted)
         rules = GrammarRules(
             source=source,
             eos_token_ids=self._eos_token_ids,
@@ -83,16 +81,18 @@ class Grammars:
             thinking=thinking,
         )
         vocabulary = self._known_vocabulary() if self._sends_grammars else None
-        return Grammar(rules, matcher, tokenizer.token_text, vocabulary)
+        if compiled is None:
+            return Grammar(rules, _no_matcher, tokenizer.token_text, vocabulary)
+        matcher = compiled.matcher.deep_copy
+        return Grammar(rules, matcher, tokenizer.token_text, vocabulary, compiled.seconds)
 
-    def _compiled(self, wanted: StructuredOutputsParams) -> tuple[str, Callable[[], Any]]:
-        """Return the source of a grammar, and what copies its matcher."""
+    def _compiled(self, wanted: StructuredOutputsParams) -> tuple[str, CompiledGrammar]:
         if self._config.backend == "none":
             raise UnsupportedFeatureError(TURNED_OFF, parameter="structured_outputs")
         wanted = _with_defaults(wanted, self._config)
         try:
             source = grammar_source(wanted)
-            return source, self._matchers.compile(source).deep_copy
+            return source, self._matchers.compile(source)
         except ImportError as error:
             raise UnsupportedFeatureError(
                 f"structured outputs need llguidance: {install_hint('grammar')}",

@@ -8,7 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from threading import Lock
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
 
@@ -24,6 +25,13 @@ LIMITS = {
 
 class NotAGrammarError(Exception):
     """The compiler refuses a source."""
+
+
+class CompiledGrammar(NamedTuple):
+    """A matcher at the beginning of an output, which is only copied."""
+
+    matcher: Any
+    seconds: float | None = None  # that it took; None: it was kept
 
 
 class Matchers:
@@ -44,8 +52,8 @@ class Matchers:
     def __repr__(self) -> str:
         return f"<Matchers: {len(self._compiled)} grammars>"
 
-    def compile(self, source: str) -> Any:
-        """Return a matcher at the beginning of an output, which is only copied.
+    def compile(self, source: str) -> CompiledGrammar:
+        """Compile a source, unless it is among those kept.
 
         Raises:
             ImportError: llguidance is not installed.
@@ -61,7 +69,8 @@ class Matchers:
             known = self._compiled.get(digest)
             if known is not None:
                 self._compiled.move_to_end(digest)
-                return known
+                return CompiledGrammar(known)
+        started = perf_counter()
         options: dict[str, Any] = dict(LIMITS)
         limits: Any = llguidance.LLParserLimits(**options)
         try:
@@ -74,7 +83,7 @@ class Matchers:
             self._compiled[digest] = found
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        return found
+        return CompiledGrammar(found, perf_counter() - started)
 
 
 class ReceivedGrammars:
@@ -96,7 +105,7 @@ class ReceivedGrammars:
         return Grammar(rules, partial(self._matcher, rules.source), self._text_of)
 
     def _matcher(self, source: str | None) -> Any:
-        return None if source is None else self._matchers.compile(source).deep_copy()
+        return None if source is None else self._matchers.compile(source).matcher.deep_copy()
 
     def _known(self) -> Vocabulary:
         if self._vocabulary is None:

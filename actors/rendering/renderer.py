@@ -15,10 +15,12 @@ from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from trouper.actors.messages.inboxes import DetokenizerInbox, SchedulerInbox
-from trouper.actors.messages.requests import AdmitPooling, Render
+from trouper.actors.messages.requests import Admit, AdmitPooling, Render
+from trouper.actors.messages.stats import GrammarStats
 from trouper.actors.rendering.text import Rendered
+from trouper.actors.runtime.reporter import Reporter
 from trouper.actors.runtime.threads import Threads
-from trouper.errors import GenerationError, TrouperError, TrouperValidationError
+from trouper.errors import GenerationError, GrammarError, TrouperError, TrouperValidationError
 from trouper.params import SamplingParams
 
 BATCH_CHARS = 2**13  # rendered in some 3 ms
@@ -35,15 +37,17 @@ class Renderer:
         detokenizer: MemoryObjectSendStream[DetokenizerInbox],
         render: Callable[[Render], Rendered],
         threads: Threads,
+        reporter: Reporter | None = None,
     ) -> None:
         self._inbox = inbox
         self._scheduler = scheduler
         self._detokenizer = detokenizer
         self._render = render
         self._threads = threads
+        self._reporter = reporter or Reporter(None)
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        with self._inbox, self._scheduler, self._detokenizer:
+        with self._inbox, self._scheduler, self._detokenizer, self._reporter:
             task_status.started()
             async for message in self._inbox:
                 first: Render | None = message
@@ -97,12 +101,21 @@ class Renderer:
 
     def _end(self, message: Render, rendered: Rendered | Exception | None) -> None:
         slot = message.slot
+        if isinstance(rendered, GrammarError):
+            self._reporter.report(GrammarStats(refusal=rendered.code))
+        elif isinstance(rendered, Rendered):
+            self._report(rendered.admit)
         if isinstance(rendered, Exception):
             slot.fail(_typed(rendered))
         elif rendered is None or slot.is_aborted:
             slot.abort()
         else:
             self._hand_over(rendered)
+
+    def _report(self, admit: Admit | AdmitPooling) -> None:
+        grammar = admit.grammar if isinstance(admit, Admit) else None
+        if grammar is not None and grammar.rules.source is not None:
+            self._reporter.report(GrammarStats(grammar.compile_s))
 
     def _hand_over(self, rendered: Rendered) -> None:
         """Room is reserved in both inboxes by the wiring's arithmetic."""

@@ -19,6 +19,7 @@ from trouper.actors.messages.controls import (
     SetPause,
     Step,
 )
+from trouper.actors.messages.grammar import GrammarWork
 from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
 from trouper.actors.messages.outputs import Stop
 from trouper.actors.messages.promise import Promise
@@ -61,6 +62,7 @@ class Scheduler(Generic[OutputsT]):
         self._reporter = reporter or Reporter(None)
         self._is_stepped = is_stepped
         self._num_reported = 0  # tokens that the Observer knows of
+        self._grammar_work: tuple[GrammarWork, ...] = ()  # of the steps since the last turn
         self._num_plans_due = 0  # when stepped: plans that were requested and not made
         self._steps: list[Promise[None]] = []
         self._pauses: list[SetPause] = []  # not in full effect yet
@@ -94,6 +96,8 @@ class Scheduler(Generic[OutputsT]):
         match message:
             case StepDone() | PoolDone():
                 policy.apply(message)
+                if isinstance(message, StepDone) and message.grammar is not None:
+                    self._grammar_work += (message.grammar,)
             case Admit() | AdmitPooling():
                 policy.admit(message)
             case Abort(id):
@@ -140,8 +144,9 @@ class Scheduler(Generic[OutputsT]):
 
     def _report(self) -> None:
         num_tokens = self.policy.num_tokens - self._num_reported
-        if num_tokens and self._reporter.report(StepStats(num_tokens)):
+        if num_tokens and self._reporter.report(StepStats(num_tokens, self._grammar_work)):
             self._num_reported += num_tokens
+        self._grammar_work = ()
 
     def _due_answers(self) -> tuple[Promise[None], ...]:
         """Take the answers that are due; they travel with the outputs, and are delivered behind them."""

@@ -26,7 +26,8 @@ COUNTERS = {
     "prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits",
     "mm_cache_queries", "mm_cache_hits", "corrupted_requests", "spec_decode_num_drafts",
     "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-    "worker_restarts", "recomputed_tokens",
+    "worker_restarts", "recomputed_tokens", "grammar_cache_queries", "grammar_cache_hits",
+    "grammar_tokens", "grammar_redrawn_tokens", "grammar_refusals", "grammar_failures",
 }  # fmt: skip
 HISTOGRAMS = {
     "request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens",
@@ -35,6 +36,7 @@ HISTOGRAMS = {
     "inter_token_latency_seconds", "request_time_per_output_token_seconds",
     "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
     "request_prefill_time_seconds", "request_decode_time_seconds", "worker_pause_seconds",
+    "grammar_compile_seconds", "grammar_mask_seconds",
 }  # fmt: skip
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 FINAL = RequestOutputKind.FINAL_ONLY

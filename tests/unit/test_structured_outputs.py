@@ -172,3 +172,28 @@ def test_a_bad_grammar_is_its_own_requests_error(llm):
         ask(llm, ["x"], wanted(regex="("))
     ((output,),) = ask(llm, ["x"], wanted(regex="[0-9]{2}"))
     assert re.fullmatch("[0-9]{2}", output.text)
+
+
+def test_metrics_count_grammars_and_their_work():
+    with LLM(**SMALL, num_gpu_blocks_override=64, disable_log_stats=False) as counted:
+
+        def value(name, **labels):
+            (found,) = (
+                metric
+                for metric in counted.get_metrics()
+                if metric.name == f"trouper:grammar_{name}"
+                and labels.items() <= metric.labels.items()
+            )
+            return getattr(found, "value", None) or getattr(found, "count", 0)
+
+        ask(counted, ["x"] * 3, *(wanted(seed=i, regex="[0-9]{4}") for i in range(3)))
+        with pytest.raises(GrammarError):
+            ask(counted, ["x"], wanted(json={"not": {}}))
+        with pytest.raises(GenerationError):
+            ask(counted, ["x"], wanted(regex="[0-9]+", options={"allowed_token_ids": [0]}))
+        assert (value("cache_queries"), value("cache_hits"), value("compile_seconds")) == (5, 2, 2)
+        assert value("refusals", reason="invalid_schema") == 1
+        assert value("failures", reason="no_valid_token") == 1
+        assert value("tokens") >= 3 * 3
+        assert 0 < value("redrawn_tokens") <= value("tokens")
+        assert value("mask_seconds") >= 3

@@ -16,7 +16,7 @@ from trouper.actors.executor.kv_memory import KVCache, layer_cache_specs, num_kv
 from trouper.actors.executor.models.hf_decoder import HfDecoder
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.request_slots import RequestSlots
-from trouper.actors.executor.sampling.results import make_step_done
+from trouper.actors.executor.sampling.results import make_step_done, with_grammar_work
 from trouper.actors.executor.sampling.sampler import Sampled, Sampler, prompt_logprobs
 from trouper.actors.executor.weights.hf_model import load_hf_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
@@ -145,4 +145,5 @@ class HfRunner:
                 hidden_TE = hidden_TE[tokens]
             sampled = self._sampler.sample(decoder.logits(hidden_TE), slots, ends)
         token_ids, logprobs = sampled.by_entry(batch.samples.entries, len(plan.request_slots))
-        return make_step_done(plan, token_ids, logprobs, of_prompts)
+        done = make_step_done(plan, token_ids, logprobs, of_prompts)
+        return with_grammar_work(done, self._sampler.take_grammar_work())

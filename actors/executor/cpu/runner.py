@@ -28,7 +28,7 @@ from trouper.actors.executor.models.layer_split import traits_of
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.request_slots import RequestSlots
-from trouper.actors.executor.sampling.results import make_step_done
+from trouper.actors.executor.sampling.results import make_step_done, with_grammar_work
 from trouper.actors.executor.sampling.sampler import Sampled, Sampler, prompt_logprobs
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
@@ -194,10 +194,12 @@ class CpuRunner:
             prompt_logprobs = self._prompt_logprobs(plan, output.hidden_TE, batch, self._decoder)
             sampled = self._sample(output, batch)
             if drafter is not None and num_drafts is not None:
-                return drafter.verify(plan, sampled, prompt_logprobs), output.hidden_TE
-            token_ids, logprobs = sampled.by_entry(batch.samples.entries, len(plan.request_slots))
-            done = make_step_done(plan, token_ids, logprobs, prompt_logprobs)
-            return done, output.hidden_TE
+                done = drafter.verify(plan, sampled, prompt_logprobs)
+            else:
+                num_entries = len(plan.request_slots)
+                token_ids, logprobs = sampled.by_entry(batch.samples.entries, num_entries)
+                done = make_step_done(plan, token_ids, logprobs, prompt_logprobs)
+            return with_grammar_work(done, self._sampler.take_grammar_work()), output.hidden_TE
 
     def _apply_changes(self, plan: StepPlan, kv: KVCache) -> None:
         for new in plan.new_sequences:

@@ -14,6 +14,7 @@ from trouper.actors.executor.cuda.tables import Changes, Layout, allowed_bits
 from trouper.actors.executor.device import PendingResult
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.grammar import GrammarMasks
+from trouper.actors.messages.grammar import GrammarWork
 from trouper.actors.messages.plans import NewSequence, StepPlan
 from trouper.actors.messages.results import StepDone
 
@@ -45,6 +46,10 @@ class DeviceMasks:
     def any_in(self, plan: StepPlan) -> bool:
         """Whether a sequence of the plan has a grammar."""
         return self._masks.any_in(plan.request_slots)
+
+    def take_work(self) -> GrammarWork | None:
+        """Return what `changes` has done since the last time; None: nothing."""
+        return self._masks.take_work()
 
     def changes(self, plan: StepPlan) -> tuple[Changes, tuple[int, ...]]:
         """Write what the sequences of a step may draw; the steps before it have been read.

@@ -14,8 +14,9 @@ from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.cuda.machine import Machine
 from trouper.actors.executor.device import PendingResult
 from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR
-from trouper.actors.executor.sampling.results import make_step_done
+from trouper.actors.executor.sampling.results import make_step_done, with_grammar_work
 from trouper.actors.executor.sampling.sampler import token_logprobs
+from trouper.actors.messages.grammar import GrammarWork
 from trouper.actors.messages.plans import Sampling, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.kernels.cuda.logprobs import top_logprobs
@@ -32,8 +33,15 @@ class Readout:
     A captured step's tensors are overwritten by the next one, so what the host reads is copied first.
     """
 
-    def __init__(self, plan: StepPlan, sampled_C: Tensor, broken: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampled_C: Tensor,
+        broken: tuple[int, ...] = (),
+        grammar: GrammarWork | None = None,
+    ) -> None:
         self._plan = plan
+        self._grammar = grammar
         self._broken = list(broken)  # entries whose grammars have failed
         self._sampled_C = sampled_C
         self._tensors: list[Tensor] = [sampled_C.clone()]
@@ -109,7 +117,8 @@ class Readout:
             (entry, tuple(read(arrays) for read in readers))
             for entry, readers in self._prompts.items()
         )
-        return make_step_done(plan, token_ids.tolist(), logprobs, prompt_logprobs)
+        done = make_step_done(plan, token_ids.tolist(), logprobs, prompt_logprobs)
+        return with_grammar_work(done, self._grammar)
 
 
 def _best_reader(first: int, row: int, num_top: int) -> Reader:

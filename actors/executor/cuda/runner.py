@@ -223,7 +223,7 @@ class CudaRunner:
             else:
                 graph.replay()
                 hidden, logits, sampled = graph.outputs
-            readout = Readout(plan, sampled, broken)
+            readout = Readout(plan, sampled, broken, self._masks.take_work())
             readout.add_samples(logits, [self._slots.sampling[slot] for slot in plan.request_slots])
             self._add_prompt_logprobs(plan, first_tokens, hidden, readout)
             result = readout.download(self._machine)

@@ -15,6 +15,7 @@ Laws:
 """
 
 from collections.abc import Iterator, Sequence
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ import numpy as np
 
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.reasoning import ReasoningProgress
-from trouper.actors.messages.grammar import Grammar
+from trouper.actors.messages.grammar import Grammar, GrammarWork
 
 GRAMMAR_ERROR = -3  # in place of a token: the grammar's matcher has failed
 
@@ -55,6 +56,7 @@ class GrammarMasks:
     def __init__(self, slots: RequestSlots) -> None:
         self._slots = slots
         self._in_use: dict[int, _Matching] = {}
+        self._seconds, self._num_tokens, self._num_redrawn = 0.0, 0, 0  # since `take_work`
         self._words_SW = np.zeros((0, 0), dtype=np.int32)
         self.addresses = np.zeros(
             len(slots.sampling), dtype=np.int64
@@ -102,17 +104,22 @@ class GrammarMasks:
         Returns:
             The indices of the slots whose grammars have failed.
         """
+        started = perf_counter()
         failed: list[int] = []
         for i, slot, matching, end in self._those_in_use(slots_R, ends_R):
             self._read(slot, matching, end)
             self._fill(slot, matching)
+            self._num_tokens += 1
             if matching.has_failed:
                 failed.append(i)
+        self._seconds += perf_counter() - started
         return failed
 
     def prepare(self, slots_R: np.ndarray, ends_R: np.ndarray) -> None:
         """Read the outputs before `ends`, and fill the bits that the draw needs; what is drawn goes through `refused`."""
+        started = perf_counter()
         for _, slot, matching, end in self._those_in_use(slots_R, ends_R):
+            self._num_tokens += 1
             self._read(slot, matching, end)
             if not matching.is_plain or not matching.is_followed or matching.matcher.is_stopped():
                 self._fill(slot, matching)
@@ -120,6 +127,7 @@ class GrammarMasks:
                 self._allow_one(slot, forced[0])
             else:
                 self.addresses[slot], matching.is_unchecked = 0, True
+        self._seconds += perf_counter() - started
 
     def refused(self, slots_R: np.ndarray, token_R: np.ndarray) -> tuple[list[int], list[int]]:
         """Ask after the tokens that were drawn without bits, and fill those of the slots where they may not stand.
@@ -127,6 +135,7 @@ class GrammarMasks:
         Returns:
             The indices of the tokens that must be drawn again, and of the slots whose grammars have failed.
         """
+        started = perf_counter()
         refused: list[int] = []
         failed: list[int] = []
         for i, slot, matching, token in self._those_in_use(slots_R, token_R):
@@ -135,7 +144,17 @@ class GrammarMasks:
                 refused.append(i)
             if matching.has_failed:
                 failed.append(i)
+        self._num_redrawn += len(refused)
+        self._seconds += perf_counter() - started
         return refused, failed
+
+    def take_work(self) -> GrammarWork | None:
+        """Return what has been done since the last time; None: nothing."""
+        if not self._num_tokens:
+            return None
+        work = GrammarWork(self._seconds, self._num_tokens, self._num_redrawn)
+        self._seconds, self._num_tokens, self._num_redrawn = 0.0, 0, 0
+        return work
 
     def forced(self, slot: int, end: int) -> list[int]:
         """Return the only tokens that may follow the outputs before `end`, as far as there is but one each time.

@@ -3,9 +3,16 @@
 from collections.abc import Sequence
 from itertools import takewhile
 
+import msgspec
+
 from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR
+from trouper.actors.messages.grammar import GrammarWork
 from trouper.actors.messages.plans import StepPlan
-from trouper.actors.messages.results import EntryFailure, StepDone, TokenLogprobs
+from trouper.actors.messages.results import (
+    EntryFailure,
+    StepDone,
+    TokenLogprobs,
+)
 from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, NOTHING_LEFT
 
 FAILURES: dict[int, EntryFailure] = {
@@ -37,6 +44,11 @@ def make_step_done(
         runs = [(token,) if num else () for token, num in zip(sampled, wanted, strict=True)]
         token_ids, failed = entry_failures(runs)
     return StepDone(plan.step, token_ids, tuple(logprobs), prompt_logprobs, failed)
+
+
+def with_grammar_work(done: StepDone, work: GrammarWork | None) -> StepDone:
+    """Add what the step did for its grammars, if it had any."""
+    return done if work is None else msgspec.structs.replace(done, grammar=work)
 
 
 def entry_failures(

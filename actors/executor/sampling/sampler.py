@@ -23,7 +23,7 @@ from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE
 from trouper.actors.executor.request_slots import PromptSpan, RequestSlots
 from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR, GrammarMasks
 from trouper.actors.executor.sampling.penalties import Penalties
-from trouper.actors.messages.grammar import Grammar
+from trouper.actors.messages.grammar import Grammar, GrammarWork
 from trouper.actors.messages.plans import Sampling
 from trouper.actors.messages.results import TokenLogprobs
 from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, ROW
@@ -80,6 +80,10 @@ class Sampler:
         self._wishes.pop(slot, None)
         if s.logprobs is not None or s.logprob_token_ids:
             self._wishes[slot] = s
+
+    def take_grammar_work(self) -> GrammarWork | None:
+        """Return what has been done for grammars since the last time; None: nothing."""
+        return self._grammars.take_work()
 
     def clear(self) -> None:
         """Forget the matchers of the grammars; their sequences will be given again."""
