@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trouper import LLM, LoRARequest, SamplingParams, TokensPrompt
-from trouper.actors.executor.models.registry import decoder_traits, layer_parameters
+from trouper.actors.executor.models.parameters import layer_parameters
+from trouper.actors.executor.models.registry import decoder_traits
 from trouper.bench.report import about, write
 from trouper.config.model import ModelConfig
 

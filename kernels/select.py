@@ -17,7 +17,7 @@ implementations (`tests/kernels/cpu`).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from trouper.kernels.cpu.linear.quantization import (
     dequantized,
     quantize,
 )
+from trouper.kernels.experts import Experts, PlainExperts, Routing
 from trouper.kernels.linear import Format, LinearConfig, LinearMethod
 from trouper.kernels.lora import LoRAWeights
 from trouper.kernels.ops import CpuOps, OpsConfig
@@ -140,6 +141,18 @@ def _choose_fp32(
     from trouper.kernels.cpu.linear.dense import DenseLinear
 
     return DenseLinear
+
+
+def make_experts(
+    gate_up: Sequence[LinearMethod], down: Sequence[LinearMethod], routing: Routing
+) -> Experts:
+    """Put the experts of a layer together: compiled kernels where all of them are plain matrices that these take."""
+    if units.can_multiply():
+        from trouper.kernels.cpu.experts.native import NativeExperts, can_group
+
+        if can_group(gate_up, down, routing):
+            return NativeExperts(cast("Any", gate_up), cast("Any", down), routing)
+    return PlainExperts(gate_up, down, routing)
 
 
 def make_lora(

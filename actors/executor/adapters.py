@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.registry import Parameter
+from trouper.actors.executor.models.parameters import Parameter
 from trouper.config.adapters import WEIGHTS, AdapterConfig, AdapterFiles, LoRAConfig
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.linear import LinearMethod

@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 
 from trouper.actors.executor.kv_memory import kv_cache_specs
-from trouper.actors.executor.models.registry import (
-    decoder_traits,
-    layer_parameters,
-    outer_parameters,
-)
+from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
+from trouper.actors.executor.models.registry import decoder_traits
 from trouper.config.presets import GEOMETRIES
 from trouper.config.resolve import DEFAULT_KV_CACHE_BYTES
 

@@ -63,6 +63,16 @@ CASES = {
     "olmo2": ("Olmo2", {}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
 }  # fmt: skip
+SPARSE = {
+    "mixtral": ("Mixtral", {"num_local_experts": 6, "sliding_window": 20}),
+    "qwen2-moe": ("Qwen2Moe", {
+        "num_experts": 20, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 48}),
+    "qwen3-moe": ("Qwen3Moe", {
+        "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "norm_topk_prob": True,
+        "mlp_only_layers": [1], "head_dim": 32}),
+    "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 5}),
+}  # fmt: skip
 
 
 def tiny_model(name, changes, folder):
@@ -94,9 +104,9 @@ def check_against(model, sequences):
         torch.testing.assert_close(found, logprobs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES | SPARSE)
 def test_greedy_tokens_and_logprobs_equal_those_of_transformers(case, tmp_path):
-    model = tiny_model(*CASES[case], tmp_path)
+    model = tiny_model(*(CASES | SPARSE)[case], tmp_path)
     runner = CpuRunner(engine_config(tmp_path))
     driver = Driver(runner, chunk=13, shuffle=1, stagger=2)
     prompts = random_prompts((1, 7, 40, 61), VOCAB)

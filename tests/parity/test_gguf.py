@@ -16,11 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trouper import LLM, SamplingParams
 from trouper.actors.executor.cpu.runner import CpuRunner
-from trouper.actors.executor.models.registry import (
-    decoder_traits,
-    layer_parameters,
-    outer_parameters,
-)
+from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
+from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.weights.gguf import (
     READERS,
     Affine,

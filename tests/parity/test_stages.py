@@ -17,7 +17,7 @@ from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 
 from .driver import GREEDY, Driver, engine_config, random_prompts
-from .test_architectures import CASES, VOCAB, tiny_model
+from .test_architectures import CASES, SPARSE, VOCAB, tiny_model
 
 PROMPTS = random_prompts((1, 7, 40, 33), VOCAB)
 SEEDED = Sampling(temperature=0.9, seed=5, top_k=20)
@@ -79,7 +79,7 @@ EACH_CASE = [pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for
 
 @pytest.mark.parametrize("case", EACH_CASE)
 def test_two_and_three_stages_give_the_tokens_of_one(case, tmp_path):
-    tiny_model(*CASES[case], tmp_path)
+    tiny_model(*(CASES | SPARSE)[case], tmp_path)
     config = engine_config(tmp_path)
     expected = outputs(CpuRunner(config))
     for num_stages in (2, 3):

@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from tests.adapters import CONFIG, DEMO, random_tensors, shapes_of, write_adapter
 from trouper.actors.executor.adapters import AdapterSlots
-from trouper.actors.executor.models.registry import Parameter
+from trouper.actors.executor.models.parameters import Parameter
 from trouper.config.adapters import LoRAConfig, read_adapter
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.select import make_linear

@@ -3,13 +3,8 @@
 import msgspec
 import pytest
 
-from trouper.actors.executor.models.registry import (
-    READERS,
-    decoder_traits,
-    generating_sibling,
-    layer_parameters,
-    outer_parameters,
-)
+from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
+from trouper.actors.executor.models.registry import READERS, decoder_traits, generating_sibling
 from trouper.actors.executor.models.traits import LayerTraits
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
@@ -27,9 +22,17 @@ def windows_of(traits):
     return [layer.window for layer in traits.layers]
 
 
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+
+
 @pytest.mark.parametrize("architecture", READERS)
 def test_every_architecture_reads_the_common_numbers_alone(architecture):
-    traits = decoder_traits(BASE, architecture)
+    traits = decoder_traits(BASE | EXPERTS, architecture)
     assert traits.vocab_size == 100
     assert len(traits.layers) == 4
     assert traits.q_size == 4 * traits.head_dim
@@ -184,3 +187,28 @@ def test_fused_checkpoints_are_read_as_they_are():
 def test_a_tied_head_is_not_asked_of_the_checkpoint():
     assert [p.name for p in outer_parameters(traits_of("Gemma2"))] == ["embedding", "norm"]
     assert [p.name for p in outer_parameters(traits_of("Llama"))] == ["embedding", "norm", "head"]
+
+
+def test_layers_without_experts_are_those_that_the_config_names():
+    config = BASE | EXPERTS | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    traits = decoder_traits(config, "Qwen3MoeForCausalLM")
+    assert [layer.is_sparse for layer in traits.layers] == [False, True, False, False]
+    names = [{p.name for p in layer_parameters(traits, i)} for i in range(4)]
+    assert all(("router.weight" in found) == (i == 1) for i, found in enumerate(names))
+    assert "down_7.weight" in names[1]
+    assert "gate_up.weight" not in names[1]
+
+
+@pytest.mark.parametrize("lacking", ["num_experts_per_tok", "moe_intermediate_size", "num_experts"])
+def test_a_mixture_of_experts_says_which_number_it_lacks(lacking):
+    config = {name: n for name, n in (BASE | EXPERTS).items() if name != lacking}
+    # Mixtral's name for the number is the other that is looked for
+    name = "num_local_experts" if lacking == "num_experts" else lacking
+    with pytest.raises(TrouperValidationError, match=name):
+        decoder_traits(config, "Qwen3MoeForCausalLM")
+
+
+def test_a_token_cannot_use_more_experts_than_there_are():
+    with pytest.raises(TrouperValidationError, match="there are 8 experts") as error:
+        decoder_traits(BASE | EXPERTS | {"num_experts_per_tok": 9}, "MixtralForCausalLM")
+    assert (error.value.parameter, error.value.value) == ("num_experts_per_tok", 9)

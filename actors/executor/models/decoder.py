@@ -7,6 +7,7 @@ Its operations between the products come as an object, one for the CPU and one f
 nothing of sequences: the tokens of a step and the plans of their attention are the operations' own.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -144,7 +145,7 @@ class Decoder(Generic[OpsT]):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that a step reads: the weights without the embedding."""
+        """The bytes that a step of many tokens reads: the weights without the embedding."""
         return sum(linear.num_bytes for linear in self._linears)
 
     @property
@@ -237,7 +238,7 @@ def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> Op
         num_kv_heads=traits.num_kv_heads,
         head_dim=traits.head_dim,
         hidden_size=traits.hidden_size,
-        intermediate_size=traits.mlp.intermediate_size,
+        intermediate_size=math.gcd(*traits.mlp_widths),  # whole registers of all or of none
         block_size=block_size,
         norm_eps=traits.norm_eps,
         residual_scale=traits.residual_scale,

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
 from trouper.config.resolve import EngineConfig
 from trouper.config.stages import Stage, split_layers
 
@@ -13,9 +13,9 @@ def model_stages(config: EngineConfig, traits: DecoderTraits) -> tuple[Stage, ..
     Raises:
         TrouperValidationError: there are more stages than layers, or the partition does not fit.
     """
-    layer, head = _layer_size(traits), traits.vocab_size * traits.hidden_size
+    head = traits.vocab_size * traits.hidden_size
     return split_layers(
-        [layer] * len(traits.layers),
+        [_layer_size(traits, layer) for layer in traits.layers],
         config.num_stages,
         head_cost=head,
         partition=config.layer_partition,
@@ -27,7 +27,10 @@ def traits_of(stage: Stage, traits: DecoderTraits) -> DecoderTraits:
     return msgspec.structs.replace(traits, layers=traits.layers[stage.first : stage.last])
 
 
-def _layer_size(traits: DecoderTraits) -> int:
-    """Count the weights of a layer's products."""
-    attention = 2 * traits.q_size + 2 * traits.kv_size
-    return traits.hidden_size * (attention + 3 * traits.mlp.intermediate_size)
+def _layer_size(traits: DecoderTraits, layer: LayerTraits) -> int:
+    """Count the weights of a layer's products: of experts all, as a step of many tokens reads them."""
+    width = traits.mlp.intermediate_size
+    if layer.is_sparse and traits.experts is not None:
+        experts = traits.experts
+        width = experts.count * experts.intermediate_size + experts.shared_size
+    return traits.hidden_size * (2 * traits.q_size + 2 * traits.kv_size + 3 * width)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from trouper.kernels.experts import Experts
 from trouper.kernels.linear import LinearMethod
 from trouper.kernels.ops import Ops
 
@@ -36,3 +37,22 @@ class GatedMlp:
 
     def forward(self, x_TE: Tensor, ops: Ops) -> Tensor:
         return self._down.apply(ops.act_and_mul(self._gate_up.apply(x_TE)))
+
+
+class SparseMlp:
+    """A mixture of experts: each token's are chosen by the router; one more, where there is one, all tokens use."""
+
+    def __init__(self, router: LinearMethod, experts: Experts, shared: GatedMlp | None) -> None:
+        self._router = router  # E -> experts, and the shared one's gate; whole registers
+        self._experts = experts
+        self._shared = shared
+
+    @property
+    def linears(self) -> Sequence[LinearMethod]:
+        shared = () if self._shared is None else self._shared.linears
+        return self._router, *shared, *self._experts.linears
+
+    def forward(self, x_TE: Tensor, ops: Ops) -> Tensor:
+        shared_TE = None if self._shared is None else self._shared.forward(x_TE, ops)
+        logits_TX = self._router.apply(x_TE)
+        return self._experts.forward(x_TE, logits_TX, shared_TE, ops.act_and_mul)

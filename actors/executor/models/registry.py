@@ -1,15 +1,16 @@
-"""Architecture name -> traits, and traits -> the tensors a checkpoint must hold.
+"""Architecture name -> traits.
 
 A new decoder is one reader here, if its differences are traits already.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from trouper.actors.executor.models.traits import (
     DecoderTraits,
+    ExpertsTraits,
     HfConfig,
     LayerTraits,
     common_traits,
@@ -17,7 +18,7 @@ from trouper.actors.executor.models.traits import (
     require,
     rope_traits,
 )
-from trouper.errors import UnsupportedFeatureError
+from trouper.errors import UnsupportedFeatureError, invalid
 
 SIBLING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "Model")
 
@@ -215,6 +216,91 @@ def _smollm3(config: HfConfig) -> DecoderTraits:
     )
 
 
+def _mixtral(config: HfConfig) -> DecoderTraits:
+    experts = _experts(
+        config, size="intermediate_size", is_normalised=True, names="block_sparse_moe"
+    )
+    return common_traits(
+        config,
+        experts=experts,
+        layers=_sparse(_layers(config, config.get("sliding_window")), config),
+    )
+
+
+def _qwen2_moe(config: HfConfig) -> DecoderTraits:
+    shared = require(config, "shared_expert_intermediate_size")
+    return common_traits(
+        config,
+        qkv_bias=bool(config.get("qkv_bias", True)),
+        experts=_experts(config, shared_size=shared),
+        layers=_sparse(_qwen_layers(config), config),
+    )
+
+
+def _qwen3_moe(config: HfConfig) -> DecoderTraits:
+    bias = bool(config.get("attention_bias", False))
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    return common_traits(
+        config,
+        qk_norm="head",
+        qkv_bias=bias,
+        o_bias=bias,
+        experts=_experts(config),
+        layers=_sparse((LayerTraits(window),) * require(config, "num_hidden_layers"), config),
+    )
+
+
+def _olmoe(config: HfConfig) -> DecoderTraits:
+    if config.get("clip_qkv") is not None:
+        raise UnsupportedFeatureError("clip_qkv is not supported")
+    bias = bool(config.get("attention_bias", False))
+    return common_traits(
+        config,
+        qk_norm="projection",
+        qkv_bias=bias,
+        o_bias=bias,
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+        experts=_experts(config, size="intermediate_size"),
+        layers=_sparse((LayerTraits(),) * require(config, "num_hidden_layers"), config),
+    )
+
+
+def _experts(
+    config: HfConfig,
+    *,
+    size: str = "moe_intermediate_size",
+    is_normalised: bool | None = None,
+    **own: Any,
+) -> ExpertsTraits:
+    """Read the experts; `is_normalised` = None reads it too.
+
+    Raises:
+        TrouperValidationError: a number is missing, or a token uses more experts than there are.
+    """
+    name = "num_experts" if config.get("num_experts") else "num_local_experts"
+    count, top_k = require(config, name), require(config, "num_experts_per_tok")
+    if top_k > count:
+        raise invalid("num_experts_per_tok", f"config.json: there are {count} experts", top_k)
+    if is_normalised is None:
+        is_normalised = bool(config.get("norm_topk_prob", False))
+    return ExpertsTraits(
+        count=count,
+        top_k=top_k,
+        intermediate_size=require(config, size),
+        is_normalised=is_normalised,
+        **own,
+    )
+
+
+def _sparse(layers: tuple[LayerTraits, ...], config: HfConfig) -> tuple[LayerTraits, ...]:
+    """Mark the layers that have experts: every `decoder_sparse_step`-th but for `mlp_only_layers`."""
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    return tuple(
+        msgspec.structs.replace(layer, is_sparse=(i + 1) % step == 0 and i not in dense)
+        for i, layer in enumerate(layers)
+    )
+
+
 READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
@@ -227,6 +313,10 @@ READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     "GraniteForCausalLM": _granite,
     "Olmo2ForCausalLM": _olmo2,
     "SmolLM3ForCausalLM": _smollm3,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "OlmoeForCausalLM": _olmoe,
 }
 
 
@@ -269,72 +359,3 @@ def _qwen_layers(config: HfConfig) -> tuple[LayerTraits, ...]:
         LayerTraits(window if i >= first else None)
         for i in range(require(config, "num_hidden_layers"))
     )
-
-
-class Parameter(msgspec.Struct, frozen=True):
-    """One tensor of the decoder: the rows of `sources`, one below the other."""
-
-    name: str
-    sources: tuple[tuple[str, tuple[int, ...]], ...]  # (name in the checkpoint, its shape)
-    offset: float = 0.0  # added on loading
-
-
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-
-
-def outer_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
-    """Yield the tensors outside of the layers."""
-    table = (traits.vocab_size, traits.hidden_size)
-    yield Parameter("embedding", ((EMBEDDING, table),))
-    yield Parameter("norm", (("model.norm.weight", (traits.hidden_size,)),), traits.norm_offset)
-    if not traits.tied_embeddings:
-        yield Parameter("head", ((HEAD, table),))
-
-
-def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
-    """Yield the tensors of one layer under the names of `DecoderLayer`."""
-    prefix = f"model.layers.{layer}."
-    for name, norm, width in _norms(traits):
-        yield Parameter(name, ((f"{prefix}{norm}.weight", (width,)),), traits.norm_offset)
-    for name, module, parts, num_inputs, has_bias in _projections(traits):
-        for kind, shape in (("weight", (num_inputs,)), ("bias", ())):
-            if kind == "weight" or has_bias:
-                sources = (
-                    (f"{prefix}{module}.{part}.{kind}", (size, *shape)) for part, size in parts
-                )
-                yield Parameter(f"{name}.{kind}", tuple(sources))
-
-
-def _norms(traits: DecoderTraits) -> Iterator[tuple[str, str, int]]:
-    """Yield (our name, the checkpoint's name, width).  The checkpoint's names depend on which norms there are."""
-    hidden = traits.hidden_size
-    if traits.norm_placement != "post":
-        yield "attention_norm", "input_layernorm", hidden
-    if traits.norm_placement == "pre":
-        yield "mlp_norm", "post_attention_layernorm", hidden
-    else:
-        yield "attention_post_norm", "post_attention_layernorm", hidden
-        yield "mlp_post_norm", "post_feedforward_layernorm", hidden
-    if traits.norm_placement == "sandwich":
-        yield "mlp_norm", "pre_feedforward_layernorm", hidden
-    if traits.qk_norm:
-        is_head = traits.qk_norm == "head"
-        yield "q_norm", "self_attn.q_norm", traits.head_dim if is_head else traits.q_size
-        yield "k_norm", "self_attn.k_norm", traits.head_dim if is_head else traits.kv_size
-
-
-def _projections(
-    traits: DecoderTraits,
-) -> Iterator[tuple[str, str, tuple[tuple[str, int], ...], int, bool]]:
-    """Yield (our name, the checkpoint's module, its parts and their rows, columns, has a bias)."""
-    q, kv, hidden = traits.q_size, traits.kv_size, traits.hidden_size
-    mlp, has_mlp_bias = traits.mlp.intermediate_size, traits.mlp.has_bias
-    qkv = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
-    gate_up = (("gate_proj", mlp), ("up_proj", mlp))
-    if traits.fused_checkpoint:
-        qkv, gate_up = (("qkv_proj", q + 2 * kv),), (("gate_up_proj", 2 * mlp),)
-    yield "qkv", "self_attn", qkv, hidden, traits.qkv_bias
-    yield "o", "self_attn", (("o_proj", hidden),), q, traits.o_bias
-    yield "gate_up", "mlp", gate_up, hidden, has_mlp_bias
-    yield "down", "mlp", (("down_proj", hidden),), mlp, has_mlp_bias

@@ -43,6 +43,7 @@ class LayerTraits(msgspec.Struct, frozen=True):
 
     window: int | None = None  # a query sees this many keys, itself included; None = all before it
     rope: int | None = 0  # index into `DecoderTraits.ropes`; None = no positions (NoPE)
+    is_sparse: bool = False  # its MLP is that of `DecoderTraits.experts`
 
 
 class GatedMlpTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +52,19 @@ class GatedMlpTraits(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     activation: Activation = "silu"
     has_bias: bool = False
+
+
+class ExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture of gated MLPs, of which a router chooses some for each token; `kernels/experts.py` has the formula."""
+
+    count: int
+    top_k: int
+    intermediate_size: int  # of each
+    is_normalised: bool = False  # the weights of a token's experts add up to one
+    shared_size: int = (
+        0  # of one more that all tokens use, times a gate of its own; 0 = there is none
+    )
+    names: Literal["mlp", "block_sparse_moe"] = "mlp"  # in the checkpoint
 
 
 class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +76,7 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     mlp: GatedMlpTraits
+    experts: ExpertsTraits | None = None
     max_position: int
     layers: tuple[LayerTraits, ...]
     ropes: tuple[RopeTraits, ...]
@@ -90,6 +105,14 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """The widths of all gated MLPs."""
+        if self.experts is None:
+            return (self.mlp.intermediate_size,)
+        own = self.experts.intermediate_size, self.experts.shared_size
+        return self.mlp.intermediate_size, *filter(None, own)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

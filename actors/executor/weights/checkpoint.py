@@ -11,7 +11,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.registry import Parameter
+from trouper.actors.executor.models.parameters import Parameter
 from trouper.actors.executor.weights.layouts import (
     OF_ACTIVATIONS,
     OF_KV_CACHE,

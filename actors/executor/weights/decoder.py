@@ -18,15 +18,15 @@ from tqdm import tqdm
 
 from trouper.actors.executor.models.decoder import Decoder, DecoderLayer, OpsT
 from trouper.actors.executor.models.layer_split import traits_of
-from trouper.actors.executor.models.mlp import GatedMlp
-from trouper.actors.executor.models.registry import (
+from trouper.actors.executor.models.mlp import GatedMlp, Mlp, SparseMlp
+from trouper.actors.executor.models.parameters import (
     EMBEDDING,
     HEAD,
     Parameter,
-    is_text_part,
     layer_parameters,
     outer_parameters,
 )
+from trouper.actors.executor.models.registry import is_text_part
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
@@ -35,21 +35,25 @@ from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
 from trouper.config.stages import Stage
-from trouper.errors import TrouperValidationError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.quantization import (
     GROUP,
     IntegerWeight,
     can_quantize,
     dequantized,
 )
+from trouper.kernels.experts import Routing
 from trouper.kernels.linear import LinearConfig, LinearMethod
-from trouper.kernels.select import make_linear
+from trouper.kernels.select import make_experts, make_linear
 
 ACTIVATION_SCALES = (
     "the checkpoint has %d scales of activations, which are not used: activations stay in %s"
 )
 BAR_DELAY_S = 1.0
 BASE = "model."
+ROUTER = "router"
+ADAPTED = ("qkv", "o", "gate_up", "down")  # which all tokens use
 logger = logging.getLogger("trouper.loading")
 Wrap = Callable[[Parameter, LinearMethod], LinearMethod]
 
@@ -87,6 +91,7 @@ def load_decoder(
 
     Raises:
         TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
+        UnsupportedFeatureError: experts on a GPU.
     """
     folder, load_format = Path(config.model.path), config.load_format
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -97,6 +102,8 @@ def load_decoder(
         is_compressed=config.compress_weights,
         is_batch_invariant=config.batch_invariant,
     )
+    if traits.experts is not None and device is not None:
+        raise UnsupportedFeatureError("a mixture of experts runs on the CPU alone so far")
     num_layers = len(traits.layers)
     outer = [p for p in outer_parameters(traits) if has_head or p.name != "head"]
     source: Source
@@ -176,14 +183,15 @@ class Placement(NamedTuple):
 def _layer(
     traits: DecoderTraits, index: int, source: Source, place: Placement, wrap: Wrap | None
 ) -> DecoderLayer:
-    quantization = place.linear.quantization
     norms: dict[str, Tensor] = {}
     projections: dict[str, LinearMethod] = {}
     for parameter in layer_parameters(traits, index):
         name, _, kind = parameter.name.partition(".")
         integers = source.integers(parameter, place.dtype) if kind == "weight" else None
-        if integers is not None and place.device is None:
-            projections[name] = make_linear(integers, config=place.linear)
+        linear = _linear_config(name, place.linear)
+        quantization = linear.quantization
+        if integers is not None and place.device is None and name != ROUTER:
+            projections[name] = make_linear(integers, config=linear)
             continue
         if integers is not None:
             tensor = dequantized(integers).to(place.device, place.dtype)
@@ -196,7 +204,9 @@ def _layer(
                     parameter="quantization",
                     value=quantization,
                 )
-            projections[name] = make_linear(tensor, config=place.linear)
+            if name == ROUTER:
+                tensor = _padded(tensor)
+            projections[name] = make_linear(tensor, config=linear)
         elif kind == "bias":
             projections[name].bias = tensor
         else:
@@ -211,16 +221,45 @@ def _layer(
         traits.layers[index],
         qkv=projections["qkv"],
         o=projections["o"],
-        mlp=GatedMlp(projections["gate_up"], projections["down"]),
+        mlp=_mlp(projections, traits, index),
         **norms,
     )
+
+
+def _mlp(projections: dict[str, LinearMethod], traits: DecoderTraits, index: int) -> Mlp:
+    has_dense = "gate_up" in projections
+    dense = GatedMlp(projections["gate_up"], projections["down"]) if has_dense else None
+    experts = traits.experts
+    if experts is None or not traits.layers[index].is_sparse:
+        assert dense is not None
+        return dense
+    routing = Routing(experts.count, experts.top_k, experts.is_normalised, dense is not None)
+    gate_up, down = (
+        [projections[f"{name}_{i}"] for i in range(experts.count)] for name in ("gate_up", "down")
+    )
+    return SparseMlp(projections[ROUTER], make_experts(gate_up, down, routing), dense)
+
+
+def _linear_config(name: str, config: LinearConfig) -> LinearConfig:
+    """Say how one projection is kept: a router as it is, experts in the form that one launch multiplies together."""
+    if name == ROUTER:
+        return config._replace(quantization=None)
+    return config._replace(is_compressed=config.is_compressed and name in ADAPTED)
+
+
+def _padded(router: Tensor) -> Tensor:
+    """Add outputs of zeros up to whole registers, so that any kernel multiplies it."""
+    return torch.nn.functional.pad(router, (0, 0, 0, -len(router) % LANES))
 
 
 def _wrapped(
     projections: dict[str, LinearMethod], parameters: Iterable[Parameter], wrap: Wrap
 ) -> dict[str, LinearMethod]:
     named = {parameter.name: parameter for parameter in parameters}
-    return {name: wrap(named[f"{name}.weight"], linear) for name, linear in projections.items()}
+    return {
+        name: wrap(named[f"{name}.weight"], linear) if name in ADAPTED else linear
+        for name, linear in projections.items()
+    }
 
 
 def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:

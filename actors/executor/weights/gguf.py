@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.arrays import from_numpy
-from trouper.actors.executor.models.registry import Parameter
+from trouper.actors.executor.models.parameters import Parameter
 from trouper.config.gguf import Gguf, GgufTensor, read_gguf
 from trouper.config.gguf_names import family_of, hf_config, tensor_name
 from trouper.errors import invalid

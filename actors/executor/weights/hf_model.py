@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from trouper.actors.executor.models.hf_attention import NAME, HfAttention
 from trouper.actors.executor.models.hf_decoder import HfDecoder, HfLinear
-from trouper.actors.executor.models.registry import Parameter, is_text_part
+from trouper.actors.executor.models.parameters import Parameter
+from trouper.actors.executor.models.registry import is_text_part
 from trouper.actors.executor.weights.decoder import Wrap
 from trouper.actors.executor.weights.hf_check import (
     ROW_COUNTS,

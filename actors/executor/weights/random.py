@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.arrays import from_numpy
-from trouper.actors.executor.models.registry import Parameter
+from trouper.actors.executor.models.parameters import Parameter
 from trouper.actors.executor.topology import num_physical_cores
 
 DUMMY_STD = 0.02

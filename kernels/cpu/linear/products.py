@@ -129,6 +129,14 @@ class Product(ABC):
         """Enter the state in which all blocks of a call are computed."""
         return contextlib.nullcontext()
 
+    def row(self, index: Value) -> Value:
+        """Return the row of y of this index; beyond the last, the last again."""
+        return self.code.minimum(index, self.num_rows - 1)
+
+    def x_row(self, row: Value) -> Value:
+        """Return the row of x that a row of y is made of."""
+        return row
+
     @abstractmethod
     def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
         """Compute a block of rows; beyond the last row, the last again."""
@@ -152,8 +160,8 @@ class Dots(Product):
 
     def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
         code = self.code
-        at_row = [code.minimum(first_row + r, self.num_rows - 1) for r in range(rows)]
-        xs = [self.x + r * self.stride for r in at_row]
+        at_row = [self.row(first_row + r) for r in range(rows)]
+        xs = [self.x + self.x_row(row) * self.stride for row in at_row]
         sums = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in at_panel]
         for i, places in steps:
             words = [self.read(place) for place in places]

@@ -1,0 +1,102 @@
+"""Traits -> the tensors that a checkpoint must hold, with their names and shapes."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from trouper.actors.executor.models.traits import DecoderTraits, ExpertsTraits
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """One tensor of the decoder: the rows of `sources`, one below the other."""
+
+    name: str
+    sources: tuple[tuple[str, tuple[int, ...]], ...]  # (name in the checkpoint, its shape)
+    offset: float = 0.0  # added on loading
+
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+def outer_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
+    """Yield the tensors outside of the layers."""
+    table = (traits.vocab_size, traits.hidden_size)
+    yield Parameter("embedding", ((EMBEDDING, table),))
+    yield Parameter("norm", (("model.norm.weight", (traits.hidden_size,)),), traits.norm_offset)
+    if not traits.tied_embeddings:
+        yield Parameter("head", ((HEAD, table),))
+
+
+def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
+    """Yield the tensors of one layer under the names of `DecoderLayer`."""
+    prefix = f"model.layers.{layer}."
+    for name, norm, width in _norms(traits):
+        yield Parameter(name, ((f"{prefix}{norm}.weight", (width,)),), traits.norm_offset)
+    is_sparse = traits.layers[layer].is_sparse
+    mlp = _experts(traits, traits.experts) if is_sparse and traits.experts else _mlp(traits)
+    for name, module, parts, num_inputs, has_bias in (*_attention(traits), *mlp):
+        for kind, shape in (("weight", (num_inputs,)), ("bias", ())):
+            if kind == "weight" or has_bias:
+                sources = (
+                    (f"{prefix}{module}.{part}.{kind}", (size, *shape)) for part, size in parts
+                )
+                yield Parameter(f"{name}.{kind}", tuple(sources))
+
+
+def _norms(traits: DecoderTraits) -> Iterator[tuple[str, str, int]]:
+    """Yield (our name, the checkpoint's name, width).  The checkpoint's names depend on which norms there are."""
+    hidden = traits.hidden_size
+    if traits.norm_placement != "post":
+        yield "attention_norm", "input_layernorm", hidden
+    if traits.norm_placement == "pre":
+        yield "mlp_norm", "post_attention_layernorm", hidden
+    else:
+        yield "attention_post_norm", "post_attention_layernorm", hidden
+        yield "mlp_post_norm", "post_feedforward_layernorm", hidden
+    if traits.norm_placement == "sandwich":
+        yield "mlp_norm", "pre_feedforward_layernorm", hidden
+    if traits.qk_norm:
+        is_head = traits.qk_norm == "head"
+        yield "q_norm", "self_attn.q_norm", traits.head_dim if is_head else traits.q_size
+        yield "k_norm", "self_attn.k_norm", traits.head_dim if is_head else traits.kv_size
+
+
+Projection = tuple[str, str, tuple[tuple[str, int], ...], int, bool]
+"""Our name, the checkpoint's module, its parts and their rows, columns, has a bias."""
+
+
+def _attention(traits: DecoderTraits) -> Iterator[Projection]:
+    q, kv, hidden = traits.q_size, traits.kv_size, traits.hidden_size
+    qkv = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    if traits.fused_checkpoint:
+        qkv = (("qkv_proj", q + 2 * kv),)
+    yield "qkv", "self_attn", qkv, hidden, traits.qkv_bias
+    yield "o", "self_attn", (("o_proj", hidden),), q, traits.o_bias
+
+
+def _mlp(traits: DecoderTraits) -> Iterator[Projection]:
+    width, has_bias, hidden = traits.mlp.intermediate_size, traits.mlp.has_bias, traits.hidden_size
+    gate_up = (("gate_proj", width), ("up_proj", width))
+    if traits.fused_checkpoint:
+        gate_up = (("gate_up_proj", 2 * width),)
+    yield "gate_up", "mlp", gate_up, hidden, has_bias
+    yield "down", "mlp", (("down_proj", hidden),), width, has_bias
+
+
+def _experts(traits: DecoderTraits, experts: ExpertsTraits) -> Iterator[Projection]:
+    """Yield the router, with the gate of a shared expert below it; that expert; then the others."""
+    hidden, width, shared = traits.hidden_size, experts.intermediate_size, experts.shared_size
+    gate, up, down = "gate_proj", "up_proj", "down_proj"
+    if experts.names == "block_sparse_moe":
+        gate, up, down = "w1", "w3", "w2"
+    router = (("gate", experts.count), *([("shared_expert_gate", 1)] if shared else []))
+    yield "router", experts.names, router, hidden, False
+    if shared:
+        module = f"{experts.names}.shared_expert"
+        yield "gate_up", module, ((gate, shared), (up, shared)), hidden, False
+        yield "down", module, ((down, hidden),), shared, False
+    for i in range(experts.count):
+        module = f"{experts.names}.experts.{i}"
+        yield f"gate_up_{i}", module, ((gate, width), (up, width)), hidden, False
+        yield f"down_{i}", module, ((down, hidden),), width, False
