@@ -74,7 +74,9 @@ def outputs(runner, **options):
 
 # The others run with the slow tests.
 DEFAULT = {"gemma2", "smollm3"}
-EACH_CASE = [pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in CASES]
+EACH_CASE = [
+    pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in CASES | SPARSE
+]
 
 
 @pytest.mark.parametrize("case", EACH_CASE)
