@@ -1,7 +1,8 @@
 """The adapters of a model: which module each of their matrices belongs to, and the layers that add them.
 
 Laws:
-  * An adapter is checked whole before any of it is put into a slot, so a bad one leaves its slot as it was.
+  * An adapter is checked whole before any of it is put into a slot, so a bad one leaves its slot as it was. Each stage of a
+    pipeline checks all of it and takes what belongs to its layers, so all of them take it or none does.
   * The slots outlive the layers: after a level of sleep that drops the weights, the layers that are read again find
     their adapters.
 """
@@ -39,7 +40,9 @@ class AdapterSlots:
         self._config, self._dtype = config, dtype
         self._rows = AdapterRows(max_rows)
         self._layers: dict[str, _Layer] = {}  # by the name of its parameter's first source
-        self._parts: dict[str, tuple[int, int]] = {}  # outputs and inputs by module
+        self._parts: dict[
+            str, tuple[int, int]
+        ] = {}  # outputs and inputs by module, of the whole model
 
     def __repr__(self) -> str:
         return f"<AdapterSlots of {len(self._parts)} modules>"
@@ -51,16 +54,18 @@ class AdapterSlots:
             return linear
         layer = self._layers.get(modules[0])
         if layer is None:
-            sizes, (_, num_in) = (
-                [shape[0] for _, shape in parameter.sources],
-                parameter.sources[0][1],
-            )
+            self.know(parameter)
+            sizes, num_in = [shape[0] for _, shape in parameter.sources], parameter.sources[0][1][1]
             weights = make_lora(
                 sizes, num_in, self._config.num_slots, self._config.max_rank, self._dtype
             )
             layer = self._layers[modules[0]] = _Layer(modules, weights)
-            self._parts.update(zip(modules, ((size, num_in) for size in sizes), strict=True))
         return LoRALinear(linear, layer.weights, self._rows)
+
+    def know(self, parameter: Parameter) -> None:
+        """Take note of a layer that an adapter may change, here or on another stage of the model."""
+        for name, (num_out, num_in) in parameter.sources:
+            self._parts[name.removesuffix(".weight")] = num_out, num_in
 
     def begin_step(self, slots_T: np.ndarray, read_R: np.ndarray | None) -> None:
         """Take the slot of each token of a step, 0 for none, and the tokens that are read; None = all."""

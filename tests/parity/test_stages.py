@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.adapters import random_tensors, write_adapter
 from trouper import LLM, SamplingParams
 from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.cpu.stage_runner import StageRunner
@@ -15,6 +16,8 @@ from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.parallel.links import RingSizes, create_files
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
+from trouper.config.adapters import LoRAConfig, read_adapter
+from trouper.errors import TrouperValidationError
 
 from .driver import GREEDY, Driver, engine_config, random_prompts
 from .test_architectures import CASES, SPARSE, VOCAB, tiny_model
@@ -89,10 +92,10 @@ def test_two_and_three_stages_give_the_tokens_of_one(case, tmp_path):
             assert outputs(runner) == expected
 
 
-def chunk_plan(step, start, count, *, samples=0, reads=0):
+def chunk_plan(step, start, count, *, samples=0, reads=0, **options):
     """A chunk of the only prompt, which is in slot 0 and in the blocks from 1 on."""
     new = NewSequence(
-        0, SequenceId(0), tuple(PROMPTS[2]), len(PROMPTS[2]), (1, 2, 3, 4, 5, 6), GREEDY
+        0, SequenceId(0), tuple(PROMPTS[2]), len(PROMPTS[2]), (1, 2, 3, 4, 5, 6), GREEDY, **options
     )
     return StepPlan(
         step, 0, (0,), (start,), (count,), (samples,), (new,) if start == 0 else (), reads=reads
@@ -121,6 +124,33 @@ def test_the_first_stage_computes_chunks_while_the_last_has_not_begun(tmp_path):
         reader.join(20)
         assert not reader.is_alive()
     assert found == wanted
+
+
+def test_each_stage_takes_its_layers_of_an_adapter_and_refuses_a_bad_one_whole(tmp_path):
+    tiny_model(*CASES["llama"], tmp_path)
+    config = msgspec.structs.replace(engine_config(tmp_path), lora=LoRAConfig(num_slots=1))
+    good = random_tensors(model=tmp_path)
+    adapter = read_adapter(write_adapter(tmp_path / "good", good))
+    plans = [
+        chunk_plan(1, 0, 40, samples=1, adapter_slot=1),
+        chunk_plan(2, 40, 1, samples=1, reads=1),
+    ]
+    alone = CpuRunner(config)
+    alone.load()
+    plain = [alone.execute(plan).token_ids for plan in plans]
+    alone.load_adapter(1, adapter)
+    wanted = [alone.execute(plan).token_ids for plan in plans]
+    assert wanted != plain
+    good["base_model.model.model.layers.9.mlp.up_proj.lora_A.weight"] = good.popitem()[1]
+    bad = read_adapter(write_adapter(tmp_path / "bad", good))
+    with stages_in_turn(config, 2) as runner:
+        runner.load()
+        for stage in runner.stages:
+            stage.load_adapter(1, adapter)
+        for stage in runner.stages:
+            with pytest.raises(TrouperValidationError, match=r"layers\.9\.mlp\.up_proj"):
+                stage.load_adapter(1, bad)
+        assert [runner.execute(plan).token_ids for plan in plans] == wanted
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int4"}, {"quantization": "int8"}])

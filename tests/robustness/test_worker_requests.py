@@ -10,6 +10,7 @@ import pytest
 
 from tests.adapters import random_tensors, write_adapter
 from trouper.actors.engine.wiring import open_engine
+from trouper.actors.executor.devices.launch_local import MODULE
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.config.args import EngineArgs
@@ -18,7 +19,7 @@ from trouper.errors import RetryableRequestError, TrouperValidationError, Unsupp
 from trouper.lora import LoRARequest
 from trouper.params import SamplingParams, StructuredOutputsParams
 
-from .test_worker import Crew
+from .test_stages import Stages
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 NUM_TOKENS = 24
@@ -49,7 +50,7 @@ def adapters(tmp_path):
 @asynccontextmanager
 async def an_engine(place, **options):
     config = resolve(EngineArgs(device_worker=place, **OPTIONS, **options))
-    crew = Crew("trouper.actors.executor.devices.worker", lambda function, *args: function(*args))
+    crew = Stages(MODULE)
     is_inline = config.device_worker == "inline"
     device = ThreadedDevice(config) if is_inline else ProcessDevice(config, crew)
     async with open_engine(config, device) as engine:
@@ -101,25 +102,28 @@ async def outputs_of(engine, adapters=(None,), *, at_token=None, do=None):
     return found
 
 
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_grammars_budgets_and_adapters_go_on_with_the_same_tokens_when_the_worker_dies(
-    adapters,
+    num_stages, adapters
 ):
     """The adapters' files are gone by then."""
     of_all = [None, *adapters]
-    async with an_engine("inline", enable_lora=True, max_loras=2) as (engine, _):
+    options = {"enable_lora": True, "max_loras": 2}
+    async with an_engine("inline", **options) as (engine, _):
         expected = await outputs_of(engine, of_all)
     assert len({text for text, _ in expected.values()}) == len(expected)
     assert re.fullmatch("[0-9]+", expected["regex", 0][0])
-    async with an_engine("process", enable_lora=True, max_loras=2) as (engine, crew):
+    options["pipeline_parallel_size"] = num_stages
+    async with an_engine("process", **options) as (engine, crew):
 
         def kill():
             for adapter in adapters:
                 os.remove(f"{adapter.lora_path}/adapter_model.safetensors")
-            crew.signal(signal.SIGKILL)
+            os.kill(crew.peers[-1].pid, signal.SIGKILL)
 
         assert await outputs_of(engine, of_all, at_token=8, do=kill) == expected
         assert await engine.adapters.load(adapters[0]) is False
-    assert len(crew.peers) == 2
+    assert len(crew.peers) == 2 * num_stages
 
 
 @pytest.mark.slow
@@ -128,7 +132,7 @@ async def test_a_sleeping_worker_that_dies_has_its_adapters_again(tmp_path):
     async with an_engine("process", enable_lora=True) as (engine, crew):
         expected = await outputs_of(engine, [mine])
         await engine.controls.sleep(level=2)
-        crew.signal(signal.SIGKILL)
+        os.kill(crew.peers[-1].pid, signal.SIGKILL)
         while True:  # its loss is noticed, its successor loaded
             try:
                 await engine.controls.wake()

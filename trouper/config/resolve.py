@@ -250,7 +250,6 @@ def _lora_config(
     for name, is_refused, reason in (
         ("enable_lora", pooler is not None, "not for a model that pools"),
         ("enable_lora", device != "cpu", "not on a GPU"),
-        ("enable_lora", args.pipeline_parallel_size > 1, "not with pipeline_parallel_size above 1"),
     ):
         if is_refused:
             raise UnsupportedFeatureError(f"{name}: {reason} yet", parameter=name)

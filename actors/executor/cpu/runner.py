@@ -30,7 +30,7 @@ from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.results import make_step_done, with_grammar_work
 from trouper.actors.executor.sampling.sampler import Sampled, Sampler, prompt_logprobs
-from trouper.actors.executor.weights.decoder import load_decoder
+from trouper.actors.executor.weights.decoder import adapted_parameters, load_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.config.adapters import AdapterFiles
@@ -80,6 +80,8 @@ class CpuRunner:
         if config.lora is not None:
             max_rows = config.scheduler.max_num_scheduled_tokens
             self._adapters = AdapterSlots(config.lora, self._dtype, max_rows)
+            for parameter in adapted_parameters(traits):
+                self._adapters.know(parameter)
         self._num_blocks = 0
         self._profiler = Profiler()
         self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop

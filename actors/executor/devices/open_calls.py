@@ -14,7 +14,7 @@ class OpenCall(msgspec.Struct):
     call: Call
     future: Future[object]
     num_answers: int = 0
-    error: ErrorText | None = None  # the first
+    errors: list[ErrorText] = []
 
 
 class OpenCalls:
@@ -23,6 +23,7 @@ class OpenCalls:
     def __init__(self) -> None:
         self._open: dict[int, OpenCall] = {}
         self._next = 0
+        self.differ: str | None = None  # a call that some workers have done and others have not
 
     def __repr__(self) -> str:
         return f"<OpenCalls: {[open_call.call.method for open_call in self._open.values()]}>"
@@ -48,12 +49,17 @@ class OpenCalls:
         if open_call is None:
             return None
         open_call.num_answers += 1
-        open_call.error = open_call.error or returned.error
+        if returned.error is not None:
+            open_call.errors.append(returned.error)
         if open_call.num_answers < num_workers:
             return None
         self.close(open_call)
-        if open_call.error is not None:
-            open_call.future.fail(as_exception(open_call.error))
+        if open_call.errors:
+            error, num_errors = open_call.errors[0], len(open_call.errors)
+            if num_errors < num_workers:
+                words = f"{num_errors} of {num_workers} workers failed to {open_call.call.method}"
+                self.differ = f"{words}: {error.kind}: {error.message}"
+            open_call.future.fail(as_exception(error))
             return None
         open_call.future.set(None)
         return open_call.call
@@ -63,6 +69,7 @@ class OpenCalls:
         for open_call in self._open.values():
             open_call.future.fail(error)
         self._open.clear()
+        self.differ = None
 
 
 def _make_call(number: int, method: str, args: tuple[object, ...]) -> Call:

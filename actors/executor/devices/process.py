@@ -21,6 +21,7 @@ from trouper.actors.executor.devices.launch_local import Launcher, launch
 from trouper.actors.executor.devices.model_host import check_call, log_phase
 from trouper.actors.executor.devices.open_calls import OpenCalls
 from trouper.actors.executor.devices.state_in_force import StateInForce
+from trouper.actors.executor.devices.submitted_plan import SubmittedPlan
 from trouper.actors.executor.devices.supervision import (
     Death,
     RestartBudget,
@@ -65,15 +66,6 @@ logger = logging.getLogger(__name__)
 FrameKind = TypeVar("FrameKind", Loaded, Returned)
 NO_CALL = -1  # the number of a call that belongs to the start of a worker
 CLOSE_S = 10.0  # for a worker to give its memory back, before it is killed
-
-
-class SubmittedPlan(msgspec.Struct, frozen=True):
-    """A plan that the worker has not answered."""
-
-    step: int
-    num_tokens: int
-    num_requests: int
-    submitted_s: float
 
 
 class ProcessDevice:
@@ -135,7 +127,7 @@ class ProcessDevice:
         if is_void:
             self._lost_epoch = self._last_epoch
             return
-        self._plans.append(_submitted(plan, anyio.current_time()))
+        self._plans.append(SubmittedPlan.of(plan, anyio.current_time()))
         if isinstance(plan, StepPlan) and not self._has_vocabulary:
             self._send_vocabulary(plan)
         send_to_all(self._workers, plan)
@@ -161,6 +153,8 @@ class ProcessDevice:
             rank, frame = found
             if not isinstance(frame, StepDone | PoolDone | StepFailed):
                 self._note(rank, frame)
+                if (differ := self._calls.differ) is not None:
+                    return self._lose(await self._reap(rank, broken=differ))
             elif self._plans and self._plans[0].step == frame.step:
                 return self._note_result(frame)
             else:
@@ -388,12 +382,3 @@ class ProcessDevice:
                 f"{self._config.worker_restart_window_s:g} s are spent"
             )
         self._restart_in_s = wait_s
-
-
-def _submitted(plan: StepPlan | PoolPlan, now: float) -> SubmittedPlan:
-    if isinstance(plan, StepPlan):
-        num_tokens, num_requests = sum(plan.num_scheduled_tokens), len(plan.request_slots)
-    else:
-        num_tokens = sum(len(entry.token_ids) for entry in plan.entries)
-        num_requests = len(plan.entries)
-    return SubmittedPlan(plan.step, num_tokens, num_requests, now)

@@ -8,7 +8,7 @@ Laws:
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -165,6 +165,15 @@ def load_decoder(
         ops=ops(),
         dtype=dtype,
     )
+
+
+def adapted_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
+    """Yield the matrices of all layers that adapters may change."""
+    for layer in range(len(traits.layers)):
+        for parameter in layer_parameters(traits, layer):
+            name, _, kind = parameter.name.partition(".")
+            if kind == "weight" and name in ADAPTED:
+                yield parameter
 
 
 def indices_shown(num_layers: int) -> Iterable[int]:
