@@ -176,8 +176,12 @@ class Engine:
         truncate_prompt_tokens: int | None = None,
         truncation_side: str | None = None,
         add_special_tokens: bool | None = None,
+        max_text_tokens: tuple[int | None, ...] = (),
     ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
         """Return a pooling request as an async iterator of one output.
+
+        Args:
+            max_text_tokens: the most of the text, or of each of a pair, that is read; special tokens are not counted.
 
         Raises:
             TypeError: `request_id` is not a string, or `params` not PoolingParams.
@@ -193,6 +197,7 @@ class Engine:
             truncate_prompt_tokens=truncate_prompt_tokens,
             truncation_side=truncation_side,
             add_special_tokens=add_special_tokens,
+            max_text_tokens=max_text_tokens,
         )
         return Generation(self.requests, request_id, params.clone(), render, arrival_time)
 

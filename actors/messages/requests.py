@@ -31,6 +31,9 @@ class Render(msgspec.Struct, frozen=True):
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None  # left keeps the end; None: the tokenizer's
     add_special_tokens: bool | None = None  # None: True for text, False for chat
+    max_text_tokens: tuple[
+        int | None, ...
+    ] = ()  # of each text to be pooled, special tokens not counted
     mm_processor_kwargs: Mapping[str, Any] | None = None  # concerns multimodal items only
     adapter: LoadedAdapter | None = None
     trace_headers: Mapping[str, str] | None = None  # W3C, for the request's span

@@ -104,7 +104,7 @@ class PoolingPrompts(Prompts):
         if isinstance(prompt, Mapping):
             given: dict[str, Any] = dict(prompt)  # pyright: ignore[reportUnknownArgumentType]  # of whatever
             if "text_pair" in given:
-                return self._encode_pair(given, wanted, keeps_end, message.add_special_tokens)
+                return self._encode_pair(given, message, wanted, keeps_end)
             type_ids = given.pop(TYPES, None)
             if "messages" in given:
                 given.setdefault("add_generation_prompt", False)
@@ -133,48 +133,77 @@ class PoolingPrompts(Prompts):
     ) -> _Encoded:
         params: Any = message.params
         adds, late = message.add_special_tokens is not False, params.late_interaction_params
+        max_each = message.max_text_tokens
         if late is not None and late.mode in self._marks:
-            return self._encode_marked(text, wanted, keeps_end, adds, self._marks[late.mode])
-        return self._encode_text(text, None, wanted, keeps_end, adds)
+            marks = self._marks[late.mode]
+            return self._encode_marked(text, wanted, keeps_end, adds, marks, max_each)
+        return self._encode_text((text,), wanted, keeps_end, adds, max_each)
 
     def _encode_pair(
-        self, given: dict[str, Any], wanted: int | None, keeps_end: bool, adds: bool | None
+        self, given: dict[str, Any], message: Render, wanted: int | None, keeps_end: bool
     ) -> _Encoded:
         if unknown := given.keys() - PAIR_KEYS:
             raise invalid("prompt", "unknown keys beside 'text_pair'", sorted(map(str, unknown)))
-        text, pair = given.get("prompt"), given["text_pair"]
-        for part in (text, pair):
+        pair: tuple[Any, ...] = (given.get("prompt"), given["text_pair"])
+        for part in pair:
             if not isinstance(part, str) or not part:
                 raise invalid("prompt", "a pair needs two texts", type(part).__name__)
-        return self._encode_text(str(text), pair, wanted, keeps_end, adds is not False)
+        adds = message.add_special_tokens is not False
+        return self._encode_text(pair, wanted, keeps_end, adds, message.max_text_tokens)
 
     def _encode_marked(
-        self, text: str, wanted: int | None, keeps_end: bool, adds: bool, marks: Marks
+        self,
+        text: str,
+        wanted: int | None,
+        keeps_end: bool,
+        adds: bool,
+        marks: Marks,
+        max_each: tuple[int | None, ...],
     ) -> _Encoded:
         """Such a text is always cut: queries and documents have the lengths of the model's training."""
-        text = marks.text + text
-        ids = self._encode_text(text, None, marks.room(wanted), keeps_end, adds).ids
-        special = self._needed_tokenizer("prompt").special_ids
-        num_leading = int(adds and bool(ids) and ids[0] in special)
+        tokenizer = self._needed_tokenizer("prompt")
+        if max_each[:1] != () and marks.text:  # the marker is no part of the text
+            num_marker = len(tokenizer.encode(marks.text, add_special_tokens=False))
+            max_each = tuple(None if num is None else num + num_marker for num in max_each)
+        whole = (marks.text + text,)
+        ids = self._encode_text(whole, marks.room(wanted), keeps_end, adds, max_each).ids
+        num_leading = int(adds and bool(ids) and ids[0] in tokenizer.special_ids)
         marked = marks.mark(ids, num_leading)
         return _Encoded(marked.ids, None, marked.num_keys, marked.skipped_rows)
 
     def _encode_text(
-        self, text: str, pair: str | None, wanted: int | None, keeps_end: bool, adds: bool
+        self,
+        texts: tuple[str, ...],
+        wanted: int | None,
+        keeps_end: bool,
+        adds: bool,
+        max_each: tuple[int | None, ...] = (),
     ) -> _Encoded:
+        """Encode a text or a pair; each is cut to its own length first, then all to what is wanted."""
         tokenizer = self._needed_tokenizer("prompt")
-        if not text:
+        if not texts[0]:
             raise invalid("prompt", "the prompt must not be empty")
         if self._spec.lowers_case:
-            text, pair = text.lower(), pair and pair.lower()
+            texts = tuple(text.lower() for text in texts)
+        lengths = [len(text) for text in texts]
+        if max_each:
+            longest = tokenizer.longest_token_chars
+            each = tuple(zip(texts, max_each, strict=True))
+            lengths = [len(t) if most is None else min(len(t), most * longest) for t, most in each]
+            texts = tuple(
+                text if most is None else _part(text, most, tokenizer, keeps_end=False)
+                for text, most in each
+            )
         if wanted is None:
-            self._refuse_hopeless(len(text) + len(pair or ""), tokenizer)
+            self._refuse_hopeless(sum(lengths), tokenizer)
         else:
-            keep = (wanted + SPARE_TOKENS) * tokenizer.longest_token_chars
-            part = slice(-keep, None) if keeps_end else slice(keep)
-            text, pair = text[part], pair and pair[part]
+            texts = tuple(_part(text, wanted, tokenizer, keeps_end=keeps_end) for text in texts)
         ids, type_ids = tokenizer.encode_within(
-            text, pair, add_special_tokens=adds, max_length=wanted, keeps_end=keeps_end
+            *texts,
+            add_special_tokens=adds,
+            max_length=wanted,
+            keeps_end=keeps_end,
+            max_each=max_each,
         )
         num_types = self._limits.num_token_types
         if num_types <= 1 or not any(type_ids):
@@ -189,3 +218,9 @@ class PoolingPrompts(Prompts):
         """A text is cut at its end unless the request, or else the tokenizer, says otherwise."""
         own = None if self._tokenizer is None else self._tokenizer.truncation_side
         return super()._keeps_end(side or own or "right")
+
+
+def _part(text: str, num_tokens: int, tokenizer: Tokenizer, *, keeps_end: bool) -> str:
+    """Return as much of a text as may become so many tokens, and some more."""
+    keep = (num_tokens + SPARE_TOKENS) * tokenizer.longest_token_chars
+    return text[-keep:] if keeps_end else text[:keep]

@@ -184,17 +184,19 @@ class Tokenizer:
         add_special_tokens: bool = True,
         max_length: int | None = None,
         keeps_end: bool = False,
+        max_each: Sequence[int | None] = (),
     ) -> tuple[list[int], list[int]]:
         """Ids and type ids of a text or a pair; cut so that the special tokens stay.
 
-        Of a pair the longer text is cut first, as transformers' `longest_first`.
+        Of a pair the longer text is cut first, as transformers' `longest_first`; before that each text is cut at its
+        end to its own length in `max_each`.
 
         Raises:
             TrouperValidationError: the text holds lone surrogates.
         """
         backend = self._backend
         try:
-            if max_length is None:
+            if max_length is None and not max_each:
                 whole = backend.encode(text, pair, add_special_tokens=add_special_tokens)
                 return whole.ids, whole.type_ids
             parts = [
@@ -202,10 +204,14 @@ class Tokenizer:
                 for part in (text, pair)
                 if part is not None
             ]
-            num_special = backend.num_special_tokens_to_add(pair is not None)
-            room = max_length - (num_special if add_special_tokens else 0)
-            for part, length in zip(parts, _shares([len(p) for p in parts], room), strict=True):
-                part.truncate(length, direction="left" if keeps_end else "right")
+            for part, length in zip(parts, max_each, strict=False):
+                if length is not None:
+                    part.truncate(length)
+            if max_length is not None:
+                num_special = backend.num_special_tokens_to_add(pair is not None)
+                room = max_length - (num_special if add_special_tokens else 0)
+                for part, length in zip(parts, _shares([len(p) for p in parts], room), strict=True):
+                    part.truncate(length, direction="left" if keeps_end else "right")
             whole = backend.post_process(*parts, add_special_tokens=add_special_tokens)
             return whole.ids[:max_length], whole.type_ids[:max_length]
         except TypeError:

@@ -162,11 +162,13 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        max_text_tokens: tuple[int | None, ...] = (),
     ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
         """Return one pooling request as an async iterator of one output, to be used like `generate`'s.
 
         Args:
             pooling_params: None, or no task in it, takes the engine's default.
+            max_text_tokens: the most of the text, or of each of a pair, that is read; special tokens are not counted.
 
         Raises:
             TypeError: `request_id` is not a string, or `pooling_params` not PoolingParams.
@@ -178,6 +180,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             make = partial(
                 self.encode, prompt, pooling_params, request_id,
                 arrival_time=arrival_time, tokenization_kwargs=tokenization_kwargs, priority=priority,
+                max_text_tokens=max_text_tokens,
             )  # fmt: skip
             return cast("Any", StartingGeneration(self._start_itself, make))
         return self.engine.encode(
@@ -186,6 +189,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             f"request-{next(self._numbers)}" if request_id is None else request_id,
             priority=priority,
             arrival_time=arrival_time,
+            max_text_tokens=max_text_tokens,
             **tokenization_options(tokenization_kwargs),
         )
 

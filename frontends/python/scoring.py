@@ -25,6 +25,7 @@ PoolingGeneration = Generation[PoolingRequestOutput[PoolingOutput]]
 Pooled = PoolingRequestOutput[PoolingOutput]
 Run = Callable[[Iterable[PoolingGeneration], Any], Awaitable[list[Pooled]]]
 T = TypeVar("T")
+Most = tuple[int | None, ...]  # tokens of each text of a prompt; empty: all
 QUERIES_AT_ONCE = MAX_QUERIES // 4  # concurrent scores keep some, too
 
 
@@ -59,10 +60,13 @@ class Scorer:
         priority: int = 0,
         options: dict[str, Any] | None = None,
         run: Run | None = None,
+        max_tokens_per_query: int | None = None,
+        max_tokens_per_doc: int | None = None,
     ) -> None:
         """Make a scorer.
 
         Args:
+            max_tokens_per_query, max_tokens_per_doc: how much of each text is read; special tokens are not counted.
             name: begins the request ids; None lets the engine mint them.
             run: replaces `collect`.
         """
@@ -71,6 +75,7 @@ class Scorer:
         self._params = params or PoolingParams()
         self._name = name
         self._how: dict[str, Any] = {"priority": priority, "tokenization_kwargs": options}
+        self._most = (max_tokens_per_query, max_tokens_per_doc)
         self._num_requests = 0
 
     async def score(
@@ -87,7 +92,8 @@ class Scorer:
                     PairPrompt(prompt=query, text_pair=document)
                     for query, document in zip(queries, documents, strict=True)
                 ]
-                return await self._run(pairs, "classify", bar=bar)
+                most = () if self._most == (None, None) else self._most
+                return await self._run(pairs, "classify", [most] * len(pairs), bar=bar)
             case "embed":
                 return await self._bi_encode(queries, documents, bar)
             case _:
@@ -97,6 +103,7 @@ class Scorer:
         self,
         prompts: Sequence[PoolingPrompt],
         task: str,
+        most: Sequence[Most],
         late: Sequence[LateInteractionParams] | None = None,
         bar: Any = None,
     ) -> list[Pooled]:
@@ -109,6 +116,7 @@ class Scorer:
                     if late
                     else params,
                     self._next_id(),
+                    max_text_tokens=most[i],
                     **self._how,
                 )
                 for i, prompt in enumerate(prompts)
@@ -119,9 +127,15 @@ class Scorer:
     async def _bi_encode(
         self, queries: Sequence[str], documents: Sequence[str], bar: Any
     ) -> list[Pooled]:
-        texts = list(dict.fromkeys((*queries, *documents)))
-        found = dict(zip(texts, await self._run(texts, "embed", bar=bar), strict=True))
-        pairs = [(found[q], found[d]) for q, d in zip(queries, documents, strict=True)]
+        query_most, document_most = map(_alone, self._most)
+        asked = [(q, query_most) for q in queries] + [(d, document_most) for d in documents]
+        distinct = list(dict.fromkeys(asked))  # a text that is cut in one way is embedded once
+        outputs = await self._run(
+            [text for text, _ in distinct], "embed", [most for _, most in distinct], bar=bar
+        )
+        found = dict(zip(distinct, outputs, strict=True))
+        num = len(queries)
+        pairs = [(found[q], found[d]) for q, d in zip(asked[:num], asked[num:], strict=True)]
         arrays = await anyio.to_thread.run_sync(_cosines, pairs, limiter=anyio.CapacityLimiter(1))
         joined = InTurns(zip(pairs, arrays, strict=True))
         return [_joined(*pair, array) async for pair, array in joined]
@@ -152,9 +166,12 @@ class Scorer:
                 LateInteractionParams(mode="cache_query", query_key=key, query_uses=num_uses)
             )
             meet += [LateInteractionParams(mode="score_doc", query_key=key)] * num_uses
-        first = await self._run(list(places), "token_embed", keep)
+        query_most, document_most = map(_alone, self._most)
+        first = await self._run(list(places), "token_embed", [query_most] * len(places), keep)
         met = [(query, i) for query, own in zip(first, places.values(), strict=True) for i in own]
-        second = await self._run([documents[i] for _, i in met], "token_embed", meet, bar)
+        second = await self._run(
+            [documents[i] for _, i in met], "token_embed", [document_most] * len(met), meet, bar
+        )
         joined = InTurns(zip(met, second, strict=True))
         return {
             i: _joined(query, output, output.outputs.array) async for (query, i), output in joined
@@ -163,6 +180,10 @@ class Scorer:
     def _next_id(self) -> str | None:
         self._num_requests += 1
         return None if self._name is None else f"{self._name}-{self._num_requests - 1}"
+
+
+def _alone(most: int | None) -> Most:
+    return () if most is None else (most,)
 
 
 def score_kind(spec: PoolerSpec | None) -> str:

@@ -57,8 +57,6 @@ POOLING = {"padding": "texts are never padded; leave it out", "mm_processor_kwar
 COHERE = {"images": NO_MEDIA, "inputs": NO_MEDIA}
 SCORING = {
     **POOLING,
-    "max_tokens_per_query": "use truncate_prompt_tokens",
-    "max_tokens_per_doc": "use truncate_prompt_tokens",
     "instruction": "put it into the query",
 }
 NEUTRAL: dict[str, Any] = {
@@ -67,8 +65,6 @@ NEUTRAL: dict[str, Any] = {
     "truncation": "disabled",
     "top_logprobs": 0,
     "function_call": "none",
-    "max_tokens_per_query": 0,
-    "max_tokens_per_doc": 0,
 }
 
 

@@ -114,18 +114,13 @@ ACCEPTED = [
     ),
     Accepted(
         r"pooling: pooling.*",
-        r"\$\.data\[\]\.data|status",
-        "an embedding model answers `/pooling` for `embed` and for `token_embed`, and without a task with the vectors of tokens; in vLLM `--pooler-config.task` decides",
+        "status",
+        "an embedding model answers `/pooling` for `embed` and for `token_embed`, whichever of them `--pooler-config.task` names",
     ),
     Accepted(
         r"pooling: (classification of a model that embeds|unsupported: .*)",
         "status",
         "routes exist whatever the model pools: a 400 says what it can do",
-    ),
-    Accepted(
-        r"pooling: rerank with a limit",
-        "status",
-        "`max_tokens_per_doc` is a 400 that names `truncate_prompt_tokens`",
     ),
     Accepted(
         r"pooling: Cohere",

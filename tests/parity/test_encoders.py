@@ -282,6 +282,15 @@ def test_token_logits_equal_those_of_transformers(kind, tmp_path):
         np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
 
 
+def test_the_head_of_a_decoders_classifier_reads_each_token_too(tmp_path):
+    model = save_tiny("qwen3", AutoModelForSequenceClassification, tmp_path, num_labels=3)
+    for ids, mine in zip(prompts(), run(tmp_path, "token_classify"), strict=True):
+        with torch.no_grad():
+            hidden = model.model(input_ids=torch.tensor([ids])).last_hidden_state
+            theirs = model.score(hidden)[0]
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
+
+
 def rename(folder, before, after):
     config = folder / "config.json"
     config.write_text(config.read_text().replace(before, after))

@@ -95,7 +95,20 @@ async def test_pooling_takes_a_task(pooling):
     answer = await pooling.post("/pooling", {"input": [1, 2, 3], "task": "token_embed"})
     assert answer.json["data"][0]["object"] == "pooling"
     assert len(answer.json["data"][0]["data"]) == 3
-    assert (await pooling.post("/pooling", {"input": "a", "task": "embed"})).status == 200
+    whole = await pooling.post("/pooling", {"input": "a", "task": "embed"})
+    assert whole.status == 200
+    without = await pooling.post("/pooling", {"input": "a"})  # what the model is for
+    assert without.json["data"] == whole.json["data"]
+
+
+async def test_the_option_of_the_task_decides_what_pooling_without_one_is(anyio_backend):
+    args = EngineArgs(runner="pooling", pooler_config={"task": "token_embed"}, dtype="float32")
+    async with AsyncLLMEngine(args) as engine:
+        client = Client(create_app(engine))
+        found = (await client.post("/pooling", {"input": [1, 2, 3]})).json["data"][0]["data"]
+        named = await client.post("/pooling", {"input": [1, 2, 3], "task": "token_embed"})
+    assert found == named.json["data"][0]["data"]
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
@@ -170,6 +183,63 @@ async def test_cohere_embeds_texts(pooling):
     assert answer["meta"]["billed_units"]["input_tokens"] >= 2
 
 
+TYPES = ["uint8", "float", "binary", "int8", "ubinary", "base64"]
+
+
+async def test_cohere_embeds_in_every_type(pooling):
+    body = {"texts": ["one", "two words"], "embedding_types": TYPES}
+    found = (await pooling.post("/v2/embed", body)).json["embeddings"]
+    assert list(found) == TYPES
+    rows = np.float32(found["float"])
+    assert (np.float32(found["int8"]) == np.float32(found["uint8"]) - 128).all()
+    assert (np.abs(found["int8"]).max(axis=1) == 127).all()
+    np.testing.assert_allclose(
+        np.float32(found["int8"]) / 127 * np.abs(rows).max(axis=1, keepdims=True),
+        rows,
+        atol=np.abs(rows).max() / 254 + 1e-6,
+    )
+    bits = np.unpackbits(np.uint8(found["ubinary"]), axis=1)
+    assert (bits == (rows > 0)).all()
+    assert (np.int16(found["binary"]) == np.int16(found["ubinary"]) - 128).all()
+    decoded = [np.frombuffer(base64.b64decode(text), "<f4") for text in found["base64"]]
+    assert (np.stack(decoded) == rows).all()
+
+
+async def first_words(client, text, num):
+    """The text of its first tokens."""
+    ids = (await client.post("/tokenize", {"prompt": text})).json["tokens"][:num]
+    part = (await client.post("/detokenize", {"tokens": ids})).json["prompt"]
+    assert (await client.post("/tokenize", {"prompt": part})).json["tokens"] == ids
+    return part
+
+
+@pytest.mark.parametrize("task", ["embed", "token_embed"])
+async def test_texts_that_are_compared_may_be_cut(anyio_backend, task):
+    args = EngineArgs(runner="pooling", pooler_config={"task": task}, dtype="float32")
+    query, long = "def f(x):", ["def f(x): return x", "import os, sys, re"]
+    async with AsyncLLMEngine(args) as engine:
+        client = Client(create_app(engine))
+
+        async def score(first, second, **more):
+            reply = (await client.post("/score", {"text_1": first, "text_2": second, **more})).json
+            return [each["score"] for each in reply["data"]], reply["usage"]["prompt_tokens"]
+
+        async def rank(first, second, **more):
+            body = {"query": first, "documents": second, **more}
+            reply = (await client.post("/rerank", body)).json
+            found = {each["index"]: each["relevance_score"] for each in reply["results"]}
+            return [found[0], found[1]], reply["usage"]["prompt_tokens"]
+
+        short = [await first_words(client, text, 3) for text in long]
+        start = await first_words(client, query, 2)
+        for ask in (score, rank):
+            plain = await ask(query, long)
+            assert await ask(query, long, max_tokens_per_doc=3) == await ask(query, short) != plain
+            assert await ask(query, long, max_tokens_per_query=2) == await ask(start, long) != plain
+            for all_of_it in (0, 99, None):
+                assert await ask(query, long, max_tokens_per_doc=all_of_it) == plain
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
@@ -196,7 +266,19 @@ async def test_cohere_embeds_texts(pooling):
         ("/rerank", {"query": "a", "documents": []}, 400, "documents"),
         ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, 400, "top_n"),
         ("/v2/embed", {"texts": []}, 400, "texts"),
-        ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, 400, "embedding_types"),
+        ("/v2/embed", {"texts": ["a"], "embedding_types": ["int4"]}, 400, "embedding_types"),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["a"], "max_tokens_per_doc": -1},
+            400,
+            "max_tokens_per_doc",
+        ),
+        (
+            "/score",
+            {"text_1": "a", "text_2": "a", "max_tokens_per_query": -1},
+            400,
+            "max_tokens_per_query",
+        ),
         ("/v1/completions", {"prompt": "a"}, 400, "runner"),
     ],
 )

@@ -22,6 +22,7 @@ from trouper.actors.output.pooler import MAX_QUERIES
 from trouper.actors.output.postprocessing import max_sim, normalized
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import EnginePausedError, TrouperValidationError
+from trouper.frontends.python.scoring import Scorer
 from trouper.pooling import LateInteractionParams
 
 SIZES = {
@@ -87,6 +88,25 @@ def test_a_cross_encoder_reads_both_texts_at_once(save):
         assert output.outputs.score == pytest.approx(want, abs=1e-4)
     assert len(short.prompt_token_ids) == 9
     assert 2 not in short.prompt_token_ids
+
+
+def test_each_text_of_a_pair_may_have_a_length_of_its_own(save):
+    folder, _ = save(AutoModelForSequenceClassification.from_config, num_labels=1)
+    with LLM(str(folder), dtype="float32") as llm:
+        engine = llm.thread.engine
+
+        def read(query, document, **most):
+            (output,) = llm.thread.call(Scorer(engine, **most).score, [query], [document])
+            return output.prompt_token_ids
+
+        one, two = "hello world", "the cat sat on the mat"
+        tokenizer = Tokenizer.load(folder)
+        ids, more = (tokenizer.encode(text, add_special_tokens=False) for text in (one, two))
+        assert read(one, two, max_tokens_per_query=2) == [1, *ids[:2], 1, *more]
+        assert read(one, two, max_tokens_per_doc=5) == [1, *ids, 1, *more[:5]]
+        both = {"max_tokens_per_query": 2, "max_tokens_per_doc": 5}
+        assert read(one, two, **both) == [1, *ids[:2], 1, *more[:5]]
+        assert read(one, two + " mat" * 9999, **both) == [1, *ids[:2], 1, *more[:5]]
 
 
 @pytest.mark.parametrize("num_types", [0, 1, 2])

@@ -285,7 +285,7 @@ def test_the_runner_follows_the_model_unless_it_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "convert", "tasks"),
     [
-        ("Qwen3ForCausalLM", "classify", ("classify",)),
+        ("Qwen3ForCausalLM", "classify", ("classify", "token_classify")),
         ("BertForSequenceClassification", "embed", ("embed", "token_embed")),
         ("BertForTokenClassification", "classify", ("token_classify",)),
         ("HF_ColBERT", "embed", ("token_embed",)),

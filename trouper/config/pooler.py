@@ -239,7 +239,8 @@ def _tasks(architecture: str, found: "_Modules", convert: str) -> tuple[str, ...
         if architecture.endswith(TOKEN_CLASSIFIERS):
             return ("token_classify",)
         if architecture.endswith(CLASSIFIERS) or convert == "classify":
-            return ("classify",)
+            # an encoder's head reads one state of the text, a decoder's what each token has seen so far
+            return ("classify", "token_classify") if _is_decoder(architecture) else ("classify",)
     if architecture in LATE_INTERACTION or found.is_late_interaction:
         return ("token_embed",)
     return ("embed", "token_embed")

@@ -251,7 +251,7 @@ class PoolingRunner:
         head, eps = Head(out="score"), 0.0
         if isinstance(traits, EncoderTraits):
             prefixes, eps = traits.prefixes, traits.norm_eps
-            head = traits.token_head if "token_classify" in spec.tasks else traits.head
+            head = traits.token_head if spec.tasks == ("token_classify",) else traits.head
 
         def tensors(dtype: torch.dtype) -> Tensors:
             return Tensors(folder, prefixes, dtype, config.load_format, config.seed)

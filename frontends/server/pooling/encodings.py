@@ -17,6 +17,7 @@ import pybase64
 from trouper.pooling_outputs import Array
 
 STEP = 2**12  # numbers written at once, in 0.3 ms
+COHERE_TYPES = ("float", "int8", "uint8", "binary", "ubinary", "base64")
 as_json = msgspec.json.Encoder().encode
 
 
@@ -59,6 +60,26 @@ def numbers(array: Array) -> bytes:
 def listed(parts: Sequence[bytes]) -> bytes:
     """Return a JSON list of entries that are JSON already.  Joining more than 1 MB releases the interpreter."""
     return b"".join((b"[", b",".join(parts), b"]"))
+
+
+def encode_cohere(array: Array, kind: str) -> bytes:
+    """Return the JSON of one embedding in one of Cohere's types.
+
+    int8 and uint8 are scaled by the largest number of each embedding, so they keep its direction and not its length; bits
+    are those of the signs, eight in a number, the first the highest.
+    """
+    match kind:
+        case "float":
+            return numbers(array)
+        case "base64":
+            return encode(array, Encoding("base64", endianness="little"))
+        case "binary" | "ubinary":
+            packed = np.packbits(array > 0).astype(np.int16)
+            return as_json((packed - 128 if kind == "binary" else packed).tolist())
+        case _:
+            largest = np.abs(array).max() or np.float32(1)
+            levels = np.rint(array / largest * np.float32(127)).astype(np.int16)
+            return as_json((levels + 128 if kind == "uint8" else levels).tolist())
 
 
 def to_bytes(array: Array, dtype: str, endianness: str = "native") -> bytes:

@@ -1,10 +1,17 @@
 """Building of the pooling routes' replies.  Pure, and slow for many floats, so long ones are built in a thread."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from trouper.frontends.python.scoring import Pooled
 from trouper.frontends.server.http.context import JSON
-from trouper.frontends.server.pooling.encodings import Encoding, as_json, encode, listed, numbers
+from trouper.frontends.server.pooling.encodings import (
+    Encoding,
+    as_json,
+    encode,
+    encode_cohere,
+    listed,
+)
 from trouper.pooling import PoolingParams
 
 OCTETS = b"application/octet-stream"
@@ -111,16 +118,24 @@ def build_ranking(
     return Reply(as_json(reply))
 
 
-def build_cohere(serving: PoolingServeContext, outputs: list[Pooled]) -> Reply:
-    kind = "embeddings_by_type"
-    head = as_json({"id": serving.id, "response_type": kind, "texts": serving.prompts})
+def build_cohere(
+    serving: PoolingServeContext, outputs: list[Pooled], kinds: Sequence[str]
+) -> Reply:
+    head = as_json(
+        {"id": serving.id, "response_type": "embeddings_by_type", "texts": serving.prompts}
+    )
     tail = {
         "api_version": {"version": "2"},
         "billed_units": {"input_tokens": _usage(outputs)["prompt_tokens"], "image_tokens": 0},
     }
-    rows = listed([numbers(output.outputs.array) for output in outputs])
+    arrays = [output.outputs.array for output in outputs]
+    found = [
+        b'"%b":%b' % (kind.encode(), listed([encode_cohere(array, kind) for array in arrays]))
+        for kind in kinds
+    ]
+    embeddings = b",".join(found)
     return Reply(
-        b"".join((head[:-1], b',"embeddings":{"float":', rows, b'},"meta":', as_json(tail), b"}"))
+        b"".join((head[:-1], b',"embeddings":{', embeddings, b'},"meta":', as_json(tail), b"}"))
     )
 
 

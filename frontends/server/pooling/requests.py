@@ -74,6 +74,9 @@ class ScoringFields(PoolingRequestFields, kw_only=True):
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.SCORING
 
+    max_tokens_per_query: int | None = None  # 0: all
+    max_tokens_per_doc: int | None = None  # the same
+
 
 class ScoreRequest(ScoringFields, kw_only=True):
     """`POST /score`: one pair of sides, under any of four names."""

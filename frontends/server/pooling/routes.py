@@ -18,7 +18,7 @@ from trouper.errors import invalid
 from trouper.frontends.python.scoring import Pooled, PoolingGeneration, Scorer, as_pairs, collect
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
-from trouper.frontends.server.pooling.encodings import Encoding
+from trouper.frontends.server.pooling.encodings import COHERE_TYPES, Encoding
 from trouper.frontends.server.pooling.replies import (
     PoolingServeContext,
     Reply,
@@ -50,7 +50,6 @@ MAX_INPUTS = 2048
 QUICK = 2**12
 QUICK_BASE64 = 2**15  # numbers as they are, in base64: 0.1 ms
 SIDES = (("data_1", "data_2"), ("queries", "documents"), ("queries", "items"), ("text_1", "text_2"))
-COHERE_TYPES = ("float",)
 COHERE_INPUTS = ("search_document", "search_query", "classification", "clustering")
 
 
@@ -66,8 +65,8 @@ async def create_embedding(
 async def create_pooling(
     service: Service, context: RequestContext, request: PoolingRequest
 ) -> None:
-    spec = _spec(service, request.task or "encode")
-    serving = _preprocess(service, context, request, "pooling", request.task or spec.engine_task)
+    task = request.task or _spec(service, "encode").task
+    serving = _preprocess(service, context, request, "pooling", task)
     outputs = await _encode(service, context, serving)
     build = partial(build_encoded, serving, outputs, _how(request), "pooling", "data")
     await _send(service, context, build, is_quick=_is_quick(outputs, _how(request)))
@@ -112,9 +111,16 @@ async def create_rerank(service: Service, context: RequestContext, request: Rera
 async def create_cohere_embedding(
     service: Service, context: RequestContext, request: CohereEmbedRequest
 ) -> None:
-    for kind in request.embedding_types or ():
+    kinds = tuple(dict.fromkeys(request.embedding_types or ("float",)))
+    for kind in kinds:
         if kind not in COHERE_TYPES:
-            raise invalid("embedding_types", f"{kind[:40]} is not supported; float is")
+            rule = f"{kind[:40]!r} is none of {', '.join(COHERE_TYPES)}"
+            raise invalid("embedding_types", rule)
+    spec = _spec(service, "embed")
+    size = request.output_dimension or spec.dimensions or spec.embedding_size
+    if size % 8 and ("binary" in kinds or "ubinary" in kinds):
+        rule = f"binary needs a multiple of 8 dimensions, and these are {size}"
+        raise invalid("embedding_types", rule)
     if request.input_type is not None and request.input_type not in COHERE_INPUTS:
         raise invalid(
             "input_type", f"must be one of {', '.join(COHERE_INPUTS)}", request.input_type
@@ -130,7 +136,7 @@ async def create_cohere_embedding(
     )
     serving = _preprocess(service, context, inner, "embd", "embed", field="texts")
     outputs = await _encode(service, context, serving)
-    await _send(service, context, partial(build_cohere, serving, outputs))
+    await _send(service, context, partial(build_cohere, serving, outputs, kinds))
 
 
 # Before the engine
@@ -257,10 +263,20 @@ async def _score(
         priority=serving.priority,
         options=serving.options,
         run=partial(_run_listed, service, context),
+        max_tokens_per_query=_most(request, "max_tokens_per_query"),
+        max_tokens_per_doc=_most(request, "max_tokens_per_doc"),
     )
     if context.ticket is not None:
         await context.ticket.wait_turn()
     return _whole(await scorer.score(queries, documents)), serving
+
+
+def _most(request: ScoringFields, name: str) -> int | None:
+    """Return how many tokens of each text are read; None: all."""
+    num: int | None = getattr(request, name)
+    if num is not None and num < 0:
+        raise invalid(name, "must be at least 0, which is no limit", num)
+    return num or None
 
 
 async def _run_listed(
