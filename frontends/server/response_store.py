@@ -24,6 +24,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
         status: as in the response.
         body: the response as JSON.
         pieces: the items of the conversation, each piece a JSON array; follow-ups share those of what they follow.
+        num_input_pieces: the pieces before its own output.
         model, cache_salt, priority: what follow-ups inherit.
     """
 
@@ -31,6 +32,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     body: bytes
     pieces: tuple[bytes, ...] = ()
+    num_input_pieces: int = 0
     model: str = ""
     cache_salt: str | None = None
     priority: int | None = None

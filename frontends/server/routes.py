@@ -38,12 +38,14 @@ from trouper.frontends.server.pooling.requests import (
     ScoreRequest,
 )
 from trouper.frontends.server.responses.errors import RESPONSES_ERRORS
+from trouper.frontends.server.responses.input_items import MAX_ITEMS
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.responses.routes import (
     RESPONSES,
     cancel_response,
     create_response,
     delete_response,
+    list_input_items,
     retrieve_response,
 )
 from trouper.frontends.server.service import Service
@@ -51,6 +53,11 @@ from trouper.frontends.server.service import Service
 MODE = {"enum": ["abort", "wait", "keep"]}
 TAGS = {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}}
 BOOL = {"type": "boolean"}
+PAGE = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS},
+    "order": {"enum": ["asc", "desc"]},
+    "after": {"type": "string"},
+}
 MODEL = f"{operations.MODELS}{{id}}"
 RESPONSE = f"{RESPONSES}{{id}}"
 GENERATING = (
@@ -101,6 +108,7 @@ ROUTES = (
     Route("GET", RESPONSE, "user", retrieve_response),
     Route("DELETE", RESPONSE, "user", delete_response),
     Route("POST", f"{RESPONSE}/cancel", "user", cancel_response),
+    Route("GET", f"{RESPONSE}/input_items", "user", list_input_items, query=PAGE),
     Route(
         "POST", "/v1/messages", "user", create_message, MessagesRequest, generates=True,
         errors=ANTHROPIC_ERRORS,

@@ -370,7 +370,7 @@ SUITE = {
         ),
         *(
             Case(f"{method} without a store", f"{R}/{id}", b"", 400, "not_supported", None, method, ())
-            for method, id in (("GET", "x"), ("DELETE", "x"), ("POST", "x/cancel"), ("GET", "%00"), ("GET", "x" * 4000))
+            for method, id in (("GET", "x"), ("DELETE", "x"), ("POST", "x/cancel"), ("GET", "x/input_items"), ("GET", "%00"), ("GET", "x" * 4000))
         ),
     ],
     "tokens": [

@@ -4,7 +4,8 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseItem
+from pydantic import TypeAdapter
 
 from trouper.errors import GenerationError
 from trouper.frontends.server.app import create_app
@@ -56,6 +57,105 @@ async def ended(client, name, headers=()):
             if response["status"] not in ("queued", "in_progress"):
                 return response
             await anyio.sleep(0.001)
+
+
+# Input items
+
+
+async def items(client, name, query="", headers=()):
+    answer = await client.get(f"{PATH}/{name}/input_items{query}", headers)
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+async def test_the_input_items_are_all_that_a_response_was_made_from(remembering):
+    client = remembering("Hello.")
+    given = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "1", "id": "mine"},
+        {"role": "assistant", "content": "so"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "user", "content": "go on"},
+    ]
+    first = (await client.post(PATH, {"input": given, "instructions": "be brief"})).json
+    found = await items(client, first["id"], "?order=asc")
+    kinds = ["message", "function_call", "function_call_output", "message", "reasoning", "message"]
+    assert [item["type"] for item in found["data"]] == kinds
+    assert [item["content"][0] for item in found["data"] if item["type"] == "message"] == [
+        {"type": "input_text", "text": "hi"},
+        {"type": "output_text", "text": "so", "annotations": []},
+        {"type": "input_text", "text": "go on"},
+    ]
+    assert found["data"][2] == {**given[2], "status": "completed"}
+    body = {"input": "more", "previous_response_id": first["id"]}
+    second = (await client.post(PATH, body)).json
+    whole = (await items(client, second["id"], "?order=asc"))["data"]
+    assert [item["type"] for item in whole] == [*kinds, "message", "message"]
+    assert whole[6] == first["output"][0]
+    assert whole[7]["content"] == [{"type": "input_text", "text": "more"}]
+    assert len({item["id"] for item in whole}) == 8
+    for item in whole:
+        parsed = TypeAdapter(ResponseItem).validate_python(item)
+        assert parsed.id == item["id"]
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+@pytest.mark.parametrize("limit", [1, 2, 7, 100])
+async def test_pages_make_up_the_list(remembering, order, limit):
+    client = remembering("Hello.")
+    texts = [str(i) for i in range(7)]
+    given = [{"role": "user", "content": text} for text in texts]
+    name = (await client.post(PATH, {"input": given})).json["id"]
+    found, after = [], ""
+    while True:
+        page = await items(client, name, f"?order={order}&limit={limit}{after}")
+        assert page["object"] == "list"
+        assert 0 < len(page["data"]) <= limit
+        assert page["first_id"] == page["data"][0]["id"]
+        found += page["data"]
+        if not page["has_more"]:
+            break
+        after = f"&after={page['last_id']}"
+    shown = [item["content"][0]["text"] for item in found]
+    assert shown == (texts if order == "asc" else texts[::-1])
+    if (order, limit) == ("desc", 100):
+        assert (await items(client, name))["data"] == found
+    beyond = await items(client, name, f"?order={order}&after={found[-1]['id']}")
+    assert (beyond["data"], beyond["last_id"], beyond["has_more"]) == ([], None, False)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("limit=", "limit"),
+        ("limit=-1", "limit"), ("limit=1" + "0" * 5000, "limit"), ("limit=%D9%A1", "limit"),
+        ("order=up", "order"), ("after=msg_x", "after"), ("after=", "after"),
+    ],
+)  # fmt: skip
+async def test_a_bad_page_is_refused_by_name(remembering, query, param):
+    client = remembering("Hello.")
+    name = (await client.post(PATH, {"input": "hi"})).json["id"]
+    answer = await client.get(f"{PATH}/{name}/input_items?{query}")
+    assert (answer.status, answer.error["param"]) == (400, param), answer.body
+
+
+async def test_input_items_are_those_of_the_key_alone(remembering):
+    client = remembering("Hello.", api_keys=("one", "two"))
+    name = (await client.post(PATH, {"input": "hi"}, KEYS[0])).json["id"]
+    assert (await items(client, name, "", KEYS[0]))["data"]
+    for other, headers in ((name, KEYS[1]), ("resp_x", KEYS[0])):
+        answer = await client.get(f"{PATH}/{other}/input_items", headers)
+        assert (answer.status, answer.error["code"]) == (404, "response_not_found")
+
+
+async def test_what_runs_in_background_has_its_input_items(served):
+    async with served() as client:
+        name = (await client.post(PATH, LONG)).json["id"]
+        (item,) = (await items(client, name))["data"]
+        assert item["content"] == [{"type": "input_text", "text": "hi"}]
+        await client.post(f"{PATH}/{name}/cancel")
+        assert (await items(client, name))["data"] == [item]
 
 
 # Follow-ups

@@ -64,6 +64,13 @@ def find(
     return found
 
 
+async def input_items(
+    service: Service, context: RequestContext, stored: StoredResponse
+) -> list[JSONObject]:
+    """Return the items that a response was made from, those of the responses before it first."""
+    return await _read(service, context, stored.pieces[: stored.num_input_pieces])
+
+
 def check_is_on(store: ResponseStore, parameter: str | None) -> None:
     """Raises UnsupportedFeatureError: no responses are kept."""
     if not store.is_on:
@@ -79,6 +86,7 @@ def stored_response(turn: ResponsesTurn, response: JSONObject, owner: str) -> St
         status=response["status"],
         body=encode(response),
         pieces=(*turn.pieces, encode(output)) if output else turn.pieces,
+        num_input_pieces=len(turn.pieces),
         model=response["model"],
         cache_salt=turn.body.cache_salt,
         priority=turn.body.priority,

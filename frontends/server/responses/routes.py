@@ -10,7 +10,14 @@ from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.driver import client_names, prepare
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
 from trouper.frontends.server.responses.background import BackgroundResponse
-from trouper.frontends.server.responses.memory import check_is_on, find, recall, stored_response
+from trouper.frontends.server.responses.input_items import Page, listed
+from trouper.frontends.server.responses.memory import (
+    check_is_on,
+    find,
+    input_items,
+    recall,
+    stored_response,
+)
 from trouper.frontends.server.responses.requests import ResponsesRequest
 from trouper.frontends.server.responses.turn import ResponsesTurn
 from trouper.frontends.server.service import Service
@@ -44,6 +51,15 @@ async def retrieve_response(service: Service, context: RequestContext, _: None) 
     if context.query().get("stream") not in (None, ["false"]):
         raise unsupported("stream", "a response is whole when it is asked for by its id")
     await context.send_body(find(service, context, _name(context)).body)
+
+
+async def list_input_items(service: Service, context: RequestContext, _: None) -> None:
+    """List the items that a kept response was made from, a page of them."""
+    check_is_on(service.responses, None)
+    page = Page.of(context.query())
+    name = _name(context).removesuffix("/input_items")
+    items = await input_items(service, context, find(service, context, name))
+    await context.send_json(listed(items, name.removeprefix("resp_"), page))
 
 
 async def delete_response(service: Service, context: RequestContext, _: None) -> None:

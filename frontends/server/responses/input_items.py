@@ -1,0 +1,85 @@
+"""The items that a response was made from, page by page, as OpenAI lists them.  Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trouper.errors import invalid
+
+JSONObject = dict[str, Any]
+MAX_ITEMS = 100  # of a page
+PREFIXES = {
+    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"
+}  # fmt: skip
+
+
+class Page(NamedTuple):
+    """The part of a list that is asked for.
+
+    Attributes:
+        limit: the most items.
+        is_descending: the newest comes first.
+        after: the id of the item that it begins behind.
+    """
+
+    limit: int = 20
+    is_descending: bool = True
+    after: str | None = None
+
+    @classmethod
+    def of(cls, query: Mapping[str, Sequence[str]]) -> "Page":
+        """Read the fields of a query, of which the others are ignored.
+
+        Raises:
+            TrouperValidationError: naming the field.
+        """
+        given = {name: query[name][-1] for name in ("limit", "order", "after") if name in query}
+        limit, order = given.get("limit", "20"), given.get("order", "desc")
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_ITEMS):
+            raise invalid("limit", f"must be an integer from 1 to {MAX_ITEMS}", limit[:64])
+        if order not in ("asc", "desc"):
+            raise invalid("order", "must be asc or desc", order[:64])
+        return cls(int(limit), order == "desc", given.get("after"))
+
+
+def listed(items: Sequence[JSONObject], response_id: str, page: Page) -> JSONObject:
+    """Return one page of the items, which have ids then, each the same in all pages.
+
+    Raises:
+        TrouperValidationError: `after` is the id of none of them.
+    """
+    named = [_named(item, f"{response_id}_in{i}") for i, item in enumerate(items)]
+    if page.is_descending:
+        named.reverse()
+    start = 0
+    if page.after is not None:
+        places = [i for i, item in enumerate(named) if item["id"] == page.after]
+        if not places:
+            raise invalid("after", "is the id of no item of this list", page.after[:64])
+        start = places[0] + 1
+    data = named[start : start + page.limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": start + page.limit < len(named),
+    }
+
+
+def _named(item: JSONObject, suffix: str) -> JSONObject:
+    """Return an item with its type, its id, what OpenAI's clients require and, of a message, its content as parts."""
+    kind = item.get("type", "message")
+    given, content = item.get("id"), item.get("content")
+    name = given if isinstance(given, str) and given else f"{PREFIXES.get(kind, 'it')}_{suffix}"
+    whole = {"status": "completed", **item, "id": name, "type": kind}
+    if kind == "reasoning":
+        whole.setdefault("summary", [])
+    if kind == "message" and isinstance(content, str):
+        whole["content"] = [_text(content, item.get("role"))]
+    return whole
+
+
+def _text(text: str, role: object) -> JSONObject:
+    if role == "assistant":
+        return {"type": "output_text", "text": text, "annotations": []}
+    return {"type": "input_text", "text": text}
