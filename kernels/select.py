@@ -6,8 +6,8 @@
     compressed  bfloat16 where the machine has AVX512-BF16: 12 bits a weight (`cpu/linear/compressed.py`)
     native      bfloat16 that is not compressed, and float32 ("floats"), with AVX2 (`cpu/linear/dense.py`)
     split       float32 for many rows, with AMX (`cpu/linear/split_fp32.py`)
-    int8, int4  integers with scales, where bfloat16 could be compressed (`cpu/linear/integer.py`); elsewhere the
-                rounded weights in their own dtype, with the same outputs and no gain
+    int8, int4  integers with scales for bfloat16, wherever kernels compile (`cpu/linear/integer.py`); elsewhere the
+                rounded weights in their own dtype, with no gain
     onednn      other shapes and machines (`cpu/linear/onednn.py`)
     plain       what oneDNN does not pack, and GPUs, where cuBLAS multiplies (`cpu/linear/plain.py`)
     invariant   on a GPU, where it is asked for (`cuda/linear.py`)
@@ -41,6 +41,7 @@ from trouper.kernels.ops import CpuOps, OpsConfig
 class Processor(NamedTuple):
     """Capabilities of the processor that a choice depends on."""
 
+    can_compile: bool  # kernels at all: llvmlite is there
     can_multiply: bool  # compiled products, AVX2
     can_decode: bool  # weights of few bits as fast as they are read, AVX512-BF16
     has_tiles: bool  # AMX
@@ -107,21 +108,21 @@ def choose_linear(
         return InvariantLinear
     if not weight.num_out * weight.num_in:
         return PlainLinear
-    if processor.can_multiply and weight.num_out % LANES == 0:
-        if weight.dtype == torch.bfloat16 and weight.num_in % (2 * LANES) == 0:
-            return _choose_bf16(weight.fmt or config.quantization, processor, config)
-        if weight.dtype == torch.float32 and weight.num_in % LANES == 0:
+    is_bf16 = weight.dtype == torch.bfloat16 and weight.num_in % (2 * LANES) == 0
+    is_fp32 = weight.dtype == torch.float32 and weight.num_in % LANES == 0
+    if processor.can_compile and weight.num_out % LANES == 0:
+        if is_bf16 and (fmt := weight.fmt or config.quantization) in ("int4", "int8"):
+            from trouper.kernels.cpu.linear.integer import Int4Linear, Int8Linear
+
+            return Int4Linear if fmt == "int4" else Int8Linear
+        if processor.can_multiply and is_bf16:
+            return _choose_bf16(processor, config)
+        if processor.can_multiply and is_fp32:
             return _choose_fp32(weight, processor, config)
     return OneDNNLinear if weight.dtype in processor.onednn_dtypes else PlainLinear
 
 
-def _choose_bf16(
-    fmt: Format | None, processor: Processor, config: LinearConfig
-) -> type[LinearMethod]:
-    if processor.can_decode and fmt in ("int4", "int8"):
-        from trouper.kernels.cpu.linear.integer import Int4Linear, Int8Linear
-
-        return Int4Linear if fmt == "int4" else Int8Linear
+def _choose_bf16(processor: Processor, config: LinearConfig) -> type[LinearMethod]:
     if processor.can_decode and config.is_compressed and not config.is_for_many_rows:
         from trouper.kernels.cpu.linear.compressed import CompressedLinear
 
@@ -172,6 +173,7 @@ def this_processor() -> Processor:
     """Ask the processor and torch."""
     can_multiply = units.can_multiply()
     return Processor(
+        can_compile=units.is_available(),
         can_multiply=can_multiply,
         can_decode=units.can_decode(),
         has_tiles=can_multiply and units.bf16_unit() == "tiles",

@@ -29,6 +29,7 @@ from llvmlite import binding
 
 from trouper.kernels.codegen import sources
 from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.features import target
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -56,8 +57,7 @@ def cache_folder() -> Path | None:
     """Return this user's own folder for machine code; None where none can be kept, and every start compiles."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256()
-    features = sorted(name for name, has in binding.get_host_cpu_features().items() if has)
-    for part in (binding.get_host_cpu_name(), *features, llvmlite_version):
+    for part in (*target(), llvmlite_version):
         digest.update(f"{part}\n".encode())
     folder = home / "trouper" / f"kernels-{digest.hexdigest()[:16]}"
     try:
@@ -106,9 +106,9 @@ def _compile(name: str, write: Callable[..., None], *options: object) -> bytes:
     module = binding.parse_assembly(code.finish())
     module.verify()
     # vectors are explicit; loops are unrolled where that pays
-    options = binding.create_pipeline_tuning_options(speed_level=2)
-    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
-    passes: Any = binding.create_pass_builder(machine, options)
+    tuning = binding.create_pipeline_tuning_options(speed_level=2)
+    tuning.loop_vectorization = tuning.slp_vectorization = tuning.loop_unrolling = False
+    passes: Any = binding.create_pass_builder(machine, tuning)
     passes.getModulePassManager().run(module, passes)
     return machine.emit_object(module)
 
@@ -117,9 +117,10 @@ def _compile(name: str, write: Callable[..., None], *options: object) -> bytes:
 def _target_machine() -> Any:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
+    name, features = target()
     return binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(),
-        features=binding.get_host_cpu_features().flatten(),
+        cpu=name,
+        features=features,
         opt=2,
         reloc="pic",
     )

@@ -173,10 +173,19 @@ class Pointer:
             raw = self.code.builder.trunc(raw, ir.VectorType(ELEMENTS[self.kind], LANES))
         self._store(index, raw)
 
+    def load_bytes(self, index: Operand = 0) -> Value:
+        """Load thirty-two bytes, widened with their signs."""
+        raw = self._load(index, ir.VectorType(ELEMENTS["i8"], 2 * LANES))
+        return Value(self.code, self.code.builder.sext(raw, I16X32))
+
     def load_i16x32(self, index: Operand = 0) -> Value:
         return Value(self.code, self._load(index, I16X32))
 
     def store_i16x32(self, index: Operand, x: Value) -> None:
+        self._store(index, x.ir)
+
+    def store_lanes(self, index: Operand, x: Value) -> None:
+        """Store a vector of any length as it is."""
         self._store(index, x.ir)
 
     def prefetch(self, index: Operand = 0, *, level: Literal[1, 2] = 2) -> None:

@@ -5,8 +5,9 @@ Importing this module needs neither llvmlite nor torch: without llvmlite every q
 
 import functools
 import logging
-import os
 from typing import TYPE_CHECKING, Literal
+
+from trouper.kernels.codegen import choice
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,8 @@ Kind = Literal["bf16", "f32", "i64", "i32", "i16", "i8"]  # element types of mem
 #   dots    AVX512-BF16, or two FMAs of float32 in its place
 #   tiles   AMX of bfloat16
 #   floats  FMAs of float32
-Unit = Literal["dots", "tiles", "floats"]
+#   bytes   integers: VNNI, AVX2's products of bytes, or plain ones
+Unit = Literal["dots", "tiles", "floats", "bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 @functools.cache
 def is_available() -> bool:
     """llvmlite can be imported, and TROUPER_KERNELS=torch does not ask for torch's operations instead."""
-    if os.environ.get("TROUPER_KERNELS") == "torch":
+    if choice.chosen() == "torch":
         return False
     try:
         from trouper.kernels.codegen import features
@@ -64,6 +66,11 @@ def can_decode() -> bool:
     from trouper.kernels.codegen.features import has_bf16_dot
 
     return has_bf16_dot()
+
+
+def integer_unit() -> Literal["dots", "tiles", "bytes"]:
+    """The instructions that multiply weights of few bits on this machine: bytes where none knows bfloat16."""
+    return bf16_unit() if can_decode() else "bytes"
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from llvmlite import ir
 
 from trouper.kernels.codegen.core import Value
 from trouper.kernels.codegen.features import has_scaling
+from trouper.kernels.codegen.integers import IntegerBuilder
 from trouper.kernels.codegen.ir_types import F32, F32X16, I16, I32, I32X16
-from trouper.kernels.codegen.vectors import VectorBuilder
 
 # 2^f on [-½, ½], degree 7: relative error 5e-9 before rounding
 _EXP2 = [math.log(2) ** i / math.factorial(i) for i in range(8)]
@@ -27,8 +27,8 @@ _SQRT_HALF = 0.707106781186547524
 _LOWEST, _HIGHEST = -126.0, 127.0  # below it exp2 is 0, above it stays
 
 
-class MathBuilder(VectorBuilder):
-    """`VectorBuilder` with functions of vectors."""
+class MathBuilder(IntegerBuilder):
+    """`IntegerBuilder` with functions of vectors."""
 
     def sqrt(self, x: Value) -> Value:
         return self._intrinsic("llvm.sqrt.f32", F32, x.ir)

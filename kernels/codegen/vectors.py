@@ -72,6 +72,10 @@ class VectorBuilder(CoreBuilder):
         f = self.as_f32x16((bits & 0x7FFFFF) | 0x3F000000)
         return (bits >> 23) - 126, f
 
+    def lane(self, x: Value, i: int) -> Value:
+        """Return one lane of a vector."""
+        return Value(self, self.builder.extract_element(x.ir, I32(i)))
+
     def lane_ids(self) -> Value:
         """Return the i32x16 0, 1, … 15."""
         return Value(self, ir.Constant(I32X16, list(range(LANES))))

@@ -13,11 +13,11 @@ from trouper.kernels.linear import LinearConfig
 from trouper.kernels.select import Processor, WeightSpec, choose_linear
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
-NOTHING = Processor(False, False, False, frozenset())
-OLD = Processor(False, False, False, frozenset((FP32,)))
-AVX2 = Processor(True, False, False, frozenset((FP32, BF16)))
-AVX512 = Processor(True, True, False, frozenset((FP32, BF16)))
-AMX = Processor(True, True, True, frozenset((FP32, BF16)))
+NOTHING = Processor(False, False, False, False, frozenset())
+OLD = Processor(True, False, False, False, frozenset((FP32,)))
+AVX2 = Processor(True, True, False, False, frozenset((FP32, BF16)))
+AVX512 = Processor(True, True, True, False, frozenset((FP32, BF16)))
+AMX = Processor(True, True, True, True, frozenset((FP32, BF16)))
 INT4, INT8 = LinearConfig(quantization="int4"), LinearConfig(quantization="int8")
 MANY = LinearConfig(is_for_many_rows=True)
 EIGHT_ROWS = LinearConfig(is_compressed=False)
@@ -32,7 +32,9 @@ EIGHT_ROWS = LinearConfig(is_compressed=False)
         (AVX512, BF16, INT4, Int4Linear),
         (AVX512, BF16, INT8, Int8Linear),
         (AVX2, BF16, LinearConfig(), DenseLinear),
-        (AVX2, BF16, INT4, DenseLinear),
+        (AVX2, BF16, INT4, Int4Linear),
+        (OLD, BF16, INT8, Int8Linear),
+        (NOTHING, BF16, INT4, PlainLinear),
         (OLD, BF16, LinearConfig(), PlainLinear),
         (AMX, FP32, MANY, SplitLinear),
         (AMX, FP32, LinearConfig(), DenseLinear),
@@ -50,8 +52,9 @@ def test_the_method_depends_on_dtype_machine_and_config(machine, dtype, config, 
 
 def test_integers_of_a_checkpoint_stay_integers_where_they_can():
     spec = WeightSpec(64, 64, BF16, fmt="int4")
-    assert choose_linear(spec, AVX512, LinearConfig()) is Int4Linear
-    assert choose_linear(spec, AVX2, LinearConfig()) is DenseLinear
+    for machine in (AVX512, AVX2, OLD):
+        assert choose_linear(spec, machine, LinearConfig()) is Int4Linear
+    assert choose_linear(spec, NOTHING, LinearConfig()) is PlainLinear
 
 
 @pytest.mark.parametrize(

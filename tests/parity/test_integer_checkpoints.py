@@ -53,7 +53,7 @@ CONFIGS = {
         "ignore": ["lm_head"],
     },
 }
-needs_native = pytest.mark.skipif(not units.can_multiply(), reason="needs native products")
+needs_native = pytest.mark.skipif(not units.is_available(), reason="needs native kernels")
 WEIGHTS = CONFIGS["compressed"]["config_groups"]["group_0"]["weights"]
 
 
@@ -168,13 +168,13 @@ def test_the_answers_are_those_of_the_plain_weights(tmp_path, kind, is_symmetric
 
 @needs_native
 @pytest.mark.parametrize("kind", ["gptq", "awq", "compressed"])
-def test_beside_bfloat16_the_integers_stay_integers(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(units, "can_decode", units.is_available)  # also where that is slow
+def test_beside_bfloat16_the_integers_stay_integers(tmp_path, kind):
     plain, packed = write(tmp_path, kind, is_symmetric=kind == "compressed")
     (rounded, _, logprobs), (runner, _, found) = run(plain, "bfloat16"), run(packed, "auto")
     assert runner._decoder.num_bytes < 0.45 * rounded._decoder.num_bytes
-    torch.testing.assert_close(found, logprobs, atol=0.25, rtol=0)
-    assert (found - logprobs).abs().mean() < 0.03
+    # products by bytes round rows, too
+    torch.testing.assert_close(found, logprobs, atol=0.4, rtol=0)
+    assert (found - logprobs).abs().mean() < 0.06
 
 
 @needs_native

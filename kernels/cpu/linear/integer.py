@@ -1,10 +1,10 @@
 """y = x (s · (q - z) + m)ᵀ + b: bfloat16 times integers of 4 or 8 bits with a scale for each group of inputs.
 
-    x [T, I]                  tokens × inputs, rows may be strided
+    x [T, I]                tokens × inputs, rows may be strided
     q [O / 64, I / 8, 4, 16]        int4: words of eight inputs
       [O / 64, I / 8, 4, 4, 16, 2]  int8: bytes of four pairs of inputs
-    s [O / 64, I / G, 4, 16]        bfloat16 or float32; G inputs of an output share a scale: a multiple of 32, or 16 by dots
-    z [O / 64, I / G, 4, 16]        words of 32 - z twice, of int4; or absent
+    s [O / 64, I / G, 4, 16]        bfloat16 or float32; G inputs of an output share a scale: a multiple of 32, or 16
+    z [O / 64, I / G, 4, 16]        words of 32 - (z + 8) twice, of int4; or absent
     m [O / 64, I / G, 4, 16]        float32, of weights without z; or absent
     b [O]                           or absent
     y [T, O]
@@ -12,21 +12,14 @@
 Sixteen outputs are a panel, and four panels lie side by side, O rounded up, so that what one row reads
 is one stream: of panels one after the other a third is over before it could be prefetched.
 
-Integers become pairs of bfloat16, exactly, and go into the units of `dense.py`:
+Units, by what the machine has (`units.integer_unit`):
 
-    int4  by a lookup of the lowest five bits of each half word; without z the fifth is the next
-          integer's, and the table holds everything twice
-    int8  converted to float32, and those to bfloat16
+    dots, tiles  integers become pairs of bfloat16, exactly, and go into the units of `dense.py` (`integer_matmul.py`)
+    bytes        rows become integers, 8 bits for int4 and 16 for int8, and products are exact (`integer_bytes.py`)
 
-`dots` takes them from registers, `tiles` from memory in the first cache.  Of more rows than a block has
-the first block keeps the pairs for the others in memory of the thread, which stays in its second cache.
+Minima, int8 in groups and groups of 16 are left to dots where there are tiles.
 
-Law: as in `dense.py`, a row's result does not depend on the number of rows: a sum begins at 0, follows
-its inputs, and goes into the total times the scale, whatever the block.  A sum is that of a group; by
-tiles of int4 that of 32 inputs, one product, whatever the group.
-
-A minimum is multiplied by the sum of x over its group, which is one more dot product for each row, whatever
-the panels.  Minima, and int8 in groups, are left to dots.
+Law: a row's result does not depend on the number of rows.
 
 Roofline: bytes = O I (bits / 8 + 2 / G), FLOPs = 2 T O I.
 Measured, two Xeon cores with AMX, O = 6144, I = 1024, weights in memory, by tiles (dots): int4 T = 1 19.2 GB/s
@@ -34,62 +27,31 @@ Measured, two Xeon cores with AMX, O = 6144, I = 1024, weights in memory, by til
 T = 512 2.3 (0.24).
 """
 
-import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
-from trouper.kernels.codegen.builder import KernelBuilder
-from trouper.kernels.codegen.core import Pointer, Value, Var
-from trouper.kernels.codegen.units import LANES, Kind
+from trouper.kernels.codegen.units import LANES, Unit
 from trouper.kernels.cpu.linear.gather_columns import gathered
-from trouper.kernels.cpu.linear.integer_panels import (
-    GROUPS_AHEAD,
-    BytePanel,
-    ChunkPanel,
-    IntegerPanel,
-    KeepingPanel,
-    KeptPanel,
-    NibblePanel,
-    PackedPanel,
-    PanelStream,
+from trouper.kernels.cpu.linear.integer_bytes import BYTE_BLOCKING, byte_matmul
+from trouper.kernels.cpu.linear.integer_matmul import (
+    INTEGER_BLOCKINGS,
+    quantized_matmul,
+    scratch_bytes,
 )
+from trouper.kernels.cpu.linear.integer_rows import RECORD, quantize_rows
 from trouper.kernels.cpu.linear.pack_integer import quantize_panels
-from trouper.kernels.cpu.linear.products import (
-    TILE,
-    TILE_BYTES,
-    Block,
-    Blocking,
-    Steps,
-    Tiles,
-    Unit,
-    pieces_of_many,
-)
 from trouper.kernels.cpu.linear.quantization import (
     PANELS,
-    STEP,
     IntegerWeight,
     group_of,
     num_blocks,
     packed,
 )
 from trouper.kernels.linear import Format, LinearMethod
-
-# of dots accumulators and totals fill the registers of int4; int8 has one group, so no totals
-INTEGER_BLOCKINGS: dict[tuple[Unit, Format], Blocking] = {
-    ("dots", "int4"): Blocking(
-        few=(Block(4, 1), Block(4, 2), Block(3, 4), Block(2, 6)), many=Block(3, 4)
-    ),
-    ("dots", "int8"): Blocking(few=(Block(4, 1), Block(4, 2), Block(4, 4)), many=Block(3, 4)),
-    ("tiles", "int4"): Blocking(few=(Block(4, TILE),), many=Block(4, TILE), most_rows=512),
-    ("tiles", "int8"): Blocking(few=(Block(4, TILE),), many=Block(2, 2 * TILE), most_rows=512),
-}
-ONES = 0x3F803F80  # a pair of bfloat16
-CHUNK = 4  # tiles of a panel that are decoded, then multiplied, then added; with 8 one row took 1.1 times as long
+from trouper.kernels.reference.integer_linear import row_group
 
 
 class IntegerLinear(LinearMethod):
@@ -111,12 +73,17 @@ class IntegerLinear(LinearMethod):
     ) -> None:
         self.shape, self.bias, self.order = shape, bias_O, order_I
         self.weight, self.scales, self.zeros, self.minima = weight, scales, zeros, minima
-        is_grouped_int8 = self.fmt == "int8" and scales.shape[1] > 1
-        self._unit: Unit = "dots" if minima is not None or is_grouped_int8 else units.bf16_unit()
+        is_for_dots = minima is not None or (self.fmt == "int8" and scales.shape[1] > 1)
+        chosen = units.integer_unit()
+        self._unit: Unit = "dots" if chosen == "tiles" and is_for_dots else chosen
         kind = "bf16" if scales.dtype == torch.bfloat16 else "f32"
-        self._matmul = launch.compiled(
-            quantized_matmul, self._unit, self.fmt, kind, zeros is not None, minima is not None
-        )
+        options = self.fmt, kind, zeros is not None, minima is not None
+        if self._unit == "bytes":
+            self._row_group = row_group(shape[1] // scales.shape[1])
+            self._matmul = launch.compiled(byte_matmul, *options, self._row_group)
+            self._quantize = launch.compiled(quantize_rows, self.fmt, self._row_group)
+        else:
+            self._matmul = launch.compiled(quantized_matmul, self._unit, *options)
 
     @classmethod
     def pack(cls, weight: Tensor | IntegerWeight, bias_O: Tensor | None = None) -> Self:
@@ -133,32 +100,66 @@ class IntegerLinear(LinearMethod):
         return sum(part.nbytes for part in parts if part is not None)
 
     def apply(self, x_TI: Tensor) -> Tensor:
-        num_rows, (num_out, num_in) = len(x_TI), self.shape
-        num_threads = torch.get_num_threads()
         if self.order is not None:
             x_TI = gathered(x_TI, self.order)
+        y_TO = x_TI.new_empty((len(x_TI), self.shape[0]))
+        (self._by_bytes if self._unit == "bytes" else self._by_bf16)(x_TI, y_TO)
+        return y_TO
+
+    def _by_bf16(self, x_TI: Tensor, y_TO: Tensor) -> None:
+        num_rows, (num_out, num_in) = len(x_TI), self.shape
+        num_threads = torch.get_num_threads()
         bytes_each = scratch_bytes(num_rows, num_in, self._unit, self.fmt)
-        y_TO = x_TI.new_empty((num_rows, num_out))
         self._matmul(
             INTEGER_BLOCKINGS[self._unit, self.fmt].num_pieces(num_rows, num_out, num_in),
             x_TI.data_ptr(),
             x_TI.stride(0) // 2,
+            *self._arguments(y_TO),
+            num_threads,
+            launch.scratch(num_threads * bytes_each),
+            bytes_each,
+            num_threads=num_threads,
+        )
+
+    def _by_bytes(self, x_TI: Tensor, y_TO: Tensor) -> None:
+        num_rows, (num_out, num_in) = len(x_TI), self.shape
+        num_threads = torch.get_num_threads()
+        per_word = 4 if self.fmt == "int4" else 2
+        q_TI = x_TI.new_empty((num_rows, num_in // per_word), dtype=torch.int32)
+        records = x_TI.new_empty((num_rows, num_in // self._row_group * RECORD), dtype=torch.int32)
+        self._quantize(
+            num_rows,
+            x_TI.data_ptr(),
+            x_TI.stride(0) // 2,
+            q_TI.data_ptr(),
+            records.data_ptr(),
+            num_in // 2,
+            num_threads=num_threads,
+        )
+        self._matmul(
+            BYTE_BLOCKING.num_pieces(num_rows, num_out, num_in),
+            q_TI.data_ptr(),
+            records.data_ptr(),
+            *self._arguments(y_TO),
+            num_threads,
+            num_threads=num_threads,
+        )
+
+    def _arguments(self, y_TO: Tensor) -> tuple[int, ...]:
+        """Return what both kernels are told of the weight and the sizes."""
+        num_out, num_in = self.shape
+        return (
             self.weight.data_ptr(),
             self.scales.data_ptr(),
             0 if self.zeros is None else self.zeros.data_ptr(),
             0 if self.minima is None else self.minima.data_ptr(),
             0 if self.bias is None else self.bias.data_ptr(),
             y_TO.data_ptr(),
-            num_rows,
+            len(y_TO),
             num_in // 2,
             num_out // LANES,
             num_in // self.scales.shape[1] // 2,
-            num_threads,
-            launch.scratch(num_threads * bytes_each),
-            bytes_each,
-            num_threads=num_threads,
         )
-        return y_TO
 
 
 class Int4Linear(IntegerLinear):
@@ -187,288 +188,3 @@ def _rounded(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
         num_threads=torch.get_num_threads(),
     )
     return numbers, scales
-
-
-def scratch_bytes(num_rows: int, num_in: int, unit: Unit, fmt: Format) -> int:
-    """Count the bytes of scratch memory that a thread needs."""
-    shape = INTEGER_BLOCKINGS[unit, fmt]
-    return 0 if num_rows <= shape.most_few else shape.many.panels * num_in * LANES * 2
-
-
-def quantized_matmul(
-    code: KernelBuilder,
-    unit: Unit,
-    fmt: Format,
-    scale_kind: Kind,
-    has_zeros: bool,
-    has_minima: bool = False,
-) -> None:
-    """Write the kernel of the arguments x, its stride in words, q, s, z or 0, m or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, threads,
-    scratch, its bytes a thread.
-
-    A piece is panels of a block of rows.
-    """
-    work = (_Dots if unit == "dots" else _Tiles)(code, fmt, scale_kind, has_zeros, has_minima)
-    shape, num_rows, before = INTEGER_BLOCKINGS[unit, fmt], work.num_rows, 0
-    with work.begun():
-        for block in shape.few:
-            with code.when((num_rows > before) & (num_rows <= block.rows)):
-                for piece in code.pieces():
-                    at_panel = work.panels(piece * block.panels, block.panels)
-                    work.block(at_panel, code.i64(0), block.rows)
-            before = block.rows
-        with code.when(num_rows > before):
-            panels, rows, _ = shape.many
-            mine = work.scratch_of(code.thread())
-            kept = [KeptPanel(mine + p * work.pairs * LANES) for p in range(panels)]
-            for panel, first, stop in pieces_of_many(code, shape.many, num_rows, work.num_panels):
-                at_panel = work.panels(panel, panels)
-                work.block(at_panel, first, rows, kept)
-                for row in code.loop(first + rows, stop, rows):
-                    work.block(at_panel, row, rows, kept, is_first=False)
-
-
-class _Work(ABC):
-    def __init__(
-        self,
-        code: KernelBuilder,
-        fmt: Format,
-        scale_kind: Kind,
-        has_zeros: bool,
-        has_minima: bool,
-    ) -> None:
-        x, stride, q, s, z, m, bias, y, *sizes, scratch, bytes_each = code.arguments(15)
-        self.addresses = x, stride, bias, y
-        self.num_rows, self.pairs, self.num_panels, self.length, self.num_threads = sizes
-        self.num_groups = self.pairs // self.length
-        self.code, self.fmt = code, fmt
-        self.q, self.scales = code.pointer(q, "i8"), code.pointer(s, scale_kind)
-        self.zeros = code.pointer(z, "i32") if has_zeros else None
-        self.minima = code.pointer(m, "f32") if has_minima else None
-        self._scratch, self._bytes_each = scratch, bytes_each
-
-    def scratch_of(self, thread: Value) -> Pointer:
-        return self.code.pointer(self._scratch + thread * self._bytes_each, "i32")
-
-    def panels(self, first: Value, num: int) -> list[Value]:
-        """Return the numbers of `num` panels; beyond the last, the last again."""
-        return [self.code.minimum(first + p, self.num_panels - 1) for p in range(num)]
-
-    def packed(self, panel: Value) -> "PackedPanel":
-        steps = self.pairs // STEP
-        q = PanelStream(
-            self.q.of("i32"),
-            panel,
-            LANES * (1 if self.fmt == "int4" else 2),
-            steps,
-            self.num_threads,
-        )
-        if self.fmt == "int8":
-            return BytePanel(self.code, q)
-        zeros = self.zeros and PanelStream(
-            self.zeros, panel, LANES, self.num_groups, self.num_threads
-        )
-        return NibblePanel(self.code, q, zeros)
-
-    def scales_of(self, at_panel: list[Value]) -> "list[PanelStream]":
-        return [
-            PanelStream(self.scales, p, LANES, self.num_groups, self.num_threads) for p in at_panel
-        ]
-
-    def minima_of(self, at_panel: list[Value]) -> "list[PanelStream]":
-        if self.minima is None:
-            return []
-        return [
-            PanelStream(self.minima, p, LANES, self.num_groups, self.num_threads) for p in at_panel
-        ]
-
-    def begun(self) -> "contextlib.AbstractContextManager[None]":
-        """Enter the state in which all blocks of a call are computed."""
-        return contextlib.nullcontext()
-
-    def reading(self, at_panel: list[Value], kept: "Sequence[KeptPanel]") -> "list[KeepingPanel]":
-        return [KeepingPanel(self.packed(p), k) for p, k in zip(at_panel, kept, strict=True)]
-
-    @abstractmethod
-    def block(
-        self,
-        at_panel: list[Value],
-        first_row: Value,
-        rows: int,
-        kept: "Sequence[KeptPanel]" = (),
-        *,
-        is_first: bool = True,
-    ) -> None:
-        """Compute a block of rows; beyond the last row, the last again.  The first block of `kept` panels keeps them."""
-
-
-class _Dots(_Work):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        x, self._stride, self._bias, y = self.addresses
-        self._x, self._y = self.code.pointer(x, "i32"), self.code.pointer(y, "bf16")
-
-    def block(
-        self,
-        at_panel: list[Value],
-        first_row: Value,
-        rows: int,
-        kept: "Sequence[KeptPanel]" = (),
-        *,
-        is_first: bool = True,
-    ) -> None:
-        weights = self._read(at_panel, kept) if is_first else kept
-        code, panels, num_groups = self.code, len(at_panel), self.num_groups
-        at_row = [code.minimum(first_row + r, self.num_rows - 1) for r in range(rows)]
-        xs = [self._x + r * self._stride for r in at_row]
-        scales, minima = self.scales_of(at_panel), self.minima_of(at_panel)
-        totals = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in range(panels)]
-        steps = self.length // STEP
-        for g in code.loop(0, num_groups):
-            sums = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in range(panels)]
-            of_x = [code.var(code.f32x16(0.0)) for _ in range(rows if minima else 0)]
-            for stream in (*scales, *minima, *weights):
-                stream.enter(g)
-            for i in code.loop(g * steps, g * steps + steps):
-                self._add(sums, of_x, xs, [weight.pairs(i) for weight in weights], i)
-            self._scale(totals, sums, scales, g)
-            self._scale(totals, [of_x] * panels, minima, g)
-        for panel, of_panel in zip(at_panel, totals, strict=True):
-            self._finish(of_panel, panel, at_row)
-
-    def _add(
-        self,
-        sums: list[list[Var]],
-        of_x: list[Var],
-        xs: list[Pointer],
-        pairs: list[list[Value]],
-        step: Value,
-    ) -> None:
-        """Add the products of one step to the sums, and x itself to `of_x` where minima need it."""
-        code = self.code
-        for j in range(STEP):
-            for r, row in enumerate(xs):
-                both = code.i32x16(row[step * STEP + j])
-                if of_x:
-                    of_x[r].set(code.dot(code.i32x16(ONES), both, of_x[r]))
-                for of_panel, weights in zip(sums, pairs, strict=True):
-                    of_panel[r].set(code.dot(weights[j], both, of_panel[r]))
-
-    def _scale(
-        self,
-        totals: list[list[Var]],
-        sums: list[list[Var]],
-        factors: "list[PanelStream]",
-        group: Value,
-    ) -> None:
-        """Add the sums of a group, times each panel's factors; no factors, no sums."""
-        for factor, of_panel, parts in zip(factors, totals, sums, strict=bool(factors)):
-            value = factor.at(group).load()
-            for total, part in zip(of_panel, parts, strict=True):
-                total.set(self.code.fma(part, value, total))
-
-    def _read(self, at_panel: list[Value], kept: "Sequence[KeptPanel]") -> "Sequence[IntegerPanel]":
-        return self.reading(at_panel, kept) if kept else [self.packed(p) for p in at_panel]
-
-    def _finish(self, totals: list[Var], panel: Value, at_row: list[Value]) -> None:
-        with self.code.when(self._bias > 0):
-            own = self.code.pointer(self._bias, "bf16").load(panel * LANES)
-            for total in totals:
-                total.set(total + own)
-        for row, total in zip(at_row, totals, strict=True):
-            self._y.store((row * self.num_panels + panel) * LANES, total)
-
-
-class _Tiles(_Work):
-    """Products by AMX: a tile is decoded to the first cache, and loaded when others are there too, because a load of tiles
-    waits for stores that are still on their way; so does the sum of what was multiplied.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        code = self.code
-        sizes = self.num_rows, self.pairs, self.num_panels
-        self._product = Tiles(code, "none", *self.addresses, self.num_panels * LANES, *sizes)
-        self._rooms = [ChunkPanel(code.array("i32", CHUNK * TILE * LANES)) for _ in range(PANELS)]
-        self._parts = code.array("f32", CHUNK * TILE * LANES)
-        self._totals = code.array("f32", PANELS * TILE * LANES)
-
-    def begun(self) -> "contextlib.AbstractContextManager[None]":
-        return self._product.begun()
-
-    def block(
-        self,
-        at_panel: list[Value],
-        first_row: Value,
-        rows: int,
-        kept: "Sequence[KeptPanel]" = (),
-        *,
-        is_first: bool = True,
-    ) -> None:
-        weights: Sequence[KeepingPanel | KeptPanel] = kept
-        if is_first:
-            weights = self.reading(at_panel, kept or self._rooms[: len(at_panel)])
-        if self.fmt == "int4":
-            self._groups(at_panel, weights, self._product.tile_at(first_row))
-            return
-        steps, zero = self._steps(weights), self.code.i64(0)
-        scales = [scale.at(zero).load() for scale in self.scales_of(at_panel)]
-        self._product.block(at_panel, first_row, rows, steps, scales)
-
-    def _steps(self, weights: "Sequence[KeepingPanel | KeptPanel]") -> Steps:
-        """Yield the tiles of one group."""
-        for i in self.code.loop(0, self.pairs // STEP, TILE // STEP):
-            for weight in weights:
-                weight.decode(i)
-            yield i * STEP, [weight.tile(i) for weight in weights]
-
-    def _groups(
-        self, at_panel: list[Value], weights: "Sequence[KeepingPanel | KeptPanel]", first_row: Value
-    ) -> None:
-        code, product, num_tiles = self.code, self._product, self.pairs // TILE
-        scales, whole = self.scales_of(at_panel), num_tiles // CHUNK * CHUNK
-        totals = [self._totals + p * (TILE * LANES) for p in range(len(at_panel))]
-        for row in code.loop(0, product.tile_rows):
-            for total in totals:
-                total.store(row * LANES, code.f32x16(0.0))
-        x = product.x + first_row * product.stride
-        of_panel = list(zip(weights, scales, totals, strict=True))
-        for first in code.loop(0, whole, CHUNK):
-            for panel in of_panel:
-                self._chunk(x, *panel, first, CHUNK)
-        for first in code.loop(whole, num_tiles):
-            for panel in of_panel:
-                self._chunk(x, *panel, first, 1)
-        for total, panel in zip(totals, at_panel, strict=True):
-            product.write(total, panel, first_row)
-
-    def _chunk(
-        self,
-        x: Pointer,
-        weight: "KeepingPanel | KeptPanel",
-        scales: "PanelStream",
-        totals: Pointer,
-        first: Value,
-        length: int,
-    ) -> None:
-        """Add to totals the product of each tile times its scale."""
-        code, step, tile = self.code, first * (TILE // STEP), TILE * LANES
-        per_group = self.length // TILE
-        groups = [(first + t) // per_group for t in range(length)]
-        for t, group in enumerate(groups):
-            scales.ask(groups[0], GROUPS_AHEAD, t)
-            weight.enter(group)
-            weight.decode(step, t * (TILE // STEP))
-        for t in range(length):
-            code.tile_load(4, x + first * TILE + t * TILE, self._product.stride * 4)
-            code.tile_load(6 + t % 2, weight.tile(step, t * (TILE // STEP)), TILE_BYTES)
-            code.tile_zero(t % 4)
-            code.tile_dot(t % 4, 4, 6 + t % 2)
-            code.tile_store(t % 4, self._parts + t * tile, TILE_BYTES)
-        factors = [scales.at(group).load() for group in groups]
-        for row in code.loop(0, self._product.tile_rows):
-            total = totals.load(row * LANES)
-            for t, factor in enumerate(factors):
-                part = (self._parts + t * tile).load(row * LANES)
-                total = code.fma(part, factor, total)
-            totals.store(row * LANES, total)

@@ -14,11 +14,22 @@ from trouper.kernels.cpu.linear.quantization import (
     quantize,
 )
 from trouper.kernels.linear import LinearConfig
+from trouper.kernels.reference.integer_linear import integer_linear_reference
 from trouper.kernels.select import make_linear
 
 FORMATS = ("int4", "int8")
-needs_native = pytest.mark.skipif(not units.can_multiply(), reason="needs native products")
-pytestmark = pytest.mark.usefixtures("unit")
+needs_native = pytest.mark.skipif(not units.is_available(), reason="needs native kernels")
+pytestmark = pytest.mark.usefixtures("integer_unit")
+
+
+@pytest.fixture(scope="module", params=["dots", "tiles", "bytes"])
+def integer_unit(request):
+    """Each of the ways in which integers are multiplied; bfloat16 also where it is too slow to be chosen."""
+    if request.param == "tiles" and units.bf16_unit() != "tiles":
+        pytest.skip("needs AMX")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(units, "integer_unit", lambda: request.param)
+        yield request.param
 
 
 def check_product(layer, integers, bias=None):
@@ -29,7 +40,12 @@ def check_product(layer, integers, bias=None):
     if bias is not None:
         expected += bias
     found = layer.apply(x)
-    torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=8e-3)
+    if units.integer_unit() == "bytes":
+        assert torch.equal(found, integer_linear_reference(x, integers, bias))
+        bound = 9e-3 if integers.fmt == "int4" else 2e-3  # bfloat16 alone is 1.7e-3
+        assert (found - expected).norm() < bound * expected.norm()
+    else:
+        torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=8e-3)
     try:
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
@@ -127,7 +143,13 @@ def test_groups_of_any_multiple_of_32_with_zeros_and_float32_scales(group, has_z
 @needs_native
 @pytest.mark.parametrize(
     ("fmt", "group", "has_minima"),
-    [("int4", 32, True), ("int8", 32, False), ("int8", 32, True), ("int8", 16, False)],
+    [
+        ("int4", 32, True),
+        ("int8", 32, False),
+        ("int8", 32, True),
+        ("int8", 16, False),
+        ("int8", 48, False),
+    ],
 )
 def test_minima_and_groups_of_int8_as_gguf_files_have_them(fmt, group, has_minima):
     torch.manual_seed(0)
@@ -171,6 +193,21 @@ def test_groups_that_no_kernel_reads_are_multiplied_as_plain_weights():
     layer, x = make_linear(integers), torch.randn(3, 64).bfloat16()
     expected = x.double() @ dequantized(integers).bfloat16().double().T
     torch.testing.assert_close(layer.apply(x).double(), expected, atol=0.5, rtol=2e-2)
+
+
+@needs_native
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("worst", [float("nan"), float("inf"), 1e-38])
+def test_a_number_out_of_range_stays_in_its_row(fmt, worst):
+    torch.manual_seed(0)
+    weight = torch.randn(48, 64).bfloat16()
+    layer = make_linear(weight, config=LinearConfig(quantization=fmt))
+    x = torch.randn(5, 64).bfloat16()
+    expected = layer.apply(x)
+    x[3, 32:] = worst
+    found = layer.apply(x)
+    assert torch.equal(found[[0, 1, 2, 4]], expected[[0, 1, 2, 4]])
+    assert found[3].isfinite().all() == (worst < 1)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

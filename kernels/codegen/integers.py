@@ -1,0 +1,84 @@
+"""Products of small integers, exactly, by what the processor has: VNNI, AVX2's, or plain multiplications.
+
+    i32x16  also sixteen words of four bytes, or of two 16-bit integers
+    i16x32  sums of the products of neighbouring bytes
+
+Law: all of them give the same bits, as long as sums of two products of bytes stay within 16 bits.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# llvmlite has no types.
+
+from typing import Any
+
+from llvmlite import ir
+
+from trouper.kernels.codegen.core import Value
+from trouper.kernels.codegen.features import (
+    has_byte_dots,
+    has_byte_pairs,
+    has_wide_byte_dots,
+    has_wide_byte_pairs,
+)
+from trouper.kernels.codegen.ir_types import I8, I16, I32
+from trouper.kernels.codegen.units import LANES
+from trouper.kernels.codegen.vectors import VectorBuilder
+
+HALF = LANES // 2
+
+
+class IntegerBuilder(VectorBuilder):
+    """`VectorBuilder` with dot products of integers."""
+
+    def byte_dot(self, total: Value, unsigned: Value, signed: Value) -> Value:
+        """Return total + the four products of each lane, of unsigned and signed bytes: VNNI alone."""
+        operands = [(total, I32), (unsigned, I8), (signed, I8)]
+        wide = "llvm.x86.avx512.vpdpbusd.512" if has_wide_byte_dots() else None
+        return self._by_halves(wide, "llvm.x86.avx512.vpdpbusd.256", I32, operands)
+
+    def byte_pairs(self, unsigned: Value, signed: Value) -> Value:
+        """Return i16x32, the sum of two products each, of unsigned and signed bytes; it must fit."""
+        if has_byte_pairs():
+            wide = "llvm.x86.avx512.pmaddubs.w.512" if has_wide_byte_pairs() else None
+            operands = [(unsigned, I8), (signed, I8)]
+            return self._by_halves(wide, "llvm.x86.avx2.pmadd.ub.sw", I16, operands)
+        u, s = self.as_i16x32(unsigned), self.as_i16x32(signed)
+        low = (u & 0xFF) * (s << 8 >> 8)
+        return low + (u >> 8 & 0xFF) * (s >> 8)
+
+    def word_dot(self, total: Value, a: Value, b: Value) -> Value:
+        """Return total + the two products of each lane, of signed 16-bit integers."""
+        if has_byte_dots():
+            wide = "llvm.x86.avx512.vpdpwssd.512" if has_wide_byte_dots() else None
+            operands = [(total, I32), (a, I16), (b, I16)]
+            return self._by_halves(wide, "llvm.x86.avx512.vpdpwssd.256", I32, operands)
+        return total + self.word_pairs(a, b)
+
+    def word_pairs(self, a: Value, b: Value) -> Value:
+        """Return the sum of the two products of each lane, of signed 16-bit integers."""
+        if has_byte_pairs():
+            wide = "llvm.x86.avx512.pmaddw.d.512" if has_wide_byte_pairs() else None
+            return self._by_halves(wide, "llvm.x86.avx2.pmadd.wd", I32, [(a, I16), (b, I16)])
+        x, y = self.as_i32x16(a), self.as_i32x16(b)
+        return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16)
+
+    def _by_halves(
+        self, wide: str | None, narrow: str, result: Any, operands: list[tuple[Value, Any]]
+    ) -> Value:
+        """Call an instruction on whole registers of 64 bytes, or on halves; operands with the elements that it takes."""
+        b = self.builder
+        if wide is not None:
+            whole = [b.bitcast(x.ir, _vector(kind, LANES)) for x, kind in operands]
+            return self._intrinsic(wide, _vector(result, LANES), *whole)
+        halves: list[Value] = []
+        for lanes in (range(HALF), range(HALF, LANES)):
+            parts = [(Value(self, b.bitcast(x.ir, _vector(I32, LANES))), k) for x, k in operands]
+            cut = [b.bitcast(self.shuffle(x, x, lanes).ir, _vector(k, HALF)) for x, k in parts]
+            halves.append(self._intrinsic(narrow, _vector(result, HALF), *cut))
+        low, high = halves
+        return self.shuffle(low, high, range(2 * low.type.count))
+
+
+def _vector(kind: Any, words: int) -> Any:
+    """Return the type of as many words of these elements."""
+    return ir.VectorType(kind, words * 32 // kind.width)

@@ -1,0 +1,207 @@
+"""y = x (s · (q - z) + m)ᵀ + b where no instruction multiplies bfloat16: rows become integers, and products are exact.
+
+    weights as in `integer.py`, rows as in `integer_rows.py`
+
+Of each 32 inputs (16 where a scale is for 16) an output has one sum of integers, exact, and adds it to its total times
+both scales. Two nibbles of weight are taken from a byte where they lie, and never widened in memory:
+
+    int4  four products of nibbles and bytes of x to a lane: VNNI adds them to 32 bits, AVX2 in pairs to 16, where eight
+          such fit; (q + 8) is multiplied, and (z + 8) times the sum of x subtracted
+    int8  two products of 16-bit integers to a lane
+
+Law: a row's result does not depend on the number of rows, nor on the processor: sums of integers are exact, and the order
+of the rest is that of the groups (`kernels/reference/integer_linear.py` has the same bits).
+
+Four panels are one stream of memory, as everywhere; of each group they are taken one after the other, so that only one panel's
+accumulators are in registers, and the totals, touched once a group, lie in the first cache.
+
+Roofline: bytes = O I (bits / 8 + 2 / G), products = T O I.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value, Var
+from trouper.kernels.codegen.features import has_byte_dots, num_registers
+from trouper.kernels.codegen.units import LANES, Kind
+from trouper.kernels.cpu.linear.integer_panels import AHEAD, PanelStream
+from trouper.kernels.cpu.linear.integer_rows import (
+    LOW_SUM,
+    MINUS_EIGHT_SUMS,
+    RECORD,
+    SCALE,
+    SCALED_SUM,
+)
+from trouper.kernels.cpu.linear.products import Block, Blocking, pieces_of_many
+from trouper.kernels.cpu.linear.quantization import PANELS, STEP
+from trouper.kernels.linear import Format
+
+# rows whose accumulators fit beside a word's nibbles: two registers each of AVX2's sixteen
+_MOST = 8 if num_registers() == 32 else 4
+BYTE_BLOCKING = Blocking(
+    few=(Block(PANELS, 1), Block(PANELS, 2), Block(PANELS, 3)), many=Block(PANELS, _MOST)
+)
+EIGHTS = 0x0F0F0F0F  # the low nibbles of a word
+ONES = 0x00010001
+ALL_BITS = 0x20  # what stored zeros are more than -(z + 8)
+
+
+def byte_matmul(
+    code: KernelBuilder,
+    fmt: Format,
+    scale_kind: Kind,
+    has_zeros: bool,
+    has_minima: bool,
+    group: int,
+) -> None:
+    """Write the kernel of the arguments rows' q and r, q, s, z or 0, m or 0, b or 0, y, T, I / 2, O / 16, pairs of a group, threads.
+
+    `group` inputs of x have one scale.  A piece is panels of a stretch of rows.
+    """
+    work = _Bytes(code, fmt, scale_kind, has_zeros, has_minima, group)
+    shape, num_rows, before = BYTE_BLOCKING, work.num_rows, 0
+    for block in shape.few:
+        with code.when((num_rows > before) & (num_rows <= block.rows)):
+            for piece in code.pieces():
+                work.block(piece * block.panels, code.i64(0), block.rows)
+        before = block.rows
+    with code.when(num_rows > before):
+        rows = shape.many.rows
+        for panel, first, stop in pieces_of_many(code, shape.many, num_rows, work.num_panels):
+            for row in code.loop(first, stop, rows):
+                work.block(panel, row, rows)
+
+
+class _Bytes:
+    def __init__(
+        self,
+        code: KernelBuilder,
+        fmt: Format,
+        scale_kind: Kind,
+        has_zeros: bool,
+        has_minima: bool,
+        group: int,
+    ) -> None:
+        x, records, q, s, z, m, bias, y, *sizes = code.arguments(13)
+        self.num_rows, self._pairs, self.num_panels, self._length, self._num_threads = sizes
+        self._code, self._fmt, self._bias, self._group = code, fmt, bias, group // 2
+        self._x, self._records = code.pointer(x, "i32"), code.pointer(records, "i32")
+        self._q, self._scales = code.pointer(q, "i32"), code.pointer(s, scale_kind)
+        self._zeros = code.pointer(z, "i32") if has_zeros else None
+        self._minima = code.pointer(m, "f32") if has_minima else None
+        self._y = code.pointer(y, "bf16")
+
+    def block(self, first_panel: Value, first_row: Value, rows: int) -> None:
+        """Compute four panels of a block of rows; beyond the last row or panel, the last again."""
+        code, num_groups = self._code, self._pairs // self._length
+        at_panel = [code.minimum(first_panel + p, self.num_panels - 1) for p in range(PANELS)]
+        at_row = [code.minimum(first_row + r, self.num_rows - 1) for r in range(rows)]
+        per_row = self._pairs // (2 if self._fmt == "int4" else 1)
+        xs = [self._x + r * per_row for r in at_row]
+        records = [self._records + r * (self._pairs // self._group * RECORD) for r in at_row]
+        weights = [self._stream(self._q, p, self._words, self._pairs // STEP) for p in at_panel]
+        scales = [self._stream(self._scales, p, LANES, num_groups) for p in at_panel]
+        zeros = [self._stream(self._zeros, p, LANES, num_groups) for p in at_panel if self._zeros]
+        minima = [
+            self._stream(self._minima, p, LANES, num_groups) for p in at_panel if self._minima
+        ]
+        totals = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in at_panel]
+        per_group = self._length // self._group
+        for g in code.loop(0, num_groups):
+            for stream in (*scales, *zeros, *minima):
+                stream.enter(g)
+            for k in code.loop(g * per_group, (g + 1) * per_group):
+                own = [record + k * RECORD for record in records]
+                for p, of_panel in enumerate(totals):
+                    zero = zeros[p].at(g).load() if zeros else None
+                    sums = self._sums(weights[p], xs, own, k, zero)
+                    scale = scales[p].at(g).load()
+                    least = minima[p].at(g).load() if minima else None
+                    for total, part, record in zip(of_panel, sums, own, strict=True):
+                        factor = scale * record.of("f32")[SCALE]
+                        total.set(code.fma(code.to_f32x16(part), factor, total))
+                        if least is not None:
+                            x_sum = code.f32x16(record.of("f32")[SCALED_SUM])
+                            total.set(code.fma(x_sum, least, total))
+        for panel, of_panel in zip(at_panel, totals, strict=True):
+            self._finish(of_panel, panel, at_row)
+
+    @property
+    def _words(self) -> int:
+        return LANES * (1 if self._fmt == "int4" else 2)
+
+    def _stream(self, start: Pointer, panel: Value, length: int, count: Value) -> PanelStream:
+        return PanelStream(start, panel, length, count, self._num_threads)
+
+    def _sums(
+        self,
+        weight: PanelStream,
+        xs: Sequence[Pointer],
+        records: Sequence[Pointer],
+        group: Value,
+        zero: Value | None,
+    ) -> list[Value]:
+        """Return each row's sums of a group of x, exactly."""
+        code = self._code
+        if self._fmt == "int8":
+            sums = [code.var(code.i32x16(0)) for _ in xs]
+            for step in self._steps(group, len(xs)):
+                weight.ask(step, AHEAD)
+                place = weight.at(step).of("i8")
+                for j in range(STEP):
+                    pairs = code.as_i32x16(place.load_bytes(j * 2 * LANES))
+                    for r, row in enumerate(xs):
+                        x = code.i32x16(row[step * STEP + j])
+                        sums[r].set(code.word_dot(sums[r], pairs, x))
+            return [Value(code, total.ir) for total in sums]
+        starts = [self._correction(record, zero) for record in records]
+        if has_byte_dots():
+            sums = [code.var(start) for start in starts]
+        else:
+            sums = [code.var(code.i16x32(0)) for _ in xs]
+        for step in self._steps(group, len(xs)):
+            weight.ask(step, AHEAD)
+            word = weight.at(step).load()
+            for half in range(2):
+                nibbles = (word >> 4 * half if half else word) & EIGHTS
+                for r, row in enumerate(xs):
+                    x = code.i32x16(row[step * 2 + half])
+                    self._add(sums[r], nibbles, x)
+        if has_byte_dots():
+            return [Value(code, total.ir) for total in sums]
+        ones = code.i32x16(ONES)
+        return [
+            code.word_pairs(total, ones) + start for total, start in zip(sums, starts, strict=True)
+        ]
+
+    def _steps(self, group: Value, rows: int) -> Iterator[Value]:
+        """Yield the steps of a group of x: of one row unrolled."""
+        steps = self._group // STEP
+        first = group * steps
+        if rows == 1:
+            return (first + step for step in range(steps))
+        return self._code.loop(first, first + steps)
+
+    def _add(self, total: Var, nibbles: Value, x: Value) -> None:
+        code = self._code
+        if has_byte_dots():
+            total.set(code.byte_dot(total, nibbles, x))
+        else:
+            total.set(total + code.byte_pairs(nibbles, x))
+
+    def _correction(self, record: Pointer, zero: Value | None) -> Value:
+        """Return what nibbles are too large by, times x: 8, or 8 + z."""
+        code = self._code
+        if zero is None:
+            return code.i32x16(record[MINUS_EIGHT_SUMS])
+        own = code.as_i32x16(code.as_i16x32(zero) - ALL_BITS)
+        return code.word_pairs(own, code.i32x16(record[LOW_SUM]))
+
+    def _finish(self, totals: list[Var], panel: Value, at_row: list[Value]) -> None:
+        code = self._code
+        with code.when(self._bias > 0):
+            own = code.pointer(self._bias, "bf16").load(panel * LANES)
+            for total in totals:
+                total.set(total + own)
+        for row, total in zip(at_row, totals, strict=True):
+            self._y.store((row * self.num_panels + panel) * LANES, total)

@@ -1,0 +1,91 @@
+"""Rows of bfloat16 as integers with a scale for each group of inputs, as products of integers read them.
+
+    x [T, I]         bfloat16, rows may be strided
+    q [T, I / 4]     of int4: words of four bytes, -127 … 127, in the order in which nibbles are taken from a word of the weight:
+                     of eight inputs 0 4 1 5, then 2 6 3 7
+      [T, I / 2]     of int8: words of two inputs, -32767 … 32767
+    r [T, I / g, 4]  words, a record for each group: the scale; the sum of q in the low half; -8 times it; the
+                     scale times it (float32)
+
+    a = max |x| of the group      scale = a · (1 / limit)      q = round(x · (limit / a)), halves to even
+
+A group is 32 inputs, or 16.  With four bits a weight the rows' eight are the smaller error; bytes of weight cost an
+instruction of 16-bit integers anyway, and rows keep more than bfloat16 has.  A group that holds an infinity or no number has a scale
+like it, and integers 0: whatever they are multiplied with is no number.  One of nothing above 1e-30 has integers 0 as well.
+
+Roofline: bytes = T I (2 + 1 or 2).
+"""
+
+from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
+from trouper.kernels.codegen.units import LANES
+from trouper.kernels.linear import Format
+
+LIMITS: dict[Format, float] = {"int4": 127.0, "int8": 32767.0}
+PAIRS = 16  # of inputs that are rounded at once, one register
+RECORD = 4  # words
+SCALE, LOW_SUM, MINUS_EIGHT_SUMS, SCALED_SUM = range(RECORD)
+INFINITY = 0x7F800000  # bits
+SMALLEST = 1e-30  # of a group with integers other than 0: limit / a stays finite
+# where of a register's pairs a step of four has the first and second word
+FIRST = [4 * (k // 2) + k % 2 for k in range(LANES // 2)]
+SECOND = [4 * (k // 2) + 2 + k % 2 for k in range(LANES // 2)]
+
+
+def quantize_rows(code: KernelBuilder, fmt: Format, group: int) -> None:
+    """Write the kernel of the arguments x, its stride in words, q, r, I / 2; groups of so many inputs.  A piece is a row."""
+    x, stride, q, records, pairs = code.arguments(5)
+    per_row = pairs // (group // 2) * RECORD
+    for row in code.pieces():
+        source = code.pointer(x, "i32") + row * stride
+        target = code.pointer(q, "i32") + row * (pairs // (2 if fmt == "int4" else 1))
+        record = code.pointer(records, "i32") + row * per_row
+        for i in code.loop(0, pairs, PAIRS):
+            low, high = code.unpack_bf16(source.load(i))
+            bits = [code.as_i32x16(number) & 0x7FFFFFFF for number in (low, high)]
+            tops = _each_group(code, group, code.maximum(*bits), largest=True)
+            largest = code.as_f32x16(_by_lane(code, tops))
+            is_finite = _by_lane(code, tops) < INFINITY
+            usable = code.select(is_finite, largest, 0.0)
+            inverse = code.select(usable > SMALLEST, LIMITS[fmt] / usable, 0.0)
+            scale = largest * (1.0 / LIMITS[fmt])
+            numbers = [
+                code.round_i32x16(code.select(is_finite, x, 0.0) * inverse) for x in (low, high)
+            ]
+            _store(code, fmt, target, i, *numbers)
+            sums = _each_group(code, group, numbers[0] + numbers[1], largest=False)
+            for g, total in enumerate(sums):
+                lane = code.lane(scale, g * (group // 2))
+                own = record + (i // (group // 2) + g) * RECORD
+                own.of("f32")[SCALE] = lane
+                own[LOW_SUM] = total & 0xFFFF
+                own[MINUS_EIGHT_SUMS] = total * -8
+                own.of("f32")[SCALED_SUM] = lane * code.f32(total)
+
+
+def _each_group(code: KernelBuilder, group: int, x: Value, *, largest: bool) -> list[Value]:
+    """Return the largest lane, or the sum of lanes, of each group."""
+    fold = code.reduce_max if largest else code.reduce_sum
+    if group == 2 * LANES:
+        return [fold(x)]
+    is_first = code.lane_ids() < LANES // 2
+    return [fold(code.select(is_first, x, 0)), fold(code.select(is_first, 0, x))]
+
+
+def _by_lane(code: KernelBuilder, values: list[Value]) -> Value:
+    """Return the value of each lane's group."""
+    if len(values) == 1:
+        return code.i32x16(values[0])
+    first, second = (code.i32x16(value) for value in values)
+    return code.select(code.lane_ids() < LANES // 2, first, second)
+
+
+def _store(
+    code: KernelBuilder, fmt: Format, target: Pointer, pair: Value, low: Value, high: Value
+) -> None:
+    if fmt == "int8":
+        target.store(pair, (low & 0xFFFF) | (high << 16))
+        return
+    both = (low & 0xFF) | (high & 0xFF) << 16  # bytes 0 and 2
+    first, second = (code.shuffle(both, both, lanes) for lanes in (FIRST, SECOND))
+    target.store_lanes(pair // 2, first | second << 8)
