@@ -146,13 +146,17 @@ def _byte_level(header: Gguf, tokens: list[str]) -> tuple[Backend, bool]:
             parameter="tokenizer",
         )
     vocabulary = _vocabulary(header, tokens)
-    merges: list[tuple[str, str]] = []
-    for merge in header.need(KEY + "merges", list[str]):
-        left, _, right = merge.partition(" ")
-        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise _wrong(header, "merges", f"{merge[:40]!r} is not made of tokens")
-        merges.append((left, right))
-    backend = Backend(BPE(vocabulary, merges, ignore_merges=pre.ignores_merges))
+    merges = [merge.partition(" ")[::2] for merge in header.need(KEY + "merges", list[str])]
+    try:
+        backend = Backend(BPE(vocabulary, merges, ignore_merges=pre.ignores_merges))
+    except (
+        Exception
+    ):  # the library raises bare Exception; looking for it first would take longer than the rest
+        for left, right in merges:
+            if not {left, right, left + right} <= vocabulary.keys():
+                rule = f"{f'{left} {right}'[:40]!r} is not made of tokens"
+                raise _wrong(header, "merges", rule) from None
+        raise
     splits: list[Any] = [
         pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns
     ]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 from anyio.abc import TaskStatus
 
+from trouper.actors.executor.devices.torch_libraries import load_ahead
 from trouper.config.args import EngineArgs
 from trouper.frontends.cli import output
 
@@ -68,6 +69,7 @@ def run_engine(
     engine_args: EngineArgs, act: "Act[AsyncLLMEngine]", *, backend: str = "trio"
 ) -> None:
     """Start an engine, let `act` use it, and close it; raises as `run_open` does."""
+    load_ahead()
     with output.status(LOADING):
         from trouper.frontends.python.async_engine import AsyncLLMEngine
     run_open(AsyncLLMEngine(engine_args, offline=True), act, LOADING, backend=backend)

@@ -14,6 +14,7 @@ import mmap
 import re
 import stat
 import struct
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -32,6 +33,7 @@ MAX_DIMENSIONS = 4
 MAX_FILES = 1000  # of a split
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")  # of a string
 SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
@@ -83,6 +85,27 @@ class GgufTensor(NamedTuple):
         return math.prod(self.shape) // self.type.length * self.type.num_bytes
 
 
+class GgufStrings(msgspec.Struct, frozen=True):
+    """An array of strings as it lies in a file: tokens and merges are decoded by their reader alone."""
+
+    content: bytes  # a length of eight bytes before each string
+    ends: "array[int]"  # of each string, in `content`
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, i: int) -> str:
+        """Decode one string; bytes that are no UTF-8 become replacement characters."""
+        begin = self.ends[i - 1] if i else 0
+        return self.content[begin + LENGTH.size : self.ends[i]].decode(errors="replace")
+
+    def decoded(self) -> list[str]:
+        """Decode all strings; raises UnicodeDecodeError."""
+        content, size = self.content, LENGTH.size
+        begins = [0, *self.ends]
+        return [content[b + size : e].decode() for b, e in zip(begins, self.ends, strict=False)]
+
+
 class Gguf(msgspec.Struct, frozen=True):
     """The header of a model: of one file, or of all files of a split."""
 
@@ -100,7 +123,12 @@ class Gguf(msgspec.Struct, frozen=True):
         if value is None:
             return None
         try:
+            if isinstance(value, GgufStrings):
+                value = value.decoded()
             return msgspec.convert(value, kind)
+        except UnicodeDecodeError:
+            rule = f"{self.path.name}: {key}: not UTF-8"
+            raise invalid("model", rule, str(self.path)) from None
         except msgspec.ValidationError as error:
             raise invalid("model", f"{self.path.name}: {key}: {error}", str(self.path)) from None
 
@@ -262,15 +290,29 @@ class _Reader:
         return self._scalars(kind, 1, key)[0].item()
 
     def _array(self, key: str) -> Any:
-        """Read strings as a list, numbers as an array, for lists of numbers take ten times as much."""
+        """Read strings undecoded, numbers as an array, for lists of numbers take ten times as much."""
         kind, count = self._int("<I"), self._int("<Q")
         if kind == STRING:
             self._check_count(count, 8, MAX_ITEMS, key[:80])
-            return [self._string(key) for _ in range(count)]
+            return self._strings(count, key)
         if kind not in SCALARS:
             self._refuse(f"{key[:80]}: an array of type {kind}")
         self._check_count(count, int(SCALARS[kind][2:] or 1), MAX_ITEMS, key[:80])
         return self._scalars(kind, count, key)
+
+    def _strings(self, count: int, key: str) -> GgufStrings:
+        """Walk over strings: the length of each says where the next one begins."""
+        unpack, content, size = LENGTH.unpack_from, self._content, LENGTH.size
+        first, last = self._at, self._size - size
+        ends, at = array("Q"), self._at
+        for _ in range(count):
+            if at <= last:
+                at += size + unpack(content, at)[0]
+                if at <= self._size:
+                    ends.append(at - first)
+                    continue
+            self._refuse(f"{key[:80]}: ends within its strings: truncated")
+        return GgufStrings(self._bytes(at - first, key), ends)
 
     def _scalars(self, kind: int, count: int, key: str) -> "np.ndarray":
         import numpy as np

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
-from trouper.config.gguf import Gguf
+from trouper.config.gguf import Gguf, GgufStrings
 from trouper.errors import UnsupportedFeatureError, invalid
 
 METHOD = "gguf"  # of `quantization_config`, which marks a checkpoint as quantised
@@ -125,9 +125,9 @@ def _end_ids(header: Gguf) -> list[int]:
     found = [header.get(f"tokenizer.ggml.{key}", int) for key in keys]
     texts: Any = header.metadata.get("tokenizer.ggml.tokens")
     kinds: Any = header.metadata.get("tokenizer.ggml.token_type")
-    num_texts = len(cast("list[Any]", texts)) if isinstance(texts, list) else -1
+    num_texts = len(texts) if isinstance(texts, GgufStrings) else -1
     if isinstance(kinds, np.ndarray) and np.shape(cast("Any", kinds)) == (num_texts,):
-        found += [int(i) for i in np.flatnonzero(kinds == CONTROL) if texts[i] in END_TEXTS]
+        found += [i for i in np.flatnonzero(kinds == CONTROL).tolist() if texts[i] in END_TEXTS]
     return list(dict.fromkeys(i for i in found if i is not None))
 
 

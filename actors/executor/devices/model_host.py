@@ -5,7 +5,6 @@ whole life.  torch is imported here by `load` and nowhere before.
 """
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trouper.actors.executor.cpu.thread_priority import be_nice, compute_with, start_nice
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult
+from trouper.actors.executor.devices.torch_libraries import set_torch_environment
 from trouper.actors.executor.topology import num_physical_cores
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepFailed
@@ -27,19 +27,6 @@ logger = logging.getLogger(__name__)
 loading = logging.getLogger("trouper.loading")  # a terminal shows its last record
 Phase = Literal["import", "weights"]
 PHASES: dict[Phase, str] = {"import": "importing torch", "weights": "loading the weights"}
-# What torch's libraries read when they are first used, so before torch is.
-TORCH_ENVIRONMENT = {
-    # A thread that spins at a barrier keeps its partner off a busy core: 64 tokens of the demo model took
-    # 5-17 s beside other work, 0.6 s with this.
-    "OMP_WAIT_POLICY": "passive",
-    # But for 30 µs it may: to wake it takes longer.  Encoding 256 tokens at a time of MiniLM in bfloat16 ran at 267
-    # GFLOP/s instead of 215, 4,096 at 339 instead of 315.
-    "GOMP_SPINCOUNT": "2000",
-    # GEMM code kept, by torch and by oneDNN below it: one piece for each matrix and batch size.  The
-    # defaults of 1024 grow with every new batch: by 620 MB over 500 mixed batches of the demo model.
-    "LRU_CACHE_CAPACITY": "128",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
-}
 CALLS = ("sleep", "wake", "load_adapter", "start_profile", "stop_profile", "probe", "explain")
 WITHOUT_EFFECT = ("probe", "explain")  # explain: this model cannot be lost without its engine
 WIDE = 2**17  # numbers, which torch shares out among its threads
@@ -71,8 +58,7 @@ class ModelHost:
             TrouperValidationError: checkpoint, traits or KV memory do not fit the config.
             UnsupportedFeatureError: the architecture is not known.
         """
-        for name, value in TORCH_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        set_torch_environment()
         tell("import")
         import torch
 

@@ -143,6 +143,9 @@ class Checkpoint:
             return self._tensor(name)
         return widened(layout, name, shape, self._read_parts(layout, name, shape))
 
+    def read_into(self, name: str, out: Tensor) -> None:
+        out.copy_(self.read(name, tuple(out.shape)))
+
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
         found: list[IntegerWeight] = []
         for name, shape in parameter.sources:

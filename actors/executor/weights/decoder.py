@@ -61,7 +61,9 @@ Wrap = Callable[[Parameter, LinearMethod], LinearMethod]
 class Source(Protocol):
     """Reader of a checkpoint's tensors, by name."""
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Read a tensor of out's shape, and cast it to its dtype."""
+        ...
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
         """Read a quantized matrix; None where the checkpoint stores it as a plain tensor."""
@@ -280,6 +282,6 @@ def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:
     fused = torch.empty(size, dtype=kept, device=place.device)
     first = 0
     for name, shape in parameter.sources:
-        fused[first : first + shape[0]] = source.read(name, shape)
+        source.read_into(name, fused[first : first + shape[0]])
         first += shape[0]
     return fused.add_(parameter.offset) if parameter.offset else fused

@@ -64,14 +64,22 @@ class GgufCheckpoint:
                     raise invalid("model", rule, str(self._header.path))
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        whole = torch.empty(shape)
+        self.read_into(name, whole)
+        return whole
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Read a tensor to where it stays, some rows at a time: the numbers of all would be another embedding in float32."""
+        shape = tuple(out.shape)
         tensor = self._header.tensors[tensor_name(self._family, name)]
-        step = FEW_ROWS if len(shape) == 2 else shape[0]
-        parts = [self._plain(tensor, i, min(shape[0], i + step)) for i in range(0, shape[0], step)]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self._family.norm_offset and name.endswith("norm.weight"):
-            whole = whole - self._family.norm_offset
         order = self._row_order(name, shape[0])
-        return whole if order is None else whole[order]
+        step = FEW_ROWS if len(shape) == 2 and order is None else shape[0]
+        for first in range(0, shape[0], step):
+            stop = min(shape[0], first + step)
+            rows = self._plain(tensor, first, stop)
+            if self._family.norm_offset and name.endswith("norm.weight"):
+                rows = rows - self._family.norm_offset
+            out[first:stop] = rows if order is None else rows[order]
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
         """Read the matrix as the kernels multiply with it: exactly the same numbers, of 4 bits where all parts have no more.

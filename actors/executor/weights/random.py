@@ -36,6 +36,9 @@ class RandomWeights:
             first += len(chunk)
         return out.mul_(DUMMY_STD * 3**0.5 / 2**15)
 
+    def read_into(self, name: str, out: Tensor) -> None:
+        out.copy_(self.read(name, tuple(out.shape)))
+
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> None:
         """All are plain."""
 

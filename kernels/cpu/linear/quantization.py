@@ -90,13 +90,16 @@ def packed(integers: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None, Tens
     minima = None if minima_OG is None else _panels(minima_OG)
     if zeros_OG is not None:
         zeros_OG = _panels((32 - (zeros_OG + 8)).int() * 0x10001)
+    scales = _panels(integers.scales_OG)
     if integers.fmt == "int8":
-        q = _panels(q_OI.unflatten(1, (-1, STEP, 2)))
-        return q.transpose(3, 4).contiguous(), _panels(integers.scales_OG), None, minima
-    eight = (q_OI + 8).unflatten(1, (-1, 2 * STEP))
+        steps = _panels(q_OI.contiguous().view(torch.int64))  # one copy of what lies together
+        pairs = steps.view(torch.int16).unflatten(-1, (LANES, STEP)).transpose(3, 4).contiguous()
+        return pairs.view(torch.int8).unflatten(-1, (LANES, 2)), scales, None, minima
     # the low half of a word has the even inputs, the high half the odd ones
-    words = (eight[..., [0, 4, 1, 5]] | eight[..., [2, 6, 3, 7]] << 4).view(torch.int32)
-    return _panels(words.squeeze(2)), _panels(integers.scales_OG), zeros_OG, minima
+    four = (q_OI.contiguous() + 8).view(torch.int32)
+    four |= four >> 12  # the inputs 0 and 2 in the first byte, 1 and 3 in the second
+    four = ((four & 0xFF) | (four & 0xFF00) << 8).unflatten(1, (-1, 2))
+    return _panels(four[..., 0] | four[..., 1] << 8), scales, zeros_OG, minima
 
 
 def num_blocks(num_out: int) -> int:

@@ -1,0 +1,35 @@
+"""Torch's libraries are loaded ahead of the import, with the environment that they read set before."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from trouper.actors.executor.devices import torch_libraries
+
+CHECK = """
+import sys
+from trouper.actors.executor.devices.torch_libraries import load_ahead
+thread = load_ahead()
+thread.join()
+assert "torch" not in sys.modules
+with open("/proc/self/maps") as maps:
+    assert "libtorch_cpu" in maps.read()
+import os, torch
+assert os.environ["OMP_WAIT_POLICY"] == "passive"
+print(torch.ones(3).sum().item())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_what_is_loaded_ahead_is_what_torch_then_uses():
+    done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, check=False)
+    assert done.stdout == b"3.0\n", done.stderr
+
+
+def test_without_such_libraries_nothing_is_done(monkeypatch):
+    monkeypatch.setattr(torch_libraries, "find_spec", lambda _: None)
+    monkeypatch.setattr(os, "environ", environment := {})
+    assert torch_libraries.load_ahead() is None
+    assert not environment
