@@ -1,5 +1,6 @@
-"""What a server says of itself while its worker is started again."""
+"""A server whose worker is killed: what it says of itself meanwhile, and what becomes of a stream that must match a schema."""
 
+import http.client
 import json
 import os
 import signal
@@ -8,14 +9,40 @@ import time
 import pytest
 
 from tests.robustness.test_orphans import workers_of
+from tests.server.client import parse_events
 from tests.server.process import started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+ITEMS = {"type": "array", "items": {"type": "integer"}, "minItems": 60}
+BODY = {
+    "prompt": "x =", "max_tokens": 200, "temperature": 1.0, "seed": 5, "stream": True,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "items", "schema": ITEMS}},
+}  # fmt: skip
 
 
-def test_a_server_is_alive_but_not_ready_while_its_worker_is_started_again():
+def stream(server):
+    """A connection on which a stream has begun, and what it has brought so far."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(BODY), headers)
+    answer = connection.getresponse()
+    assert answer.status == 200
+    return connection, answer, answer.read1(64)
+
+
+def text_of(connection, answer, first):
+    events = parse_events(first + answer.read())
+    connection.close()
+    assert events[-1] == "[DONE]"
+    return "".join(event["choices"][0]["text"] for event in events[:-1])
+
+
+def test_a_server_is_alive_but_not_ready_while_its_worker_is_started_again_and_a_stream_goes_on():
     with started() as server:
+        assert "in a worker process" in server.wait_for("device: ")
+        expected = text_of(*stream(server))
         (worker,) = workers_of(server.pid)
+        under_way = stream(server)
         os.kill(worker, signal.SIGKILL)
         seen = set()
         deadline = time.monotonic() + 60
@@ -30,3 +57,5 @@ def test_a_server_is_alive_but_not_ready_while_its_worker_is_started_again():
                 break
         assert seen == {200, 503}
         assert len(workers_of(server.pid)) == 1
+        assert text_of(*under_way) == expected
+        assert expected.startswith("[")

@@ -6,6 +6,7 @@ import anyio.lowlevel
 
 from trouper.actors.executor.devices.open_calls import OpenCalls
 from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.devices.state_in_force import StateInForce
 from trouper.actors.executor.devices.supervision import Death, RestartBudget
 from trouper.actors.messages.results import DeviceLost, StepDone
 from trouper.actors.scheduling.kv_blocks import KVBlocks
@@ -73,7 +74,7 @@ def call_left_open(right):
     return lambda self, error: None
 
 
-@crew_bug(ProcessDevice, "_follow")
+@crew_bug(StateInForce, "follow")
 def sleep_level_forgotten(right):
     return lambda self, call: None
 

@@ -12,7 +12,7 @@ BAD = ErrorText("TrouperValidationError", "too wide", "lora_path")
 def answered(*errors):
     """The calls, an open one and what its last answer gave, once workers have answered so."""
     calls = OpenCalls()
-    opened = calls.open("probe", ())
+    opened = calls.open("sleep", (1,))
     found = [calls.note(Returned(opened.call.number, error), len(errors)) for error in errors]
     assert found[:-1] == [None] * (len(errors) - 1)
     return calls, opened, found[-1]
@@ -35,6 +35,6 @@ def test_an_error_of_some_workers_leaves_them_in_different_states():
     with pytest.raises(TrouperValidationError, match="too wide"):
         opened.future.result()
     assert done is None
-    assert calls.differ == "1 of 3 workers failed to probe: TrouperValidationError: too wide"
+    assert calls.differ == "1 of 3 workers failed to sleep: TrouperValidationError: too wide"
     calls.fail_all(RuntimeError())
     assert calls.differ is None

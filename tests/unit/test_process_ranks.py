@@ -11,7 +11,7 @@ import trio.testing
 
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.devices.launch_local import CLOSED, Exit
-from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.devices.process import NO_CALL, ProcessDevice
 from trouper.actors.executor.devices.wire import (
     Broken,
     Call,
@@ -22,8 +22,12 @@ from trouper.actors.executor.devices.wire import (
     Returned,
     encode,
 )
-from trouper.actors.messages.plans import StepPlan
+from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
+from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone
+from trouper.actors.rendering.matchers import ReceivedGrammars
+from trouper.config.adapters import AdapterConfig, AdapterFiles
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError, ProfilerAlreadyActiveError, TrouperValidationError
@@ -34,9 +38,11 @@ INFO = DeviceInfo(100, 16, "float32", "cpu")
 class FakePeer:
     """A worker that writes what a test tells it to."""
 
+    refusal = None  # of the adapters that it is given when it starts
+
     def __init__(self, rank, files):
         self.rank, self.files = rank, files
-        self.frames, self.taken = FrameReader(), []
+        self.frames, self.taken = FrameReader(ReceivedGrammars().make), []
         self.ended_after = None
         self._bytes = deque()
         self._changed = anyio.Event()
@@ -56,6 +62,8 @@ class FakePeer:
             self.taken.append(frame)
             if isinstance(frame, Load):
                 self.write(Loaded(msgspec.structs.replace(INFO, num_blocks=100 - 10 * self.rank)))
+            elif isinstance(frame, Call) and frame.number == NO_CALL:
+                self.write(Returned(NO_CALL, self.refusal))
 
     async def receive(self):
         while not self._bytes:
@@ -86,8 +94,42 @@ def make_device(launcher, num_stages=3, **options):
     return ProcessDevice(config, launcher)
 
 
-def plan(step):
-    return StepPlan(step, 0, (0,), (0,), (1,), (1,))
+def plan(step, epoch=0, grammar=None):
+    new = NewSequence(0, SequenceId(1), (1,), 1, (1,), Sampling(), grammar=grammar)
+    return StepPlan(step, epoch, (0,), (0,), (1,), (1,), () if grammar is None else (new,))
+
+
+def an_adapter(weights):
+    return AdapterFiles(AdapterConfig(), weights)
+
+
+async def load_adapter(device, peers, slot, adapter, errors=()):
+    """Have the workers take an adapter, but for those with an error; what the device says meanwhile is returned."""
+    found = []
+
+    async def ask():
+        with anyio.CancelScope() as scope:
+            try:
+                await device.call("load_adapter", slot, adapter)
+            except TrouperValidationError:
+                scope.cancel()
+
+    async def receive():
+        found.append(await device.receive())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(receive)
+        nursery.start_soon(ask)
+        await trio.testing.wait_all_tasks_blocked()
+        for peer in peers:
+            peer.write(Returned(peer.taken[-1].number, dict(errors).get(peer.rank)))
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    return found
+
+
+def adapters_of(peer):
+    return [(call.slot, call.adapter.weights) for call in peer.taken if isinstance(call, Call)]
 
 
 def run(function):
@@ -161,6 +203,82 @@ def test_a_call_is_done_when_all_have_done_it_and_fails_with_the_first_error():
             nursery.cancel_scope.cancel()
         assert sorted(done) == ["sleep", "start_profile"]
         assert errors == ["in 1"]
+
+    run(act)
+
+
+def test_successors_are_given_the_adapters_before_the_device_is_back():
+    async def act():
+        device = make_device(launcher := FakeLauncher(), num_stages=2)
+        await device.load()
+        for slot, weights in ((1, b"first"), (2, b"other"), (1, b"second")):
+            assert await load_adapter(device, launcher.peers, slot, an_adapter(weights)) == []
+        launcher.peers[0].hang_up()
+        assert isinstance(await device.receive(), DeviceLost)
+        assert isinstance(await device.receive(), DeviceBack)
+        for peer in launcher.peers[2:]:
+            assert adapters_of(peer) == [(1, b"second"), (2, b"other")]
+
+    run(act)
+
+
+def test_an_adapter_that_some_workers_refuse_is_a_loss_and_its_slot_is_as_it_was():
+    async def act():
+        device = make_device(launcher := FakeLauncher(), num_stages=2)
+        await device.load()
+        assert await load_adapter(device, launcher.peers, 1, an_adapter(b"good")) == []
+        bad = ErrorText("TrouperValidationError", "no memory")
+        (lost,) = await load_adapter(device, launcher.peers, 1, an_adapter(b"bad"), [(1, bad)])
+        assert isinstance(lost, DeviceLost)
+        assert "1 of 2 workers failed to load_adapter" in lost.message
+        assert isinstance(await device.receive(), DeviceBack)
+        assert [adapters_of(peer) for peer in launcher.peers[2:]] == [[(1, b"good")]] * 2
+        every = [(rank, bad) for rank in (0, 1)]
+        assert await load_adapter(device, launcher.peers[2:], 1, an_adapter(b"bad"), every) == []
+
+    run(act)
+
+
+def test_a_successor_that_refuses_an_adapter_is_another_loss():
+    async def act():
+        device = make_device(launcher := FakeLauncher(), num_stages=2, max_worker_restarts=1)
+        await device.load()
+        assert await load_adapter(device, launcher.peers, 1, an_adapter(b"good")) == []
+        FakePeer.refusal = ErrorText("MemoryError", "no memory")
+        try:
+            launcher.peers[0].hang_up()
+            assert isinstance(await device.receive(), DeviceLost)
+            with pytest.raises(DeviceStartError, match="an adapter: MemoryError: no memory"):
+                await device.receive()
+        finally:
+            FakePeer.refusal = None
+
+    run(act)
+
+
+def test_the_vocabulary_goes_before_the_first_grammar_to_each_crew():
+    vocabulary = Vocabulary("{}", 3, (0,), ("a", "b", "c"))
+    rules = GrammarRules(
+        source="x", eos_token_ids=(0,), ignore_eos=False, num_tokens=3, thinking=None
+    )
+    grammar = Grammar(rules, lambda: None, str, vocabulary)
+
+    async def act():
+        device = make_device(launcher := FakeLauncher(), num_stages=2)
+        await device.load()
+        device.submit(plan(1))
+        device.submit(plan(2, grammar=grammar))
+        device.submit(plan(3, grammar=grammar))
+        kinds = [StepPlan, Vocabulary, StepPlan, StepPlan]
+        for peer in launcher.peers:
+            assert [type(frame) for frame in peer.taken[1:]] == kinds
+            assert peer.taken[2] == vocabulary
+            assert peer.taken[3].new_sequences[0].grammar.rules == rules
+        launcher.peers[1].hang_up()
+        assert isinstance(await device.receive(), DeviceLost)
+        assert isinstance(await device.receive(), DeviceBack)
+        device.submit(plan(4, epoch=1, grammar=grammar))
+        assert [type(f) for f in launcher.peers[-1].taken[1:]] == [Vocabulary, StepPlan]
 
     run(act)
 
