@@ -20,6 +20,8 @@ from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.lifecycle import EngineState, Event, Lifecycle
 from trouper.actors.engine.request_table import RequestTable
 from trouper.actors.engine.requests import ControlClient
+from trouper.actors.engine.snapshot import EngineSnapshot
+from trouper.actors.executor.actor import Executor
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.messages.inboxes import (
     ExecutorInbox,
@@ -32,6 +34,8 @@ from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
+from trouper.actors.output.pooler import Pooler
+from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.event_loop import EventLoop
@@ -70,8 +74,12 @@ class EngineParts(msgspec.Struct, frozen=True):
     to_scheduler: MemoryObjectSendStream[SchedulerInbox]
     to_executor: MemoryObjectSendStream[ExecutorInbox]
     to_observer: MemoryObjectSendStream[ObserverInbox]
+    inboxes: Mapping[str, MemoryObjectSendStream[Any]]  # of every actor, to be counted
+    renderers: tuple[Renderer, ...]
     scheduler: Scheduler[Any]
+    executor: Executor
     detokenizer: Detokenizer | None  # None in an engine that pools
+    pooler: Pooler | None  # None in an engine that generates
     observer: Observer | None  # None when there is nothing to observe
     loop: EventLoop
     threads: Threads  # for blocking work
@@ -86,8 +94,7 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.metrics: Metrics | None = parts.observer and parts.observer.metrics
         self.lifecycle = Lifecycle()
-        self._scheduler = parts.scheduler
-        self._detokenizer = parts.detokenizer
+        self._parts = parts
         self._observer = parts.observer
         self._client = ControlClient(parts.to_scheduler, parts.to_executor, parts.to_observer)
         self._threads = parts.threads
@@ -230,12 +237,31 @@ class Engine:
 
     def statistics(self) -> EngineStatistics:
         """Take one look at every table of the engine."""
+        parts = self._parts
         return EngineStatistics(
             num_open_requests=len(self.requests),
             num_rendering=self.requests.num_rendering,
-            num_tracked=self._detokenizer.statistics().num_tracked if self._detokenizer else 0,
+            num_tracked=parts.detokenizer.num_tracked if parts.detokenizer else 0,
             num_prefill_tokens=self.requests.num_prefill_tokens,
-            scheduler=self._scheduler.statistics(),
+            scheduler=parts.scheduler.statistics(),
+        )
+
+    def snapshot(self) -> EngineSnapshot:
+        """Take one look at what every actor holds: to see why an engine hangs, and for tests."""
+        parts = self._parts
+        return EngineSnapshot(
+            state=self.lifecycle.state,
+            requests=self.requests.snapshot(),
+            inboxes={
+                name: inbox.statistics().current_buffer_used
+                for name, inbox in parts.inboxes.items()
+            },
+            renderers=tuple(renderer.snapshot() for renderer in parts.renderers),
+            scheduler=parts.scheduler.snapshot(),
+            executor=parts.executor.snapshot(),
+            detokenizer=parts.detokenizer and parts.detokenizer.snapshot(),
+            pooler=parts.pooler and parts.pooler.snapshot(),
+            observer=parts.observer and parts.observer.snapshot(),
         )
 
     async def get_metrics(self) -> list[Metric]:

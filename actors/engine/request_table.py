@@ -14,6 +14,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 from trouper.actors.engine.adapters import Adapters
 from trouper.actors.engine.admission import Admission, embeds_bytes, estimate_tokens
 from trouper.actors.engine.generation import MakeRender
+from trouper.actors.engine.snapshot import RequestSnapshot
 from trouper.actors.messages.adapters import LoadedAdapter
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.inboxes import RendererInbox, SchedulerInbox
@@ -88,6 +89,13 @@ class RequestTable:
     def num_prefill_tokens(self) -> int:
         """Prompt tokens of requests without a first token; an estimate until they are rendered."""
         return self._admission.prefills.num_tokens
+
+    def snapshot(self) -> tuple[RequestSnapshot, ...]:
+        """Describe every open request, in the order of their opening."""
+        return tuple(
+            RequestSnapshot(id, name, slot.is_aborted, slot.is_over, slot.num_unread)
+            for name, (id, slot) in self._open.items()
+        )
 
     def open_request(
         self,

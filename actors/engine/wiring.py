@@ -162,6 +162,7 @@ async def _run_actors(
                 reporter = partial(_make_reporter, to_observer, is_on=observer is not None)
 
                 detokenizer: Detokenizer | None = None
+                pooler: Pooler | None = None
                 if config.pooler is None:
                     detokenizer = Detokenizer(
                         detokenizer_inbox, to_scheduler.clone(), tokenizer, reporter()
@@ -183,6 +184,7 @@ async def _run_actors(
                 await tasks.start(scheduler.run, name="scheduler")
                 # One more than the workers: large prompts wait for each other alone.
                 lanes = [large_renderer_inbox, *[renderer_inbox] * config.renderer_num_workers]
+                renderers: list[Renderer] = []
                 for number, lane in enumerate(lanes):
                     renderer = Renderer(
                         lane.clone(),
@@ -193,9 +195,16 @@ async def _run_actors(
                         reporter(),
                     )
                     await tasks.start(renderer.run, name=f"renderer {number}")
+                    renderers.append(renderer)
+                inboxes: dict[str, MemoryObjectSendStream[Any]] = {
+                    "renderer": to_renderer, "large renderer": to_large_renderer,
+                    "scheduler": to_scheduler, "executor": to_executor,
+                    "detokenizer": to_detokenizer, "pooler": to_pooler, "observer": to_observer,
+                }  # fmt: skip
                 parts = EngineParts(
                     info, tokenizer, to_renderer, to_large_renderer, to_scheduler, to_executor,
-                    to_observer, scheduler, detokenizer, observer, EventLoop(), threads,
+                    to_observer, inboxes, tuple(renderers), scheduler, executor, detokenizer, pooler,
+                    observer, EventLoop(), threads,
                 )  # fmt: skip
                 engine = Engine(config, parts)
                 task_status.started(engine)

@@ -1,6 +1,7 @@
 """The executor actor: two loops, one submits plans to the device, one passes its results to the scheduler."""
 
 import anyio
+import msgspec
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -9,6 +10,13 @@ from trouper.actors.messages.controls import DeviceCall
 from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
 
 CLOSE_GRACE_S = 30  # one step under way, then the memory goes back
+
+
+class ExecutorSnapshot(msgspec.Struct, frozen=True):
+    """The state of the executor."""
+
+    last_step: int  # that was given to the device; 0 before the first
+    call: str | None  # the method of the device that is under way
 
 
 class Executor:
@@ -23,6 +31,12 @@ class Executor:
         self._inbox = inbox
         self._scheduler = scheduler
         self._device = device
+        self._last_step = 0
+        self._call_under_way: str | None = None
+
+    def snapshot(self) -> ExecutorSnapshot:
+        """Describe what the device has been given."""
+        return ExecutorSnapshot(self._last_step, self._call_under_way)
 
     async def run(self, *, task_status: TaskStatus[DeviceInfo] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox, self._scheduler:
@@ -43,6 +57,7 @@ class Executor:
             if isinstance(message, DeviceCall):
                 await self._call(message)
             else:
+                self._last_step = message.step
                 self._device.submit(message)
 
     async def _receive(self) -> None:
@@ -51,7 +66,10 @@ class Executor:
             self._scheduler.send_nowait(await self._device.receive())
 
     async def _call(self, message: DeviceCall) -> None:
+        self._call_under_way = message.method
         try:
             message.answer.set(await self._device.call(message.method, *message.args))
         except Exception as error:  # it belongs to the task that asked
             message.answer.fail(error)
+        finally:
+            self._call_under_way = None

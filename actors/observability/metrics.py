@@ -110,6 +110,11 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
+    @property
+    def num_ended(self) -> int:
+        """Requests whose end has been counted."""
+        return sum(self._ended.values())
+
     def note_step(self, num_tokens: int) -> None:
         """Count one iteration of the scheduler."""
         self._observe("iteration_tokens_total", num_tokens)

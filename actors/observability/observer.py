@@ -12,6 +12,7 @@ from itertools import count
 from typing import assert_never
 
 import anyio
+import msgspec
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream
 
@@ -33,6 +34,12 @@ logger = logging.getLogger("trouper")
 INTAKE_PAUSE_S = 0.25
 MESSAGES_PER_TURN = 64  # of 5 µs each
 HIT_RATE_REQUESTS = 1000  # the hit rate in the log line is over so many
+
+
+class ObserverSnapshot(msgspec.Struct, frozen=True):
+    """The state of the observer."""
+
+    num_ended: int  # requests whose end is in the metrics; 0 without metrics
 
 
 class Observer:
@@ -59,6 +66,10 @@ class Observer:
         self._since_s = 0.0
         # Of the last requests: prompt tokens, and how many of them were in the prefix cache.
         self._prompts: deque[tuple[int, int]] = deque(maxlen=HIT_RATE_REQUESTS)
+
+    def snapshot(self) -> ObserverSnapshot:
+        """Describe what has been counted."""
+        return ObserverSnapshot(0 if self.metrics is None else self.metrics.num_ended)
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox:

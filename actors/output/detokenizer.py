@@ -35,8 +35,10 @@ WORK_PER_TURN = 8
 MAX_CHARACTER_TOKENS = 4  # UTF-8: one token per byte at worst
 
 
-class DetokenizerStatistics(msgspec.Struct, frozen=True):
-    num_tracked: int  # sequences
+class DetokenizerSnapshot(msgspec.Struct, frozen=True):
+    """The state of the detokenizer."""
+
+    sequences: tuple[SequenceId, ...]  # that are tracked
 
 
 class _Request(msgspec.Struct):
@@ -81,8 +83,14 @@ class Detokenizer:
     def __repr__(self) -> str:
         return f"<Detokenizer {len(self._sequences)} sequences>"
 
-    def statistics(self) -> DetokenizerStatistics:
-        return DetokenizerStatistics(num_tracked=len(self._sequences))
+    @property
+    def num_tracked(self) -> int:
+        """Sequences whose end has not come."""
+        return len(self._sequences)
+
+    def snapshot(self) -> DetokenizerSnapshot:
+        """Describe which sequences are tracked."""
+        return DetokenizerSnapshot(tuple(self._sequences))
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox, self._scheduler, self._stats.reporter:

@@ -42,6 +42,13 @@ class _PoolerJob(msgspec.Struct, frozen=True):
     query: Array | None
 
 
+class PoolerSnapshot(msgspec.Struct, frozen=True):
+    """The state of the pooler."""
+
+    queries: tuple[str, ...]  # keys of the kept queries, the eldest first
+    num_large: int  # large results that are not finished yet
+
+
 class Pooler:
     """Owns its inbox and the kept queries."""
 
@@ -55,13 +62,14 @@ class Pooler:
         self._spec = spec
         self._threads = threads
         self._queries: dict[str, _Query] = {}
+        self._num_large = 0
 
     def __repr__(self) -> str:
         return f"<Pooler {len(self._queries)} queries kept>"
 
-    @property
-    def num_queries(self) -> int:
-        return len(self._queries)
+    def snapshot(self) -> PoolerSnapshot:
+        """Describe which queries are kept, and how much work is left."""
+        return PoolerSnapshot(tuple(self._queries), self._num_large)
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         # One for each open request, so there is always room.
@@ -82,6 +90,7 @@ class Pooler:
                     for work in self._prepare(message):
                         if work.array.size > LARGE:
                             to_lane.send_nowait(work)
+                            self._num_large += 1
                         else:
                             small.append(work)
                     if small:
@@ -93,6 +102,7 @@ class Pooler:
     async def _finish_large(self, lane: MemoryObjectReceiveStream[_PoolerJob]) -> None:
         async for work in lane:
             await self._finish([work])
+            self._num_large -= 1
 
     def _prepare(self, message: PoolerInbox) -> list[_PoolerJob]:
         works = map(self._prepare_one, message.requests)

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
+import msgspec
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.inboxes import DetokenizerInbox, SchedulerInbox
 from trouper.actors.messages.requests import Admit, AdmitPooling, Render
 from trouper.actors.messages.stats import GrammarStats
@@ -25,6 +27,12 @@ from trouper.params import SamplingParams
 
 BATCH_CHARS = 2**13  # rendered in some 3 ms
 QUICK_KEYS = frozenset({"prompt", "prompt_token_ids", "text_pair", "cache_salt"})
+
+
+class RendererSnapshot(msgspec.Struct, frozen=True):
+    """The state of a renderer."""
+
+    rendering: tuple[RequestId, ...]  # requests that are in the thread now
 
 
 class Renderer:
@@ -45,6 +53,11 @@ class Renderer:
         self._render = render
         self._threads = threads
         self._reporter = reporter or Reporter(None)
+        self._batch: list[Render] = []  # in the thread now
+
+    def snapshot(self) -> RendererSnapshot:
+        """Describe what it is doing."""
+        return RendererSnapshot(tuple(message.id for message in self._batch))
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox, self._scheduler, self._detokenizer, self._reporter:
@@ -53,7 +66,9 @@ class Renderer:
                 first: Render | None = message
                 while first is not None:
                     batch, first = self._gather(first)
+                    self._batch = batch
                     await (self._serve(*batch) if len(batch) == 1 else self._serve_all(batch))
+                    self._batch = []
 
     def _gather(self, message: Render) -> tuple[list[Render], Render | None]:
         """Return the prompts to be served together, and one that came behind them and does not fit, or None."""

@@ -11,6 +11,7 @@ A passing fault, which no sequence causes, is gone when all suspects have passed
 
 from collections.abc import Iterable
 
+from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.scheduling.sequences import Sequence
 
 
@@ -26,6 +27,11 @@ class FaultBisection:
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
+
+    @property
+    def suspect_ids(self) -> tuple[SequenceId, ...]:
+        """The ids of all suspects, for tests and debugging."""
+        return tuple(sequence.id for sequence in self._suspects)
 
     def suspect(self, sequences: Iterable[Sequence]) -> None:
         """Begin a search among the sequences of a step that raised; it replaces an earlier search."""

@@ -37,6 +37,7 @@ from trouper.actors.scheduling.lookahead import Lookahead
 from trouper.actors.scheduling.quarantine import Quarantine
 from trouper.actors.scheduling.sequence_table import SequenceTable
 from trouper.actors.scheduling.sequences import Sequence, State
+from trouper.actors.scheduling.snapshot import PolicySnapshot
 from trouper.actors.scheduling.stage_turns import take_turns
 from trouper.actors.scheduling.starting import start_waiting
 from trouper.actors.scheduling.step_builder import InFlightStep, StepBuilder
@@ -141,6 +142,27 @@ class Policy:
             num_lost_tokens=running.num_lost_tokens,
             is_device_lost=self._is_lost,
             adapters=None if self.config.max_loras is None else table.adapter_stats(),
+        )
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether a culprit is looked for: of a step that raised, or of a device that was lost."""
+        return bool(self._bisection or self._quarantine)
+
+    def snapshot(self) -> PolicySnapshot:
+        """Describe where each unfinished sequence is: O(n log n), for tests and debugging."""
+        running, waiting, other = self.table.ids_by_place()
+        return PolicySnapshot(
+            running=running,
+            waiting=waiting,
+            other=other,
+            in_flight=tuple(
+                (record.step, tuple(entry[0].id for entry in record.entries))
+                for record in self.in_flight
+            ),
+            suspects=(*self._bisection.suspect_ids, *self._quarantine.suspect_ids),
+            pause=self.pause,
+            is_device_lost=self._is_lost,
         )
 
     # Events

@@ -26,6 +26,7 @@ from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
 from trouper.actors.messages.results import DeviceLost, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
+from trouper.actors.scheduling.snapshot import PolicySnapshot
 from trouper.config.resolve import SchedulerConfig
 
 WINDOW = 256  # sorting them by length takes 0.1 ms
@@ -100,6 +101,25 @@ class PoolingPolicy:
             prefix_cache_hits=0,
             recompute_cache_queries=0,
             recompute_cache_hits=0,
+            is_device_lost=self._is_lost,
+        )
+
+    def snapshot(self) -> PolicySnapshot:
+        """Describe where each unfinished request is; those to be tried again wait in front of the others."""
+        unfinished = self.unfinished
+        groups = [[admit.id for admit in flight.group] for flight in self.in_flight]
+        retries = [admit.id for group in self.retries for admit in group]
+        waiting = [*retries, *(admit.id for _, admit in sorted(self.waiting, key=_order))]
+        return PolicySnapshot(
+            running=tuple(id for group in groups for id in group if id in unfinished),
+            waiting=tuple(id for id in waiting if id in unfinished),
+            other=(),
+            in_flight=tuple(
+                (flight.plan.step, tuple(group))
+                for flight, group in zip(self.in_flight, groups, strict=True)
+            ),
+            suspects=tuple(self._suspects),
+            pause=self._pause,
             is_device_lost=self._is_lost,
         )
 
@@ -268,6 +288,10 @@ class PoolingPolicy:
             expected = [flight.plan.step for flight in self.in_flight]
             raise RuntimeError(f"an answer to step {step}, in flight are {expected}")
         return self.in_flight.popleft()
+
+
+def _order(entry: tuple[Order, AdmitPooling]) -> Order:
+    return entry[0]
 
 
 def _length(admit: AdmitPooling) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.scheduling.sequences import Request, Sequence, State
 
 
@@ -51,6 +52,12 @@ class Quarantine:
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
+
+    @property
+    def suspect_ids(self) -> tuple[SequenceId, ...]:
+        """The ids of the suspects that have not ended, for tests and debugging."""
+        sequences = [suspect.sequence for suspect in self._suspects]
+        return tuple(s.id for s in sequences if s.state is not State.FINISHED)
 
     def lose(self, columns: Iterable[tuple[Sequence, int]]) -> tuple[Request, int] | None:
         """Take the columns of the step that the device was in: each sequence and where its tokens end.

@@ -35,6 +35,7 @@ from trouper.actors.messages.stats import SchedulerStats, StepStats
 from trouper.actors.runtime.future import Future
 from trouper.actors.runtime.reporter import Reporter
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
+from trouper.actors.scheduling.snapshot import SchedulerSnapshot
 
 OutputsT = TypeVar("OutputsT")
 
@@ -70,6 +71,14 @@ class Scheduler(Generic[OutputsT]):
     def statistics(self) -> SchedulerStats:
         """Describe the state in numbers."""
         return self.policy.statistics()
+
+    def snapshot(self) -> SchedulerSnapshot:
+        """Describe where every sequence is, and what is to be answered."""
+        return SchedulerSnapshot(
+            policy=self.policy.snapshot(),
+            num_plans_due=self._num_plans_due,
+            num_pauses=len(self._pauses),
+        )
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._inbox, self._executor, self._output, self._reporter:

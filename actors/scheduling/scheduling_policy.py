@@ -9,6 +9,7 @@ from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
 from trouper.actors.messages.results import DeviceLost, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
+from trouper.actors.scheduling.snapshot import PolicySnapshot
 
 OutputsT = TypeVar("OutputsT", covariant=True)
 
@@ -37,6 +38,10 @@ class SchedulingPolicy(Protocol[OutputsT]):
 
     def statistics(self) -> SchedulerStats:
         """Describe the state in numbers."""
+        ...
+
+    def snapshot(self) -> PolicySnapshot:
+        """Describe where each unfinished sequence is: O(n log n), for tests and debugging."""
         ...
 
     def admit(self, admit: Admit | AdmitPooling) -> None:

@@ -43,6 +43,11 @@ class SequenceTable:
         """Unfinished sequences that ran before; a leader that did counts for its deferred siblings."""
         return len(self.sequences) - len(self.waiting.fresh) - self.num_deferred
 
+    def ids_by_place(self) -> tuple[tuple[SequenceId, ...], ...]:
+        """List the sequences that run, those that wait, and those that can do neither now; for tests and debugging."""
+        running, waiting = self.running.ids, self.waiting.ids
+        return running, waiting, tuple(self.sequences.keys() - {*running, *waiting})
+
     def adapter_stats(self) -> AdapterStats:
         """List the adapters of the running and of the other sequences."""
         names: dict[bool, set[str]] = {True: set(), False: set()}

@@ -109,7 +109,7 @@ class CrewWorld(World):
 
     def watch(self, engine: Engine) -> None:
         super().watch(engine)
-        policy = engine._scheduler.policy
+        policy = self.policy
         policy.lose_device = partial(self._lose, policy.lose_device)  # type: ignore[method-assign]
         policy.return_device = partial(self._return, policy.return_device)  # type: ignore[method-assign]
 
@@ -127,7 +127,7 @@ class CrewWorld(World):
     def _note(self, plan: StepPlan, before: set[int]) -> None:
         if self.is_lost:
             self.give_up(Broken(f"a plan while the device is lost: {plan}"))
-        ids = [entry[0].id for entry in self.engine._scheduler.policy.in_flight[-1].entries]
+        ids = [entry[0].id for entry in self.policy.in_flight[-1].entries]
         self.columns[plan.step] = [self.owners[id] for id in ids]
         super()._note(plan, before)
 

@@ -1,13 +1,14 @@
 """What must hold.  `at_rest` looks at the engine whenever no task can go on, the rest when all is over.
 
-These look into the actors' private tables on purpose: an oracle that only sees what the engine tells about
-itself would believe its lies.
+These read the policy's own tables and the actors' snapshots, which list what is in theirs: an oracle that saw only
+the engine's statistics would believe its lies.
 """
 
 from collections import Counter
 from typing import Any
 
 from trouper.actors.engine.lifecycle import EngineState
+from trouper.actors.engine.snapshot import EngineSnapshot
 from trouper.actors.engine.wiring import Engine
 from trouper.actors.executor.devices.simulated import simulated_logprobs
 from trouper.actors.messages.controls import Pause
@@ -37,18 +38,15 @@ def require(holds: bool, law: str, *facts: object) -> None:
 def at_rest(world: Any) -> None:
     """Every task waits and the clock is about to jump: nothing may be left lying about."""
     engine: Engine = world.engine
-    policy: Policy = engine._scheduler.policy
+    policy: Policy = world.policy
     device = world.device
     stats = policy.statistics()
-    for name, channel in (
-        ("scheduler", engine.requests._scheduler),
-        ("executor", engine._client._executor),
-        ("detokenizer", engine._scheduler._output),
-    ):
-        num_left = channel.statistics().current_buffer_used
+    snapshot = engine.snapshot()
+    for name in ("scheduler", "executor", "detokenizer"):
+        num_left = snapshot.inboxes[name]
         require(num_left == 0, "a message is left lying", name, num_left)
     num_rendering = world.threads.num_begun - world.threads.num_ended
-    num_queued = engine.requests._renderer.statistics().current_buffer_used
+    num_queued = snapshot.inboxes["renderer"]
     require(
         num_queued == 0 or num_rendering == world.scenario.num_renderers,
         "a renderer is idle while prompts wait", num_queued, num_rendering,
@@ -61,7 +59,7 @@ def at_rest(world: Any) -> None:
     if is_idle and engine.lifecycle.state is EngineState.AWAKE:
         require(policy.num_unfinished == 0, "the device is idle while sequences wait", stats)
     check_blocks(policy)
-    check_tables(world, engine, policy)
+    check_tables(world, snapshot, policy)
     for case in world.cases:
         if case.reads_since is not None and case.slot is not None and case.is_open:
             require(not _is_readable(case), "a reader sleeps beside its output", case)
@@ -129,9 +127,10 @@ def check_shared(block: int, who: list[tuple[Sequence, int]], block_size: int) -
         )  # fmt: skip
 
 
-def check_tables(world: Any, engine: Engine, policy: Policy) -> None:
+def check_tables(world: Any, snapshot: EngineSnapshot, policy: Policy) -> None:
     """The actors agree about who is there, and everybody who waits is on somebody's list."""
-    tracked = set(engine._detokenizer._sequences)
+    assert snapshot.detokenizer is not None
+    tracked = set(snapshot.detokenizer.sequences)
     require(
         tracked == set(policy.table.sequences),
         "the tables of scheduler and detokenizer differ", tracked ^ set(policy.table.sequences),
@@ -144,12 +143,11 @@ def check_tables(world: Any, engine: Engine, policy: Policy) -> None:
             require(not mine, "the engine works for a client that has left", case)
         else:
             is_rendering = case.id in world.rendering
-            is_told = case.slot._error is not None or case.slot._num_open == 0
-            require(bool(mine) or is_rendering or is_told, "a request is lost", case)
+            require(bool(mine) or is_rendering or case.slot.is_over, "a request is lost", case)
     require(
-        len(engine.requests._open) == sum(case.is_open for case in world.cases),
+        len(snapshot.requests) == sum(case.is_open for case in world.cases),
         "open requests",
-        engine,
+        snapshot.requests,
     )
 
 
@@ -165,7 +163,7 @@ def _is_readable(case: Case) -> bool:
 
 def check_plan(world: Any, plan: Any, before: set[int]) -> None:
     """`before`: who ran already."""
-    policy: Policy = world.engine._scheduler.policy
+    policy: Policy = world.policy
     config = policy.config
     require(not world.is_frozen, "a plan while paused", plan)
     require(sum(plan.num_scheduled_tokens) <= config.max_num_scheduled_tokens, "token budget", plan)
@@ -183,7 +181,7 @@ def check_plan(world: Any, plan: Any, before: set[int]) -> None:
 
 def check_overtaking(policy: Policy, before: set[int]) -> None:
     """Who has just started is no worse than anybody who still waits."""
-    if policy.pause is not Pause.NONE or policy._quarantine:  # suspects run before their turn
+    if policy.pause is not Pause.NONE or policy.is_searching:  # suspects run before their turn
         return
     waiting = policy.table.waiting
     heads = [waiting.fresh.head(), waiting.returning.head()]
@@ -384,7 +382,7 @@ def check_idle(world: Any) -> None:
     """As it was at the beginning: all tables empty, all blocks free."""
     engine: Engine = world.engine
     stats = engine.statistics()
-    policy: Policy = engine._scheduler.policy
+    policy: Policy = world.policy
     require(stats.num_open_requests == 0, "open requests", stats)
     require(stats.num_rendering == 0, "rendering", stats)
     require(stats.num_tracked == 0, "tracked", stats)
@@ -393,7 +391,8 @@ def check_idle(world: Any) -> None:
     require(mine.num_steps_in_flight == 0, "steps in flight", stats)
     require(mine.num_blocks_free == mine.num_blocks_total, "blocks leak", stats)
     require(not policy.table.requests and not policy.table.sequences, "requests leak", policy)
-    require(not policy._bisection, "a bisection without suspects", policy)
+    suspects = policy.snapshot().suspects
+    require(not suspects, "suspects of a fault that have ended", suspects)
     check_blocks(policy)
     for name, owners in policy.blocks.prefixes().items():
         require(
@@ -401,8 +400,9 @@ def check_idle(world: Any) -> None:
             "the prefix cache contradicts itself", owners,
         )  # fmt: skip
     if world.scenario.log_stats:
-        assert engine._observer is not None
-        counted = sum(engine._observer.metrics._ended.values())
+        observer = engine.snapshot().observer
+        assert observer is not None
+        counted = observer.num_ended
         require(counted == len(world.prompts), "ends counted", counted, len(world.prompts))
     require(world.threads.num_begun == world.threads.num_ended, "a thread is lost")
     for case in world.cases:

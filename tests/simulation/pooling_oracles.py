@@ -23,17 +23,14 @@ __all__ = ["at_rest", "check_case", "check_delay", "check_faults", "check_idle"]
 def at_rest(world: Any) -> None:
     """Every task waits and the clock is about to jump: nothing may be left lying about."""
     engine, device, threads = world.engine, world.device, world.threads
-    policy: PoolingPolicy = engine._scheduler.policy
+    policy: PoolingPolicy = world.policy
     is_pooling = threads.num_begun - threads.num_ended > threads.num_rendering
-    for name, channel in (
-        ("scheduler", engine.requests._scheduler),
-        ("executor", engine._client._executor),
-        ("pooler", engine._scheduler._output),
-    ):
-        num_left = channel.statistics().current_buffer_used
+    snapshot = engine.snapshot()
+    for name in ("scheduler", "executor", "pooler"):
+        num_left = snapshot.inboxes[name]
         may_wait = name == "pooler" and is_pooling
         require(num_left == 0 or may_wait, "a message is left lying", name, num_left)
-    num_queued = engine.requests._renderer.statistics().current_buffer_used
+    num_queued = snapshot.inboxes["renderer"]
     require(
         num_queued == 0 or threads.num_rendering == world.scenario.num_renderers,
         "a renderer is idle while prompts wait", num_queued, threads.num_rendering,
@@ -61,9 +58,8 @@ def at_rest(world: Any) -> None:
             require(is_known or not case.is_unfinished, "a request is lost", case)
         if case.reads_since is not None and case.is_open:
             require(case.is_unfinished, "a reader sleeps beside its output", case)
-    require(
-        len(engine.requests._open) == sum(c.is_open for c in world.cases), "open requests", engine
-    )
+    num_open = sum(c.is_open for c in world.cases)
+    require(len(engine.requests) == num_open, "open requests", engine)
 
 
 class Line:
@@ -104,7 +100,7 @@ def _nearest(policy: PoolingPolicy, waiting: list[Any]) -> set[int]:
 
 
 def check_plan(world: Any, plan: PoolPlan, before: Line) -> None:
-    config = world.engine._scheduler.policy.config
+    config = world.policy.config
     ids = set(world.device.groups[plan.step])
     require(not world.is_frozen, "a plan while paused", plan)
     num_tokens = sum(len(column.token_ids) for column in plan.entries)
@@ -236,7 +232,7 @@ def check_idle(world: Any) -> None:
     """As it was at the beginning: all tables empty."""
     engine = world.engine
     stats = engine.statistics()
-    policy: PoolingPolicy = engine._scheduler.policy
+    policy: PoolingPolicy = world.policy
     require(stats.num_open_requests == 0, "open requests", stats)
     require(stats.num_rendering == 0, "rendering", stats)
     require(stats.num_prefill_tokens == 0, "tokens in prefill", stats)

@@ -156,7 +156,7 @@ class PoolingWorld(World):
         )
 
     def _plan(self, right: Callable[..., Any]) -> PoolPlan | None:
-        policy = self.engine._scheduler.policy
+        policy = self.policy
         before = pooling_oracles.Line(policy)
         plan = right()
         if plan is not None:

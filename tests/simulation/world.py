@@ -54,6 +54,7 @@ class World:
         self.rendering: set[RequestId] = set()
         self.threads: Any = self.make_threads()
         self.engine: Engine = None  # type: ignore[assignment]  # set when it is open
+        self.policy: Any = None  # likewise
         self.seeds: dict[int, int] = {}  # request -> the seed of its first sequence
         self.prompts: dict[int, tuple[int, ...]] = {}
         self.duplicates: set[str] = set()
@@ -144,7 +145,9 @@ class World:
     def watch(self, engine: Engine) -> None:
         """Look over the shoulder of those who open, abort, admit and plan."""
         self.engine = engine
-        policy = engine._scheduler.policy
+        policy = self.policy = (
+            engine._parts.scheduler.policy
+        )  # to be watched, and read by the oracles
         engine.requests.open_request = partial(self._open, engine.requests.open_request)  # type: ignore[method-assign]
         engine.requests.abort = partial(self._abort, engine.requests.abort)  # type: ignore[method-assign]
         policy.admit = partial(self._admit, policy.admit)  # type: ignore[method-assign]
@@ -159,7 +162,7 @@ class World:
         arrival_time: float | None,
         lora_request: Any = None,
     ) -> tuple[RequestId, Any]:
-        if request_id in self.engine.requests._open:
+        if any(request.request_id == request_id for request in self.engine.requests.snapshot()):
             self.duplicates.add(request_id)
         if self.engine.lifecycle.refuses is not None:
             self.refused.add(request_id)
@@ -191,7 +194,7 @@ class World:
         right(message)
 
     def _plan(self, right: Callable[..., Any]) -> StepPlan | None:
-        before = set(self.engine._scheduler.policy.running_ids)
+        before = set(self.policy.running_ids)
         plan = right()
         if plan is not None:
             self._note(plan, before)

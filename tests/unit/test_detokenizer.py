@@ -57,7 +57,7 @@ class Stage:
 
     @property
     def num_tracked(self):
-        return self.actor.statistics().num_tracked
+        return len(self.actor.snapshot().sequences)
 
     def stopped(self):
         """The ids of the one Stop that was sent since the last look, or none."""

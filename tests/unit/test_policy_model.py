@@ -242,7 +242,7 @@ class PolicyMachine(RuleBasedStateMachine):
             set(self.policy.running_ids),
             self.policy.statistics().num_preemptions,
         )
-        is_searching = bool(self.policy._quarantine)
+        is_searching = self.policy.is_searching
         plan = self.policy.plan()
         if plan is None:
             nothing_to_do = self.pause is not Pause.NONE or self.flights or self.is_lost

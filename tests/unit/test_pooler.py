@@ -135,7 +135,7 @@ async def test_late_interaction_ends_in_the_score_and_forgets_the_query(stage, r
     meet = LateInteractionParams(mode="score_doc", query_key="k")
     query, document = np.eye(3)[:2], np.eye(3)[1:]
     await send(request_of(query, task="token_embed", late_interaction_params=keep))
-    assert pooler.num_queries == 1
+    assert pooler.snapshot().queries == ("k",)
     scored = request_of(document, task="token_embed", late_interaction_params=meet)
     await send(scored)
     assert result(scored).outputs.array == 1.0  # one of the two query tokens has a match
@@ -143,7 +143,7 @@ async def test_late_interaction_ends_in_the_score_and_forgets_the_query(stage, r
         None, "execution_error: x", task="token_embed", late_interaction_params=meet
     )
     await send(failed)
-    assert pooler.num_queries == 0  # a use, however it ended
+    assert not pooler.snapshot().queries  # a use, however it ended
     late = request_of(document, task="token_embed", late_interaction_params=meet)
     await send(late)
     with pytest.raises(TrouperValidationError, match="query_key"):
@@ -156,4 +156,4 @@ async def test_so_many_queries_are_kept_and_no_more(stage, request_of, monkeypat
     for i in range(5):
         keep = LateInteractionParams(mode="cache_query", query_key=str(i), query_uses=1)
         await send(request_of([[1.0]], task="token_embed", late_interaction_params=keep))
-    assert pooler.num_queries == 3
+    assert pooler.snapshot().queries == ("2", "3", "4")  # the oldest have gone
