@@ -140,14 +140,21 @@ class _Span:
                 self._write_scores(g, heads, key, count, value)
             for g in code.loop(0, group):
                 self._softmax(g, count)
-            wide = width // (8 * LANES) * 8 * LANES
-            for d in code.loop(0, wide, 8 * LANES):
-                for g, heads in self._heads():
-                    self._add_values(g, heads, d, 8, value, count, next_key)
-            for d in code.loop(wide, width, LANES):
-                for g in code.loop(0, group):
-                    self._add_values(g, 1, d, 1, value, count, next_key)
+            self._sum_values(value, count, next_key)
             position.set(after)
+
+    def _sum_values(self, value: Pointer, count: Value, ahead: Pointer) -> None:
+        """Add the values of some keys to the sums, in as many columns at once as there are."""
+        code, width, done = self.code, self.width, self.code.i64(0)
+        for num in (8, 4):  # times two heads: sums enough to hide what an addition takes
+            wide = done + (width - done) // (num * LANES) * (num * LANES)
+            for d in code.loop(done, wide, num * LANES):
+                for g, heads in self._heads():
+                    self._add_values(g, heads, d, num, value, count, ahead)
+            done = wide
+        for d in code.loop(done, width, LANES):
+            for g in code.loop(0, self.group):
+                self._add_values(g, 1, d, 1, value, count, ahead)
 
     def _extend(self, count: Var, position: Value, slot: Value, table: Pointer, end: Value) -> None:
         """Extend `count` over blocks with consecutive ids, which are one stretch of memory."""

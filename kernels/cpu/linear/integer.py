@@ -109,7 +109,9 @@ class IntegerLinear(LinearMethod):
     def _by_bf16(self, x_TI: Tensor, y_TO: Tensor) -> None:
         num_rows, (num_out, num_in) = len(x_TI), self.shape
         num_threads = torch.get_num_threads()
-        bytes_each = scratch_bytes(num_rows, num_in, self._unit, self.fmt)
+        num_groups = self.scales.shape[1]
+        num_sums = 0 if self.minima is None else num_groups
+        bytes_each = scratch_bytes(num_rows, num_in, self._unit, self.fmt, num_sums)
         self._matmul(
             INTEGER_BLOCKINGS[self._unit, self.fmt].num_pieces(num_rows, num_out, num_in),
             x_TI.data_ptr(),
