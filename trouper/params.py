@@ -36,6 +36,7 @@ MAX_STRING_CHARS = 256  # of each
 MAX_STRINGS_CHARS = 16_384  # of all strings of one list
 MAX_ECHO = 40  # characters of a key that is refused
 TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}", re.ASCII)  # one spelling for each number
+MAX_DRAFTS = "num_speculative_tokens"  # a key of `extra_args`
 PLAIN = (bool, int, float, str, type(None))  # what needs no copy
 
 
@@ -163,6 +164,11 @@ class SamplingParams(msgspec.Struct):
         if self.is_greedy:
             return SamplingType.GREEDY
         return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """The longest draft of speculation; None: the engine's."""
+        return (self.extra_args or {}).get(MAX_DRAFTS)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -429,4 +435,9 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("stream_interval", lambda v: v >= 1, "must be at least 1"),
     ("thinking_token_budget", lambda v: v >= 0, "must be -1 or at least 0"),
+    (
+        "extra_args",
+        lambda v: type(v.get(MAX_DRAFTS, 0)) is int and v.get(MAX_DRAFTS, 0) >= 0,
+        f"{MAX_DRAFTS} must be an integer ≥ 0",
+    ),
 )

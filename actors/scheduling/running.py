@@ -128,9 +128,9 @@ class Running:
             sequence.limit - sequence.num_tokens - 1
         )  # tokens after the one that is sampled anyway
         is_decoding = end == sequence.num_tokens == sequence.num_computed + 1
-        if not (builder.max_lookahead and is_decoding and rest > 0):
+        count = min(builder.max_lookahead, sequence.request.max_drafts, rest)
+        if count <= 0 or not is_decoding:
             return 0
-        count = min(builder.max_lookahead, rest)
         missing = self._blocks.num_for(end + count) - len(sequence.blocks)
         if missing > 0 and not (
             missing <= self._blocks.num_free and self.grow(sequence, end + count, builder)

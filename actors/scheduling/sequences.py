@@ -43,6 +43,7 @@ class Request(msgspec.Struct, eq=False):
     admit: Admit
     sampling: Sampling  # of the first sequence
     stop_ids: frozenset[int]  # the primary EOS included
+    max_drafts: int  # of one sequence in a step
     sequences: "list[Sequence]"
     deferred: "list[Sequence]"  # siblings that wait for the leader's prompt to be computed
     num_unfinished: int
@@ -160,11 +161,12 @@ def open_request(admit: Admit, number: int, config: SchedulerConfig, capacity: i
     stop_ids = set(admit.stop_token_ids)
     if admit.eos_token_id is not None:
         stop_ids.add(admit.eos_token_id)
-    n = admit.params.n
+    n, max_drafts = admit.params.n, admit.params.max_draft_tokens
     request = Request(
         admit=admit,
         sampling=_sampling(admit, sorted(stop_ids), config.seed),
         stop_ids=frozenset(stop_ids),
+        max_drafts=config.num_speculative_tokens if max_drafts is None else max_drafts,
         sequences=[],
         deferred=[],
         num_unfinished=n,

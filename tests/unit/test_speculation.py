@@ -75,11 +75,20 @@ def test_a_wrong_value_is_named(value, named):
         ({"method": "eagle3"}, "eagle3"),
         ({"model": "draft"}, "draft_model"),
         ({"method": "ngram", "parallel_drafting": True}, "parallel_drafting"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 0.2}, "min_token_prob"),
     ],
 )
 def test_what_is_not_built_is_named(value, named):
     with pytest.raises(UnsupportedFeatureError, match=named):
         speculative_config(value, "cpu")
+
+
+def test_vllms_defaults_are_accepted():
+    defaults = {
+        "suffix_decoding_min_token_prob": 0.1,
+        "suffix_decoding_max_cached_requests": 10_000,
+    }
+    assert speculative_config({"method": "suffix", **defaults}, "cpu") == SUFFIX
 
 
 def test_it_is_refused_for_a_model_that_pools_and_on_a_gpu():
@@ -165,8 +174,10 @@ def test_drafts_that_earn_it_do_not():
 # The scheduling
 
 
-async def generate(engine, prompt, max_tokens):
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+async def generate(engine, prompt, max_tokens, **extra_args):
+    params = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args
+    )
     outputs = [output async for output in engine.generate(prompt, params, f"r{prompt}")]
     return list(outputs[-1].outputs[0].token_ids)
 
@@ -194,3 +205,19 @@ async def test_a_crowd_shares_the_rows_that_a_step_verifies():
     # Two rows of sixteen for each of eight: a draft of one token.
     assert stats.num_draft_tokens == stats.num_drafts
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("most", "num_steps"), [(0, 33), (1, 17), (7, 5), (100, 5)])
+@pytest.mark.trio
+async def test_a_request_may_bound_its_own_drafts(most, num_steps):
+    async with simulated_engine(max_steps_in_flight=1, num_speculative_tokens=7) as engine:
+        tokens = await generate(engine, (1, 2, 3), 33, num_speculative_tokens=most)
+        assert tokens == expected((1, 2, 3), 33)
+        assert engine.statistics().scheduler.num_steps == num_steps
+
+
+@pytest.mark.parametrize("wrong", [-1, True, "3", 1.5, None])
+def test_a_wrong_bound_of_a_request_is_named(wrong):
+    with pytest.raises(TrouperValidationError, match="num_speculative_tokens") as raised:
+        SamplingParams(extra_args={"num_speculative_tokens": wrong})
+    assert raised.value.parameter == "extra_args"

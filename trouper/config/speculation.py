@@ -19,8 +19,13 @@ OF_DRAFT_MODELS: dict[str, Any] = {
     "model": None, "draft_tensor_parallel_size": None, "tensor_parallel_size": None, "quantization": None, "revision": None,
     "code_revision": None, "max_model_len": None, "parallel_drafting": False, "use_heterogeneous_vocab": False,
     "disable_padded_drafter_batch": False, "num_speculative_tokens_per_batch_size": None, "enforce_eager": None,
-    "suffix_decoding_max_cached_requests": None,
 }  # fmt: skip
+# Keys of vLLM's drafts by frequency, and the values that change nothing here: the latest continuation is the draft, its
+# length follows what came of those before, and answers of other requests are not looked at.
+OF_FREQUENCIES: dict[str, tuple[Any, ...]] = {
+    "suffix_decoding_min_token_prob": (None, 0.1),
+    "suffix_decoding_max_cached_requests": (None, 0, 10_000),
+}
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,8 +65,9 @@ def speculative_config(
             f"speculative_config: the method {wanted!r} is not supported; there are {' and '.join(METHODS)}",
             parameter="speculative_config",
         )
-    for key, default in OF_DRAFT_MODELS.items():
-        if given.pop(key, default) != default:
+    without = {key: (default,) for key, default in OF_DRAFT_MODELS.items()} | OF_FREQUENCIES
+    for key, accepted in without.items():
+        if given.pop(key, accepted[0]) not in accepted:
             raise UnsupportedFeatureError(
                 f"speculative_config: {key} is not supported with {method!r}",
                 parameter="speculative_config",
