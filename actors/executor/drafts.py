@@ -1,4 +1,4 @@
-"""Drafts of the tokens that come next, taken from where the text went on alike before, and what became of them.
+"""Drafts of the tokens that come next, taken from where the text went on alike before or from a second model, and what became of them.
 
     known tokens  … 5 8 2 7 9 | 5 8 2          the last three stood before,
     drafts                            7 9      so what followed is verified: one step samples up to three tokens
@@ -10,6 +10,7 @@ Laws:
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -58,11 +59,27 @@ class Pace(msgspec.Struct):
             self.num_runs = self.num_drafted = self.num_accepted = 0
 
 
-class Drafter:
-    """Drafts for the sequences in the slots, one step after the other."""
+class SecondModel(Protocol):
+    """A model of its own that proposes drafts; `cpu/draft_model.py` is one."""
 
-    def __init__(self, config: SpeculativeConfig, slots: RequestSlots) -> None:
-        self._config = config
+    def place(self, slot: int, *, has_drafts: bool) -> None: ...
+
+    def propose(self, plan: StepPlan, lengths: Sequence[int]) -> list[list[int]]: ...
+
+    def keep(self, slot: int, end: int, num_right: int) -> None: ...
+
+
+class Drafter:
+    """Drafts for the sequences in the slots, one step after the other.
+
+    Args:
+        model: proposes them; None: the text does.
+    """
+
+    def __init__(
+        self, config: SpeculativeConfig, slots: RequestSlots, model: SecondModel | None = None
+    ) -> None:
+        self._config, self._model = config, model
         self._slots = slots
         self._paces: dict[int, Pace] = {}  # by slot; a slot that is not in it has no drafts
         self._drafts: list[list[int]] = []  # of each entry of the step that runs
@@ -72,6 +89,8 @@ class Drafter:
         self._paces.pop(slot, None)
         if not has_grammar:  # which would need a mask for each of its drafts
             self._paces[slot] = Pace(self._config.num_speculative_tokens)
+        if self._model is not None:
+            self._model.place(slot, has_drafts=not has_grammar)
 
     def propose(self, plan: StepPlan) -> np.ndarray | None:
         """Write drafts into the slots, behind the tokens that the plan computes.
@@ -79,6 +98,13 @@ class Drafter:
         Returns:
             How many for each entry [C]; None if there are none.
         """
+        if self._model is not None:
+            rooms = plan.num_lookahead_tokens or (0,) * len(plan.request_slots)
+            lengths = [
+                self._length(*entry) for entry in zip(plan.request_slots, rooms, strict=True)
+            ]
+            self._drafts = self._model.propose(plan, lengths)
+            return self._counts()
         if not plan.num_lookahead_tokens:
             return None
         entries = plan.request_slots, plan.num_computed_tokens, plan.num_lookahead_tokens
@@ -86,11 +112,17 @@ class Drafter:
             self._draft(slot, start + 1, room) if room else []
             for slot, start, room in zip(*entries, strict=True)
         ]
+        return self._counts()
+
+    def _counts(self) -> np.ndarray | None:
         return np.array([len(draft) for draft in self._drafts]) if any(self._drafts) else None
 
-    def _draft(self, slot: int, end: int, room: int) -> list[int]:
+    def _length(self, slot: int, room: int) -> int:
         pace = self._paces.get(slot)
-        length = 0 if pace is None else min(room, pace.next_length())
+        return min(room, pace.next_length()) if pace is not None and room else 0
+
+    def _draft(self, slot: int, end: int, room: int) -> list[int]:
+        length = self._length(slot, room)
         if length == 0:
             return []
         token_L = self._slots.token_ids[slot]
@@ -103,13 +135,16 @@ class Drafter:
         tokens, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
         token_ids: list[tuple[int, ...]] = []
         found: list[tuple[TokenLogprobs, ...]] = []
-        for slot, draft, is_sampled in zip(
-            plan.request_slots, self._drafts, plan.num_sampled_tokens, strict=True
+        for i, (slot, draft, is_sampled) in enumerate(
+            zip(plan.request_slots, self._drafts, plan.num_sampled_tokens, strict=True)
         ):
             drawn = [next(tokens) for _ in range(len(draft) + 1)] if is_sampled else []
             num_right = num_equal(draft, drawn)
             if draft:
                 self._paces[slot].note(len(draft), num_right)
+                if self._model is not None:
+                    end = plan.num_computed_tokens[i] + plan.num_scheduled_tokens[i]
+                    self._model.keep(slot, end, num_right)
             token_ids.append(tuple(drawn[: num_right + 1]))
             if sampled.logprobs:
                 own = [next(logprobs) for _ in drawn][: num_right + 1]

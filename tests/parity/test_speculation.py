@@ -1,8 +1,13 @@
 """Drafts change nothing: tokens, logprobs and reasons are those of an engine without them.  fp32, on the bundled model."""
 
+import json
+
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trouper import LLM, SamplingParams
+from trouper.config.model import DEMO_MODEL
 
 PROMPTS = [
     "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n    return a + b\n\n\ndef add(",
@@ -81,3 +86,63 @@ def test_the_schedule_does_not_matter(options, plain):
     assert found == {name: plain[name] for name in found}
     assert stats.num_accepted_tokens > 0
     assert (stats.num_preemptions > 0) == ("max_model_len" in options)
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    """A model of the same vocabulary that knows nothing."""
+    torch.manual_seed(0)
+    vocab_size = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("untrained")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def drafting(model):
+    return {"method": "draft_model", "model": str(model), "num_speculative_tokens": 4}
+
+
+def test_a_draft_model_that_is_the_model_foresees_every_token(plain):
+    with LLM(**BASE, speculative_config=drafting(DEMO_MODEL)) as llm:
+        names = ("greedy", "seeded", "top", "stop", "several")
+        assert run(llm, names) == {name: plain[name] for name in names}
+        stats = llm.llm_engine.statistics().scheduler
+    # the noise is the same, so sampled tokens are foreseen as well
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 300
+
+
+@pytest.mark.slow
+def test_a_draft_model_changes_nothing_whatever_is_asked_for(plain):
+    with LLM(**BASE, speculative_config=drafting(DEMO_MODEL)) as llm:
+        assert run(llm) == plain
+        assert llm.llm_engine.statistics().scheduler.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_model_len": 96, "num_gpu_blocks_override": 7, "block_size": 16},  # preemptions
+        {"max_num_batched_tokens": 8, "enforce_eager": True},
+    ],
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()),
+)
+def test_a_draft_model_that_knows_nothing_changes_nothing(options, plain, untrained):
+    with LLM(**{**BASE, **options}, speculative_config=drafting(untrained)) as llm:
+        found = run(llm, ("penalties",))
+        stats = llm.llm_engine.statistics().scheduler
+    assert found == {name: plain[name] for name in found}
+    assert stats.num_draft_tokens > 10 * stats.num_accepted_tokens
+
+
+def test_drafts_go_on_after_sleep(plain):
+    with LLM(**BASE, speculative_config=drafting(DEMO_MODEL)) as llm:
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert run(llm, ("greedy",)) == {"greedy": plain["greedy"]}
+        stats = llm.llm_engine.statistics().scheduler
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0

@@ -1,6 +1,8 @@
 """The option, the search for drafts, their lengths, and the part of the scheduling policy."""
 
+import json
 import logging
+import shutil
 
 import anyio
 import numpy as np
@@ -19,6 +21,7 @@ from trouper.actors.executor.drafts import (
     propose,
 )
 from trouper.config.args import EngineArgs
+from trouper.config.model import DEMO_MODEL
 from trouper.config.resolve import resolve
 from trouper.config.speculation import SpeculativeConfig, speculative_config
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -61,6 +64,9 @@ def test_more_drafts_than_are_exact_become_seven_with_a_line_in_the_log(caplog):
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "spec_factor"),
         ("ngram", "must be a dict"),
+        ({"method": "draft_model"}, "model is the draft model"),
+        ({"method": "suffix", "model": "draft"}, "model is the draft model"),
+        ({"method": "suffix", "revision": "main"}, "revision"),
     ],
 )
 def test_a_wrong_value_is_named(value, named):
@@ -73,7 +79,7 @@ def test_a_wrong_value_is_named(value, named):
     ("value", "named"),
     [
         ({"method": "eagle3"}, "eagle3"),
-        ({"model": "draft"}, "draft_model"),
+        ({"method": "mtp", "model": "draft"}, "mtp"),
         ({"method": "ngram", "parallel_drafting": True}, "parallel_drafting"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 0.2}, "min_token_prob"),
     ],
@@ -101,6 +107,22 @@ def test_it_is_refused_for_a_model_that_pools_and_on_a_gpu():
 def test_it_is_refused_beside_stages_of_a_pipeline():
     args = EngineArgs(speculative_config={"method": "ngram"}, pipeline_parallel_size=2)
     with pytest.raises(UnsupportedFeatureError, match="pipeline_parallel_size=2"):
+        resolve(args)
+
+
+def test_a_draft_model_needs_no_method():
+    found = speculative_config({"model": "draft", "num_speculative_tokens": 3}, "cpu")
+    assert (found.method, found.model) == ("draft_model", "draft")
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
+    folder = tmp_path / "draft"
+    shutil.copytree(DEMO_MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    size = config["vocab_size"]
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": size - 1}))
+    args = EngineArgs(speculative_config={"model": str(folder)})
+    with pytest.raises(TrouperValidationError, match=f"of {size} tokens, not of {size - 1}"):
         resolve(args)
 
 

@@ -28,7 +28,7 @@ from trouper.config.output_rules import (
     structured_outputs_config,
 )
 from trouper.config.pooler import PoolerSpec
-from trouper.config.speculation import SpeculativeConfig, speculative_config
+from trouper.config.speculation import SpeculativeConfig, draft_model, speculative_config
 from trouper.config.stages import PARTITION, max_steps_in_flight, read_partition, split_layers
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
@@ -119,6 +119,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_tokens: int | None
     lora: LoRAConfig | None = None  # None: requests with adapters are refused
     speculation: SpeculativeConfig | None = None
+    draft_model: ModelConfig | None = None  # where the speculation's drafts come from one
     scheduler: SchedulerConfig
 
     @property
@@ -201,6 +202,7 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         max_num_queued_tokens=None if offline else args.max_num_queued_tokens,
         lora=_lora_config(args, dtype, device, pooler),
         speculation=speculation,
+        draft_model=draft_model(args, model, speculation),
         structured_outputs=structured_outputs_config(args.structured_outputs_config),
         reasoning=reasoning_marks(args.reasoning_config),
         scheduler=scheduler,

@@ -1,22 +1,25 @@
 """The option `speculative_config`: what proposes tokens for a step to verify, and how many."""
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import msgspec
 
+from trouper.config.args import EngineArgs
 from trouper.config.devices import DeviceKind
+from trouper.config.model import ModelConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 logger = logging.getLogger("trouper")
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "draft_model")
 # A chunk of 8 tokens is attended token by token, so their bits are those of one by one: the last known token and 7 drafts.
 MAX_DRAFT_TOKENS = 7
 DEFAULT_NGRAM = 5
 # Keys of vLLM that belong to draft models, at the values that leave them out.
 OF_DRAFT_MODELS: dict[str, Any] = {
-    "model": None, "draft_tensor_parallel_size": None, "tensor_parallel_size": None, "quantization": None, "revision": None,
+    "draft_tensor_parallel_size": None, "tensor_parallel_size": None, "quantization": None,
     "code_revision": None, "max_model_len": None, "parallel_drafting": False, "use_heterogeneous_vocab": False,
     "disable_padded_drafter_batch": False, "num_speculative_tokens_per_batch_size": None, "enforce_eager": None,
 }  # fmt: skip
@@ -33,11 +36,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     `ngram` continues the text as it went on after the last place that ended in the same `prompt_lookup_max` tokens,
     or fewer, down to `prompt_lookup_min`.  `suffix` takes the longest such ending there is, and drafts the more the longer
-    it is.
+    it is.  `draft_model` asks a second, smaller model of the same vocabulary.
     """
 
-    method: Literal["ngram", "suffix"]
+    method: Literal["ngram", "suffix", "draft_model"]
     num_speculative_tokens: int
+    model: str | None = None  # of draft_model: a folder, a file or a hub id, as the engine's own
+    revision: str | None = None
     prompt_lookup_max: int = DEFAULT_NGRAM
     prompt_lookup_min: int = DEFAULT_NGRAM
     suffix_decoding_max_tree_depth: int = 24  # tokens that are compared
@@ -59,10 +64,11 @@ def speculative_config(
     if pools:
         raise _wrong("a model that pools generates no tokens", value)
     method = given.get("method")
+    if method is None and given.get("model") is not None:
+        method = given["method"] = "draft_model"
     if method not in METHODS:
-        wanted = "draft_model" if method is None and "model" in given else method
         raise UnsupportedFeatureError(
-            f"speculative_config: the method {wanted!r} is not supported; there are {' and '.join(METHODS)}",
+            f"speculative_config: the method {method!r} is not supported; there are {', '.join(METHODS)}",
             parameter="speculative_config",
         )
     without = {key: (default,) for key, default in OF_DRAFT_MODELS.items()} | OF_FREQUENCIES
@@ -99,12 +105,38 @@ def _given(value: Any) -> dict[str, Any]:
 
 
 def _check_ranges(config: SpeculativeConfig, value: Any) -> None:
+    if (config.method == "draft_model") != (config.model is not None):
+        raise _wrong("model is the draft model, with method='draft_model' and only with it", value)
+    if config.revision is not None and config.model is None:
+        raise _wrong("revision is that of the draft model", value)
     if config.num_speculative_tokens < 1:
         raise _wrong("num_speculative_tokens must be at least 1", value)
     if not 1 <= config.prompt_lookup_min <= config.prompt_lookup_max:
         raise _wrong("prompt_lookup_min must be at least 1 and at most prompt_lookup_max", value)
     if config.suffix_decoding_max_tree_depth < 1 or not config.suffix_decoding_max_spec_factor > 0:
         raise _wrong("suffix_decoding_max_tree_depth and _max_spec_factor must be above 0", value)
+
+
+def draft_model(
+    args: EngineArgs, model: ModelConfig, speculation: SpeculativeConfig | None
+) -> ModelConfig | None:
+    """Find the draft model, if there is one; may download, as the engine's own.
+
+    Raises:
+        TrouperValidationError: there is no such model, or it has another vocabulary.
+    """
+    if speculation is None or speculation.model is None:
+        return None
+    own = dataclasses.replace(
+        args, model=speculation.model, revision=speculation.revision, hf_overrides=None
+    )
+    draft, size = ModelConfig.load(own), model.vocab_size
+    if draft.vocab_size != size:
+        raise _wrong(
+            f"the draft model must have the model's vocabulary of {size} tokens, not of {draft.vocab_size}",
+            speculation.model,
+        )
+    return draft
 
 
 def _wrong(rule: str, value: Any) -> TrouperValidationError:

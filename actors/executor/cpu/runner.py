@@ -18,6 +18,7 @@ from torch import Tensor
 from trouper.actors.executor.adapters import AdapterSlots
 from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.batch import Batch, make_batch
+from trouper.actors.executor.cpu.draft_model import DraftModel
 from trouper.actors.executor.cpu.memory import give_back_free_memory
 from trouper.actors.executor.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
 from trouper.actors.executor.device import DeviceInfo
@@ -69,8 +70,15 @@ class CpuRunner:
             config.scheduler.max_num_seqs, config.max_model_len, config.block_size
         )
         self._sampler = Sampler(self._slots)
-        speculation = config.speculation
-        self._drafter = None if speculation is None else Drafter(speculation, self._slots)
+        speculation, draft_model = config.speculation, config.draft_model
+        self._draft_model = (
+            None
+            if draft_model is None
+            else DraftModel(config, draft_model, self._slots, self._sampler)
+        )
+        self._drafter = (
+            None if speculation is None else Drafter(speculation, self._slots, self._draft_model)
+        )
         self._decoder: Decoder[CpuOps] | None = None
         self._kv_specs = kv_cache_specs(self._traits)
         self._kv: KVCache | None = None
@@ -94,14 +102,19 @@ class CpuRunner:
                 `max_model_len` does not fit the KV memory.
         """
         config = self._config
-        self._num_blocks = num_kv_blocks(config, self._kv_specs, self._dtype.itemsize)
+        specs, draft_model = self._kv_specs, self._draft_model
+        if draft_model is not None:
+            specs += draft_model.kv_specs
+        self._num_blocks = num_kv_blocks(config, specs, self._dtype.itemsize)
         self.wake(frozenset({"weights", "kv_cache"}))
         return DeviceInfo(
             num_blocks=self._num_blocks,
             block_size=config.block_size,
             dtype=config.dtype,
             name="cpu",
-            num_weight_bytes=0 if self._decoder is None else self._decoder.num_weight_bytes,
+            num_weight_bytes=sum(
+                each.num_weight_bytes for each in (self._decoder, draft_model) if each is not None
+            ),
         )
 
     def sleep(self, level: int) -> None:
@@ -112,6 +125,8 @@ class CpuRunner:
             self._arena = Arena()
         if level >= 2:
             self._decoder = None
+        if self._draft_model is not None:
+            self._draft_model.sleep(level)
         self.release()
 
     def release(self) -> None:
@@ -131,6 +146,9 @@ class CpuRunner:
                     block_size=self._config.block_size,
                     empty=partial(torch.empty, dtype=self._dtype),
                 )
+            if self._draft_model is not None:
+                num_blocks = None if self._kv is None else self._num_blocks
+                self._draft_model.wake(num_blocks, has_weights=self._decoder is not None)
             if self._decoder is None or self._kv is None or self._config.enforce_eager:
                 return
             if self._recorded_steps is None:
@@ -213,6 +231,8 @@ class CpuRunner:
         for slot, block_ids in plan.new_blocks:
             self._slots.add_blocks(slot, block_ids)
         kv.copy_blocks(plan.copies)
+        if self._draft_model is not None:
+            self._draft_model.copy_blocks(plan.copies)
 
     def _make_batch(
         self, plan: StepPlan, decoder: Decoder[CpuOps], num_drafts: np.ndarray | None
