@@ -9,7 +9,7 @@ Laws:
   * A draft is a function of the tokens in the slot and of how the drafts of the slot fared since it was given away.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -59,6 +59,9 @@ class Pace(msgspec.Struct):
             self.num_runs = self.num_drafted = self.num_accepted = 0
 
 
+Forced = Callable[[int, int], list[int]]
+
+
 class SecondModel(Protocol):
     """A model of its own that proposes drafts; `cpu/draft_model.py` is one."""
 
@@ -73,21 +76,26 @@ class Drafter:
     """Drafts for the sequences in the slots, one step after the other.
 
     Args:
+        forced: the tokens that the grammar of a slot forces behind those before a position: drafts that are right.
         model: proposes them; None: the text does.
     """
 
     def __init__(
-        self, config: SpeculativeConfig, slots: RequestSlots, model: SecondModel | None = None
+        self,
+        config: SpeculativeConfig,
+        slots: RequestSlots,
+        forced: Forced,
+        model: SecondModel | None = None,
     ) -> None:
-        self._config, self._model = config, model
+        self._config, self._forced, self._model = config, forced, model
         self._slots = slots
-        self._paces: dict[int, Pace] = {}  # by slot; a slot that is not in it has no drafts
+        self._paces: dict[int, Pace] = {}  # by slot; those with a grammar have none
         self._drafts: list[list[int]] = []  # of each entry of the step that runs
 
     def place(self, slot: int, *, has_grammar: bool) -> None:
         """Forget how the drafts of the slot fared: another sequence has taken it."""
         self._paces.pop(slot, None)
-        if not has_grammar:  # which would need a mask for each of its drafts
+        if not has_grammar:  # whose drafts are always right; others would need a mask each
             self._paces[slot] = Pace(self._config.num_speculative_tokens)
         if self._model is not None:
             self._model.place(slot, has_drafts=not has_grammar)
@@ -104,6 +112,9 @@ class Drafter:
                 self._length(*entry) for entry in zip(plan.request_slots, rooms, strict=True)
             ]
             self._drafts = self._model.propose(plan, lengths)
+            for i, (slot, room) in enumerate(zip(plan.request_slots, rooms, strict=True)):
+                if room and slot not in self._paces:
+                    self._drafts[i] = self._force(slot, plan.num_computed_tokens[i] + 1, room)
             return self._counts()
         if not plan.num_lookahead_tokens:
             return None
@@ -121,7 +132,14 @@ class Drafter:
         pace = self._paces.get(slot)
         return min(room, pace.next_length()) if pace is not None and room else 0
 
+    def _force(self, slot: int, end: int, room: int) -> list[int]:
+        draft = self._forced(slot, end)[:room]
+        self._slots.token_ids[slot, end : end + len(draft)] = draft
+        return draft
+
     def _draft(self, slot: int, end: int, room: int) -> list[int]:
+        if slot not in self._paces:
+            return self._force(slot, end, room)
         length = self._length(slot, room)
         if length == 0:
             return []
@@ -140,7 +158,7 @@ class Drafter:
         ):
             drawn = [next(tokens) for _ in range(len(draft) + 1)] if is_sampled else []
             num_right = num_equal(draft, drawn)
-            if draft:
+            if draft and slot in self._paces:
                 self._paces[slot].note(len(draft), num_right)
                 if self._model is not None:
                     end = plan.num_computed_tokens[i] + plan.num_scheduled_tokens[i]

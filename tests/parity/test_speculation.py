@@ -1,6 +1,7 @@
 """Drafts change nothing: tokens, logprobs and reasons are those of an engine without them.  fp32, on the bundled model."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trouper import LLM, SamplingParams
 from trouper.config.model import DEMO_MODEL
+from trouper.structured_outputs import StructuredOutputsParams
 
 PROMPTS = [
     "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n    return a + b\n\n\ndef add(",
@@ -52,6 +54,47 @@ def run(llm, names=tuple(PARAMS)):
 def plain():
     with LLM(**BASE) as llm:
         return run(llm)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"identifier": {"type": "integer"}, "description": {"enum": ["short", "long"]}},
+    "required": ["identifier", "description"],
+}
+STRUCTURED = {
+    "schema": StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
+    "regex": StructuredOutputsParams(regex="(red|blue), or nothing at all (but [0-9]+ of them)"),
+    "choice": StructuredOutputsParams(choice=["a long answer", "a longer answer"]),
+}
+
+
+def structured(llm):
+    """Draw outputs that match a grammar, plainly and with edits of the logits."""
+    found = {}
+    for name, outputs in STRUCTURED.items():
+        for edits in ({}, {"top_k": 20}, {"repetition_penalty": 1.2}, {"min_tokens": 4}):
+            params = SamplingParams(
+                temperature=0.8, seed=1, max_tokens=50, logprobs=2, structured_outputs=outputs, **edits
+            )  # fmt: skip
+            found[name, *edits] = [
+                (o.outputs[0].token_ids, o.outputs[0].logprobs, o.outputs[0].finish_reason)
+                for o in llm.generate(PROMPTS, params, use_tqdm=False)
+            ]
+    return found
+
+
+@pytest.mark.skipif(not find_spec("llguidance"), reason="extra grammar")
+@pytest.mark.parametrize("method", ["suffix", pytest.param("draft_model", marks=pytest.mark.slow)])
+def test_the_tokens_that_a_grammar_forces_are_drafts(method):
+    own = {"model": str(DEMO_MODEL)} if method == "draft_model" else {}
+    with LLM(**BASE) as llm:
+        wanted = structured(llm)
+        num_steps = llm.llm_engine.statistics().scheduler.num_steps
+    with LLM(**BASE, speculative_config={"method": method, **own}) as llm:
+        assert structured(llm) == wanted
+        stats = llm.llm_engine.statistics().scheduler
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 50  # a forced token is right
+    assert stats.num_steps < 0.9 * num_steps
 
 
 @pytest.mark.parametrize(

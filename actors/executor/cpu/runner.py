@@ -77,7 +77,9 @@ class CpuRunner:
             else DraftModel(config, draft_model, self._slots, self._sampler)
         )
         self._drafter = (
-            None if speculation is None else Drafter(speculation, self._slots, self._draft_model)
+            None
+            if speculation is None
+            else Drafter(speculation, self._slots, self._sampler.forced, self._draft_model)
         )
         self._decoder: Decoder[CpuOps] | None = None
         self._kv_specs = kv_cache_specs(self._traits)

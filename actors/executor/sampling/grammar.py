@@ -162,7 +162,7 @@ class GrammarMasks:
         They can be taken for drawn: the next steps would draw them whatever the logits.
         """
         matching = self._in_use.get(slot)
-        if matching is None:
+        if matching is None or not matching.is_plain:
             return []
         self._read(slot, matching, end)
         can_force = matching.is_followed and not matching.matcher.is_stopped()

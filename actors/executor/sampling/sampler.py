@@ -4,6 +4,7 @@
 
 Laws:
   * A request's token is a function of its own logits, parameters, seed and position alone.
+  * The drafts of a slot with a grammar are tokens that it forces, so its mask concerns the last of the slot's rows.
   * A grammar's mask comes after every other edit, in the call that draws; it touches no other request.  What is drawn
     before its grammar is asked may be drawn once more, with the same noise.
   * A step is one call, whatever the number of requests, but for those that are edited or want logprobs: each
@@ -95,7 +96,13 @@ class Sampler:
 
     def prepare(self, slots_R: np.ndarray, ends_R: np.ndarray) -> None:
         """Fill the masks that these slots need, before their tokens are drawn."""
-        self._grammars.prepare(slots_R, ends_R)
+        last = _last_rows(slots_R)
+        self._grammars.prepare(slots_R[last], ends_R[last])
+
+    def forced(self, slot: int, end: int) -> list[int]:
+        """Return tokens that a grammar forces at position `end` and those after it, if no other edit has a say."""
+        is_alone = self._penalties.leave_alone((slot,))
+        return self._grammars.forced(slot, end) if is_alone else []
 
     def draw(
         self,
@@ -121,8 +128,11 @@ class Sampler:
         token_R: np.ndarray,
     ) -> list[int]:
         """Draw again what a grammar refuses, write each token into its slot, if it is one, and return all as a list."""
-        refused, failed = self._grammars.refused(slots_R, token_R)
-        if refused:
+        last = _last_rows(slots_R)
+        refused, failed = (last[i] for i in self._grammars.refused(slots_R[last], token_R[last]))
+        if len(last) < len(token_R):
+            self._force(slots_R, ends_R, token_R, last)
+        if len(refused):
             token_R[refused] = self.draw(
                 logits_TV, picked_R[refused], slots_R[refused], ends_R[refused]
             )
@@ -130,6 +140,15 @@ class Sampler:
         is_drawn_R = token_R >= 0
         self._slots.token_ids[slots_R[is_drawn_R], ends_R[is_drawn_R]] = token_R[is_drawn_R]
         return token_R.tolist()
+
+    def _force(
+        self, slots_R: np.ndarray, ends_R: np.ndarray, token_R: np.ndarray, last: np.ndarray
+    ) -> None:
+        """Take the drafts of slots with a grammar for drawn: all of them are forced."""
+        for i in np.setdiff1d(np.arange(len(token_R)), last).tolist():
+            slot = int(slots_R[i])
+            if token_R[i] != NOT_FINITE and self._grammars.any_in((slot,)):
+                token_R[i] = self._slots.token_ids[slot, ends_R[i]]
 
     def sample(
         self,
@@ -167,6 +186,11 @@ class Sampler:
                     raw_V, token_ids[i], s.logprobs or 0, s.logprob_token_ids
                 )
         return Sampled(token_ids, logprobs)
+
+
+def _last_rows(slots_R: np.ndarray) -> np.ndarray:
+    """Return the indices of the rows that are the last of their slots; those before them verify drafts."""
+    return np.flatnonzero(np.append(slots_R[1:] != slots_R[:-1], [True] * (len(slots_R) > 0)))
 
 
 def token_logprobs(
