@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import msgspec
 
+from trouper.actors.rendering.grammar_work import MAX_WORK, work_of
 from trouper.actors.rendering.structural_tags import StructuralTagError, structural_tag_lark
 from trouper.errors import GrammarError
 from trouper.lark import WHITESPACE
@@ -30,6 +31,8 @@ NAMED, DATA = (
 _EBNF = re.compile(
     r"^\s*[\w-]+\s*::=", re.MULTILINE
 )  # a rule; in Lark it may stand in a schema's texts
+_JSON_RULE = re.compile(r"%json\s*(?={)")  # in Lark, with a schema behind it
+_decoder = json.JSONDecoder()
 
 
 def grammar_source(params: StructuredOutputsParams) -> str:
@@ -56,7 +59,10 @@ def grammar_source(params: StructuredOutputsParams) -> str:
 def failure(message: str, kind: str) -> GrammarError:
     """Make the error of a grammar that the compiler has refused with this message."""
     lines = message.strip() or "it cannot be compiled"
-    if any(word in lines for word in ("too big", "too large", "too many", "too complex", "limit")):
+    if any(
+        word in lines.lower()
+        for word in ("too big", "too large", "too many", "too complex", "limit")
+    ):
         return refused(kind, f"too complex: {lines}", TOO_COMPLEX)
     return refused(kind, lines, INVALID_SCHEMA if kind in SCHEMA_KINDS else INVALID_GRAMMAR)
 
@@ -65,6 +71,14 @@ def refused(kind: str, reason: str, code: str) -> GrammarError:
     """Make the error of a grammar of this kind."""
     text = f"structured_outputs.{kind}: {reason}"
     return GrammarError(text, parameter="structured_outputs", code=code)
+
+
+def check_work(schema: Any, kind: str) -> None:
+    """Refuse schemas that the compiler would work at for seconds: it counts its steps, but not these."""
+    work = work_of(schema)
+    if work > MAX_WORK:
+        reason = f"too complex: properties and multipleOf cost {work:.1e} steps; at most {MAX_WORK:.1e} may be"
+        raise refused(kind, reason, TOO_COMPLEX)
 
 
 def _json_source(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
@@ -84,6 +98,7 @@ def _json_source(schema: dict[str, Any], params: StructuredOutputsParams) -> str
 def _schema(given: Any, params: StructuredOutputsParams) -> dict[str, Any]:
     """Read a schema, whose text and depth are bounded."""
     schema = _object(given, "json", INVALID_SCHEMA, MAX_DEPTH)
+    check_work(schema, "json")
     # What the compiler is told in a schema would lift the bounds on whitespace.
     schema = {name: value for name, value in schema.items() if name != "x-guidance"}
     return _closed(schema) if params.disable_additional_properties else schema
@@ -186,6 +201,7 @@ def _choice_source(choice: list[str]) -> str:
 def _structural_tag_source(params: StructuredOutputsParams) -> str:
     kind, code = "structural_tag", INVALID_GRAMMAR
     tag = _object(params.structural_tag, kind, code, MAX_TAG_DEPTH)
+    check_work(tag, kind)
     try:
         return _tagged("lark", _checked_size(structural_tag_lark(tag, _lark), kind))
     except StructuralTagError as error:
@@ -194,6 +210,11 @@ def _structural_tag_source(params: StructuredOutputsParams) -> str:
 
 def _lark(text: str) -> str:
     """Return a grammar in Lark, which may be given as EBNF."""
+    for found in _JSON_RULE.finditer(text):
+        try:
+            check_work(_decoder.raw_decode(text, found.end())[0], "grammar")
+        except json.JSONDecodeError:
+            continue  # the compiler says what is wrong with it
     if not _EBNF.search(text):
         return text
     from llguidance.gbnf_to_lark import gbnf_to_lark

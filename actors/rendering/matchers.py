@@ -77,8 +77,11 @@ class Matchers:
             found: Any = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=limits)
         except (ValueError, UnicodeError) as error:
             raise NotAGrammarError(str(error)) from None
-        if found.is_error():
-            raise NotAGrammarError(found.get_error())
+        first = found.deep_copy()
+        first.compute_bitmask()  # what no text matches, and what takes too many steps at once, is seen here
+        for matcher in (found, first):
+            if matcher.is_error():
+                raise NotAGrammarError(_reason(matcher.get_error()))
         with self._lock:
             self._compiled[digest] = found
             if len(self._compiled) > MAX_COMPILED:
@@ -115,6 +118,11 @@ class ReceivedGrammars:
     def _text_of(self, token: int) -> str:
         texts = self._known().texts
         return texts[token] if 0 <= token < len(texts) else ""
+
+
+def _reason(error: str) -> str:
+    """Write the compiler's error; of a grammar without any text it says only what it could not compute."""
+    return "no text matches it" if error.startswith("NoExtensionBias") else error
 
 
 def _tokens(vocabulary: Vocabulary) -> Any:

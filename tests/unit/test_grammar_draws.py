@@ -29,6 +29,8 @@ KINDS = {
     "tag": {"structural_tag": json.dumps(TAG)},
 }
 
+ENDLESS = 'start: ("a"{1000}){1000}'  # too many to be looked through at the second token
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -148,9 +150,10 @@ def test_logits_that_are_not_finite_fail_whatever_the_grammar(grammars):
     assert Row(compiled(grammars, {"regex": "[a-z]+"}), Sampling()).draw(logits_V) == NOT_FINITE
 
 
-def test_a_grammar_without_an_end_fails_where_its_bits_are_needed(grammars):
-    row = Row(compiled(grammars, {"json": {"$ref": "#"}}), Sampling())
-    assert row.draw(torch.zeros(V)) == GRAMMAR_ERROR
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}])
+def test_a_grammar_that_takes_too_many_steps_later_fails_there(grammars, options):
+    row = Row(compiled(grammars, {"grammar": ENDLESS}), Sampling(**options))
+    assert GRAMMAR_ERROR in [row.draw(torch.zeros(V)) for _ in range(3)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

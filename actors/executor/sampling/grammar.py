@@ -14,6 +14,7 @@ Laws:
     budget is used up; then its end is forced, token by token, and the grammar begins.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
@@ -34,6 +35,7 @@ class _Matching(msgspec.Struct):
     grammar: Grammar
     matcher: Any
     end: int  # position of the first token that was not read
+    forced: deque[int]  # tokens that must come next, as far as they were asked for
     reasoning: ReasoningProgress | None = None
     is_plain: bool = False
     is_unchecked: bool = False  # the token to be drawn next is asked after when it is drawn
@@ -44,6 +46,22 @@ class _Matching(msgspec.Struct):
     def is_followed(self) -> bool:
         """Whether the grammar alone says what may come next."""
         return self.matcher is not None and (self.reasoning is None or self.reasoning.is_over)
+
+    def consume(self, outputs: list[int]) -> None:
+        """Let the matcher read outputs."""
+        self.matcher.consume_tokens(outputs)
+        for token in outputs:
+            if self.forced and self.forced.popleft() != token:
+                self.forced.clear()
+
+    def next_forced(self) -> int | None:
+        """Return the only token that may come next, if there is but one.
+
+        A forced text is spelled once, not at each of its tokens: one of 100,000 characters takes 15 ms.
+        """
+        if not self.forced:
+            self.forced.extend(forced_tokens(self.matcher))
+        return self.forced[0] if self.forced else None
 
 
 class GrammarMasks:
@@ -77,7 +95,7 @@ class GrammarMasks:
             self._words_SW = np.zeros((len(self.addresses), num_words), dtype=np.int32)
         matcher, end = grammar.matcher(), int(self._slots.num_prompt[slot])
         reasoning = _reasoning(grammar, matcher)
-        self._in_use[slot] = _Matching(grammar, matcher, end, reasoning, is_plain)
+        self._in_use[slot] = _Matching(grammar, matcher, end, deque(), reasoning, is_plain)
         self.addresses[slot] = self._words_SW[slot].ctypes.data
 
     def clear(self) -> None:
@@ -123,8 +141,8 @@ class GrammarMasks:
             self._read(slot, matching, end)
             if not matching.is_plain or not matching.is_followed or matching.matcher.is_stopped():
                 self._fill(slot, matching)
-            elif forced := forced_tokens(matching.matcher):
-                self._allow_one(slot, forced[0])
+            elif (forced := matching.next_forced()) is not None:
+                self._allow_one(slot, forced)
             else:
                 self.addresses[slot], matching.is_unchecked = 0, True
         self._seconds += perf_counter() - started
@@ -166,7 +184,7 @@ class GrammarMasks:
             return []
         self._read(slot, matching, end)
         can_force = matching.is_followed and not matching.matcher.is_stopped()
-        return forced_tokens(matching.matcher) if can_force else []
+        return list(matching.forced) if can_force and matching.next_forced() is not None else []
 
     def _those_in_use(
         self, slots_R: np.ndarray, numbers_R: np.ndarray
@@ -189,7 +207,7 @@ class GrammarMasks:
             take = matching.reasoning.take
             outputs = [token for token in outputs if take(token)]
         if matching.matcher is not None and outputs:
-            matching.matcher.consume_tokens(outputs)
+            matching.consume(outputs)
 
     @staticmethod
     def _allows(matching: _Matching, token: int) -> bool:
@@ -233,6 +251,9 @@ class GrammarMasks:
         matching.can_only_end = matcher.is_stopped()
         if matching.can_only_end:
             words_W[:] = 0
+        elif (forced := matching.next_forced()) is not None:
+            words_W[:] = 0
+            _set(words_W, forced)
         else:
             num_words = -(-matching.grammar.num_tokens // 32)
             matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, 4 * num_words)
