@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.bench import plot, roofs, startup
+from trouper.bench import plot, roofs, startup, structured
 from trouper.bench import throughput as core
 from trouper.bench.kernels import OPS, TOLERANCE, Case, Shapes, WrongResultError, measure
 from trouper.bench.loop_gap import Heartbeat
@@ -189,6 +189,9 @@ def test_structured_compares_streams_by_a_schema_with_free_ones(report):
     assert found["ratio"] == pytest.approx(found["structured_tok_s"] / found["free_tok_s"])
     assert found["first_token_new_schema_ms"]["p50"] > 0
     assert found["loop_gap_ms"]["max"] >= found["loop_gap_ms"]["p50"]
+    assert 0 < found["redrawn_share"] < 1
+    assert found["mask_ms_per_step"] > 0
+    assert found["missed"] == structured.missed(found)
 
 
 @pytest.mark.parametrize("loop", ["trio", "asyncio"])

@@ -1,11 +1,13 @@
 """Long answers that are made to be slow to read: their work is bounded, and the cuts still do not matter."""
 
-import time
+import re
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trouper.bench.parsers import HOSTILE, SLICE, hostile_text, parser_of
 from trouper.frontends.dialects import json_scanner
 from trouper.frontends.dialects.calls import MAX_STEPS
 from trouper.frontends.dialects.core import AnswerParser
@@ -15,27 +17,12 @@ from trouper.frontends.dialects.table import BY_NAME
 
 from .test_core import TOOLS, parse
 
-ENDLESS = [
-    ("hermes", "", "<tool_call>"),
-    ("hermes", "", '<tool_call>{"name":"f","arguments":{}}</tool_call>'),
-    ("hermes", "<tool_call>{", '"a":1,'),
-    ("hermes", '<tool_call>{"name":"f","arguments":{"a":', "[],"),
-    ("hermes", '<tool_call>{"name":"f","arguments":{"a":"', '\\"'),
-    ("mistral", "[TOOL_CALLS]f", "[" * 60 + "]" * 60),
-    ("qwen3_coder", "<tool_call><function=f>", "<parameter=a>1</parameter>"),
-    ("qwen3_coder", "<tool_call>", "<function=f>"),
-    ("pythonic", "[f(a=[", "1,"),
-    ("pythonic", "[f(a=[", "[],"),
-    ("pythonic", "[f(a='", "\\n"),
-    ("gemma4", "<|tool_call>call:f{a:[", "1,"),
-    ("openai", "", "<|channel|>commentary to=functions.f<|message|>{}<|call|>"),
-    ("openai", "", "<|channel|>"),
-]
+UNREAD = re.compile(r"(\d+) characters not read")
 
 
-@pytest.mark.parametrize(("name", "beginning", "pattern"), ENDLESS)
+@pytest.mark.parametrize(("name", "beginning", "pattern"), HOSTILE)
 def test_what_is_endless_gives_the_same_events_in_pieces(name, beginning, pattern):
-    text = (beginning + pattern * 3000)[:40_000]
+    text = hostile_text(beginning, pattern, 40_000)
     pieces = [text[i : i + 997] for i in range(0, len(text), 997)]
     assert parse(name, pieces) == parse(name, [text])
 
@@ -76,16 +63,31 @@ def test_a_value_that_is_too_deep_is_no_argument():
     assert parse("json", [deep]) == [["Content", deep]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "beginning", "pattern"), ENDLESS)
-def test_a_megabyte_takes_a_fraction_of_a_second(name, beginning, pattern):
-    text = (beginning + pattern * 2**20)[: 2**20]
-    parser = AnswerParser(BY_NAME[name], TOOLS)
-    started = time.process_time()
-    for i in range(0, len(text), 1024):
-        parser.feed(text[i : i + 1024])
-    parser.end()
-    assert time.process_time() - started < 0.5  # 0.05 s on a quiet machine
+def calls_of(dialect, text):
+    """Functions that a whole answer calls, in deltas of 1,024 characters; and the most that it keeps unread."""
+    parser, num_calls, most_unread = parser_of(dialect), 0, 0
+    pieces = [text[i : i + SLICE] for i in range(0, len(text), SLICE)]
+
+    def count(frame, event, arg):
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    for piece in pieces:
+        sys.setprofile(count)
+        parser.feed(piece)
+        sys.setprofile(before)
+        most_unread = max(most_unread, int(UNREAD.search(repr(parser))[1]))
+    return num_calls, most_unread
+
+
+@pytest.mark.parametrize(("name", "beginning", "pattern"), HOSTILE)
+def test_work_grows_with_the_text_and_no_faster(name, beginning, pattern):
+    short, _ = calls_of(name, hostile_text(beginning, pattern, 2**17))
+    long, unread = calls_of(name, hostile_text(beginning, pattern, 2**18))
+    assert long < 2.1 * short + 1000
+    assert long < 100 * MAX_STEPS + 150 * 2**18 / SLICE
+    assert unread < 2 * SLICE
 
 
 def test_content_goes_on_as_it_comes():

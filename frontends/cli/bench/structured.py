@@ -55,11 +55,19 @@ def structured(
 
 
 def _lines(record: dict[str, Any]) -> list[str]:
-    gap = record["loop_gap_ms"]
+    gap, missed = record["loop_gap_ms"], record["missed"]
+    work: list[str] = []
+    if "mask_ms_per_step" in record:
+        work = [
+            f"masks take {record['mask_ms_per_step']:.2f} ms a step; "
+            f"{100 * record['redrawn_share']:.0f} % of the tokens are drawn again"
+        ]
     return [
         f"free {record['free_tok_s']:.0f} tokens/s, by a schema {record['structured_tok_s']:.0f}: "
         f"ratio {record['ratio']:.3f}",
+        *work,
         f"a new schema adds {record['new_schema_ms']:.1f} ms to the first token",
         f"event loop late by p50 {gap['p50']:.2f}, p99 {gap['p99']:.2f}, max {gap['max']:.2f} ms "
         f"at {record['schemas_per_s']:g} new schemas a second",
+        f"beyond its bound: {', '.join(missed)}" if missed else "all within their bounds",
     ]
