@@ -1,14 +1,16 @@
 """Long answers that are made to be slow to read: their work is bounded, and the cuts still do not matter."""
 
+import ast
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.bench.parsers import HOSTILE, SLICE, hostile_text, parser_of
-from trouper.frontends.dialects import json_scanner
+from trouper.frontends.dialects import core, json_scanner
 from trouper.frontends.dialects.calls import MAX_STEPS
 from trouper.frontends.dialects.core import AnswerParser
 from trouper.frontends.dialects.events import Content
@@ -94,3 +96,19 @@ def test_content_goes_on_as_it_comes():
     parser = AnswerParser(BY_NAME["hermes"], TOOLS)
     assert parser.feed("so <") == [Content("so ")]
     assert parser.feed("b>") == [Content("<b>")]
+
+
+def test_nothing_that_a_model_writes_is_evaluated():
+    called = {
+        node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        for path in Path(core.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    }
+    assert not called & {
+        "eval",
+        "exec",
+        "compile_command",
+        "__import__",
+        "import_module",
+    }

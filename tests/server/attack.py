@@ -33,10 +33,11 @@ TITLES = {
     "B07": "every route without a key", "B08": "control routes on the public listener",
     "B09": "models", "B10": "conversations", "B11": "prompts", "B12": "n", "B13": "numbers",
     "B14": "integers", "B15": "logprobs", "B16": "stop", "B17": "masks", "B18": "no token is allowed",
+    "B19": "schemas", "B20": "expressions", "B22": "grammars and tags", "B23": "tools",
     "B26": "template variables", "B27": "text that spells control tokens", "B28": "embeddings", "B25": "templates in requests",
     "B31": "cache salts", "B33": "items of responses", "B34": "request ids", "B35": "media", "B43": "hard text",
     "B44": "fields too long", "B45": "priorities and deadlines", "B46": "many mistakes at once",
-    "B48": "no HTTP", "B49": "upgrades and pipelines", "grammars": "schemas, expressions and grammars of structured output", "unbuilt": "fields that are known and not built", "pairs": "fields that do not go together",
+    "B48": "no HTTP", "B49": "upgrades and pipelines", "grammars": "kinds of structured output", "unbuilt": "fields that are known and not built", "pairs": "fields that do not go together",
     "tokens": "tokenize and detokenize", "beams": "beam search",
 }  # fmt: skip
 

@@ -39,6 +39,21 @@ def r(name, status=400, code="invalid_value", param=..., /, **fields):
     return Case(name, R, json.dumps({"input": "x", "max_output_tokens": 1, **fields}).encode(), status, code, param)  # fmt: skip
 
 
+def g(kind, value, code="invalid_schema"):
+    """A completion by a grammar of this kind."""
+    return c(
+        f"{kind} {value!r:.40}", 400, code, "structured_outputs", structured_outputs={kind: value}
+    )
+
+
+def two_each(levels):
+    """An object of two, each of which is an object of two …"""
+    found = {"type": "string"}
+    for _ in range(levels):
+        found = {"type": "object", "properties": {"a": found, "b": found}}
+    return found
+
+
 def raw(name, body, code="invalid_json", status=400, path=C, **more):
     return Case(name, path, body, status, code, **more)
 
@@ -128,19 +143,6 @@ SUITE = {
         h("message", 400, "invalid_schema", "messages[0]", messages=["hi"]),
         h("long", 400, "context_length_exceeded", "messages",
           messages=[{"role": "user", "content": "x" * 200_000}]),
-        h("tools", 400, "invalid_value", "tools", tools=[]),
-        h("tool choice", 400, "invalid_value", "tool_choice", tool_choice="auto"),
-        h("many tools", 400, "invalid_value", "tools", tools=[{"function": {"name": "f"}}] * 1000),
-        *(
-            h(f"a tool named {name!r:.12}", 400, "invalid_value", "tools[0].function.name", tools=[{"function": {"name": name}}])
-            for name in ("x" * 10_000, "a\nb", "", 3)
-        ),
-        h("parameters", 400, "invalid_value", "tools[0].function.parameters", tools=[{"function": {"name": "f", "parameters": []}}]),
-        *(
-            h(f"the choice {choice!r:.20}", 400, "invalid_value", "tool_choice", tools=[{"function": {"name": "f"}}], tool_choice=choice)
-            for choice in ("maybe", {}, {"type": "function"}, {"type": "function", "function": {"name": "g"}}, {"type": "allowed_tools"})
-        ),
-        h("a tool without a function", 400, "invalid_value", "tools[0].function", tools=[{"type": "function"}]),
     ],
     "B11": [
         c("no prompt", 400, "invalid_value", "prompt", prompt=None),
@@ -325,20 +327,67 @@ SUITE = {
         c("a format", 400, "invalid_value", "response_format", response_format={"type": "xml"}),
         h("no schema", 400, "invalid_value", "response_format", response_format={"type": "json_schema"}),
         *(
-            c(f"{kind} {value!r:.24}", 400, code, "structured_outputs", structured_outputs={kind: value})
-            for kind, value, code in (
-                ("json", {"type": "objec"}, "invalid_schema"), ("json", "{", "invalid_schema"),
-                ("json", {"not": {}}, "invalid_schema"), ("json", {"$ref": "http://a/b"}, "invalid_schema"),
-                ("json", "[" * 9999, "schema_too_complex"), ("json", 1, "invalid_value"),
-                ("json", {"enum": [f"v{i}" * 9 for i in range(9999)]}, "schema_too_complex"),
-                ("regex", "(", "invalid_grammar"), ("regex", "a" * 2**19, "schema_too_complex"),
-                ("grammar", "start: foo", "invalid_grammar"), ("grammar", "root ::= (", "invalid_grammar"),
-                ("choice", [], "invalid_value"), ("choice", [1], "invalid_value"), ("xml", "a", "invalid_value"),
-                ("structural_tag", "{}", "invalid_grammar"), ("json_object", False, "invalid_value"),
-            )
+            g(kind, value, "invalid_value")
+            for kind, value in (("json", 1), ("choice", []), ("choice", [1]), ("xml", "a"), ("json_object", False))
         ),
         c("two kinds", 400, "invalid_value", "structured_outputs", structured_outputs={"regex": "a", "choice": ["a"]}),
         c("two ways", 400, "invalid_value", "guided_regex", structured_outputs={"regex": "a"}, guided_regex="a"),
+    ],
+    "B19": [
+        *(
+            g("json", schema)
+            for schema in (
+                {"type": "objec"}, "{", "[]", {"not": {}}, {"$ref": "http://a/b"}, {"$ref": "file:///etc/passwd"}, {"$ref": "#"},
+                {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+                {"type": "string", "pattern": "("}, {"type": "array", "minItems": 5, "maxItems": 2},
+                {"type": "string", "minLength": 5, "maxLength": 2}, {"type": "integer", "minimum": 5, "maximum": 2},
+            )
+        ),
+        *(
+            g("json", schema, "schema_too_complex")
+            for schema in (
+                "[" * 9999, '{"items":' * 100 + "{}" + "}" * 100, {"enum": [f"v{i}" * 9 for i in range(9999)]},
+                {"properties": {f"p{i}": {"type": "string"} for i in range(30_000)}},
+                {"properties": {f"p{i}": {} for i in range(5000)}}, {"type": "integer", "multipleOf": 1_000_003},
+                {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}, two_each(12),
+            )
+        ),
+        h("the format's schema", 400, "invalid_schema", "structured_outputs",
+          response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}),
+        h("a tool's schema", 400, "invalid_grammar", "tools", tool_choice="required",
+          tools=[{"function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}}]),
+    ],
+    "B20": [
+        *(g("regex", regex, "invalid_grammar") for regex in ("(", "(?<=a)b", r"(a)\1", "[z-a]", "a{4294967296}")),
+        g("regex", "a" * 2**19, "schema_too_complex"),
+    ],
+    "B22": [
+        *(
+            g("grammar", grammar, "invalid_grammar")
+            for grammar in ("", "start: foo", "root ::= (", "root ::= root", 'root ::= root "a"', "start: start")
+        ),
+        *(g("structural_tag", tag, "invalid_grammar") for tag in ("", "{}", '{"structures": [], "triggers": []}')),
+    ],
+    "B23": [
+        h("tools", 400, "invalid_value", "tools", tools=[]),
+        h("tool choice", 400, "invalid_value", "tool_choice", tool_choice="auto"),
+        h("many tools", 400, "invalid_value", "tools", tools=[{"function": {"name": "f"}}] * 1000),
+        *(
+            h(f"a tool named {name!r:.12}", 400, "invalid_value", "tools[0].function.name", tools=[{"function": {"name": name}}])
+            for name in ("x" * 10_000, "a\nb", "", 3)
+        ),
+        h("parameters", 400, "invalid_value", "tools[0].function.parameters", tools=[{"function": {"name": "f", "parameters": []}}]),
+        *(
+            h(f"the choice {choice!r:.20}", 400, "invalid_value", "tool_choice", tools=[{"function": {"name": "f"}}], tool_choice=choice)
+            for choice in ("maybe", {}, {"type": "function"}, {"type": "function", "function": {"name": "g"}}, {"type": "allowed_tools"})
+        ),
+        h("a tool without a function", 400, "invalid_value", "tools[0].function", tools=[{"type": "function"}]),
+        *(
+            h(f"{path} of tools", 400, code, "tools", tool_choice="required", tools=[{"function": {"name": "f", "parameters": schema}}])
+            for path, code, schema in (
+                ("a list", "invalid_value", {"type": "array"}), ("the work", "schema_too_complex", {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 1_000_003}}}),
+            )
+        ),
     ],
     "B33": [
         r("item", 400, "not_supported", "input[0].type", input=[{"type": "item_reference", "id": "../x"}]),

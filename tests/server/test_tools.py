@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from trouper.bench.parsers import HOSTILE, hostile_text
 from trouper.frontends.server.app import create_app
 from trouper.frontends.server.settings import ServerSettings
 
@@ -220,3 +221,34 @@ async def test_tools_stay_out_of_the_prompt_where_the_server_says_so(engine):
 async def test_what_is_wrong_is_named(says, fields, parameter):
     answer = await says("x").post(PATH, {**CHAT, **fields})
     assert (answer.status, answer.error["param"]) == (400, parameter)
+
+
+@pytest.mark.parametrize("case", HOSTILE, ids=lambda case: ascii("".join(case))[:48])
+async def test_a_hostile_answer_is_an_answer(engine, case):
+    dialect, beginning, pattern = case
+    text = hostile_text(beginning, pattern, 16_384)
+    cut = [text[i : i + 1000] for i in range(0, len(text), 1000)]
+
+    def script(number, params):
+        pieces = cut if number else [text]  # first the whole answer
+        for i, piece in enumerate(pieces):
+            is_last = i == len(pieces) - 1
+            reason = "length" if is_last else None
+            yield output(completion(piece, i, finish_reason=reason), is_last=is_last)
+
+    settings = ServerSettings(tool_call_parser=dialect)
+    client = Client(create_app(ScriptedEngine(engine, script), settings))
+    whole = (await client.post(PATH, CHAT)).json["choices"][0]["message"]
+    streamed = await client.post(PATH, {**CHAT, "stream": True})
+    assert streamed.status == 200
+    deltas = [choice["delta"] for event in streamed.events[:-1] for choice in event["choices"]]
+    for field in ("content", "reasoning"):
+        assert "".join(delta.get(field) or "" for delta in deltas) == (whole.get(field) or "")
+    arguments = [
+        call["function"].get("arguments") or ""
+        for delta in deltas
+        for call in delta.get("tool_calls", ())
+    ]
+    assert "".join(arguments) == "".join(
+        call["function"]["arguments"] for call in whole.get("tool_calls") or ()
+    )

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from trouper import SamplingParams, StructuredOutputsParams
+from trouper.actors.rendering import matchers
 from trouper.actors.rendering.grammar_work import MAX_WORK, work_of
 from trouper.actors.rendering.grammars import Grammars
 from trouper.actors.rendering.tokenizer import Tokenizer
@@ -89,3 +90,14 @@ def test_a_grammar_that_no_text_matches_is_refused(grammars, kinds, code):
 
 def test_left_recursion_with_a_beginning_is_a_grammar(grammars):
     assert compiled(grammars, grammar='start: start "a" | "b"').matcher().consume_tokens([]) is True
+
+
+def test_the_grammars_that_were_asked_for_last_are_kept_and_no_more(grammars, monkeypatch):
+    monkeypatch.setattr(matchers, "MAX_COMPILED", 3)
+    fresh = Grammars(Tokenizer.load(DEMO_MODEL), 4096, (0, 2))
+    for number in (1, 2, 3, 1, 4):
+        compiled(fresh, regex=f"a{{{number}}}")
+    assert repr(fresh._matchers) == "<Matchers: 3 grammars>"
+    was_kept = [compiled(fresh, regex=f"a{{{number}}}").compile_s is None for number in (1, 3, 4)]
+    assert was_kept == [True, True, True]
+    assert compiled(fresh, regex="a{2}").compile_s is not None
