@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from trouper import LLM, LoRARequest, SamplingParams
 from trouper.actors.executor.cpu.hf_runner import HfRunner
 from trouper.actors.executor.models.hf_attention import window_of
+from trouper.actors.executor.weights.checkpoint import Checkpoint
+from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.messages.plans import Sampling
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.inputs import TokensPrompt
@@ -124,6 +127,53 @@ def test_rounded_weights_are_those_of_the_kernels(family, fmt, tmp_path):
     differences = [abs(found[i].logprob - expected[i].logprob) for i in shared]
     assert len(shared) >= 3
     assert 1e-4 < max(differences) < 1.5
+
+
+def e2m1(shape):
+    """Two values to a byte, with one power of two for 32 of them, as gpt-oss stores its experts."""
+    experts, num_in, num_out = shape
+    blocks = torch.randint(0, 256, (experts, num_out, num_in // 32, 16), dtype=torch.uint8)
+    return blocks, torch.randint(119, 123, (experts, num_out, num_in // 32), dtype=torch.uint8)
+
+
+def quantise(name, weight):
+    """The stored tensors of one matrix: e4m3 in blocks, or of experts in three dimensions e2m1."""
+    if weight.ndim == 3:
+        blocks, powers = e2m1(weight.shape)
+        return {f"{name}_blocks": blocks, f"{name}_scales": powers}
+    scales = torch.full([-(-n // 32) for n in weight.shape], float(weight.abs().max()) / 448)
+    return {name: (weight / scales[0, 0]).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+
+
+@pytest.mark.parametrize(
+    ("family", "method"), [("deepseek_v3", {"weight_block_size": [32, 32]}), ("gpt_oss", {})]
+)
+def test_a_quantised_checkpoint_has_the_answers_of_its_plain_weights(family, method, tmp_path):
+    plain, narrow = tmp_path / "plain", tmp_path / "narrow"
+    tiny_model(family, plain)
+    narrow.mkdir()
+    stored = load_file(plain / "model.safetensors")
+    kept = {}
+    for name, tensor in stored.items():
+        is_matrix = name.endswith(".weight") and "_proj" in name
+        chosen = is_matrix if method else tensor.ndim == 3
+        kept |= quantise(name, tensor) if chosen else {name: tensor}
+    save_file(kept, narrow / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8" if method else "mxfp4", **method}
+    (narrow / "config.json").write_text(json.dumps(config))
+    scheme = read_scheme(config)
+    dense = {name: x.contiguous() for name, x in Checkpoint(narrow, scheme=scheme).plain()}
+    assert dense.keys() == stored.keys()
+    save_file(dense, plain / "model.safetensors", metadata={"format": "pt"})
+    found = []
+    for folder in (plain, narrow):
+        runner = HfRunner(engine_config(folder, model_impl="transformers", max_model_len=64))
+        found.append(Driver(runner).run(random_prompts((7, 23), VOCAB), 6, ALL_LOGPROBS))
+    for expected, sequence in zip(*found, strict=True):
+        assert sequence.token_ids == expected.token_ids
+        wanted = torch.tensor([p.logprobs for p in expected.logprobs])
+        torch.testing.assert_close(torch.tensor([p.logprobs for p in sequence.logprobs]), wanted)
 
 
 def test_own_models_run_this_way_on_request(tmp_path):

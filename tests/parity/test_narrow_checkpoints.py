@@ -5,8 +5,12 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
+from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -337,3 +341,54 @@ def test_a_pattern_that_is_none_is_named():
     config["config_groups"]["bytes"]["targets"] = ["re:("]
     with pytest.raises(TrouperValidationError, match="targets: no regular expression"):
         read_scheme({"quantization_config": config})
+
+
+EDITS = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=6)
+CHANGES = st.dictionaries(
+    st.sampled_from(
+        ["bits", "group_size", "format", "weight_block_size", "config_groups", "quant_method"]
+    ),
+    st.none() | st.integers(-3, 300) | st.lists(st.integers(-1, 300), max_size=3) | st.text(max_size=9),
+    max_size=1,
+)  # fmt: skip
+DRAWN = ("fp8_blocks", "packed_8_bits", "nvfp4", "gptq_act_order")
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory):
+    """Folders, the bytes of their tensors, their configs, and the parameters that they hold."""
+    found = []
+    for kind in DRAWN:
+        config, quantise = KINDS[kind]
+        _, narrow = write(tmp_path_factory.mktemp(kind), config, lambda _, q=quantise: q)
+        hf_config = json.loads((narrow / "config.json").read_text())
+        traits = decoder_traits(hf_config, "Qwen3ForCausalLM")
+        parameters = [*outer_parameters(traits), *layer_parameters(traits, 0), *layer_parameters(traits, 1)]  # fmt: skip
+        found.append((narrow, (narrow / FILE).read_bytes(), hf_config, parameters))
+    return found
+
+
+def read_changed(target, edits, changes):
+    """Change bytes of the file's header and fields of the config, and read all that a model is made of."""
+    folder, content, hf_config, parameters = target
+    changed = bytearray(content)
+    for place, byte in edits:
+        changed[place % len(changed)] = byte
+    (folder / FILE).write_bytes(changed)
+    config = {**hf_config["quantization_config"], **changes}
+    try:
+        checkpoint = Checkpoint(folder, scheme=read_scheme({"quantization_config": config}))
+        checkpoint.check(parameters, ignored=frozenset())
+        for parameter in parameters:
+            if checkpoint.integers(parameter, torch.float32) is None:
+                for name, shape in parameter.sources:
+                    checkpoint.read(name, shape)
+        dict(checkpoint.plain())
+    except (TrouperValidationError, UnsupportedFeatureError):
+        return
+
+
+@settings(max_examples=100, deadline=None)
+@given(index=st.integers(0, len(DRAWN) - 1), edits=EDITS, changes=CHANGES)
+def test_a_mutated_checkpoint_is_read_or_refused_with_a_typed_error(targets, index, edits, changes):
+    read_changed(targets[index], edits, changes)

@@ -97,8 +97,7 @@ class Checkpoint:
         unexpected: list[str] = []
         for name in self._file_of:
             last = name.rpartition(".")[2]
-            if self._scheme is not None and last in OF_KV_CACHE:
-                raise unsupported("kv_cache_scheme", f"scales of a KV cache, as {name}")
+            self._refuse_kv_scales(name)
             if (
                 name in wanted
                 or name in ignored
@@ -109,6 +108,10 @@ class Checkpoint:
                 continue
             unexpected.append(name)
         self._compare(wanted, unexpected)
+
+    def _refuse_kv_scales(self, name: str) -> None:
+        if self._scheme is not None and name.rpartition(".")[2] in OF_KV_CACHE:
+            raise unsupported("kv_cache_scheme", f"scales of a KV cache, as {name}")
 
     def _compare(self, wanted: Mapping[str, StoredTensor], unexpected: Sequence[str] = ()) -> None:
         """Raise TrouperValidationError for tensors that are not as they should be."""
@@ -168,6 +171,7 @@ class Checkpoint:
                 read.update(parts)
                 yield name, widened(layout, name, shape, self._read_parts(layout, name, shape))
         for name in self._file_of:
+            self._refuse_kv_scales(name)
             is_idle = name.rpartition(".")[2] in OF_ACTIVATIONS or self._is_idle_bias(name)
             if name not in read and not is_idle:
                 yield name, self._tensor(name)

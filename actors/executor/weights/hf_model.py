@@ -9,6 +9,7 @@ Laws:
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from trouper.actors.executor.models.hf_attention import NAME, HfAttention
 from trouper.actors.executor.models.hf_decoder import HfDecoder, HfLinear
 from trouper.actors.executor.models.parameters import Parameter
 from trouper.actors.executor.models.registry import is_text_part
+from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.decoder import Wrap
 from trouper.actors.executor.weights.hf_check import (
     ROW_COUNTS,
@@ -27,6 +29,7 @@ from trouper.actors.executor.weights.hf_check import (
 )
 from trouper.actors.executor.weights.hf_code import own_code
 from trouper.actors.executor.weights.random import RandomWeights
+from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.executor.weights.text_names import key_mapping, text_names
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import EngineConfig
@@ -119,6 +122,8 @@ def admit(model: ModelConfig, code_path: str | None = None) -> tuple[Any, Any]:
         hf_config = _hf_config(model)
         cls = _class_of(model, hf_config)
     check_class(cls, hf_config)
+    if hasattr(hf_config, "quantization_config"):
+        del hf_config.quantization_config  # the weights are plain when the library gets them
     return cls, hf_config
 
 
@@ -187,10 +192,6 @@ def check_class(cls: Any, hf_config: Any) -> None:
             raise UnsupportedFeatureError(
                 f"its layers of type {kind!r} keep another state than keys and values"
             )
-    if getattr(hf_config, "quantization_config", None):
-        raise UnsupportedFeatureError(
-            "its checkpoint is quantised; quantization= rounds a plain one"
-        )
 
 
 def _hf_config(model: ModelConfig) -> Any:
@@ -216,10 +217,16 @@ def _with_weights(cls: Any, hf_config: Any, config: EngineConfig, dtype: torch.d
     if config.load_format == "dummy":
         return _dummy(cls, hf_config, config.seed, dtype)
     is_part = is_text_part(config.model.architecture)
+    scheme = read_scheme(config.model.hf_config)
+    plain = None
+    if scheme is not None:
+        checkpoint = Checkpoint(Path(config.model.path), scheme=scheme)
+        plain = {name: tensor.to(dtype) for name, tensor in checkpoint.plain()}
     try:
         model, info = cls.from_pretrained(
-            config.model.path,
+            config.model.path if plain is None else None,
             config=hf_config,
+            state_dict=plain,
             dtype=dtype,
             attn_implementation="eager",
             use_safetensors=True,

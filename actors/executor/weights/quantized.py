@@ -133,7 +133,7 @@ def experts(parts: Parts, name: str) -> Tensor:
     blocks, powers = parts["_blocks"], _floats(parts["_scales"])
     if not torch.isfinite(powers).all():
         raise invalid("model", f"{name}_scales: scales that are not finite")
-    return (_e2m1(blocks) * (powers / 2).unsqueeze(-1)).flatten(2).transpose(1, 2)
+    return (_e2m1(blocks) * (powers / 2).unsqueeze(-1)).flatten(2).transpose(1, 2).contiguous()
 
 
 def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight | None:
