@@ -165,7 +165,8 @@ class Controls:
             if self._is_profiling:
                 raise ProfilerAlreadyActiveError("stop_profile first")
             done = partial(setattr, self, "_is_profiling", True)
-            await self._client.call_device("start_profile", folder, prefix, done=done)
+            undo = "stop_profile", ()
+            await self._client.call_device("start_profile", folder, prefix, done=done, undo=undo)
 
     async def stop_profile(self) -> None:
         async with self._transition:
@@ -199,7 +200,8 @@ class Controls:
             await self._client.ask_scheduler(SetPause, Pause.ALL)
             await self.reset_prefix_cache(preempt="recompute")
         done = partial(lifecycle.give_back, level)
-        await self._client.call_device("sleep", level, done=done)
+        undo = ("wake", (MEMORY,)) if lifecycle.resident == MEMORY else None
+        await self._client.call_device("sleep", level, done=done, undo=undo)
 
     async def _release(self, hold: Hold) -> None:
         """Give a hold back; an engine that was put to sleep or ended inside the block stays so."""

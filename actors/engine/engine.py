@@ -6,7 +6,7 @@ else is asked of the actors.
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from trouper.actors.engine.adapters import Adapters
 from trouper.actors.engine.controls import Controls
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.lifecycle import EngineState, Event, Lifecycle
+from trouper.actors.engine.placement import check_place
 from trouper.actors.engine.request_table import RequestTable
 from trouper.actors.engine.requests import ControlClient
 from trouper.actors.engine.snapshot import EngineSnapshot
@@ -61,7 +62,8 @@ class EngineStatistics(msgspec.Struct, frozen=True):
     num_rendering: int  # queued for a renderer
     num_tracked: int  # sequences the Detokenizer knows
     num_prefill_tokens: int  # of prompts without a first token; an estimate until they are rendered
-    scheduler: SchedulerStats
+    scheduler: SchedulerStats  # of all replicas together
+    replicas: tuple[SchedulerStats, ...]  # of each
 
 
 class EngineParts(msgspec.Struct, frozen=True):
@@ -72,12 +74,12 @@ class EngineParts(msgspec.Struct, frozen=True):
     to_renderer: MemoryObjectSendStream[RendererInbox]
     to_large_renderer: MemoryObjectSendStream[RendererInbox]
     to_scheduler: MemoryObjectSendStream[SchedulerInbox]
-    to_executor: MemoryObjectSendStream[ExecutorInbox]
+    to_executors: Sequence[MemoryObjectSendStream[ExecutorInbox]]  # one for each replica
     to_observer: MemoryObjectSendStream[ObserverInbox]
     inboxes: Mapping[str, MemoryObjectSendStream[Any]]  # of every actor, to be counted
     renderers: tuple[Renderer, ...]
     scheduler: Scheduler[Any]
-    executor: Executor
+    executors: Sequence[Executor]
     detokenizer: Detokenizer | None  # None in an engine that pools
     pooler: Pooler | None  # None in an engine that generates
     observer: Observer | None  # None when there is nothing to observe
@@ -96,7 +98,7 @@ class Engine:
         self.lifecycle = Lifecycle()
         self._parts = parts
         self._observer = parts.observer
-        self._client = ControlClient(parts.to_scheduler, parts.to_executor, parts.to_observer)
+        self._client = ControlClient(parts.to_scheduler, parts.to_executors, parts.to_observer)
         self._threads = parts.threads
         self.adapters = Adapters(config.lora, self._read_adapter, self._load_adapter)
         self.requests = RequestTable(
@@ -134,20 +136,25 @@ class Engine:
         lora_request: LoRARequest | None = None,
         loads_adapter: bool = True,
         reasoning: Marks | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
     ) -> Generation[RequestOutput]:
         """Return a request as an async iterator; nothing happens before it is entered or iterated.
 
         Args:
             loads_adapter: False refuses a request whose adapter is not loaded.
+            data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
+            session_id: requests of a session go to one replica, whose cache has their prefix.
 
         Raises:
             TypeError: `request_id` is not a string, or `params` not SamplingParams.
-            TrouperValidationError: the model does not generate, or takes no adapters.
+            TrouperValidationError: the model does not generate, or takes no adapters; or there is no such replica.
         """
         self._check_types(request_id, params, SamplingParams)
         if lora_request is not None:
             self.adapters.check(lora_request)
         _check_order(priority, arrival_time)
+        check_place(data_parallel_rank, session_id, self.config.data_parallel_size)
         if trace_headers and self.config.otlp_traces_endpoint is None:
             self._warn_of_tracing()
 
@@ -161,6 +168,8 @@ class Engine:
             mm_processor_kwargs=mm_processor_kwargs,
             trace_headers=trace_headers,
             reasoning=reasoning,
+            data_parallel_rank=data_parallel_rank,
+            session_id=session_id,
         )
         return Generation(
             self.requests,
@@ -244,6 +253,7 @@ class Engine:
             num_tracked=parts.detokenizer.num_tracked if parts.detokenizer else 0,
             num_prefill_tokens=self.requests.num_prefill_tokens,
             scheduler=parts.scheduler.statistics(),
+            replicas=parts.scheduler.replica_statistics(),
         )
 
     def snapshot(self) -> EngineSnapshot:
@@ -258,7 +268,7 @@ class Engine:
             },
             renderers=tuple(renderer.snapshot() for renderer in parts.renderers),
             scheduler=parts.scheduler.snapshot(),
-            executor=parts.executor.snapshot(),
+            executors=tuple(executor.snapshot() for executor in parts.executors),
             detokenizer=parts.detokenizer and parts.detokenizer.snapshot(),
             pooler=parts.pooler and parts.pooler.snapshot(),
             observer=parts.observer and parts.observer.snapshot(),

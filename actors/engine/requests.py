@@ -1,7 +1,7 @@
 """Control calls to actors: each is answered, or failed by the end of the engine, so none waits for ever."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 import anyio
@@ -12,6 +12,7 @@ from trouper.actors.messages.inboxes import ExecutorInbox, ObserverInbox, Schedu
 from trouper.actors.runtime.future import Future
 from trouper.errors import EngineDeadError
 
+DeviceMethod = Literal["sleep", "wake", "load_adapter", "start_profile", "stop_profile"]
 # The end of the engine follows at once, and fails the open answers with its cause.
 ACTOR_IS_GONE = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 
@@ -25,11 +26,11 @@ class ControlClient:
     def __init__(
         self,
         scheduler: MemoryObjectSendStream[SchedulerInbox],
-        executor: MemoryObjectSendStream[ExecutorInbox],
+        executors: Sequence[MemoryObjectSendStream[ExecutorInbox]],
         observer: MemoryObjectSendStream[ObserverInbox],
     ) -> None:
         self._scheduler = scheduler
-        self._executor = executor
+        self._executors = tuple(executors)  # one for each replica
         self._observer = observer
         self._open: set[Future[Any]] = set()
         self._probing = anyio.Lock()
@@ -46,25 +47,49 @@ class ControlClient:
 
     async def call_device(
         self,
-        method: Literal["sleep", "wake", "load_adapter", "start_profile", "stop_profile"],
+        method: DeviceMethod,
         *args: object,
         done: Callable[[], object] = lambda: None,
+        undo: tuple[Literal["wake", "stop_profile"], tuple[object, ...]] | None = None,
     ) -> None:
-        """Have the device do something, and call `done` as soon as it has.
+        """Have the devices of all replicas do something, and call `done` as soon as they have.
 
         One call of the lifecycle and one for an adapter are under way at a time, which is what the executor's inbox has room for.  A cancellation is raised
         after the call has ended: after `done`, or in place of an error.
+
+        Args:
+            undo: what those do that could, where others could not.
         """
-        with self._asking() as answer:
-            with suppress(*ACTOR_IS_GONE):
-                self._executor.send_nowait(DeviceCall(method, args, answer))
-            cancelled = await answer.wait_shielded()
+        answers, cancelled = await self._call_all(self._executors, method, args)
+        pairs = list(zip(self._executors, answers, strict=True))
+        able = [executor for executor, answer in pairs if answer.error is None]
+        if undo is not None and 0 < len(able) < len(pairs) and self.error is None:
+            _, again = await self._call_all(able, *undo)
+            cancelled = cancelled or again
         try:
-            answer.result()
+            for answer in answers:
+                answer.result()
             done()
         finally:
             if cancelled is not None:
                 raise cancelled
+
+    async def _call_all(
+        self,
+        executors: Sequence[MemoryObjectSendStream[ExecutorInbox]],
+        method: DeviceMethod,
+        args: tuple[object, ...],
+    ) -> tuple[list[Future[Any]], BaseException | None]:
+        """Call some devices at once and wait for all; returns their answers, and the cancellation that came meanwhile."""
+        cancelled: BaseException | None = None
+        with ExitStack() as asking:
+            answers = [asking.enter_context(self._asking()) for _ in executors]
+            for executor, answer in zip(executors, answers, strict=True):
+                with suppress(*ACTOR_IS_GONE):
+                    executor.send_nowait(DeviceCall(method, args, answer))
+            for answer in answers:
+                cancelled = await answer.wait_shielded() or cancelled
+        return answers, cancelled
 
     async def probe(self) -> None:
         """Make a round trip: to the scheduler, from it through the executor to the device, and back.

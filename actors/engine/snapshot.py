@@ -33,7 +33,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     inboxes: dict[str, int]  # messages that lie in each channel
     renderers: tuple[RendererSnapshot, ...]  # the first one is that of large prompts
     scheduler: SchedulerSnapshot
-    executor: ExecutorSnapshot
+    executors: tuple[ExecutorSnapshot, ...]  # of each replica
     detokenizer: DetokenizerSnapshot | None  # None in an engine that pools
     pooler: PoolerSnapshot | None  # None in an engine that generates
     observer: ObserverSnapshot | None  # None when there is nothing to observe

@@ -5,8 +5,8 @@ every waiter gets `EngineDeadError` with that exception as its cause; the caller
 it where it waits, and at the latest where it ends.
 """
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from trouper.actors.messages.inboxes import (
     RendererInbox,
     SchedulerInbox,
 )
-from trouper.actors.messages.stats import RequestEnded
+from trouper.actors.messages.stats import RequestEnded, SchedulerStats
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer
 from trouper.actors.output.detokenizer import Detokenizer
@@ -42,6 +42,7 @@ from trouper.actors.runtime.threads import Threads, WorkerThreads
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
+from trouper.actors.scheduling.replicas import Replicas
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
 from trouper.config.resolve import EngineConfig
@@ -64,7 +65,7 @@ NoteEnded = Callable[[RequestEnded], None]
 @asynccontextmanager
 async def open_engine(
     config: EngineConfig,
-    device: Device,
+    device: Device | Sequence[Device],
     threads: Threads | None = None,
     *,
     is_stepped: bool = False,
@@ -74,6 +75,7 @@ async def open_engine(
 
     Leaving the block drains for `shutdown_timeout_s` (not after an error), aborts what is still open, and
     ends the actors, the device last.  `is_stepped`: nothing is planned but by `Controls.step`.
+    `device`: one, or one for each of `data_parallel_size` replicas.
     `span_processor` takes the spans instead of the endpoint that `otlp_traces_endpoint` names.
 
     Raises:
@@ -82,6 +84,10 @@ async def open_engine(
         EngineDeadError: an actor failed, and the block did not end with an error of its own.
     """
     threads = threads or WorkerThreads(config.render_timeout_s)
+    if is_stepped:
+        single = msgspec.structs.replace(config.scheduler, max_steps_in_flight=1)
+        config = msgspec.structs.replace(config, scheduler=single)
+    devices = tuple(device) if isinstance(device, Sequence) else (device,)
     engine: Engine | None = None
     body_error: BaseException | None = None
     async with (
@@ -90,7 +96,7 @@ async def open_engine(
     ):
         try:
             engine = opened = await supervisor.start(
-                _run_actors, config, device, threads, is_stepped, note_ended, name="engine"
+                _run_actors, config, devices, threads, is_stepped, note_ended, name="engine"
             )
             yield opened
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -110,7 +116,7 @@ async def open_engine(
 
 async def _run_actors(
     config: EngineConfig,
-    device: Device,
+    devices: Sequence[Device],
     threads: Threads,
     is_stepped: bool,
     note_ended: NoteEnded | None,
@@ -118,9 +124,6 @@ async def _run_actors(
     task_status: TaskStatus[Engine],
 ) -> None:
     """Open the channels, start the actors, and end with them."""
-    if is_stepped:
-        single = msgspec.structs.replace(config.scheduler, max_steps_in_flight=1)
-        config = msgspec.structs.replace(config, scheduler=single)
     credits = config.scheduler.max_steps_in_flight
     # One Render for each open request.
     to_renderer, renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
@@ -135,8 +138,8 @@ async def _run_actors(
     to_scheduler, scheduler_inbox = anyio.create_memory_object_stream[SchedulerInbox](
         5 * MAX_OPEN_REQUESTS
     )
-    # The plans in flight, and one call at a time from the lifecycle, for an adapter, from a probe and from the scheduler.
-    to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](credits + 4)
+    to_executors: list[MemoryObjectSendStream[ExecutorInbox]] = []
+    executor_inboxes: list[MemoryObjectReceiveStream[ExecutorInbox]] = []
     # One Track for each open request; the scheduler waits when it is a whole table of steps ahead.
     to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream[DetokenizerInbox](
         2 * MAX_OPEN_REQUESTS
@@ -147,16 +150,26 @@ async def _run_actors(
     to_observer, observer_inbox = anyio.create_memory_object_stream[ObserverInbox](MAX_FACTS)
     engine: Engine | None = None
     with (
+        ExitStack() as executors_ends,
         to_renderer, renderer_inbox, to_large_renderer, large_renderer_inbox,
-        to_scheduler, scheduler_inbox, to_executor, executor_inbox,
+        to_scheduler, scheduler_inbox,
         to_detokenizer, detokenizer_inbox, to_pooler, pooler_inbox, to_observer, observer_inbox,
     ):  # fmt: skip
+        # To each: the plans in flight, and one call at a time from the lifecycle, for an adapter, from a probe and from the scheduler.
+        for _ in devices:
+            to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](
+                credits + 4
+            )
+            to_executors.append(executors_ends.enter_context(to_executor))
+            executor_inboxes.append(executors_ends.enter_context(executor_inbox))
         try:
             async with anyio.create_task_group() as tasks:
-                executor = Executor(executor_inbox, to_scheduler.clone(), device)
-                info, tokenizer = await _load(config, executor, threads, tasks)
+                executors = _make_executors(executor_inboxes, to_scheduler, devices)
+                info, tokenizer = await _load(config, executors, threads, tasks)
                 policy = _make_policy(config, info)
-                observer = _make_observer(config, info, observer_inbox, policy, note_ended)
+                observer = _make_observer(
+                    config, info, observer_inbox, _replica_statistics(policy), note_ended
+                )
                 if observer is not None:
                     await tasks.start(observer.run, name="observer")
                 reporter = partial(_make_reporter, to_observer, is_on=observer is not None)
@@ -175,7 +188,7 @@ async def _run_actors(
                     prompts = PoolingPrompts.for_engine(config, tokenizer)
                 scheduler = Scheduler[Any](
                     scheduler_inbox,
-                    to_executor.clone(),
+                    [sender.clone() for sender in to_executors],
                     (to_detokenizer if config.pooler is None else to_pooler).clone(),
                     policy,
                     reporter=reporter(),
@@ -198,12 +211,13 @@ async def _run_actors(
                     renderers.append(renderer)
                 inboxes: dict[str, MemoryObjectSendStream[Any]] = {
                     "renderer": to_renderer, "large renderer": to_large_renderer,
-                    "scheduler": to_scheduler, "executor": to_executor,
+                    "scheduler": to_scheduler,
+                    **{f"executor {i}": sender for i, sender in enumerate(to_executors)},
                     "detokenizer": to_detokenizer, "pooler": to_pooler, "observer": to_observer,
                 }  # fmt: skip
                 parts = EngineParts(
-                    info, tokenizer, to_renderer, to_large_renderer, to_scheduler, to_executor,
-                    to_observer, inboxes, tuple(renderers), scheduler, executor, detokenizer, pooler,
+                    info, tokenizer, to_renderer, to_large_renderer, to_scheduler, to_executors,
+                    to_observer, inboxes, tuple(renderers), scheduler, executors, detokenizer, pooler,
                     observer, EventLoop(), threads,
                 )  # fmt: skip
                 engine = Engine(config, parts)
@@ -222,11 +236,36 @@ async def _run_actors(
                 engine.hang_up()
 
 
-def _make_policy(config: EngineConfig, info: DeviceInfo) -> SchedulingPolicy[Any]:
+def _make_executors(
+    inboxes: Sequence[MemoryObjectReceiveStream[ExecutorInbox]],
+    to_scheduler: MemoryObjectSendStream[SchedulerInbox],
+    devices: Sequence[Device],
+) -> list[Executor]:
+    """Make one for each device; several name their replica in all that they tell."""
+    numbers = range(len(devices)) if len(devices) > 1 else (None,)
+    return [
+        Executor(inbox, to_scheduler.clone(), device, number)
+        for number, device, inbox in zip(numbers, devices, inboxes, strict=True)
+    ]
+
+
+def _make_policy(config: EngineConfig, info: DeviceInfo) -> SchedulingPolicy[Any] | Replicas:
     if config.pooler is not None:
         return PoolingPolicy(config.scheduler)
+    if config.data_parallel_size > 1:
+        return Replicas(
+            config.scheduler, config.data_parallel_size, info.num_blocks, info.block_size
+        )
     prefix_caching = config.scheduler.enable_prefix_caching
     return Policy(config.scheduler, KVBlocks(info.num_blocks, info.block_size, prefix_caching))
+
+
+def _replica_statistics(
+    policy: SchedulingPolicy[Any] | Replicas,
+) -> Callable[[], tuple[SchedulerStats, ...]]:
+    if isinstance(policy, Replicas):
+        return policy.replica_statistics
+    return lambda: (policy.statistics(),)
 
 
 def _make_reporter(to_observer: MemoryObjectSendStream[ObserverInbox], *, is_on: bool) -> Reporter:
@@ -258,7 +297,7 @@ def _make_observer(
     config: EngineConfig,
     info: DeviceInfo,
     inbox: MemoryObjectReceiveStream[ObserverInbox],
-    policy: SchedulingPolicy[Any],
+    statistics: Callable[[], tuple[SchedulerStats, ...]],
     note_ended: NoteEnded | None,
 ) -> Observer | None:
     """Make the observer; None when neither statistics nor traces are wanted."""
@@ -267,10 +306,17 @@ def _make_observer(
         cache_config = cache_labels(config, info)
         name, prefix = config.model.name, config.metrics_prefix
         num_workers = config.num_stages if config.device_worker == "process" else 0
-        metrics = Metrics(name, config.max_model_len, prefix, cache_config, num_workers)
+        metrics = Metrics(
+            name,
+            config.max_model_len,
+            prefix,
+            cache_config,
+            num_workers,
+            config.data_parallel_size,
+        )
     elif note_ended is None:
         return None
-    return Observer(inbox, metrics, policy.statistics, config.log_stats_interval_s, note_ended)
+    return Observer(inbox, metrics, statistics, config.log_stats_interval_s, note_ended)
 
 
 @asynccontextmanager
@@ -298,21 +344,28 @@ async def _tracing(
 
 
 async def _load(
-    config: EngineConfig, executor: Executor, threads: Threads, tasks: TaskGroup
+    config: EngineConfig, executors: Sequence[Executor], threads: Threads, tasks: TaskGroup
 ) -> tuple[DeviceInfo, Tokenizer | None]:
-    """The tokenizer is read while the weights are."""
+    """Load all devices at once; the tokenizer is read while the weights are."""
     tokenizer: Tokenizer | None = None
 
     async def load_tokenizer(folder: str) -> None:
         nonlocal tokenizer
         tokenizer = await threads.run(Tokenizer.load, folder)
 
-    info: DeviceInfo
+    infos: list[DeviceInfo] = []
+
+    async def load_device(executor: Executor, name: str) -> None:
+        infos.append(await tasks.start(executor.run, name=name))
+
     async with anyio.create_task_group() as loading:
         if config.tokenizer is not None:
             loading.start_soon(load_tokenizer, config.tokenizer)
-        info = await tasks.start(executor.run, name="executor")
-    return info, tokenizer  # pyright: ignore[reportPossiblyUnboundVariable]  # the group does not swallow
+        for replica, executor in enumerate(executors[1:], 1):
+            loading.start_soon(load_device, executor, f"executor {replica}")
+        await load_device(executors[0], "executor")
+    # A request may move to any replica, so each offers the blocks that all have.
+    return min(infos, key=lambda info: info.num_blocks), tokenizer
 
 
 def _first_leaf(group: BaseExceptionGroup[Exception]) -> Exception:

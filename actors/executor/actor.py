@@ -8,6 +8,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from trouper.actors.executor.device import Device, DeviceInfo
 from trouper.actors.messages.controls import DeviceCall
 from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
+from trouper.actors.messages.results import ReplicaEvent
 
 CLOSE_GRACE_S = 30  # one step under way, then the memory goes back
 
@@ -27,10 +28,12 @@ class Executor:
         inbox: MemoryObjectReceiveStream[ExecutorInbox],
         scheduler: MemoryObjectSendStream[SchedulerInbox],
         device: Device,
+        replica: int | None = None,
     ) -> None:
         self._inbox = inbox
         self._scheduler = scheduler
         self._device = device
+        self._replica = replica  # None: there is one alone
         self._last_step = 0
         self._call_under_way: str | None = None
 
@@ -63,7 +66,10 @@ class Executor:
     async def _receive(self) -> None:
         """Pass on each result; room is reserved, for there are never more than the plans in flight."""
         while True:
-            self._scheduler.send_nowait(await self._device.receive())
+            event = await self._device.receive()
+            self._scheduler.send_nowait(
+                event if self._replica is None else ReplicaEvent(self._replica, event)
+            )
 
     async def _call(self, message: DeviceCall) -> None:
         self._call_under_way = message.method

@@ -15,6 +15,7 @@ from trouper.actors.messages.results import (
     DeviceBack,
     DeviceLost,
     PoolDone,
+    ReplicaEvent,
     StepDone,
     StepFailed,
 )
@@ -23,9 +24,11 @@ from trouper.actors.messages.stats import GrammarStats, OutputStats, StepStats
 RendererInbox = Render
 SchedulerInbox = (
     Admit | AdmitPooling | Abort | Stop | StepDone | PoolDone | StepFailed
-    | DeviceLost | DeviceBack | SetPause | ResetPrefixCache | Step | Probe
+    | DeviceLost | DeviceBack | ReplicaEvent | SetPause | ResetPrefixCache | Step | Probe
 )  # fmt: skip
 ExecutorInbox = StepPlan | PoolPlan | DeviceCall
 DetokenizerInbox = Track | StepTokens
 PoolerInbox = Pooled
-ObserverInbox = StepStats | OutputStats | GrammarStats | DeviceLost | DeviceBack | Flush
+ObserverInbox = (
+    StepStats | OutputStats | GrammarStats | DeviceLost | DeviceBack | ReplicaEvent | Flush
+)

@@ -22,6 +22,7 @@ class SequenceTokens(msgspec.Struct, frozen=True):
     num_cached_tokens: int | None = None  # with the first token: prompt tokens found in the cache
     error: str | None = None  # with finish_reason "error"
     num_preemptions: int = 0  # so far
+    replica: int = 0  # that has computed them
 
 
 class StepTokens(msgspec.Struct, frozen=True):

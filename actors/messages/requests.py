@@ -37,6 +37,8 @@ class Render(msgspec.Struct, frozen=True):
     mm_processor_kwargs: Mapping[str, Any] | None = None  # concerns multimodal items only
     adapter: LoadedAdapter | None = None
     trace_headers: Mapping[str, str] | None = None  # W3C, for the request's span
+    data_parallel_rank: int | None = None  # the replica to run on; None: the router's choice
+    session_id: str | None = None  # of the conversation: its requests go to one replica
     reasoning: Marks | None = None  # around the reasoning, as the caller knows it
 
 
@@ -67,6 +69,8 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
     adapter: LoadedAdapter | None = None
     embeds: tuple[Embeds, ...] = ()  # what stands for tokens, in order; their ids are zeros
     embeds_digests: tuple[bytes, ...] = ()  # by block; empty where it has none
+    data_parallel_rank: int | None = None
+    session_id: str | None = None
 
 
 class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):

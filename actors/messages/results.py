@@ -71,6 +71,13 @@ class DeviceLost(msgspec.Struct, frozen=True):
     cause: LossCause = "error"
 
 
+class ReplicaEvent(msgspec.Struct, frozen=True):
+    """Executor → Scheduler → Observer: what the device of one of several replicas says."""
+
+    replica: int
+    event: "StepDone | PoolDone | StepFailed | DeviceLost | DeviceBack"
+
+
 class DeviceBack(msgspec.Struct, frozen=True):
     """Executor → Scheduler → Observer: the device has been loaded again and takes plans."""
 

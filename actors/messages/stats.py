@@ -1,6 +1,6 @@
 """Numbers for the observer, and for whatever asks how the engine does.  All but snapshots may be dropped."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -43,10 +43,35 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_lost_tokens: int = 0  # computed, and lost with the device's memory: they are computed again
 
 
+def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:
+    """Add up the replicas' numbers; the device counts as lost where all are."""
+    if len(parts) == 1:
+        return parts[0]
+    sums = {
+        name: sum(getattr(part, name) for part in parts)
+        for name in SchedulerStats.__struct_fields__
+        if name.startswith(("num_", "prefix_", "recompute_"))
+    }
+    adapters = [part.adapters for part in parts if part.adapters is not None]
+    return SchedulerStats(
+        **sums,
+        kv_cache_usage=sum(part.kv_cache_usage for part in parts) / len(parts),
+        adapters=_all_adapters(adapters) if adapters else None,
+        is_device_lost=all(part.is_device_lost for part in parts),
+    )
+
+
+def _all_adapters(parts: Sequence[AdapterStats]) -> AdapterStats:
+    running = sorted({name for part in parts for name in part.running})
+    waiting = sorted({name for part in parts for name in part.waiting})
+    return AdapterStats(tuple(running), tuple(waiting), parts[0].max_running)
+
+
 class StepStats(msgspec.Struct, frozen=True):
     """Scheduler → Observer: the number of tokens computed or sampled since the last `StepStats`, and its grammars' work."""
 
     num_tokens: int
+    replica: int = 0
     grammar: tuple[GrammarWork, ...] = ()  # of each step with one, at most `max_steps_in_flight`
 
 
@@ -76,3 +101,4 @@ class OutputStats(msgspec.Struct, frozen=True):
     first_token_s: tuple[float, ...]  # since arrival, for each request that got its first token
     inter_token_s: tuple[float, ...]  # since the token before, for each sequence that got another
     ended: tuple[RequestEnded, ...]
+    replica: int = 0

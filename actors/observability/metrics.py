@@ -6,8 +6,7 @@ engine.  What trouper has no source for yet (KV connectors, multimodal caches) s
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -16,70 +15,22 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from trouper.actors.messages.grammar import GrammarWork
-from trouper.actors.messages.results import DeviceBack, DeviceLost, LossCause
-from trouper.actors.messages.stats import GrammarStats, OutputStats, RequestEnded, SchedulerStats
-from trouper.actors.observability.distribution import Distribution, one_two_five
+from trouper.actors.messages.results import DeviceBack, DeviceLost
+from trouper.actors.messages.stats import GrammarStats, OutputStats, SchedulerStats
+from trouper.actors.observability.distribution import Distribution
+from trouper.actors.observability.replica_metrics import (
+    HISTOGRAM_TEXTS,
+    Number,
+    ReplicaMetrics,
+    keyed,
+)
 from trouper.metrics import Counter, Gauge, Histogram, Metric
 
-LATENCY_S = (
-    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680
-)  # fmt: skip
-FIRST_TOKEN_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
-    160, 640, 2560,
-)  # fmt: skip
-INTER_TOKEN_S = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80
-)  # fmt: skip
-ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-COMPILE_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
-MASK_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
-PAUSE_S = (0.5, 1, 2, 3, 4, 5, 7.5, 10, 15, 20, 30, 60, 120, 300)
-SMALL_COUNTS = (1, 2, 5, 10, 20)
-PREEMPTION_COUNTS = (1, 2, 3, 4, 5, 10, 20)
-FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
-LOSS_CAUSES = get_args(LossCause)
-REFUSALS = ("invalid_schema", "invalid_grammar", "schema_too_complex")
-GRAMMAR_FAILURES = ("grammar_error", "no_valid_token")
 LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
-# What each histogram counts, for the scraped text.
-HISTOGRAM_TEXTS = {
-    "request_prompt_tokens": "Tokens of a request's prompt.",
-    "request_prefill_kv_computed_tokens": "Prompt tokens of a request that no cache held.",
-    "request_generation_tokens": "Tokens that a request generated, in all completions.",
-    "request_max_num_generation_tokens": "Tokens of a request's longest completion.",
-    "request_params_max_tokens": "The max_tokens of a request.",
-    "iteration_tokens_total": "Tokens that one step computed.",
-    "request_params_n": "Completions that a request wanted of its prompt.",
-    "request_num_preemptions": "Preemptions of one request.",
-    "time_to_first_token_seconds": "Time from a request's arrival to its first token.",
-    "inter_token_latency_seconds": "Time between two tokens of a sequence.",
-    "request_time_per_output_token_seconds": "Mean time of a request's tokens after the first.",
-    "request_queue_time_seconds": "Time until a request had a slot and KV blocks.",
-    "request_prefill_time_seconds": "Time from a request's start to its first token.",
-    "request_decode_time_seconds": "Time from a request's first token to its last.",
-    "request_inference_time_seconds": "Time from a request's start to its last token.",
-    "grammar_compile_seconds": "Time to compile a grammar that was not among those compiled last.",
-    "grammar_mask_seconds": "Time of one step to follow its grammars and fill their masks.",
-    "worker_pause_seconds": "Time from a loss of the workers until they took plans again.",
-    "e2e_request_latency_seconds": "Time from a request's arrival to its end.",
-}
-SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-
-
-class _Number(NamedTuple):
-    """A counter or gauge: one value for each set of its own labels."""
-
-    name: str
-    text: str
-    values: Mapping[tuple[str, ...], float]
-    labels: tuple[str, ...] = ()
-    is_counter: bool = False
-    has_engine: bool = True
 
 
 class Metrics(Collector):
-    """Every metric of one engine."""
+    """Every metric of one engine; those of its replicas are told apart by the label `engine`."""
 
     def __init__(
         self,
@@ -88,83 +39,60 @@ class Metrics(Collector):
         prefix: str = "trouper",
         cache_config: Mapping[str, str] | None = None,
         num_workers: int = 0,
+        num_replicas: int = 1,
     ) -> None:
         self._prefix = prefix
         self._model_name = model_name
-        self._cache_config = dict(cache_config or {})
-        self._stats = _NOTHING
-        self._ended: dict[str, int] = dict.fromkeys(FINISH_REASONS, 0)
+        self._replicas = [
+            ReplicaMetrics(max_model_len, cache_config or {}, num_workers)
+            for _ in range(num_replicas)
+        ]
         self._rejections: dict[str, int] = dict.fromkeys(LIMITS, 0)
-        self._num_corrupted = 0
-        self._num_grammars = self._num_grammars_found = 0
-        self._num_grammar_tokens = self._num_redrawn = 0
-        self._refusals: dict[str, int] = dict.fromkeys(REFUSALS, 0)
-        self._grammar_failures: dict[str, int] = dict.fromkeys(GRAMMAR_FAILURES, 0)
-        self._losses: dict[str, int] = dict.fromkeys(LOSS_CAUSES, 0)
-        self._workers_up: dict[str, int] = {str(rank): 1 for rank in range(num_workers)}
-        self._sleep_states: dict[str, int] = dict.fromkeys(SLEEP_STATES, 0)
-        self._histograms = {
-            name: Distribution(bounds) for name, bounds in _histogram_bounds(max_model_len)
-        }
-        self.set_sleep_level(0, is_sleeping=False)
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
     @property
     def num_ended(self) -> int:
         """Requests whose end has been counted."""
-        return sum(self._ended.values())
+        return sum(replica.num_ended for replica in self._replicas)
 
-    def note_step(self, num_tokens: int) -> None:
-        """Count one iteration of the scheduler."""
-        self._observe("iteration_tokens_total", num_tokens)
+    def note_step(self, num_tokens: int, replica: int = 0) -> None:
+        """Count one iteration of a replica's scheduler."""
+        self._replicas[replica].note_step(num_tokens)
 
     def note_grammar(self, stats: GrammarStats) -> None:
-        """Count a grammar that a request brought."""
-        self._num_grammars += 1
-        if stats.refusal is not None:
-            self._refusals[stats.refusal] += 1
-        elif stats.compile_s is not None:
-            self._observe("grammar_compile_seconds", stats.compile_s)
-        else:
-            self._num_grammars_found += 1
+        """Count a grammar that a request brought; it is compiled in front of the replicas, and counts as the first one's."""
+        self._replicas[0].note_grammar(stats)
 
-    def note_grammar_work(self, work: Iterable[GrammarWork]) -> None:
-        """Count what steps did for their grammars."""
-        for step in work:
-            self._observe("grammar_mask_seconds", step.seconds)
-            self._num_grammar_tokens += step.num_tokens
-            self._num_redrawn += step.num_redrawn
+    def note_grammar_work(self, work: Iterable[GrammarWork], replica: int = 0) -> None:
+        """Count what steps of a replica did for their grammars."""
+        self._replicas[replica].note_grammar_work(work)
 
-    def note_stats(self, stats: SchedulerStats) -> None:
-        """Replace the scheduler's snapshot."""
-        self._stats = stats
+    def note_stats(self, stats: Sequence[SchedulerStats]) -> None:
+        """Replace the schedulers' snapshots, one for each replica."""
+        for replica, mine in zip(self._replicas, stats, strict=True):
+            replica.note_stats(mine)
 
     def note_output_stats(self, stats: OutputStats) -> None:
         """Count latencies, and the requests that ended."""
-        self._histograms["time_to_first_token_seconds"].observe_all(stats.first_token_s)
-        self._histograms["inter_token_latency_seconds"].observe_all(stats.inter_token_s)
-        for ended in stats.ended:
-            self._note_ended(ended)
+        self._replicas[stats.replica].note_output_stats(stats)
 
-    def note_loss(self, loss: DeviceLost) -> None:
-        """Count a loss of the worker processes: all ranks end together."""
-        self._losses[loss.cause] += 1
-        self._workers_up = dict.fromkeys(self._workers_up, 0)
+    def note_loss(self, loss: DeviceLost, replica: int = 0) -> None:
+        """Count a loss of a replica's worker processes: all ranks end together."""
+        self._replicas[replica].note_loss(loss)
 
-    def note_return(self, back: DeviceBack) -> None:
+    def note_return(self, back: DeviceBack, replica: int = 0) -> None:
         """Count the pause from a loss until the workers took plans again."""
-        self._workers_up = dict.fromkeys(self._workers_up, 1)
-        self._observe("worker_pause_seconds", back.pause_s)
+        self._replicas[replica].note_return(back)
 
     def note_rejection(self, limit: str) -> None:
         """Count a request that admission refused because of `limit`."""
         self._rejections[limit] += 1
 
     def set_sleep_level(self, level: int, *, is_sleeping: bool) -> None:
-        """Set the sleep state; a level-0 pause is none of the three."""
-        holds = (not is_sleeping, level == 1, level == 2)
-        self._sleep_states = dict(zip(SLEEP_STATES, map(int, holds), strict=True))
+        """Set the sleep state of all; a level-0 pause is none of the three."""
+        for replica in self._replicas:
+            replica.set_sleep_level(level, is_sleeping=is_sleeping)
 
     def expose(self) -> bytes:
         """Return the text that Prometheus scrapes."""
@@ -173,189 +101,64 @@ class Metrics(Collector):
     def values(self) -> list[Metric]:
         """Return all values, for `get_metrics()`."""
         found: list[Metric] = []
-        for number in self._numbers():
+        for engine, number in self._numbers():
             name = self._name(number)
             for own, value in number.values.items():
-                labels = dict(zip(*self._labels(number, own), strict=True))
+                labels = dict(zip(*self._labels(engine, number, own), strict=True))
                 if number.is_counter:
                     found.append(Counter(name, labels, int(value)))
                 else:
                     found.append(Gauge(name, labels, value))
-        for name, observed in self._histograms.items():
-            name, labels = f"{self._prefix}:{name}", {"model_name": self._model_name, "engine": "0"}
-            buckets = dict(_buckets(observed))
-            found.append(Histogram(name, labels, observed.count, observed.sum, buckets))
+        for engine, replica in enumerate(self._replicas):
+            labels = {"model_name": self._model_name, "engine": str(engine)}
+            for name, observed in replica.histograms.items():
+                name, buckets = f"{self._prefix}:{name}", dict(_buckets(observed))
+                found.append(Histogram(name, labels, observed.count, observed.sum, buckets))
         return found
 
     def collect(self) -> Iterable[Family]:
         """Return all families, for the registry."""
-        for number in self._numbers():
-            kind = CounterMetricFamily if number.is_counter else GaugeMetricFamily
-            names, _ = self._labels(number, number.labels)
-            family = kind(self._name(number), number.text, labels=names)
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for engine, number in self._numbers():
+            family = families.get(number.name)
+            if family is None:
+                kind = CounterMetricFamily if number.is_counter else GaugeMetricFamily
+                names, _ = self._labels(engine, number, number.labels)
+                family = kind(self._name(number), number.text, labels=names)
+                families[number.name] = family
             for own, value in number.values.items():
-                family.add_metric(self._labels(number, own)[1], value)
-            yield family
-        for name, observed in self._histograms.items():
+                family.add_metric(self._labels(engine, number, own)[1], value)
+        yield from families.values()
+        for name in self._replicas[0].histograms:
             family = HistogramMetricFamily(
                 f"{self._prefix}:{name}",
                 HISTOGRAM_TEXTS[name],
                 labels=("model_name", "engine"),
             )
-            family.add_metric((self._model_name, "0"), _buckets(observed), observed.sum)
+            for engine, replica in enumerate(self._replicas):
+                observed = replica.histograms[name]
+                labels = (self._model_name, str(engine))
+                family.add_metric(labels, _buckets(observed), observed.sum)
             yield family
 
-    def _note_ended(self, ended: RequestEnded) -> None:
-        stats, observe = ended.stats, self._observe
-        self._ended[ended.finish_reason] += 1
-        self._num_corrupted += ended.error_code == "numerical_error"
-        if ended.error_code in self._grammar_failures:
-            self._grammar_failures[ended.error_code] += 1
-        num_computed = ended.num_prompt_tokens - ended.num_cached_tokens
-        observe("request_prompt_tokens", ended.num_prompt_tokens)
-        observe("request_prefill_kv_computed_tokens", num_computed)
-        observe("request_generation_tokens", stats.num_generation_tokens)
-        observe("request_max_num_generation_tokens", stats.max_num_generation_tokens)
-        observe("request_params_max_tokens", ended.params.max_tokens)
-        observe("request_params_n", ended.params.n)
-        observe("request_num_preemptions", stats.num_preemptions)
-        observe("e2e_request_latency_seconds", stats.e2e_s)
-        observe("request_queue_time_seconds", stats.queue_s)
-        observe("request_prefill_time_seconds", stats.prefill_s)
-        observe("request_decode_time_seconds", stats.decode_s)
-        observe("request_inference_time_seconds", stats.inference_s)
-        observe("request_time_per_output_token_seconds", stats.time_per_output_token_s)
-
-    def _observe(self, name: str, value: float | None) -> None:
-        """Count an observation, unless it is None: the request did not get that far."""
-        if value is not None:
-            self._histograms[name].observe(value)
-
-    def _name(self, number: _Number) -> str:
+    def _name(self, number: Number) -> str:
         return f"{self._prefix}:{number.name}"
 
     def _labels(
-        self, number: _Number, own: tuple[str, ...]
+        self, engine: int, number: Number, own: tuple[str, ...]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names and the values of all its labels."""
         if not number.has_engine:
             return ("model_name", *number.labels), (self._model_name, *own)
-        return ("model_name", "engine", *number.labels), (self._model_name, "0", *own)
+        return ("model_name", "engine", *number.labels), (self._model_name, str(engine), *own)
 
-    def _numbers(self) -> Iterator[_Number]:
-        yield from self._gauges()
-        yield from self._scheduler_counters()
-        yield _Number(
-            "request_success", "Requests that ended, by reason.", _keyed(self._ended),
-            ("finished_reason",), is_counter=True,
-        )  # fmt: skip
-        yield _Number(
+    def _numbers(self) -> Iterator[tuple[int, Number]]:
+        for engine, replica in enumerate(self._replicas):
+            for number in replica.numbers():
+                yield engine, number
+        yield 0, Number(
             "admission_rejections", "Requests refused at admission, by limit.",
-            _keyed(self._rejections), ("reason",), is_counter=True, has_engine=False,
-        )  # fmt: skip
-        yield _Number(
-            "worker_restarts", "Losses of the worker processes, by cause.",
-            _keyed(self._losses), ("cause",), is_counter=True,
-        )  # fmt: skip
-        yield _Number(
-            "grammar_refusals", "Grammars refused before their requests were admitted, by reason.",
-            _keyed(self._refusals), ("reason",), is_counter=True,
-        )  # fmt: skip
-        yield _Number(
-            "grammar_failures", "Requests that ended since nothing fitted their grammars, by reason.",
-            _keyed(self._grammar_failures), ("reason",), is_counter=True,
-        )  # fmt: skip
-        for name, text, value in (
-            ("grammar_cache_queries", "Grammars that requests brought.", self._num_grammars),
-            (
-                "grammar_cache_hits",
-                "Grammars found among those compiled last.",
-                self._num_grammars_found,
-            ),
-            ("grammar_tokens", "Tokens sampled by a grammar.", self._num_grammar_tokens),
-            (
-                "grammar_redrawn_tokens",
-                "Tokens sampled again since a grammar refused the first.",
-                self._num_redrawn,
-            ),
-            ("corrupted_requests", "Requests whose logits were not finite.", self._num_corrupted),
-            ("external_prefix_cache_queries", "Tokens looked up in a KV connector.", 0),
-            ("external_prefix_cache_hits", "Tokens found in a KV connector.", 0),
-            ("mm_cache_queries", "Items looked up in the multimodal cache.", 0),
-            ("mm_cache_hits", "Items found in the multimodal cache.", 0),
-        ):
-            yield _Number(name, text, {(): value}, is_counter=True)
-
-    def _gauges(self) -> Iterator[_Number]:
-        stats = self._stats
-        num_waiting = stats.num_waiting + stats.num_deferred
-        waiting_by = {"capacity": stats.num_waiting, "deferred": stats.num_deferred}
-        yield _Number(
-            "num_requests_running", "Sequences that hold a request slot.", {(): stats.num_running}
-        )
-        yield _Number("num_requests_waiting", "Sequences that wait to run.", {(): num_waiting})
-        yield _Number(
-            "num_requests_waiting_by_reason", "Sequences that wait to run, by reason.",
-            _keyed(waiting_by), ("reason",),
-        )  # fmt: skip
-        yield _Number(
-            "kv_cache_usage_perc", "KV blocks in use, 0 to 1.", {(): stats.kv_cache_usage}
-        )
-        yield _Number(
-            "engine_sleep_state", "1 for the state the engine is in.",
-            _keyed(self._sleep_states), ("sleep_state",),
-        )  # fmt: skip
-        yield _Number(
-            "worker_up", "1 while the worker process of a rank takes plans.",
-            _keyed(self._workers_up), ("rank",),
-        )  # fmt: skip
-        if (adapters := stats.adapters) is not None:
-            lists = ",".join(adapters.waiting), ",".join(adapters.running)
-            yield _Number(
-                "lora_requests_info", "The adapters of running and of waiting sequences.",
-                {(str(adapters.max_running), *lists): 1},
-                ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
-            )  # fmt: skip
-        yield _Number(
-            "cache_config_info", "How the KV cache is configured.",
-            {tuple(self._cache_config.values()): 1}, tuple(self._cache_config),
-        )  # fmt: skip
-
-    def _scheduler_counters(self) -> Iterator[_Number]:
-        stats = self._stats
-        by_source = {
-            "local_compute": stats.num_prompt_tokens,
-            "local_cache_hit": stats.prefix_cache_hits,
-            "external_kv_transfer": 0,
-        }
-        for name, text, value in (
-            ("num_preemptions", "Sequences whose blocks others got.", stats.num_preemptions),
-            ("prompt_tokens", "Prompt tokens, computed or found.", sum(by_source.values())),
-            ("prompt_tokens_cached", "Prompt tokens found in a cache.", stats.prefix_cache_hits),
-            (
-                "recomputed_tokens",
-                "Tokens that were computed, and lost with a worker.",
-                stats.num_lost_tokens,
-            ),
-            ("generation_tokens", "Tokens sampled.", stats.num_generation_tokens),
-            (
-                "prefix_cache_queries",
-                "Tokens looked up in the KV cache.",
-                stats.prefix_cache_queries,
-            ),
-            ("prefix_cache_hits", "Tokens found in the KV cache.", stats.prefix_cache_hits),
-            ("spec_decode_num_drafts", "Runs of drafted tokens verified.", stats.num_drafts),
-            ("spec_decode_num_draft_tokens", "Drafted tokens verified.", stats.num_draft_tokens),
-            (
-                "spec_decode_num_accepted_tokens",
-                "Drafted tokens that were right.",
-                stats.num_accepted_tokens,
-            ),
-        ):
-            yield _Number(name, text, {(): value}, is_counter=True)
-        yield _Number(
-            "prompt_tokens_by_source", "Prompt tokens, by source.", _keyed(by_source), ("source",),
-            is_counter=True,
+            keyed(self._rejections), ("reason",), is_counter=True, has_engine=False,
         )  # fmt: skip
 
 
@@ -364,38 +167,3 @@ def _buckets(observed: Distribution) -> list[tuple[str, int]]:
         ("+Inf" if bound == math.inf else str(float(bound)), count)
         for bound, count in observed.cumulative()
     ]
-
-
-def _keyed(values: Mapping[str, float]) -> dict[tuple[str, ...], float]:
-    return {(key,): value for key, value in values.items()}
-
-
-def _histogram_bounds(max_model_len: int) -> Iterator[tuple[str, tuple[float, ...]]]:
-    for name in (
-        "request_prompt_tokens",
-        "request_prefill_kv_computed_tokens",
-        "request_generation_tokens",
-        "request_max_num_generation_tokens",
-        "request_params_max_tokens",
-    ):
-        yield name, one_two_five(max_model_len)
-    yield "iteration_tokens_total", ITERATION_TOKENS
-    yield "request_params_n", SMALL_COUNTS
-    yield "request_num_preemptions", PREEMPTION_COUNTS
-    yield "time_to_first_token_seconds", FIRST_TOKEN_S
-    yield "inter_token_latency_seconds", INTER_TOKEN_S
-    yield "request_time_per_output_token_seconds", INTER_TOKEN_S
-    for name in ("queue", "prefill", "decode", "inference"):
-        yield f"request_{name}_time_seconds", LATENCY_S
-    yield "e2e_request_latency_seconds", LATENCY_S
-    yield "worker_pause_seconds", PAUSE_S
-    yield "grammar_compile_seconds", COMPILE_S
-    yield "grammar_mask_seconds", MASK_S
-
-
-_NOTHING = SchedulerStats(
-    num_running=0, num_waiting=0, num_deferred=0, num_steps_in_flight=0, num_blocks_free=0,
-    num_blocks_total=0, kv_cache_usage=0.0, num_steps=0, num_preemptions=0, num_prompt_tokens=0,
-    num_generation_tokens=0, prefix_cache_queries=0, prefix_cache_hits=0, recompute_cache_queries=0,
-    recompute_cache_hits=0,
-)  # fmt: skip

@@ -6,8 +6,8 @@ ends no request: it is logged and the next message is taken.
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Collection
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import assert_never
 
@@ -18,7 +18,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from trouper.actors.messages.controls import Flush
 from trouper.actors.messages.inboxes import ObserverInbox
-from trouper.actors.messages.results import DeviceBack, DeviceLost
+from trouper.actors.messages.results import DeviceBack, DeviceLost, ReplicaEvent
 from trouper.actors.messages.stats import (
     GrammarStats,
     OutputStats,
@@ -52,20 +52,22 @@ class Observer:
         self,
         inbox: MemoryObjectReceiveStream[ObserverInbox],
         metrics: Metrics | None,
-        statistics: Callable[[], SchedulerStats],
+        statistics: Callable[[], Sequence[SchedulerStats]],
         interval_s: float,
         note_ended: Callable[[RequestEnded], None] | None = None,
     ) -> None:
         self.metrics = metrics
         self._inbox = inbox
-        self._statistics = statistics  # of the scheduler, at any time
+        self._statistics = statistics  # of each replica's scheduler, at any time
         self._interval_s = interval_s if metrics is not None else math.inf
         self._note_ended = note_ended  # makes a span
         self._intake_pause = anyio.CancelScope()
-        self._before: SchedulerStats | None = None  # at the last line, or at the beginning
+        self._before: Sequence[SchedulerStats] = ()  # at the last line, or at the beginning
         self._since_s = 0.0
-        # Of the last requests: prompt tokens, and how many of them were in the prefix cache.
-        self._prompts: deque[tuple[int, int]] = deque(maxlen=HIT_RATE_REQUESTS)
+        # Of the last requests of each replica: prompt tokens, and how many of them were in the prefix cache.
+        self._prompts: defaultdict[int, deque[tuple[int, int]]] = defaultdict(
+            lambda: deque(maxlen=HIT_RATE_REQUESTS)
+        )
 
     def snapshot(self) -> ObserverSnapshot:
         """Describe what has been counted."""
@@ -115,27 +117,33 @@ class Observer:
             return True
         return False
 
-    def _take_snapshot(self) -> SchedulerStats:
+    def _take_snapshot(self) -> Sequence[SchedulerStats]:
         stats = self._statistics()
         if self.metrics is not None:
             self.metrics.note_stats(stats)
         return stats
 
     def log(self) -> None:
-        """Write the line of this interval and begin the next one."""
+        """Write the line of this interval, one for each replica, and begin the next one."""
         now = anyio.current_time()
-        stats = self._take_snapshot()
-        if stats.num_steps:
-            is_idle = stats == self._before and not stats.num_running
-            line = interval_line(self._before, stats, now - self._since_s, self._prompts)
-            logger.log(logging.DEBUG if is_idle else logging.INFO, "%s", line)
-        self._before, self._since_s = stats, now
+        snapshot = self._take_snapshot()
+        before = self._before or (None,) * len(snapshot)
+        for replica, (was, stats) in enumerate(zip(before, snapshot, strict=True)):
+            if not stats.num_steps:
+                continue
+            is_idle = stats == was and not stats.num_running
+            line = interval_line(was, stats, now - self._since_s, self._prompts[replica])
+            where = f"engine {replica}: " if len(snapshot) > 1 else ""
+            logger.log(logging.DEBUG if is_idle else logging.INFO, "%s%s", where, line)
+        self._before, self._since_s = snapshot, now
 
     def _note(self, message: ObserverInbox) -> None:
         try:
             match message:
                 case OutputStats():
                     self._note_output_stats(message)
+                case ReplicaEvent(replica, event):
+                    self._note_device(replica, event)
                 case Flush(answer):
                     self._take_snapshot()
                     answer.set(None)
@@ -145,20 +153,28 @@ class Observer:
         except Exception:  # statistics never touch requests
             logger.exception("statistics could not be recorded")
 
+    def _note_device(self, replica: int, event: object) -> None:
+        if self.metrics is None:
+            return
+        if isinstance(event, DeviceLost):
+            self.metrics.note_loss(event, replica)
+        elif isinstance(event, DeviceBack):
+            self.metrics.note_return(event, replica)
+
     def _note_output_stats(self, stats: OutputStats) -> None:
         if self.metrics is not None:
             self.metrics.note_output_stats(stats)
         for ended in stats.ended:
-            self._prompts.append((ended.num_prompt_tokens, ended.num_cached_tokens))
+            self._prompts[stats.replica].append((ended.num_prompt_tokens, ended.num_cached_tokens))
             if self._note_ended is not None:
                 self._note_ended(ended)
 
 
 def _count(message: StepStats | GrammarStats | DeviceLost | DeviceBack, metrics: Metrics) -> None:
     match message:
-        case StepStats(num_tokens, grammar):
-            metrics.note_step(num_tokens)
-            metrics.note_grammar_work(grammar)
+        case StepStats(num_tokens, replica, grammar):
+            metrics.note_step(num_tokens, replica)
+            metrics.note_grammar_work(grammar, replica)
         case GrammarStats():
             metrics.note_grammar(message)
         case DeviceLost():

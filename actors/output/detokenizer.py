@@ -148,6 +148,7 @@ class Detokenizer:
         if sequence is None:
             return []
         request, reason = sequence.request, update.finish_reason
+        self._stats.choose(update.replica)
         self._stats.note_preemptions(request.slot.stats, sequence.times, update.num_preemptions)
         if reason is not None:
             del self._sequences[update.id]

@@ -20,13 +20,21 @@ class SequenceTimes(msgspec.Struct):
 
 
 class OutputStatsCollector:
-    """Owns the reporter; collects until `send`."""
+    """Owns the reporter; collects until `send`, for each replica apart."""
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = reporter
         self._first_token_s: list[float] = []
         self._inter_token_s: list[float] = []
         self._ended: list[RequestEnded] = []
+        self._replica = 0  # that the lists are of
+        self._others: list[OutputStats] = []  # of this turn
+
+    def choose(self, replica: int) -> None:
+        """Count what follows as this replica's."""
+        if replica != self._replica:
+            self._others += self._take()
+            self._replica = replica
 
     def note_queued(self, stats: RequestStateStats, now: float) -> None:
         """Note that a request has been rendered and waits to run."""
@@ -70,12 +78,20 @@ class OutputStatsCollector:
 
     def send(self) -> None:
         """Report what has been collected, if anything."""
-        if self._first_token_s or self._inter_token_s or self._ended:
-            self.reporter.report(
-                OutputStats(
-                    tuple(self._first_token_s), tuple(self._inter_token_s), tuple(self._ended)
-                )
-            )
-            self._first_token_s.clear()
-            self._inter_token_s.clear()
-            self._ended.clear()
+        for stats in (*self._others, *self._take()):
+            self.reporter.report(stats)
+        self._others.clear()
+
+    def _take(self) -> list[OutputStats]:
+        if not (self._first_token_s or self._inter_token_s or self._ended):
+            return []
+        stats = OutputStats(
+            tuple(self._first_token_s),
+            tuple(self._inter_token_s),
+            tuple(self._ended),
+            self._replica,
+        )
+        self._first_token_s.clear()
+        self._inter_token_s.clear()
+        self._ended.clear()
+        return [stats]

@@ -160,6 +160,8 @@ class Prompts:
                 adapter=message.adapter,
                 embeds=embeds,
                 embeds_digests=digests(embeds, self._limits.block_size),
+                data_parallel_rank=message.data_parallel_rank,
+                session_id=message.session_id,
             ),
         )
 

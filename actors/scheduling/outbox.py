@@ -40,6 +40,7 @@ class SchedulerOutputs:
             tuple(sequence.prompt_logprobs) if is_first else (),
             sequence.num_cached if is_first else None,
             num_preemptions=sequence.num_preemptions,
+            replica=sequence.request.replica,
         )
         if is_first:
             sequence.prompt_logprobs.clear()

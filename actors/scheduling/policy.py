@@ -35,8 +35,8 @@ from trouper.actors.scheduling.bisection import FaultBisection
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.lookahead import Lookahead
 from trouper.actors.scheduling.quarantine import Quarantine
-from trouper.actors.scheduling.sequence_table import SequenceTable
-from trouper.actors.scheduling.sequences import Sequence, State
+from trouper.actors.scheduling.sequence_table import SequenceTable, Shared
+from trouper.actors.scheduling.sequences import Request, Sequence, State
 from trouper.actors.scheduling.snapshot import PolicySnapshot
 from trouper.actors.scheduling.stage_turns import take_turns
 from trouper.actors.scheduling.starting import start_waiting
@@ -58,10 +58,12 @@ class Policy:
     `blocks`, `table` and `in_flight` are the whole state; tests read them, and only the policy writes.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: KVBlocks) -> None:
+    def __init__(
+        self, config: SchedulerConfig, blocks: KVBlocks, shared: Shared | None = None
+    ) -> None:
         self.config = config
         self.blocks = blocks
-        self.table = SequenceTable(config, blocks)
+        self.table = SequenceTable(config, blocks, shared)
         self.in_flight: deque[InFlightStep] = deque()
         self.pause = Pause.NONE
         # Of a pipeline with one step in flight, one stage works at a time.
@@ -106,6 +108,16 @@ class Policy:
     def waiting_ids(self) -> tuple[SequenceId, ...]:
         """The waiting sequences in the order of service, for tests and debugging."""
         return self.table.waiting.ids
+
+    @property
+    def is_device_lost(self) -> bool:
+        """Whether the device is being started again."""
+        return self._is_lost
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a new request would be planned: the device is there, and no search for a culprit goes first."""
+        return not (self._is_lost or self._quarantine)
 
     def state(self, id: SequenceId) -> State:
         """Return the state of a sequence; an unknown one has finished."""
@@ -174,7 +186,19 @@ class Policy:
         `error` (`kv_cache_exhausted`) when prompt and one token do not fit into all blocks together.
         """
         assert isinstance(admit, Admit)
-        self.table.admit(admit)
+        self.table.enter(self.table.open_request(admit))
+
+    def open_request(self, admit: Admit) -> Request:
+        """Make a request that any replica may take in."""
+        return self.table.open_request(admit)
+
+    def enter(self, request: Request) -> None:
+        """Take a request in, with all that it has; what other replicas have computed is computed again."""
+        self.table.enter(request)
+
+    def evacuate(self, *, only_fresh: bool = False) -> list[Request]:
+        """Give up the requests that have nothing on the device, for other replicas; those in question stay."""
+        return self.table.take_out(self._quarantine.requests, only_fresh=only_fresh)
 
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from trouper.actors.messages.identifiers import SequenceId
+from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.scheduling.sequences import Request, Sequence, State
 
 
@@ -58,6 +58,11 @@ class Quarantine:
         """The ids of the suspects that have not ended, for tests and debugging."""
         sequences = [suspect.sequence for suspect in self._suspects]
         return tuple(s.id for s in sequences if s.state is not State.FINISHED)
+
+    @property
+    def requests(self) -> frozenset[RequestId]:
+        """The requests in question."""
+        return frozenset(suspect.sequence.request.admit.id for suspect in self._suspects)
 
     def lose(self, columns: Iterable[tuple[Sequence, int]]) -> tuple[Request, int] | None:
         """Take the columns of the step that the device was in: each sequence and where its tokens end.

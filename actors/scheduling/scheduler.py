@@ -5,7 +5,9 @@ in flight than the executor's channel holds; outputs need none because their rec
 for many steps beside everything the renderers may send.
 """
 
-from typing import Generic, TypeVar, assert_never
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Generic, TypeVar, assert_never, cast
 
 import anyio
 from anyio.abc import TaskStatus
@@ -28,12 +30,14 @@ from trouper.actors.messages.results import (
     DeviceBack,
     DeviceLost,
     PoolDone,
+    ReplicaEvent,
     StepDone,
     StepFailed,
 )
 from trouper.actors.messages.stats import SchedulerStats, StepStats
-from trouper.actors.runtime.future import Future
+from trouper.actors.runtime.future import Future, shares
 from trouper.actors.runtime.reporter import Reporter
+from trouper.actors.scheduling.replicas import Replicas
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
 from trouper.actors.scheduling.snapshot import SchedulerSnapshot
 
@@ -43,45 +47,61 @@ OutputsT = TypeVar("OutputsT")
 class Scheduler(Generic[OutputsT]):
     """Owns the policy, and with it every KV block and the state of every sequence.
 
+    Args:
+        executors: one for each replica.
+        policy: of the one replica, or of all.
+
     With `is_stepped` it plans once for each `Step`, and while a pause waits for what still runs.
     """
 
     def __init__(
         self,
         inbox: MemoryObjectReceiveStream[SchedulerInbox],
-        executor: MemoryObjectSendStream[ExecutorInbox],
+        executors: Sequence[MemoryObjectSendStream[ExecutorInbox]],
         output: MemoryObjectSendStream[OutputsT],
-        policy: SchedulingPolicy[OutputsT],
+        policy: SchedulingPolicy[OutputsT] | Replicas,
         *,
         reporter: Reporter | None = None,
         is_stepped: bool = False,
     ) -> None:
         self._inbox = inbox
-        self._executor = executor
+        self._executors = tuple(executors)
         self._output = output  # to the Detokenizer or the Pooler
-        self.policy = policy
+        self.policy: SchedulingPolicy[OutputsT] | Replicas = policy
+        self._replicas = policy if isinstance(policy, Replicas) else None
+        # By replica.
+        self._policies: tuple[SchedulingPolicy[OutputsT], ...] = (
+            cast("Any", policy.policies) if isinstance(policy, Replicas) else (policy,)
+        )
         self._reporter = reporter or Reporter(None)
         self._is_stepped = is_stepped
-        self._num_reported = 0  # tokens that the Observer knows of
-        self._grammar_work: tuple[GrammarWork, ...] = ()  # of the steps since the last turn
+        # Tokens that the Observer knows of, by replica; and what grammars cost in the steps since the last turn.
+        self._num_reported = [0] * len(self._executors)
+        self._grammar_work: list[tuple[GrammarWork, ...]] = [()] * len(self._executors)
         self._num_plans_due = 0  # when stepped: plans that were requested and not made
         self._steps: list[Promise[None]] = []
         self._pauses: list[SetPause] = []  # not in full effect yet
 
     def statistics(self) -> SchedulerStats:
-        """Describe the state in numbers."""
+        """Describe the state in numbers, of all replicas together."""
         return self.policy.statistics()
+
+    def replica_statistics(self) -> tuple[SchedulerStats, ...]:
+        """Describe the state of each replica in numbers."""
+        return tuple(policy.statistics() for policy in self._policies)
 
     def snapshot(self) -> SchedulerSnapshot:
         """Describe where every sequence is, and what is to be answered."""
         return SchedulerSnapshot(
-            policy=self.policy.snapshot(),
+            policies=tuple(policy.snapshot() for policy in self._policies),
             num_plans_due=self._num_plans_due,
             num_pauses=len(self._pauses),
         )
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        with self._inbox, self._executor, self._output, self._reporter:
+        with ExitStack() as ends:
+            for end in (self._inbox, *self._executors, self._output, self._reporter):
+                ends.enter_context(end)
             task_status.started()
             async for message in self._inbox:
                 self._handle(message)
@@ -92,7 +112,8 @@ class Scheduler(Generic[OutputsT]):
                     pass
                 # The device first: what it computes next hides what the others do with the outputs.
                 self._plan()
-                outputs = self.policy.take_outputs(self._due_answers())
+                answers = self._due_answers()
+                outputs = cast("OutputsT | None", self.policy.take_outputs(answers))
                 self._report()
                 if outputs is not None:
                     try:  # a wait, and so a turn of the loop, only where there is no room
@@ -103,26 +124,18 @@ class Scheduler(Generic[OutputsT]):
     def _handle(self, message: SchedulerInbox) -> None:  # noqa: C901  # a table, one line a message
         policy = self.policy
         match message:
-            case StepDone() | PoolDone():
-                policy.apply(message)
-                if isinstance(message, StepDone) and message.grammar is not None:
-                    self._grammar_work += (message.grammar,)
+            case (
+                StepDone() | PoolDone() | StepFailed() | DeviceLost() | DeviceBack()
+            ):  # of the one replica
+                self._note_event(0, message)
+            case ReplicaEvent(replica, event):
+                self._note_event(replica, event)
             case Admit() | AdmitPooling():
                 policy.admit(message)
             case Abort(id):
                 policy.abort(id)
             case Stop(ids):
                 policy.stop(ids)
-            case StepFailed(step, error, is_out_of_memory):
-                policy.fail_step(step, error, is_out_of_memory=is_out_of_memory)
-            case DeviceLost():
-                self._reporter.report(message)
-                if num_losses := policy.lose_device(message):
-                    call = DeviceCall("explain", (num_losses,), Future())
-                    self._executor.send_nowait(call)  # room: one at a time, it waits for nothing
-            case DeviceBack():
-                self._reporter.report(message)
-                policy.return_device()
             case SetPause(pause, answer):
                 policy.set_pause(pause)
                 if pause is Pause.NONE:  # an earlier pause that is not in effect yet never will be
@@ -138,24 +151,78 @@ class Scheduler(Generic[OutputsT]):
                 self._num_plans_due += 1
                 self._steps.append(answer)
             case Probe(answer):
-                self._executor.send_nowait(DeviceCall("probe", (), answer))  # room: one at a time
+                self._probe(answer)
             case _:
                 assert_never(message)
 
+    def _note_event(
+        self, replica: int, event: StepDone | PoolDone | StepFailed | DeviceLost | DeviceBack
+    ) -> None:
+        """Take what a device says; what is lost with it goes to the other replicas."""
+        policy, replicas = self._policies[replica], self._replicas
+        match event:
+            case StepDone() | PoolDone():
+                policy.apply(event)
+                if isinstance(event, StepDone) and event.grammar is not None:
+                    self._grammar_work[replica] += (event.grammar,)
+            case StepFailed(step, error, is_out_of_memory):
+                policy.fail_step(step, error, is_out_of_memory=is_out_of_memory)
+            case DeviceLost():
+                self._report_event(replica, event)
+                if num_losses := policy.lose_device(event):
+                    call = DeviceCall("explain", (num_losses,), Future())
+                    # Room: one at a time, it waits for nothing.
+                    self._executors[replica].send_nowait(call)
+                if replicas is not None:
+                    replicas.note_loss(replica)
+            case DeviceBack():
+                self._report_event(replica, event)
+                policy.return_device()
+                if replicas is not None:
+                    replicas.note_return(replica)
+            case _:
+                assert_never(event)
+        if replicas is not None:
+            replicas.note_change(replica)
+
+    def _report_event(self, replica: int, event: DeviceLost | DeviceBack) -> None:
+        self._reporter.report(event if self._replicas is None else ReplicaEvent(replica, event))
+
+    def _probe(self, answer: Promise[object]) -> None:
+        """Pass a probe on to all devices that are there, or to all if none is.  Room: one at a time."""
+        if self._replicas is None:
+            executors = self._executors
+        else:
+            is_lost = [policy.is_device_lost for policy in self._replicas.policies]
+            executors = [
+                executor
+                for executor, lost in zip(self._executors, is_lost, strict=True)
+                if not lost or all(is_lost)
+            ]
+        for executor, share in zip(executors, shares(answer, len(executors)), strict=True):
+            executor.send_nowait(DeviceCall("probe", (), share))
+
     def _plan(self) -> None:
+        """Plan for all replicas as long as there is something to plan; when stepped, once for each."""
         while not self._is_stepped or self._num_plans_due > 0 or self._pauses:
-            plan = self.policy.plan()
-            if plan is None:
+            has_planned = False
+            for policy, executor in zip(self._policies, self._executors, strict=True):
+                plan = policy.plan()
+                if plan is not None:
+                    has_planned = True
+                    executor.send_nowait(plan)
+            if not has_planned:
                 break
             if self._num_plans_due:
                 self._num_plans_due -= 1
-            self._executor.send_nowait(plan)
 
     def _report(self) -> None:
-        num_tokens = self.policy.num_tokens - self._num_reported
-        if num_tokens and self._reporter.report(StepStats(num_tokens, self._grammar_work)):
-            self._num_reported += num_tokens
-        self._grammar_work = ()
+        for replica, policy in enumerate(self._policies):
+            num_tokens = policy.num_tokens - self._num_reported[replica]
+            stats = StepStats(num_tokens, replica, self._grammar_work[replica])
+            if num_tokens and self._reporter.report(stats):
+                self._num_reported[replica] += num_tokens
+            self._grammar_work[replica] = ()
 
     def _due_answers(self) -> tuple[Promise[None], ...]:
         """Take the answers that are due; they travel with the outputs, and are delivered behind them."""

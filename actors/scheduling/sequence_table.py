@@ -4,6 +4,9 @@ A sequence enters with its request, waits, runs, may be preempted and wait again
 goes to the outputs, but for the ends that the detokenizer has found itself.
 """
 
+from collections.abc import Set
+from itertools import count
+
 from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.outputs import SequenceTokens
 from trouper.actors.messages.requests import Admit
@@ -18,20 +21,30 @@ from trouper.config.resolve import SchedulerConfig
 from trouper.outputs import FinishReason
 
 
-class SequenceTable:
-    """Owns the queues, the running sequences and the outputs."""
+class Shared:
+    """The part of their tables that the replicas of a model have in common: outputs, and the numbers of requests."""
 
-    def __init__(self, config: SchedulerConfig, blocks: KVBlocks) -> None:
+    def __init__(self) -> None:
+        self.outputs = SchedulerOutputs()
+        self.numbers = count(1)
+
+
+class SequenceTable:
+    """Owns the queues and the running sequences, and puts out what becomes of them."""
+
+    def __init__(
+        self, config: SchedulerConfig, blocks: KVBlocks, shared: Shared | None = None
+    ) -> None:
         self.waiting = Waiting(is_fcfs=config.policy == "fcfs")
         self.running = Running(config, blocks, self.waiting.returning)
-        self.outputs = SchedulerOutputs()
+        self._shared = shared or Shared()
+        self.outputs = self._shared.outputs
         self.requests: dict[RequestId, Request] = {}
         self.sequences: dict[SequenceId, Sequence] = {}
         self.num_deferred = 0  # siblings that wait for their leader's prompt
         self.num_generation_tokens = 0
         self._config = config
         self._blocks = blocks
-        self._num_admitted = 0
 
     @property
     def num_waiting(self) -> int:
@@ -58,14 +71,21 @@ class SequenceTable:
         running, waiting = (tuple(sorted(names[is_running])) for is_running in (True, False))
         return AdapterStats(running, waiting, self._config.max_loras or 0)
 
-    def admit(self, admit: Admit) -> None:
-        """Take a request in; one that could never run ends at once."""
+    @property
+    def _capacity(self) -> int:
+        return self._blocks.num_usable * self._blocks.block_size
+
+    def open_request(self, admit: Admit) -> Request:
+        """Make a request, with the next number; it is not in yet."""
+        return open_request(admit, next(self._shared.numbers), self._config, self._capacity)
+
+    def enter(self, request: Request) -> None:
+        """Take a request in, with its outputs so far if it comes from elsewhere; one that could never run ends at once."""
+        admit, capacity = request.admit, self._capacity
         num_prompt = len(admit.prompt_token_ids)
-        capacity = self._blocks.num_usable * self._blocks.block_size
-        self._num_admitted += 1
-        request = open_request(admit, self._num_admitted, self._config, capacity)
         self.requests[admit.id] = request
-        self.sequences.update((sequence.id, sequence) for sequence in request.sequences)
+        unfinished = [s for s in request.sequences if s.state is not State.FINISHED]
+        self.sequences.update((sequence.id, sequence) for sequence in unfinished)
         self.num_deferred += len(request.deferred)
         if num_prompt == 0:
             self._end_request(request, "error", "validation_error: the prompt has no token")
@@ -76,7 +96,48 @@ class SequenceTable:
                 request, "error", f"kv_cache_exhausted: {num_prompt} + 1 tokens in {capacity} slots"
             )
         else:
-            self.waiting.fresh.push(request.sequences[0])
+            self._queue(request, unfinished)
+
+    def _queue(self, request: Request, unfinished: list[Sequence]) -> None:
+        leader = request.sequences[0]
+        if leader.state is State.WAITING:
+            self.waiting.fresh.push(leader)
+            unfinished = [s for s in unfinished if s is not leader]
+        deferred = {sibling.id for sibling in request.deferred}
+        for sequence in unfinished:
+            if sequence.id not in deferred:
+                self.waiting.returning.push(sequence)
+
+    def take_out(self, kept: Set[RequestId], *, only_fresh: bool = False) -> list[Request]:
+        """Give up all requests that have nothing on the device, but `kept`; with `only_fresh` those that never ran."""
+        requests = [
+            request
+            for id, request in self.requests.items()
+            if id not in kept
+            and (not only_fresh or request.sequences[0].state is State.WAITING)
+            and not any(s.request_slot >= 0 or s.num_in_flight for s in request.sequences)
+        ]
+        ids: set[SequenceId] = set()
+        for request in requests:
+            del self.requests[request.admit.id]
+            self.num_deferred -= len(request.deferred)
+            ids.update(s.id for s in request.sequences if s.state is not State.FINISHED)
+        for id in ids:
+            del self.sequences[id]
+        self.waiting.take_all(ids)
+        return requests
+
+    def work(self) -> tuple[int, int]:
+        """Count the tokens that are known and not computed, and the unfinished sequences."""
+        num_tokens = 0
+        for sequence in self.sequences.values():
+            if sequence.index and not sequence.output:
+                continue  # it shares its leader's prompt
+            num_missing = sequence.num_tokens - sequence.num_computed
+            if sequence.request_slot < 0:
+                num_missing -= sequence.request.num_expected
+            num_tokens += max(0, num_missing)
+        return num_tokens, len(self.sequences)
 
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored."""
@@ -141,9 +202,15 @@ class SequenceTable:
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence without a last token, and put its end out."""
-        count = sequence.num_preemptions
         self.outputs.add(
-            SequenceTokens(sequence.id, (), reason, error=error, num_preemptions=count)
+            SequenceTokens(
+                sequence.id,
+                (),
+                reason,
+                error=error,
+                num_preemptions=sequence.num_preemptions,
+                replica=sequence.request.replica,
+            )
         )
         self._finish(sequence)
 

@@ -48,6 +48,8 @@ class Request(msgspec.Struct, eq=False):
     deferred: "list[Sequence]"  # siblings that wait for the leader's prompt to be computed
     num_unfinished: int
     prompt_hashes: list[bytes]  # of the full prompt blocks; filled at the first lookup
+    replica: int = 0  # that it is with
+    num_expected: int = 0  # prompt tokens that its replica should have in the cache
 
     def is_end_of_grammar(self, token: int) -> bool:
         """Tell whether the token ends an output that matches a grammar."""

@@ -24,8 +24,8 @@ class PolicySnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the scheduler: its policy's, and what it has been asked and not answered yet."""
+    """The state of the scheduler: its policies', and what it has been asked and not answered yet."""
 
-    policy: PolicySnapshot
+    policies: tuple[PolicySnapshot, ...]  # of each replica
     num_plans_due: int  # of a stepped engine: plans that were requested and not made
     num_pauses: int  # that are not in full effect yet

@@ -6,6 +6,7 @@ heap is rebuilt when half of it is dead, so push, pop and discard are O(log n) a
 O(live).
 """
 
+from collections.abc import Set
 from heapq import heapify, heappop, heappush
 
 from trouper.actors.messages.identifiers import SequenceId
@@ -21,6 +22,9 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def __contains__(self, id: SequenceId) -> bool:
+        return id in self._live
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence that is not in the queue."""
@@ -52,6 +56,12 @@ class Queue:
             self._live.discard(sequence.id)
             self._heap = [entry for entry in self._heap if entry[1] is not sequence]
             heapify(self._heap)
+
+    def take_all(self, ids: Set[SequenceId]) -> None:
+        """Remove many sequences that may be pushed again, in one pass."""
+        self._live -= ids
+        self._heap = [entry for entry in self._heap if entry[1].id in self._live]
+        heapify(self._heap)
 
     def live(self) -> list[Sequence]:
         """Return all sequences in the order of service: O(n log n), for tests and debugging."""
@@ -91,6 +101,11 @@ class Waiting:
         """Remove a sequence from among the others; it may come back."""
         self.fresh.take(sequence)
         self.returning.take(sequence)
+
+    def take_all(self, ids: Set[SequenceId]) -> None:
+        """Remove many sequences that may come back."""
+        self.fresh.take_all(ids)
+        self.returning.take_all(ids)
 
     def set_aside(self, head: Sequence) -> tuple[Queue, Sequence]:
         """Remove the sequence that is to start next; returns it, and the queue that it goes back to."""

@@ -25,7 +25,7 @@ DEFAULT_MAX_TOKENS = (
     128  # where the model names none; more than the library's 16, for use at a terminal
 )
 
-SHORT = {"model": "-m", "pipeline_parallel_size": "-pp"}
+SHORT = {"model": "-m", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
 # Panels of `--help`: every field of EngineArgs but `seed`, which is the sampling's.  Each switch has its
 # `--no-…`.
 ENGINE_HELP: dict[str, dict[str, str]] = {
@@ -46,6 +46,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "device_worker": "Where the model runs: inline (a thread of this process), process (its own, which may "
         "die and is started again), or auto (process in serve of a model that generates on the CPU, else inline).",
         "pipeline_parallel_size": "Number of processes that share out the layers, as stages of a pipeline.",
+        "data_parallel_size": "Number of replicas of the model, among which requests are shared out.",
         "dtype": "Type of the weights: auto (as stored), float32, bfloat16 or float16.",
         "quantization": "Round the weights at load: int8, or int4 in groups of 32.",
         "compress_weights": "Keep bfloat16 weights in 12 bits, exactly; by default with --max-num-seqs below 8.",

@@ -75,8 +75,8 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         config = await anyio.to_thread.run_sync(  # reads files, and may download
             lambda: resolve(self._args, offline=self._offline), limiter=anyio.CapacityLimiter(1)
         )
-        device = _make_device(config)
-        async with open_engine(config, device, is_stepped=self._is_stepped) as engine:
+        devices = _make_devices(config)
+        async with open_engine(config, devices, is_stepped=self._is_stepped) as engine:
             self._engine = engine
             try:
                 yield self
@@ -114,24 +114,23 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             lora_request: the adapter; it is loaded when it is first named.
             loads_adapter: False refuses a request whose adapter is not loaded.
             reasoning: marks around the model's reasoning, where no option names them.
-            prompt_text, data_parallel_rank, session_id: accepted at None only.
+            data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
+            session_id: requests of a session go to one replica, whose cache has their prefix.
+            prompt_text: accepted at None only.
 
         Raises:
             TypeError: `request_id` is not a string, or `sampling_params` not SamplingParams.
             While iterating: TrouperValidationError for a bad prompt or parameter, ValueError for a
             request id in flight, EngineDeadError when the engine has failed.
         """
-        check_unused(
-            prompt_text=prompt_text,
-            data_parallel_rank=data_parallel_rank,
-            session_id=session_id,
-        )
+        check_unused(prompt_text=prompt_text)
         if self._starts_itself:
             make = partial(
                 self.generate, prompt, sampling_params, request_id,
                 arrival_time=arrival_time, tokenization_kwargs=tokenization_kwargs,
                 mm_processor_kwargs=mm_processor_kwargs, trace_headers=trace_headers, priority=priority,
                 lora_request=lora_request, loads_adapter=loads_adapter, reasoning=reasoning,
+                data_parallel_rank=data_parallel_rank, session_id=session_id,
             )  # fmt: skip
             return cast("Any", StartingGeneration(self._start_itself, make))
         engine = self.engine
@@ -148,6 +147,8 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             lora_request=lora_request,
             loads_adapter=loads_adapter,
             reasoning=reasoning,
+            data_parallel_rank=data_parallel_rank,
+            session_id=session_id,
             **tokenization_options(tokenization_kwargs),
         )
 
@@ -353,10 +354,12 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             raise self.engine.dead_error
 
 
-def _make_device(config: EngineConfig) -> Device:
-    if config.device_worker == "process":
-        return ProcessDevice(config)
-    return ThreadedDevice(config)
+def _make_devices(config: EngineConfig) -> list[Device]:
+    if config.device_worker == "inline":
+        return [ThreadedDevice(config)]
+    if config.data_parallel_size == 1:
+        return [ProcessDevice(config)]
+    return [ProcessDevice(config, replica=replica) for replica in range(config.data_parallel_size)]
 
 
 AsyncLLM = AsyncLLMEngine

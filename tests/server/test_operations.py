@@ -353,6 +353,7 @@ async def test_server_info(admin):
     assert info["version"] == __version__
     assert info["config"]["max_model_len"] == 512
     assert info["device"]["block_size"] > 0
+    assert [replica["num_running"] for replica in info["replicas"]] == [0]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def at_rest(world: Any) -> None:
     device = world.device
     stats = policy.statistics()
     snapshot = engine.snapshot()
-    for name in ("scheduler", "executor", "detokenizer"):
+    for name in ("scheduler", "executor 0", "detokenizer"):
         num_left = snapshot.inboxes[name]
         require(num_left == 0, "a message is left lying", name, num_left)
     num_rendering = world.threads.num_begun - world.threads.num_ended

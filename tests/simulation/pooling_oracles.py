@@ -26,7 +26,7 @@ def at_rest(world: Any) -> None:
     policy: PoolingPolicy = world.policy
     is_pooling = threads.num_begun - threads.num_ended > threads.num_rendering
     snapshot = engine.snapshot()
-    for name in ("scheduler", "executor", "pooler"):
+    for name in ("scheduler", "executor 0", "pooler"):
         num_left = snapshot.inboxes[name]
         may_wait = name == "pooler" and is_pooling
         require(num_left == 0 or may_wait, "a message is left lying", name, num_left)

@@ -147,9 +147,11 @@ async def test_a_request_may_be_added_before_it_is_read():
         await engine.reset_mm_cache()
         await engine.reset_encoder_cache()
         engine.generate("a", prompt_text=None, data_parallel_rank=None, session_id=None)
-        for name in ("prompt_text", "data_parallel_rank", "session_id"):
-            with pytest.raises(UnsupportedFeatureError, match=name):
-                engine.generate("a", **{name: 0})
+        with pytest.raises(UnsupportedFeatureError, match="prompt_text"):
+            engine.generate("a", prompt_text="a")
+        for name in ("data_parallel_rank", "session_id"):
+            with pytest.raises(TrouperValidationError, match=name):
+                engine.generate("a", **{name: 7})
         with pytest.raises(TypeError, match="SamplingParams"):
             engine.generate("a", {})
 

@@ -9,7 +9,12 @@ from trouper.actors.engine.admission import embeds_bytes, estimate_tokens
 from trouper.actors.engine.wiring import cache_labels
 from trouper.actors.executor.devices.simulated import Conditions
 from trouper.actors.messages.results import DeviceBack, DeviceLost
-from trouper.actors.observability.metrics import FINISH_REASONS, FIRST_TOKEN_S, LATENCY_S, Metrics
+from trouper.actors.observability.metrics import Metrics
+from trouper.actors.observability.replica_metrics import (
+    FINISH_REASONS,
+    FIRST_TOKEN_S,
+    LATENCY_S,
+)
 from trouper.errors import MaxQueuedTokensError, QueueOverflowError, TrouperValidationError
 from trouper.metrics import Counter, Gauge, Histogram
 from trouper.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams

@@ -49,7 +49,7 @@ class Stage:
         self.metrics = Metrics("m", 64) if is_on else None
         self.observer, inbox = anyio.create_memory_object_stream[ObserverInbox](capacity)
         self.stats = stats()  # the scheduler's
-        self.actor = Observer(inbox, self.metrics, lambda: self.stats, interval_s, note_ended)
+        self.actor = Observer(inbox, self.metrics, lambda: (self.stats,), interval_s, note_ended)
         self.reporter = Reporter(self.observer)
         nursery.start_soon(self.actor.run)
 

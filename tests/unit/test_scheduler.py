@@ -42,7 +42,7 @@ async def open_stage(policy):
     to_reader, news = anyio.create_memory_object_stream(10)
     with to_scheduler, plans, news:
         async with anyio.create_task_group() as tasks:
-            await tasks.start(Scheduler(inbox, to_executor, to_reader, policy).run)
+            await tasks.start(Scheduler(inbox, [to_executor], to_reader, policy).run)
             await anyio.wait_all_tasks_blocked()
             yield Stage(to_scheduler, plans, news)
             tasks.cancel_scope.cancel()

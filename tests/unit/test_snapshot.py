@@ -52,11 +52,11 @@ async def test_an_idle_engine_holds_nothing(autojump_clock):
         assert not any(snapshot.inboxes.values())
         assert {renderer.rendering for renderer in snapshot.renderers} == {()}
         assert len(snapshot.renderers) == 3  # two, and that of large prompts
-        policy = snapshot.scheduler.policy
+        policy = snapshot.scheduler.policies[0]
         nothing = (policy.running, policy.waiting, policy.other, policy.in_flight, policy.suspects)
         assert nothing == ((),) * 5
         assert (snapshot.scheduler.num_plans_due, snapshot.scheduler.num_pauses) == (0, 0)
-        assert (snapshot.executor.last_step, snapshot.executor.call) == (0, None)
+        assert (snapshot.executors[0].last_step, snapshot.executors[0].call) == (0, None)
         assert snapshot.detokenizer.sequences == ()
         assert snapshot.pooler is None
         assert snapshot.observer.num_ended == 0
@@ -74,10 +74,10 @@ async def test_it_shows_who_runs_who_waits_and_which_plan_is_on_the_device(autoj
             (0, "pair", 2),
             (2, "alone", 1),
         ]
-        policy = snapshot.scheduler.policy
+        policy = snapshot.scheduler.policies[0]
         assert (policy.running, policy.waiting, policy.other) == ((0, 1), (2,), ())
         assert [ids for _, ids in policy.in_flight] == [(0, 1)] * 2
-        assert snapshot.executor.last_step == policy.in_flight[-1][0]
+        assert snapshot.executors[0].last_step == policy.in_flight[-1][0]
         assert set(snapshot.detokenizer.sequences) == {0, 1, 2}
         engine.abort("alone")
         (_, aborted) = engine.snapshot().requests
@@ -120,14 +120,14 @@ async def test_it_shows_a_pause_that_waits_and_a_call_of_the_device(autojump_clo
         await anyio.sleep(STEP_S)
         snapshot = engine.snapshot()
         assert snapshot.state is EngineState.DRAINING
-        assert snapshot.scheduler.policy.pause is Pause.NO_NEW_REQUESTS
+        assert snapshot.scheduler.policies[0].pause is Pause.NO_NEW_REQUESTS
         assert snapshot.scheduler.num_pauses == 1
         await close(stream)
         await anyio.sleep(2 * STEP_S)  # the steps in flight end, then the call begins
-        assert engine.snapshot().executor.call == "sleep"
+        assert engine.snapshot().executors[0].call == "sleep"
         await anyio.sleep(STEP_S)
         snapshot = engine.snapshot()
-        assert snapshot.executor.call is None
+        assert snapshot.executors[0].call is None
         assert snapshot.state is EngineState.ASLEEP
 
 

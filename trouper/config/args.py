@@ -73,6 +73,7 @@ class EngineArgs:
     device: str = "auto"
     device_worker: str = "auto"
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
     max_worker_restarts: int = 3
     worker_restart_window: float = 300.0
     step_timeout: float | None = None

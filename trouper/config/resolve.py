@@ -90,6 +90,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_worker_restarts: int = 3  # after losses that no request explains, in the window
     worker_restart_window_s: float = 300.0
     step_timeout_s: float | None = None  # None: learnt from the steps before
+    data_parallel_size: int = 1  # replicas of the model, each with a device of its own
     layer_partition: tuple[int, ...] | None = None  # layers by stage; None: of equal cost
     batch_invariant: bool = False  # a request's bits do not depend on its neighbours
     graphs: tuple[int, ...] | None = None  # sizes to capture, () = the device's own; None = none
@@ -128,6 +129,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.scheduler.num_stages
 
     @property
+    def num_workers(self) -> int:
+        """Processes that compute at once, and share out the machine's cores."""
+        return self.num_stages * self.data_parallel_size
+
+    @property
     def supported_tasks(self) -> tuple[str, ...]:
         return ("generate",) if self.pooler is None else self.pooler.tasks
 
@@ -157,6 +163,8 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
     _check_quantization(args, model, pooler)
     num_stages = args.pipeline_parallel_size
     partition = _layer_partition(args, model, device, pooler) if num_stages > 1 else None
+    if args.data_parallel_size > 1:
+        _check_replicas(args, device, pooler)
     dtype = concrete_dtype(args.dtype, model)
     block_size = args.block_size or DEFAULT_BLOCK_SIZES[device]
     kv_cache_bytes = args.kv_cache_memory_bytes
@@ -178,9 +186,10 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         dtype=dtype,
         device=device,
         device_worker=choose_device_worker(
-            "process" if num_stages > 1 else args.device_worker,
+            "process" if num_stages * args.data_parallel_size > 1 else args.device_worker,
             can_be_chosen=serves and device == "cpu" and pooler is None,
         ),
+        data_parallel_size=args.data_parallel_size,
         layer_partition=partition,
         max_worker_restarts=args.max_worker_restarts,
         worker_restart_window_s=args.worker_restart_window,
@@ -292,6 +301,22 @@ def _check_quantization(args: EngineArgs, model: ModelConfig, pooler: PoolerSpec
         )
     if model.hf_config.get("quantization_config"):
         raise invalid("quantization", "the checkpoint is quantised already", args.quantization)
+
+
+def _check_replicas(args: EngineArgs, device: DeviceKind, pooler: PoolerSpec | None) -> None:
+    num_replicas = args.data_parallel_size
+    missing = (
+        "not of a model that pools" if pooler is not None
+        else "not on a GPU yet; device='cpu' has it" if device == "cuda"
+        else None
+    )  # fmt: skip
+    if missing is not None:
+        raise UnsupportedFeatureError(
+            f"data_parallel_size={num_replicas}: {missing}", parameter="data_parallel_size"
+        )
+    if args.device_worker == "inline":
+        rule = f"must be auto or process where data_parallel_size is {num_replicas}"
+        raise invalid("device_worker", rule, args.device_worker)
 
 
 def _layer_partition(

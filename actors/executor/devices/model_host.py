@@ -63,7 +63,7 @@ class ModelHost:
         import torch
 
         num_elsewhere = torch.get_num_threads()
-        num_cores = max(1, num_physical_cores() // self._config.num_stages)
+        num_cores = max(1, num_physical_cores() // self._config.num_workers)
         num_threads = min(num_elsewhere, num_cores)
         compute_with(num_threads, num_elsewhere)
         if self._config.device == "cpu":

@@ -74,10 +74,14 @@ class ProcessDevice:
     Args:
         config: `max_worker_restarts`, `worker_restart_window_s` and `step_timeout_s` bound losses.
         launcher: starts a worker; tests have their own.
+        replica: of those of the engine; workers are numbered through, for people.
     """
 
-    def __init__(self, config: EngineConfig, launcher: Launcher = launch) -> None:
+    def __init__(
+        self, config: EngineConfig, launcher: Launcher = launch, *, replica: int = 0
+    ) -> None:
         self._config = config
+        self._first_number = replica * config.num_stages
         self._launcher = launcher
         self._state = WorkerState.STARTING
         self._workers: list[WorkerLink] = []  # by rank
@@ -327,7 +331,7 @@ class ProcessDevice:
         end = await cause.end(0.0 if is_alive else 1.0)
         step = self._plans[0].step if self._plans else None
         return Death(
-            rank=rank, step=step, exit_status=end.status, hung_s=hung_s,
+            rank=self._first_number + rank, step=step, exit_status=end.status, hung_s=hung_s,
             was_out_of_memory=end.was_out_of_memory, broken=broken, stderr=end.stderr,
             num_workers=len(self._workers),
         )  # fmt: skip
@@ -344,17 +348,18 @@ class ProcessDevice:
 
     def _note(self, rank: int, frame: Frame) -> None:
         """Take a frame that is no result."""
+        number = self._first_number + rank
         match frame:
             case Returned():
                 call = self._calls.note(frame, len(self._workers))
                 if call is not None:
                     self._in_force.follow(call)
             case LogRecord(name, level, message):
-                logging.getLogger(f"trouper.worker.{rank}.{name}").log(level, "%s", message)
+                logging.getLogger(f"trouper.worker.{number}.{name}").log(level, "%s", message)
             case Progress(phase):
-                log_phase(phase, where=f"worker {rank}: ")
+                log_phase(phase, where=f"worker {number}: ")
             case _:
-                logger.warning("worker %d sent a %s", rank, type(frame).__name__)
+                logger.warning("worker %d sent a %s", number, type(frame).__name__)
 
     def _lose(self, death: Death) -> DeviceLost:
         """Count a loss; calls under way fail for their askers.

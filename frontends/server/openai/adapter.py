@@ -64,6 +64,7 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     params: SamplingParams  # of a beam search only n and max_tokens
     beams: BeamRequest | None = None
     priority: int = 0
+    session_id: str | None = None
     lora_request: LoRARequest | None = None  # where the model that it names is an adapter
     tokenization: dict[str, Any] = {}
     is_stream: bool = False

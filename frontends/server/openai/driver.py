@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio.lowlevel
 
+from trouper.actors.engine.placement import check_place
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, rename_parameter
 from trouper.frontends.python.cooperative import InTurns
 from trouper.frontends.server.http.context import RequestContext
@@ -26,6 +27,7 @@ from trouper.frontends.server.openai.adapter import (
     StreamEvent,
 )
 from trouper.frontends.server.openai.beams import Make, beam_outputs
+from trouper.frontends.server.openai.placement import read_placement
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.streams import each_output, final_outputs
 from trouper.frontends.server.usage import UsageCounter
@@ -194,11 +196,14 @@ class Driver(Generic[A]):
 
         Raises:
             HTTPError: there is no place for so much.
+            TrouperValidationError: it names a replica that does not exist.
         """
         service, context, parsed = self._service, self._context, self._parsed
         params, num_prompts = parsed.params, len(parsed.prompts)
         priority = service.size(context, num_prompts, params.n, params.max_tokens, parsed.priority)
         parent = service.trace_parent(context)
+        placement = read_placement(context, parsed.session_id)
+        check_place(*placement, service.config.data_parallel_size)
         return lambda prompt, params, name, options: service.engine.generate(
             prompt,
             params,
@@ -208,6 +213,8 @@ class Driver(Generic[A]):
             trace_headers=parent,
             reasoning=parsed.reasoning,
             lora_request=parsed.lora_request,
+            data_parallel_rank=placement.data_parallel_rank,
+            session_id=placement.session_id,
             loads_adapter=False,  # one that is unloaded meanwhile stays so
         )
 

@@ -90,6 +90,7 @@ def parsed_request(
         places=places,
         params=params,
         priority=request.priority or 0,
+        session_id=request.session_id,
         tokenization={
             name: value
             for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")

@@ -81,10 +81,14 @@ async def version(service: Service, context: RequestContext, _: None) -> None:
 
 
 async def server_info(service: Service, context: RequestContext, _: None) -> None:
-    """Show the resolved configuration and the device."""
-    config = msgspec.to_builtins(service.config)
-    device = msgspec.to_builtins(service.core.info)
-    await context.send_json({"version": __version__, "config": config, "device": device})
+    """Show the resolved configuration, the device, and each replica in numbers."""
+    info = {
+        "version": __version__,
+        "config": msgspec.to_builtins(service.config),
+        "device": msgspec.to_builtins(service.core.info),
+        "replicas": msgspec.to_builtins(service.core.statistics().replicas),
+    }
+    await context.send_json(info)
 
 
 async def metrics(service: Service, context: RequestContext, _: None) -> None:

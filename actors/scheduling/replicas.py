@@ -1,0 +1,167 @@
+"""Scheduling of several replicas of a model: a `Policy` for each, and one place where requests are given to them.
+
+Pure, as the policies are: one owner has them all, so a request moves from one to another between two events, and
+no message about it can be on its way meanwhile.
+
+Laws:
+1. Each unfinished request is with exactly one policy.
+2. What is asked of all (a pause, a reset of the caches) is done by all.
+3. All put out through one table, so the outputs of a request that moves stay in order.
+4. The requests of a replica that is lost go to the others at once, and wait for it only where none is available.
+   Those in question stay: whatever killed it is tried where it was, and kills no other.
+"""
+
+from collections.abc import Sequence
+
+from trouper.actors.messages.controls import Pause
+from trouper.actors.messages.identifiers import RequestId, SequenceId
+from trouper.actors.messages.outputs import StepTokens
+from trouper.actors.messages.promise import Promise
+from trouper.actors.messages.requests import Admit, AdmitPooling
+from trouper.actors.messages.stats import SchedulerStats, total
+from trouper.actors.scheduling.kv_blocks import KVBlocks
+from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.routing import ReplicaLoad, Router
+from trouper.actors.scheduling.sequence_table import Shared
+from trouper.actors.scheduling.sequences import Request
+from trouper.config.resolve import SchedulerConfig
+
+
+class Replicas:
+    """The policies of all replicas.  The device of each is planned for by its own policy."""
+
+    def __init__(
+        self, config: SchedulerConfig, num_replicas: int, num_blocks: int, block_size: int
+    ) -> None:
+        shared = Shared()
+        self.policies = tuple(
+            Policy(config, KVBlocks(num_blocks, block_size, config.enable_prefix_caching), shared)
+            for _ in range(num_replicas)
+        )
+        self.router = Router(num_replicas, config.max_num_scheduled_tokens)
+        self._block_size = block_size
+        self._has_cache = config.enable_prefix_caching
+        # Tokens and rows of each replica; None: to be counted again.
+        self._work: list[tuple[int, int] | None] = [None] * num_replicas
+
+    def __repr__(self) -> str:
+        return f"<Replicas {list(self.policies)}>"
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Plans that no device has answered."""
+        return sum(policy.num_steps_in_flight for policy in self.policies)
+
+    @property
+    def num_started(self) -> int:
+        """Unfinished sequences that `Pause.NO_NEW_REQUESTS` lets run on."""
+        return sum(policy.num_started for policy in self.policies)
+
+    def statistics(self) -> SchedulerStats:
+        """Describe the state of all together in numbers."""
+        return total(self.replica_statistics())
+
+    def replica_statistics(self) -> tuple[SchedulerStats, ...]:
+        """Describe the state of each in numbers."""
+        return tuple(policy.statistics() for policy in self.policies)
+
+    def admit(self, admit: Admit | AdmitPooling) -> None:
+        """Take a request in, and give it to a replica."""
+        assert isinstance(admit, Admit)
+        self._place(self.policies[0].open_request(admit))
+
+    def abort(self, id: RequestId) -> None:
+        """End a request, wherever it is; unknown and finished ones are ignored."""
+        for policy in self.policies:
+            policy.abort(id)
+        self.note_change()
+
+    def stop(self, ids: tuple[SequenceId, ...]) -> None:
+        """Drop sequences that a stop string has ended; they have no further output."""
+        for policy in self.policies:
+            policy.stop(ids)
+        self.note_change()
+
+    def set_pause(self, pause: Pause) -> None:
+        """Set what may be planned from now on."""
+        for policy in self.policies:
+            policy.set_pause(pause)
+
+    def preempt_all(self) -> None:
+        """Free all KV blocks; running sequences are recomputed later, and results in flight count."""
+        for policy in self.policies:
+            policy.preempt_all()
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget all prefixes; False, and nothing changes, while a block of any replica is held."""
+        if not reset_running and any(
+            p.blocks.num_free < p.blocks.num_usable for p in self.policies
+        ):
+            return False
+        for replica, policy in enumerate(self.policies):
+            policy.reset_prefix_cache(reset_running)
+            self.router.prefixes.forget(replica)
+        return True
+
+    def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> StepTokens | None:
+        """Take the outputs of all since the last call, with `answers`."""
+        return self.policies[0].take_outputs(answers)
+
+    def note_change(self, replica: int | None = None) -> None:
+        """Count the work of a replica, or of all, again before the next choice."""
+        if replica is None:
+            self._work = [None] * len(self.policies)
+        else:
+            self._work[replica] = None
+
+    def note_loss(self, replica: int) -> None:
+        """A policy has lost its device: what it has goes to the others."""
+        self.note_change()
+        self.router.prefixes.forget(replica)
+        self._evacuate(replica)
+
+    def note_return(self, replica: int) -> None:
+        """A device is back: it takes from replicas that are still lost, and its share of what has not begun."""
+        self.note_change()
+        for other, policy in enumerate(self.policies):
+            if other == replica:
+                continue
+            if policy.is_device_lost:
+                self._evacuate(other)
+            else:
+                self._place_again(policy.evacuate(only_fresh=True))
+
+    def _evacuate(self, replica: int) -> None:
+        if any(policy.is_available for policy in self.policies):
+            self._place_again(self.policies[replica].evacuate())
+
+    def _place_again(self, requests: Sequence[Request]) -> None:
+        self.note_change()
+        for request in requests:
+            self._place(request)
+
+    def _place(self, request: Request) -> None:
+        admit, size = request.admit, self._block_size
+        leader = request.sequences[0]
+        hashes: list[bytes] = []
+        if self._has_cache and not admit.params.skip_reading_prefix_cache:
+            hashes = leader.hash_blocks(max(0, leader.num_prompt - 1) // size, size)
+        num_cached = [size * count for count in self.router.prefixes.match(hashes)]
+        loads = [self._load(replica) for replica in range(len(self.policies))]
+        replica = self.router.choose(
+            loads, num_cached, rank=admit.data_parallel_rank, session_id=admit.session_id
+        )
+        self.router.prefixes.note(hashes, replica)
+        request.replica = replica
+        request.num_expected = num_cached[replica]
+        self.policies[replica].enter(request)
+        load = loads[replica]
+        num_tokens = load.num_tokens + max(0, leader.num_tokens - num_cached[replica])
+        num_rows = load.num_rows + request.num_unfinished
+        self._work[replica] = num_tokens, num_rows
+
+    def _load(self, replica: int) -> ReplicaLoad:
+        policy, work = self.policies[replica], self._work[replica]
+        if work is None:
+            work = self._work[replica] = policy.table.work()
+        return ReplicaLoad(*work, policy.is_available)

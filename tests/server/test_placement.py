@@ -1,0 +1,49 @@
+"""Which replica and which session a request names, in its headers or its body."""
+
+import pytest
+
+from trouper.errors import TrouperValidationError
+from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.openai.placement import read_placement
+
+PATH = "/v1/completions"
+BODY = {"prompt": "a", "max_tokens": 1}
+pytestmark = pytest.mark.anyio
+
+
+def context(*headers):
+    return RequestContext({"path": "/", "method": "POST", "headers": headers}, None, None)
+
+
+@pytest.mark.parametrize(
+    ("headers", "session_id", "found"),
+    [
+        ((), None, (None, None)),
+        ((), "body", (None, "body")),
+        ([(b"X-Session-ID", b"head")], "body", (None, "head")),
+        ([(b"x-session-id", b"")], None, (None, None)),
+        ([(b"X-data-parallel-rank", b"3")], None, (3, None)),
+    ],
+)
+def test_headers_go_before_the_body(headers, session_id, found):
+    assert read_placement(context(*headers), session_id) == found
+
+
+@pytest.mark.parametrize("text", [b"", b"one", b"-1", b"1.5", b"9" * 20])
+def test_a_rank_that_is_no_number_is_refused(text):
+    with pytest.raises(TrouperValidationError, match="X-data-parallel-rank"):
+        read_placement(context((b"x-data-parallel-rank", text)), None)
+
+
+async def test_a_replica_that_does_not_exist_is_a_400_that_names_it(client):
+    for value in ("1", "x"):
+        answer = await client.post(PATH, BODY, [("x-data-parallel-rank", value)])
+        assert answer.status == 400
+        assert "data" in answer.json["error"]["param"]
+    answer = await client.post(PATH, {**BODY, "session_id": "x" * 300})
+    assert (answer.status, answer.json["error"]["param"]) == (400, "session_id")
+
+
+async def test_a_replica_and_a_session_that_exist_are_taken(client):
+    headers = [("x-data-parallel-rank", "0"), ("x-session-id", "mine")]
+    assert (await client.post(PATH, BODY, headers)).status == 200

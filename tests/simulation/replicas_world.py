@@ -1,0 +1,339 @@
+"""Replicas of simulated devices under the real policies and routing, in every order that a seed draws.
+
+    python -m tests.simulation.replicas_world --seconds 60
+
+Clients, plans, answers, losses and returns come one at a time; which is next is drawn. A device that is lost takes its memory and
+all steps with it. Some requests kill each device that computes one of their positions. What every client gets is compared with
+the tokens that its request has alone.
+"""
+
+import argparse
+import random
+import time
+from collections import Counter, deque
+
+from trouper.actors.executor.devices.simulated import SimulatedDevice, simulated_tokens
+from trouper.actors.messages.controls import Pause
+from trouper.actors.messages.plans import Sampling, StepPlan
+from trouper.actors.messages.requests import Admit
+from trouper.actors.messages.results import DeviceLost, StepFailed
+from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.replicas import Replicas
+from trouper.config.resolve import SchedulerConfig
+from trouper.params import SamplingParams
+
+VOCABULARY = 40
+MAX_TURNS = 20_000  # of one schedule; the longest that ends takes a tenth of them
+MAX_LOSSES = 8  # drawn ones, of one schedule
+
+
+class SimulationFault(Exception):
+    """The replicas did what they must not: the schedule that shows it is reproduced by its seed."""
+
+
+class Scenario:
+    """Some replicas, with their requests."""
+
+    def __init__(self, seed: int) -> None:
+        dice = self.dice = random.Random(seed)
+        self.num_replicas = dice.choice((2, 2, 3, 4))
+        self.kill_share = dice.choice((0.0, 0.01, 0.05, 0.2))
+        self.return_share = dice.choice((0.02, 0.2, 0.9))
+        self.pause_share = dice.choice((0.0, 0.0, 0.05))
+        self.block_size = dice.choice((2, 4))
+        longest = 24
+        self.config = SchedulerConfig(
+            max_model_len=longest,
+            max_num_seqs=dice.choice((1, 2, 3, 8)),
+            max_num_scheduled_tokens=dice.choice((3, 8, 32)),
+            policy=dice.choice(("priority", "fcfs")),
+            max_steps_in_flight=dice.choice((1, 2)),
+            enable_prefix_caching=dice.random() < 0.7,
+        )
+        self.num_blocks = dice.choice((longest // self.block_size + 1, 60))
+        self.requests = [self._request(10 * i) for i in range(dice.randint(1, 14))]
+        self.leaving = {r.id for r in self.requests if dice.random() < 0.2}
+        num_killers = dice.choice((0, 0, 1, 1, 2))
+        self.killers = {
+            r.id for r in dice.sample(self.requests, min(num_killers, len(self.requests)))
+        }
+
+    def _request(self, id: int) -> Admit:
+        dice = self.dice
+        prompt = [dice.randrange(3)] * dice.choice((0, 0, 6)) + [
+            dice.randrange(VOCABULARY) for _ in range(dice.randint(1, 12))
+        ]
+        return Admit(
+            id=id,
+            prompt_token_ids=tuple(prompt),
+            params=SamplingParams(
+                n=dice.choice((1, 1, 1, 3)),
+                max_tokens=dice.choice((1, 2, 5, 9)),
+                ignore_eos=True,
+                seed=dice.randrange(1000),
+            ),
+            eos_token_id=None,
+            stop_token_ids=(),
+            priority=dice.randrange(2),
+            arrival_time=float(id),
+            data_parallel_rank=dice.choice((None, None, None, dice.randrange(self.num_replicas))),
+            session_id=dice.choice((None, None, "a", "b")),
+        )
+
+    def expected(self, request: Admit, index: int) -> list[int]:
+        """Compute the tokens of one sequence alone."""
+        params = request.params
+        num_prompt = len(request.prompt_token_ids)
+        num_tokens = min(params.max_tokens or 0, self.config.max_model_len - num_prompt)
+        sampling = Sampling(temperature=1.0, seed=(params.seed or 0) + index)
+        return simulated_tokens(request.prompt_token_ids, sampling, num_tokens, VOCABULARY)
+
+
+def suspects(policy: Policy) -> set[int]:
+    """Requests that a search is about."""
+    return {suspect.sequence.request.admit.id for suspect in policy._quarantine._suspects}
+
+
+def is_available(policy: Policy) -> bool:
+    """Whether a replica would plan a new request."""
+    return not policy.is_device_lost and not suspects(policy)
+
+
+class ReplicasWorld:
+    """Runs a scenario to its end.
+
+    Raises:
+        SimulationFault: a wrong, lost or doubled token, an end too many, a request in two places or in none, a plan that
+            must not be, a replica that must not be chosen, a bystander's end, or a deadlock.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._scenario = scenario = Scenario(seed)
+        self._dice = scenario.dice
+        self.replicas = Replicas(
+            scenario.config, scenario.num_replicas, scenario.num_blocks, scenario.block_size
+        )
+        self._devices = [self._device() for _ in self.policies]
+        self._plans: list[deque[StepPlan]] = [deque() for _ in self.policies]
+        self._to_admit = deque(scenario.requests)
+        self._to_leave = {id: scenario.dice.choice(("abort", "stop")) for id in scenario.leaving}
+        self._admitted: dict[int, Admit] = {}
+        self._outputs: dict[int, list[int]] = {}
+        self._ends: dict[int, str] = {}
+        self._errors: dict[int, str] = {}
+        self._stopped: set[int] = set()
+        self._killed_by: dict[int, set[int]] = {id: set() for id in scenario.killers}
+        self._is_paused = False
+        self.num_losses = self.num_moves = 0
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        return self.replicas.policies
+
+    def _device(self) -> SimulatedDevice:
+        scenario = self._scenario
+        return SimulatedDevice(
+            scenario.num_blocks,
+            scenario.block_size,
+            VOCABULARY,
+            scenario.config.max_steps_in_flight,
+        )
+
+    def run(self) -> None:
+        for _ in range(MAX_TURNS):
+            turns = [self._clients, self._controls]
+            for replica in range(len(self.policies)):
+                turns += [
+                    lambda r=replica: self._answer(r),
+                    lambda r=replica: self._plan(r),
+                    lambda r=replica: self._kill(r),
+                    lambda r=replica: self._return(r),
+                ]
+            self._dice.shuffle(turns)
+            if not sum(turn() for turn in turns):  # all of them
+                break
+        else:
+            raise SimulationFault(f"it does not end: {self.replicas}")
+        self._check_end()
+
+    def _clients(self) -> bool:
+        """Admit, abort or stop, now and then."""
+        is_waiting = bool(self._to_admit) or any(id in self._admitted for id in self._to_leave)
+        if self._to_admit and self._dice.random() < 0.3:
+            request = self._to_admit.popleft()
+            self._admitted[request.id] = request
+            self.replicas.admit(request)
+            self._check_choice(request)
+            self._take_outputs()
+        leaving = [id for id in self._to_leave if id in self._admitted]
+        if leaving and self._dice.random() < 0.1:
+            id = self._dice.choice(leaving)
+            if self._to_leave.pop(id) == "abort":
+                self.replicas.abort(id)
+                if any(id in policy.table.requests for policy in self.policies):
+                    raise SimulationFault(f"{id} goes on after its abort")
+            else:
+                sequences = [id + i for i in range(self._admitted[id].params.n)]
+                self._stopped |= set(sequences) - set(self._ends)
+                self.replicas.stop(tuple(sequences))
+            self._take_outputs()
+        return is_waiting
+
+    def _check_choice(self, request: Admit) -> None:
+        place = [r for r, p in enumerate(self.policies) if request.id in p.table.requests]
+        if not place:  # it has ended at once
+            return
+        (replica,) = place
+        available = [r for r, p in enumerate(self.policies) if is_available(p)]
+        if available and replica not in available:
+            raise SimulationFault(f"{request.id} was given to {replica}, which is not available")
+        candidates, rank = available or range(len(self.policies)), request.data_parallel_rank
+        if rank in candidates and replica != rank:
+            raise SimulationFault(f"{request.id} was not given to the replica it names")
+
+    def _controls(self) -> bool:
+        was_paused = self._is_paused
+        if self._is_paused or self._dice.random() < self._scenario.pause_share:
+            self._is_paused = not self._is_paused
+            self.replicas.set_pause(Pause.ALL if self._is_paused else Pause.NONE)
+            if self._dice.random() < 0.3:
+                self.replicas.preempt_all()
+            if self._dice.random() < 0.3:
+                before = [policy.blocks.prefixes() for policy in self.policies]
+                is_refused = not self.replicas.reset_prefix_cache()
+                if is_refused and before != [p.blocks.prefixes() for p in self.policies]:
+                    raise SimulationFault("a reset that was refused has forgotten prefixes")
+        return was_paused or self._is_paused
+
+    def _plan(self, replica: int) -> bool:
+        policy = self.policies[replica]
+        plan = policy.plan()
+        self._take_outputs()
+        if plan is None:
+            return False
+        if policy.is_device_lost or self._is_paused:
+            raise SimulationFault(f"a plan while lost or paused: {plan}")
+        self._plans[replica].append(plan)
+        return True
+
+    def _answer(self, replica: int) -> bool:
+        """Compute the eldest plan, or die of it."""
+        plans, policy = self._plans[replica], self.policies[replica]
+        if not plans:
+            return False
+        owners = {entry[0].request.admit.id for entry in policy.in_flight[0].entries}
+        killers = owners & self._killed_by.keys()
+        if killers:
+            for id in killers:
+                self._killed_by[id].add(replica)
+            self._lose(replica, DeviceLost("killed", plans[0].step, cause="signal"))
+            return True
+        done = self._devices[replica]._run(plans.popleft())
+        if isinstance(done, StepFailed):
+            raise SimulationFault(f"a step has failed: {done}")
+        policy.apply(done)
+        self.replicas.note_change(replica)
+        self._take_outputs()
+        return True
+
+    def _kill(self, replica: int) -> bool:
+        is_due = self._dice.random() < self._scenario.kill_share and self.num_losses < MAX_LOSSES
+        if is_due and not self.policies[replica].is_device_lost:
+            step = self._plans[replica][0].step if self._plans[replica] else None
+            self._lose(replica, DeviceLost("from outside", step, is_from_outside=True))
+            return True
+        return False
+
+    def _lose(self, replica: int, loss: DeviceLost) -> None:
+        before = set(self.policies[replica].table.requests)
+        self.num_losses += 1
+        self._plans[replica].clear()
+        self._devices[replica] = self._device()
+        self.policies[replica].lose_device(loss)
+        self.replicas.note_loss(replica)
+        self.replicas.note_change(replica)
+        self.num_moves += len(before - set(self.policies[replica].table.requests))
+        self._take_outputs()
+        self._check_places()
+
+    def _return(self, replica: int) -> bool:
+        policy = self.policies[replica]
+        if not policy.is_device_lost:
+            return False
+        if self._dice.random() < self._scenario.return_share:
+            policy.return_device()
+            self.replicas.note_return(replica)
+            self._check_places()
+        return True
+
+    def _check_places(self) -> None:
+        """Each unfinished request has one place; none waits for a lost replica while another would take it."""
+        places = Counter(id for policy in self.policies for id in policy.table.requests)
+        wrong = [id for id, num in places.items() if num != 1]
+        ended = {id - id % 10 for id in self._ends}
+        lost = [id for id in self._admitted if id not in places and id not in ended]
+        lost = [id for id in lost if not {id + i for i in range(3)} & self._stopped]
+        if wrong or lost:
+            raise SimulationFault(f"in two places: {wrong}, in none: {lost}")
+        if any(is_available(policy) for policy in self.policies):
+            for policy in self.policies:
+                waits = policy.table.requests.keys() - suspects(policy)
+                if policy.is_device_lost and waits:
+                    raise SimulationFault(f"{waits} wait for a lost replica")
+
+    def _take_outputs(self) -> None:
+        news = self.replicas.take_outputs()
+        for entry in news.sequences if news else ():
+            if entry.id in self._ends or entry.id in self._stopped:
+                raise SimulationFault(f"an output of {entry.id} after its end")
+            self._outputs.setdefault(entry.id, []).extend(entry.token_ids)
+            if entry.finish_reason is not None:
+                self._ends[entry.id] = entry.finish_reason
+                self._errors[entry.id] = entry.error or ""
+
+    def _check_end(self) -> None:
+        scenario = self._scenario
+        for request in scenario.requests:
+            for index in range(request.params.n):
+                self._check_sequence(request, index)
+        for id, replicas in self._killed_by.items():
+            if len(replicas) > len(self._killed_by):  # a verdict frees the other suspects
+                raise SimulationFault(f"{id} has killed {replicas}")
+        for policy in self.policies:
+            if policy.num_unfinished or policy.blocks.num_free != policy.blocks.num_usable:
+                raise SimulationFault(f"something is left: {policy}")
+            if policy.table.waiting.ids or policy.table.num_deferred:
+                raise SimulationFault(f"something waits: {policy.table.waiting.ids}")
+
+    def _check_sequence(self, request: Admit, index: int) -> None:
+        id = request.id + index
+        found, wanted = self._outputs.get(id, []), self._scenario.expected(request, index)
+        reason = self._ends.get(id, "stop" if id in self._stopped else None)
+        if found != (wanted if reason == "length" else wanted[: len(found)]):
+            raise SimulationFault(f"sequence {id} got {found}, not {wanted}")
+        may_leave = request.id in self._scenario.leaving
+        is_poison = self._errors.get(id, "").startswith("poisoned_request")
+        if reason == "length" or (may_leave and reason in ("abort", "stop")):
+            return
+        if not (is_poison and request.id in self._scenario.killers):
+            raise SimulationFault(f"sequence {id} ended with {reason}: {self._errors.get(id)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    args = parser.parse_args()
+    started, seed = time.perf_counter(), args.seed
+    while time.perf_counter() < started + args.seconds:
+        try:
+            ReplicasWorld(seed).run()
+        except Exception as error:
+            raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}") from error
+        seed += 1
+    took = time.perf_counter() - started
+    print(f"{seed - args.seed} schedules, {(seed - args.seed) / took:.0f} a second, no fault")
+
+
+if __name__ == "__main__":
+    main()
