@@ -74,6 +74,29 @@ def call_left_open(right):
     return lambda self, error: None
 
 
+@crew_bug(OpenCalls, "note")
+def workers_may_differ(right):
+    def faulty(self, returned, num_workers):
+        done = right(self, returned, num_workers)
+        self.differ = None
+        return done
+
+    return faulty
+
+
+@crew_bug(ProcessDevice, "_reap")
+def only_the_cause_is_reaped(right):
+    async def faulty(self, rank, **how):
+        workers = self._workers
+        self._workers = [worker for worker in workers if worker.rank == rank]
+        try:
+            return await right(self, 0, **how)
+        finally:
+            self._workers = workers
+
+    return faulty
+
+
 @crew_bug(StateInForce, "follow")
 def sleep_level_forgotten(right):
     return lambda self, call: None

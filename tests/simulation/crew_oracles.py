@@ -27,14 +27,16 @@ def at_rest(world: Any) -> None:
     if not device.is_up:
         require(not calls, "a call is left open", calls)
     elif not calls:
-        peer = device.launcher.peers[-1]
         want = MEMORY - world.engine.lifecycle.resident
-        require(peer.model.absent == want or peer.is_dead, "another sleep", peer.model.absent, want)
+        for peer in device.launcher.peers[-1].crew:
+            absent = peer.model.absent
+            require(absent == want or peer.is_dead, "another sleep", absent, want)
 
 
 def check_loss(peer: Any) -> None:
     """A loss is told when the worker has been reaped, and all that it had answered was handed out."""
-    require(peer.is_ended, "a loss before the worker was reaped", peer)
+    for each in peer.crew:
+        require(each.is_ended, "a loss before the worker was reaped", each)
     require(peer.num_handed_out <= peer.num_answers, "an answer too many", peer)
     if not (peer.was_killed or peer.is_misbehaving):
         num_whole = peer.num_answers + sum(piece.answers is not None for piece in peer.readable())
@@ -42,8 +44,10 @@ def check_loss(peer: Any) -> None:
 
 
 def check_failed_start(world: Any, error: Exception) -> None:
-    (peer,) = world.device.launcher.peers
-    require(peer.is_ended and peer.fate.end in ("byte", "time"), "a start failed", peer, error)
+    peers = world.device.launcher.peers
+    is_ended = all(peer.is_ended for peer in peers)
+    is_fated = any(peer.fate.end in ("byte", "time") for peer in peers)
+    require(is_ended and is_fated, "a start failed", peers, error)
 
 
 def check_error(world: Any, case: Any, error: Exception) -> None:

@@ -17,6 +17,7 @@ import trio
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.devices import wire
 from trouper.actors.executor.devices.launch_local import CLOSED, Exit
+from trouper.actors.executor.devices.open_calls import DECISIVE
 from trouper.actors.executor.devices.simulated import MEMORY, SimulatedDevice
 from trouper.actors.executor.devices.wire import (
     Broken,
@@ -85,10 +86,25 @@ class WorkerModel(SimulatedDevice):
 
 
 class SimPeer:
-    """One incarnation of the worker."""
+    """One incarnation of a worker.
 
-    def __init__(self, world: Any, number: int, fate: Fate, dice: random.Random) -> None:
-        self.world, self.number, self.fate = world, number, fate
+    Args:
+        rank: from the end: 0 answers plans, the others only take them.
+        crew: the peers of this incarnation; each adds itself.
+    """
+
+    def __init__(
+        self,
+        world: Any,
+        number: int,
+        rank: int,
+        crew: "list[SimPeer]",
+        fate: Fate,
+        dice: random.Random,
+    ) -> None:
+        self.world, self.number, self.rank, self.fate = world, number, rank, fate
+        self.crew = crew
+        crew.append(self)
         self._dice = dice
         self._frames = FrameReader()
         self._out: deque[Piece] = deque()
@@ -106,7 +122,7 @@ class SimPeer:
         self.num_answers = self.num_handed_out = 0
 
     def __repr__(self) -> str:
-        return f"<SimPeer {self.number}, {self.fate}, died {self.died_s:.4f}>"
+        return f"<SimPeer {self.number}, rank {self.rank} from the end, {self.fate}, died {self.died_s:.4f}>"
 
     @property
     def is_dead(self) -> bool:
@@ -129,7 +145,7 @@ class SimPeer:
                 self._take(frame)
 
     def _take(self, frame: Frame) -> None:
-        if isinstance(frame, StepPlan):
+        if isinstance(frame, StepPlan) and self.rank == 0:
             self.unanswered.append(frame.step)
         if self.is_dead:
             raise BrokenPipeError
@@ -167,6 +183,13 @@ class SimPeer:
         if self.model is None or len(self.unanswered) > self.model._max_steps_in_flight:
             raise BrokenOracle(f"{self}: {len(self.unanswered)} plans")
         number, self.num_plans = self.num_plans, self.num_plans + 1
+        if self.rank:
+            if number == self.fate.at:
+                self._misbehave(plan, STEP_S)
+            return
+        if any(peer.is_stuck for peer in self.crew):  # what it would wait for does not come
+            self.is_stuck = True
+            return
         seconds = self.world.trouble.duration_s(plan)
         if self.world.is_deadly(plan, self.model):
             self._die(self._free_at + seconds * self._dice.random(), SIGSEGV)
@@ -209,8 +232,10 @@ class SimPeer:
             return
         assert self.model is not None
         try:
-            self._free_at += self.world.trouble.call_s(call.method)
+            if self.rank == 0:
+                self._free_at += self.world.trouble.call_s(call.method)
         except InjectedError as error:
+            self.is_misbehaving = len(self.crew) > 1 and call.method in DECISIVE  # the others do it
             self._write(Returned(call.number, describe_error(error)))
         else:
             self.model.obey(call)
@@ -309,16 +334,25 @@ class SimLauncher:
 
     def __init__(self, world: Any, dice: random.Random) -> None:
         self._world, self._dice = world, dice
+        self.num_ranks: int = world.scenario.num_ranks
         self.peers: list[SimPeer] = []
+        self._crew: list[SimPeer] = []  # of the last incarnation
 
     def __call__(self, rank: int, *, files: Sequence[int] = ()) -> SimPeer:
-        number, fates = len(self.peers), self._world.scenario.fates
-        if self.peers and not self.peers[-1].is_ended:
-            raise BrokenOracle(f"a successor before {self.peers[-1]} was reaped")
-        fate = fates[number] if number < len(fates) else Fate()
-        self.peers.append(SimPeer(self._world, number, fate, self._dice))
+        scenario = self._world.scenario
+        if rank == 0:
+            self._crew = []
+            if any(not peer.is_ended for peer in self.peers):
+                raise BrokenOracle("a successor before all were reaped")
+        number = len(self.peers) // scenario.num_ranks
+        drawn = scenario.fates[number] if number < len(scenario.fates) else Fate()
+        from_end = scenario.num_ranks - 1 - rank
+        is_fated = from_end == (drawn.rank if drawn.rank < scenario.num_ranks else 0)
+        fate = drawn if is_fated else Fate(load_s=drawn.load_s)
+        peer = SimPeer(self._world, number, from_end, self._crew, fate, self._dice)
+        self.peers.append(peer)
         self._world.record("start", number, fate.end)
-        return self.peers[-1]
+        return peer
 
 
 def _close_files(files: list[int]) -> None:

@@ -27,6 +27,7 @@ class Fate(msgspec.Struct, kw_only=True):
     status: int = SIGSEGV
     is_out_of_memory: bool = False
     load_s: float = 0.0
+    rank: int = 0  # from the end: 0 is the worker that answers; of a smaller crew it is that one
 
 
 class Killer(msgspec.Struct, kw_only=True):
@@ -39,6 +40,9 @@ class Killer(msgspec.Struct, kw_only=True):
 class CrewScenario(Scenario, kw_only=True):
     """A scenario whose device is a `ProcessDevice`."""
 
+    num_ranks: int = (
+        1  # workers of an incarnation, which all are given every frame; the last one answers plans
+    )
     fates: tuple[Fate, ...] = ()  # of the first incarnations; all later ones live
     killers: tuple[Killer, ...] = ()
     cut_rate: float = 0.0  # of frames that come in pieces, the second one later
@@ -87,6 +91,9 @@ def draw_crew_with(dice: Dice, *, seed: int) -> CrewScenario:
         plain.weather.poison = ()
     if any(fate.end in ("call", "time") for fate in fates) and faults.random() < 0.7:
         plain.operations = (draw_sleep(faults), *plain.operations)
+    ranks = dice("ranks")
+    for fate in fates:
+        fate.rank = ranks.choice((0, 0, 1, 2))
     return CrewScenario(
         **{name: getattr(plain, name) for name in plain.__struct_fields__},
         fates=fates,
@@ -96,6 +103,7 @@ def draw_crew_with(dice: Dice, *, seed: int) -> CrewScenario:
         max_restarts=sizes.choice((0, 1, 2, 3, 3, 20)),
         window_s=sizes.choice((300.0, 300.0, 0.5)),
         step_timeout_s=sizes.choice((None, 0.12, 0.12, 2.0)),
+        num_ranks=ranks.choice((1, 1, 2, 3)),
     )
 
 

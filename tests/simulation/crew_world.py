@@ -11,6 +11,7 @@ import msgspec
 from trouper.actors.engine.wiring import Engine
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import MAX_LOSSES, WorkerState
+from trouper.actors.executor.devices.worker_link import WorkerLink
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone, StepFailed
 from trouper.config.resolve import EngineConfig
@@ -29,6 +30,16 @@ class WatchedProcessDevice(Watched, ProcessDevice):
 
     launcher: SimLauncher
     check: Callable[[Any], None]
+
+    def _launch_all(self) -> None:
+        """Start each rank, without rings: the simulated ones exchange nothing."""
+        num_ranks = self.launcher.num_ranks
+        if num_ranks == 1:
+            super()._launch_all()
+            return
+        self._workers = []
+        for rank in range(num_ranks):
+            self._workers.append(WorkerLink(rank, self.launcher(rank)))
 
     async def receive(self) -> Any:
         event = await super().receive()
@@ -157,28 +168,35 @@ class CrewWorld(World):
             self.device.sampled[sequence] = tokens
 
     def note_end(self, peer: SimPeer) -> None:
-        """An incarnation has been reaped."""
+        """A worker has been reaped; after a loss that which is its cause is the last of its crew."""
         now = anyio.current_time()
-        self.record("end of worker", peer.number, peer.status, peer.was_killed)
-        if peer.was_killed and not (peer.is_misbehaving or peer.is_stuck or self.is_closing):
+        self.record("end of worker", peer.number, peer.rank, peer.status, peer.was_killed)
+        has_cause = any(
+            p.is_misbehaving or p.is_stuck or (p.is_dead and not p.was_killed)
+            for p in peer.crew
+            if p is not peer
+        )
+        has_cause |= peer.is_misbehaving or peer.is_stuck
+        if peer.was_killed and not (has_cause or self.is_closing):
             is_spent = self.trouble.has_crashed or self.engine is None
             is_closed = self.device._state is WorkerState.CLOSED
             if not is_spent and not is_closed:
                 self.give_up(Broken(f"a worker was killed that did nothing wrong: {peer}"))
-        if self.device._state is WorkerState.CLOSED:
+        if self.device._state is WorkerState.CLOSED or not all(p.is_ended for p in peer.crew):
             return
+        unanswered = peer.crew[-1].unanswered
         is_from_outside = peer.status == SIGKILL and not (
             peer.was_killed or peer.is_misbehaving or peer.fate.is_out_of_memory
         )
-        if peer.unanswered and not is_from_outside:
-            columns = self.columns[peer.unanswered[0]]
+        if unanswered and not is_from_outside:
+            columns = self.columns[unanswered[0]]
             self.suspects.append(frozenset(client for client, _ in columns))
         if peer.number == 0 and self.device._info is None:
             return
         self.losses = [loss for loss in self.losses if loss[0] > now - self.scenario.window_s]
         num_suspects = 0
-        if peer.unanswered and not is_from_outside:
-            num_suspects = len(self.columns[peer.unanswered[0]])
+        if unanswered and not is_from_outside:
+            num_suspects = len(self.columns[unanswered[0]])
         is_search = (
             num_suspects < self.num_suspects and 0 < 2 * num_suspects <= self.num_suspects + 1
         )
