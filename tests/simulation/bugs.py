@@ -11,6 +11,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
+import trouper.actors.executor.devices.simulated as simulated_module
 import trouper.actors.rendering.renderer as renderer_module
 import trouper.actors.scheduling.sequence_table as table_module
 import trouper.actors.scheduling.sequences as sequences_module
@@ -327,6 +328,31 @@ def tokens_behind_the_end_are_kept(right):
             self._finish(sequence)
         elif sequence.request_slot < 0:
             self.requeue(sequence)
+
+    return faulty
+
+
+@bug(SimulatedDevice, "_sample_run", draw_with_drafts)
+def noise_is_of_the_draw_instead_of_the_position(right):
+    def faulty(self, row, start, end, num_drafts):
+        choose = simulated_module._choose
+        simulated_module._choose = lambda context, position, *rest: choose(context, end, *rest)
+        try:
+            return right(self, row, start, end, num_drafts)
+        finally:
+            simulated_module._choose = choose
+
+    return faulty
+
+
+@bug(Running, "_lookahead", draw_with_drafts)
+def drafts_of_others_blocks(right):
+    def faulty(self, sequence, end, builder):
+        count = min(builder.max_lookahead, sequence.limit - sequence.num_tokens - 1)
+        is_decoding = end == sequence.num_tokens == sequence.num_computed + 1
+        if count <= 0 or not is_decoding:
+            return 0
+        return count if self.grow(sequence, end + count, builder) else 0
 
     return faulty
 
