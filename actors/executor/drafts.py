@@ -6,7 +6,8 @@
 Laws:
   * A draft changes no token.  Each is sampled from the logits behind the tokens before it, with the noise of its own
     position, as if it had been alone in its step; what a wrong draft led to is dropped.
-  * A draft is a function of the tokens in the slot and of how the drafts of the slot fared since it was given away.
+  * A draft is a function of the tokens in the slot, of how the drafts of the slot fared since it was given away, and of what
+    sequences of the same cache salt and adapter have answered.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from trouper.actors.executor.recent_answers import SEPARATOR, RecentAnswers
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.results import PromptLogprobs, entry_failures
 from trouper.actors.executor.sampling.sampler import Sampled
@@ -27,6 +29,7 @@ RUNS = 16  # after which a slot's drafts must have earned what they cost
 LEAST_ACCEPTED = 0.1  # of the drafted tokens
 PAUSE = 32  # tokens without a draft where they have not
 FIRST_LENGTH = 3
+LEAST_OF_OTHERS = 3  # tokens that must agree with another's answer: fewer say little of this one
 
 
 class Pace(msgspec.Struct):
@@ -91,9 +94,23 @@ class Drafter:
         self._slots = slots
         self._paces: dict[int, Pace] = {}  # by slot; those with a grammar have none
         self._drafts: list[list[int]] = []  # of each entry of the step that runs
+        most = config.suffix_decoding_max_cached_requests if config.method == "suffix" else 0
+        self._recent = RecentAnswers(most) if most else None
+        self._families: dict[int, str] = {}  # by slot
+        self._ends: dict[int, int] = {}  # by slot: the first position whose token is not known
 
-    def place(self, slot: int, *, has_grammar: bool) -> None:
+    def leave(self, slot: int) -> None:
+        """Keep what the slot's sequence has answered; another is about to take the slot."""
+        end, num_prompt = self._ends.pop(slot, 0), int(self._slots.num_prompt[slot])
+        if self._recent is not None and end > num_prompt + 1:
+            # with the end of the prompt, behind which the same answer may begin
+            first = max(0, num_prompt - self._config.suffix_decoding_max_tree_depth)
+            token_ids = self._slots.token_ids[slot, first:end]
+            self._recent.add(self._families[slot], token_ids)
+
+    def place(self, slot: int, family: str = "", *, has_grammar: bool) -> None:
         """Forget how the drafts of the slot fared: another sequence has taken it."""
+        self._families[slot] = family
         self._paces.pop(slot, None)
         if not has_grammar:  # whose drafts are always right; others would need a mask each
             self._paces[slot] = Pace(self._config.num_speculative_tokens)
@@ -116,6 +133,9 @@ class Drafter:
                 if room and slot not in self._paces:
                     self._drafts[i] = self._force(slot, plan.num_computed_tokens[i] + 1, room)
             return self._counts()
+        if self._recent is not None:
+            ends = zip(plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
+            self._ends.update(zip(plan.request_slots, (sum(both) for both in ends), strict=True))
         if not plan.num_lookahead_tokens:
             return None
         entries = plan.request_slots, plan.num_computed_tokens, plan.num_lookahead_tokens
@@ -144,7 +164,8 @@ class Drafter:
         if length == 0:
             return []
         token_L = self._slots.token_ids[slot]
-        draft = propose(token_L[:end], length, self._config)
+        recent = None if self._recent is None else self._recent.of(self._families[slot])
+        draft = propose(token_L[:end], length, self._config, recent)
         token_L[end : end + len(draft)] = draft
         return draft.tolist()
 
@@ -172,36 +193,50 @@ class Drafter:
         return StepDone(plan.step, kept, tuple(found), prompt_logprobs, failed, num_drafts)
 
 
-def propose(token_L: np.ndarray, length: int, config: SpeculativeConfig) -> np.ndarray:
-    """Continue known tokens [L] as they went on before; up to `length` of them, none where they end in something new."""
+def propose(
+    token_L: np.ndarray, length: int, config: SpeculativeConfig, recent: np.ndarray | None = None
+) -> np.ndarray:
+    """Continue known tokens [L] as they went on before, or as others did; up to `length` of them, none where they end in something new.
+
+    Args:
+        recent: answers of others, with separators: they serve where more tokens agree than in the text itself.
+    """
     if config.method == "ngram":
         longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
     else:
         longest, shortest = config.suffix_decoding_max_tree_depth, 1
-    behind, num_alike = last_match(token_L, longest)
+    behind, num_alike = last_match(token_L, token_L, longest)
+    theirs = None
+    if recent is not None and len(recent):
+        place, most = last_match(recent, token_L, longest)
+        if most > num_alike and most >= LEAST_OF_OTHERS:
+            theirs, num_alike = recent[place:], most
     if num_alike < shortest:
         return token_L[:0]
     if config.method == "suffix":
         length = min(length, max(1, int(num_alike * config.suffix_decoding_max_spec_factor)))
+    if theirs is not None:
+        ends = np.flatnonzero(theirs[:length] == SEPARATOR)
+        return theirs[: ends[0] if len(ends) else length]
     # What repeats itself goes on to do so: past its end the continuation begins again.
     return np.resize(token_L[behind:], length)
 
 
-def last_match(token_L: np.ndarray, longest: int) -> tuple[int, int]:
-    """Find the latest earlier place where the most of the last tokens stood, at most `longest`.
+def last_match(text_M: np.ndarray, token_L: np.ndarray, longest: int) -> tuple[int, int]:
+    """Find the latest place in a text, and not its end, where the most of the last tokens stand, at most `longest`.
 
     Returns:
-        The position behind it, and how many tokens agree; 0 if the last token is new.
+        The position behind it, and how many tokens agree; 0 if the last token does not stand there.
     """
-    ends = np.flatnonzero(token_L[:-1] == token_L[-1])
+    ends = np.flatnonzero(text_M[:-1] == token_L[-1])
     num_alike = int(len(ends) > 0)
-    while len(ends) and num_alike < longest:
+    while len(ends) and num_alike < min(longest, len(token_L)):
         longer = ends[ends >= num_alike]
-        longer = longer[token_L[longer - num_alike] == token_L[-1 - num_alike]]
+        longer = longer[text_M[longer - num_alike] == token_L[-1 - num_alike]]
         if not len(longer):
             break
         ends, num_alike = longer, num_alike + 1
-    return (int(ends[-1]) + 1, num_alike) if num_alike else (len(token_L), 0)
+    return (int(ends[-1]) + 1, num_alike) if num_alike else (len(text_M), 0)
 
 
 def num_equal(draft: Sequence[int], drawn: Sequence[int]) -> int:

@@ -47,6 +47,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     embeds: tuple[Embeds, ...] = ()  # as in `Admit`
     grammar: Grammar | None = None
     adapter_slot: int = 0  # on the device; 0 = none
+    family: str = ""  # of those that may see each other's answers in their drafts
 
 
 class StepPlan(msgspec.Struct, frozen=True):

@@ -120,6 +120,8 @@ def _max_count(config: SchedulerConfig, num_competing: int) -> int:
 
 def _new_sequence(sequence: Sequence) -> NewSequence:
     admit = sequence.request.admit
+    number = 0 if admit.adapter is None else admit.adapter.number
+    salt = admit.cache_salt or ""
     return NewSequence(
         request_slot=sequence.request_slot,
         sequence=sequence.id,
@@ -130,4 +132,5 @@ def _new_sequence(sequence: Sequence) -> NewSequence:
         embeds=admit.embeds,
         grammar=admit.grammar,
         adapter_slot=0 if admit.adapter is None else admit.adapter.slot,
+        family=f"{number} {salt}" if number or salt else "",
     )

@@ -189,3 +189,18 @@ def test_drafts_go_on_after_sleep(plain):
             assert run(llm, ("greedy",)) == {"greedy": plain["greedy"]}
         stats = llm.llm_engine.statistics().scheduler
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+
+
+def test_an_answer_is_foreseen_when_it_was_given_before_under_the_same_salt(plain):
+    prompt = PROMPTS[3]
+    base = {**BASE, "max_num_seqs": 1}
+    with LLM(**base, speculative_config={"method": "suffix"}) as llm:
+        counts, outputs = [], []
+        for salt in ("a", "a", "b", "b"):
+            before = llm.llm_engine.statistics().scheduler.num_steps
+            request = {"prompt": prompt, "cache_salt": salt}
+            outputs.append(llm.generate(request, PARAMS["seeded"], use_tqdm=False)[0].outputs[0])
+            counts.append(llm.llm_engine.statistics().scheduler.num_steps - before)
+    assert all(output.token_ids == plain["seeded"][3][0][0] for output in outputs)
+    assert counts[0] == counts[2] > 2 * counts[1]
+    assert counts[1] == counts[3]

@@ -20,6 +20,7 @@ from trouper.actors.executor.drafts import (
     num_equal,
     propose,
 )
+from trouper.actors.executor.recent_answers import MOST_TOKENS, SEPARATOR, RecentAnswers
 from trouper.config.args import EngineArgs
 from trouper.config.model import DEMO_MODEL
 from trouper.config.resolve import resolve
@@ -63,6 +64,7 @@ def test_more_drafts_than_are_exact_become_seven_with_a_line_in_the_log(caplog):
         ({"method": "ngram", "num_speculative_tokens": "3"}, "num_speculative_tokens"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "spec_factor"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "cached_requests"),
         ("ngram", "must be a dict"),
         ({"method": "draft_model"}, "model is the draft model"),
         ({"method": "suffix", "model": "draft"}, "model is the draft model"),
@@ -143,7 +145,9 @@ def brute_force_match(tokens, longest):
 
 @given(texts, st.integers(1, 6))
 def test_the_latest_of_the_longest_matches_is_found(tokens, longest):
-    assert last_match(np.array(tokens), longest) == brute_force_match(tokens, longest)
+    assert last_match(np.array(tokens), np.array(tokens), longest) == brute_force_match(
+        tokens, longest
+    )
 
 
 @given(texts, st.integers(1, 7), st.sampled_from([NGRAM, SUFFIX]))
@@ -157,6 +161,34 @@ def test_a_draft_goes_on_as_the_text_did_behind_the_match(tokens, length, config
         period = tokens[behind:]
         wanted = length if config is NGRAM else min(length, alike)
         assert draft == [period[i % len(period)] for i in range(wanted)]
+
+
+def answers(*texts, most=10):
+    found = RecentAnswers(most)
+    for family, text in texts:
+        found.add(family, np.array(text))
+    return found
+
+
+def test_an_answer_of_another_is_followed_where_more_tokens_agree():
+    recent = answers(("a", [1, 2, 3, 4, 5, 6]), ("a", [7, 8])).of("a")
+    assert propose(np.array([9, 2, 3, 4]), 3, SUFFIX, recent).tolist() == [5, 6]  # to its end
+    assert propose(np.array([9, 8, 3, 4]), 3, SUFFIX, recent).tolist() == []  # two are too few
+    own = np.array([2, 3, 4, 0, 9, 2, 3, 4])
+    assert propose(own, 3, SUFFIX, recent).tolist() == [0, 9, 2]  # its own, as many agree
+
+
+def test_answers_of_another_family_are_not_found():
+    recent = answers(("a", [1, 2, 3, 4, 5, 6]), ("b", [1, 2]))
+    assert recent.of("b").tolist() == [1, 2, SEPARATOR]
+    assert recent.of("c").tolist() == []
+
+
+def test_the_oldest_answers_make_room():
+    assert answers(("a", [1]), ("b", [2]), ("a", [3]), most=2).of("a").tolist() == [3, SEPARATOR]
+    recent = answers(*(("a", range(i, i + MOST_TOKENS // 4)) for i in range(6)))
+    assert len(recent.of("a")) <= MOST_TOKENS
+    assert recent.of("a")[0] == 3
 
 
 @given(texts, texts)

@@ -23,12 +23,9 @@ OF_DRAFT_MODELS: dict[str, Any] = {
     "code_revision": None, "max_model_len": None, "parallel_drafting": False, "use_heterogeneous_vocab": False,
     "disable_padded_drafter_batch": False, "num_speculative_tokens_per_batch_size": None, "enforce_eager": None,
 }  # fmt: skip
-# Keys of vLLM's drafts by frequency, and the values that change nothing here: the latest continuation is the draft, its
-# length follows what came of those before, and answers of other requests are not looked at.
-OF_FREQUENCIES: dict[str, tuple[Any, ...]] = {
-    "suffix_decoding_min_token_prob": (None, 0.1),
-    "suffix_decoding_max_cached_requests": (None, 0, 10_000),
-}
+# Of vLLM's drafts by frequency, and the values that change nothing here: the latest continuation is the draft, and its
+# length follows what came of those before.
+OF_FREQUENCIES: dict[str, tuple[Any, ...]] = {"suffix_decoding_min_token_prob": (None, 0.1)}
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +44,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prompt_lookup_min: int = DEFAULT_NGRAM
     suffix_decoding_max_tree_depth: int = 24  # tokens that are compared
     suffix_decoding_max_spec_factor: float = 1.0  # drafts for each token that agreed
+    suffix_decoding_max_cached_requests: int = 10_000  # whose answers are kept; 0 = none
 
 
 def speculative_config(
@@ -113,6 +111,8 @@ def _check_ranges(config: SpeculativeConfig, value: Any) -> None:
         raise _wrong("num_speculative_tokens must be at least 1", value)
     if not 1 <= config.prompt_lookup_min <= config.prompt_lookup_max:
         raise _wrong("prompt_lookup_min must be at least 1 and at most prompt_lookup_max", value)
+    if config.suffix_decoding_max_cached_requests < 0:
+        raise _wrong("suffix_decoding_max_cached_requests must be at least 0", value)
     if config.suffix_decoding_max_tree_depth < 1 or not config.suffix_decoding_max_spec_factor > 0:
         raise _wrong("suffix_decoding_max_tree_depth and _max_spec_factor must be above 0", value)
 

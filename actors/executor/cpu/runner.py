@@ -225,11 +225,14 @@ class CpuRunner:
 
     def _apply_changes(self, plan: StepPlan, kv: KVCache) -> None:
         for new in plan.new_sequences:
+            if self._drafter is not None:
+                self._drafter.leave(new.request_slot)
             self._slots.place(new)
             # of the stages the last alone samples
             self._sampler.place(new.request_slot, new.grammar if self._stage.is_last else None)
             if self._drafter is not None:
-                self._drafter.place(new.request_slot, has_grammar=new.grammar is not None)
+                has_grammar = new.grammar is not None
+                self._drafter.place(new.request_slot, new.family, has_grammar=has_grammar)
         for slot, block_ids in plan.new_blocks:
             self._slots.add_blocks(slot, block_ids)
         kv.copy_blocks(plan.copies)
