@@ -433,3 +433,13 @@ def test_stages_are_measured_beside_one(report, stall):
     assert [record["num_chunks"] for record in found["results"]] == [1, 3]
     assert all(record["gain"] > 0 for record in found["results"])
     assert [round(record["bound"], 2) for record in found["results"]] == [1.0, 1.5]
+
+
+def test_the_front_of_replicas_is_measured_with_hits_and_balance(report):
+    options = ("-dp", "1,2", "--streams", "4", "--output-len", "6", "--num-iters", "1")
+    found = report("replicas", *options)["results"]
+    assert all(found["front"][count]["us_per_token"] > 0 for count in ("1", "2"))
+    one, two = found["sharing"]["1"], found["sharing"]["2"]
+    assert two["hit_rate"] >= 0.95 * one["hit_rate"] > 0.5
+    assert two["max_over_min"] <= 1.2
+    assert len(two["work"]) == 2
