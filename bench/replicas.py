@@ -1,4 +1,4 @@
-"""What the front of several replicas costs, and how well requests are shared out among them.
+"""Measure what the front of several replicas costs, and how well requests are shared out among them.
 
 The devices compute nothing and answer at once, so what is measured is the engine alone: scheduling, detokenising, the clients'
 streams. One event loop serves all replicas, and so its time a token bounds them together.

@@ -103,6 +103,60 @@ def test_open_webui_asks_the_server_with_its_key():
     assert (DEPLOY / build["context"] / build["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
 
 
+def dockerfile_environment():
+    return dict(
+        pair.split("=", 1)
+        for name, text in instructions()
+        if name == "ENV"
+        for pair in text.split()
+    )
+
+
+def test_the_composed_server_ends_within_its_grace_and_keeps_its_files():
+    composed = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    server = composed["services"]["trouper"]
+    values = parse(shlex.split(server["command"]))
+    assert values["data_parallel_size"] == 2
+    assert values["shutdown_timeout"] < int(server["stop_grace_period"].removesuffix("s"))
+    assert server["ports"] == [f"127.0.0.1:{values['port']}:{values['port']}"]
+    assert set(server["environment"]) == {"TROUPER_API_KEY"}
+    ((volume, folder),) = (text.split(":") for text in server["volumes"])
+    assert volume in composed["volumes"]
+    assert set(dockerfile_environment().values()) == {folder, f"{folder}/huggingface"}
+    build = server["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
+
+
+def test_the_pod_is_probed_where_the_server_answers_and_may_end_in_peace():
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    claim, deployment, service = documents
+    assert [d["kind"] for d in documents] == ["PersistentVolumeClaim", "Deployment", "Service"]
+    template = deployment["spec"]["template"]
+    pod, (container,) = template["spec"], template["spec"]["containers"]
+    values = parse(container["args"])
+    assert values["host"] == "0.0.0.0"
+    assert pod["terminationGracePeriodSeconds"] == values["shutdown_timeout"] + 10
+    (port,) = container["ports"]
+    assert port["containerPort"] == values["port"] == service["spec"]["ports"][0]["port"]
+    probes = {name: container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
+    assert {probe["httpGet"]["port"] for probe in probes.values()} == {port["name"]}
+    paths = {name: probe["httpGet"]["path"] for name, probe in probes.items()}
+    assert set(paths.values()) <= PUBLIC
+    assert paths["liveness"] == "/health/live"  # a worker that is started again needs no new pod
+    assert paths["readiness"] == paths["startup"] == "/health/ready"
+    (key,) = container["env"]
+    assert key["name"] == "TROUPER_API_KEY"
+    (mount,), (volume,) = container["volumeMounts"], pod["volumes"]
+    assert mount["name"] == volume["name"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert mount["mountPath"] == dict(instructions())["VOLUME"]
+    labels = deployment["spec"]["selector"]["matchLabels"]
+    assert labels == template["metadata"]["labels"] == service["spec"]["selector"]
+    assert pod["securityContext"]["runAsUser"] == int(
+        re.search(r"--uid (\d+)", (DEPLOY / "Dockerfile").read_text())[1]
+    )
+
+
 def test_the_examples_in_python_ask_the_port_that_serves_by_routes_that_there_are():
     blocks = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs" / "deploy.md").read_text(), re.M | re.S

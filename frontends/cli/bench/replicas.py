@@ -23,7 +23,7 @@ def replicas(
             "-dp",
             parser=integers,
             metavar="N,N,…",
-            help="Numbers of replicas.",
+            help="Numbers of replicas to measure, separated by commas.",
         ),
     ] = "1,2,4",
     streams: Annotated[int, typer.Option(min=1, help="Streams at once, of all replicas.")] = 64,
