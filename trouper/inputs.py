@@ -9,6 +9,21 @@ class TextPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+class InfillPrompt(TypedDict):
+    """A gap between two texts, to be filled in by a model whose tokenizer has marks for that.
+
+    `prompt` and `suffix` are the texts, `middle` is what the filling begins with; `files` stand before them, each
+    with a `filename` and a `text`.  Beyond `max_prompt_tokens` what lies farthest from the gap is left out.
+    """
+
+    prompt: str
+    suffix: str
+    middle: NotRequired[str]
+    files: NotRequired[Sequence[dict[str, str]]]
+    max_prompt_tokens: NotRequired[int]
+    cache_salt: NotRequired[str]
+
+
 class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
@@ -49,5 +64,14 @@ class EmbedsPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-PromptType = str | bytes | Sequence[int] | TextPrompt | TokensPrompt | ChatPrompt | EmbedsPrompt
+PromptType = (
+    str
+    | bytes
+    | Sequence[int]
+    | TextPrompt
+    | InfillPrompt
+    | TokensPrompt
+    | ChatPrompt
+    | EmbedsPrompt
+)
 PoolingPrompt = PromptType | PairPrompt

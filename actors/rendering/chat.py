@@ -7,7 +7,6 @@ messages, tools or variables, that spells one of the model's control tokens is n
 """
 
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,10 @@ import jinja2
 from jinja2 import meta, nodes
 
 from trouper.actors.rendering.jinja import make_environment
+from trouper.actors.rendering.seams import SEAM, sew
 from trouper.actors.rendering.template_orders import MARK, is_array, is_object, plain_data
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
-SEAM = "\U000f0000"  # a private-use character; dropped from what callers write
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the first is the templates' own
 END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to be continued
@@ -201,7 +200,7 @@ def _cut_end(text: str, final: str) -> str:
 def _sewn(value: Any, tokens: Collection[str]) -> Any:
     """Put a seam into each of `tokens` that the strings in `value` spell."""
     if isinstance(value, str):
-        return _sew(value.replace(SEAM, "").replace(MARK, ""), tokens)
+        return sew(value.replace(SEAM, "").replace(MARK, ""), tokens)
     if is_object(value):
         # what a template may name is no token, however it is spelled: `m.content`
         return {
@@ -211,16 +210,6 @@ def _sewn(value: Any, tokens: Collection[str]) -> Any:
     if is_array(value):
         return [_sewn(item, tokens) for item in value]
     return value
-
-
-def _sew(text: str, tokens: Collection[str]) -> str:
-    # Some models have hundreds of special tokens: look for each at the speed of `in`, which nearly always
-    # ends the matter.  Only first characters are consumed, so overlapping spellings are all broken.
-    spelled = [token for token in tokens if token in text]
-    if not spelled:
-        return text
-    heads = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in spelled)
-    return re.sub(heads, rf"\g<0>{SEAM}", text)
 
 
 def _iterates_content(tree: nodes.Template) -> bool:

@@ -16,6 +16,7 @@ from trouper.actors.rendering.late_interaction import Marks, marks_of
 from trouper.actors.rendering.sampling import ModelLimits
 from trouper.actors.rendering.text import (
     SPARE_TOKENS,
+    Form,
     Prompts,
     Rendered,
     checked_ids,
@@ -127,6 +128,12 @@ class PoolingPrompts(Prompts):
             kept = slice(-wanted, None) if keeps_end else slice(wanted)
             ids, type_ids = ids[kept], type_ids and type_ids[kept]
         return _Encoded(ids, type_ids)
+
+    def _form(self, prompt: Any) -> Form:
+        form = super()._form(prompt)
+        if form.gap is not None:
+            raise invalid("suffix", "has no meaning for a model that pools")
+        return form
 
     def _encode_plain(
         self, text: str, message: Render, wanted: int | None, keeps_end: bool

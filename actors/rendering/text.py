@@ -19,6 +19,8 @@ from trouper.actors.messages.sinks import GenerationSink
 from trouper.actors.rendering.confined import ConfinedTemplates, TemplateSource, render_once
 from trouper.actors.rendering.embeds import decode_base64, decode_embeds, digests, from_tensor
 from trouper.actors.rendering.grammars import Grammars
+from trouper.actors.rendering.infill import KEYS as GAP_KEYS
+from trouper.actors.rendering.infill import Gap, gap_ids, marks_of
 from trouper.actors.rendering.mixed import encode_mixed, take_embeds, unmarked
 from trouper.actors.rendering.sampling import ModelLimits, eos_ids, resolve_sampling
 from trouper.actors.rendering.thinking import thinking_of
@@ -40,6 +42,7 @@ SPARE_TOKENS = 64  # a text cut before tokenising is left this much longer than 
 TEXT_KEYS = frozenset({"type", "prompt", "cache_salt", "mm_processor_kwargs"})
 TOKENS_KEYS = TEXT_KEYS | {"prompt_token_ids"}
 EMBEDS_KEYS = TEXT_KEYS | {"prompt_embeds"}
+INFILL_KEYS = TEXT_KEYS | GAP_KEYS
 CHAT_KEYS = frozenset(
     {
         "messages", "chat_template", "foreign_chat_template", "add_generation_prompt",
@@ -61,7 +64,7 @@ class Rendered(msgspec.Struct, frozen=True):
     admit: Admit | AdmitPooling
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """A prompt after its form has been seen through: pieces of text, or ids."""
 
     pieces: list[str] | None
@@ -70,6 +73,7 @@ class _Form(NamedTuple):
     salt: str | None
     adds_special_tokens: bool
     embeds: Sequence[Embeds] = ()
+    gap: Gap | None = None  # to be filled in; the text is its prefix
 
 
 class Prompts:
@@ -121,7 +125,10 @@ class Prompts:
         if embeds:
             _check_embeds_request(message)
         wanted, keeps_end = self._cut(message)
-        if form.ids is None:
+        ends: tuple[int, ...] = ()
+        if form.gap is not None:
+            ids, ends = self._encode_gap(form.gap, message)
+        elif form.ids is None:
             adds = message.add_special_tokens
             adds = form.adds_special_tokens if adds is None else adds
             if embeds:
@@ -151,7 +158,7 @@ class Prompts:
                 prompt_token_ids=prompt_token_ids,
                 params=resolved.params,
                 eos_token_id=resolved.eos_token_id,
-                stop_token_ids=resolved.stop_token_ids,
+                stop_token_ids=tuple(dict.fromkeys((*resolved.stop_token_ids, *ends))),
                 bad_words_ids=resolved.bad_words_ids,
                 priority=message.priority,
                 arrival_time=message.arrival_time,
@@ -180,24 +187,24 @@ class Prompts:
             side = self._tokenizer.truncation_side
         return side != "right"
 
-    def _form(self, prompt: Any) -> _Form:
+    def _form(self, prompt: Any) -> Form:
         if isinstance(prompt, str):
-            return _Form([prompt], None, prompt, None, True)
+            return Form([prompt], None, prompt, None, True)
         if isinstance(prompt, Mapping):
             return self._dict_form(cast("Mapping[str, Any]", prompt))
         if isinstance(prompt, bytes | bytearray):
             return self._embeds_form(prompt, None, None)
         if isinstance(prompt, Sequence):
-            return _Form(None, prompt, None, None, False)
+            return Form(None, prompt, None, None, False)
         raise invalid("prompt", "must be text, token ids or a prompt dict", type(prompt).__name__)
 
-    def _dict_form(self, prompt: Mapping[str, Any]) -> _Form:
+    def _dict_form(self, prompt: Mapping[str, Any]) -> Form:
         given = {key: value for key, value in prompt.items() if value is not None}
         if later := LATER_KEYS & given.keys():
             raise UnsupportedFeatureError(f"not supported yet: {', '.join(sorted(later))}")
         salt = _checked_salt(given.get("cache_salt"))
         for key, known in (
-            ("messages", CHAT_KEYS), ("prompt_embeds", EMBEDS_KEYS),
+            ("messages", CHAT_KEYS), ("prompt_embeds", EMBEDS_KEYS), ("suffix", INFILL_KEYS),
             ("prompt_token_ids", TOKENS_KEYS), ("prompt", TEXT_KEYS),
         ):  # fmt: skip
             if key in given:
@@ -215,17 +222,19 @@ class Prompts:
             raise invalid("prompt", "must be text", type(text).__name__)
         if "messages" in given:
             pieces, embeds = self._chat(given)
-            return _Form(pieces, None, unmarked(pieces), salt, False, embeds)
+            return Form(pieces, None, unmarked(pieces), salt, False, embeds)
+        if "suffix" in given:
+            return Form(None, None, text, salt, True, gap=Gap.of(given))
         if "prompt_embeds" in given:
             return self._embeds_form(given["prompt_embeds"], text, salt)
         if "prompt_token_ids" in given:
-            return _Form(None, given["prompt_token_ids"], text, salt, False)
-        return _Form([text or ""], None, text, salt, True)
+            return Form(None, given["prompt_token_ids"], text, salt, False)
+        return Form([text or ""], None, text, salt, True)
 
-    def _embeds_form(self, given: Any, text: str | None, salt: str | None) -> _Form:
+    def _embeds_form(self, given: Any, text: str | None, salt: str | None) -> Form:
         """Read a prompt of embeddings; its ids are zeros, which no part looks at."""
         embeds = self._decoded(given)
-        return _Form(None, [0] * embeds.num_rows, text, salt, False, (embeds,))
+        return Form(None, [0] * embeds.num_rows, text, salt, False, (embeds,))
 
     def _decoded(self, given: Any) -> Embeds:
         width, max_rows = self._limits.hidden_size, self._limits.max_model_len
@@ -310,6 +319,20 @@ class Prompts:
         limit = self._limits.max_model_len
         ids, placed = encode_mixed(pieces, embeds, tokenizer, add_special_tokens, limit)
         return checked_ids(ids, self._limits.vocab_size), placed
+
+    def _encode_gap(self, gap: Gap, message: Render) -> tuple[list[int], tuple[int, ...]]:
+        """Return the tokens of a prompt with a gap, and those that end what fills it, as far as EOS would."""
+        tokenizer = self._needed_tokenizer("suffix")
+        if message.truncate_prompt_tokens is not None:
+            raise invalid("truncate_prompt_tokens", "not with suffix")
+        marks = marks_of(tokenizer)
+        if gap.max_tokens is None:
+            self._refuse_hopeless(gap.num_chars, tokenizer)
+        adds = message.add_special_tokens is not False
+        ids = gap_ids(gap, marks, tokenizer, self._control_tokens[1], adds_bos=adds)
+        ends_at_eos = isinstance(message.params, SamplingParams) and not message.params.ignore_eos
+        ends = tuple(id for id in marks.ends if id < self._limits.vocab_size)
+        return checked_ids(ids, self._limits.vocab_size), ends if ends_at_eos else ()
 
     def _refuse_hopeless(self, num_chars: int, tokenizer: Tokenizer) -> None:
         """Tokenising costs time in proportion to the text, so what cannot fit is not tokenised."""

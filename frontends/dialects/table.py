@@ -7,6 +7,8 @@ import msgspec
 
 Span = tuple[str, str]  # the marks around something
 Body = Literal["object", "array", "named", "tagged", "python", "literals", "channels"]
+# any id; nine letters and digits; `functions.name:0`, numbered through the conversation
+IdForm = Literal["random", "letters", "numbered"]
 
 
 class Tags(msgspec.Struct, frozen=True):
@@ -42,6 +44,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     tags: Tags | None = None
     separators: tuple[str, ...] = ()  # between calls
     arguments_key: str = "arguments"  # of an object, as the dialect writes it; either is read
+    id_form: IdForm = "random"  # that the chat template takes in conversations
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -110,6 +113,7 @@ DIALECTS: tuple[Dialect, ...] = (
         body="named",
         name_end=("<|tool_call_argument_begin|>",),
         name_prefix="functions.",
+        id_form="numbered",
     ),
     Dialect(
         name="minimax_m2",
@@ -183,6 +187,7 @@ DIALECTS: tuple[Dialect, ...] = (
         body="named",
         name_end=("[ARGS]",),
         call_id="[CALL_ID]",
+        id_form="letters",
     ),
     Dialect(
         name="lfm2",

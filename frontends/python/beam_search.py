@@ -97,9 +97,7 @@ class BeamSearch:
         num_logprobs: int | None = None,
     ) -> None:
         check_params(params, limits.max_logprobs)
-        if _holds_embeds(prompt):
-            text = "prompt_embeds: a beam search goes on from token ids; use generate"
-            raise UnsupportedFeatureError(text, parameter="prompt_embeds")
+        _check_prompt(prompt)
         self.step = _one_token(params, limits.max_logprobs, num_logprobs)
         self.is_over = False
         self.num_tokens = (0, 0)  # of the prompt, and generated in all rounds
@@ -229,6 +227,16 @@ def _as_prompt(beam: BeamSearchSequence, prompt: PromptType) -> TokensPrompt:
 
 def _is_dict(prompt: PromptType) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(prompt, Mapping)
+
+
+def _check_prompt(prompt: PromptType) -> None:
+    """Raises UnsupportedFeatureError for what is more than its token ids say."""
+    if _holds_embeds(prompt):
+        text = "prompt_embeds: a beam search goes on from token ids; use generate"
+        raise UnsupportedFeatureError(text, parameter="prompt_embeds")
+    if _is_dict(prompt) and prompt.get("suffix") is not None:
+        text = "suffix: a beam search does not fill in; use generate"
+        raise UnsupportedFeatureError(text, parameter="suffix")
 
 
 def _holds_embeds(prompt: PromptType) -> bool:

@@ -33,6 +33,8 @@ from trouper.frontends.server.usage import Usage
 Headers = tuple[tuple[bytes, bytes], ...]
 logger = logging.getLogger("trouper.server")
 
+# that a text too long, or too many tokens, are said of
+LENGTHS = ("prompt", "messages", "max_", "input_prefix", "n_predict")
 MAX_MESSAGE = 1024
 MAX_RULE = (
     400  # of an error whose text may quote the request: our rules are under 200, the quote too
@@ -206,7 +208,7 @@ def _client_code(error: TrouperClientError) -> str:
         return "template_budget_exceeded"
     if isinstance(error, GrammarError):
         return error.code
-    is_length = str(getattr(error, "parameter", "")).startswith(("prompt", "messages", "max_"))
+    is_length = str(getattr(error, "parameter", "")).startswith(LENGTHS)
     if is_length and "(max_model_len)" in str(error):
         return "context_length_exceeded"
     return "invalid_value"

@@ -14,6 +14,7 @@ from trouper.frontends.server.openai import tokens
 from trouper.frontends.server.openai.chat import create_chat
 from trouper.frontends.server.openai.chat_batch import create_chat_batch
 from trouper.frontends.server.openai.completions import create_completion
+from trouper.frontends.server.openai.infill import InfillReply, InfillRequest, create_infill
 from trouper.frontends.server.openai.requests import (
     AbortRequest,
     ChatBatchRequest,
@@ -63,6 +64,7 @@ RESPONSE = f"{RESPONSES}{{id}}"
 GENERATING = (
     ("/v1/completions", create_completion, CompletionRequest, CompletionReply),
     ("/v1/chat/completions", create_chat, ChatRequest, ChatReply),
+    ("/infill", create_infill, InfillRequest, InfillReply),
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from trouper.errors import UnsupportedFeatureError
 
 USE_FORMAT = "use response_format or structured_outputs"
-NO_GRAMMAR = "describe the format in the prompt and check the answer"
+NO_GRAMMAR = "use suffix and structured_outputs of /v1/completions"
 NO_MEDIA = "send text only"
 NO_TOOLS = "describe the functions in a message and parse the answer"
 NO_THINKING = "leave it out; only thinking that can be read is taken"
@@ -27,7 +27,14 @@ GENERATING = {
     "repetition_detection": "use repetition_penalty, or stop",
     "kv_transfer_params": "leave it out",
 }
-COMPLETION = {**GENERATING, "suffix": "put the text after the gap into the prompt"}
+COMPLETION = GENERATING
+INFILL = {
+    "grammar": NO_GRAMMAR,
+    "json_schema": NO_GRAMMAR,
+    "n_probs": "use suffix and logprobs of /v1/completions",
+    "logit_bias": "use suffix and logit_bias of /v1/completions",
+    "lora": "use the adapter's name as the model",
+}
 CHAT = {
     **GENERATING,
     "documents": "put the documents into a message",
@@ -65,6 +72,7 @@ NEUTRAL: dict[str, Any] = {
     "truncation": "disabled",
     "top_logprobs": 0,
     "function_call": "none",
+    "n_probs": 0,
 }
 
 

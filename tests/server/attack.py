@@ -38,7 +38,7 @@ TITLES = {
     "B31": "cache salts", "B33": "items of responses", "B34": "request ids", "B35": "media", "B43": "hard text",
     "B44": "fields too long", "B45": "priorities and deadlines", "B46": "many mistakes at once",
     "B48": "no HTTP", "B49": "upgrades and pipelines", "grammars": "kinds of structured output", "unbuilt": "fields that are known and not built", "pairs": "fields that do not go together",
-    "tokens": "tokenize and detokenize", "beams": "beam search",
+    "tokens": "tokenize and detokenize", "beams": "beam search", "gaps": "filling in the middle",
 }  # fmt: skip
 
 

@@ -323,6 +323,30 @@ SUITE = {
         c("no thinking", 400, "invalid_value", "thinking_token_budget", thinking_token_budget=0),
         h("no thinking", 400, "invalid_value", "thinking_token_budget", thinking_token_budget=3),
     ],
+    "gaps": [
+        c("a suffix for a model without marks", 400, "invalid_value", "suffix", suffix="x"),
+        c("a suffix of ids", 400, "invalid_value", "prompt", prompt=[1], suffix="x"),
+        c("a suffix of an echo", 400, "invalid_value", "echo", echo=True, suffix="x"),
+        c("a suffix of beams", 400, "invalid_value", "suffix", use_beam_search=True, suffix="x"),
+        c("a suffix that is a number", 400, "invalid_schema", "suffix", suffix=1),
+        *(
+            Case(f"infill: {name}", "/infill", json.dumps({"input_prefix": "x", "n_predict": 1, **fields}).encode(), 400, code, param)
+            for name, code, param, fields in (
+                ("a model without marks", "invalid_value", "input_suffix", {}),
+                ("no text", "invalid_value", "input_prefix", {"input_prefix": ""}),
+                ("many tokens", "context_length_exceeded", "n_predict", {"n_predict": 513}),
+                ("fewer than none", "invalid_value", "n_predict", {"n_predict": -2}),
+                ("a huge number", "context_length_exceeded", "n_predict", {"n_predict": 2**63}),
+                ("many files", "invalid_value", "input_extra", {"input_extra": [{"text": "x"}] * 257}),
+                ("a file without text", "invalid_schema", "input_extra[0].text", {"input_extra": [{"filename": "x"}]}),
+                ("hot", "invalid_value", "temperature", {"temperature": 3}),
+                ("long stop", "invalid_value", "stop", {"stop": "x" * 257}),
+                ("grammar", "not_supported", "grammar", {"grammar": "root ::= x"}),
+                ("probabilities", "not_supported", "n_probs", {"n_probs": 5}),
+                ("a salt", "invalid_value", "cache_salt", {"cache_salt": "a@b"}),
+            )
+        ),
+    ],
     "grammars": [
         c("a format", 400, "invalid_value", "response_format", response_format={"type": "xml"}),
         h("no schema", 400, "invalid_value", "response_format", response_format={"type": "json_schema"}),

@@ -47,7 +47,7 @@ async def test_a_call_is_a_part_of_the_message(says):
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
     (call,) = choice["message"]["tool_calls"]
-    assert call.pop("id").startswith("call_")
+    assert call.pop("id").startswith("chatcmpl-tool-")
     assert call == {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
@@ -56,7 +56,7 @@ async def test_a_streamed_call_has_id_and_name_once_and_then_arguments(says):
     choices = [choice for event in answer.events[:-1] for choice in event["choices"]]
     deltas = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
     assert [each["index"] for each in deltas] == [0] * len(deltas)
-    assert deltas[0]["id"].startswith("call_")
+    assert deltas[0]["id"].startswith("chatcmpl-tool-")
     assert deltas[0]["function"]["name"] == "f"
     assert all("id" not in each and "name" not in each["function"] for each in deltas[1:])
     assert json.loads("".join(each["function"]["arguments"] for each in deltas)) == {"a": 1}

@@ -22,11 +22,11 @@ DELTAS = {
 INVALID = "INVALID_JSON"  # the key of arguments that are no object, as Anthropic proposes
 
 
-def render_block(change: BlockEvent, message_id: str) -> list[StreamEvent]:
+def render_block(change: BlockEvent) -> list[StreamEvent]:
     """Return the events that tell what has become of a block."""
     match change:
         case BlockStarted(block):
-            return [_event("start", block, content_block=content_block(block, message_id))]
+            return [_event("start", block, content_block=content_block(block))]
         case BlockGrown(block, text):
             kind, name = DELTAS[block.kind]
             return [_event("delta", block, delta={"type": kind, name: text})]
@@ -34,15 +34,19 @@ def render_block(change: BlockEvent, message_id: str) -> list[StreamEvent]:
             return [_event("stop", block)]
 
 
-def content_block(block: AnswerBlock, message_id: str) -> JSONObject:
+def content_block(block: AnswerBlock) -> JSONObject:
     match block.kind:
         case "text":
             return {"type": "text", "text": block.text}
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         case "call":
-            id = f"toolu_{message_id}_{block.call_index}"
-            return {"type": "tool_use", "id": id, "name": block.name, "input": _input(block.text)}
+            return {
+                "type": "tool_use",
+                "id": block.call_id,
+                "name": block.name,
+                "input": _input(block.text),
+            }
 
 
 def _input(arguments: str) -> JSONObject:

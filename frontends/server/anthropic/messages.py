@@ -3,6 +3,7 @@
 A request becomes a `ChatRequest`, and the same rules hold.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -18,6 +19,7 @@ from trouper.frontends.server.openai.adapter import (
     ReplyHead,
     ServedModel,
     StreamEvent,
+    call_ids,
 )
 from trouper.frontends.server.openai.blocks import AnswerBlocks
 from trouper.frontends.server.openai.chat import ChatAdapter
@@ -97,9 +99,8 @@ class MessagesAdapter:
         self, request: MessagesTurn, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
     ) -> None:
         self._id = f"msg_{head.request_id}"
-        self._unique_id = head.unique_id
         self._model = model.name
-        self._blocks = AnswerBlocks()
+        self._blocks = AnswerBlocks(partial(call_ids(parsed, model, head).of, prefix="toolu"))
         self._last: CompletionOutput | None = None
 
     def begin(self, output: RequestOutput, usage: Usage | None) -> list[StreamEvent]:
@@ -108,12 +109,12 @@ class MessagesAdapter:
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
         self._last = update.completion
         changes = self._blocks.feed(update.parts)
-        return [event for each in changes for event in render_block(each, self._unique_id)]
+        return [event for each in changes for event in render_block(each)]
 
     def end(self, usage: Usage) -> list[StreamEvent]:
         changes = self._blocks.end()
         return [
-            *(event for each in changes for event in render_block(each, self._unique_id)),
+            *(event for each in changes for event in render_block(each)),
             _event("message_delta", delta=self._ending(), usage=_usage(usage)),
             _event("message_stop"),
         ]
@@ -124,7 +125,7 @@ class MessagesAdapter:
 
     def reply(self, usage: Usage) -> dict[str, Any]:
         self._blocks.end()
-        content = [content_block(block, self._unique_id) for block in self._blocks.all]
+        content = [content_block(block) for block in self._blocks.all]
         return {**self._message(_usage(usage)), "content": content, **self._ending()}
 
     def _message(self, usage: dict[str, int]) -> dict[str, Any]:

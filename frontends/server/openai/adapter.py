@@ -12,6 +12,7 @@ import msgspec
 from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.dialects.events import Content, Reasoning
 from trouper.frontends.dialects.table import Span
+from trouper.frontends.server.openai.call_ids import CallIds
 from trouper.frontends.server.openai.parsers import ParserChain, Part
 from trouper.frontends.server.settings import ServerSettings
 from trouper.frontends.server.usage import RequestMetrics, Usage
@@ -75,8 +76,16 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     shows_prompt: bool = False  # its text begins each choice
     is_prompt_only: bool = False  # what is generated is dropped
     reasoning: Span | None = None  # the marks around it
+    num_calls_before: int = 0  # in the conversation
     # for each choice, from the output that it begins with
     make_parsers: Callable[[RequestOutput], ParserChain] = lambda _: ParserChain()
+
+
+def call_ids(parsed: ParsedRequest, model: ServedModel, head: ReplyHead) -> CallIds:
+    """Return the ids of a reply's tool calls."""
+    tools = model.answers.tools
+    form = "random" if tools is None else tools.id_form
+    return CallIds(form, head.unique_id, parsed.num_calls_before)
 
 
 class LastMetrics:

@@ -6,7 +6,7 @@ Laws.  At most one block is open, the last.  White space alone makes no block of
 else: models leave some between reasoning and calls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from trouper.frontends.dialects.events import (
@@ -22,13 +22,13 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 class AnswerBlock:
-    """One span of the answer.  `call_index` counts the calls among the blocks."""
+    """One span of the answer."""
 
-    def __init__(self, index: int, kind: Kind, name: str = "", call_index: int = 0) -> None:
+    def __init__(self, index: int, kind: Kind, name: str = "", call_id: str = "") -> None:
         self.index = index
         self.kind: Kind = kind
         self.name = name  # of the tool that is called
-        self.call_index = call_index
+        self.call_id = call_id
         self._pieces: list[str] = []
 
     def __repr__(self) -> str:
@@ -67,9 +67,14 @@ BlockEvent = BlockStarted | BlockGrown | BlockEnded
 
 
 class AnswerBlocks:
-    """All blocks of one answer."""
+    """All blocks of one answer.
 
-    def __init__(self) -> None:
+    Args:
+        call_id: gives the id of the call with that index and name.
+    """
+
+    def __init__(self, call_id: Callable[[int, str], str]) -> None:
+        self._call_id = call_id
         self.all: list[AnswerBlock] = []
         self._open: AnswerBlock | None = None
         self._blanks = ""  # of a text that may become a block
@@ -129,7 +134,8 @@ class AnswerBlocks:
 
     def _start(self, kind: Kind, events: list[BlockEvent], name: str = "") -> None:
         self._close(events)
-        head = (len(self.all), kind, name, self._num_calls)
+        call_id = self._call_id(self._num_calls, name) if kind == "call" else ""
+        head = (len(self.all), kind, name, call_id)
         self._num_calls += kind == "call"
         self._open = AnswerBlock(*head)
         self.all.append(self._open)

@@ -17,8 +17,10 @@ from trouper.frontends.server.openai.adapter import (
     ReplyHead,
     ServedModel,
     StreamEvent,
+    call_ids,
 )
 from trouper.frontends.server.openai.beam_params import NO_GRAMMAR, chat_beams, choices_of
+from trouper.frontends.server.openai.call_ids import num_calls
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
 from trouper.frontends.server.openai.driver import drive
 from trouper.frontends.server.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -69,6 +71,7 @@ class ChatAdapter:
         parsed = parsed_request(request, model.settings, [prompt], ["messages"], params)
         parsed.beams = beams
         parsed.reasoning = model.answers.reasoning
+        parsed.num_calls_before = num_calls(request.messages)
         tools = _tool_use(request)
         grammar = tools.grammar(model.answers, model.settings.tool_strict_level)
         if grammar is not None and beams is not None:
@@ -114,7 +117,8 @@ class ChatAdapter:
         self._reasoning_field = model.settings.reasoning_field
         # OpenAI's word for a call that the request itself has named
         self._called = "stop" if _tool_use(request).is_named else "tool_calls"
-        self._calls = [CallDeltas(head.unique_id, i) for i in range(self._num_choices)]
+        ids = call_ids(parsed, model, head)
+        self._calls = [CallDeltas(ids, i) for i in range(self._num_choices)]
         self._choices: list[ChatChoice] = []
         self._metrics = LastMetrics(parsed)
         self._output: RequestOutput | None = None

@@ -176,12 +176,30 @@ def _prompts(request: CompletionRequest) -> tuple[list[Any], list[str]]:
     """Return the prompts in the engine's form, and the client's name for each."""
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens", "must be at least 1 without echo", 0)
+    if request.suffix:
+        return _gaps(request)
     if request.prompt_embeds is None or (request.prompt_embeds == [] and request.prompt):
         return _text_prompts(request)
     prompts, places = _embeds_prompts(request)
     if request.prompt:
         more, names = _text_prompts(request)
         prompts, places = prompts + more, places + names
+    return prompts, places
+
+
+def _gaps(request: CompletionRequest) -> tuple[list[Any], list[str]]:
+    """Return the prompts of a request with a suffix, each of which is the text before the gap."""
+    if request.prompt_embeds:
+        raise invalid("prompt_embeds", "not with suffix")
+    if request.echo:
+        raise invalid("echo", "not with suffix")
+    if request.truncate_prompt_tokens is not None:
+        raise invalid("truncate_prompt_tokens", "not with suffix")
+    prompts, places = _text_prompts(request)
+    for prompt, place in zip(prompts, places, strict=True):
+        if "prompt" not in prompt:
+            raise invalid(place, "must be text with suffix")
+        prompt["suffix"] = request.suffix
     return prompts, places
 
 

@@ -98,6 +98,7 @@ class CompletionRequest(Generating, kw_only=True):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = unsupported.COMPLETION
 
     prompt: str | list[Any] | None = None
+    suffix: str | None = None
     prompt_embeds: str | list[str] | None = None  # base64
     logprobs: int | None = None
 

@@ -11,6 +11,7 @@ from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.dialects.events import Arguments, CallStarted, ParserEvent
 from trouper.frontends.dialects.grammar import forced_calls, strict_calls
 from trouper.frontends.dialects.table import BY_NAME
+from trouper.frontends.server.openai.call_ids import CallIds
 from trouper.frontends.server.openai.responses_types import FunctionCall, ToolCall
 
 MAX_TOOLS = 128
@@ -144,8 +145,9 @@ def _allowed(choice: JSONObject) -> tuple[bool, list[str]]:
 class CallDeltas:
     """Numbers and names the calls of one choice."""
 
-    def __init__(self, request_id: str, choice: int) -> None:
-        self._id = f"call_{request_id}_{choice}"
+    def __init__(self, ids: CallIds, choice: int) -> None:
+        self._ids = ids
+        self._choice = choice
         self.has_calls = False
 
     def render(self, parts: Sequence[ParserEvent]) -> list[ToolCall]:
@@ -155,7 +157,7 @@ class CallDeltas:
             if isinstance(part, CallStarted):
                 self.has_calls = True
                 function = FunctionCall(name=part.name, arguments="")
-                id = f"{self._id}_{part.index}"
+                id = self._ids.of(part.index, part.name, self._choice)
                 deltas.append(ToolCall(index=part.index, id=id, type="function", function=function))
             elif isinstance(part, Arguments):
                 if deltas and deltas[-1].index == part.index:

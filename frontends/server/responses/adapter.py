@@ -1,5 +1,6 @@
 """The adapter of responses, whole or as typed events.  Pure."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -10,6 +11,7 @@ from trouper.frontends.server.openai.adapter import (
     ReplyHead,
     ServedModel,
     StreamEvent,
+    call_ids,
 )
 from trouper.frontends.server.openai.blocks import AnswerBlocks
 from trouper.frontends.server.openai.chat import ChatAdapter
@@ -49,7 +51,7 @@ class ResponsesAdapter:
     def __init__(
         self, request: ResponsesTurn, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
     ) -> None:
-        self._blocks = AnswerBlocks()
+        self._blocks = AnswerBlocks(partial(call_ids(parsed, model, head).of, prefix="call"))
         self._unique_id = head.unique_id
         self._events = EventWriter(head.unique_id)
         self._last: CompletionOutput | None = None

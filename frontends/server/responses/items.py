@@ -94,7 +94,7 @@ def output_item(block: AnswerBlock, response_id: str, status: Status) -> JSONObj
             "id": id,
             "type": "function_call",
             "status": status,
-            "call_id": f"call_{response_id}_{block.call_index}",
+            "call_id": block.call_id,
             "name": block.name,
             "arguments": block.text,
         }
