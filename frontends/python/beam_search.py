@@ -243,12 +243,16 @@ def _holds_embeds(prompt: PromptType) -> bool:
     """Tell whether a prompt, or a part of its conversation, is embeddings."""
     if not _is_dict(prompt):
         return False
-    messages: Any = prompt.get("messages") or ()
-    contents = [each.get("content") for each in messages if isinstance(each, Mapping)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return prompt.get("prompt_embeds") is not None or any(
-        isinstance(part, Mapping) and part.get("type") == "prompt_embeds" for part in parts
-    )
+    messages = cast("Sequence[Any]", prompt.get("messages") or ())
+    parts = [part for message in messages for part in _parts(message)]
+    kinds = [part.get("type") for part in parts if _is_dict(part)]
+    return prompt.get("prompt_embeds") is not None or "prompt_embeds" in kinds
+
+
+def _parts(message: Any) -> Sequence[Any]:
+    """Return the parts of a message whose content is a list of them."""
+    content: Any = message.get("content") if _is_dict(message) else None
+    return cast("list[Any]", content) if isinstance(content, list) else ()
 
 
 def _candidates(

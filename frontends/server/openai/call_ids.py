@@ -7,7 +7,7 @@ column of the table of dialects.  Ids are a function of the reply, the choice an
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from string import ascii_letters, digits
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from trouper.frontends.dialects.table import IdForm
 
@@ -49,8 +49,8 @@ class CallIds(NamedTuple):
 
 def num_calls(messages: Iterable[Mapping[str, Any]]) -> int:
     """Count the calls in a conversation."""
-    given = (message.get("tool_calls") for message in messages)
-    return sum(len(calls) for calls in given if isinstance(calls, list))
+    given: list[Any] = [message.get("tool_calls") for message in messages]
+    return sum(len(cast("list[Any]", calls)) for calls in given if isinstance(calls, list))
 
 
 def _spelled(number: int) -> str:
