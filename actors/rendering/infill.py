@@ -40,7 +40,7 @@ KEYS = frozenset({"suffix", "middle", "files", "max_prompt_tokens"})
 NO_MARKS = "this model's tokenizer has no tokens for filling in the middle"
 
 
-class Marks(NamedTuple):
+class InfillMarks(NamedTuple):
     """The tokens of one tokenizer that mark the parts."""
 
     prefix: int
@@ -94,7 +94,7 @@ class Gap(msgspec.Struct, frozen=True):
         return len(self.prefix) + len(self.suffix) + len(self.middle) + files
 
 
-def marks_of(tokenizer: Tokenizer) -> Marks:
+def marks_of(tokenizer: Tokenizer) -> InfillMarks:
     """Find the marks of a tokenizer.
 
     Raises:
@@ -106,12 +106,14 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
             prefix, suffix, middle = cast("list[int]", ids)
             ends = {tokenizer.token_id(name) for name in ENDS} - {None}
             repo, file = _first(tokenizer, REPO), _first(tokenizer, FILE)
-            return Marks(prefix, suffix, middle, repo, file, tuple(sorted(cast("set[int]", ends))))
+            return InfillMarks(
+                prefix, suffix, middle, repo, file, tuple(sorted(cast("set[int]", ends)))
+            )
     raise invalid("suffix", NO_MARKS)
 
 
 def gap_ids(
-    gap: Gap, marks: Marks, tokenizer: Tokenizer, control: Collection[str], *, adds_bos: bool
+    gap: Gap, marks: InfillMarks, tokenizer: Tokenizer, control: Collection[str], *, adds_bos: bool
 ) -> list[int]:
     """Return the prompt's tokens.
 
@@ -148,7 +150,9 @@ def gap_ids(
     return [*bos, *context, marks.prefix, *prefix, marks.suffix, *suffix, *middle]
 
 
-def _context(gap: Gap, marks: Marks, encoded: Any, num_left: int | None, longest: int) -> list[int]:
+def _context(
+    gap: Gap, marks: InfillMarks, encoded: Any, num_left: int | None, longest: int
+) -> list[int]:
     """Return the tokens of the files beside the gap: as many whole ones, from the nearest on, as there is room for."""
     if not gap.files:
         return []
@@ -183,7 +187,7 @@ def _files(given: Any) -> Iterator[tuple[str, str]]:
     if len(files) > MAX_FILES:
         raise invalid("files", f"at most {MAX_FILES} files", len(files))
     for i, each in enumerate(files):
-        fields = cast("Mapping[str, Any]", each) if isinstance(each, Mapping) else {}
+        fields = cast("Any", each if isinstance(each, Mapping) else {})
         name, text = fields.get("filename", "tmp"), fields.get("text")
         if not isinstance(name, str) or not isinstance(text, str):
             raise invalid(f"files[{i}]", "must have a text, and a filename that is text")
