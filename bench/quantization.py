@@ -13,7 +13,7 @@ import numpy as np
 import trouper
 from trouper import LLM, SamplingParams
 
-FILES = ("errors.py", "params.py", "config.py", "outputs.py", "metrics.py", "inputs.py")
+FILES = ("errors.py", "params.py", "config/args.py", "outputs.py", "metrics.py", "inputs.py")
 METHODS = ("int8", "int4")
 
 

@@ -77,3 +77,20 @@ def test_a_word_that_is_none_of_the_choices_is_refused_by_name(monkeypatch):
     with pytest.raises(TrouperValidationError, match=r"TROUPER_KERNELS: .*portable") as refused:
         choice.chosen.__wrapped__()
     assert refused.value.value == "sse9"
+
+
+@needs_native
+def test_portable_integers_compile_for_another_kind_of_processor(monkeypatch):
+    from llvmlite import binding
+
+    from trouper.kernels.codegen.builder import KernelBuilder
+    from trouper.kernels.cpu.linear.integer_rows import quantize_rows
+
+    monkeypatch.setattr(choice, "chosen", lambda: "portable")
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    code = KernelBuilder("rows")
+    quantize_rows(code, "int4", 32)
+    machine = binding.Target.from_triple("aarch64-linux-gnu").create_target_machine(opt=1)
+    assembly = machine.emit_assembly(binding.parse_assembly(code.finish()))
+    assert "\tbl\t" not in assembly  # nothing that a library would have to bring
