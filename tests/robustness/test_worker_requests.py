@@ -18,6 +18,7 @@ from trouper.config.resolve import resolve
 from trouper.errors import RetryableRequestError, TrouperValidationError, UnsupportedFeatureError
 from trouper.lora import LoRARequest
 from trouper.params import SamplingParams, StructuredOutputsParams
+from trouper.pooling import PoolingParams
 
 from .test_stages import Stages
 
@@ -144,6 +145,37 @@ async def test_a_sleeping_worker_that_dies_has_its_adapters_again(tmp_path):
     assert len(crew.peers) == 2
 
 
+@pytest.mark.slow
+async def test_embeddings_are_the_same_when_the_worker_dies_under_them():
+    options = {"runner": "pooling", "dtype": "float32", "max_model_len": 256}
+    texts = ["def f(x):\n    return x\n" * number for number in range(1, 9)]
+
+    async def embeddings(engine, name):
+        found = {}
+
+        async def embed(number):
+            stream = engine.encode(texts[number], PoolingParams(task="embed"), f"{name}{number}")
+            async for output in stream:
+                found[number] = output.outputs.data.tolist()
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(len(texts)):
+                tasks.start_soon(embed, number)
+        return found
+
+    config = resolve(EngineArgs(device_worker="inline", **options))
+    async with open_engine(config, ThreadedDevice(config)) as engine:
+        expected = await embeddings(engine, "inline")
+    config = resolve(EngineArgs(device_worker="process", **options))
+    crew = Stages(MODULE)
+    async with open_engine(config, ProcessDevice(config, crew)) as engine:
+        assert await embeddings(engine, "first") == expected
+        os.kill(crew.peers[-1].pid, signal.SIGKILL)
+        assert await embeddings(engine, "second") == expected
+    assert len(crew.peers) == 2
+
+
+@pytest.mark.slow
 async def test_a_bad_adapter_is_refused_as_inline_and_the_streams_go_on(tmp_path):
     tensors = random_tensors(rank=32)
     wide = LoRARequest("wide", 1, write_adapter(tmp_path / "wide", tensors, rank=32))
