@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import anyio
 
@@ -31,11 +31,11 @@ def summarise(
 
 
 def _weights(config: EngineConfig, info: DeviceInfo) -> str:
-    """Say what the weights take, as far as one device holds them all."""
-    if not info.num_weight_bytes or config.num_stages > 1:
+    """Say what the weights take, those of all stages together."""
+    if not info.num_weight_bytes:
         return ""
-    stored = config.model.hf_config.get("quantization_config") or {}
-    method = stored.get("quant_method")
+    stored: dict[str, Any] = config.model.hf_config.get("quantization_config") or {}
+    method: str | None = stored.get("quant_method")
     of = f", of a checkpoint in {method}" if method else ""
     return f"{info.num_weight_bytes / 1e9:.2f} GB in memory{of}"
 

@@ -61,7 +61,14 @@ class FakePeer:
         while (frame := self.frames.take()) is not None:
             self.taken.append(frame)
             if isinstance(frame, Load):
-                self.write(Loaded(msgspec.structs.replace(INFO, num_blocks=100 - 10 * self.rank)))
+                rank = self.rank
+                self.write(
+                    Loaded(
+                        msgspec.structs.replace(
+                            INFO, num_blocks=100 - 10 * rank, num_weight_bytes=10**rank
+                        )
+                    )
+                )
             elif isinstance(frame, Call) and frame.number == NO_CALL:
                 self.write(Returned(NO_CALL, self.refusal))
 
@@ -140,7 +147,8 @@ def test_all_are_given_every_plan_and_the_last_one_answers():
     async def act():
         device = make_device(launcher := FakeLauncher())
         info = await device.load()
-        assert info.num_blocks == 80  # of the stage that has fewest
+        # the blocks of the stage that has fewest, and the weights of all
+        assert (info.num_blocks, info.num_weight_bytes) == (80, 111)
         device.submit(plan(1))
         device.submit(plan(2))
         assert [[p.step for p in peer.taken[1:]] for peer in launcher.peers] == [[1, 2]] * 3

@@ -222,7 +222,11 @@ class ProcessDevice:
             if error is not None:
                 return await self._reap(0, broken=f"an adapter: {error.kind}: {error.message}")
         infos = [frame.info for frame in loaded]
-        return min(infos, key=lambda info: info.num_blocks)  # a block is on every stage
+        return msgspec.structs.replace(
+            infos[0],
+            num_blocks=min(info.num_blocks for info in infos),  # a block is on every stage
+            num_weight_bytes=sum(info.num_weight_bytes for info in infos),
+        )
 
     async def _frames_of_all(self, kind: type[FrameKind]) -> list[FrameKind] | Death:
         """Wait until each worker that is being started has sent a frame of a kind."""
