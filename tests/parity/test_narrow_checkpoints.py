@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
+from . import hf_families
 from .test_architectures import tiny_model
 from .test_integer_checkpoints import FILE, eight_to_a_word, load, run
 
@@ -100,7 +102,7 @@ def gptq8(weight, *, is_ordered=True):
     plain = (q - zeros[:, g_idx]) * scales.float()[:, g_idx]
 
     def words(numbers):  # four to an int32
-        return numbers.to(torch.uint8).contiguous().view(torch.int32)
+        return numbers.to(torch.uint8).flatten().view(torch.int32).view(len(numbers), -1)
 
     parts = {
         "qweight": words(q).T.contiguous(),
@@ -206,10 +208,18 @@ def mixed(name):
     return KINDS["fp8_channels"][1] if is_down else packed4
 
 
-def write(tmp_path, config, quantiser_of, changes=None):
+def tiny_dense(folder):
+    tiny_model("Qwen3", {"num_hidden_layers": 2, "tie_word_embeddings": True}, folder)
+
+
+def tiny_experts(folder):
+    hf_families.tiny_model("qwen3_moe", folder)
+
+
+def write(tmp_path, config, quantiser_of, changes=None, model=tiny_dense):
     """A plain folder and a quantised one, of the same weights."""
     plain, narrow = tmp_path / "plain", tmp_path / "narrow"
-    tiny_model("Qwen3", {"num_hidden_layers": 2, "tie_word_embeddings": True}, plain)
+    model(plain)
     torch.manual_seed(1)
     tensors, stored = load_file(plain / FILE), {}
     for name, weight in tensors.items():
@@ -243,6 +253,16 @@ def test_the_answers_are_those_of_the_plain_weights(tmp_path, kind):
 def test_groups_of_modules_are_each_read_as_config_json_says(tmp_path):
     plain, narrow = write(tmp_path, MIXED, mixed)
     (_, ids, logprobs), (_, found_ids, found) = run(plain), run(narrow)
+    assert found_ids == ids
+    assert torch.equal(found, logprobs)
+
+
+@pytest.mark.parametrize("kind", ["fp8_blocks", "gptq_act_order"])
+def test_experts_are_quantised_matrices_too(tmp_path, kind):
+    config, quantise = KINDS[kind]
+    plain, narrow = write(tmp_path, config, lambda _: quantise, model=tiny_experts)
+    (_, ids, logprobs), (runner, found_ids, found) = run(plain), run(narrow)
+    assert isinstance(runner, CpuRunner)
     assert found_ids == ids
     assert torch.equal(found, logprobs)
 

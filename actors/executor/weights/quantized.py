@@ -215,7 +215,7 @@ def _order(g_idx: Tensor | None, name: str, group_size: int | None) -> Tensor | 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
     """[N, M] int32 to [N, 32 / bits · M], 0 and above."""
-    bytes_ = words.contiguous().view(torch.uint8)
+    bytes_ = words.flatten().view(torch.uint8).view(len(words), -1)  # also of one column
     if bits == 8:
         return bytes_.to(torch.int16)
     return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1).to(torch.int8)
