@@ -46,7 +46,8 @@ def test_the_readmes_commands_are_the_scripts():
     generate, test = (block.strip() for block in code_blocks(README, "sh")[:2])
     assert "\n" not in generate + test
     script = (ROOT / "scripts" / "test").read_text()
-    for part in ("-m venv .venv", ".venv/bin/pip install", "'.[test]'", ".venv/bin/pytest"):
+    parts = "-m venv .venv", ".venv/bin/pip install", "'.[test]'", "-n logical --dist worksteal"
+    for part in (*parts, ".venv/bin/pytest"):
         assert part in test
         assert part in script
 
