@@ -128,6 +128,13 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
         resolve(args)
 
 
+def test_a_draft_model_shares_the_kv_memory():
+    args = EngineArgs(max_model_len=-1, kv_cache_memory_bytes=2**21)
+    alone = resolve(args).max_model_len
+    args.speculative_config = {"model": str(DEMO_MODEL)}
+    assert resolve(args).max_model_len // 128 == alone // 128 // 2  # blocks
+
+
 # The search
 
 

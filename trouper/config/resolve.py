@@ -170,8 +170,13 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
     kv_cache_bytes = args.kv_cache_memory_bytes
     if kv_cache_bytes is None and device == "cpu":
         kv_cache_bytes = _kv_cache_bytes()
-    max_model_len = _max_model_len(args, model, dtype, pooler, block_size, kv_cache_bytes)
     speculation = speculative_config(args.speculative_config, device, pools=pooler is not None)
+    draft = draft_model(args, model, speculation)
+    token_bytes = kv_bytes_per_token(model, dtype)
+    if draft is not None and token_bytes is not None:
+        token_bytes += kv_bytes_per_token(draft, dtype) or 0
+    block_bytes = None if token_bytes is None else token_bytes * block_size
+    max_model_len = _max_model_len(args, model, pooler, block_size, block_bytes, kv_cache_bytes)
     scheduler = _scheduler_config(args, max_model_len, device, pooler, offline)
     if speculation is not None:
         scheduler = _with_drafts(scheduler, speculation)
@@ -211,7 +216,7 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         max_num_queued_tokens=None if offline else args.max_num_queued_tokens,
         lora=_lora_config(args, dtype, device, pooler),
         speculation=speculation,
-        draft_model=draft_model(args, model, speculation),
+        draft_model=draft,
         structured_outputs=structured_outputs_config(args.structured_outputs_config),
         reasoning=reasoning_marks(args.reasoning_config),
         scheduler=scheduler,
@@ -355,9 +360,9 @@ def _graph_sizes(args: EngineArgs) -> tuple[int, ...] | None:
 def _max_model_len(
     args: EngineArgs,
     model: ModelConfig,
-    dtype: str,
     pooler: PoolerSpec | None,
     block_size: int,
+    block_bytes: int | None,
     kv_cache_bytes: int | None,
 ) -> int:
     """Choose the longest sequence.
@@ -371,9 +376,8 @@ def _max_model_len(
         if pooler is not None:  # it keeps no KV
             return longest
         num_blocks = args.num_gpu_blocks_override
-        token_bytes = kv_bytes_per_token(model, dtype)
-        if num_blocks is None and token_bytes and kv_cache_bytes:
-            num_blocks = kv_cache_bytes // (token_bytes * block_size)
+        if num_blocks is None and block_bytes and kv_cache_bytes:
+            num_blocks = kv_cache_bytes // block_bytes
         if num_blocks is None:
             return longest
         return max(1, min(longest, num_blocks * block_size))
