@@ -146,7 +146,8 @@ def _byte_level(header: Gguf, tokens: list[str]) -> tuple[Backend, bool]:
             parameter="tokenizer",
         )
     vocabulary = _vocabulary(header, tokens)
-    merges = [merge.partition(" ")[::2] for merge in header.need(KEY + "merges", list[str])]
+    halves = (merge.partition(" ") for merge in header.need(KEY + "merges", list[str]))
+    merges = [(left, right) for left, _, right in halves]
     try:
         backend = Backend(BPE(vocabulary, merges, ignore_merges=pre.ignores_merges))
     except (

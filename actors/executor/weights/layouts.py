@@ -15,7 +15,7 @@ Nothing here imports torch.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -206,4 +206,4 @@ def _two(base: str, part: str, shape_of: Callable[[str], Shape]) -> tuple[int, i
     shape = shape_of(base + part)
     if len(shape) != 2:
         raise invalid("model", f"{base}{part}: must have two dimensions", shape)
-    return cast("tuple[int, int]", shape)
+    return shape
