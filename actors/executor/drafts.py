@@ -24,10 +24,13 @@ from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.config.speculation import SpeculativeConfig
 
-RUNS = 16  # after which a slot's drafts must have earned what they cost
-# A step of eight rows takes up to 1.55 times as long as one of a single row, so a row costs up to a twelfth of a step.
-LEAST_ACCEPTED = 0.1  # of the drafted tokens
-PAUSE = 32  # tokens without a draft where they have not
+RUNS = 8  # after which a slot's drafts must have earned what they cost
+# In plain steps: a step with drafts takes 1.2 times as long as one without, and each drafted token adds a twentieth.
+STEP_COST, TOKEN_COST = 0.2, 0.05
+PAUSE, LONGEST_PAUSE = (
+    32,
+    512,
+)  # tokens without a draft where they have not; twice as many each time in a row
 FIRST_LENGTH = 3
 LEAST_OF_OTHERS = 3  # tokens that must agree with another's answer: fewer say little of this one
 
@@ -38,9 +41,9 @@ class Pace(msgspec.Struct):
     most: int
     length: int = FIRST_LENGTH
     pause: int = 0
+    next_pause: int = PAUSE
     num_runs: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
+    earned: float = 0.0  # plain steps saved by the runs so far
 
     def next_length(self) -> int:
         """Return how long the draft of this step may be."""
@@ -54,12 +57,14 @@ class Pace(msgspec.Struct):
         was_right = num_accepted == num_drafted
         self.length = num_accepted + (FIRST_LENGTH if was_right else 1)
         self.num_runs += 1
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
+        self.earned += num_accepted - STEP_COST - TOKEN_COST * num_drafted
         if self.num_runs == RUNS:
-            if self.num_accepted < LEAST_ACCEPTED * self.num_drafted:
-                self.pause = PAUSE
-            self.num_runs = self.num_drafted = self.num_accepted = 0
+            if self.earned < 0:
+                self.pause = self.next_pause
+                self.next_pause = min(2 * self.next_pause, LONGEST_PAUSE)
+            else:
+                self.next_pause = PAUSE
+            self.num_runs, self.earned = 0, 0.0
 
 
 Forced = Callable[[int, int], list[int]]

@@ -342,6 +342,7 @@ class Policy:
             self._is_lost
             or self.pause is Pause.ALL
             or len(self.in_flight) >= self.config.max_steps_in_flight
+            or self._waits_for_drafts()
         ):
             return None
         running = self.table.running
@@ -369,12 +370,21 @@ class Policy:
         self.in_flight.append(record)
         return plan
 
+    def _waits_for_drafts(self) -> bool:
+        """Tell whether the next plan needs the answer to the last: one of both may verify drafts."""
+        if not self.in_flight or not self.config.num_speculative_tokens:
+            return False
+        return self.in_flight[-1].may_verify or self._max_lookahead() > 0
+
+    def _max_lookahead(self) -> int:
+        """Return how many drafts of each running sequence a step may verify."""
+        return self._lookahead.per_sequence(len(self.table.running), self._token_budget.num_tokens)
+
     def _schedule(self, builder: StepBuilder) -> None:
         """Plan for those that run, then for those that wait."""
         running, step, num_stages = self.table.running, self._step + 1, self._num_stages
         if num_stages == 1:
-            budget = self._token_budget.num_tokens
-            builder.max_lookahead = self._lookahead.per_sequence(len(running), budget)
+            builder.max_lookahead = self._max_lookahead()
             running.schedule(builder, running.snapshot())
             if not builder.has_preempted:
                 self._start_waiting(builder)

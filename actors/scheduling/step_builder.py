@@ -19,6 +19,7 @@ class InFlightStep(msgspec.Struct, eq=False):
 
     step: int
     entries: list[StepEntry]
+    may_verify: bool = False  # drafts: how far it takes a sequence is known when it is answered
     is_cancelled: bool = False  # an earlier step raised: this one never runs
 
 
@@ -105,7 +106,7 @@ class StepBuilder:
             reads=reads,
             num_lookahead_tokens=tuple(self.lookaheads) if any(self.lookaheads) else (),
         )
-        return plan, InFlightStep(step, entries)
+        return plan, InFlightStep(step, entries, any(self.lookaheads))
 
 
 def _max_count(config: SchedulerConfig, num_competing: int) -> int:

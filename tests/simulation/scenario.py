@@ -98,7 +98,7 @@ class Scenario(msgspec.Struct, kw_only=True):
     watermark: float = 0.0
     prefix_caching: bool = True
     steps_in_flight: int = 2
-    num_drafts: int = 0  # that a step may verify; then one step is in flight
+    num_drafts: int = 0  # that a step may verify
     num_renderers: int = 1
     stream_interval: int = 1
     max_queued: int | None = None
@@ -157,7 +157,7 @@ def draw_with(dice: Dice, *, seed: int) -> Scenario:
         reserve_full_isl=sizes.random() < 0.5,
         watermark=sizes.choice((0.0, 0.0, 0.1)),
         prefix_caching=sizes.random() < 0.8,
-        steps_in_flight=sizes.choice((1, 2, 2, 3)) if not num_drafts else 1,
+        steps_in_flight=sizes.choice((1, 2, 2, 3)),
         num_drafts=num_drafts,
         num_renderers=sizes.choice((1, 1, 2, 3)),
         stream_interval=sizes.choice((1, 1, 1, 3)),

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from trouper import SamplingParams
 from trouper.actors.executor.drafts import (
-    LEAST_ACCEPTED,
+    LONGEST_PAUSE,
     PAUSE,
     RUNS,
+    STEP_COST,
+    TOKEN_COST,
     Pace,
     last_match,
     num_equal,
@@ -28,6 +30,7 @@ from trouper.config.speculation import SpeculativeConfig, speculative_config
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 from .engines import expected, simulated_engine
+from .test_policy import Desk
 
 NGRAM = SpeculativeConfig(
     method="ngram", num_speculative_tokens=7, prompt_lookup_min=2, prompt_lookup_max=3
@@ -217,19 +220,31 @@ def test_right_drafts_make_longer_ones_and_wrong_drafts_shorter_ones():
     assert lengths == [3, 6, 7, 4, 1, 4]
 
 
-def test_drafts_that_do_not_earn_their_cost_pause():
-    pace = Pace(7)
-    for _ in range(RUNS):
-        assert pace.next_length()
-        pace.note(1, 0)
-    assert [pace.next_length() for _ in range(PAUSE + 1)] == [0] * PAUSE + [1]
+def test_drafts_that_do_not_earn_their_cost_pause_longer_each_time():
+    pace, pauses = Pace(7), []
+    for _ in range(7):
+        for _ in range(RUNS):
+            assert pace.next_length()
+            pace.note(1, 0)
+        pauses.append(pace.pause)
+        assert [pace.next_length() for _ in range(pace.pause + 1)][-2:] == [0, 1]
+    assert pauses == [PAUSE, 2 * PAUSE, 4 * PAUSE, 8 * PAUSE, *[LONGEST_PAUSE] * 3]
 
 
 def test_drafts_that_earn_it_do_not():
     pace = Pace(7)
+    every = round(1 / (STEP_COST + TOKEN_COST))
     for i in range(10 * RUNS):
         assert pace.next_length()
-        pace.note(1, int(i % round(0.5 / LEAST_ACCEPTED) == 0))
+        pace.note(1, int(i % every == 0))
+
+
+def test_after_a_success_a_pause_is_short_again():
+    pace = Pace(7)
+    for num_right in [0] * 2 * RUNS + [1] * RUNS + [0] * RUNS:
+        pace.pause = 0
+        pace.note(1, num_right)
+    assert pace.pause == PAUSE
 
 
 # The scheduling
@@ -249,16 +264,27 @@ async def test_right_drafts_save_steps_and_change_nothing():
     counts = []
     for num_drafts in (0, 7):
         async with simulated_engine(
-            max_steps_in_flight=1, num_speculative_tokens=num_drafts
+            max_steps_in_flight=2, num_speculative_tokens=num_drafts
         ) as engine:
             assert await generate(engine, (1, 2, 3), 33) == wanted
             counts.append(engine.statistics().scheduler.num_steps)
     assert counts == [33, 5]  # the prompt's token, then eight a step
 
 
+@pytest.mark.parametrize(("num_sequences", "num_ahead"), [(1, 0), (8, 0), (9, 1)])
+def test_plans_are_made_ahead_where_no_step_may_verify(num_sequences, num_ahead):
+    desk = Desk(max_num_seqs=16, max_steps_in_flight=2, num_speculative_tokens=7)
+    for i in range(num_sequences):
+        desk.admit(i, max_tokens=9)
+    desk.step()
+    plans = [desk.plan() for _ in range(3)]
+    assert [plan is not None for plan in plans] == [True, num_ahead > 0, False]
+    assert bool(plans[0].num_lookahead_tokens) == (num_ahead == 0)
+
+
 @pytest.mark.trio
 async def test_a_crowd_shares_the_rows_that_a_step_verifies():
-    async with simulated_engine(max_steps_in_flight=1, num_speculative_tokens=7) as engine:
+    async with simulated_engine(max_steps_in_flight=2, num_speculative_tokens=7) as engine:
         async with anyio.create_task_group() as tasks:
             for i in range(8):
                 tasks.start_soon(generate, engine, (i + 1, 2), 17)
@@ -271,7 +297,7 @@ async def test_a_crowd_shares_the_rows_that_a_step_verifies():
 @pytest.mark.parametrize(("most", "num_steps"), [(0, 33), (1, 17), (7, 5), (100, 5)])
 @pytest.mark.trio
 async def test_a_request_may_bound_its_own_drafts(most, num_steps):
-    async with simulated_engine(max_steps_in_flight=1, num_speculative_tokens=7) as engine:
+    async with simulated_engine(max_steps_in_flight=2, num_speculative_tokens=7) as engine:
         tokens = await generate(engine, (1, 2, 3), 33, num_speculative_tokens=most)
         assert tokens == expected((1, 2, 3), 33)
         assert engine.statistics().scheduler.num_steps == num_steps

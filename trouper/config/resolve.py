@@ -284,7 +284,6 @@ def _lora_config(
 
 
 def _with_drafts(scheduler: SchedulerConfig, speculation: SpeculativeConfig) -> SchedulerConfig:
-    """Plan one step at a time: how far a step takes a sequence is known when it has been answered."""
     if scheduler.num_stages > 1:
         raise UnsupportedFeatureError(
             f"speculative_config: not with pipeline_parallel_size={scheduler.num_stages}",
@@ -292,7 +291,6 @@ def _with_drafts(scheduler: SchedulerConfig, speculation: SpeculativeConfig) -> 
         )
     return msgspec.structs.replace(
         scheduler,
-        max_steps_in_flight=1,
         num_speculative_tokens=speculation.num_speculative_tokens,
     )
 
