@@ -17,6 +17,8 @@ from trouper.config.adapters import AdapterFiles, LoRAConfig
 from trouper.errors import (
     LoRAAdapterNotFoundError,
     RetryableRequestError,
+    TrouperValidationError,
+    UnsupportedFeatureError,
     invalid,
 )
 from trouper.lora import LoRARequest
@@ -44,11 +46,20 @@ class Adapters:
     Args:
         config: None for an engine without adapters, which refuses them.
         read: reads the files, elsewhere.
-        load: has the device take them; one call at a time is under way.
+        load: has the device take them, or each replica's; one call at a time is under way.
+        has_replicas: whether some of several devices may have taken what the others have not.
     """
 
-    def __init__(self, config: LoRAConfig | None, read: ReadFiles, load: LoadFiles) -> None:
+    def __init__(
+        self,
+        config: LoRAConfig | None,
+        read: ReadFiles,
+        load: LoadFiles,
+        *,
+        has_replicas: bool = False,
+    ) -> None:
         self._config, self._read, self._load = config, read, load
+        self._has_replicas = has_replicas
         num_slots = 0 if config is None else config.num_slots
         self._free = list(range(num_slots, 0, -1))
         self._loaded: dict[
@@ -103,11 +114,16 @@ class Adapters:
             self._num_loads += 1
             mine = msgspec.structs.replace(request, load_inplace=False)
             loaded = _SlotUse(mine, LoadedAdapter(slot, self._num_loads, mine.lora_name))
+            is_refused = False  # by all replicas alike: the slot is as it was
             try:
                 await self._load(slot, files, partial(self._take_in, loaded, known))
+            except (TrouperValidationError, UnsupportedFeatureError):
+                is_refused = True
+                raise
             finally:
                 if self._slots.get(slot) is not loaded:
-                    self._put_back(slot, victim)
+                    is_as_it_was = is_refused or not self._has_replicas
+                    self._give_up(slot, victim, is_as_it_was=is_as_it_was)
             return True
 
     def unload(self, lora_int_id: int) -> bool:
@@ -180,12 +196,14 @@ class Adapters:
             self._forget(known)
         self._loaded[loaded.request.lora_int_id] = self._slots[loaded.adapter.slot] = loaded
 
-    def _put_back(self, slot: int, victim: _SlotUse | None) -> None:
-        """Return a slot that was not loaded after all, as it was."""
-        if victim is None:
-            self._free.append(slot)
-        else:
+    def _give_up(self, slot: int, victim: _SlotUse | None, *, is_as_it_was: bool) -> None:
+        """Return a slot that was not loaded after all; where some replicas may have loaded it, its adapter is gone."""
+        if victim is not None and is_as_it_was:
             self._loaded[victim.request.lora_int_id] = victim
+            return
+        if victim is not None:
+            del self._slots[slot]
+        self._free.append(slot)
 
     def _forget(self, loaded: _SlotUse) -> None:
         """Unload an adapter; its slot is free once no request uses it."""

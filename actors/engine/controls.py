@@ -173,8 +173,9 @@ class Controls:
             if not self._is_profiling:
                 warnings.warn("stop_profile without start_profile", stacklevel=2)
                 return
-            self._is_profiling = False
-            await self._client.call_device("stop_profile")
+            # only then: a trace that a lost worker's successor has begun again is to be stopped once more
+            done = partial(setattr, self, "_is_profiling", False)
+            await self._client.call_device("stop_profile", done=done)
 
     @asynccontextmanager
     async def _changing(self) -> AsyncGenerator[None]:

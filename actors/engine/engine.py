@@ -100,7 +100,12 @@ class Engine:
         self._observer = parts.observer
         self._client = ControlClient(parts.to_scheduler, parts.to_executors, parts.to_observer)
         self._threads = parts.threads
-        self.adapters = Adapters(config.lora, self._read_adapter, self._load_adapter)
+        self.adapters = Adapters(
+            config.lora,
+            self._read_adapter,
+            self._load_adapter,
+            has_replicas=config.data_parallel_size > 1,
+        )
         self.requests = RequestTable(
             config,
             renderer=parts.to_renderer,

@@ -115,7 +115,11 @@ class SequenceTable:
             for id, request in self.requests.items()
             if id not in kept
             and (not only_fresh or request.sequences[0].state is State.WAITING)
-            and not any(s.request_slot >= 0 or s.num_in_flight for s in request.sequences)
+            and not any(
+                s.request_slot >= 0 or s.num_in_flight
+                for s in request.sequences
+                if s.state is not State.FINISHED  # of which results in flight are dropped
+            )
         ]
         ids: set[SequenceId] = set()
         for request in requests:

@@ -78,7 +78,7 @@ class Service:
     def open(self, engine: "AsyncLLMEngine") -> None:
         """Take requests from now on."""
         config, info = engine.config, engine.engine.info
-        num_seqs = config.scheduler.max_num_seqs
+        num_seqs = config.scheduler.max_num_seqs * config.data_parallel_size
         limits = (self.settings.max_requests or PLACES * num_seqs, config.max_num_queued_reqs)
         admission = self.gate.admission
         admission.max_sequences = min(limit for limit in limits if limit is not None)
@@ -86,7 +86,8 @@ class Service:
             self.gate.full_reason = "max_num_queued_reqs"
         admission.max_started = num_seqs + max(MIN_SPARE_SLOTS, num_seqs // 4)
         # as many as the cache holds; a model that pools has none, and what fills its slots may wait
-        room = (info.num_blocks - 1) * info.block_size or num_seqs * config.max_model_len
+        room = (info.num_blocks - 1) * info.block_size * config.data_parallel_size
+        room = room or num_seqs * config.max_model_len
         self.gate.min_waiting_tokens = self.settings.max_waiting_tokens or room
         self.gate.is_adaptive = self.settings.max_waiting_tokens is None
         self.gate.max_prefill_tokens = config.max_num_queued_tokens
@@ -129,7 +130,9 @@ class Service:
     @property
     def is_device_lost(self) -> bool:
         """Whether the model's process has died and is being started again."""
-        return self._engine is not None and self._engine.statistics().scheduler.is_device_lost
+        if self._engine is None:
+            return False
+        return any(part.is_device_lost for part in self._engine.statistics().replicas)
 
     @property
     def engine(self) -> "AsyncLLMEngine":

@@ -43,9 +43,13 @@ def _weights(config: EngineConfig, info: DeviceInfo) -> str:
 def _workers(config: EngineConfig) -> str:
     if config.device_worker == "inline":
         return "in the server's process"
-    if config.num_stages == 1:
-        return "in a worker process"
-    return f"in {config.num_stages} worker processes, a stage of the model each"
+    num_replicas = config.data_parallel_size
+    if config.num_stages > 1:
+        each = "a stage of the model each" if num_replicas == 1 else "a stage of a replica each"
+        return f"in {config.num_stages * num_replicas} worker processes, {each}"
+    if num_replicas > 1:
+        return f"in {num_replicas} worker processes, a replica each"
+    return "in a worker process"
 
 
 def _kv_cache(config: EngineConfig, info: DeviceInfo) -> str:
@@ -53,9 +57,10 @@ def _kv_cache(config: EngineConfig, info: DeviceInfo) -> str:
         return ""
     num_blocks = info.num_blocks - 1  # all but the null block
     num_seqs = config.scheduler.max_num_seqs
+    each = ", of each replica" if config.data_parallel_size > 1 else ""
     return (
         f"{num_blocks:,} blocks of {info.block_size} tokens ({num_blocks * info.block_size:,} in all), "
-        f"for at most {num_seqs:,} sequences at once"
+        f"for at most {num_seqs:,} sequences at once{each}"
     )
 
 

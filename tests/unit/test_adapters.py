@@ -20,9 +20,11 @@ pytestmark = pytest.mark.trio
 class Device:
     """Slots with the folders that were loaded into them; `is_broken` refuses loads."""
 
-    def __init__(self, num_slots=2):
-        self.slots, self.is_broken = {}, False
-        self.adapters = Adapters(LoRAConfig(num_slots=num_slots), self.read, self.load)
+    def __init__(self, num_slots=2, *, has_replicas=False):
+        self.slots, self.is_broken, self.is_lost = {}, False, False
+        self.adapters = Adapters(
+            LoRAConfig(num_slots=num_slots), self.read, self.load, has_replicas=has_replicas
+        )
 
     async def read(self, request, root):
         await anyio.lowlevel.checkpoint()
@@ -32,6 +34,8 @@ class Device:
         await anyio.lowlevel.checkpoint()
         if self.is_broken:
             raise invalid("lora_path", "does not fit")
+        if self.is_lost:
+            raise RetryableRequestError("device_restarting")
         self.slots[slot] = files.weights
         done()
 
@@ -117,6 +121,19 @@ async def test_a_load_that_fails_changes_nothing():
         with pytest.raises(TrouperValidationError, match="does not fit"):
             await device.adapters.load(request)
         assert (loaded(device), device.slots) == ([1], {1: b"/1"})
+
+
+@pytest.mark.parametrize("has_replicas", [False, True])
+async def test_a_slot_that_some_replicas_may_have_loaded_is_nobodys(has_replicas):
+    device = Device(num_slots=1, has_replicas=has_replicas)
+    await device.adapters.load(named(1))
+    device.is_lost = True
+    with pytest.raises(RetryableRequestError):
+        await device.adapters.load(named(2))
+    assert loaded(device) == ([] if has_replicas else [1])
+    device.is_lost = False
+    assert await device.adapters.load(named(2))
+    assert loaded(device) == [2]
 
 
 @pytest.mark.parametrize(
