@@ -24,7 +24,7 @@ from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.config.speculation import SpeculativeConfig
 
-RUNS = 8  # after which a slot's drafts must have earned what they cost
+RUNS = 16  # after which a slot's drafts must have earned what they cost
 # In plain steps: a step with drafts takes 1.2 times as long as one without, and each drafted token adds a twentieth.
 STEP_COST, TOKEN_COST = 0.2, 0.05
 PAUSE, LONGEST_PAUSE = (

@@ -130,8 +130,13 @@ def gap_ids(
 
     bos = tokenizer.encode("")[:1] if adds_bos else []
     bos = bos if bos == [tokenizer.bos_token_id] else []
+    limit, longest = gap.max_tokens, tokenizer.longest_token_chars
+    if limit is not None and len(gap.middle) > limit * longest:
+        raise TrouperValidationError(
+            f"middle: its {len(gap.middle)} characters leave no room in {limit} tokens",
+            parameter="middle",
+        )
     middle = [marks.middle, *encoded(gap.middle)]
-    limit = gap.max_tokens
     if limit is None:
         prefix, suffix = encoded(gap.prefix), encoded(gap.suffix)
         num_left = None
@@ -141,12 +146,12 @@ def gap_ids(
             raise TrouperValidationError(
                 f"middle: its {len(middle) - 1} tokens leave no room in {limit}", parameter="middle"
             )
-        keep = (room + SPARE_TOKENS) * tokenizer.longest_token_chars
+        keep = (room + SPARE_TOKENS) * longest
         prefix, suffix = encoded(gap.prefix[-keep:]), encoded(gap.suffix[:keep])
         num_prefix, num_suffix = _shares(len(prefix), len(suffix), room)
         prefix, suffix = prefix[len(prefix) - num_prefix :], suffix[:num_suffix]
         num_left = room - num_prefix - num_suffix
-    context = _context(gap, marks, encoded, num_left, tokenizer.longest_token_chars)
+    context = _context(gap, marks, encoded, num_left, longest)
     return [*bos, *context, marks.prefix, *prefix, marks.suffix, *suffix, *middle]
 
 
@@ -161,7 +166,8 @@ def _context(
     num_tokens = len(begin) + len(end)
     found: list[list[int]] = []
     for name, text in reversed(gap.files):
-        if num_left is not None and len(text) > (num_left - num_tokens) * longest:
+        size = len(name) + len(text)
+        if num_left is not None and size > (num_left - num_tokens) * longest:
             break  # it cannot fit, and is not tokenised
         head = encoded(SNIPPET) if marks.file is None else [marks.file, *encoded(f"{name}\n")]
         ids = [*head, *encoded(text)]

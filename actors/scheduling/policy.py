@@ -374,7 +374,10 @@ class Policy:
         """Tell whether the next plan needs the answer to the last: one of both may verify drafts."""
         if not self.in_flight or not self.config.num_speculative_tokens:
             return False
-        return self.in_flight[-1].may_verify or self._max_lookahead() > 0
+        if self.in_flight[-1].may_verify:
+            return True
+        drafts = any(s.request.max_drafts for s in self.table.running.snapshot())
+        return drafts and self._max_lookahead() > 0
 
     def _max_lookahead(self) -> int:
         """Return how many drafts of each running sequence a step may verify."""

@@ -282,6 +282,13 @@ def test_plans_are_made_ahead_where_no_step_may_verify(num_sequences, num_ahead)
     assert bool(plans[0].num_lookahead_tokens) == (num_ahead == 0)
 
 
+def test_plans_are_made_ahead_where_no_request_wants_drafts():
+    desk = Desk(max_steps_in_flight=2, num_speculative_tokens=7)
+    desk.admit(max_tokens=9, extra_args={"num_speculative_tokens": 0})
+    desk.step()
+    assert [desk.plan() is not None for _ in range(3)] == [True, True, False]
+
+
 @pytest.mark.trio
 async def test_a_crowd_shares_the_rows_that_a_step_verifies():
     async with simulated_engine(max_steps_in_flight=2, num_speculative_tokens=7) as engine:

@@ -212,3 +212,10 @@ def test_a_token_cannot_use_more_experts_than_there_are():
     with pytest.raises(TrouperValidationError, match="there are 8 experts") as error:
         decoder_traits(BASE | EXPERTS | {"num_experts_per_tok": 9}, "MixtralForCausalLM")
     assert (error.value.parameter, error.value.value) == ("num_experts_per_tok", 9)
+
+
+def test_windows_of_a_sparse_qwen2_are_those_of_every_other_layer_of_the_first():
+    config = BASE | EXPERTS | {
+        "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3,
+    }  # fmt: skip
+    assert windows_of(decoder_traits(config, "Qwen2MoeForCausalLM")) == [8, None, 8, None]

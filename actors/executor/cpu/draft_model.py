@@ -33,7 +33,7 @@ from trouper.kernels.select import make_ops
 logger = logging.getLogger(__name__)
 # Tokens behind which it may fall while a sequence has no drafts: it computes them in one pass, as a prompt's chunk.  What
 # falls further behind has no drafts until it is given a slot again.
-MOST_BEHIND = 512
+MOST_BEHIND = 1024  # twice the longest pause
 
 
 class DraftModel:

@@ -233,7 +233,18 @@ def _qwen2_moe(config: HfConfig) -> DecoderTraits:
         config,
         qkv_bias=bool(config.get("qkv_bias", True)),
         experts=_experts(config, shared_size=shared),
-        layers=_sparse(_qwen_layers(config), config),
+        layers=_sparse(_qwen2_moe_layers(config), config),
+    )
+
+
+def _qwen2_moe_layers(config: HfConfig) -> tuple[LayerTraits, ...]:
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    if config.get("layer_types"):
+        return _layers(config, window)
+    # every other one of the first, where the dense Qwen2 has the last
+    most, num_layers = config.get("max_window_layers", 28), require(config, "num_hidden_layers")
+    return tuple(
+        LayerTraits(window if i < most and i % 2 == 0 else None) for i in range(num_layers)
     )
 
 

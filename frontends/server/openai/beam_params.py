@@ -80,6 +80,8 @@ def _beams(
         raise invalid("stream", "not with use_beam_search")
     check_common(request)
     _check_followed(request)
+    if num_logprobs is not None and num_logprobs < -1:
+        raise invalid("logprobs", "must be at least 0, or -1 for all", num_logprobs)
     temperature = request.temperature
     if temperature is None:
         temperature = defaults.get("temperature", 1.0)

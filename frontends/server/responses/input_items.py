@@ -47,30 +47,42 @@ def listed(items: Sequence[JSONObject], response_id: str, page: Page) -> JSONObj
     Raises:
         TrouperValidationError: `after` is the id of none of them.
     """
-    named = [_named(item, f"{response_id}_in{i}") for i, item in enumerate(items)]
+    numbered = list(enumerate(items))
     if page.is_descending:
-        named.reverse()
+        numbered.reverse()
     start = 0
     if page.after is not None:
-        places = [i for i, item in enumerate(named) if item["id"] == page.after]
-        if not places:
+        places = (
+            place
+            for place, (i, item) in enumerate(numbered)
+            if _id(item, response_id, i) == page.after
+        )
+        last = next(places, None)
+        if last is None:
             raise invalid("after", "is the id of no item of this list", page.after[:64])
-        start = places[0] + 1
-    data = named[start : start + page.limit]
+        start = last + 1
+    data = [_named(item, _id(item, response_id, i)) for i, item in numbered[start:][: page.limit]]
     return {
         "object": "list",
         "data": data,
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
-        "has_more": start + page.limit < len(named),
+        "has_more": start + page.limit < len(numbered),
     }
 
 
-def _named(item: JSONObject, suffix: str) -> JSONObject:
+def _id(item: JSONObject, response_id: str, index: int) -> str:
+    """Return the item's own id, or one made of its place."""
+    given = item.get("id")
+    if isinstance(given, str) and given:
+        return given
+    return f"{PREFIXES.get(item.get('type', 'message'), 'it')}_{response_id}_in{index}"
+
+
+def _named(item: JSONObject, name: str) -> JSONObject:
     """Return an item with its type, its id, what OpenAI's clients require and, of a message, its content as parts."""
     kind = item.get("type", "message")
-    given, content = item.get("id"), item.get("content")
-    name = given if isinstance(given, str) and given else f"{PREFIXES.get(kind, 'it')}_{suffix}"
+    content = item.get("content")
     whole = {"status": "completed", **item, "id": name, "type": kind}
     if kind == "reasoning":
         whole.setdefault("summary", [])
