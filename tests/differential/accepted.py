@@ -32,6 +32,16 @@ ACCEPTED = [
         "the usage of a chunk has three counts in completions and chats alike",
     ),
     Accepted(
+        "completion: .*logprobs in a stream",
+        r"(text|last) chunk\.choices\[\]\.logprobs\.(text_offset|token_logprobs|tokens|top_logprobs)",
+        "two servers cut one text into different chunks",
+    ),
+    Accepted(
+        "chat: beam search in a stream",
+        r"status",
+        "a beam search refuses `stream` in chats as in completions; vLLM streams samples there",
+    ),
+    Accepted(
         ".*stream with continuous usage|.*stream",
         r"text chunk\.usage\.(completion|total)_tokens",
         "two servers cut one text into different chunks",
