@@ -37,6 +37,11 @@ ACCEPTED = [
         "two servers cut one text into different chunks",
     ),
     Accepted(
+        "pooling: Cohere: types",
+        r"status",
+        "`/v2/embed` has Cohere's `int8` and `uint8` too, which vLLM has not",
+    ),
+    Accepted(
         "chat: beam search in a stream",
         r"status",
         "a beam search refuses `stream` in chats as in completions; vLLM streams samples there",
