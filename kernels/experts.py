@@ -85,6 +85,9 @@ class PlainExperts:
             each_TKE[tokens, places] = self._down[expert].apply(act_and_mul(gate_up))
         y_TE = (each_TKE.float() * weights_TK[..., None]).sum(dim=1)
         if shared_TE is not None:
-            gate_T1 = logits_TX.narrow(1, routing.num_experts, 1).float().sigmoid()
-            y_TE += shared_TE.float() * (gate_T1 if routing.has_shared_gate else 1.0)
+            shared_TE = shared_TE.float()
+            if routing.has_shared_gate:
+                gate_T1 = logits_TX.narrow(1, routing.num_experts, 1).float().sigmoid()
+                shared_TE = shared_TE * gate_T1
+            y_TE += shared_TE
         return y_TE.to(x_TE.dtype)

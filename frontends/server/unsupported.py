@@ -73,6 +73,7 @@ NEUTRAL: dict[str, Any] = {
     "top_logprobs": 0,
     "function_call": "none",
     "n_probs": 0,
+    "padding": "do_not_pad",
 }
 
 

@@ -259,6 +259,7 @@ async def test_texts_that_are_compared_may_be_cut(anyio_backend, task):
         ),
         ("/v1/embeddings", {"input": "a", "model": "other"}, 404, None),
         ("/v1/embeddings", {"input": "a", "padding": True}, 400, "padding"),
+        ("/v1/embeddings", {"input": "a", "padding": "max_length"}, 400, "padding"),
         ("/pooling", {"input": "a", "task": "score"}, 400, "task"),
         ("/classify", {"input": "a"}, 400, "task"),
         ("/score", {"text_1": "a"}, 400, "data_1"),

@@ -42,3 +42,7 @@ def test_the_first_field_in_the_body_is_named():
 )  # fmt: skip
 def test_a_value_that_asks_for_nothing_is_allowed(name, value):
     unsupported.check_supported({name: value}, unsupported.CHAT)
+
+
+def test_texts_that_are_not_to_be_padded_are_not():
+    unsupported.check_supported({"padding": "do_not_pad"}, unsupported.POOLING)
