@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,7 +30,7 @@ from trouper.actors.messages.plans import Sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
 from trouper.config.gguf import TENSOR_TYPES, find_gguf, read_gguf
-from trouper.config.gguf_names import FAMILIES, tensor_name
+from trouper.config.gguf_names import FAMILIES, place_of
 from trouper.config.model import ModelConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.cpu.linear.quantization import dequantized
@@ -65,6 +66,20 @@ MODELS = {
     "olmo2": ("Olmo2", {}, {}),
     "smollm3": ("SmolLM3", {}, {"rope.freq_base": 2e6}),
 }  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
+EXPERT_NUMBERS = {"expert_count": 6, "expert_used_count": 3}
+MIXED = {
+    "llama": (
+        "Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3},
+        EXPERT_NUMBERS | {"rope.freq_base": 1e6}),
+    "qwen2moe": (
+        "Qwen2Moe", EXPERTS | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+        EXPERT_NUMBERS | {"expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 64}),
+    "qwen3moe": (
+        "Qwen3Moe", EXPERTS | {"moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 16},
+        EXPERT_NUMBERS | {"expert_feed_forward_length": 32}),
+    "olmoe": ("Olmoe", EXPERTS, EXPERT_NUMBERS),
+}  # fmt: skip
 
 
 def write(path, arch="llama", tensors=(), numbers=None):
@@ -97,11 +112,9 @@ def permuted(rows, num_heads):
 
 
 def converted(model, path, arch, numbers=None, kind=None):
-    """A model of transformers as a GGUF file; matrices of `kind`, or as they are."""
-    family, config, tensors = FAMILIES[arch], model.config, []
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
+    """A model of transformers, saved in the same folder, as a GGUF file; matrices of `kind`, or as they are."""
+    family, config, tensors = FAMILIES[arch], model.config, {}
+    for name, tensor in sorted(load_file(path.parent / "model.safetensors").items()):
         array = tensor.float().numpy()
         if family.norm_offset and name.endswith("norm.weight"):
             array = array + np.float32(family.norm_offset)
@@ -111,10 +124,17 @@ def converted(model, path, arch, numbers=None, kind=None):
         ):
             if family.is_permuted and part in name:
                 array = permuted(array, heads)
-        given = kind if kind is not None and array.ndim > 1 else None
-        stored = array if given is None else gguf.quantize(array, given)
-        tensors.append((tensor_name(family, name), stored, given))
-    return write(path, arch, tensors, numbers)
+        place = place_of(family, name)
+        tensors.setdefault(place.name, {})[place.expert] = array
+    return write(path, arch, [stored(*each, kind) for each in tensors.items()], numbers)
+
+
+def stored(name, parts, kind):
+    """A tensor as converters write it: all experts in one, a single row as a vector."""
+    array = parts[None] if None in parts else np.stack([parts[i] for i in range(len(parts))])
+    array = array[0] if len(array) == 1 else array
+    given = kind if array.ndim > 1 else None
+    return name, array if given is None else gguf.quantize(array, given), given
 
 
 def traits_of(path):
@@ -161,6 +181,31 @@ def test_tokens_and_logprobs_equal_those_of_the_model_that_was_converted(tmp_pat
     driver = Driver(CpuRunner(engine_config(path)), chunk=13)
     prompts = random_prompts((7, 40), VOCAB)
     check_against(model, driver.run(prompts, 16, Sampling(temperature=0.0, logprobs=-1)))
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("arch", MIXED)
+def test_experts_of_a_file_equal_those_of_their_dequantised_weights(tmp_path, arch, kind):
+    name, changes, numbers = MIXED[arch]
+    model = tiny_model(name, {"num_hidden_layers": 4, "rms_norm_eps": 1e-6, **changes}, tmp_path)
+    kind = gguf.GGMLQuantizationType[kind]
+    for parameter in model.parameters():
+        if len(parameter.squeeze().shape) > 1:
+            array = gguf.dequantize(gguf.quantize(parameter.detach().numpy(), kind), kind)
+            parameter.data = torch.from_numpy(array.copy())
+    model.save_pretrained(tmp_path)
+    path = converted(model, tmp_path / "m.gguf", arch, numbers, kind)
+    driver = Driver(CpuRunner(engine_config(path)), chunk=13)
+    prompts = random_prompts((7, 40), VOCAB)
+    check_against(model, driver.run(prompts, 16, Sampling(temperature=0.0, logprobs=-1)))
+
+
+def test_another_number_of_experts_than_the_tensors_have_is_refused(tmp_path):
+    table, experts = np.zeros((10, 64), np.float32), np.zeros((4, 96, 64), np.float32)
+    tensors = [("token_embd.weight", table, None), ("blk.0.ffn_gate_exps.weight", experts, None)]
+    path = write(tmp_path / "m.gguf", "qwen3moe", tensors, EXPERT_NUMBERS)
+    with pytest.raises(TrouperValidationError, match="expert_count: 6 of 4"):
+        ModelConfig.load(EngineArgs(model=str(path)))
 
 
 def test_frequencies_are_divided_by_the_factors_of_the_file(tmp_path):

@@ -4,6 +4,7 @@ The fields become a config.json, from which the traits are read as from any.  Wh
 architecture's name stands here: Gemma's attention scale and local base frequency, whose rows are permuted.
 """
 
+import re
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -23,7 +24,13 @@ MODULES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
+# one tensor holds a projection of all experts
+EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
+MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 PRE_NORMS = {"post_attention_layernorm": "ffn_norm"}
 OTHER_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -42,6 +49,13 @@ class Family(NamedTuple):
     is_permuted: bool = False  # rows of q and k: pairs side by side, not in halves
     norm_offset: float = 0.0  # that the file's norms hold and a checkpoint's do not
     own: Callable[[Gguf, str, dict[str, Any]], dict[str, Any]] | None = None
+
+
+class Place(NamedTuple):
+    """The place of a tensor in a file: its name there, and which of the experts, if all of them are in one."""
+
+    name: str
+    expert: int | None = None
 
 
 def family_of(header: Gguf) -> Family:
@@ -101,13 +115,18 @@ def hf_config(header: Gguf) -> dict[str, Any]:
     return config | (family.own(header, at, config) if family.own else {})
 
 
-def tensor_name(family: Family, name: str) -> str:
+def place_of(family: Family, name: str) -> Place:
     """Translate a checkpoint's name of a tensor."""
     stem, _, kind = name.rpartition(".")
     if stem in OUTER:
-        return f"{OUTER[stem]}.{kind}"
+        return Place(f"{OUTER[stem]}.{kind}")
     layer, _, module = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{(MODULES | family.norms)[module]}.{kind}"
+    if module.startswith("block_sparse_moe."):
+        path, _, last = module.replace("block_sparse_moe.", "mlp.").rpartition(".")
+        module = f"{path}.{MIXTRAL.get(last, last)}"
+    if (found := EXPERT.fullmatch(module)) is not None:
+        return Place(f"blk.{layer}.{MODULES[f'mlp.{found[2]}']}_exps.{kind}", int(found[1]))
+    return Place(f"blk.{layer}.{(MODULES | family.norms)[module]}.{kind}")
 
 
 def _dtype(header: Gguf) -> str:
@@ -210,8 +229,48 @@ def _granite(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _llama(header: Gguf, at: str, _config: dict[str, Any]) -> dict[str, Any]:
+    """Mixtral's files carry the name of Llama."""
+    if not header.get(at + "expert_count", int):
+        return {}
+    own = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    return own | _experts(header, at)
+
+
+def _qwen_moe(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    own = _experts(header, at) | {"moe_intermediate_size": _expert_width(header, at, config)}
+    if config["model_type"] == "qwen3_moe":
+        return own | {"norm_topk_prob": True}
+    shared = header.tensors.get("blk.0.ffn_gate_shexp.weight")
+    width = header.get(at + "expert_shared_feed_forward_length", int)
+    if not width and shared is not None:  # of files from before the key
+        width = shared.shape[0]
+    return own | {"shared_expert_intermediate_size": width, "qkv_bias": config["attention_bias"]}
+
+
+def _olmoe(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    return _experts(header, at) | {"intermediate_size": _expert_width(header, at, config)}
+
+
+def _experts(header: Gguf, at: str) -> dict[str, Any]:
+    count = header.need(at + "expert_count", int)
+    gate = header.tensors.get("blk.0.ffn_gate_exps.weight")
+    found = 0 if gate is None else gate.shape[0]
+    if count != found:  # else a number alone would take memory for the names of so many
+        rule = f"{header.path.name}: {at}expert_count: {count} of {found} in blk.0.ffn_gate_exps"
+        raise invalid("model", rule, str(header.path))
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": header.need(at + "expert_used_count", int),
+    }
+
+
+def _expert_width(header: Gguf, at: str, config: dict[str, Any]) -> int:
+    return header.get(at + "expert_feed_forward_length", int) or config["intermediate_size"]
+
+
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "llama", is_permuted=True),
+    "llama": Family("LlamaForCausalLM", "llama", is_permuted=True, own=_llama),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
     "phi3": Family("Phi3ForCausalLM", "phi3"),
@@ -220,4 +279,7 @@ FAMILIES = {
     "granite": Family("GraniteForCausalLM", "granite", is_permuted=True, own=_granite),
     "olmo2": Family("Olmo2ForCausalLM", "olmo2", OTHER_NORMS),
     "smollm3": Family("SmolLM3ForCausalLM", "smollm3", is_permuted=True),
+    "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", own=_qwen_moe),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", own=_qwen_moe),
+    "olmoe": Family("OlmoeForCausalLM", "olmoe", own=_olmoe),
 }

@@ -20,7 +20,7 @@ from torch import Tensor
 from trouper.actors.executor.arrays import from_numpy
 from trouper.actors.executor.models.parameters import Parameter
 from trouper.config.gguf import Gguf, GgufTensor, read_gguf
-from trouper.config.gguf_names import family_of, hf_config, tensor_name
+from trouper.config.gguf_names import Place, family_of, hf_config, place_of
 from trouper.errors import invalid
 from trouper.kernels.cpu.linear.quantization import IntegerWeight
 
@@ -56,11 +56,14 @@ class GgufCheckpoint:
         """
         for parameter in parameters:
             for name, shape in parameter.sources:
-                own = tensor_name(self._family, name)
-                tensor = self._header.tensors.get(own)
-                if tensor is None or tensor.shape != shape:
+                place = place_of(self._family, name)
+                tensor = self._header.tensors.get(place.name)
+                wanted = shape
+                if place.expert is not None:
+                    wanted = (self._config["num_experts"], *shape)
+                if tensor is None or _without_ones(tensor.shape) != _without_ones(wanted):
                     has = "lacks" if tensor is None else f"has {list(tensor.shape)} for"
-                    rule = f"{self._header.path.name}: {has} {own} {list(shape)}"
+                    rule = f"{self._header.path.name}: {has} {place.name} {list(wanted)}"
                     raise invalid("model", rule, str(self._header.path))
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -71,7 +74,7 @@ class GgufCheckpoint:
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor to where it stays, some rows at a time: the numbers of all would be another embedding in float32."""
         shape = tuple(out.shape)
-        tensor = self._header.tensors[tensor_name(self._family, name)]
+        tensor = self._tensor(name, shape)
         order = self._row_order(name, shape[0])
         step = FEW_ROWS if len(shape) == 2 and order is None else shape[0]
         for first in range(0, shape[0], step):
@@ -86,8 +89,7 @@ class GgufCheckpoint:
 
         None where a part is plain, and beside other dtypes than bfloat16, which the kernels of integers multiply.
         """
-        names = [tensor_name(self._family, name) for name, _ in parameter.sources]
-        tensors = [self._header.tensors[name] for name in names]
+        tensors = [self._tensor(name, shape) for name, shape in parameter.sources]
         kinds = {tensor.type.name for tensor in tensors}
         if dtype != torch.bfloat16 or not kinds <= READERS.keys():
             return None
@@ -101,6 +103,15 @@ class GgufCheckpoint:
         q_OI, scales_OG, minima_OG = stacked(parts)
         fmt = "int4" if kinds <= OF_FOUR_BITS else "int8"
         return IntegerWeight(fmt, dtype, q_OI, scales_OG, None, minima_OG)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
+        """Find a tensor; of an expert, its part of the one that holds all of them."""
+        place: Place = place_of(self._family, name)
+        tensor = self._header.tensors[place.name]
+        if place.expert is None:
+            return tensor._replace(shape=shape)
+        first = tensor.num_bytes // tensor.shape[0] * place.expert
+        return tensor._replace(offset=tensor.offset + first, shape=shape)
 
     def _row_order(self, name: str, num_rows: int) -> Tensor | None:
         """Rows of a head from pairs side by side to halves, as `models/rotary.py` turns them."""
@@ -124,6 +135,11 @@ class GgufCheckpoint:
         begin, end = tensor.offset + first * row_bytes, tensor.offset + stop * row_bytes
         copied = from_numpy(np.array(self._maps[tensor.file][begin:end]))
         return copied.view(stop - first, -1, tensor.type.num_bytes)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Converters leave out dimensions of one: the gate of a shared expert is a row."""
+    return tuple(size for size in shape if size > 1)
 
 
 def dequantized_affine(affine: Affine) -> Tensor:
