@@ -144,6 +144,20 @@ def test_what_is_no_frame_is_refused(data):
         list(frames_of(data))
 
 
+def test_a_large_frame_goes_inline_where_no_descriptor_can():
+    plan = a_plan(num_embeds_bytes=2**20)
+    data, none = wire.encode(plan, is_inline=True)
+    assert none is None
+    header, file = wire.encode(plan)
+    assert wire.read_inline(header, file) == data
+    os.close(file)
+    reader = wire.FrameReader(max_inline=wire.MAX_FRAME)
+    reader.feed(data[:1000], [])
+    assert reader.take() is None
+    reader.feed(data[1000:], [])
+    assert reader.take().step == plan.step
+
+
 def test_files_of_frames_that_were_not_taken_are_closed():
     _, file = wire.encode(a_plan(num_embeds_bytes=2**20))
     reader = wire.FrameReader()

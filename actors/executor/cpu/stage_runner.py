@@ -15,8 +15,7 @@ from torch import Tensor
 from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.models.layer_split import model_stages
 from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.parallel.links import RingSizes, open_links
-from trouper.actors.executor.parallel.rings import Ring
+from trouper.actors.executor.parallel.links import Link, RingSizes, open_links
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
 from trouper.actors.stages import Feedback, sends_tokens
@@ -28,7 +27,7 @@ class StageRunner(CpuRunner):
 
     Args:
         index: of the stage.
-        files: descriptors of its rings, as `create_files` has made them.
+        files: descriptors of its links.
     """
 
     def __init__(self, config: EngineConfig, index: int, files: Sequence[int]) -> None:
@@ -76,7 +75,7 @@ class StageRunner(CpuRunner):
             links.tokens.send(plan.step, sent.view(np.uint8))
         return done
 
-    def _read_tokens(self, plan: StepPlan, tokens: Ring) -> None:
+    def _read_tokens(self, plan: StepPlan, tokens: Link) -> None:
         """Write the tokens that have come to their rows, and wait for those that this plan reads."""
         feedback = self._feedback
         starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
@@ -93,7 +92,7 @@ class StageRunner(CpuRunner):
             for write in feedback.take(step, ids[: num_bytes // ids.itemsize].tolist()):
                 self._slots.token_ids[write.row, write.position] = write.token_id
 
-    def _receive_hidden(self, plan: StepPlan, hidden_in: Ring) -> None:
+    def _receive_hidden(self, plan: StepPlan, hidden_in: Link) -> None:
         assert self._hidden_TE is not None
         rows_TE = self._hidden_TE[: sum(plan.num_scheduled_tokens)]
         found = hidden_in.receive(_bytes_of(rows_TE), wait=True)

@@ -1,36 +1,19 @@
 """Start worker processes on this machine, and reach them."""
 
-import os
 import socket
-import subprocess
-import sys
-import threading
-from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 import anyio
 import anyio.to_thread
-import msgspec
 
-from trouper.actors.executor.devices.supervision import STDERR_LINES
+from trouper.actors.executor.devices.worker_process import MODULE, Exit, WorkerProcess
 from trouper.errors import DeviceStartError
 
-MODULE = "trouper.actors.executor.devices.worker"
 READ_BYTES = 2**18
 MAX_FILES = 16
 SEND_BUFFER = 2**20  # asked for; the system gives at least 212,992 bytes, see `wire.MAX_INLINE`
-STDERR_S = 1.0  # for the last lines of a worker that has ended
 CLOSED: tuple[bytes, list[int]] = (b"", [])
-
-
-class Exit(msgspec.Struct, frozen=True):
-    """How a worker has ended: its status, as `subprocess` has it, and its last words."""
-
-    status: int | None
-    was_out_of_memory: bool = False
-    stderr: tuple[str, ...] = ()
 
 
 class Peer(Protocol):
@@ -65,21 +48,27 @@ class Launcher(Protocol):
         ...
 
 
+class CrewLauncher(Protocol):
+    """Starts the workers of a device, wherever each of them is to run."""
+
+    async def __call__(self) -> Sequence[Peer]:
+        """Start them all, in the order of their ranks; waits for machines that are not there.
+
+        Raises:
+            DeviceStartError: a machine has refused, or there is no room for them; none is left.
+        """
+        ...
+
+
 class LocalPeer:
     """A process of this machine, by a socket pair whose end is its sign of life."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, rank: int) -> None:
+    def __init__(self, process: WorkerProcess, control: socket.socket) -> None:
         self._process = process
         self._control = control
-        self._rank = rank
-        self._oom_events = _oom_events()  # of the cgroup in which the worker was started
-        self._num_oom_kills = num_oom_kills(self._oom_events)
-        self._lines: deque[str] = deque(maxlen=STDERR_LINES)
-        self._reader = threading.Thread(target=self._pass_on_stderr, daemon=True)
-        self._reader.start()
 
     def __repr__(self) -> str:
-        return f"<LocalPeer: worker {self._rank}, process {self._process.pid}>"
+        return f"<LocalPeer: {self._process!r}>"
 
     @property
     def pid(self) -> int:
@@ -111,33 +100,11 @@ class LocalPeer:
                 return data, files
 
     async def end(self, grace_s: float) -> Exit:
-        if self._process.returncode is None:
+        if not self._process.is_reaped:
             with anyio.CancelScope(shield=True):  # bounded: by the grace, and a kill
-                await anyio.to_thread.run_sync(self._reap, grace_s)
+                await anyio.to_thread.run_sync(self._process.reap, grace_s)
         self._control.close()
-        return Exit(
-            self._process.returncode,
-            was_out_of_memory=self._process.returncode == -9
-            and num_oom_kills(self._oom_events) > self._num_oom_kills,
-            stderr=tuple(self._lines),
-        )
-
-    def _reap(self, grace_s: float) -> None:
-        try:
-            self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._reader.join(STDERR_S)  # a child of the worker may still hold its end
-
-    def _pass_on_stderr(self) -> None:
-        """Repeat what the worker and its libraries write, with its rank in front, and keep the last lines."""
-        assert self._process.stderr is not None
-        with self._process.stderr as lines:
-            for line in lines:
-                text = line.decode(errors="replace").rstrip("\n")
-                self._lines.append(text)
-                sys.stderr.write(f"worker {self._rank}: {text}\n")
+        return self._process.reap(0.0)
 
 
 def launch(rank: int, module: str = MODULE, *, files: Sequence[int] = ()) -> LocalPeer:
@@ -149,51 +116,16 @@ def launch(rank: int, module: str = MODULE, *, files: Sequence[int] = ()) -> Loc
     Raises:
         DeviceStartError: the system has refused.
     """
-    ours, theirs = socket.socketpair()
     try:
-        ours.setblocking(False)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        process = subprocess.Popen(
-            # -P: not what happens to lie in the folder where the engine was started
-            [sys.executable, "-P", "-m", module, *map(str, (theirs.fileno(), os.getpid(), *files))],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # results of commands are the engine's to print
-            stderr=subprocess.PIPE,
-            pass_fds=(theirs.fileno(), *files),
-            start_new_session=True,
-        )
+        ours, theirs = socket.socketpair()
     except OSError as error:
-        ours.close()
         raise DeviceStartError(f"cannot start a worker process: {error}") from None
-    finally:
-        theirs.close()
-    return LocalPeer(process, ours, rank)
-
-
-def _oom_events() -> Path | None:
-    """Find the file in which the kernel counts the processes of this cgroup that it has killed for memory."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            file = Path(f"/sys/fs/cgroup{path}/memory.events")
-        elif "memory" in controllers.split(","):
-            file = Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
-        else:
-            continue
-        if file.exists():
-            return file
-    return None
-
-
-def num_oom_kills(events: Path | None) -> int:
-    """Read the count; 0 where the kernel does not tell it."""
-    try:
-        text = "" if events is None else events.read_text()
-    except OSError:
-        return 0
-    counts = dict(line.split() for line in text.splitlines())
-    return int(counts.get("oom_kill", 0))
+    with theirs:
+        try:
+            ours.setblocking(False)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+            process = WorkerProcess(theirs, f"worker {rank}", module, files=files)
+        except BaseException:
+            ours.close()
+            raise
+    return LocalPeer(process, ours)

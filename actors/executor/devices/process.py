@@ -17,7 +17,7 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
-from trouper.actors.executor.devices.launch_local import Launcher, launch
+from trouper.actors.executor.devices.launch_local import CrewLauncher, Launcher, launch
 from trouper.actors.executor.devices.model_host import check_call, log_phase
 from trouper.actors.executor.devices.open_calls import OpenCalls
 from trouper.actors.executor.devices.state_in_force import StateInForce
@@ -31,6 +31,7 @@ from trouper.actors.executor.devices.supervision import (
     next_state,
 )
 from trouper.actors.executor.devices.wire import (
+    MAX_FRAME,
     Broken,
     Call,
     Close,
@@ -52,13 +53,7 @@ from trouper.actors.executor.devices.worker_link import (
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.parallel.links import RingSizes, close_files, create_files
 from trouper.actors.messages.plans import PoolPlan, StepPlan
-from trouper.actors.messages.results import (
-    DeviceBack,
-    DeviceLost,
-    PoolDone,
-    StepDone,
-    StepFailed,
-)
+from trouper.actors.messages.results import DeviceBack, DeviceLost, PoolDone, StepDone, StepFailed
 from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError, RetryableRequestError
 
@@ -74,15 +69,21 @@ class ProcessDevice:
     Args:
         config: `max_worker_restarts`, `worker_restart_window_s` and `step_timeout_s` bound losses.
         launcher: starts a worker; tests have their own.
+        crew: starts all workers, where some are on other machines.
         replica: of those of the engine; workers are numbered through, for people.
     """
 
     def __init__(
-        self, config: EngineConfig, launcher: Launcher = launch, *, replica: int = 0
+        self,
+        config: EngineConfig,
+        launcher: Launcher = launch,
+        *,
+        replica: int = 0,
+        crew: CrewLauncher | None = None,
     ) -> None:
         self._config = config
         self._first_number = replica * config.num_stages
-        self._launcher = launcher
+        self._launcher, self._crew = launcher, crew
         self._state = WorkerState.STARTING
         self._workers: list[WorkerLink] = []  # by rank
         self._error: ErrorText | None = None  # of a `Broken` frame
@@ -200,7 +201,11 @@ class ProcessDevice:
         if self._info is not None:  # the successor must offer the same blocks
             config = msgspec.structs.replace(config, num_blocks=self._info.num_blocks - 1)
         try:
-            self._launch_all()
+            if self._crew is None:
+                self._launch_all()
+            else:
+                peers = enumerate(await self._crew())
+                self._workers = [WorkerLink(rank, p, max_inline=MAX_FRAME) for rank, p in peers]
         except DeviceStartError:
             with anyio.CancelScope(shield=True):  # each is killed, which takes no time
                 for worker in self._workers:

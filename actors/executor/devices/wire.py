@@ -1,7 +1,7 @@
 """The frames between an engine and its worker processes: kind (1 byte), length (4 bytes), msgpack.
 
 A payload beyond `MAX_INLINE` bytes is written once into a memory file whose descriptor goes with the frame, so a prompt of
-embeddings is not pushed through a socket buffer. Nothing is pickled: each kind has one type, and a frame that is
+embeddings is not pushed through a socket buffer; to another machine it goes inline. Nothing is pickled: each kind has one type, and a frame that is
 not of it is an error of the connection.
 """
 
@@ -174,11 +174,14 @@ def as_exception(text: ErrorText) -> Exception:
     return errors.DeviceStartError(f"{text.kind}: {text.message}")
 
 
-def encode(frame: Frame, num_workers: int = 1) -> tuple[bytes, int | None]:
+def encode(
+    frame: Frame, num_workers: int = 1, *, is_inline: bool = False
+) -> tuple[bytes, int | None]:
     """Encode a frame.
 
     Args:
         num_workers: of the device: of more workers, more plans may lie in a socket's buffer, and each has less room.
+        is_inline: whether no descriptor can go with it.
 
     Returns:
         Its bytes, and the descriptor of a memory file that is to be sent with them, or None. The caller closes it.
@@ -187,7 +190,7 @@ def encode(frame: Frame, num_workers: int = 1) -> tuple[bytes, int | None]:
     payload = _encoder.encode(frame)
     if len(payload) > MAX_FRAME:
         raise WireError(f"a {type(frame).__name__} of {len(payload)} bytes")
-    if len(payload) <= MAX_INLINE * 5 // (num_workers + 4):
+    if is_inline or len(payload) <= MAX_INLINE * 5 // (num_workers + 4):
         return HEADER.pack(kind, len(payload)) + payload, None
     file = os.memfd_create("trouper-frame", os.MFD_CLOEXEC)
     try:
@@ -199,6 +202,13 @@ def encode(frame: Frame, num_workers: int = 1) -> tuple[bytes, int | None]:
     return HEADER.pack(kind | IN_FILE, len(payload)), file
 
 
+def read_inline(data: bytes, file: int) -> bytes:
+    """Make a frame that has its payload inline of one that has it in a memory file."""
+    kind, length = HEADER.unpack(data)
+    with mmap.mmap(file, length, prot=mmap.PROT_READ) as payload:
+        return HEADER.pack(kind & ~IN_FILE, length) + payload[:]
+
+
 class FrameReader:
     """Cuts a stream of bytes, and the descriptors that came with them, into frames.
 
@@ -206,9 +216,13 @@ class FrameReader:
 
     Args:
         make_grammar: makes the grammar of a plan of its rules; None: no plans are read here, or none with grammars.
+        max_inline: bytes of a payload that come with the frame.
     """
 
-    def __init__(self, make_grammar: MakeGrammar | None = None) -> None:
+    def __init__(
+        self, make_grammar: MakeGrammar | None = None, *, max_inline: int = MAX_INLINE
+    ) -> None:
+        self._max_inline = max_inline
         self._plans = _decoders[_PLAN]
         if make_grammar is not None:
             hook = partial(_decode_other, make_grammar=make_grammar)
@@ -236,7 +250,7 @@ class FrameReader:
         kind, is_in_file = tag & ~IN_FILE, bool(tag & IN_FILE)
         if kind >= len(TYPES):
             raise WireError(f"unknown kind {kind}")
-        if not is_in_file and length > MAX_INLINE:
+        if not is_in_file and length > self._max_inline:
             raise WireError(f"a {TYPES[kind].__name__} of {length} bytes without a file")
         end = HEADER.size + (0 if is_in_file else length)
         if len(self._bytes) < end:

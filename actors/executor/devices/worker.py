@@ -1,8 +1,9 @@
 """A device's process: `python -m trouper.actors.executor.devices.worker CONTROL PARENT [FILE …]`.
 
-CONTROL is the descriptor of a socket to the engine, PARENT the engine's process, each FILE belongs to the rings between stages. The worker reads frames and answers them
+CONTROL is the descriptor of a socket to the engine, PARENT the process that starts this one, each FILE belongs to the links between stages. The worker reads frames and answers them
 in order; the main thread owns the model. It ends with the engine by two guards that are set before torch is imported:
-a thread that waits for the socket's hang-up, and the kernel's signal at the parent's death. Signals of a terminal are
+a thread that waits for the socket's hang-up, and the kernel's signal at the parent's death. On another machine than the
+engine's the socket is one of TCP, through which no descriptor goes. Signals of a terminal are
 the engine's business.
 """
 
@@ -22,6 +23,8 @@ from typing import Any
 from trouper.actors.executor.device import PendingResult, StepResult
 from trouper.actors.executor.devices.model_host import ModelHost
 from trouper.actors.executor.devices.wire import (
+    MAX_FRAME,
+    MAX_INLINE,
     Broken,
     Call,
     Close,
@@ -71,7 +74,8 @@ def end_with_the_engine(control: socket.socket, parent: int) -> None:
 
 def _exit_at_hang_up(control: int) -> None:
     poll = select.poll()
-    poll.register(control, 0)  # hang-up is always told, and nothing else is asked for
+    # Hang-up is always told; of TCP only when both sides have closed, so the end of the other is asked for.
+    poll.register(control, getattr(select, "POLLRDHUP", 0))
     poll.poll()
     os._exit(EXIT_ORPHANED)
 
@@ -82,7 +86,10 @@ class Worker:
     def __init__(self, control: socket.socket, files: tuple[int, ...] = ()) -> None:
         self._control, self._files = control, files
         self._grammars = ReceivedGrammars()
-        self._frames = FrameReader(self._grammars.make)
+        self._is_remote = control.family != socket.AF_UNIX
+        self._frames = FrameReader(
+            self._grammars.make, max_inline=MAX_FRAME if self._is_remote else MAX_INLINE
+        )
         self._writing = threading.Lock()  # log records come from any thread
         self._host: ModelHost | None = None
         # Launched steps whose results are still to come: at most those in flight.
@@ -192,7 +199,7 @@ class Worker:
             self._finish_first()
 
     def _write(self, frame: Frame) -> None:
-        data, file = encode(frame)
+        data, file = encode(frame, is_inline=self._is_remote)
         with self._writing:
             try:
                 if file is not None:

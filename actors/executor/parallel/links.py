@@ -1,13 +1,18 @@
-"""The rings of each stage: hidden states from one to the next, tokens from the last to the first."""
+"""The links of each stage: hidden states from one to the next, tokens from the last to the first.
+
+On one machine a link is a ring in memory that both sides have, between machines a connection.
+"""
 
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from trouper.actors.executor.parallel.rings import Ring, RingFiles, create_ring
+from trouper.actors.executor.parallel.tcp_link import TcpLink
 from trouper.actors.stages import num_ring_entries
 from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError
@@ -43,12 +48,28 @@ class RingSizes(NamedTuple):
         return num_links * HIDDEN_ENTRIES * self.hidden_bytes + tokens
 
 
-class StageLinks(NamedTuple):
-    """The rings of one stage; None where it has no such neighbour."""
+class Link(Protocol):
+    """One side of a link between two stages."""
 
-    hidden_in: Ring | None
-    hidden_out: Ring | None
-    tokens: Ring | None
+    def send(self, step: int, payload: np.ndarray) -> None:
+        """Send a message; waits for room."""
+        ...
+
+    def receive(self, out: np.ndarray, *, wait: bool) -> tuple[int, int] | None:
+        """Copy the next message to the beginning of `out`; returns its step and its size, or None if it has not come."""
+        ...
+
+    def close(self) -> None:
+        """Give memory and descriptors back.  Idempotent."""
+        ...
+
+
+class StageLinks(NamedTuple):
+    """The links of one stage; None where it has no such neighbour."""
+
+    hidden_in: Link | None
+    hidden_out: Link | None
+    tokens: Link | None
 
     def close(self) -> None:
         """Close all.  Idempotent."""
@@ -95,15 +116,22 @@ def close_files(files: Iterable[Sequence[int]]) -> None:
 
 
 def open_links(index: int, files: Sequence[int], sizes: RingSizes) -> StageLinks:
-    """Open the rings of a stage by the descriptors that `create_files` has made for it."""
+    """Open the links of a stage by the descriptors that it has inherited: three of a ring, one of a connection."""
     last = sizes.num_stages - 1
-    rings = iter([RingFiles(*files[i : i + 3]) for i in range(0, len(files), 3)])
+    rest = list(files)
+
+    def open_next(num_entries: int, entry_bytes: int) -> Link:
+        if stat.S_ISSOCK(os.fstat(rest[0]).st_mode):
+            return TcpLink(rest.pop(0), entry_bytes)
+        ring, rest[:3] = RingFiles(*rest[:3]), []
+        return Ring(ring, num_entries, entry_bytes)
+
     hidden = HIDDEN_ENTRIES, sizes.hidden_bytes
     tokens = num_ring_entries(sizes.num_stages), sizes.token_bytes
     return StageLinks(
-        Ring(next(rings), *hidden) if index > 0 else None,
-        Ring(next(rings), *hidden) if index < last else None,
-        Ring(next(rings), *tokens) if index in (0, last) else None,
+        open_next(*hidden) if index > 0 else None,
+        open_next(*hidden) if index < last else None,
+        open_next(*tokens) if index in (0, last) else None,
     )
 
 
