@@ -32,6 +32,12 @@ class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
     softcap: float | None
 
 
+def q_and_k(qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the queries [T, N D] and the keys [T, H D] of a product, as views; the weights of their norms tell how wide they are."""
+    x_TX, q_width = qkv_TND.flatten(1), q_norm.numel()
+    return x_TX.narrow(1, 0, q_width), x_TX.narrow(1, q_width, k_norm.numel())
+
+
 class HostTokens(NamedTuple):
     """The tokens of one step, in host memory; int64."""
 
@@ -58,6 +64,14 @@ class Ops(Protocol):
 
     def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
         """Normalise in place; rows may be strided."""
+        ...
+
+    def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        """Normalise in place, over all heads of q together, and over all of k (OLMo-2).
+
+        Args:
+            q_norm: [N D] weights, and `k_norm` [H D].
+        """
         ...
 
     def fused_add_rms_norm(

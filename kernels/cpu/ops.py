@@ -19,7 +19,7 @@ from trouper.kernels.cpu.fused.finish_logits import finish_logits
 from trouper.kernels.cpu.fused.fused_add_rms_norm import fused_add_rms_norm
 from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from trouper.kernels.cpu.rows import num_threads_for, padded
-from trouper.kernels.ops import HostTokens, Integers, OpsConfig
+from trouper.kernels.ops import HostTokens, Integers, OpsConfig, q_and_k
 from trouper.kernels.reference.ops import finished_logits
 
 KINDS = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -159,6 +159,11 @@ class NativeOps:
 
     def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
         self._norm_of_sum(x_TX, None, weight, x_TX)
+
+    def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        q_TX, k_TX = q_and_k(qkv_TND, q_norm, k_norm)
+        self.rms_norm_(q_TX, q_norm)
+        self.rms_norm_(k_TX, k_norm)
 
     def fused_add_rms_norm(
         self,

@@ -15,7 +15,7 @@ from trouper.kernels.cuda.embed import embed
 from trouper.kernels.cuda.fused_add_rms_norm import fused_add_rms_norm
 from trouper.kernels.cuda.prefill_attention import prefill_attention
 from trouper.kernels.cuda.qk_norm_rope_kv_write import qk_norm_rope_kv_write_
-from trouper.kernels.ops import OpsConfig
+from trouper.kernels.ops import OpsConfig, q_and_k
 from trouper.kernels.reference.ops import finished_logits
 
 
@@ -86,6 +86,11 @@ class TritonOps:
 
     def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
         fused_add_rms_norm(x_TX, None, weight, self._config.norm_eps, out=x_TX)
+
+    def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        q_TX, k_TX = q_and_k(qkv_TND, q_norm, k_norm)
+        self.rms_norm_(q_TX, q_norm)
+        self.rms_norm_(k_TX, k_norm)
 
     def fused_add_rms_norm(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from trouper.kernels.ops import HostTokens, Integers, OpsConfig
+from trouper.kernels.ops import HostTokens, Integers, OpsConfig, q_and_k
 from trouper.kernels.reference.act_and_mul import gelu_tanh_and_mul, silu_and_mul
 from trouper.kernels.reference.attention_plan import QueryTile, plan_attention
 from trouper.kernels.reference.kv_write import kv_write_
@@ -67,6 +67,11 @@ class TorchOps:
 
     def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
         x_TX.copy_(self.rms_norm(x_TX, weight))
+
+    def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        q_TX, k_TX = q_and_k(qkv_TND, q_norm, k_norm)
+        self.rms_norm_(q_TX, q_norm)
+        self.rms_norm_(k_TX, k_norm)
 
     def fused_add_rms_norm(
         self,

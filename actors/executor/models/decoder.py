@@ -212,18 +212,11 @@ class Decoder(Generic[OpsT]):
         num_heads = traits.num_q_heads + 2 * traits.num_kv_heads
         qkv_TND = layer.qkv.apply(x_TE).view(-1, num_heads, traits.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
-            self._norm_projections(qkv_TND, layer.q_norm, layer.k_norm)
+            self.ops.all_heads_norm_(qkv_TND, layer.q_norm, layer.k_norm)
         self.ops.qk_norm_rope_kv_write(
             qkv_TND, layer.head_norm, step, layer.traits.rope, cache_2HSD
         )
         return qkv_TND
-
-    def _norm_projections(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
-        """Normalise in place, over all heads of q and of k (OLMo-2)."""
-        num_q, num_kv = self.traits.num_q_heads, self.traits.num_kv_heads
-        x_TX, width = qkv_TND.flatten(1), self.traits.head_dim
-        self.ops.rms_norm_(x_TX.narrow(1, 0, num_q * width), q_norm)
-        self.ops.rms_norm_(x_TX.narrow(1, num_q * width, num_kv * width), k_norm)
 
 
 def _selected(x_TX: Tensor, tokens_R: Tensor) -> Tensor:

@@ -1,0 +1,237 @@
+"""The ranks that share out a model's layers, as each of them reaches the others: by memory that all have mapped.
+
+    ranks = RankExchange(rank, sizes, memory)         memory: a mapping of `sizes.num_bytes`, zeros at first
+    ranks.begin_step(7)
+    z = ranks.fused_add_rms_norm(x, y, …)          y: this rank's part of a sum; z, x: equal bits on every rank
+    ranks.check()
+
+Ranks are processes that have inherited a memory file, or threads over one mapping.  Every operation is one launch, and may
+be part of a recording.  What an exchange is, and its laws: `fused/exchange.py`.
+"""
+
+import mmap
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trouper.kernels.codegen.launch import address_in_torch, compiled, float_bits
+from trouper.kernels.codegen.units import LANES, kind_of
+from trouper.kernels.cpu.fused.exchange import (
+    CONTROL,
+    FAILED,
+    LABEL_BITS,
+    NUM_DONE,
+    OUR_LABEL,
+    STATE,
+    STEP,
+    THEIR_LABEL,
+    THEIR_NUMBER,
+)
+from trouper.kernels.cpu.fused.shared_sum import (
+    num_pieces,
+    shared_columns,
+    shared_heads_norm,
+    shared_sum,
+)
+from trouper.kernels.cpu.rows import num_threads_for, padded
+
+PAGE = 4096
+FLOAT = 4  # bytes
+
+
+class RanksDisagreeError(RuntimeError):
+    """Two ranks of a group have not done the same: what they hold is not to be used, and the group cannot go on."""
+
+
+class ExchangeSizes(NamedTuple):
+    """The sizes of what the ranks of a group share."""
+
+    num_ranks: int
+    part_bytes: int  # of the largest part of a sum: the rows of a step
+    sheet_numbers: int = 0  # float32 of the largest sheet of logits
+
+    @property
+    def parts_offset(self) -> int:
+        return _up(self.num_ranks * CONTROL * 8)
+
+    @property
+    def sheet_offset(self) -> int:
+        return self.parts_offset + 2 * self.num_ranks * _up(self.part_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.sheet_offset + _up(self.sheet_numbers * FLOAT)
+
+
+class RankExchange:
+    """The group as one rank has it.  One thread of each rank calls it.
+
+    Args:
+        rank: from 0 on.
+        memory: written by all ranks.
+    """
+
+    def __init__(self, rank: int, sizes: ExchangeSizes, memory: mmap.mmap) -> None:
+        self.rank, self.num_ranks = rank, sizes.num_ranks
+        self._sizes = sizes
+        self._bytes = np.frombuffer(memory, dtype=np.uint8)
+        assert len(self._bytes) >= sizes.num_bytes, "a mapping of all that the group shares"
+        self._state = np.zeros(STATE + 8, dtype=np.int64)
+        first = -(self._state.ctypes.data // 8) % 8  # a cache line's beginning
+        self._state = self._state[first:]
+        address = self._bytes.ctypes.data
+        self._own = address, rank, self._state.ctypes.data, address_in_torch("syscall")
+        self._parts = address + sizes.parts_offset, _up(sizes.part_bytes)
+        sheet = self._bytes[sizes.sheet_offset :][: sizes.sheet_numbers * FLOAT]
+        self._sheet = torch.from_numpy(sheet.view(np.float32))  # pyright: ignore[reportUnknownMemberType]
+
+    def __repr__(self) -> str:
+        return f"<RankExchange: {self.rank} of {self.num_ranks}, {self._state[NUM_DONE]} exchanges>"
+
+    def begin_step(self, step: int) -> None:
+        """Say which step the exchanges that follow belong to."""
+        self._state[STEP] = step
+
+    def check(self) -> None:
+        """Look whether all exchanges so far were the same on all ranks.
+
+        Raises:
+            RanksDisagreeError: they were not; nothing that they gave is of use.
+        """
+        state = self._state
+        if state[FAILED]:
+            peer, number = int(state[FAILED]) - 1, int(state[NUM_DONE])
+            raise RanksDisagreeError(
+                f"rank {self.rank} was in {_described(int(state[OUR_LABEL]))}, "
+                f"rank {peer} in {_described(int(state[THEIR_LABEL]))} "
+                f"(exchange {int(state[THEIR_NUMBER])}; {number} are done here)"
+            )
+
+    def fused_add_rms_norm(
+        self,
+        x_TE: Tensor | None,
+        y_TE: Tensor,
+        weight: Tensor | None = None,
+        post_weight: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Add α times the sum of all ranks' y to x in place; return the norm of x, or x where there is no weight.
+
+        Args:
+            x_TE: None = return the sum alone.
+            weight: [E] float32.
+            post_weight: likewise, of the norm of the sum.
+        """
+        length, width = y_TE.shape
+        self._check_part(length * width * y_TE.itemsize)
+        z_TE = padded(length, width, y_TE.dtype) if x_TE is None or weight is not None else x_TE
+        if length:
+            compiled(shared_sum, kind_of(y_TE.dtype), self.num_ranks)(
+                num_pieces(length),
+                *self._own,
+                *self._parts,
+                y_TE.data_ptr(),
+                y_TE.stride(0),
+                0 if x_TE is None else x_TE.data_ptr(),
+                0 if x_TE is None else x_TE.stride(0),
+                0 if post_weight is None else post_weight.data_ptr(),
+                0 if weight is None else weight.data_ptr(),
+                z_TE.data_ptr(),
+                z_TE.stride(0),
+                length,
+                width,
+                float_bits(alpha),
+                float_bits(eps),
+                num_threads=num_threads_for(length),
+            )
+        return z_TE
+
+    def sum(self, y_TE: Tensor) -> Tensor:
+        """Return the sum of all ranks' y."""
+        return self.fused_add_rms_norm(None, y_TE)
+
+    def norm_heads_(
+        self,
+        q_TX: Tensor,
+        k_TX: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        *,
+        num_copies: int = 1,
+        eps: float,
+    ) -> None:
+        """Normalise this rank's q and k in place, each over the heads of all ranks (OLMo-2).
+
+        Args:
+            q_TX: the beginning of rows in which k lies behind it.
+            q_weight: of this rank's q, float32.
+            num_copies: ranks that have the same keys, one after the other.
+        """
+        length, (q_width, k_width) = len(q_TX), (len(q_weight), len(k_weight))
+        assert k_TX.data_ptr() == q_TX.data_ptr() + q_width * q_TX.itemsize, "one row holds both"
+        self._check_part(length * 2 * FLOAT)
+        if length:
+            kernel = compiled(shared_heads_norm, kind_of(q_TX.dtype), self.num_ranks, num_copies)
+            kernel(
+                num_pieces(length),
+                *self._own,
+                *self._parts,
+                q_TX.data_ptr(),
+                q_TX.stride(0),
+                q_width,
+                k_width,
+                q_width * self.num_ranks,
+                k_width * self.num_ranks // num_copies,
+                q_weight.data_ptr(),
+                k_weight.data_ptr(),
+                length,
+                float_bits(eps),
+                num_threads=num_threads_for(length),
+            )
+
+    def gather_logits(
+        self, product_RW: Tensor, first: int, vocab_size: int, scale: float, cap: float | None
+    ) -> Tensor:
+        """Return the logits [R, vocabulary] of all ranks' columns, finished as `Ops.finish_logits` does.
+
+        They lie in memory that all ranks see, and are valid on a rank until its next call.
+
+        Args:
+            product_RW: of this rank's columns, at least 16 or none.
+            first: its first column.
+        """
+        length, width = product_RW.shape
+        if length * vocab_size > self._sizes.sheet_numbers:
+            raise ValueError(f"{length} rows of logits for a sheet of {self._sizes.sheet_numbers}")
+        assert width >= LANES or not width
+        sheet_RV = self._sheet[: length * vocab_size].view(length, vocab_size)
+        if length:
+            kernel = compiled(shared_columns, kind_of(product_RW.dtype), self.num_ranks)
+            product, numbers = (product_RW.data_ptr(), product_RW.stride(0)), (float_bits(scale), float_bits(cap or 0.0))  # fmt: skip
+            target = sheet_RV.data_ptr() + first * FLOAT, vocab_size
+            # all have read what was there before
+            kernel(num_pieces(1), *self._own, *product, *target, length, 0, *numbers)
+            threads = num_threads_for(length)
+            kernel(num_pieces(length), *self._own, *product, *target, length, width, *numbers, num_threads=threads)  # fmt: skip
+        return sheet_RV
+
+    def all_agree(self, value: bool) -> bool:
+        """Return whether every rank says yes; all ask at the same time."""
+        votes = torch.full((1, LANES), float(value))
+        return self.sum(votes)[0, 0].item() == self.num_ranks
+
+    def _check_part(self, num_bytes: int) -> None:
+        if num_bytes > self._sizes.part_bytes:
+            raise ValueError(f"a part of {num_bytes} bytes where {self._sizes.part_bytes} fit")
+
+
+def _described(label: int) -> str:
+    return f"step {label >> LABEL_BITS} with {label & (1 << LABEL_BITS) - 1} rows"
+
+
+def _up(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE

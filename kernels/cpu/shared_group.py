@@ -1,0 +1,95 @@
+"""The operations in which all ranks of a model take part, over memory that all have mapped: a `RankGroup`."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trouper.errors import UnsupportedFeatureError
+from trouper.kernels.codegen import units
+from trouper.kernels.codegen.units import LANES
+from trouper.kernels.cpu.rank_exchange import RankExchange
+from trouper.kernels.ops import q_and_k
+
+OPTION = "tensor_parallel_size"
+
+
+class RankShare(NamedTuple):
+    """The sizes and constants that the operations of a rank depend on, beside their arguments."""
+
+    vocab_size: int  # of all ranks
+    norm_eps: float
+    residual_scale: float = 1.0
+    first_logit: int = 0  # column of this rank's head
+    num_kv_copies: int = 1  # ranks that have the same heads of keys, one after the other
+
+
+class SharedGroup:
+    """The group as one rank calls it.
+
+    Args:
+        exchange: with the other ranks.
+        hidden_size: of the rows that are summed.
+
+    Raises:
+        UnsupportedFeatureError: the sums are compiled kernels, and this machine or these sizes have none.
+    """
+
+    def __init__(
+        self, exchange: RankExchange, share: RankShare, dtype: torch.dtype, hidden_size: int
+    ) -> None:
+        if units.kind_of(dtype) is None or hidden_size % LANES:
+            raise UnsupportedFeatureError(
+                f"{OPTION}={exchange.num_ranks}: the sums are compiled kernels, and there are none of "
+                f"{str(dtype).removeprefix('torch.')} rows of {hidden_size} here",
+                parameter=OPTION,
+            )
+        self.exchange = exchange
+        self.rank, self.size = exchange.rank, exchange.num_ranks
+        self._share = share
+        # float32 copies of weights by the id of theirs, which is kept so that the id stays theirs
+        self._wide: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __repr__(self) -> str:
+        return f"<SharedGroup: {self.exchange!r}>"
+
+    def fused_add_rms_norm(
+        self,
+        x_TE: Tensor,
+        part_TE: Tensor,
+        weight: Tensor | None,
+        post_weight: Tensor | None = None,
+    ) -> Tensor:
+        return self.exchange.fused_add_rms_norm(
+            x_TE,
+            part_TE,
+            None if weight is None else self._float32(weight),
+            None if post_weight is None else self._float32(post_weight),
+            alpha=self._share.residual_scale,
+            eps=self._share.norm_eps,
+        )
+
+    def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        q_TX, k_TX = q_and_k(qkv_TND, q_norm, k_norm)
+        self.exchange.norm_heads_(
+            q_TX,
+            k_TX,
+            self._float32(q_norm).view(-1),
+            self._float32(k_norm).view(-1),
+            num_copies=self._share.num_kv_copies,
+            eps=self._share.norm_eps,
+        )
+
+    def finish_logits(self, product_RW: Tensor, scale: float, cap: float | None) -> Tensor:
+        share = self._share
+        return self.exchange.gather_logits(
+            product_RW, share.first_logit, share.vocab_size, scale, cap
+        )
+
+    def _float32(self, weight: Tensor) -> Tensor:
+        if weight.dtype == torch.float32 and weight.is_contiguous():
+            return weight
+        held = self._wide.get(id(weight))
+        if held is None:
+            held = self._wide[id(weight)] = weight.float().contiguous(), weight
+        return held[0]
