@@ -16,7 +16,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.parameters import Parameter
+from trouper.actors.executor.models.parameters import Cut, Parameter
+from trouper.actors.executor.models.parts import part_of
 from trouper.config.adapters import WEIGHTS, AdapterConfig, AdapterFiles, LoRAConfig
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.linear import LinearMethod
@@ -55,11 +56,12 @@ class AdapterSlots:
         layer = self._layers.get(modules[0])
         if layer is None:
             self.know(parameter)
-            sizes, num_in = [shape[0] for _, shape in parameter.sources], parameter.sources[0][1][1]
+            sizes, num_in = [rows for rows, _ in parameter.part_shapes], parameter.part_shapes[0][1]
             weights = make_lora(
                 sizes, num_in, self._config.num_slots, self._config.max_rank, self._dtype
             )
-            layer = self._layers[modules[0]] = _Layer(modules, weights)
+            cuts = [cut for *_, cut in parameter.parts]
+            layer = self._layers[modules[0]] = _Layer(modules, cuts, weights)
         return LoRALinear(linear, layer.weights, self._rows)
 
     def know(self, parameter: Parameter) -> None:
@@ -80,7 +82,10 @@ class AdapterSlots:
         """
         found = self._checked(files.config, _tensors(files.weights))
         for layer in self._layers.values():
-            parts = [found.get(module) for module in layer.modules]
+            parts = [
+                None if module not in found else _part_of_adapter(found[module], cut)
+                for module, cut in zip(layer.modules, layer.cuts, strict=True)
+            ]
             if any(part is not None for part in parts):
                 layer.weights.load(slot, parts)
             else:
@@ -133,10 +138,19 @@ class AdapterSlots:
 
 
 class _Layer:
-    """One linear layer: the checkpoint's modules that are its parts, and their adapters."""
+    """One linear layer: the checkpoint's modules that are its parts, what of each is here, and their adapters."""
 
-    def __init__(self, modules: Sequence[str], weights: LoRAWeights) -> None:
-        self.modules, self.weights = modules, weights
+    def __init__(self, modules: Sequence[str], cuts: Sequence[Cut], weights: LoRAWeights) -> None:
+        self.modules, self.cuts, self.weights = modules, cuts, weights
+
+
+def _part_of_adapter(adapter: LowRank, cut: Cut) -> LowRank:
+    """Return the inputs of A and the outputs of B that belong to a part of the layer's matrix."""
+    a_RI, b_OR = adapter
+    return LowRank(
+        part_of(a_RI, Cut(columns=cut.columns)).contiguous(),
+        part_of(b_OR, Cut(rows=cut.rows)).contiguous(),
+    )
 
 
 def _tensors(data: bytes) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from trouper.actors.executor.kv_memory import KVCache, kv_cache_specs, num_kv_bl
 from trouper.actors.executor.models.decoder import Decoder, ops_config
 from trouper.actors.executor.models.layer_split import traits_of
 from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.sharding import ALONE, Shard, check_shards, shard_traits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.results import make_step_done, with_grammar_work
@@ -41,6 +42,7 @@ from trouper.kernels.codegen.arena import Arena, Lender
 from trouper.kernels.codegen.recording import NotRecordableError
 from trouper.kernels.cpu.sampling.sample import compile_sample
 from trouper.kernels.ops import CpuOps
+from trouper.kernels.ranks import RankedOps, RankGroup
 from trouper.kernels.select import make_ops
 
 logger = logging.getLogger(__name__)
@@ -56,14 +58,21 @@ class CpuRunner:
     Args:
         config: resolved; `model.path` holds safetensors unless `load_format` is "dummy".
         stage: the part of the model that this is; None = all of it.
+        group: the ranks that share out its layers, of which this is one; None = there is no other.
     """
 
-    def __init__(self, config: EngineConfig, stage: Stage | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, stage: Stage | None = None, group: RankGroup | None = None
+    ) -> None:
         self._config = config
         traits = decoder_traits(config.model.hf_config, config.model.architecture)
         self._model_traits = traits
         self._stage = stage or Stage(0, 1, 0, len(traits.layers))
-        self._traits = traits_of(self._stage, traits)  # of the layers that are here
+        self._group = group
+        self._shard = ALONE if group is None else Shard(group.rank, group.size)
+        check_shards(traits, self._shard.size, quantization=config.quantization)
+        # of the layers that are here, or of the part of them that is
+        self._traits = shard_traits(traits_of(self._stage, traits), self._shard)
         self._hidden_TE: Tensor | None = None  # where the stage before this one puts its output
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._slots = RequestSlots(
@@ -166,14 +175,23 @@ class CpuRunner:
     def _load_decoder(self) -> Decoder[CpuOps]:
         config = self._config
         with ThreadPoolExecutor(1, "trouper-compile") as pool:
-            ops = pool.submit(make_ops, ops_config(self._traits, self._dtype, config.block_size))
+            ops = pool.submit(self._make_ops)
             draw = pool.submit(compile_sample)
             wrap = None if self._adapters is None else self._adapters.wrap
             decoder = load_decoder(
-                config, self._model_traits, ops=ops.result, stage=self._stage, wrap=wrap
+                config,
+                self._model_traits,
+                ops=ops.result,
+                stage=self._stage,
+                shard=self._shard,
+                wrap=wrap,
             )
             draw.result()
             return decoder
+
+    def _make_ops(self) -> CpuOps:
+        ops = make_ops(ops_config(self._traits, self._dtype, self._config.block_size))
+        return ops if self._group is None else RankedOps(ops, self._group)
 
     def load_adapter(self, slot: int, files: AdapterFiles) -> None:
         """Put an adapter into a slot, from 1 on; raises as `AdapterSlots.load` does, and the slot is as it was."""

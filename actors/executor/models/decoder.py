@@ -17,6 +17,7 @@ from torch import Tensor
 from trouper.actors.executor.models.mlp import Mlp
 from trouper.actors.executor.models.rotary import make_rope_table
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
+from trouper.kernels.codegen.units import LANES
 from trouper.kernels.linear import LinearMethod
 from trouper.kernels.lora import LoRALinear
 from trouper.kernels.ops import CpuOps, Ops, OpsConfig
@@ -65,10 +66,11 @@ class DecoderLayer:
 class Decoder(Generic[OpsT]):
     """The weights of a model, and its forward pass.
 
-    A stage of a pipeline has some of the layers: the first has the embedding, the last the norm and the head.
+    A stage of a pipeline has some of the layers: the first has the embedding, the last the norm and the head.  A rank of
+    a tensor-parallel model has a part of each layer and of the head; its operations call the other ranks.
 
     Args:
-        traits: of the layers that are here.
+        traits: of the layers that are here, or of the part of them that is.
         embedding: [vocabulary, E]; None behind another stage.
         norm: the last one; None ahead of another stage.
         head: None for a model that never gives logits.
@@ -174,16 +176,18 @@ class Decoder(Generic[OpsT]):
         self._rope_tables = [place(table) for table in self._rope_tables]
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Return [R, vocabulary], in float32 on the CPU; a GPU's kernels read any float."""
+        """Return [R, vocabulary], in float32 on the CPU; a GPU's kernels read any float.  Of ranks the first alone has them all."""
         assert self._head is not None
         product = self._head.apply(hidden_RE)
         return self.ops.finish_logits(product, self.traits.logits_scale, self.traits.final_softcap)
 
     def num_logits(self, num_rows: int) -> int | None:
         """The size of so many rows of logits, if their product can be recorded where the layers can."""
-        if self._head is None or not self._head.is_recordable:
+        vocab_size = self.traits.vocab_size
+        # ranks must come to one answer, and the last one's part of such a vocabulary has another method
+        if self._head is None or not self._head.is_recordable or vocab_size % LANES:
             return None
-        return num_rows * self._head.shape[0]
+        return num_rows * vocab_size
 
     def _begin_step(
         self, tokens: Any, embeds: Sequence[tuple[int, Tensor]], hidden_TE: Tensor | None

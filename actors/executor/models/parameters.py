@@ -6,13 +6,48 @@ import msgspec
 
 from trouper.actors.executor.models.traits import DecoderTraits, ExpertsTraits
 
+Shape = tuple[int, ...]
+Span = tuple[int, int]  # the first, and one past the last
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """The part of a stored tensor that is kept: ranges of its rows, one below the other, and a range of its columns."""
+
+    rows: tuple[Span, ...] | None = None  # None = all
+    columns: Span | None = None
+
+    def shape_of(self, whole: Shape) -> Shape:
+        """Return the shape of this part of a tensor of that shape."""
+        num_rows, *columns = whole
+        if self.rows is not None:
+            num_rows = sum(last - first for first, last in self.rows)
+        if self.columns is not None:
+            first, last = self.columns
+            columns = [last - first]
+        return num_rows, *columns
+
+
+WHOLE = Cut()
+
 
 class Parameter(msgspec.Struct, frozen=True):
-    """One tensor of the decoder: the rows of `sources`, one below the other."""
+    """One tensor of the decoder: the rows of `sources`, or of a part of each, one below the other."""
 
     name: str
-    sources: tuple[tuple[str, tuple[int, ...]], ...]  # (name in the checkpoint, its shape)
+    sources: tuple[tuple[str, Shape], ...]  # (name in the checkpoint, its shape)
     offset: float = 0.0  # added on loading
+    cuts: tuple[Cut, ...] = ()  # of the sources, one each; none: all of them are whole
+
+    @property
+    def parts(self) -> tuple[tuple[str, Shape, Cut], ...]:
+        """The sources, each with the part of it that is kept."""
+        cuts = self.cuts or (WHOLE,) * len(self.sources)
+        return tuple((*source, cut) for source, cut in zip(self.sources, cuts, strict=True))
+
+    @property
+    def part_shapes(self) -> tuple[Shape, ...]:
+        """The shapes of those parts."""
+        return tuple(cut.shape_of(shape) for _, shape, cut in self.parts)
 
 
 EMBEDDING = "model.embed_tokens.weight"

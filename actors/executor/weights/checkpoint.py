@@ -11,7 +11,8 @@ import safetensors
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.parameters import Parameter
+from trouper.actors.executor.models.parameters import Cut, Parameter
+from trouper.actors.executor.models.parts import part_of, part_of_integers
 from trouper.actors.executor.weights.layouts import (
     OF_ACTIVATIONS,
     OF_KV_CACHE,
@@ -146,17 +147,19 @@ class Checkpoint:
             return self._tensor(name)
         return widened(layout, name, shape, self._read_parts(layout, name, shape))
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        out.copy_(self.read(name, tuple(out.shape)))
+    def read_into(self, name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
+        """Read a part of a tensor; of a plain one no more than that, for the file is mapped."""
+        out.copy_(part_of(self.read(name, shape), cut))
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
         found: list[IntegerWeight] = []
-        for name, shape in parameter.sources:
+        for name, shape, cut in parameter.parts:
             layout = self._layout(name)
             if layout is None or len(shape) != 2:
                 return None
             parts = self._read_parts(layout, name, shape)
-            found.append(matrix(layout, name, shape, parts, dtype))
+            whole = matrix(layout, name, shape, parts, dtype)
+            found.append(part_of_integers(whole, cut, name))
         return joined(found)
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:

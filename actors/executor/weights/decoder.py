@@ -8,10 +8,11 @@ Laws:
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -22,11 +23,21 @@ from trouper.actors.executor.models.mlp import GatedMlp, Mlp, SparseMlp
 from trouper.actors.executor.models.parameters import (
     EMBEDDING,
     HEAD,
+    Cut,
     Parameter,
     layer_parameters,
     outer_parameters,
 )
+from trouper.actors.executor.models.parts import part_of, part_of_integers
 from trouper.actors.executor.models.registry import is_text_part
+from trouper.actors.executor.models.sharding import (
+    ALONE,
+    OPTION,
+    Shard,
+    check_shards,
+    shard_traits,
+    sharded,
+)
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
@@ -42,9 +53,10 @@ from trouper.kernels.cpu.linear.quantization import (
     IntegerWeight,
     can_quantize,
     dequantized,
+    quantize,
 )
 from trouper.kernels.experts import Routing
-from trouper.kernels.linear import LinearConfig, LinearMethod
+from trouper.kernels.linear import Format, LinearConfig, LinearMethod
 from trouper.kernels.select import make_experts, make_linear
 
 ACTIVATION_SCALES = (
@@ -61,13 +73,22 @@ Wrap = Callable[[Parameter, LinearMethod], LinearMethod]
 class Source(Protocol):
     """Reader of a checkpoint's tensors, by name."""
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Read a tensor of out's shape, and cast it to its dtype."""
+    def read_into(self, name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
+        """Read the part of a tensor of that shape, and cast it to out's dtype."""
         ...
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
-        """Read a quantized matrix; None where the checkpoint stores it as a plain tensor."""
+        """Read the parts of a quantized matrix; None where the checkpoint stores it as a plain tensor."""
         ...
+
+
+class Placement(NamedTuple):
+    """How weights are kept; see `load_decoder`."""
+
+    dtype: torch.dtype
+    device: torch.device | None
+    linear: LinearConfig
+    shard: Shard
 
 
 def load_decoder(
@@ -78,9 +99,10 @@ def load_decoder(
     has_head: bool = True,
     device: torch.device | None = None,
     stage: Stage | None = None,
+    shard: Shard = ALONE,
     wrap: Wrap | None = None,
 ) -> Decoder[OpsT]:
-    """Build the decoder of the config's model, or one stage of it.
+    """Build the decoder of the config's model, or one stage of it, or what one rank computes.
 
     With a quantization the projections are quantised and the head is int8; the embedding stays as it is.
 
@@ -89,76 +111,39 @@ def load_decoder(
         has_head: False for a model that pools.
         device: where the weights go, one after another; None = they stay in host memory.
         stage: the part that is built; the whole checkpoint is checked all the same.
+        shard: the rank whose part of each layer is built.
         wrap: puts something on top of each projection of the layers, such as adapters.
 
     Raises:
         TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
-        UnsupportedFeatureError: experts on a GPU.
+        UnsupportedFeatureError: experts or ranks on a GPU.
     """
-    folder, load_format = Path(config.model.path), config.load_format
+    check_shards(traits, shard.size, quantization=config.quantization)
+    if shard.size > 1 and device is not None:
+        raise UnsupportedFeatureError(f"{OPTION}: not on a GPU yet", parameter=OPTION)
+    if traits.experts is not None and device is not None:
+        raise UnsupportedFeatureError("a mixture of experts runs on the CPU alone so far")
     dtype: torch.dtype = getattr(torch, config.dtype)
-    scheme = None if is_gguf(folder) else read_scheme(config.model.hf_config)
     linear = LinearConfig(
         device="cpu" if device is None else "cuda",
         quantization=config.quantization,
         is_compressed=config.compress_weights,
         is_batch_invariant=config.batch_invariant,
     )
-    if traits.experts is not None and device is not None:
-        raise UnsupportedFeatureError("a mixture of experts runs on the CPU alone so far")
-    num_layers = len(traits.layers)
+    place = Placement(dtype, device, linear, shard)
     outer = [p for p in outer_parameters(traits) if has_head or p.name != "head"]
-    source: Source
-    if load_format == "dummy":
-        source = RandomWeights(config.seed, dtype)
-    elif load_format in ("auto", "gguf") and is_gguf(folder):
-        source = GgufCheckpoint(folder)
-        source.check([*outer, *(p for i in range(num_layers) for p in layer_parameters(traits, i))])
-    elif load_format in ("auto", "safetensors"):
-        parameters = list(outer)
-        parameters += [p for i in range(num_layers) for p in layer_parameters(traits, i)]
-        checkpoint = Checkpoint(
-            folder, scheme=scheme, is_part=is_text_part(config.model.architecture)
-        )
-        if not has_head and EMBEDDING not in checkpoint.shapes:
-            # what the generating sibling wraps is stored bare
-            checkpoint = Checkpoint(folder, BASE, scheme)
-        source = checkpoint
-        ignored = frozenset({HEAD} if traits.tied_embeddings else ())
-        checkpoint.check(parameters, ignored=ignored if has_head else frozenset(checkpoint.shapes))
-        if checkpoint.num_activation_scales:
-            logger.info(ACTIVATION_SCALES, checkpoint.num_activation_scales, config.dtype)
-    else:
-        raise TrouperValidationError(
-            "must be auto, safetensors, gguf (of a GGUF file) or dummy",
-            parameter="load_format",
-            value=load_format,
-        )
-    place = Placement(dtype, device, linear)
-    stage = stage or Stage(0, 1, 0, num_layers)
+    source = _open_source(config, traits, outer, has_head=has_head)
+    stage = stage or Stage(0, 1, 0, len(traits.layers))
     has_head = has_head and stage.is_last
     wanted = {"embedding"} if stage.is_first else set[str]()
     if stage.is_last:
-        wanted |= {"norm"} | (
-            {"embedding" if traits.tied_embeddings else "head"} if has_head else set()
-        )
+        wanted |= {"norm"} | ({"embedding"} if has_head and traits.tied_embeddings else set())
     found = {p.name: _assemble(p, source, place) for p in outer if p.name in wanted}
-    # The head is packed even where it is tied, and then exists twice: the lookup needs the plain
-    # rows, the GEMM of a decode step runs 1.5-1.7 x faster on the packed ones (32000 x 1024 bf16, one
-    # core: 5.9 -> 3.4 ms), and the price is one embedding, 7 % of the memory of a 0.5 B model.
-    head = None
-    if has_head:
-        name = "embedding" if traits.tied_embeddings else "head"
-        parameter = next(p for p in outer if p.name == name)
-        integers = source.integers(parameter, dtype) if device is None else None
-        fmt = "int8" if linear.quantization else None
-        head = make_linear(
-            found[name] if integers is None else integers, config=linear._replace(quantization=fmt)
-        )
+    head = _head(traits, source, place, found.get("embedding")) if has_head else None
     indices = indices_shown(stage.last - stage.first)
     layers = [_layer(traits, stage.first + i, source, place, wrap) for i in indices]
     return Decoder(
-        traits_of(stage, traits),
+        shard_traits(traits_of(stage, traits), shard),
         embedding=found["embedding"] if stage.is_first else None,
         layers=layers,
         norm=found["norm"] if stage.is_last else None,
@@ -167,6 +152,61 @@ def load_decoder(
         ops=ops(),
         dtype=dtype,
     )
+
+
+def _open_source(
+    config: EngineConfig, traits: DecoderTraits, outer: Sequence[Parameter], *, has_head: bool
+) -> Source:
+    """Open the checkpoint, and compare all its names and shapes with the traits."""
+    folder, load_format = Path(config.model.path), config.load_format
+    if load_format == "dummy":
+        return RandomWeights(config.seed, getattr(torch, config.dtype))
+    parameters = [
+        *outer,
+        *(p for i in range(len(traits.layers)) for p in layer_parameters(traits, i)),
+    ]
+    if load_format in ("auto", "gguf") and is_gguf(folder):
+        source = GgufCheckpoint(folder)
+        source.check(parameters)
+        return source
+    if load_format not in ("auto", "safetensors"):
+        raise TrouperValidationError(
+            "must be auto, safetensors, gguf (of a GGUF file) or dummy",
+            parameter="load_format",
+            value=load_format,
+        )
+    scheme = None if is_gguf(folder) else read_scheme(config.model.hf_config)
+    checkpoint = Checkpoint(folder, scheme=scheme, is_part=is_text_part(config.model.architecture))
+    if not has_head and EMBEDDING not in checkpoint.shapes:
+        # what the generating sibling wraps is stored bare
+        checkpoint = Checkpoint(folder, BASE, scheme)
+    ignored = frozenset({HEAD} if traits.tied_embeddings else ())
+    checkpoint.check(parameters, ignored=ignored if has_head else frozenset(checkpoint.shapes))
+    if checkpoint.num_activation_scales:
+        logger.info(ACTIVATION_SCALES, checkpoint.num_activation_scales, config.dtype)
+    return checkpoint
+
+
+def _head(
+    traits: DecoderTraits, source: Source, place: Placement, embedding: Tensor | None
+) -> LinearMethod:
+    """Pack the head, also where it is tied.
+
+    It exists twice then: the lookup needs the plain rows, the GEMM of a decode step runs 1.5-1.7 x faster on the packed
+    ones (32000 x 1024 bf16, one core: 5.9 -> 3.4 ms), and the price is one embedding, 7 % of the memory of a 0.5 B model.
+    """
+    name = "embedding" if traits.tied_embeddings else "head"
+    whole = next(p for p in outer_parameters(traits) if p.name == name)
+    parameter = sharded(msgspec.structs.replace(whole, name="head"), traits, place.shard)
+    assert parameter is not None
+    rows = source.integers(parameter, place.dtype) if place.device is None else None
+    fmt: Format | None = "int8" if place.linear.quantization else None
+    config = place.linear._replace(quantization=fmt)
+    if rows is not None:
+        return make_linear(rows, config=config)
+    if traits.tied_embeddings and embedding is not None:
+        return make_linear(part_of(embedding, parameter.parts[0][2]), config=config)
+    return make_linear(_assemble(parameter, source, place), config=config)
 
 
 def adapted_parameters(traits: DecoderTraits) -> Iterator[Parameter]:
@@ -183,50 +223,30 @@ def indices_shown(num_layers: int) -> Iterable[int]:
     return tqdm(range(num_layers), "loading weights", delay=BAR_DELAY_S, disable=None, leave=False)
 
 
-class Placement(NamedTuple):
-    """How weights are kept; see `load_decoder`."""
-
-    dtype: torch.dtype
-    device: torch.device | None
-    linear: LinearConfig
-
-
 def _layer(
     traits: DecoderTraits, index: int, source: Source, place: Placement, wrap: Wrap | None
 ) -> DecoderLayer:
     norms: dict[str, Tensor] = {}
     projections: dict[str, LinearMethod] = {}
-    for parameter in layer_parameters(traits, index):
+    parameters = [
+        part
+        for parameter in layer_parameters(traits, index)
+        if (part := sharded(parameter, traits, place.shard)) is not None
+    ]
+    for parameter in parameters:
         name, _, kind = parameter.name.partition(".")
-        integers = source.integers(parameter, place.dtype) if kind == "weight" else None
-        linear = _linear_config(name, place.linear)
-        quantization = linear.quantization
-        if integers is not None and place.device is None and name != ROUTER:
-            projections[name] = make_linear(integers, config=linear)
-            continue
-        if integers is not None:
-            tensor = dequantized(integers).to(place.device, place.dtype)
-        else:
-            tensor = _assemble(parameter, source, place)
         if kind == "weight":
-            if quantization and not can_quantize(tensor.shape[1], quantization):
-                raise TrouperValidationError(
-                    f"groups of {GROUP} do not divide the {tensor.shape[1]} inputs of {parameter.name}",
-                    parameter="quantization",
-                    value=quantization,
-                )
-            if name == ROUTER:
-                tensor = _padded(tensor)
-            projections[name] = make_linear(tensor, config=linear)
+            projections[name] = _projection(parameter, source, place)
         elif kind == "bias":
-            projections[name].bias = tensor
+            projections[name].bias = _assemble(parameter, source, place)
         else:
-            norms[name] = tensor
+            norms[name] = _assemble(parameter, source, place)
     if wrap is not None:
-        projections = _wrapped(projections, layer_parameters(traits, index), wrap)
+        projections = _wrapped(projections, parameters, wrap)
     if traits.qk_norm == "head":
-        q_ND = norms.pop("q_norm").expand(traits.num_q_heads, -1)
-        k_ND = norms.pop("k_norm").expand(traits.num_kv_heads, -1)
+        local = shard_traits(traits, place.shard)
+        q_ND = norms.pop("q_norm").expand(local.num_q_heads, -1)
+        k_ND = norms.pop("k_norm").expand(local.num_kv_heads, -1)
         norms["head_norm"] = torch.cat((q_ND, k_ND))
     return DecoderLayer(
         traits.layers[index],
@@ -235,6 +255,23 @@ def _layer(
         mlp=_mlp(projections, traits, index),
         **norms,
     )
+
+
+def _projection(parameter: Parameter, source: Source, place: Placement) -> LinearMethod:
+    """Read one matrix, and pack it in the form in which it is kept."""
+    name = parameter.name.removesuffix(".weight")
+    config = _linear_config(name, place.linear)
+    integers = source.integers(parameter, place.dtype)
+    if integers is not None and (place.device is not None or name == ROUTER):
+        tensor = dequantized(integers).to(place.device, place.dtype)
+    elif integers is not None:
+        return make_linear(integers, config=config)
+    elif config.quantization is not None:
+        _check_groups(parameter, config.quantization)
+        return make_linear(_to_be_rounded(parameter, source, place), config=config)
+    else:
+        tensor = _assemble(parameter, source, place)
+    return make_linear(_padded(tensor) if name == ROUTER else tensor, config=config)
 
 
 def _mlp(projections: dict[str, LinearMethod], traits: DecoderTraits, index: int) -> Mlp:
@@ -273,15 +310,41 @@ def _wrapped(
     }
 
 
+def _check_groups(parameter: Parameter, quantization: Format) -> None:
+    num_in = parameter.sources[0][1][1]
+    if not can_quantize(num_in, quantization):
+        raise TrouperValidationError(
+            f"groups of {GROUP} do not divide the {num_in} inputs of {parameter.name}",
+            parameter="quantization",
+            value=quantization,
+        )
+
+
+def _to_be_rounded(
+    parameter: Parameter, source: Source, place: Placement
+) -> Tensor | IntegerWeight:
+    """Read a matrix that is rounded at load; one whose inputs are cut is rounded whole, so that its integers do not depend on the number of ranks.
+
+    Each output is rounded by itself, so where outputs are cut there is no difference.
+    """
+    cut = parameter.parts[0][2]
+    if cut.columns is None:
+        return _assemble(parameter, source, place)
+    quantization = place.linear.quantization
+    assert quantization is not None
+    whole = _assemble(msgspec.structs.replace(parameter, cuts=()), source, place)
+    return part_of_integers(quantize(whole, quantization), cut, parameter.name)
+
+
 def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:
     """The fused tensor, in memory of its own: the file may go away."""
-    shapes = [shape for _, shape in parameter.sources]
+    shapes = parameter.part_shapes
     # 1 + w of Gemma's norms would lose w's last bits in bf16; see kernels/reference/rms_norm.py
     kept = torch.float32 if parameter.offset else place.dtype
     size = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     fused = torch.empty(size, dtype=kept, device=place.device)
     first = 0
-    for name, shape in parameter.sources:
-        source.read_into(name, fused[first : first + shape[0]])
+    for (name, whole, cut), shape in zip(parameter.parts, shapes, strict=True):
+        source.read_into(name, whole, cut, fused[first : first + shape[0]])
         first += shape[0]
     return fused.add_(parameter.offset) if parameter.offset else fused

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.arrays import from_numpy
-from trouper.actors.executor.models.parameters import Parameter
+from trouper.actors.executor.models.parameters import WHOLE, Cut, Parameter
+from trouper.actors.executor.models.parts import part_of, part_of_integers
 from trouper.config.gguf import Gguf, GgufTensor, read_gguf
 from trouper.config.gguf_names import Place, family_of, hf_config, place_of
 from trouper.errors import invalid
@@ -68,21 +69,24 @@ class GgufCheckpoint:
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         whole = torch.empty(shape)
-        self.read_into(name, whole)
+        self.read_into(name, shape, WHOLE, whole)
         return whole
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Read a tensor to where it stays, some rows at a time: the numbers of all would be another embedding in float32."""
-        shape = tuple(out.shape)
+    def read_into(self, name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
+        """Read a part of a tensor to where it stays, some rows at a time: the numbers of all would be another embedding in float32."""
         tensor = self._tensor(name, shape)
-        order = self._row_order(name, shape[0])
-        step = FEW_ROWS if len(shape) == 2 and order is None else shape[0]
-        for first in range(0, shape[0], step):
-            stop = min(shape[0], first + step)
-            rows = self._plain(tensor, first, stop)
-            if self._family.norm_offset and name.endswith("norm.weight"):
-                rows = rows - self._family.norm_offset
-            out[first:stop] = rows if order is None else rows[order]
+        columns, filled = Cut(columns=cut.columns), 0
+        for first, last in cut.rows or ((0, shape[0]),):
+            order = self._row_order(name, shape[0], first, last)
+            step = FEW_ROWS if len(shape) == 2 and order is None else last - first
+            for begin in range(first, last, step):
+                end = min(last, begin + step)
+                rows = self._plain(tensor, begin, end)
+                if self._family.norm_offset and name.endswith("norm.weight"):
+                    rows = rows - self._family.norm_offset
+                rows = part_of(rows if order is None else rows[order], columns)
+                out[filled : filled + len(rows)] = rows
+                filled += len(rows)
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
         """Read the matrix as the kernels multiply with it: exactly the same numbers, of 4 bits where all parts have no more.
@@ -94,15 +98,18 @@ class GgufCheckpoint:
         if dtype != torch.bfloat16 or not kinds <= READERS.keys():
             return None
         parts: list[Affine] = []
-        for (name, shape), tensor in zip(parameter.sources, tensors, strict=True):
-            part = READERS[tensor.type.name](self._blocks(tensor, 0, shape[0]))
-            if tensor.type.name in OF_FOUR_BITS and kinds <= OF_FOUR_BITS:
-                part = _centred(part)
-            order = self._row_order(name, shape[0])
-            parts.append(part if order is None else _reordered(part, order))
+        for (name, shape, cut), tensor in zip(parameter.parts, tensors, strict=True):
+            for first, last in cut.rows or ((0, shape[0]),):
+                part = READERS[tensor.type.name](self._blocks(tensor, first, last))
+                if tensor.type.name in OF_FOUR_BITS and kinds <= OF_FOUR_BITS:
+                    part = _centred(part)
+                order = self._row_order(name, shape[0], first, last)
+                parts.append(part if order is None else _reordered(part, order))
         q_OI, scales_OG, minima_OG = stacked(parts)
         fmt = "int4" if kinds <= OF_FOUR_BITS else "int8"
-        return IntegerWeight(fmt, dtype, q_OI, scales_OG, None, minima_OG)
+        rows = IntegerWeight(fmt, dtype, q_OI, scales_OG, None, minima_OG)
+        columns = parameter.parts[0][2].columns  # of all parts the same
+        return part_of_integers(rows, Cut(columns=columns), parameter.sources[0][0])
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         """Find a tensor; of an expert, its part of the one that holds all of them."""
@@ -113,13 +120,14 @@ class GgufCheckpoint:
         first = tensor.num_bytes // tensor.shape[0] * place.expert
         return tensor._replace(offset=tensor.offset + first, shape=shape)
 
-    def _row_order(self, name: str, num_rows: int) -> Tensor | None:
-        """Rows of a head from pairs side by side to halves, as `models/rotary.py` turns them."""
+    def _row_order(self, name: str, num_rows: int, first: int, last: int) -> Tensor | None:
+        """Rows of whole heads from pairs side by side to halves, as `models/rotary.py` turns them."""
         is_k = ".k_proj." in name
         if not self._family.is_permuted or not (is_k or ".q_proj." in name):
             return None
         num_heads = self._config["num_key_value_heads" if is_k else "num_attention_heads"]
-        return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
+        head_dim = num_rows // num_heads
+        return torch.arange(last - first).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()
 
     def _plain(self, tensor: GgufTensor, first: int, stop: int) -> Tensor:
         blocks = self._blocks(tensor, first, stop)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.arrays import from_numpy
-from trouper.actors.executor.models.parameters import Parameter
+from trouper.actors.executor.models.parameters import Cut, Parameter
+from trouper.actors.executor.models.parts import part_of
 from trouper.actors.executor.topology import num_physical_cores
 
 DUMMY_STD = 0.02
@@ -36,8 +37,9 @@ class RandomWeights:
             first += len(chunk)
         return out.mul_(DUMMY_STD * 3**0.5 / 2**15)
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        out.copy_(self.read(name, tuple(out.shape)))
+    def read_into(self, name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
+        """Draw a tensor whole, so that a part of it does not depend on how it is cut."""
+        out.copy_(part_of(self.read(name, shape), cut))
 
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> None:
         """All are plain."""

@@ -1,0 +1,218 @@
+"""Which part of each tensor a rank of a tensor-parallel model keeps.  Pure: all ranks come to the same cuts.
+
+    tensor                        part of rank r of t                                 afterwards
+    qkv                           the rows of N / t query heads and of their KV heads
+    o, down                       the columns that multiply what the rank has made    a sum over all ranks
+    gate_up, of each expert too   the rows of M / t of gate, and of up
+    biases of o and down          rank 0 has all of it: the sum must add it once
+    head, tied or not             rows of the vocabulary, whole registers             all logits are put together
+    norm of all heads together    the rank's heads                                    sums of squares are added
+    embedding, router, norms      the whole
+
+KV heads are split where t divides them; where they divide t, each of them is kept by t / H ranks, next to each other.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from trouper.actors.executor.models.parameters import Cut, Parameter, Span
+from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.errors import invalid
+
+REGISTER = 16  # outputs that a kernel computes at once
+INT4_GROUP = 32  # inputs that share a scale where weights are rounded to four bits
+OPTION = "tensor_parallel_size"
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One of the ranks that share out the layers of a model among them."""
+
+    rank: int = 0
+    size: int = 1
+
+    def share(self, count: int) -> Span:
+        """Return this rank's part of so many things, of which all ranks have as many."""
+        each = count // self.size
+        return self.rank * each, (self.rank + 1) * each
+
+    def kv_heads(self, count: int) -> Span:
+        """Return the KV heads of this rank's query heads."""
+        if count % self.size == 0:
+            return self.share(count)
+        head = self.rank * count // self.size
+        return head, head + 1
+
+    def vocabulary(self, size: int) -> Span:
+        """Return the tokens whose logits this rank computes; the last rank has fewer where they do not come out even."""
+        each = -(-size // (REGISTER * self.size)) * REGISTER
+        return self.rank * each, min(size, (self.rank + 1) * each)
+
+
+ALONE = Shard()
+
+
+def check_shards(traits: DecoderTraits, size: int, *, quantization: str | None = None) -> None:
+    """Check that a model can be shared out among so many ranks.
+
+    Args:
+        quantization: to which its weights are rounded at load.
+
+    Raises:
+        TrouperValidationError: it cannot; the message has the numbers of ranks that can.
+    """
+    problem = _problem(traits, size, quantization)
+    if problem is None:
+        return
+    counts = range(1, traits.num_q_heads + 1)
+    possible = [n for n in counts if _problem(traits, n, quantization) is None]
+    shown = ", ".join(map(str, possible))
+    raise invalid(OPTION, f"{problem}; possible: {shown}", size)
+
+
+def shard_traits(traits: DecoderTraits, shard: Shard) -> DecoderTraits:
+    """Return the traits of the part of each layer that a rank computes; the vocabulary stays what it is."""
+    if shard.size == 1:
+        return traits
+    size, experts = shard.size, traits.experts
+    first, last = shard.kv_heads(traits.num_kv_heads)
+    width = traits.mlp.intermediate_size // size
+    if experts is not None:
+        experts = msgspec.structs.replace(
+            experts,
+            intermediate_size=experts.intermediate_size // size,
+            shared_size=experts.shared_size // size,
+        )
+        if not _has_dense_layers(traits):
+            width = experts.intermediate_size
+    return msgspec.structs.replace(
+        traits,
+        num_q_heads=traits.num_q_heads // size,
+        num_kv_heads=last - first,
+        mlp=msgspec.structs.replace(traits.mlp, intermediate_size=width),
+        experts=experts,
+    )
+
+
+def sharded(parameter: Parameter, traits: DecoderTraits, shard: Shard) -> Parameter | None:
+    """Return a parameter with the part of it that a rank keeps; None = it keeps nothing.
+
+    Args:
+        traits: of the whole model.
+    """
+    if shard.size == 1:
+        return parameter
+    name, _, kind = parameter.name.partition(".")
+    name = name.rstrip("0123456789").rstrip("_")
+    if kind == "bias" and name in ("o", "down"):
+        return parameter if shard.rank == 0 else None
+    cut = SPLITS.get(name)
+    if cut is None:
+        return parameter
+    return msgspec.structs.replace(parameter, cuts=cut(parameter, traits, shard))
+
+
+def _heads(parameter: Parameter, traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
+    q, kv = _q_span(traits, shard), _kv_span(traits, shard)
+    blocks = (traits.q_size, q), (traits.kv_size, kv), (traits.kv_size, kv)
+    return _rows(parameter, blocks)
+
+
+def _head_inputs(_parameter: Parameter, traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
+    return (Cut(columns=_q_span(traits, shard)),)
+
+
+def _gate_and_up(parameter: Parameter, _traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
+    width = sum(shape[0] for _, shape in parameter.sources) // 2
+    return _rows(parameter, ((width, shard.share(width)),) * 2)
+
+
+def _mlp_inputs(parameter: Parameter, _traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
+    ((_, shape),) = parameter.sources
+    return (Cut(columns=shard.share(shape[1])),)
+
+
+def _vocabulary(_parameter: Parameter, traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
+    return (Cut(rows=(shard.vocabulary(traits.vocab_size),)),)
+
+
+def _q_norm(parameter: Parameter, traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
+    return _norm(parameter, traits, _q_span(traits, shard))
+
+
+def _k_norm(parameter: Parameter, traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
+    return _norm(parameter, traits, _kv_span(traits, shard))
+
+
+def _norm(_parameter: Parameter, traits: DecoderTraits, span: Span) -> tuple[Cut, ...]:
+    return (Cut(rows=(span,)),) if traits.qk_norm == "projection" else ()
+
+
+Split = Callable[[Parameter, DecoderTraits, Shard], tuple[Cut, ...]]
+SPLITS: dict[str, Split] = {  # by the names of `DecoderLayer`; what is not here is whole
+    "qkv": _heads,
+    "o": _head_inputs,
+    "gate_up": _gate_and_up,
+    "down": _mlp_inputs,
+    "head": _vocabulary,
+    "q_norm": _q_norm,
+    "k_norm": _k_norm,
+}
+
+
+def _rows(parameter: Parameter, blocks: Sequence[tuple[int, Span]]) -> tuple[Cut, ...]:
+    """Cut blocks of rows that lie one below the other, in one source or in several.
+
+    Args:
+        blocks: the rows of each, and those of them that are kept.
+    """
+    left = list(blocks)
+    cuts: list[Cut] = []
+    for _, shape in parameter.sources:
+        spans: list[Span] = []
+        begin = 0
+        while begin < shape[0]:
+            size, (first, last) = left.pop(0)
+            spans.append((begin + first, begin + last))
+            begin += size
+        cuts.append(Cut(rows=tuple(spans)))
+    return tuple(cuts)
+
+
+def _q_span(traits: DecoderTraits, shard: Shard) -> Span:
+    first, last = shard.share(traits.num_q_heads)
+    return first * traits.head_dim, last * traits.head_dim
+
+
+def _kv_span(traits: DecoderTraits, shard: Shard) -> Span:
+    first, last = shard.kv_heads(traits.num_kv_heads)
+    return first * traits.head_dim, last * traits.head_dim
+
+
+def _has_dense_layers(traits: DecoderTraits) -> bool:
+    return not all(layer.is_sparse for layer in traits.layers)
+
+
+def _problem(traits: DecoderTraits, size: int, quantization: str | None) -> str | None:
+    """Say why the model cannot be shared out among so many ranks; None: it can."""
+    if size == 1:
+        return None
+    num_q, num_kv = traits.num_q_heads, traits.num_kv_heads
+    if num_q % size:
+        return f"{size} does not divide {num_q} query heads"
+    if num_kv % size and size % num_kv:
+        return f"{num_kv} KV heads cannot be shared out among {size} ranks"
+    step = INT4_GROUP if quantization == "int4" else REGISTER
+    widths = traits.mlp_widths if _has_dense_layers(traits) else traits.mlp_widths[1:]
+    for width in widths:
+        if width % (step * size):
+            return f"{size} does not divide an MLP of {width} into multiples of {step}"
+    if quantization == "int4" and traits.q_size % (INT4_GROUP * size):
+        return f"{size} does not divide heads of {traits.q_size} numbers into multiples of {step}"
+    last = Shard(size - 1, size)
+    first, end = last.vocabulary(traits.vocab_size)
+    if first >= end:
+        return (
+            f"{size} ranks share out a vocabulary of {traits.vocab_size} in multiples of {REGISTER}"
+        )
+    return None
