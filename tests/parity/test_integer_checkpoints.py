@@ -104,10 +104,11 @@ def parts_of(kind, q, zeros, scales):
     return parts
 
 
-def write(tmp_path, kind, *, is_symmetric=False, changes=None):
-    """A plain folder and one of integers, of the same weights."""
+def write(tmp_path, kind, *, is_symmetric=False, changes=None, **model):
+    """A plain folder and one of integers, of the same weights; `model` are changes to the tiny one."""
     plain, packed = tmp_path / "plain", tmp_path / "packed"
-    tiny_model("Qwen3", {"num_hidden_layers": 2, "tie_word_embeddings": True}, plain)
+    own = {"num_hidden_layers": 2, "tie_word_embeddings": True, **model}
+    tiny_model("Qwen3", own, plain)
     torch.manual_seed(1)
     tensors, stored = load_file(plain / FILE), {}
     for name, weight in tensors.items():  # the projections among them become others

@@ -1,7 +1,5 @@
 """A model that ranks share out says what it says alone: fp32, every architecture, every way in which weights are stored."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -9,23 +7,13 @@ from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.messages.plans import Sampling
 
 from .driver import Driver, engine_config, random_prompts
-from .ranks import RanksInThreads
+from .ranks import ranks_in_threads
 from .test_architectures import CASES, SPARSE, VOCAB, tiny_model
 
 PROMPTS = random_prompts((1, 7, 40, 33), VOCAB)
 ALL_LOGPROBS = Sampling(temperature=0.0, logprobs=-1)
-OPTIONS = {"enforce_eager": True}
 # Changes without which two ranks could not share out the tiny model.
 CHANGES = {"qwen2-moe": {"shared_expert_intermediate_size": 64}}
-
-
-@contextmanager
-def ranks_in_threads(*args):
-    runner = RanksInThreads(*args)
-    try:
-        yield runner
-    finally:
-        runner.close()
 
 
 def outputs(runner, num_outputs=12):
@@ -54,7 +42,7 @@ def make_model(case, folder, **changes):
 @pytest.mark.parametrize("case", CASES | SPARSE)
 def test_two_ranks_give_the_tokens_and_logprobs_of_one(case, tmp_path):
     make_model(case, tmp_path)
-    config = engine_config(tmp_path, **OPTIONS)
+    config = engine_config(tmp_path)
     expected = outputs(CpuRunner(config))
     with ranks_in_threads(config, 2) as runner:
         compare(outputs(runner), expected)
@@ -64,7 +52,7 @@ def test_two_ranks_give_the_tokens_and_logprobs_of_one(case, tmp_path):
 def test_four_ranks_share_two_kv_heads(case, tmp_path):
     """Each head is kept by two of them, also where all heads have one norm."""
     make_model(case, tmp_path, intermediate_size=128)
-    config = engine_config(tmp_path, **OPTIONS)
+    config = engine_config(tmp_path)
     expected = outputs(CpuRunner(config))
     with ranks_in_threads(config, 4) as runner:
         compare(outputs(runner), expected)

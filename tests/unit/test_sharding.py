@@ -128,7 +128,8 @@ def test_the_vocabulary_is_cut_between_registers_and_the_last_part_is_shorter():
         (4, {"num_attention_heads": 12, "num_key_value_heads": 6},
          "6 KV heads cannot be shared out among 4 ranks; possible: 1, 2"),
         (8, {"intermediate_size": 192}, "an MLP of 192 into multiples of 16; possible: 1, 2, 4"),
-        (8, {"vocab_size": 100}, "a vocabulary of 100 in multiples of 16; possible: 1, 2, 4"),
+        (8, {"vocab_size": 100}, "a vocabulary of 100 in multiples of 16; possible: 1, 2"),
+        (4, {"vocab_size": 100}, "a vocabulary of 100 in multiples of 16; possible: 1, 2"),
     ],
 )  # fmt: skip
 def test_a_model_that_cannot_be_shared_out_is_refused_with_what_can(size, changes, message):

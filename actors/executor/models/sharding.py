@@ -209,9 +209,8 @@ def _problem(traits: DecoderTraits, size: int, quantization: str | None) -> str 
             return f"{size} does not divide an MLP of {width} into multiples of {step}"
     if quantization == "int4" and traits.q_size % (INT4_GROUP * size):
         return f"{size} does not divide heads of {traits.q_size} numbers into multiples of {step}"
-    last = Shard(size - 1, size)
-    first, end = last.vocabulary(traits.vocab_size)
-    if first >= end:
+    first, end = Shard(size - 1, size).vocabulary(traits.vocab_size)
+    if end - first < REGISTER:  # kernels finish logits by whole registers
         return (
             f"{size} ranks share out a vocabulary of {traits.vocab_size} in multiples of {REGISTER}"
         )
