@@ -1,5 +1,7 @@
 """The part that a rank reads is that part of the whole, number by number, however the weights are stored."""
 
+from pathlib import Path
+
 import gguf
 import msgspec
 import pytest
@@ -145,6 +147,27 @@ def test_each_rank_takes_its_part_of_an_adapter_and_refuses_a_bad_one_whole(tmp_
         with pytest.raises(TrouperValidationError, match=r"layers\.9\.mlp\.up_proj"):
             runner.on_each("load_adapter", 1, bad)
         assert [runner.execute(plan).token_ids for plan in plans] == wanted
+
+
+def test_ranks_look_tokens_up_in_pages_that_they_share(tmp_path):
+    """And a rank alone in memory of its own."""
+    make_model("llama", tmp_path)
+    file = str(tmp_path / "model.safetensors")
+
+    def is_mapped(runner):
+        address = runner._decoder._embedding.data_ptr()
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            first, last = (int(x, 16) for x in line.split()[0].split("-"))
+            if first <= address < last:
+                return line.endswith(file)
+        return False
+
+    config = engine_config(tmp_path)
+    alone = CpuRunner(config)
+    alone.load()
+    with ranks_in_threads(config, 2) as runner:
+        runner.load()
+        assert [is_mapped(each) for each in (alone, *runner.runners)] == [False, True, True]
 
 
 # Refusals

@@ -151,6 +151,11 @@ class Checkpoint:
         """Read a part of a tensor; of a plain one no more than that, for the file is mapped."""
         out.copy_(part_of(self.read(name, shape), cut))
 
+    def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """Return a view of the file, which stays mapped though its name may go away; None: it is stored in another dtype."""
+        whole = self._tensor(name) if self._layout(name) is None else None
+        return whole if whole is not None and whole.dtype == dtype else None
+
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
         found: list[IntegerWeight] = []
         for name, shape, cut in parameter.parts:

@@ -77,6 +77,10 @@ class Source(Protocol):
         """Read the part of a tensor of that shape, and cast it to out's dtype."""
         ...
 
+    def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """Return a tensor as a view of the file, whose pages processes share; None where it is not stored so."""
+        ...
+
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
         """Read the parts of a quantized matrix; None where the checkpoint stores it as a plain tensor."""
         ...
@@ -138,7 +142,7 @@ def load_decoder(
     wanted = {"embedding"} if stage.is_first else set[str]()
     if stage.is_last:
         wanted |= {"norm"} | ({"embedding"} if has_head and traits.tied_embeddings else set())
-    found = {p.name: _assemble(p, source, place) for p in outer if p.name in wanted}
+    found = {p.name: _whole(p, source, place) for p in outer if p.name in wanted}
     head = _head(traits, source, place, found.get("embedding")) if has_head else None
     indices = indices_shown(stage.last - stage.first)
     layers = [_layer(traits, stage.first + i, source, place, wrap) for i in indices]
@@ -308,6 +312,15 @@ def _wrapped(
         name: wrap(named[f"{name}.weight"], linear) if name in ADAPTED else linear
         for name, linear in projections.items()
     }
+
+
+def _whole(parameter: Parameter, source: Source, place: Placement) -> Tensor:
+    """Read a tensor of which each rank has all: the embedding from pages that they share, if it is stored as it is used."""
+    if place.shard.size > 1 and parameter.name == "embedding":
+        mapped = source.mapped(EMBEDDING, place.dtype)
+        if mapped is not None:
+            return mapped
+    return _assemble(parameter, source, place)
 
 
 def _check_groups(parameter: Parameter, quantization: Format) -> None:

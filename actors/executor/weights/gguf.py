@@ -88,6 +88,9 @@ class GgufCheckpoint:
                 out[filled : filled + len(rows)] = rows
                 filled += len(rows)
 
+    def mapped(self, name: str, dtype: torch.dtype) -> None:
+        """Embeddings are seldom stored in the model's dtype there."""
+
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
         """Read the matrix as the kernels multiply with it: exactly the same numbers, of 4 bits where all parts have no more.
 

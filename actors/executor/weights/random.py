@@ -41,6 +41,9 @@ class RandomWeights:
         """Draw a tensor whole, so that a part of it does not depend on how it is cut."""
         out.copy_(part_of(self.read(name, shape), cut))
 
+    def mapped(self, name: str, dtype: torch.dtype) -> None:
+        """There is no file."""
+
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> None:
         """All are plain."""
 
