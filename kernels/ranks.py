@@ -26,6 +26,18 @@ class RankGroup(Protocol):
     @property
     def size(self) -> int: ...
 
+    def begin_step(self, step: int) -> None:
+        """Say which step the calls that follow belong to."""
+        ...
+
+    def check(self) -> None:
+        """Raise if some rank has not made the same calls: then nothing that they gave is of use."""
+        ...
+
+    def all_agree(self, value: bool) -> bool:
+        """Return whether every rank says yes; all ask at the same time."""
+        ...
+
     def fused_add_rms_norm(
         self,
         x_TE: Tensor,

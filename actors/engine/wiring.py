@@ -305,7 +305,7 @@ def _make_observer(
     if config.log_stats:
         cache_config = cache_labels(config, info)
         name, prefix = config.model.name, config.metrics_prefix
-        num_workers = config.num_stages if config.device_worker == "process" else 0
+        num_workers = config.workers_per_replica if config.device_worker == "process" else 0
         metrics = Metrics(
             name,
             config.max_model_len,

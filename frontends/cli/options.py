@@ -25,7 +25,12 @@ DEFAULT_MAX_TOKENS = (
     128  # where the model names none; more than the library's 16, for use at a terminal
 )
 
-SHORT = {"model": "-m", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
+SHORT = {
+    "model": "-m",
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+}
 # Panels of `--help`: every field of EngineArgs but `seed`, which is the sampling's.  Each switch has its
 # `--no-…`.
 ENGINE_HELP: dict[str, dict[str, str]] = {
@@ -45,6 +50,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "device": "Device to run on: auto (a usable GPU, else the CPU), cpu or cuda.",
         "device_worker": "Where the model runs: inline (a thread of this process), process (its own, which may "
         "die and is started again), or auto (process in serve of a model that generates on the CPU, else inline).",
+        "tensor_parallel_size": "Number of processes that share out each layer: its heads and the width of its MLP.",
         "pipeline_parallel_size": "Number of processes that share out the layers, as stages of a pipeline.",
         "data_parallel_size": "Number of replicas of the model, among which requests are shared out.",
         "dtype": "Type of the weights: auto (as stored), float32, bfloat16 or float16.",

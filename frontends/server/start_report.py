@@ -44,9 +44,14 @@ def _workers(config: EngineConfig) -> str:
     if config.device_worker == "inline":
         return "in the server's process"
     num_replicas = config.data_parallel_size
-    if config.num_stages > 1:
-        each = "a stage of the model each" if num_replicas == 1 else "a stage of a replica each"
-        return f"in {config.num_stages * num_replicas} worker processes, {each}"
+    if config.workers_per_replica > 1:
+        part = (
+            "a stage" if config.tensor_parallel_size == 1
+            else "a rank" if config.num_stages == 1
+            else "a rank of a stage"
+        )  # fmt: skip
+        whole = "the model" if num_replicas == 1 else "a replica"
+        return f"in {config.num_workers} worker processes, {part} of {whole} each"
     if num_replicas > 1:
         return f"in {num_replicas} worker processes, a replica each"
     return "in a worker process"

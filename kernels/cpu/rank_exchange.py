@@ -10,7 +10,6 @@ be part of a recording.  What an exchange is, and its laws: `fused/exchange.py`.
 """
 
 import mmap
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from trouper.kernels.codegen.launch import address_in_torch, compiled, float_bits
 from trouper.kernels.codegen.units import LANES, kind_of
+from trouper.kernels.cpu.exchange_sizes import FLOAT_BYTES, ExchangeSizes, whole_pages
 from trouper.kernels.cpu.fused.exchange import (
-    CONTROL,
     FAILED,
     LABEL_BITS,
     NUM_DONE,
@@ -37,32 +36,9 @@ from trouper.kernels.cpu.fused.shared_sum import (
 )
 from trouper.kernels.cpu.rows import num_threads_for, padded
 
-PAGE = 4096
-FLOAT = 4  # bytes
-
 
 class RanksDisagreeError(RuntimeError):
     """Two ranks of a group have not done the same: what they hold is not to be used, and the group cannot go on."""
-
-
-class ExchangeSizes(NamedTuple):
-    """The sizes of what the ranks of a group share."""
-
-    num_ranks: int
-    part_bytes: int  # of the largest part of a sum: the rows of a step
-    sheet_numbers: int = 0  # float32 of the largest sheet of logits
-
-    @property
-    def parts_offset(self) -> int:
-        return _up(self.num_ranks * CONTROL * 8)
-
-    @property
-    def sheet_offset(self) -> int:
-        return self.parts_offset + 2 * self.num_ranks * _up(self.part_bytes)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.sheet_offset + _up(self.sheet_numbers * FLOAT)
 
 
 class RankExchange:
@@ -83,8 +59,8 @@ class RankExchange:
         self._state = self._state[first:]
         address = self._bytes.ctypes.data
         self._own = address, rank, self._state.ctypes.data, address_in_torch("syscall")
-        self._parts = address + sizes.parts_offset, _up(sizes.part_bytes)
-        sheet = self._bytes[sizes.sheet_offset :][: sizes.sheet_numbers * FLOAT]
+        self._parts = address + sizes.parts_offset, whole_pages(sizes.part_bytes)
+        sheet = self._bytes[sizes.sheet_offset :][: sizes.sheet_numbers * FLOAT_BYTES]
         self._sheet = torch.from_numpy(sheet.view(np.float32))  # pyright: ignore[reportUnknownMemberType]
 
     def __repr__(self) -> str:
@@ -173,7 +149,7 @@ class RankExchange:
         """
         length, (q_width, k_width) = len(q_TX), (len(q_weight), len(k_weight))
         assert k_TX.data_ptr() == q_TX.data_ptr() + q_width * q_TX.itemsize, "one row holds both"
-        self._check_part(length * 2 * FLOAT)
+        self._check_part(length * 2 * FLOAT_BYTES)
         if length:
             kernel = compiled(shared_heads_norm, kind_of(q_TX.dtype), self.num_ranks, num_copies)
             kernel(
@@ -212,7 +188,7 @@ class RankExchange:
         if length:
             kernel = compiled(shared_columns, kind_of(product_RW.dtype), self.num_ranks)
             product, numbers = (product_RW.data_ptr(), product_RW.stride(0)), (float_bits(scale), float_bits(cap or 0.0))  # fmt: skip
-            target = sheet_RV.data_ptr() + first * FLOAT, vocab_size
+            target = sheet_RV.data_ptr() + first * FLOAT_BYTES, vocab_size
             # all have read what was there before
             kernel(num_pieces(1), *self._own, *product, *target, length, 0, *numbers)
             threads = num_threads_for(length)
@@ -231,7 +207,3 @@ class RankExchange:
 
 def _described(label: int) -> str:
     return f"step {label >> LABEL_BITS} with {label & (1 << LABEL_BITS) - 1} rows"
-
-
-def _up(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE

@@ -45,6 +45,8 @@ class SharedGroup:
                 parameter=OPTION,
             )
         self.exchange = exchange
+        self.begin_step, self.check = exchange.begin_step, exchange.check
+        self.all_agree = exchange.all_agree
         self.rank, self.size = exchange.rank, exchange.num_ranks
         self._share = share
         # float32 copies of weights by the id of theirs, which is kept so that the id stays theirs

@@ -1,15 +1,20 @@
 """Tensor-parallel ranks as threads of one process: each has its part of the model, and reaches the others by shared memory."""
 
 import mmap
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import msgspec
 import torch
 
 from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.cpu.stage_runner import StageRunner
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.models.sharding import Shard
-from trouper.kernels.cpu.rank_exchange import ExchangeSizes, RankExchange
+from trouper.actors.executor.parallel.ranks import ModelSizes, create_crew_files
+from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
+from trouper.kernels.cpu.rank_exchange import RankExchange
 from trouper.kernels.cpu.shared_group import RankShare, SharedGroup
 
 
@@ -76,3 +81,27 @@ def ranks_in_threads(*args):
         yield runner
     finally:
         runner.close()
+
+
+class WorkersInThreads(RanksInThreads):
+    """The workers that an engine has as processes, each in a thread: their own group, rings and recorded steps."""
+
+    def __init__(self, config, num_ranks, num_stages=1):
+        scheduler = msgspec.structs.replace(config.scheduler, num_stages=num_stages)
+        config = msgspec.structs.replace(
+            config, scheduler=scheduler, tensor_parallel_size=num_ranks
+        )
+        traits = decoder_traits(config.model.hf_config, config.model.architecture)
+        files = create_crew_files(config, ModelSizes(traits.hidden_size, traits.vocab_size))
+        self.pools = [ThreadPoolExecutor(1) for _ in files]
+        # each worker closes its own, as if it had inherited them
+        self.runners = [
+            StageRunner(config, worker, [os.dup(file) for file in mine])
+            for worker, mine in enumerate(files)
+        ]
+        for file in {file for mine in files for file in mine}:
+            os.close(file)
+
+    def execute(self, plan):
+        (answer,) = [found for found in self.on_each("execute", plan) if found is not None]
+        return answer

@@ -72,6 +72,7 @@ class EngineArgs:
     hf_overrides: dict[str, Any] | None = None
     device: str = "auto"
     device_worker: str = "auto"
+    tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     max_worker_restarts: int = 3

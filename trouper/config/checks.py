@@ -17,7 +17,7 @@ AT_LEAST = {
     "num_gpu_blocks_override": 1, "kv_cache_memory_bytes": 1, "max_num_queued_reqs": 0,
     "max_num_queued_tokens": 0, "long_prefill_token_threshold": 0, "max_logprobs": -1,
     "shutdown_timeout": 0, "seed": -(2**63), "max_worker_restarts": 0,
-    "pipeline_parallel_size": 1, "data_parallel_size": 1,
+    "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
     "max_loras": 1, "max_lora_rank": 1, "max_cpu_loras": 1,
 }  # fmt: skip
 AT_MOST = {

@@ -13,6 +13,7 @@ import msgspec
 from trouper.config.adapters import LoRAConfig
 from trouper.config.args import EngineArgs
 from trouper.config.checks import check_engine_args, log_idle_options
+from trouper.config.cpu_bind import CpuBind, read_cpu_bind
 from trouper.config.devices import DeviceKind, DeviceWorker, choose_device, choose_device_worker
 from trouper.config.model import (
     ModelConfig,
@@ -48,6 +49,7 @@ UNCHANGED = (
     "load_format", "model_impl", "gpu_memory_utilization", "enforce_eager", "seed", "max_logprobs", "renderer_num_workers",
     "stream_interval", "chat_template", "enable_prompt_embeds", "otlp_traces_endpoint",
 )  # fmt: skip
+SEVERAL_WORKERS = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
 NOT_INVARIANT = (
     "batch_invariant: not on the CPU, whose attention adds up a prompt in another order when it is split "
     "(its bfloat16 products and norms do not); device='cuda' has it"
@@ -90,8 +92,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_worker_restarts: int = 3  # after losses that no request explains, in the window
     worker_restart_window_s: float = 300.0
     step_timeout_s: float | None = None  # None: learnt from the steps before
+    tensor_parallel_size: int = 1  # ranks that share out each layer
     data_parallel_size: int = 1  # replicas of the model, each with a device of its own
     layer_partition: tuple[int, ...] | None = None  # layers by stage; None: of equal cost
+    cpu_bind: CpuBind | None = None  # processors by worker; None: those of this process
     batch_invariant: bool = False  # a request's bits do not depend on its neighbours
     graphs: tuple[int, ...] | None = None  # sizes to capture, () = the device's own; None = none
     gpu_memory_utilization: float = 0.92  # of the GPU's memory
@@ -131,7 +135,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_workers(self) -> int:
         """Processes that compute at once, and share out the machine's cores."""
-        return self.num_stages * self.data_parallel_size
+        return self.workers_per_replica * self.data_parallel_size
+
+    @property
+    def workers_per_replica(self) -> int:
+        """Processes of one device: ranks of each stage."""
+        return self.num_stages * self.tensor_parallel_size
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
@@ -161,10 +170,9 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         if batch_invariant:
             raise UnsupportedFeatureError(NOT_INVARIANT, parameter="batch_invariant")
     _check_quantization(args, model, pooler)
-    num_stages = args.pipeline_parallel_size
-    partition = _layer_partition(args, model, device, pooler) if num_stages > 1 else None
-    if args.data_parallel_size > 1:
-        _check_replicas(args, device, pooler)
+    sizes = [_check_workers(args, name, device, pooler) for name in SEVERAL_WORKERS]
+    partition = _layer_partition(args, model)
+    _check_ranks(args, model)
     dtype = concrete_dtype(args.dtype, model)
     block_size = args.block_size or DEFAULT_BLOCK_SIZES[device]
     kv_cache_bytes = args.kv_cache_memory_bytes
@@ -179,10 +187,14 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
     max_model_len = _max_model_len(args, model, pooler, block_size, block_bytes, kv_cache_bytes)
     scheduler = _scheduler_config(args, max_model_len, device, pooler, offline)
     if speculation is not None:
-        scheduler = _with_drafts(scheduler, speculation)
+        scheduler = _with_drafts(args, scheduler, speculation)
     compresses = args.compress_weights
     if compresses is None:
         compresses = scheduler.max_num_seqs < COMPRESSED_ROWS
+    device_worker = choose_device_worker(
+        "process" if max(sizes) > 1 else args.device_worker,
+        can_be_chosen=serves and device == "cpu" and pooler is None,
+    )
     return EngineConfig(
         model=model.with_lengths_below(max_model_len),
         pooler=pooler,
@@ -190,10 +202,9 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         code_path=code_folder(args, model),
         dtype=dtype,
         device=device,
-        device_worker=choose_device_worker(
-            "process" if num_stages * args.data_parallel_size > 1 else args.device_worker,
-            can_be_chosen=serves and device == "cpu" and pooler is None,
-        ),
+        device_worker=device_worker,
+        cpu_bind=read_cpu_bind(math.prod(sizes), is_inline=device_worker == "inline"),
+        tensor_parallel_size=args.tensor_parallel_size,
         data_parallel_size=args.data_parallel_size,
         layer_partition=partition,
         max_worker_restarts=args.max_worker_restarts,
@@ -283,12 +294,14 @@ def _lora_config(
     )
 
 
-def _with_drafts(scheduler: SchedulerConfig, speculation: SpeculativeConfig) -> SchedulerConfig:
-    if scheduler.num_stages > 1:
-        raise UnsupportedFeatureError(
-            f"speculative_config: not with pipeline_parallel_size={scheduler.num_stages}",
-            parameter="speculative_config",
-        )
+def _with_drafts(
+    args: EngineArgs, scheduler: SchedulerConfig, speculation: SpeculativeConfig
+) -> SchedulerConfig:
+    for name in ("pipeline_parallel_size", "tensor_parallel_size"):
+        if (size := getattr(args, name)) > 1:
+            raise UnsupportedFeatureError(
+                f"speculative_config: not with {name}={size}", parameter="speculative_config"
+            )
     return msgspec.structs.replace(
         scheduler,
         num_speculative_tokens=speculation.num_speculative_tokens,
@@ -306,27 +319,13 @@ def _check_quantization(args: EngineArgs, model: ModelConfig, pooler: PoolerSpec
         raise invalid("quantization", "the checkpoint is quantised already", args.quantization)
 
 
-def _check_replicas(args: EngineArgs, device: DeviceKind, pooler: PoolerSpec | None) -> None:
-    num_replicas = args.data_parallel_size
-    missing = (
-        "not of a model that pools" if pooler is not None
-        else "not on a GPU yet; device='cpu' has it" if device == "cuda"
-        else None
-    )  # fmt: skip
-    if missing is not None:
-        raise UnsupportedFeatureError(
-            f"data_parallel_size={num_replicas}: {missing}", parameter="data_parallel_size"
-        )
-    if args.device_worker == "inline":
-        rule = f"must be auto or process where data_parallel_size is {num_replicas}"
-        raise invalid("device_worker", rule, args.device_worker)
-
-
-def _layer_partition(
-    args: EngineArgs, model: ModelConfig, device: DeviceKind, pooler: PoolerSpec | None
-) -> tuple[int, ...] | None:
-    """Check that the model can be cut into the stages; return the cut that the environment asks for, if it does."""
-    num_stages = args.pipeline_parallel_size
+def _check_workers(
+    args: EngineArgs, name: str, device: DeviceKind, pooler: PoolerSpec | None
+) -> int:
+    """Return the value of an option that shares a model out among worker processes, if that can be done."""
+    number = getattr(args, name)
+    if number == 1:
+        return number
     missing = (
         "not of a model that pools" if pooler is not None
         else "not on a GPU yet; device='cpu' has it" if device == "cuda"
@@ -334,12 +333,27 @@ def _layer_partition(
         else None
     )  # fmt: skip
     if missing is not None:
-        raise UnsupportedFeatureError(
-            f"pipeline_parallel_size={num_stages}: {missing}", parameter="pipeline_parallel_size"
-        )
+        raise UnsupportedFeatureError(f"{name}={number}: {missing}", parameter=name)
     if args.device_worker == "inline":
-        rule = f"must be auto or process where pipeline_parallel_size is {num_stages}"
+        rule = f"must be auto or process where {name} is {number}"
         raise invalid("device_worker", rule, args.device_worker)
+    return number
+
+
+def _check_ranks(args: EngineArgs, model: ModelConfig) -> None:
+    """Check what can be known of tensor-parallel ranks before a worker is started; each checks the rest itself."""
+    num_ranks, num_heads = args.tensor_parallel_size, model.hf_config.get("num_attention_heads")
+    if isinstance(num_heads, int) and num_heads > 0 and num_heads % num_ranks:
+        possible = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        rule = f"{num_ranks} does not divide {num_heads} query heads; possible: {possible}"
+        raise invalid("tensor_parallel_size", rule, num_ranks)
+
+
+def _layer_partition(args: EngineArgs, model: ModelConfig) -> tuple[int, ...] | None:
+    """Check that the model can be cut into the stages; return the cut that the environment asks for, if it does."""
+    num_stages = args.pipeline_parallel_size
+    if num_stages == 1:
+        return None
     text = os.environ.get(PARTITION)
     partition = None if text is None else read_partition(text)
     num_layers = model.hf_config.get("num_hidden_layers")

@@ -40,7 +40,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     """),
     (4, "mm_processor_cache_gb"),
     (1, """
-        prefill_schedule_interval tensor_parallel_size
+        prefill_schedule_interval
         nnodes prefill_context_parallel_size decode_context_parallel_size
         dcp_kv_cache_interleave_size _api_process_count offload_num_in_group offload_prefetch_step
     """),

@@ -69,6 +69,7 @@ class RecordedDecoderSteps:
         max_rows: of a step.
         arena: for the activations.
         hidden_TE: where the output of the stage before lies; None = tokens are embedded here.
+        draws: whether tokens are drawn here, and not by another rank.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class RecordedDecoderSteps:
         max_rows: int,
         arena: Arena,
         hidden_TE: Tensor | None = None,
+        *,
+        draws: bool = True,
     ) -> None:
-        self._hidden_TE = hidden_TE
+        self._hidden_TE, self._draws_here = hidden_TE, draws
         self._decoder, self._caches, self._sampler, self._arena = decoder, caches, sampler, arena
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
         self._inputs = np.zeros((3, self._max_rows), dtype=np.int64)  # ids, positions, slots
@@ -97,6 +100,14 @@ class RecordedDecoderSteps:
         is_alone = not (batch.has_long_chunks or batch.embeds)
         return is_alone and len(batch.tokens.ids_T) <= self._max_rows
 
+    def record(self, batch: Batch) -> None:
+        """Record such a step if none has been; nothing is computed.
+
+        Raises:
+            NotRecordableError: torch computes in this model's steps.
+        """
+        self._step_for(batch)
+
     def forward(self, batch: Batch) -> ForwardOutput:
         """Compute what the decoder's `forward` would, and the logits or tokens that come at no cost.
 
@@ -105,15 +116,7 @@ class RecordedDecoderSteps:
         """
         samples = batch.samples
         num_rows, num_drawn = len(batch.tokens.ids_T), len(samples.entries)
-        is_drawn = self._has_logits(num_rows) and self._sampler.is_plain(
-            batch.request_slots.tolist()
-        )
-        if is_drawn:
-            self._sampler.prepare(samples.slots, samples.ends)
-        step = self._steps.get((num_rows, is_drawn))
-        if step is None:
-            step = self._recorded(num_rows, is_drawn, batch)
-            self._steps[num_rows, is_drawn] = step
+        step, is_drawn = self._step_for(batch)
         # numpy's copies: each call of torch lets go of the interpreter, and a busy loop keeps it for a while
         for held, now in zip(self._inputs, batch.tokens, strict=True):
             held[:num_rows] = now.numpy()
@@ -125,6 +128,22 @@ class RecordedDecoderSteps:
             plan.words[:] = batch.plans[window].words
         step.recording.replay()
         return ForwardOutput(*step.recording.result, tokens[:num_drawn] if is_drawn else None)
+
+    def _step_for(self, batch: Batch) -> tuple[_RecordedStep, bool]:
+        """Return the recording for a batch, and whether it draws."""
+        samples, num_rows = batch.samples, len(batch.tokens.ids_T)
+        is_drawn = (
+            self._draws_here
+            and self._has_logits(num_rows)
+            and self._sampler.is_plain(batch.request_slots.tolist())
+        )
+        if is_drawn:
+            self._sampler.prepare(samples.slots, samples.ends)
+        step = self._steps.get((num_rows, is_drawn))
+        if step is None:
+            step = self._recorded(num_rows, is_drawn, batch)
+            self._steps[num_rows, is_drawn] = step
+        return step, is_drawn
 
     def _has_logits(self, num_rows: int) -> bool:
         num = self._decoder.num_logits(num_rows)

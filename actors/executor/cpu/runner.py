@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 # Weights that one core streams from its cache in about a millisecond: a second one gains nothing alone,
 # and on a busy machine every barrier with it costs a time slice.
 TINY_BYTES = 32 * 2**20
+NOTHING = Sampled([], [])
 
 
 class CpuRunner:
@@ -74,6 +75,8 @@ class CpuRunner:
         # of the layers that are here, or of the part of them that is
         self._traits = shard_traits(traits_of(self._stage, traits), self._shard)
         self._hidden_TE: Tensor | None = None  # where the stage before this one puts its output
+        self._samples = self._stage.is_last  # of the ranks of a stage one alone does
+        self._has_agreed = group is None  # that steps are recorded, or that none is
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._slots = RequestSlots(
             config.scheduler.max_num_seqs, config.max_model_len, config.block_size
@@ -163,6 +166,7 @@ class CpuRunner:
             if self._decoder is None or self._kv is None or self._config.enforce_eager:
                 return
             if self._recorded_steps is None:
+                self._has_agreed = self._group is None
                 self._recorded_steps = RecordedDecoderSteps(
                     self._decoder,
                     self._kv.layers,
@@ -170,6 +174,7 @@ class CpuRunner:
                     self._config.scheduler.max_num_seqs,
                     self._arena,
                     self._hidden_TE,
+                    draws=self._samples,
                 )
 
     def _load_decoder(self) -> Decoder[CpuOps]:
@@ -221,6 +226,8 @@ class CpuRunner:
         """
         if self._decoder is None or self._kv is None:
             raise RuntimeError("a step while weights or KV memory are absent")
+        if self._group is not None:
+            self._group.begin_step(plan.step)
         with torch.inference_mode():
             self._apply_changes(plan, self._kv)
             if not plan.request_slots:
@@ -233,6 +240,8 @@ class CpuRunner:
                 return StepDone(plan.step, ()), output.hidden_TE
             prompt_logprobs = self._prompt_logprobs(plan, output.hidden_TE, batch, self._decoder)
             sampled = self._sample(output, batch)
+            if not self._samples:
+                return StepDone(plan.step, ()), None
             if drafter is not None and num_drafts is not None:
                 done = drafter.verify(plan, sampled, prompt_logprobs)
             else:
@@ -246,8 +255,7 @@ class CpuRunner:
             if self._drafter is not None:
                 self._drafter.leave(new.request_slot)
             self._slots.place(new)
-            # of the stages the last alone samples
-            self._sampler.place(new.request_slot, new.grammar if self._stage.is_last else None)
+            self._sampler.place(new.request_slot, new.grammar if self._samples else None)
             if self._drafter is not None:
                 has_grammar = new.grammar is not None
                 self._drafter.place(new.request_slot, new.family, has_grammar=has_grammar)
@@ -276,6 +284,7 @@ class CpuRunner:
     def _forward(self, batch: Batch, decoder: Decoder[CpuOps], kv: KVCache) -> ForwardOutput:
         if self._recorded_steps is not None and self._recorded_steps.can_forward(batch):
             try:
+                self._record(self._recorded_steps, batch)
                 return self._recorded_steps.forward(batch)
             except NotRecordableError as error:
                 logger.info("steps are not recorded: %s", error)
@@ -289,22 +298,40 @@ class CpuRunner:
             )
             return ForwardOutput(hidden)
 
+    def _record(self, steps: RecordedDecoderSteps, batch: Batch) -> None:
+        """Record the first step, which the ranks do only if all of them can: a recorded step reads other rows of logits.
+
+        Raises:
+            NotRecordableError: this rank cannot, or another.
+        """
+        if self._group is None or self._has_agreed:
+            return
+        problem = None
+        try:
+            steps.record(batch)
+        except NotRecordableError as error:
+            problem = error
+        self._has_agreed = True
+        if not self._group.all_agree(problem is None):
+            raise problem or NotRecordableError("another rank cannot")
+
     def _sample(self, output: ForwardOutput, batch: Batch) -> Sampled:
-        """Draw a token after each of the batch's samples."""
+        """Draw a token after each of the batch's samples; a rank that does not sample has none."""
         _, tokens, slots, ends = batch.samples
         if output.token_R is not None:
             assert output.logits_TV is not None
             drawn = output.logits_TV, tokens, slots, ends, output.token_R
             return Sampled(self._sampler.settled(*drawn), [])
         if not len(tokens):
-            return Sampled([], [])
+            return NOTHING
         assert self._decoder is not None
         hidden, logits = output.hidden_TE, output.logits_TV
         if logits is not None:
-            return self._sampler.sample(logits, slots, ends, tokens)
+            return self._sampler.sample(logits, slots, ends, tokens) if self._samples else NOTHING
         if batch.read is None and len(tokens) < len(hidden):
             hidden = hidden.index_select(0, from_numpy(tokens))
-        return self._sampler.sample(self._decoder.logits(hidden), slots, ends)
+        logits = self._decoder.logits(hidden)
+        return self._sampler.sample(logits, slots, ends) if self._samples else NOTHING
 
     def _prompt_logprobs(
         self, plan: StepPlan, hidden_TE: Tensor, batch: Batch, decoder: Decoder[CpuOps]

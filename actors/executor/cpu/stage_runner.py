@@ -1,11 +1,13 @@
-"""Runs the plans of one pipeline stage on the CPU.
+"""Runs the part of each plan that one of several workers computes on the CPU: a stage of a pipeline, or a rank of one.
 
 Laws, beside those of `CpuRunner` and of `stages.py`:
-  * Every stage is given every plan, in order, and comes by itself to what it sends and awaits.
-  * The last stage alone answers, and passes its tokens on before it does.
-  * A stage whose step fails has lost its place among the others; all of them are started again.
+  * Every worker is given every plan, in order, and comes by itself to what it sends, awaits and adds up.
+  * Rank 0 of the last stage alone samples and answers, and passes its tokens on before it does.
+  * A worker whose step fails has lost its place among the others; all of them are started again.
 """
 
+import mmap
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,27 +17,43 @@ from torch import Tensor
 from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.models.layer_split import model_stages
 from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.parallel.links import Link, RingSizes, open_links
+from trouper.actors.executor.models.sharding import Shard, check_shards
+from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.parallel.links import Link
+from trouper.actors.executor.parallel.ranks import (
+    ModelSizes,
+    RankPlace,
+    group_sizes,
+    open_worker_links,
+)
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
 from trouper.actors.stages import Feedback, sends_tokens
 from trouper.config.resolve import EngineConfig
+from trouper.kernels.cpu.rank_exchange import RankExchange
+from trouper.kernels.cpu.shared_group import RankShare, SharedGroup
 
 
 class StageRunner(CpuRunner):
-    """One stage of the config's pipeline.
+    """One stage of the config's pipeline, or one rank of it.
 
     Args:
-        index: of the stage.
-        files: descriptors of its links.
+        worker: its number among those of the device, `stage * ranks + rank`.
+        files: descriptors of what it shares with the others.
     """
 
-    def __init__(self, config: EngineConfig, index: int, files: Sequence[int]) -> None:
+    def __init__(self, config: EngineConfig, worker: int, files: Sequence[int]) -> None:
         traits = decoder_traits(config.model.hf_config, config.model.architecture)
-        stage = model_stages(config, traits)[index]
-        super().__init__(config, stage)
-        self._index = index
-        self._links = open_links(index, files, RingSizes.of(config, traits.hidden_size))
+        place = RankPlace.of(worker, config)
+        stage = model_stages(config, traits)[place.stage]
+        check_shards(traits, config.tensor_parallel_size, quantization=config.quantization)
+        self._links = open_worker_links(worker, files, config, traits.hidden_size)
+        group = None
+        if self._links.group is not None:
+            group = open_group(config, traits, place, self._links.group)
+        super().__init__(config, stage, group)
+        self._samples = place.samples(config)
+        self._place = place
         self._feedback = Feedback()
         self.start_profile = self._start_profile
         self._token_ids = np.zeros(config.scheduler.max_num_seqs, dtype=np.int64)
@@ -44,35 +62,44 @@ class StageRunner(CpuRunner):
             self._hidden_TE = torch.empty(size, dtype=self._dtype)
 
     def __repr__(self) -> str:
-        stage = self._stage
-        return f"<StageRunner of layers {stage.first} to {stage.last - 1}, {self._feedback!r}>"
+        stage, rank = self._stage, self._place.rank
+        return f"<StageRunner of layers {stage.first} to {stage.last - 1}, rank {rank}, {self._feedback!r}>"
 
     def close(self) -> None:
         super().close()
         self._links.close()
 
     def _start_profile(self, folder: str, prefix: str) -> None:
-        """Trace this stage to a file of its own."""
-        self._profiler.start(folder, f"{prefix}-stage-{self._index}")
+        """Trace this worker to a file of its own."""
+        config, (stage, rank) = self._config, self._place
+        parts = [prefix]
+        if config.num_stages > 1:
+            parts.append(f"stage-{stage}")
+        if config.tensor_parallel_size > 1:
+            parts.append(f"rank-{rank}")
+        self._profiler.start(folder, "-".join(parts))
 
     def execute(self, plan: StepPlan | PoolPlan) -> StepDone | None:
-        """Run this stage's part of a plan; the last stage returns the answer, the others None."""
+        """Run this worker's part of a plan; the one that samples returns the answer, the others None."""
         assert isinstance(plan, StepPlan), "stages are of models that generate"
         links = self._links
-        if self._stage.is_first and links.tokens is not None:
-            self._read_tokens(plan, links.tokens)
+        if links.tokens_in is not None:
+            self._read_tokens(plan, links.tokens_in)
         if links.hidden_in is not None and plan.request_slots:
             self._receive_hidden(plan, links.hidden_in)
         done, hidden_TE = self._run(plan)
-        if links.hidden_out is not None:
-            if hidden_TE is not None:
-                links.hidden_out.send(plan.step, _bytes_of(hidden_TE))
+        if self._group is not None:
+            self._group.check()
+        if links.hidden_out is not None and hidden_TE is not None:
+            links.hidden_out.send(plan.step, _bytes_of(hidden_TE))
+        if not self._samples:
             return None
-        if links.tokens is not None and sends_tokens(plan.num_sampled_tokens):
+        if links.tokens_out and sends_tokens(plan.num_sampled_tokens):
             for entry, token_ids in enumerate(done.token_ids):
                 self._token_ids[entry] = token_ids[0] if token_ids else -1
             sent = self._token_ids[: len(done.token_ids)]
-            links.tokens.send(plan.step, sent.view(np.uint8))
+            for tokens in links.tokens_out:
+                tokens.send(plan.step, sent.view(np.uint8))
         return done
 
     def _read_tokens(self, plan: StepPlan, tokens: Link) -> None:
@@ -98,6 +125,34 @@ class StageRunner(CpuRunner):
         found = hidden_in.receive(_bytes_of(rows_TE), wait=True)
         if found != (plan.step, rows_TE.nbytes):
             raise RuntimeError(f"hidden states {found}, but step {plan.step} of {rows_TE.nbytes}")
+
+
+def open_group(
+    config: EngineConfig, traits: DecoderTraits, place: RankPlace, file: int
+) -> SharedGroup:
+    """Map the memory of the ranks of a stage, and close its descriptor.
+
+    Args:
+        traits: of the whole model.
+
+    Raises:
+        UnsupportedFeatureError: there are no kernels for the sums.
+    """
+    sizes = group_sizes(config, ModelSizes(traits.hidden_size, traits.vocab_size), place.stage)
+    try:
+        memory = mmap.mmap(file, sizes.num_bytes)
+    finally:
+        os.close(file)
+    shard = Shard(place.rank, config.tensor_parallel_size)
+    share = RankShare(
+        vocab_size=traits.vocab_size,
+        norm_eps=traits.norm_eps,
+        residual_scale=traits.residual_scale,
+        first_logit=shard.vocabulary(traits.vocab_size)[0],
+        num_kv_copies=max(1, shard.size // traits.num_kv_heads),
+    )
+    exchange = RankExchange(place.rank, sizes, memory)
+    return SharedGroup(exchange, share, getattr(torch, config.dtype), traits.hidden_size)
 
 
 def _bytes_of(x_TE: Tensor) -> np.ndarray:

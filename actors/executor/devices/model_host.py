@@ -5,6 +5,7 @@ whole life.  torch is imported here by `load` and nowhere before.
 """
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,10 @@ from trouper.actors.executor.devices.torch_libraries import set_torch_environmen
 from trouper.actors.executor.topology import num_physical_cores
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepFailed
+from trouper.config.cpu_bind import CPU_BIND
 from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
-from trouper.errors import UnsupportedFeatureError
+from trouper.errors import UnsupportedFeatureError, invalid
 
 if TYPE_CHECKING:
     from trouper.actors.executor.model_runner import ModelRunner
@@ -33,11 +35,11 @@ WIDE = 2**17  # numbers, which torch shares out among its threads
 
 
 class ModelHost:
-    """Loads a model, or a stage of it, and runs its plans; an exception in a step fails the steps of its epoch.
+    """Loads a model, or the part of it that a worker has, and runs its plans; an exception in a step fails the steps of its epoch.
 
     Args:
-        rank: the number of the stage.
-        files: descriptors of its rings.
+        rank: the number of the worker, of those of its device.
+        files: descriptors of what it shares with the others.
     """
 
     def __init__(self, config: EngineConfig, rank: int = 0, files: Sequence[int] = ()) -> None:
@@ -58,12 +60,16 @@ class ModelHost:
             TrouperValidationError: checkpoint, traits or KV memory do not fit the config.
             UnsupportedFeatureError: the architecture is not known.
         """
+        num_workers = self._config.num_workers
+        if self._config.cpu_bind is not None:
+            _bind(self._config.cpu_bind[self._rank])
+            num_workers = 1  # of those processors
         set_torch_environment()
         tell("import")
         import torch
 
         num_elsewhere = torch.get_num_threads()
-        num_cores = max(1, num_physical_cores() // self._config.num_workers)
+        num_cores = max(1, num_physical_cores() // num_workers)
         num_threads = min(num_elsewhere, num_cores)
         compute_with(num_threads, num_elsewhere)
         if self._config.device == "cpu":
@@ -91,7 +97,7 @@ class ModelHost:
             from trouper.actors.executor.cuda.runner import CudaRunner
 
             return CudaRunner(self._config)
-        if self._config.num_stages > 1:
+        if self._config.workers_per_replica > 1:
             from trouper.actors.executor.cpu.stage_runner import StageRunner
 
             return StageRunner(self._config, self._rank, self._files)
@@ -117,11 +123,15 @@ class ModelHost:
                 f"{model.architecture} is computed by way of transformers, on the CPU alone; set device='cpu'",
                 parameter="device",
             )
-        if config.num_stages > 1:
-            raise UnsupportedFeatureError(
-                f"{model.architecture} is computed by way of transformers, which has no stages",
-                parameter="pipeline_parallel_size",
-            )
+        for name, size, missing in (
+            ("pipeline_parallel_size", config.num_stages, "stages"),
+            ("tensor_parallel_size", config.tensor_parallel_size, "ranks"),
+        ):
+            if size > 1:
+                raise UnsupportedFeatureError(
+                    f"{model.architecture} is computed by way of transformers, which has no {missing}",
+                    parameter=name,
+                )
         if config.speculation is not None:
             raise UnsupportedFeatureError(
                 f"{model.architecture} is computed by way of transformers, where more rows change the bits of one",
@@ -169,14 +179,26 @@ class ModelHost:
     def _failed(self, plan: StepPlan | PoolPlan, error: Exception) -> StepFailed:
         import torch
 
-        # Nothing runs on this GPU any more; or the other stages are ahead of this one for good.
-        if isinstance(error, torch.AcceleratorError) or self._config.num_stages > 1:
+        # Nothing runs on this GPU any more; or the other workers are ahead of this one for good.
+        if isinstance(error, torch.AcceleratorError) or self._config.workers_per_replica > 1:
             raise error
         columns = plan.request_slots if isinstance(plan, StepPlan) else plan.entries
         logger.error("step %d of %d columns failed", plan.step, len(columns), exc_info=error)
         self._refused_epoch = plan.epoch
         is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
         return StepFailed(plan.step, f"{type(error).__name__}: {error}", is_out_of_memory)
+
+
+def _bind(cpus: Sequence[int]) -> None:
+    """Have this thread, and those that it starts from now on, run on these processors alone.
+
+    Raises:
+        TrouperValidationError: the machine has none of them, or this process may not use them.
+    """
+    try:
+        os.sched_setaffinity(0, cpus)
+    except (OSError, AttributeError) as error:
+        raise invalid(CPU_BIND, f"cannot run on processors {list(cpus)}: {error}") from None
 
 
 def check_call(method: str) -> None:

@@ -1,6 +1,6 @@
 """A device in worker processes that may die: they are started again, and the engine goes on.
 
-A worker is one stage of the model, or all of it. Each is given every plan and every call, the last one answers plans, and all
+A worker is one stage of the model, one rank of a stage, or all of it. Each is given every plan and every call, the last one answers plans, and all
 live and die together.
 
 `receive` is the supervisor: the one task that calls it reads the workers' frames, watches the deadline of the eldest step, and
@@ -51,7 +51,8 @@ from trouper.actors.executor.devices.worker_link import (
     take_what_has_come,
 )
 from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.parallel.links import RingSizes, close_files, create_files
+from trouper.actors.executor.parallel.links import close_files
+from trouper.actors.executor.parallel.ranks import ModelSizes, create_crew_files
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import DeviceBack, DeviceLost, PoolDone, StepDone, StepFailed
 from trouper.config.resolve import EngineConfig
@@ -64,7 +65,7 @@ CLOSE_S = 10.0  # for a worker to give its memory back, before it is killed
 
 
 class ProcessDevice:
-    """`Device` in processes of its own, one for each stage.
+    """`Device` in processes of its own, one for each rank of each stage.
 
     Args:
         config: `max_worker_restarts`, `worker_restart_window_s` and `step_timeout_s` bound losses.
@@ -81,8 +82,11 @@ class ProcessDevice:
         replica: int = 0,
         crew: CrewLauncher | None = None,
     ) -> None:
+        self._first_number = first = replica * config.workers_per_replica
+        if config.cpu_bind is not None:  # of this replica's workers
+            own = config.cpu_bind[first : first + config.workers_per_replica]
+            config = msgspec.structs.replace(config, cpu_bind=own)
         self._config = config
-        self._first_number = replica * config.num_stages
         self._launcher, self._crew = launcher, crew
         self._state = WorkerState.STARTING
         self._workers: list[WorkerLink] = []  # by rank
@@ -254,11 +258,11 @@ class ProcessDevice:
             DeviceStartError: the system has refused; those before are running.
         """
         config, self._workers = self._config, []
-        if config.num_stages == 1:
+        if config.workers_per_replica == 1:
             self._workers.append(WorkerLink(0, self._launcher(0)))
             return
         traits = decoder_traits(config.model.hf_config, config.model.architecture)
-        files = create_files(RingSizes.of(config, traits.hidden_size))
+        files = create_crew_files(config, ModelSizes(traits.hidden_size, traits.vocab_size))
         try:
             for rank, inherited in enumerate(files):
                 self._workers.append(WorkerLink(rank, self._launcher(rank, files=inherited)))

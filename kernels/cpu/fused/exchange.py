@@ -23,9 +23,8 @@ from typing import NamedTuple
 
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Value
+from trouper.kernels.cpu.exchange_sizes import CONTROL, LINE
 
-LINE = 8  # int64 of a cache line
-CONTROL = 2 * LINE  # of a rank
 NUM_DONE, STEP, FAILED, THEIR_NUMBER, THEIR_LABEL, OUR_LABEL = range(6)  # of the state
 NUM_WRITTEN, NUM_READ = LINE, 2 * LINE
 STATE = 3 * LINE

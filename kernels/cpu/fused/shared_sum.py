@@ -7,7 +7,6 @@
     y_r, x, z [T, D]   D a multiple of 16, rows may be strided;  w, p [D] float32 or absent
 
 Roofline: bytes = e T D (R + 4), FLOPs = (R + 6) T D.
-Measured, two EPYC cores, two ranks: see `trouper bench kernels --op shared_sum`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -12,7 +12,8 @@ import torch
 from trouper.kernels.codegen import units
 from trouper.kernels.codegen.arena import Arena
 from trouper.kernels.codegen.recording import Recording
-from trouper.kernels.cpu.rank_exchange import ExchangeSizes, RankExchange, RanksDisagreeError
+from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
+from trouper.kernels.cpu.rank_exchange import RankExchange, RanksDisagreeError
 
 pytestmark = pytest.mark.skipif(not units.can_multiply(), reason="needs compiled kernels")
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -208,7 +209,8 @@ def test_what_does_not_fit_is_refused():
 
 SCRIPT = """
 import mmap, sys, torch
-from trouper.kernels.cpu.rank_exchange import ExchangeSizes, RankExchange
+from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
+from trouper.kernels.cpu.rank_exchange import RankExchange
 rank, file = int(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)
 sizes = ExchangeSizes(2, 2**16)

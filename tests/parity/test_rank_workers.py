@@ -1,0 +1,161 @@
+"""The workers of ranks and stages, with all that they share, say what one worker says: fp32 and bfloat16."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from trouper import LLM, SamplingParams
+from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.messages.plans import Sampling
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.kernels.codegen import units
+from trouper.kernels.cpu.rank_exchange import RanksDisagreeError
+
+from .driver import GREEDY, Driver, engine_config, random_prompts
+from .ranks import WorkersInThreads
+from .test_architectures import CASES, SPARSE, VOCAB, tiny_model
+
+PROMPTS = random_prompts((1, 7, 40, 33), VOCAB)
+SEEDED = Sampling(temperature=0.9, seed=5, top_k=20)
+WISHES = [GREEDY, SEEDED, Sampling(temperature=0.0, prompt_logprobs=2), GREEDY]
+needs_kernels = pytest.mark.skipif(not units.can_multiply(), reason="needs compiled kernels")
+
+
+@contextmanager
+def workers(*args):
+    crew = WorkersInThreads(*args)
+    try:
+        yield crew
+    finally:
+        crew.close()
+
+
+def outputs(runner, num_outputs=12):
+    found = Driver(runner, chunk=13, shuffle=1, stagger=2).run(PROMPTS, num_outputs, WISHES)
+    ranks = [[entry.rank for entry in s.prompt_logprobs] for s in found]
+    return [s.token_ids for s in found], ranks
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("case", "num_ranks", "num_stages"),
+    [("llama", 2, 1), ("olmo2", 2, 2), ("gemma2", 2, 1), ("mixtral", 2, 1), ("llama", 4, 1)],
+)
+def test_workers_give_the_tokens_of_one(case, num_ranks, num_stages, tmp_path):
+    name, own = (CASES | SPARSE)[case]
+    tiny_model(name, {**own, "intermediate_size": 128}, tmp_path)
+    config = engine_config(tmp_path)
+    expected = outputs(CpuRunner(config))
+    with workers(config, num_ranks, num_stages) as crew:
+        assert outputs(crew) == expected
+
+
+@needs_kernels
+def test_steps_are_recorded_on_all_ranks_or_on_none(tmp_path, monkeypatch):
+    tiny_model(*CASES["llama"], tmp_path)
+    config = engine_config(tmp_path)
+    expected = outputs(CpuRunner(config))
+    with workers(config, 2) as crew:
+        assert outputs(crew) == expected
+        assert all(runner._recorded_steps is not None for runner in crew.runners)
+    with workers(config, 2) as crew:
+        crew.load()
+        monkeypatch.setattr(
+            type(crew.runners[1]._decoder._layers[0].qkv), "apply", unrecordable_on(crew.runners[1])
+        )
+        assert outputs(crew) == expected
+        assert all(runner._recorded_steps is None for runner in crew.runners)
+
+
+def unrecordable_on(runner):
+    """A product that torch computes, on one of the ranks."""
+    linear = runner._decoder._layers[0].qkv
+    apply = type(linear).apply
+
+    def other(self, x):
+        return apply(self, x * 1.0 if self is linear else x)
+
+    return other
+
+
+@needs_kernels
+def test_ranks_sleep_and_wake_together(tmp_path):
+    tiny_model(*CASES["llama"], tmp_path)
+    config = engine_config(tmp_path)
+    with workers(config, 2) as crew:
+        expected = outputs(crew)
+        crew.on_each("sleep", 2)
+        crew.on_each("wake", frozenset({"weights", "kv_cache"}))
+        assert outputs(crew) == expected
+
+
+@needs_kernels
+def test_a_rank_that_is_given_another_step_says_so(tmp_path):
+    tiny_model(*CASES["llama"], tmp_path)
+    config = engine_config(tmp_path, enforce_eager=True)
+    with workers(config, 2) as crew:
+        second = crew.runners[1].execute
+        crew.runners[1].execute = lambda plan: second(
+            plan if plan.step < 3 else type(plan)(**{**fields_of(plan), "step": plan.step + 1})
+        )
+        with pytest.raises(
+            RanksDisagreeError, match=r"rank 0 was in step 3 with .* rank 1 in step 4"
+        ):
+            outputs(crew)
+
+
+def fields_of(plan):
+    return {name: getattr(plan, name) for name in plan.__struct_fields__}
+
+
+TEXTS = ["def quicksort(items):", "class Stack:\n    def push(self, item):" * 6]
+ENGINE = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+PARAMS = SamplingParams(temperature=0, max_tokens=24, prompt_logprobs=1)
+
+
+def tokens_of(llm):
+    found = llm.generate(TEXTS, PARAMS, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in found]
+
+
+@needs_kernels
+@pytest.mark.timeout(120)
+@pytest.mark.slow
+def test_two_processes_give_the_tokens_of_one_and_sleep_together():
+    with LLM(**ENGINE) as llm:
+        whole = tokens_of(llm)
+    with LLM(tensor_parallel_size=2, **ENGINE) as llm:
+        assert tokens_of(llm) == whole
+        llm.sleep(2)
+        assert llm.wake_up()
+        assert tokens_of(llm) == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "parameter", "words"),
+    [
+        ({"tensor_parallel_size": 3}, TrouperValidationError, "tensor_parallel_size",
+         "3 does not divide 4 query heads; possible: 1, 2, 4"),
+        ({"tensor_parallel_size": 0}, TrouperValidationError, "tensor_parallel_size", "at least 1"),
+        ({"tensor_parallel_size": 2, "device_worker": "inline"}, TrouperValidationError,
+         "device_worker", "must be auto or process where tensor_parallel_size is 2"),
+        ({"tensor_parallel_size": 2, "runner": "pooling"}, UnsupportedFeatureError,
+         "tensor_parallel_size", "not of a model that pools"),
+        ({"tensor_parallel_size": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+         UnsupportedFeatureError, "speculative_config", "not with tensor_parallel_size=2"),
+    ],
+)  # fmt: skip
+def test_wishes_that_cannot_be_met_name_the_option(options, kind, parameter, words):
+    with pytest.raises(kind, match=words) as caught:
+        resolve(EngineArgs(**options))
+    assert caught.value.parameter == parameter
+
+
+def test_ranks_are_workers_that_share_out_the_cores():
+    config = resolve(
+        EngineArgs(tensor_parallel_size=2, pipeline_parallel_size=3, data_parallel_size=2)
+    )
+    assert config.device_worker == "process"
+    assert (config.workers_per_replica, config.num_workers) == (6, 12)

@@ -1,0 +1,77 @@
+"""Ranks in processes: one that dies takes the others with it, and each text is what one process would have made of it."""
+
+import os
+import signal
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+
+from trouper.actors.engine.wiring import open_engine
+from trouper.actors.executor.devices.launch_local import MODULE, launch
+from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.devices.threaded import ThreadedDevice
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
+from trouper.errors import TrouperValidationError
+
+from .test_worker import texts
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120), pytest.mark.slow]
+OPTIONS = {
+    "dtype": "float32",
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 16,
+    "max_model_len": 512,
+}
+
+
+@pytest.fixture(params=["trio"])
+def anyio_backend(request):
+    return request.param
+
+
+class Crew:
+    """Starts the workers, and remembers them."""
+
+    def __init__(self, module):
+        self.peers = []
+        self._module = module
+
+    def __call__(self, rank, *, files=()):
+        self.peers.append(launch(rank, self._module, files=files))
+        return self.peers[-1]
+
+
+@asynccontextmanager
+async def ranked_engine(num_ranks=2, num_stages=1, module=MODULE, **options):
+    sizes = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
+    config = resolve(EngineArgs(**sizes, **OPTIONS, **options))
+    crew = Crew(module)
+    async with open_engine(config, ProcessDevice(config, crew)) as engine:
+        yield engine, crew
+
+
+async def expected(num=4):
+    config = resolve(EngineArgs(**OPTIONS))
+    async with open_engine(config, ThreadedDevice(config)) as engine:
+        return await texts(engine, num=num)
+
+
+async def test_streams_go_on_when_a_rank_of_a_stage_is_killed_and_no_worker_is_left(caplog):
+    wanted = await expected()
+    async with ranked_engine(2, 2) as (engine, crew):
+        assert len(crew.peers) == 4
+        kill = partial(os.kill, crew.peers[3].pid, signal.SIGKILL)
+        assert await texts(engine, at_token=3, do=kill) == wanted
+    assert len(crew.peers) == 8
+    assert "worker 3 died of SIGKILL in step" in caplog.text
+    for peer in crew.peers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(peer.pid, 0)
+
+
+async def test_an_error_of_a_rank_at_load_is_raised_as_it_was():
+    with pytest.raises(TrouperValidationError, match="load_format"):
+        async with ranked_engine(load_format="nonsense"):
+            pass
