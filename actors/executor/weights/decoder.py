@@ -28,7 +28,7 @@ from trouper.actors.executor.models.parameters import (
     layer_parameters,
     outer_parameters,
 )
-from trouper.actors.executor.models.parts import part_of, part_of_integers
+from trouper.actors.executor.models.parts import part_of
 from trouper.actors.executor.models.registry import is_text_part
 from trouper.actors.executor.models.sharding import (
     ALONE,
@@ -336,17 +336,15 @@ def _check_groups(parameter: Parameter, quantization: Format) -> None:
 def _to_be_rounded(
     parameter: Parameter, source: Source, place: Placement
 ) -> Tensor | IntegerWeight:
-    """Read a matrix that is rounded at load; one whose inputs are cut is rounded whole, so that its integers do not depend on the number of ranks.
+    """Read a matrix that is rounded at load, by the scales of the whole: its integers do not depend on the number of ranks.
 
-    Each output is rounded by itself, so where outputs are cut there is no difference.
+    Those are other scales than the part's own where one is for all inputs of an output, and these are cut.
     """
     cut = parameter.parts[0][2]
-    if cut.columns is None:
+    if cut.columns is None or place.linear.quantization != "int8":
         return _assemble(parameter, source, place)
-    quantization = place.linear.quantization
-    assert quantization is not None
     whole = _assemble(msgspec.structs.replace(parameter, cuts=()), source, place)
-    return part_of_integers(quantize(whole, quantization), cut, parameter.name)
+    return quantize(part_of(whole, cut), "int8", whole)
 
 
 def _assemble(parameter: Parameter, source: Source, place: Placement) -> Tensor:

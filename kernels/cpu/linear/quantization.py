@@ -47,14 +47,19 @@ def group_of(num_in: int, fmt: Format) -> int:
     return GROUP if fmt == "int4" else num_in
 
 
-def quantize(weight_OI: Tensor, fmt: Format) -> IntegerWeight:
-    """Round a matrix whose inputs divide into groups.  `kernels/cpu/linear/pack_integer.py` does the same faster."""
+def quantize(weight_OI: Tensor, fmt: Format, whole_OI: Tensor | None = None) -> IntegerWeight:
+    """Round a matrix whose inputs divide into groups.  `kernels/cpu/linear/pack_integer.py` does the same faster.
+
+    Args:
+        whole_OI: the matrix of whose inputs these are a part: of int8 it has the scales.
+    """
     groups = weight_OI.float().unflatten(1, (-1, group_of(weight_OI.shape[1], fmt)))
     if fmt == "int4":
         largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
         scales, low, high = largest / -8, -8, 7
     else:
-        scales, low, high = groups.abs().amax(2, keepdim=True) / 127, -127, 127
+        each = groups if whole_OI is None else whole_OI.unsqueeze(1)
+        scales, low, high = each.abs().amax(2, keepdim=True).float() / 127, -127, 127
     scales = scales.bfloat16()
     inverse = torch.where(scales == 0, 0.0, 1 / scales.float())
     integers = (groups * inverse).round_().clamp_(low, high).to(torch.int8)
