@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trouper.config.args import EngineArgs
-from trouper.config.resolve import resolve
 from trouper.errors import RemoteError, TrouperClientError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.options import SamplingOptions, expand_options
 from trouper.frontends.cli.remote import CONNECTING, RemoteOptions, RemoteServer, Show
-from trouper.frontends.cli.running import Interrupts, run_engine, run_open
+from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine, run_open
 from trouper.frontends.cli.stats import ASKED, AnswerUsage, StatsOption, Stopwatch
 from trouper.frontends.cli.terminal import read_line, show, terminal_kept
 from trouper.inputs import ChatPrompt
@@ -80,7 +79,7 @@ def _with_engine(
         raise typer.BadParameter("needs --url", param_hint="--model-name")
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
-    model = resolve(engine_args, offline=True).model
+    model = resolve_offline(engine_args).model
     defaults = {"max_tokens": None, **model.default_sampling}  # None: up to the model's length
     params = sampling.params(defaults, output_kind=RequestOutputKind.DELTA)
 

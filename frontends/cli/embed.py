@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trouper.config.args import EngineArgs
-from trouper.config.resolve import resolve
 from trouper.frontends.cli import output
 from trouper.frontends.cli.options import expand_options
 from trouper.frontends.cli.prompts import read_prompts
-from trouper.frontends.cli.running import Interrupts, run_engine
+from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
 from trouper.pooling import PoolingParams
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def embed(
     """
     given = read_prompts(texts, prompt_file)
     params = PoolingParams(task=task, dimensions=dimensions)
-    resolve(engine_args, offline=True)  # here, because it finds mistakes before torch loads
+    resolve_offline(engine_args)
     run_engine(engine_args, partial(_embed, given, params, truncate_prompt_tokens))
 
 
@@ -62,7 +61,7 @@ def score(
     engine_args: EngineArgs,
 ) -> None:
     """Score how well each document fits the query."""
-    resolve(engine_args, offline=True)
+    resolve_offline(engine_args)
     run_engine(engine_args, partial(_score, query, documents, truncate_prompt_tokens))
 
 

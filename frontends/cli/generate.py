@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from trouper.config.args import EngineArgs
-from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.adapters import chosen_adapter
 from trouper.frontends.cli.options import SamplingOptions, expand_options
 from trouper.frontends.cli.prompts import read_prompts
-from trouper.frontends.cli.running import Interrupts, run_engine
+from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
 from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
 from trouper.params import RequestOutputKind, SamplingParams
@@ -70,9 +69,7 @@ def generate(
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
     adapter = chosen_adapter(lora, engine_args)
-    model = resolve(
-        engine_args, offline=True
-    ).model  # here, because it finds mistakes before torch loads
+    model = resolve_offline(engine_args).model
     kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     params = sampling.params(model.default_sampling, n=n, output_kind=kind)
     printer = _JsonPrinter() if as_json else _TextPrinter(echo)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from trouper.config.args import EngineArgs
-from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.options import expand_options, served_names
-from trouper.frontends.cli.running import Interrupts, run_engine
+from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
 
 if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
@@ -54,7 +53,7 @@ def run_batch(
     A line: {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f("}}
     """
     engine_args.seed = seed
-    scheduler = resolve(engine_args, offline=True).scheduler
+    scheduler = resolve_offline(engine_args).scheduler
     if engine_args.max_num_queued_reqs or engine_args.max_num_queued_tokens:
         warnings.warn("a batch is not limited by max-num-queued-…", stacklevel=2)
     limit = max_inflight or max(INFLIGHT, 2 * scheduler.max_num_seqs)

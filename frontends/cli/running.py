@@ -8,14 +8,16 @@ signal that comes before the first has done its work ends the process at once.
 import os
 import signal
 from collections.abc import Awaitable, Callable, Generator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 from anyio.abc import TaskStatus
 
 from trouper.actors.executor.devices.torch_libraries import load_ahead
+from trouper.actors.runtime.garbage import collections_paused
 from trouper.config.args import EngineArgs
+from trouper.config.resolve import EngineConfig, resolve
 from trouper.frontends.cli import output
 
 if TYPE_CHECKING:
@@ -65,14 +67,27 @@ class Interrupts:
             os._exit(output.EXIT_SIGNALLED + number)
 
 
+def resolve_offline(engine_args: EngineArgs) -> EngineConfig:
+    """Find mistakes before torch is imported; its libraries are loaded meanwhile, and beside the imports that follow."""
+    load_ahead()
+    return resolve(engine_args, offline=True)
+
+
 def run_engine(
     engine_args: EngineArgs, act: "Act[AsyncLLMEngine]", *, backend: str = "trio"
 ) -> None:
     """Start an engine, let `act` use it, and close it; raises as `run_open` does."""
-    load_ahead()
-    with output.status(LOADING):
-        from trouper.frontends.python.async_engine import AsyncLLMEngine
-    run_open(AsyncLLMEngine(engine_args, offline=True), act, LOADING, backend=backend)
+    with ExitStack() as starting:
+        starting.enter_context(collections_paused(is_frozen=True))
+        with output.status(LOADING):
+            from trouper.frontends.python.async_engine import AsyncLLMEngine
+
+        async def act_started(engine: "AsyncLLMEngine", interrupts: Interrupts) -> None:
+            starting.close()
+            await act(engine, interrupts)
+
+        engine = AsyncLLMEngine(engine_args, offline=True)
+        run_open(engine, act_started, LOADING, backend=backend)
 
 
 def run_open(

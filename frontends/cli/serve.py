@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import anyio
 import typer
@@ -21,9 +21,10 @@ from trouper.frontends.cli import output
 from trouper.frontends.cli.adapters import lora_modules
 from trouper.frontends.cli.options import expand_options, json_object, read_config, served_names
 
+if TYPE_CHECKING:
+    from trouper.actors.executor.devices.launch_local import Launcher
+
 LOOPBACK = "127.0.0.1"
-
-
 KEY_VARIABLES = {  # the first that is not empty counts
     "api_key": ("TROUPER_API_KEY", "VLLM_API_KEY"),
     "admin_key": ("TROUPER_ADMIN_KEY",),
@@ -280,13 +281,24 @@ def serve(
     _check_dev_mode(options)
     engine_args.seed = options.seed
     # here, because it finds mistakes before torch is loaded
-    engine_args.device_worker = resolve(engine_args, serves=True).device_worker
+    resolved = resolve(engine_args, serves=True)
+    engine_args.device_worker = resolved.device_worker
     # As in `run_engine`: read when torch is loaded, and threads that spin would starve the event loop.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    _run(options, engine_args)
+    is_process = resolved.device_worker == "process"
+    # several inherit files, and processors are bound before torch is imported: the engine says to what
+    if is_process and resolved.num_workers == 1 and resolved.cpu_bind is None:
+        from trouper.actors.executor.devices.launch_ahead import LaunchedAhead
+
+        with LaunchedAhead() as launcher:
+            _run(options, engine_args, launcher)
+    else:
+        _run(options, engine_args)
 
 
-def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
+def _run(
+    options: ServerOptions, engine_args: EngineArgs, launcher: "Launcher | None" = None
+) -> None:
     from trouper.frontends.server.http.async_logging import log_lines
     from trouper.frontends.server.http.listeners import Listener, bind_tcp, bind_unix
     from trouper.frontends.server.server import Server, loop_options
@@ -331,7 +343,9 @@ def _run(options: ServerOptions, engine_args: EngineArgs) -> None:
                 stays_dead=options.keep_alive_on_engine_death,
                 terminal=terminal,
             )
-            await server.run(AsyncLLMEngine(engine_args), [public], admin, options.loop)
+            await server.run(
+                AsyncLLMEngine(engine_args, launcher=launcher), [public], admin, options.loop
+            )
 
         anyio.run(main, backend=options.loop, backend_options=loop_options(options.loop))
 

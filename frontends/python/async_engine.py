@@ -13,6 +13,7 @@ from anyio import AsyncContextManagerMixin
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.wiring import Engine, EngineStatistics, open_engine
 from trouper.actors.executor.device import Device
+from trouper.actors.executor.devices.launch_local import Launcher, launch
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.actors.rendering.tokenizer import Tokenizer
@@ -50,11 +51,17 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
     """
 
     def __init__(
-        self, engine_args: EngineArgs, *, offline: bool = False, is_stepped: bool = False
+        self,
+        engine_args: EngineArgs,
+        *,
+        offline: bool = False,
+        is_stepped: bool = False,
+        launcher: Launcher | None = None,
     ) -> None:
         self._args = engine_args
         self._offline = offline  # LLM's batch limits instead of the server's
         self._is_stepped = is_stepped
+        self._launcher = launcher or launch  # of worker processes
         self._stack = AsyncExitStack()
         self._holding: HoldingTask | None = None  # of an engine that has started itself
         self._is_entered = False
@@ -75,7 +82,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         config = await anyio.to_thread.run_sync(  # reads files, and may download
             lambda: resolve(self._args, offline=self._offline), limiter=anyio.CapacityLimiter(1)
         )
-        devices = _make_devices(config)
+        devices = _make_devices(config, self._launcher)
         async with open_engine(config, devices, is_stepped=self._is_stepped) as engine:
             self._engine = engine
             try:
@@ -354,12 +361,15 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             raise self.engine.dead_error
 
 
-def _make_devices(config: EngineConfig) -> list[Device]:
+def _make_devices(config: EngineConfig, launcher: Launcher) -> list[Device]:
     if config.device_worker == "inline":
         return [ThreadedDevice(config)]
     if config.data_parallel_size == 1:
-        return [ProcessDevice(config)]
-    return [ProcessDevice(config, replica=replica) for replica in range(config.data_parallel_size)]
+        return [ProcessDevice(config, launcher)]
+    return [
+        ProcessDevice(config, launcher, replica=replica)
+        for replica in range(config.data_parallel_size)
+    ]
 
 
 AsyncLLM = AsyncLLMEngine

@@ -18,7 +18,7 @@ from trouper.frontends.cli import options, output, serve
 from trouper.frontends.cli.main import run_line
 
 GREEDY = ["--temperature", "0"]
-GENERATE_RESOLVE = "trouper.frontends.cli.generate.resolve"
+GENERATE_RESOLVE = "trouper.frontends.cli.running.resolve"
 
 
 @pytest.fixture(autouse=True)

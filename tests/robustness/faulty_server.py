@@ -2,12 +2,9 @@
 
 from functools import partial
 
-from trouper.actors.executor.devices.launch_local import launch
-from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.devices import launch_local
 from trouper.frontends.cli.main import main
-from trouper.frontends.python import async_engine
 
 if __name__ == "__main__":
-    launcher = partial(launch, module="tests.robustness.faulty_worker")
-    async_engine.ProcessDevice = partial(ProcessDevice, launcher=launcher)
+    launch_local.launch = partial(launch_local.launch, module="tests.robustness.faulty_worker")
     main()

@@ -45,6 +45,7 @@ FRAMES = [
     wire.Call(1, "wake", tags=("weights",)),
     wire.Call(2, "load_adapter", slot=3, adapter=AdapterFiles(AdapterConfig(r=4), b"\0" * 9)),
     wire.Close(),
+    wire.Prepare(),
     VOCABULARY,
     wire.Loaded(DeviceInfo(8, 128, "bfloat16", "cpu")),
     wire.Broken(wire.ErrorText("TrouperValidationError", "too little", "kv_cache_memory")),

@@ -17,6 +17,7 @@ from trouper.actors.executor.devices.torch_libraries import set_torch_environmen
 from trouper.actors.executor.topology import num_physical_cores
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepFailed
+from trouper.actors.runtime.garbage import collections_paused
 from trouper.config.cpu_bind import CPU_BIND
 from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
@@ -66,15 +67,16 @@ class ModelHost:
             num_workers = 1  # of those processors
         set_torch_environment()
         tell("import")
-        import torch
-
+        with collections_paused():
+            import torch
         num_elsewhere = torch.get_num_threads()
         num_cores = max(1, num_physical_cores() // num_workers)
         num_threads = min(num_elsewhere, num_cores)
         compute_with(num_threads, num_elsewhere)
         if self._config.device == "cpu":
             start_nice(lambda: torch.zeros(WIDE).neg_())  # the threads that help this one
-        self._runner = runner = self._make_runner()
+        with collections_paused():
+            self._runner = runner = self._make_runner()
         tell("weights")
         info = runner.load()
         if runner.is_tiny:

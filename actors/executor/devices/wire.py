@@ -61,6 +61,10 @@ class Close(msgspec.Struct, frozen=True):
     """Engine → worker: give everything back and exit."""
 
 
+class Prepare(msgspec.Struct, frozen=True):
+    """Engine → worker, before its Load: import torch; no processors are to be bound first."""
+
+
 class Loaded(msgspec.Struct, frozen=True):
     """Worker → engine: plans may come."""
 
@@ -103,14 +107,14 @@ class Broken(msgspec.Struct, frozen=True):
     error: ErrorText
 
 
-ToWorker = Load | StepPlan | PoolPlan | Call | Close | Vocabulary
+ToWorker = Prepare | Load | StepPlan | PoolPlan | Call | Close | Vocabulary
 FromWorker = Loaded | Progress | LogRecord | StepDone | PoolDone | StepFailed | Returned | Broken
 Frame = ToWorker | FromWorker
 
 # A kind is a place in this table: append, never reorder.
 TYPES: tuple[type[Any], ...] = (
     Load, StepPlan, PoolPlan, Call, Close,
-    Loaded, Progress, LogRecord, StepDone, PoolDone, StepFailed, Returned, Broken, Vocabulary,
+    Loaded, Progress, LogRecord, StepDone, PoolDone, StepFailed, Returned, Broken, Vocabulary, Prepare,
 )  # fmt: skip
 _KINDS = {kind: number for number, kind in enumerate(TYPES)}
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from trouper.actors.executor.device import PendingResult, StepResult
 from trouper.actors.executor.devices.model_host import ModelHost
+from trouper.actors.executor.devices.torch_libraries import set_torch_environment
 from trouper.actors.executor.devices.wire import (
     MAX_FRAME,
     MAX_INLINE,
@@ -33,6 +34,7 @@ from trouper.actors.executor.devices.wire import (
     Load,
     Loaded,
     LogRecord,
+    Prepare,
     Progress,
     Returned,
     WireError,
@@ -41,6 +43,7 @@ from trouper.actors.executor.devices.wire import (
 )
 from trouper.actors.messages.grammar import Vocabulary
 from trouper.actors.rendering.matchers import ReceivedGrammars
+from trouper.actors.runtime.garbage import collections_paused
 
 READ_BYTES = 2**18
 MAX_FILES = 16  # memory files that one read may bring; a frame has one at most
@@ -133,6 +136,8 @@ class Worker:
     def _answer(self, frame: Frame) -> bool:
         """Do what a frame asks for.  Returns False for the last one."""
         match frame:
+            case Prepare():
+                _import_torch()
             case Load():
                 self._load(frame)
             case Call():
@@ -211,6 +216,12 @@ class Worker:
             finally:
                 if file is not None:
                     os.close(file)
+
+
+def _import_torch() -> None:
+    set_torch_environment()
+    with collections_paused(is_frozen=True):
+        import torch  # noqa: F401
 
 
 class _ForwardedLog(logging.Handler):

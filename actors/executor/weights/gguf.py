@@ -29,7 +29,7 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of e2m1
 OF_FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K"}
-FEW_ROWS = 4096  # dequantised at once: the numbers in between take some ten bytes each
+FEW_ROWS = 1024  # dequantised at once: the numbers in between take some ten bytes each, and stay in a cache
 
 
 class Affine(NamedTuple):
@@ -139,13 +139,15 @@ class GgufCheckpoint:
         return dequantized_affine(READERS[tensor.type.name](blocks))
 
     def _blocks(self, tensor: GgufTensor, first: int, stop: int) -> Tensor:
-        """Copy the bytes of rows, [rows, blocks of a row, bytes of a block]."""
+        """Return the bytes of rows in the file, [rows, blocks of a row, bytes of a block]: to be read, once."""
         if tensor.file not in self._maps:
-            self._maps[tensor.file] = np.memmap(tensor.file, dtype=np.uint8, mode="r")
+            # "c": torch has no tensors of memory that cannot be written
+            self._maps[tensor.file] = np.memmap(tensor.file, dtype=np.uint8, mode="c")
         row_bytes = tensor.num_bytes // tensor.shape[0]
         begin, end = tensor.offset + first * row_bytes, tensor.offset + stop * row_bytes
-        copied = from_numpy(np.array(self._maps[tensor.file][begin:end]))
-        return copied.view(stop - first, -1, tensor.type.num_bytes)
+        return from_numpy(self._maps[tensor.file][begin:end]).view(
+            stop - first, -1, tensor.type.num_bytes
+        )
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,86 @@
+"""A worker that is started before its engine, and the pause of collections around imports."""
+
+import gc
+import os
+
+import pytest
+
+from trouper.actors.executor.devices import launch_local
+from trouper.actors.executor.devices.launch_ahead import LaunchedAhead
+from trouper.actors.executor.devices.wire import FrameReader, Prepare
+from trouper.actors.runtime.garbage import collections_paused
+
+
+class FakePeer:
+    def __init__(self, rank, files):
+        self.rank, self.files, self.is_killed = rank, files, False
+        self.received = []
+
+    def send(self, data, file):
+        frames = FrameReader()
+        frames.feed(data, [])
+        self.received.append(frames.take())
+
+    def kill(self):
+        self.is_killed = True
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    peers = []
+
+    def launch(rank, *, files=()):
+        peers.append(FakePeer(rank, files))
+        return peers[-1]
+
+    monkeypatch.setattr(launch_local, "launch", launch)
+    return peers
+
+
+def test_the_worker_that_runs_is_given_out_once(launched):
+    with LaunchedAhead() as launcher:
+        assert [peer.received for peer in launched] == [[Prepare()]]
+        assert launcher(0) is launched[0]
+        assert launcher(0) is launched[1]
+    assert not any(peer.is_killed for peer in launched)
+
+
+@pytest.mark.parametrize(("rank", "files"), [(1, ()), (0, (7,))])
+def test_other_ranks_and_workers_with_files_are_started_when_they_are_asked_for(
+    launched, rank, files
+):
+    with LaunchedAhead() as launcher:
+        peer = launcher(rank, files=files)
+        assert peer is launched[1]
+        assert (peer.rank, peer.files) == (rank, files)
+    assert launched[0].is_killed
+
+
+def test_a_worker_that_no_engine_takes_ends_with_the_block():
+    with LaunchedAhead() as launcher:
+        pid = launcher._first.pid
+        os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_collections_go_on_after_a_pause_and_stay_off_where_they_were_off():
+    assert gc.isenabled()
+    with collections_paused():
+        assert not gc.isenabled()
+        with collections_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_frozen_pause_exempts_what_was_made_in_it():
+    before = gc.get_freeze_count()
+    kept = []
+    try:
+        with collections_paused(is_frozen=True):
+            kept += [[] for _ in range(100)]
+        assert gc.get_freeze_count() >= before + 100
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
