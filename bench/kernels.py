@@ -117,6 +117,7 @@ class Case(NamedTuple):
     reference: Callable[[], Tensor]
     num_bytes: float
     num_flops: float
+    num_repeats: int = 1  # of the operation, in one call of `run`
 
 
 def act_and_mul(s: Shapes) -> Iterator[Case]:
@@ -376,6 +377,41 @@ def layer_norm(s: Shapes) -> Iterator[Case]:
     )
 
 
+def sum_of_ranks(s: Shapes) -> Iterator[Case]:
+    """Two ranks' sum with residual and norm, one of a recorded step's."""
+    from trouper.bench import shared_sum as core
+
+    sums = core.Sums(s.num_tokens, s.hidden, s.dtype)
+    num_items = s.num_tokens * s.hidden
+    with core.both(sums.recorded) as run:
+        yield Case(
+            f"[{s.num_tokens}, {s.hidden}] of 2 ranks",
+            run,
+            sums.normed_reference,
+            6 * s.item * num_items,
+            8 * num_items,
+            core.NUM_SUMS,
+        )
+
+
+def sum_by_gloo(s: Shapes) -> Iterator[Case]:
+    """The sum alone, by gloo."""
+    from torch.distributed import HashStore
+
+    from trouper.bench import shared_sum as core
+
+    sums, store = core.Sums(s.num_tokens, s.hidden, s.dtype), HashStore()
+    num_items = s.num_tokens * s.hidden
+    with core.both(partial(sums.by_gloo, store=store)) as run:
+        yield Case(
+            f"[{s.num_tokens}, {s.hidden}] of 2 ranks",
+            run,
+            sums.sum_reference,
+            3 * s.item * num_items,
+            num_items,
+        )
+
+
 OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
     "linear": gemm,
     "linear, not compressed": partial(gemm, is_compressed=False),
@@ -390,6 +426,8 @@ OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
     "act_and_mul": act_and_mul,
     "varlen_attention": whole_attention,
     "layer_norm": layer_norm,
+    "shared_sum": sum_of_ranks,
+    "shared_sum, by gloo": sum_by_gloo,
     "noise": noise,
     "sample": draws,
 }
@@ -422,7 +460,7 @@ def measure(
             torch.manual_seed(0)
             for case in table[name](step):
                 error = _error(name, case, step.dtype)
-                seconds = clock(case.run)
+                seconds = clock(case.run) / case.num_repeats
                 yield {
                     "op": name,
                     "shape": case.shape,

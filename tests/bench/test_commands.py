@@ -288,7 +288,7 @@ def test_the_share_of_the_roof_is_that_of_the_nearer_one():
     machine = roofs.Roofs(bytes_s=10.0, flops_s=100.0)
     assert machine.share(10, 50, 2.0) == 0.5
     assert machine.share(1, 100, 2.0) == 0.5
-    assert Case._fields[-2:] == ("num_bytes", "num_flops")
+    assert Case._fields[3:5] == ("num_bytes", "num_flops")
 
 
 def test_startup_times_each_command_cold_and_warm(report, monkeypatch):
@@ -433,6 +433,16 @@ def test_stages_are_measured_beside_one(report, stall):
     assert [record["num_chunks"] for record in found["results"]] == [1, 3]
     assert all(record["gain"] > 0 for record in found["results"])
     assert [round(record["bound"], 2) for record in found["results"]] == [1.0, 1.5]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_ranks_are_measured_beside_one_process(report):
+    options = ("--model", "tiny", "--rows", "1,3", "--prompt-tokens", "16", "--output-tokens", "4")
+    found = report("ranks", *options, "--num-iters", "1")["results"]
+    names = ["prompt of 16", "step of 1 rows", "step of 3 rows"]
+    assert [record["what"] for record in found] == names
+    assert all(record["ratio"] > 0 and record["num_ranks"] == 2 for record in found)
 
 
 def test_the_front_of_replicas_is_measured_with_hits_and_balance(report):

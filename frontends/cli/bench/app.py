@@ -8,6 +8,7 @@ from trouper.frontends.cli.bench.loop_gap import loop_gap
 from trouper.frontends.cli.bench.peers import peers
 from trouper.frontends.cli.bench.pipeline import pipeline
 from trouper.frontends.cli.bench.quantization import quantization
+from trouper.frontends.cli.bench.ranks import ranks
 from trouper.frontends.cli.bench.replicas import replicas
 from trouper.frontends.cli.bench.serve import serve
 from trouper.frontends.cli.bench.startup import startup
@@ -29,6 +30,7 @@ for command in (
     quantization,
     peers,
     pipeline,
+    ranks,
     replicas,
     structured,
     worker,

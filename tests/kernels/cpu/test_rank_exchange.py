@@ -1,9 +1,6 @@
-"""Sums over ranks: threads over one mapping, and processes over one memory file."""
+"""Sums over ranks that are threads over one mapping; `tests/robustness/test_ranks.py` has processes."""
 
 import mmap
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -205,36 +202,3 @@ def test_what_does_not_fit_is_refused():
             group.gather_logits(torch.ones(2, 16), 0, 16, 1.0, None)
 
     run_ranks(1, rank, part_bytes=4096, sheet_numbers=16)
-
-
-SCRIPT = """
-import mmap, sys, torch
-from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
-from trouper.kernels.cpu.rank_exchange import RankExchange
-rank, file = int(sys.argv[1]), int(sys.argv[2])
-torch.set_num_threads(1)
-sizes = ExchangeSizes(2, 2**16)
-group = RankExchange(rank, sizes, mmap.mmap(file, sizes.num_bytes))
-total = 0.0
-for i in range(500):
-    total += group.sum(torch.full((3, 32), float(i * (rank + 1))))[2, 31].item()
-group.check()
-print(total)
-"""
-
-
-@pytest.mark.slow
-def test_processes_sum_over_an_inherited_memory_file():
-    file = os.memfd_create("ranks")
-    os.ftruncate(file, ExchangeSizes(2, 2**16).num_bytes)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(file)],
-            pass_fds=[file],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    os.close(file)
-    assert [float(process.communicate()[0]) for process in processes] == [3.0 * sum(range(500))] * 2

@@ -1,0 +1,116 @@
+"""The sum of two ranks in shared memory, beside gloo's: two threads of this process, each with one of its own.
+
+The other rank repeats the same calls as fast as it can, so it waits inside of them; at the end it has one more.
+"""
+
+import math
+import mmap
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trouper.kernels.codegen.arena import Arena
+from trouper.kernels.codegen.recording import Recording
+from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
+from trouper.kernels.cpu.rank_exchange import RankExchange
+
+NUM_RANKS = 2
+# Of one recorded step, as a model of 32 layers has them.  The parts are -1, 0 and 1, so all that is added is exact in bfloat16.
+NUM_SUMS = 64
+EPS = 1e-6
+TIMEOUT = timedelta(seconds=60)
+
+
+class Sums:
+    """The parts and the results of both ranks.
+
+    Args:
+        num_rows: of a part, of so much hidden size.
+    """
+
+    def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype) -> None:
+        shape = num_rows, hidden_size
+        self.parts = [torch.randint(-1, 2, shape).to(dtype) for _ in range(NUM_RANKS)]
+        self.weight = torch.rand(hidden_size) + 0.5
+        self._residuals = [
+            torch.zeros_like(part) for part in self.parts
+        ]  # recordings keep no input
+        self._sizes = ExchangeSizes(NUM_RANKS, self.parts[0].nbytes)
+        self._memory = mmap.mmap(-1, self._sizes.num_bytes)
+
+    def recorded(self, rank: int) -> Callable[[], Tensor]:
+        """Return a call of `NUM_SUMS` sums, each with residual and norm, on this rank."""
+        exchange = RankExchange(rank, self._sizes, self._memory)
+        x_TE, y_TE = self._residuals[rank], self.parts[rank]
+
+        def step() -> Tensor:
+            z_TE = x_TE
+            for _ in range(NUM_SUMS):
+                z_TE = exchange.fused_add_rms_norm(x_TE, y_TE, self.weight, eps=EPS)
+            return z_TE
+
+        recording = Recording(Arena(), (x_TE, y_TE), step)
+
+        def call() -> Tensor:
+            recording.replay()
+            exchange.check()
+            return recording.result
+
+        return call
+
+    def by_gloo(self, rank: int, store: Any) -> Callable[[], Tensor]:
+        """Return a call of one sum by gloo on this rank: no residual, no norm."""
+        group: Any = dist.ProcessGroupGloo(store, rank, NUM_RANKS, timeout=TIMEOUT)
+        y_TE = torch.empty_like(self.parts[rank])
+
+        def call() -> Tensor:
+            y_TE.copy_(self.parts[rank])
+            group.allreduce([y_TE]).wait()
+            return y_TE
+
+        return call
+
+    def normed_reference(self) -> Tensor:
+        """Return the norm of the residual after the first `NUM_SUMS` sums."""
+        x = NUM_SUMS * self.sum_reference()
+        return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weight.double()
+
+    def sum_reference(self) -> Tensor:
+        return sum((part.double() for part in self.parts), torch.zeros(()))
+
+
+@contextmanager
+def both(make: Callable[[int], Callable[[], Tensor]]) -> Generator[Callable[[], Tensor]]:
+    """Yield the first rank's call; the second repeats its own in a thread."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of each rank: there are as many ranks as cores, or more
+    num_calls = [0, math.inf]  # of the first rank, and of the second in all
+
+    def repeat() -> None:
+        torch.set_num_threads(1)
+        call, done = make(1), 0
+        while done < num_calls[1]:
+            call()
+            done += 1
+
+    other = threading.Thread(target=repeat, daemon=True)
+    try:
+        other.start()
+        call = make(0)
+
+        def counted() -> Tensor:
+            num_calls[0] += 1
+            return call()
+
+        yield counted
+        num_calls[1] = num_calls[0] + 1  # in which the other may be already
+        counted()
+        other.join()
+    finally:
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,55 @@
+"""`trouper bench ranks`: a model by tensor-parallel ranks, beside one process with as many threads."""
+
+from typing import Annotated, Any
+
+import typer
+
+from trouper.config.args import EngineArgs
+from trouper.frontends.cli.bench.options import ReportOptions
+from trouper.frontends.cli.options import expand_options, integers
+
+
+@expand_options
+def ranks(
+    ctx: typer.Context,
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="Folder, hub id, or a geometry with random weights."),
+    ] = "qwen3-0.6b",
+    load_format: Annotated[
+        str, typer.Option(help="auto for a folder; dummy for random weights of a geometry.")
+    ] = "dummy",
+    dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16",
+    ranks: Annotated[int, typer.Option(min=2, help="Number of tensor-parallel ranks.")] = 2,
+    prompt_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the prompt.")] = 512,
+    rows: Annotated[
+        Any,
+        typer.Option(parser=integers, metavar="N,N,…", help="Numbers of sequences that decode."),
+    ] = "1,32",
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each of them.")] = 32,
+    num_iters: Annotated[int, typer.Option(min=1, help="Rounds of each engine, in turn.")] = 3,
+    *,
+    report: ReportOptions,
+) -> None:
+    """Measure a prompt and decode steps by ranks, beside one process on the same cores."""
+    from trouper.bench import ranks as core
+
+    report.check()
+    args = EngineArgs(model=model, load_format=load_format, dtype=dtype, skip_tokenizer_init=True)
+    whole, cut = core.configs(args, ranks, prompt_tokens, max(rows), output_tokens)
+    records = core.measure_both(
+        whole,
+        cut,
+        num_prompt_tokens=prompt_tokens,
+        rows=rows,
+        num_outputs=output_tokens,
+        num_rounds=num_iters,
+    )
+    report.finish(ctx, {"results": records}, map(_line, records))
+
+
+def _line(record: dict[str, Any]) -> str:
+    return (
+        f"{record['what']:20} one process {1000 * record['one_process_s']:.1f} ms, "
+        f"{record['num_ranks']} ranks {1000 * record['ranks_s']:.1f} ms, {record['ratio']:.2f} of its speed"
+    )
