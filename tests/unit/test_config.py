@@ -168,6 +168,20 @@ def test_lengths_may_be_written_for_people(folder, wished, length):
     assert resolve(EngineArgs(folder(), max_model_len=wished)).max_model_len == length
 
 
+@pytest.mark.parametrize(("num_ranks", "length"), [(1, 1024), (2, 2048), (4, 4096), (8, 4096)])
+def test_the_longest_sequence_is_what_a_rank_has_memory_for(folder, num_ranks, length):
+    """Four KV heads: two ranks keep the same one where there are eight."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "hidden_size": 128}  # fmt: skip
+    args = EngineArgs(
+        folder({**CONFIG, **sizes}),
+        dtype="bfloat16",
+        max_model_len="auto",
+        kv_cache_memory_bytes=1024 * 2 * 2 * 4 * 16 * 2,
+        tensor_parallel_size=num_ranks,
+    )
+    assert resolve(args).max_model_len == length
+
+
 @pytest.mark.parametrize("name", DTYPES)
 def test_dtypes_have_vllms_names(folder, name):
     assert resolve(EngineArgs(folder(), dtype=name)).dtype == DTYPES[name]

@@ -333,13 +333,14 @@ def concrete_dtype(wanted: str, model: ModelConfig) -> str:
     return DTYPES[name]
 
 
-def kv_bytes_per_token(model: ModelConfig, dtype: str) -> int | None:
-    """Compute the bytes of one token's keys and values; None when config.json does not say."""
+def kv_bytes_per_token(model: ModelConfig, dtype: str, num_ranks: int = 1) -> int | None:
+    """Compute the bytes that one rank keeps of a token's keys and values; None when config.json does not say."""
     config = model.hf_config
     try:
         num_heads = int(config["num_attention_heads"])
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
+        num_kv_heads = -(-num_kv_heads // num_ranks)
         return int(config["num_hidden_layers"]) * 2 * num_kv_heads * head_dim * ITEM_BYTES[dtype]
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None

@@ -180,7 +180,7 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         kv_cache_bytes = _kv_cache_bytes()
     speculation = speculative_config(args.speculative_config, device, pools=pooler is not None)
     draft = draft_model(args, model, speculation)
-    token_bytes = kv_bytes_per_token(model, dtype)
+    token_bytes = kv_bytes_per_token(model, dtype, args.tensor_parallel_size)
     if draft is not None and token_bytes is not None:
         token_bytes += kv_bytes_per_token(draft, dtype) or 0
     block_bytes = None if token_bytes is None else token_bytes * block_size
