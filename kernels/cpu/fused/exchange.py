@@ -10,7 +10,7 @@ Memory of one rank alone, the state: exchanges that are done, the step, what was
 
 Laws:
   * Parts lie in two places in turn. A rank writes exchange n + 2 when it has read n + 1, for which every rank has written,
-    and a rank writes n + 1 when it has read n: so no part is overwritten that is still read.
+    and a rank writes n + 1 when it has read n: so no part is overwritten that is still read (`tests/simulation/rank_protocol.py` visits all interleavings).
   * All ranks do the same exchanges in the same order. Each has a label, made of its step and its size. Another label under
     the same number, or a rank that is two exchanges ahead, is the proof that they do not: then nothing is waited for any more, and the
     group says what it found (`RankExchange.check`).
