@@ -28,6 +28,21 @@ def test_what_is_loaded_ahead_is_what_torch_then_uses():
     assert done.stdout == b"3.0\n", done.stderr
 
 
+ENDS_AT_ONCE = """
+import atexit
+from trouper.actors.executor.devices.torch_libraries import load_ahead
+thread = load_ahead()
+atexit.register(lambda: print(thread.is_alive()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_that_ends_meanwhile_waits_for_the_libraries():
+    """Or it would destroy their globals while they are made: an abort, or a segmentation fault."""
+    done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, b"False\n"), done.stderr
+
+
 def test_without_such_libraries_nothing_is_done(monkeypatch):
     monkeypatch.setattr(torch_libraries, "find_spec", lambda _: None)
     monkeypatch.setattr(os, "environ", environment := {})

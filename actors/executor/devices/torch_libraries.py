@@ -39,7 +39,9 @@ def load_ahead() -> Thread | None:
     if folder is None or not all((folder / name).is_file() for name in LIBRARIES):
         return None
     set_torch_environment()
-    thread = Thread(target=_open, args=(folder,), name="trouper-libraries", daemon=True)
+    # no daemon: a process that ends at once, for a mistake on its command line, waits until the libraries have made their
+    # globals, which it destroys at its end
+    thread = Thread(target=_open, args=(folder,), name="trouper-libraries")
     thread.start()
     return thread
 
