@@ -11,6 +11,7 @@ import argparse
 import random
 import time
 from collections import deque
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from trouper.actors.messages.plans import NewSequence, StepPlan
@@ -45,9 +46,11 @@ class Rules(NamedTuple):
 class Scenario:
     """One drawn pipeline, with its requests."""
 
+    NUM_STAGES = (2, 2, 3, 3, 4)
+
     def __init__(self, seed: int) -> None:
         dice = self.dice = random.Random(seed)
-        self.num_stages = dice.choice((2, 2, 3, 3, 4))
+        self.num_stages = dice.choice(self.NUM_STAGES)
         self.hidden_entries = dice.choice((1, 2))
         self.slow_stage = dice.choice((None, *range(self.num_stages)))
         self.kill_share = dice.choice((0.0, 0.0, 0.002))
@@ -67,6 +70,26 @@ class Scenario:
         self.requests = [self._request(id) for id in range(dice.randint(1, 10))]
         self.aborts = {id: dice.random() < 0.25 for id in range(len(self.requests))}
 
+    def expected_tokens(self, request: Admit) -> list[int]:
+        """Compute the tokens of a request alone, without blocks, steps or rings."""
+        tokens, memory = list(request.prompt_token_ids), {}
+        num_prompt = len(tokens)
+        end = min(num_prompt + (request.params.max_tokens or 0), self.config.max_model_len)
+        position = 0
+        while len(tokens) < end:
+            given = tokens[position]
+            for stage in range(self.num_stages):
+                given = self.stage_value(stage, given, memory)
+            position += 1
+            if position == len(tokens):
+                tokens.append(given % VOCABULARY)
+        return tokens[num_prompt:]
+
+    def stage_value(self, stage: int, given: int, memory: dict[Hashable, int]) -> int:
+        """Return a stage's value of the next position of a sequence; `memory` is of its positions before."""
+        memory[stage] = mixed(stage, given, memory.get(stage, 0))
+        return memory[stage]
+
     def _request(self, id: int) -> Admit:
         dice = self.dice
         prompt = [dice.randrange(3)] * dice.choice((0, 0, 6)) + [
@@ -83,25 +106,9 @@ class Scenario:
         )
 
 
-def mixed(stage: int, given: int, before: int) -> int:
+def mixed(stage: Hashable, given: int, before: int) -> int:
     """Return a stage's value of a position."""
     return hash((stage, given, before)) & 0xFFFFFFFF
-
-
-def expected_tokens(scenario: Scenario, request: Admit) -> list[int]:
-    """Compute the tokens of a request alone, without blocks, steps or rings."""
-    tokens, values = list(request.prompt_token_ids), [0] * scenario.num_stages
-    num_prompt = len(tokens)
-    end = min(num_prompt + (request.params.max_tokens or 0), scenario.config.max_model_len)
-    position = 0
-    while len(tokens) < end:
-        given = tokens[position]
-        for stage in range(scenario.num_stages):
-            given = values[stage] = mixed(stage, given, values[stage])
-        position += 1
-        if position == len(tokens):
-            tokens.append(given % VOCABULARY)
-    return tokens[num_prompt:]
 
 
 class SimulatedStage:
@@ -144,10 +151,16 @@ class SimulatedStage:
                     self.tokens[row][position] if given is None else given[entry][position - start]
                 )
                 before = self._cache.get(self._place_of(row, position - 1), -1) if position else 0
-                values.append(mixed(self.index, value, before))
-                self._cache[self._place_of(row, position)] = values[-1]
+                kept, value = self.value_of(value, before)
+                self._cache[self._place_of(row, position)] = kept
+                values.append(value)
             found.append(values)
         return found
+
+    def value_of(self, given: int, before: int) -> tuple[int, int]:
+        """Return what is kept of a position, and what is passed on."""
+        value = mixed(self.index, given, before)
+        return value, value
 
     def _place_of(self, row: int, position: int) -> tuple[int, int]:
         return self._tables[row][position // self._block_size], position % self._block_size
@@ -160,8 +173,10 @@ class StagesWorld:
         SimulationFault: a deadlock, a wrong token, an end too many, or a row planned before its turn.
     """
 
-    def __init__(self, seed: int, rules: Rules | None = None) -> None:
-        self._scenario = scenario = Scenario(seed)
+    def __init__(
+        self, seed: int, rules: Rules | None = None, scenario: Scenario | None = None
+    ) -> None:
+        self._scenario = scenario = scenario or Scenario(seed)
         self._dice, self._rules = scenario.dice, rules or Rules()
         blocks = KVBlocks(scenario.num_blocks + 1, scenario.block_size, scenario.prefix_caching)
         self.policy = Policy(scenario.config, blocks)
@@ -331,7 +346,7 @@ class StagesWorld:
         if len(self._ends) < len(scenario.requests):
             raise SimulationFault(f"deadlock: {self.policy}, {self._feedback}, {self._token_ring}")
         for request in scenario.requests:
-            found, wanted = self._outputs.get(request.id, []), expected_tokens(scenario, request)
+            found, wanted = self._outputs.get(request.id, []), scenario.expected_tokens(request)
             is_whole = self._ends[request.id] == "length"
             if found != (wanted if is_whole else wanted[: len(found)]):
                 raise SimulationFault(f"request {request.id} got {found}, not {wanted}")
