@@ -247,9 +247,23 @@ class CoreBuilder:
             leave_unless(piece < (self.num_pieces if count is None else count))
             yield piece
 
-    def fetch_add(self, where: Pointer, count: int, ordering: str = "seq_cst") -> Value:
+    def runs_of_pieces(self, num_threads: Value) -> Iterator[Value]:
+        """Take pieces of work, as `pieces` does, but in runs of neighbours: long ones first, then shorter ones.
+
+        For memory that is read once: a processor fetches it ahead of a thread that goes on where it was.
+        """
+        count = self.num_pieces
+        with self._repeated() as leave_unless:
+            left = count - self.fetch(self._arguments)
+            least = self.maximum(count // (num_threads * 8), 1)
+            length = self.maximum(left * 3 // (num_threads * 4), least)
+            first = self.fetch_add(self._arguments, length, "monotonic")
+            leave_unless(first < count)
+            yield from self.loop(first, self.minimum(first + length, count))
+
+    def fetch_add(self, where: Pointer, count: Operand, ordering: str = "seq_cst") -> Value:
         """Add to memory atomically; return the number before."""
-        return Value(self, self.builder.atomic_rmw("add", where.ir, I64(count), ordering))
+        return Value(self, self.builder.atomic_rmw("add", where.ir, self.i64(count).ir, ordering))
 
     def fetch(self, where: Pointer) -> Value:
         return Value(self, self.builder.load_atomic(where.ir, "seq_cst", align=8, typ=I64))

@@ -62,10 +62,11 @@ def byte_matmul(
     shape, num_rows, before = BYTE_BLOCKING, work.num_rows, 0
     for block in shape.few:
         with code.when((num_rows > before) & (num_rows <= block.rows)):
-            for piece in code.pieces():
+            for piece in code.runs_of_pieces(work.num_threads):
                 work.block(piece * block.panels, code.i64(0), block.rows)
         before = block.rows
     with code.when(num_rows > before):
+        work.num_between = work.num_threads - 1
         rows = shape.many.rows
         for panel, first, stop in pieces_of_many(code, shape.many, num_rows, work.num_panels):
             for row in code.loop(first, stop, rows):
@@ -83,7 +84,8 @@ class _Bytes:
         group: int,
     ) -> None:
         x, records, q, s, z, m, bias, y, *sizes = code.arguments(13)
-        self.num_rows, self._pairs, self.num_panels, self._length, self._num_threads = sizes
+        self.num_rows, self._pairs, self.num_panels, self._length, self.num_threads = sizes
+        self.num_between = code.i64(0)  # see `PanelStream`: few rows take runs of pieces
         self._code, self._fmt, self._bias, self._group = code, fmt, bias, group // 2
         self._x, self._records = code.pointer(x, "i32"), code.pointer(records, "i32")
         self._q, self._scales = code.pointer(q, "i32"), code.pointer(s, scale_kind)
@@ -131,7 +133,7 @@ class _Bytes:
         return LANES * (1 if self._fmt == "int4" else 2)
 
     def _stream(self, start: Pointer, panel: Value, length: int, count: Value) -> PanelStream:
-        return PanelStream(start, panel, length, count, self._num_threads)
+        return PanelStream(start, panel, length, count, self.num_between)
 
     def _sums(
         self,

@@ -83,11 +83,12 @@ def quantized_matmul(
         for block in shape.few:
             with code.when((num_rows > before) & (num_rows <= block.rows)):
                 work.begin_few(block.rows)
-                for piece in code.pieces():
+                for piece in code.runs_of_pieces(work.num_threads):
                     at_panel = work.panels(piece * block.panels, block.panels)
                     work.block(at_panel, code.i64(0), block.rows)
             before = block.rows
         with code.when(num_rows > before):
+            work.num_between = work.num_threads - 1
             panels, rows, _ = shape.many
             mine = work.scratch_of(code.thread())
             kept = [KeptPanel(mine + p * work.pairs * LANES) for p in range(panels)]
@@ -110,6 +111,7 @@ class _Work(ABC):
         x, stride, q, s, z, m, bias, y, *sizes, scratch, bytes_each = code.arguments(15)
         self.addresses = x, stride, bias, y
         self.num_rows, self.pairs, self.num_panels, self.length, self.num_threads = sizes
+        self.num_between = code.i64(0)  # see `PanelStream`: few rows take runs of pieces
         self.num_groups = self.pairs // self.length
         self.code, self.fmt = code, fmt
         self.q, self.scales = code.pointer(q, "i8"), code.pointer(s, scale_kind)
@@ -131,25 +133,25 @@ class _Work(ABC):
             panel,
             LANES * (1 if self.fmt == "int4" else 2),
             steps,
-            self.num_threads,
+            self.num_between,
         )
         if self.fmt == "int8":
             return BytePanel(self.code, q)
         zeros = self.zeros and PanelStream(
-            self.zeros, panel, LANES, self.num_groups, self.num_threads
+            self.zeros, panel, LANES, self.num_groups, self.num_between
         )
         return NibblePanel(self.code, q, zeros)
 
     def scales_of(self, at_panel: list[Value]) -> "list[PanelStream]":
         return [
-            PanelStream(self.scales, p, LANES, self.num_groups, self.num_threads) for p in at_panel
+            PanelStream(self.scales, p, LANES, self.num_groups, self.num_between) for p in at_panel
         ]
 
     def minima_of(self, at_panel: list[Value]) -> "list[PanelStream]":
         if self.minima is None:
             return []
         return [
-            PanelStream(self.minima, p, LANES, self.num_groups, self.num_threads) for p in at_panel
+            PanelStream(self.minima, p, LANES, self.num_groups, self.num_between) for p in at_panel
         ]
 
     def begun(self) -> "contextlib.AbstractContextManager[None]":

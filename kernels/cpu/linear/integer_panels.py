@@ -25,10 +25,11 @@ class PanelStream:
     """Data of a panel for each step or group, side by side with the other panels'."""
 
     def __init__(
-        self, start: Pointer, panel: Value, length: int, count: Value, num_threads: Value
+        self, start: Pointer, panel: Value, length: int, count: Value, num_between: Value
     ) -> None:
+        """Describe the stream; its thread will probably take the panels next that come behind `num_between` others."""
         self._own = start + (panel // PANELS * (count * PANELS) + panel % PANELS) * length
-        self._stride, self._count, self._num_threads = length * PANELS, count, num_threads
+        self._stride, self._count, self._num_between = length * PANELS, count, num_between
 
     def at(self, i: Value, more: int = 0) -> Pointer:
         """Return the address of entry i + more."""
@@ -41,7 +42,7 @@ class PanelStream:
     def ask(self, i: Value, ahead: int, more: int = 0) -> None:
         """Prefetch a later entry, or one of the panels that this thread will probably take next."""
         later = i + ahead
-        beyond = later + (self._num_threads - 1) * self._count
+        beyond = later + self._num_between * self._count
         there = self.at(later.code.select(later < self._count, later, beyond), more)
         for line in range(0, self._stride // PANELS, LINE // 4):
             there.prefetch(line)

@@ -128,3 +128,22 @@ def test_bfloat16_is_rounded_to_nearest_even_and_keeps_what_is_no_number():
     y = torch.zeros(x.shape, dtype=torch.bfloat16)
     run(kernel, x.numpy(), y.view(torch.int16).numpy(), num_pieces=64)
     torch.testing.assert_close(y, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 16])
+@pytest.mark.parametrize("num_pieces", [1, 2, 7, 64, 100])
+def test_runs_of_pieces_take_each_piece_once_in_order_on_one_thread(num_pieces, num_threads):
+    def kernel(code):
+        order, counters, threads = code.arguments(3)
+        order, counters = code.pointer(order, "i64"), code.pointer(counters, "i64")
+        for piece in code.runs_of_pieces(threads):
+            order[code.fetch_add(counters, 1)] = piece
+
+    order, counters = np.full(num_pieces, -1, np.int64), np.zeros(1, np.int64)
+    launched = compiled.__wrapped__(kernel)
+    launched(num_pieces, order.ctypes.data, counters.ctypes.data, num_threads)
+    assert order.tolist() == list(range(num_pieces))
+    counters[:] = 0
+    launched(num_pieces, order.ctypes.data, counters.ctypes.data, num_threads, num_threads=2)
+    assert counters[0] == num_pieces
+    assert sorted(order.tolist()) == list(range(num_pieces))
