@@ -169,6 +169,10 @@ class RankExchange:
                 num_threads=num_threads_for(length),
             )
 
+    def max_logits_rows(self, vocab_size: int) -> int:
+        """Return how many rows of logits the sheet has room for."""
+        return self._sizes.sheet_numbers // vocab_size
+
     def gather_logits(
         self, product_RW: Tensor, first: int, vocab_size: int, scale: float, cap: float | None
     ) -> Tensor:

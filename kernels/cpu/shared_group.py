@@ -83,10 +83,17 @@ class SharedGroup:
         )
 
     def finish_logits(self, product_RW: Tensor, scale: float, cap: float | None) -> Tensor:
-        share = self._share
-        return self.exchange.gather_logits(
-            product_RW, share.first_logit, share.vocab_size, scale, cap
-        )
+        """Put the columns of all ranks side by side; more rows than the sheet has are copied from it in turns."""
+        first, vocab_size = self._share.first_logit, self._share.vocab_size
+        length, at_once = len(product_RW), self.exchange.max_logits_rows(vocab_size)
+        if length <= at_once:
+            return self.exchange.gather_logits(product_RW, first, vocab_size, scale, cap)
+        logits_RV = torch.empty((length, vocab_size), dtype=torch.float32)
+        for begin in range(0, length, at_once):
+            rows = product_RW[begin : begin + at_once]
+            part_RV = self.exchange.gather_logits(rows, first, vocab_size, scale, cap)
+            logits_RV[begin : begin + len(rows)] = part_RV
+        return logits_RV
 
     def _float32(self, weight: Tensor) -> Tensor:
         if weight.dtype == torch.float32 and weight.is_contiguous():

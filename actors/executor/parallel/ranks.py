@@ -28,9 +28,8 @@ from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
 
-# Rows of logits that are read at once: of sequences that sample, or of a prompt's tokens (`decoder.LOGITS_AT_ONCE`).
-MIN_SHEET_ROWS = 256
-# A recorded step has the logits of all of its rows, at most `recorded_steps.MAX_LOGITS` numbers.
+# A recorded step has the logits of all of its rows, at most `recorded_steps.MAX_LOGITS` numbers.  Any other may have more rows
+# than the sheet, as for the logprobs of a prompt, and has them in turns.
 MIN_SHEET_NUMBERS = 2**23
 
 
@@ -76,8 +75,7 @@ def group_sizes(config: EngineConfig, model: ModelSizes, stage: int) -> Exchange
     """Return the sizes of what the ranks of a stage share; only those of the last one have logits."""
     scheduler, sheet = config.scheduler, 0
     if stage == config.num_stages - 1:
-        rows = max(scheduler.max_num_seqs, MIN_SHEET_ROWS)
-        sheet = max(rows * model.vocab_size, MIN_SHEET_NUMBERS)
+        sheet = max(scheduler.max_num_seqs * model.vocab_size, MIN_SHEET_NUMBERS)
     rows = scheduler.max_num_scheduled_tokens
     part = rows * max(model.hidden_size * ITEM_BYTES[config.dtype], 64)  # at least a vote
     return ExchangeSizes(config.tensor_parallel_size, part, sheet)

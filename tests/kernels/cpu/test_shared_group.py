@@ -92,6 +92,19 @@ def test_ranks_together_compute_what_one_device_does():
         torch.testing.assert_close(both, want, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.skipif(not units.can_multiply(), reason="needs compiled kernels")
+def test_more_rows_of_logits_than_the_sheet_has_come_in_turns():
+    torch.manual_seed(0)
+    product = torch.randn(11, 40)  # the sheet has four rows
+
+    def rank(number, ops):
+        own = product[:, slice(24) if number == 0 else slice(24, 40)].contiguous()
+        return ops.finish_logits(own, 2.0, None)
+
+    for found in run_ranks(rank):
+        torch.testing.assert_close(found, 2 * product)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"hidden_size": 40}, "float32 rows of 40"), ({"dtype": torch.float16}, "float16 rows of 64")],
