@@ -103,9 +103,16 @@ async def outputs_of(engine, adapters=(None,), *, at_token=None, do=None):
     return found
 
 
-@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_stages", "num_ranks"),
+    [
+        (1, 1),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+    ],
+)
 async def test_grammars_budgets_and_adapters_go_on_with_the_same_tokens_when_the_worker_dies(
-    num_stages, adapters
+    num_stages, num_ranks, adapters
 ):
     """The adapters' files are gone by then."""
     of_all = [None, *adapters]
@@ -115,6 +122,7 @@ async def test_grammars_budgets_and_adapters_go_on_with_the_same_tokens_when_the
     assert len({text for text, _ in expected.values()}) == len(expected)
     assert re.fullmatch("[0-9]+", expected["regex", 0][0])
     options["pipeline_parallel_size"] = num_stages
+    options["tensor_parallel_size"] = num_ranks
     async with an_engine("process", **options) as (engine, crew):
 
         def kill():
@@ -124,7 +132,7 @@ async def test_grammars_budgets_and_adapters_go_on_with_the_same_tokens_when_the
 
         assert await outputs_of(engine, of_all, at_token=8, do=kill) == expected
         assert await engine.adapters.load(adapters[0]) is False
-    assert len(crew.peers) == 2 * num_stages
+    assert len(crew.peers) == 2 * num_stages * num_ranks
 
 
 @pytest.mark.slow
