@@ -29,8 +29,9 @@ NUM_DONE, STEP, FAILED, THEIR_NUMBER, THEIR_LABEL, OUR_LABEL = range(6)  # of th
 NUM_WRITTEN, NUM_READ = LINE, 2 * LINE
 STATE = 3 * LINE
 LABEL_BITS = 24  # of the number of rows
-# Measured, two ranks on two cores, 56 sums a step of one row: a peer is late by 1 to 30 µs, and a sleeper by 60 more.
-PAUSES, YIELDS = 1000, 200
+# A peer is late by 1 to 30 µs.  A thread that spins or yields longer spends the share of the processor that it needs when the part is
+# there: beside four busy loops on two cores, the demo model's steps of 8 rows took twice as long with 200 yields as with 20.
+PAUSES, YIELDS = 500, 20
 FUTEX, SCHED_YIELD = {"x86_64": (202, 24)}.get(platform.machine(), (98, 124))  # Linux's numbers
 WAIT, WAKE, ALL_THREADS = 0, 1, 2**30  # among the threads of all processes
 
