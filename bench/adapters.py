@@ -1,9 +1,12 @@
 """Measure what adapters cost: tokens a second with them beside the base model's, in turn.
 
     python -m trouper.bench.adapters [--model qwen3-0.6b] [--adapters 8] [--rank 16] [--output FILE.json]
+    python -m trouper.bench.adapters --model FOLDER --load-format auto --vllm-python PYTHON
 
 Random adapters change every projection.  Both engines are open at once and take the requests in turn, so a machine that
-is disturbed disturbs both; the ratio is that of the medians.
+is disturbed disturbs both; the ratio is that of the medians.  With the interpreter of an environment that has vLLM the batch
+with adapters is measured beside vLLM's instead, each engine in a process that is stopped while the other runs; vLLM
+reads a folder.
 """
 
 import argparse
@@ -22,8 +25,11 @@ from torch import Tensor
 from trouper import LLM, LoRARequest, SamplingParams, TokensPrompt
 from trouper.actors.executor.models.parameters import layer_parameters
 from trouper.actors.executor.models.registry import decoder_traits
+from trouper.bench import peers
 from trouper.bench.report import about, write
+from trouper.config.args import EngineArgs
 from trouper.config.model import ModelConfig
+from trouper.config.resolve import resolve
 
 CASES = {"one stream": 1, "a batch": 16}  # requests, of which the batch has all adapters
 
@@ -38,16 +44,53 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quantization")
+    parser.add_argument("--vllm-python", help="Interpreter of an environment with vLLM.")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        results = measure(options, Path(folder))
+        if options.vllm_python:
+            results = beside_vllm(options, Path(folder))
+            print(json.dumps(results))
+        else:
+            results = measure(options, Path(folder))
+            _show(results)
+    if options.output:
+        write(str(options.output), {"about": about(sys.argv[1:]), "results": results})
+
+
+def _show(results: dict[str, Any]) -> None:
     print(f"{'':14}{'requests':>9}{'base tok/s':>12}{'adapters':>10}{'ratio':>8}")
     for name, record in results.items():
         figures = f"{record['base_tokens_per_s']:12.1f}{record['adapters_tokens_per_s']:10.1f}"
         print(f"{name:14}{record['num_requests']:9}{figures}{record['ratio']:8.3f}")
-    if options.output:
-        write(str(options.output), {"about": about(sys.argv[1:]), "results": results})
+
+
+def beside_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Output tokens a second of the batch with adapters in both engines, and how many times as fast trouper is."""
+    config = resolve(EngineArgs(options.model, load_format=options.load_format), offline=True)
+    numbers = range(1, options.adapters + 1)
+    paths = [write_adapter(folder / str(i), config.model, options.rank, i) for i in numbers]
+    settings = peers.Settings(
+        model=config.model.path,
+        dtype="bfloat16",
+        peers=("vllm",),
+        pythons={"vllm": options.vllm_python},
+        load_format=options.load_format,
+        adapters=tuple(paths),
+        rank=options.rank,
+    )
+    work = peers.Workload(CASES["a batch"], options.input_len, options.output_len)
+    record = peers.compare(settings, [work], options.rounds, range(3, 1000))
+    found = {result["engine"]: result for result in record["results"]}
+    return {
+        "num_requests": work.num,
+        "num_adapters": len(paths),
+        "rank": options.rank,
+        "trouper_tok_s": found["trouper"]["output_tok_s"],
+        "vllm_tok_s": found["vllm"]["output_tok_s"],
+        "ratio": found["vllm"]["trouper_is"],
+        "vllm": record["engines"]["vllm"],
+    }
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -85,7 +128,8 @@ def write_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> str
                     tensors[f"{module}.lora_{side}.weight"] = matrix
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+    modules = sorted({name.split(".")[-3] for name in tensors})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return str(folder)
 

@@ -72,6 +72,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     llama_batched_bench: str | None = None
     threads: int = 1
     load_format: str = "auto"
+    adapters: tuple[str, ...] = ()  # folders, which the prompts of vLLM and trouper take in turn
+    rank: int = 16  # of the largest of them
 
     def engines(self) -> list[str]:
         """Raises TrouperValidationError or UnsupportedFeatureError for one that was asked for and cannot run."""
@@ -218,6 +220,8 @@ def started(
         "threads": settings.threads,
         "quantization": settings.quantization if name == "trouper" else None,
         "load_format": settings.load_format,
+        "adapters": settings.adapters,
+        "rank": settings.rank,
     }
     if name == "llama.cpp" and settings.llama_batched_bench:
         yield LlamaBinary(settings.llama_batched_bench, options)

@@ -1,12 +1,13 @@
 """One engine in a process of its own: workloads on stdin, figures on stdout, both in lines of JSON.
 
     python runner.py trouper|vllm|llama.cpp|transformers|transformers-cb    then, on stdin:
-    {"model": …, "dtype": …, "max_model_len": …, "max_num_seqs": …, "threads": …, "load_format": …} -> {"version": …}
+    {"model": …, "dtype": …, "max_model_len": …, "max_num_seqs": …, "threads": …, "load_format": …, "adapters": [folder, …], "rank": …}
+                                                                           -> {"version": …}
     {"prompts": [[1, 2, …], …], "output_len": …}     any number of times  -> {"seconds": …, "num_output_tokens": …}
 
 Stands alone, on the standard library: peers run it by its path, in environments without trouper.
 All of them decode greedily, past the end token, and caches no prefix.  For transformers-cb, its continuous
-batching, `output_len` may be a list, one for each prompt.
+batching, `output_len` may be a list, one for each prompt.  Prompts of vLLM and trouper take the adapters in turn, if there are any.
 """
 
 import json
@@ -37,12 +38,28 @@ class Offline:
             enable_prefix_caching=False,
             quantization=options.get("quantization"),
             load_format=options["load_format"],
+            **self._with_adapters(api, options),
         )
+
+    def _with_adapters(self, api: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Name the adapters, and return the engine's options for them."""
+        folders = options.get("adapters") or []
+        self._adapters: list[Any] = []
+        if not folders:
+            return {}
+        kind = import_module("vllm.lora.request" if api == "vllm" else api).LoRARequest
+        self._adapters = [kind(f"adapter-{i}", i, path) for i, path in enumerate(folders, 1)]
+        rooms = {"max_loras": len(folders), "max_lora_rank": options["rank"]}
+        return {"enable_lora": True, **rooms}
 
     def generate(self, prompts: list[list[int]], output_len: int) -> int:
         params = self._params(temperature=0, max_tokens=output_len, ignore_eos=True)
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self._llm.generate(asked, params, use_tqdm=False)
+        chosen = [
+            self._adapters[i % len(self._adapters)]
+            for i in range(len(asked) if self._adapters else 0)
+        ]
+        outputs = self._llm.generate(asked, params, use_tqdm=False, lora_request=chosen or None)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
