@@ -14,7 +14,8 @@ import anyio
 import typer
 
 from trouper.config.args import EngineArgs
-from trouper.config.resolve import resolve
+from trouper.config.nodes import NodesConfig
+from trouper.config.resolve import EngineConfig, resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 from trouper.frontends.cli import output
@@ -282,18 +283,30 @@ def serve(
     engine_args.seed = options.seed
     # here, because it finds mistakes before torch is loaded
     resolved = resolve(engine_args, serves=True)
+    if engine_args.node_rank > 0 and resolved.nodes is not None:
+        _run_host(resolved, resolved.nodes, options)
+        return
     engine_args.device_worker = resolved.device_worker
     # As in `run_engine`: read when torch is loaded, and threads that spin would starve the event loop.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     is_process = resolved.device_worker == "process"
     # several inherit files, and processors are bound before torch is imported: the engine says to what
-    if is_process and resolved.num_workers == 1 and resolved.cpu_bind is None:
+    is_alone = is_process and resolved.num_workers == 1 and resolved.nodes is None
+    if is_alone and resolved.cpu_bind is None:
         from trouper.actors.executor.devices.launch_ahead import LaunchedAhead
 
         with LaunchedAhead() as launcher:
             _run(options, engine_args, launcher)
     else:
         _run(options, engine_args)
+
+
+def _run_host(config: EngineConfig, nodes: NodesConfig, options: ServerOptions) -> None:
+    from trouper.frontends.cli.host import run_host
+    from trouper.frontends.server.http.async_logging import log_lines
+
+    with log_lines("trouper", options.log_level):
+        anyio.run(run_host, config, nodes, backend=options.loop)
 
 
 def _run(

@@ -82,8 +82,10 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         config = await anyio.to_thread.run_sync(  # reads files, and may download
             lambda: resolve(self._args, offline=self._offline), limiter=anyio.CapacityLimiter(1)
         )
-        devices = _make_devices(config, self._launcher)
-        async with open_engine(config, devices, is_stepped=self._is_stepped) as engine:
+        async with (
+            _open_devices(config, self._launcher) as devices,
+            open_engine(config, devices, is_stepped=self._is_stepped) as engine,
+        ):
             self._engine = engine
             try:
                 yield self
@@ -361,15 +363,19 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             raise self.engine.dead_error
 
 
-def _make_devices(config: EngineConfig, launcher: Launcher) -> list[Device]:
+@asynccontextmanager
+async def _open_devices(config: EngineConfig, launcher: Launcher) -> AsyncGenerator[list[Device]]:
+    """Make a device for each replica, and listen for other machines while the block runs, if there are any."""
+    replicas = range(config.data_parallel_size)
     if config.device_worker == "inline":
-        return [ThreadedDevice(config)]
-    if config.data_parallel_size == 1:
-        return [ProcessDevice(config, launcher)]
-    return [
-        ProcessDevice(config, launcher, replica=replica)
-        for replica in range(config.data_parallel_size)
-    ]
+        yield [ThreadedDevice(config)]
+    elif config.nodes is None:
+        yield [ProcessDevice(config, launcher, replica=replica) for replica in replicas]
+    else:
+        from trouper.actors.executor.devices.nodes.open_crews import open_crews
+
+        async with open_crews(config, config.nodes) as crew_of:
+            yield [ProcessDevice(config, replica=r, crew=crew_of(r)) for r in replicas]
 
 
 AsyncLLM = AsyncLLMEngine

@@ -43,7 +43,12 @@ def _weights(config: EngineConfig, info: DeviceInfo) -> str:
 def _workers(config: EngineConfig) -> str:
     if config.device_worker == "inline":
         return "in the server's process"
-    num_replicas = config.data_parallel_size
+    num_replicas, nodes = config.data_parallel_size, config.nodes
+    where = (
+        "" if nodes is None
+        else " by Ray" if nodes.backend == "ray"
+        else f" on {nodes.num_nodes} machines"
+    )  # fmt: skip
     if config.workers_per_replica > 1:
         part = (
             "a stage" if config.tensor_parallel_size == 1
@@ -51,10 +56,11 @@ def _workers(config: EngineConfig) -> str:
             else "a rank of a stage"
         )  # fmt: skip
         whole = "the model" if num_replicas == 1 else "a replica"
-        return f"in {config.num_workers} worker processes, {part} of {whole} each"
+        num_workers = config.workers_per_replica * num_replicas
+        return f"in {num_workers} worker processes{where}, {part} of {whole} each"
     if num_replicas > 1:
-        return f"in {num_replicas} worker processes, a replica each"
-    return "in a worker process"
+        return f"in {num_replicas} worker processes{where}, a replica each"
+    return f"in a worker process{where}"
 
 
 def _kv_cache(config: EngineConfig, info: DeviceInfo) -> str:

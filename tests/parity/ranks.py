@@ -12,7 +12,7 @@ from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.cpu.stage_runner import StageRunner
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.models.sharding import Shard
-from trouper.actors.executor.parallel.ranks import ModelSizes, create_crew_files
+from trouper.actors.executor.parallel.ranks import CrewSizes, ModelSizes, create_crew_files
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
 from trouper.kernels.cpu.rank_exchange import RankExchange
 from trouper.kernels.cpu.shared_group import RankShare, SharedGroup
@@ -92,7 +92,9 @@ class WorkersInThreads(RanksInThreads):
             config, scheduler=scheduler, tensor_parallel_size=num_ranks
         )
         traits = decoder_traits(config.model.hf_config, config.model.architecture)
-        files = create_crew_files(config, ModelSizes(traits.hidden_size, traits.vocab_size))
+        files = create_crew_files(
+            CrewSizes.of(config, ModelSizes(traits.hidden_size, traits.vocab_size))
+        )
         self.pools = [ThreadPoolExecutor(1) for _ in files]
         # each worker closes its own, as if it had inherited them
         self.runners = [

@@ -9,6 +9,7 @@ import pytest
 from trouper.actors.executor.parallel import ranks
 from trouper.actors.executor.parallel.links import close_files
 from trouper.actors.executor.parallel.ranks import (
+    CrewSizes,
     ModelSizes,
     RankPlace,
     create_crew_files,
@@ -37,7 +38,7 @@ def crew(request):
     """The links of all workers."""
     before = num_open()
     config = config_of(*request.param)
-    files = create_crew_files(config, MODEL)
+    files = create_crew_files(CrewSizes.of(config, MODEL))
     links = [
         open_worker_links(worker, list(map(os.dup, mine)), config, MODEL.hidden_size)
         for worker, mine in enumerate(files)
@@ -99,8 +100,8 @@ def test_the_ranks_of_a_stage_share_one_memory_and_only_the_last_has_a_sheet(cre
 def test_too_little_memory_is_an_error_before_any_is_taken(monkeypatch):
     before = num_open()
     monkeypatch.setattr(ranks, "free_bytes", lambda: 1000)
-    with pytest.raises(DeviceStartError, match=r"the ranks share \d+ bytes .*, 1000 are free"):
-        create_crew_files(config_of(2, 1), MODEL)
+    with pytest.raises(DeviceStartError, match=r"the workers share \d+ bytes .*, 1000 are free"):
+        create_crew_files(CrewSizes.of(config_of(2, 1), MODEL))
     assert num_open() == before
 
 
@@ -117,5 +118,5 @@ def test_a_system_that_refuses_leaves_nothing_open(monkeypatch, name):
     before = num_open()
     monkeypatch.setattr(os, name, refusing)
     with pytest.raises(DeviceStartError, match="No space left"):
-        create_crew_files(config_of(2, 2), MODEL)
+        create_crew_files(CrewSizes.of(config_of(2, 2), MODEL))
     assert num_open() == before

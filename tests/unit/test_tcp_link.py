@@ -19,7 +19,7 @@ def tcp_pair():
 @pytest.fixture
 def ends():
     """The sender's side and the receiver's, with messages of at most 16 bytes."""
-    sides = [TcpLink(end.detach(), 16) for end in tcp_pair()]
+    sides = [TcpLink(end.detach(), 16, patience_s=0.0) for end in tcp_pair()]
     yield sides
     for side in sides:
         side.close()

@@ -18,11 +18,14 @@ AT_LEAST = {
     "max_num_queued_tokens": 0, "long_prefill_token_threshold": 0, "max_logprobs": -1,
     "shutdown_timeout": 0, "seed": -(2**63), "max_worker_restarts": 0,
     "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
+    "nnodes": 1, "node_rank": 0, "master_port": 1,
     "max_loras": 1, "max_lora_rank": 1, "max_cpu_loras": 1,
 }  # fmt: skip
 AT_MOST = {
     "seed": 2**63 - 1,
     "data_parallel_size": 64,
+    "nnodes": 64,
+    "master_port": 65535,
     "max_loras": 1024,
     "max_lora_rank": 1024,
     "max_cpu_loras": 1024,

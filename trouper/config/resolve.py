@@ -22,6 +22,7 @@ from trouper.config.model import (
     kv_bytes_per_token,
     tokenizer_path,
 )
+from trouper.config.nodes import NodesConfig, nodes_config
 from trouper.config.output_rules import (
     Marks,
     StructuredOutputsConfig,
@@ -94,6 +95,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: float | None = None  # None: learnt from the steps before
     tensor_parallel_size: int = 1  # ranks that share out each layer
     data_parallel_size: int = 1  # replicas of the model, each with a device of its own
+    nodes: NodesConfig | None = None  # None: all workers are on this machine
+    num_workers_here: int | None = None  # of a place that is not the front's
     layer_partition: tuple[int, ...] | None = None  # layers by stage; None: of equal cost
     cpu_bind: CpuBind | None = None  # processors by worker; None: those of this process
     batch_invariant: bool = False  # a request's bits do not depend on its neighbours
@@ -134,8 +137,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_workers(self) -> int:
-        """Processes that compute at once, and share out the machine's cores."""
-        return self.workers_per_replica * self.data_parallel_size
+        """Processes that compute at once on a machine, and share out its cores."""
+        if self.num_workers_here is not None:
+            return self.num_workers_here
+        num_nodes = 1 if self.nodes is None else self.nodes.num_nodes
+        return self.workers_per_replica * self.data_parallel_size // num_nodes
 
     @property
     def workers_per_replica(self) -> int:
@@ -173,6 +179,7 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
     sizes = [_check_workers(args, name, device, pooler) for name in SEVERAL_WORKERS]
     partition = _layer_partition(args, model)
     _check_ranks(args, model)
+    nodes = nodes_config(args, device)
     dtype = concrete_dtype(args.dtype, model)
     block_size = args.block_size or DEFAULT_BLOCK_SIZES[device]
     kv_cache_bytes = args.kv_cache_memory_bytes
@@ -192,7 +199,7 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
     if compresses is None:
         compresses = scheduler.max_num_seqs < COMPRESSED_ROWS
     device_worker = choose_device_worker(
-        "process" if max(sizes) > 1 else args.device_worker,
+        "process" if max(sizes) > 1 or nodes is not None else args.device_worker,
         can_be_chosen=serves and device == "cpu" and pooler is None,
     )
     return EngineConfig(
@@ -206,6 +213,7 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
         cpu_bind=read_cpu_bind(math.prod(sizes), is_inline=device_worker == "inline"),
         tensor_parallel_size=args.tensor_parallel_size,
         data_parallel_size=args.data_parallel_size,
+        nodes=nodes,
         layer_partition=partition,
         max_worker_restarts=args.max_worker_restarts,
         worker_restart_window_s=args.worker_restart_window,

@@ -7,7 +7,7 @@ from trouper.errors import UnsupportedFeatureError
 _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     (None, """
         logits_processors allowed_media_domains
-        mm_processor_kwargs limit_mm_per_prompt distributed_executor_backend
+        mm_processor_kwargs limit_mm_per_prompt
         max_cudagraph_capture_size compilation_config attention_backend
         default_mm_loras custom_histogram_buckets
         kv_events_config sleep_preserve_parameter_names sleep_mode_backend
@@ -41,11 +41,11 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     (4, "mm_processor_cache_gb"),
     (1, """
         prefill_schedule_interval
-        nnodes prefill_context_parallel_size decode_context_parallel_size
+        prefill_context_parallel_size decode_context_parallel_size
         dcp_kv_cache_interleave_size _api_process_count offload_num_in_group offload_prefetch_step
     """),
     (0, """
-        cpu_offload_gb node_rank ubatch_size _api_process_rank prefix_cache_retention_interval
+        cpu_offload_gb ubatch_size _api_process_rank prefix_cache_retention_interval
         offload_group_size mm_ipc_gpu_memory_gb mamba_cache_philox_rounds
     """),
     (False, """
@@ -71,8 +71,6 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
     ("raw_logprobs", "logprobs_mode"),
     (8, "safetensors_prefetch_num_threads"),
     (2**24, "safetensors_prefetch_block_size"),
-    ("127.0.0.1", "master_addr"),
-    (29501, "master_port"),
     ("mp", "data_parallel_backend"),
     ("allgather_reducescatter", "all2all_backend"),
     (32, "dbo_decode_token_threshold"),

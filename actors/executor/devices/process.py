@@ -17,6 +17,7 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
+from trouper.actors.executor.devices.crew_sizes import crew_sizes
 from trouper.actors.executor.devices.launch_local import CrewLauncher, Launcher, launch
 from trouper.actors.executor.devices.model_host import check_call, log_phase
 from trouper.actors.executor.devices.open_calls import OpenCalls
@@ -50,9 +51,8 @@ from trouper.actors.executor.devices.worker_link import (
     send_to_all,
     take_what_has_come,
 )
-from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.parallel.links import close_files
-from trouper.actors.executor.parallel.ranks import ModelSizes, create_crew_files
+from trouper.actors.executor.parallel.ranks import create_crew_files
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import DeviceBack, DeviceLost, PoolDone, StepDone, StepFailed
 from trouper.config.resolve import EngineConfig
@@ -261,8 +261,7 @@ class ProcessDevice:
         if config.workers_per_replica == 1:
             self._workers.append(WorkerLink(0, self._launcher(0)))
             return
-        traits = decoder_traits(config.model.hf_config, config.model.architecture)
-        files = create_crew_files(config, ModelSizes(traits.hidden_size, traits.vocab_size))
+        files = create_crew_files(crew_sizes(config))
         try:
             for rank, inherited in enumerate(files):
                 self._workers.append(WorkerLink(rank, self._launcher(rank, files=inherited)))
@@ -345,7 +344,7 @@ class ProcessDevice:
         step = self._plans[0].step if self._plans else None
         return Death(
             rank=self._first_number + rank, step=step, exit_status=end.status, hung_s=hung_s,
-            was_out_of_memory=end.was_out_of_memory, broken=broken, stderr=end.stderr,
+            was_out_of_memory=end.was_out_of_memory, was_machine_lost=end.was_machine_lost, broken=broken, stderr=end.stderr,
             num_workers=len(self._workers),
         )  # fmt: skip
 

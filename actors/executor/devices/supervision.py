@@ -152,6 +152,7 @@ class Death(msgspec.Struct, frozen=True):
     exit_status: int | None = None  # as `subprocess` has it: negative is a signal
     hung_s: float | None = None  # it was killed because a step took longer than this
     was_out_of_memory: bool = False  # the kernel's count of such kills has grown meanwhile
+    was_machine_lost: bool = False  # with all that was on it
     broken: str | None = None  # its own last message
     stderr: tuple[str, ...] = ()  # its last lines
     num_workers: int = 1  # of the device; of several it is not known which one hung
@@ -171,8 +172,10 @@ class Death(msgspec.Struct, frozen=True):
 
     @property
     def is_from_outside(self) -> bool:
-        """Whether another process has killed it: no code of its own sends SIGKILL."""
-        return self.cause == "signal" and self.exit_status == -signal.SIGKILL
+        """Whether no request can be the cause: its machine is gone, or it was killed, since no code of its own sends SIGKILL."""
+        return self.was_machine_lost or (
+            self.cause == "signal" and self.exit_status == -signal.SIGKILL
+        )
 
     def describe(self) -> str:
         """Tell it in one line, as in "worker 0 died of SIGSEGV in step 812: last line of its stderr"."""

@@ -1,4 +1,4 @@
-"""A device's process: `python -m trouper.actors.executor.devices.worker CONTROL PARENT [FILE …]`.
+"""A device's process: `python -m trouper.actors.executor.devices.worker [--place JSON] CONTROL PARENT [FILE …]`.
 
 CONTROL is the descriptor of a socket to the engine, PARENT the process that starts this one, each FILE belongs to the links between stages. The worker reads frames and answers them
 in order; the main thread owns the model. It ends with the engine by two guards that are set before torch is imported:
@@ -22,6 +22,7 @@ from typing import Any
 
 from trouper.actors.executor.device import PendingResult, StepResult
 from trouper.actors.executor.devices.model_host import ModelHost
+from trouper.actors.executor.devices.place import PlaceFacts
 from trouper.actors.executor.devices.torch_libraries import set_torch_environment
 from trouper.actors.executor.devices.wire import (
     MAX_FRAME,
@@ -57,13 +58,17 @@ EXIT_ORPHANED, EXIT_BROKEN = 70, 71
 
 def main() -> None:
     """Serve one engine, then exit."""
-    control, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    files = tuple(map(int, sys.argv[3:]))
+    arguments = sys.argv[1:]
+    place = None
+    if arguments[0] == "--place":
+        place, arguments = PlaceFacts.of_argument(arguments[1]), arguments[2:]
+    control, parent = socket.socket(fileno=int(arguments[0])), int(arguments[1])
+    files = tuple(map(int, arguments[2:]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     end_with_the_engine(control, parent)
-    Worker(control, files).run()
+    Worker(control, files, place).run()
 
 
 def end_with_the_engine(control: socket.socket, parent: int) -> None:
@@ -86,8 +91,11 @@ def _exit_at_hang_up(control: int) -> None:
 class Worker:
     """Reads frames, runs what they ask for and writes the answers, all in the main thread."""
 
-    def __init__(self, control: socket.socket, files: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, control: socket.socket, files: tuple[int, ...] = (), place: PlaceFacts | None = None
+    ) -> None:
         self._control, self._files = control, files
+        self._place = place  # None: the front's own machine
         self._grammars = ReceivedGrammars()
         self._is_remote = control.family != socket.AF_UNIX
         self._frames = FrameReader(
@@ -154,7 +162,8 @@ class Worker:
         return True
 
     def _load(self, load: Load) -> None:
-        self._host = ModelHost(load.config, load.rank, self._files)
+        config = load.config if self._place is None else self._place.localise(load.config)
+        self._host = ModelHost(config, load.rank, self._files)
         info = self._host.load(lambda phase: self._write(Progress(phase)))
         if load.sleep_level:
             self._host.call("sleep", load.sleep_level)

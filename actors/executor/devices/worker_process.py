@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,6 +24,7 @@ class Exit(msgspec.Struct, frozen=True):
     status: int | None
     was_out_of_memory: bool = False
     stderr: tuple[str, ...] = ()
+    was_machine_lost: bool = False  # it has ended with the machine that it was on
 
 
 class WorkerProcess:
@@ -35,7 +36,7 @@ class WorkerProcess:
         control: the worker's end of its connection to the engine, which stays the caller's to close.
         name: for its lines on stderr.
         files: descriptors of its links to other workers, which it inherits.
-        environment: variables beside those of this process.
+        place: the facts of this machine in JSON, where it is not the front's.
 
     Raises:
         DeviceStartError: the system has refused.
@@ -48,10 +49,11 @@ class WorkerProcess:
         module: str = MODULE,
         *,
         files: Sequence[int] = (),
-        environment: Mapping[str, str] | None = None,
+        place: bytes = b"",
     ) -> None:
         inherited = (control.fileno(), *files)
-        arguments = map(str, (control.fileno(), os.getpid(), *files))
+        facts = ("--place", place.decode()) if place else ()
+        arguments = (*facts, *map(str, (control.fileno(), os.getpid(), *files)))
         try:
             self._process = subprocess.Popen(
                 # -P: not what happens to lie in the folder where the engine was started
@@ -61,7 +63,6 @@ class WorkerProcess:
                 stderr=subprocess.PIPE,
                 pass_fds=inherited,
                 start_new_session=True,
-                env=None if environment is None else {**os.environ, **environment},
             )
         except OSError as error:
             raise DeviceStartError(f"cannot start a worker process: {error}") from None

@@ -120,19 +120,21 @@ def open_links(index: int, files: Sequence[int], sizes: RingSizes) -> StageLinks
     last = sizes.num_stages - 1
     rest = list(files)
 
-    def open_next(num_entries: int, entry_bytes: int) -> Link:
-        if stat.S_ISSOCK(os.fstat(rest[0]).st_mode):
-            return TcpLink(rest.pop(0), entry_bytes)
-        ring, rest[:3] = RingFiles(*rest[:3]), []
-        return Ring(ring, num_entries, entry_bytes)
-
     hidden = HIDDEN_ENTRIES, sizes.hidden_bytes
     tokens = num_ring_entries(sizes.num_stages), sizes.token_bytes
     return StageLinks(
-        open_next(*hidden) if index > 0 else None,
-        open_next(*hidden) if index < last else None,
-        open_next(*tokens) if index in (0, last) else None,
+        open_next(rest, *hidden) if index > 0 else None,
+        open_next(rest, *hidden) if index < last else None,
+        open_next(rest, *tokens) if index in (0, last) else None,
     )
+
+
+def open_next(files: list[int], num_entries: int, entry_bytes: int) -> Link:
+    """Open the link whose descriptors come first, and take them out of the list: three of a ring, one of a connection."""
+    if stat.S_ISSOCK(os.fstat(files[0]).st_mode):
+        return TcpLink(files.pop(0), entry_bytes)
+    ring, files[:3] = RingFiles(*files[:3]), []
+    return Ring(ring, num_entries, entry_bytes)
 
 
 def free_bytes() -> int:

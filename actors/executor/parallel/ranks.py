@@ -5,11 +5,11 @@
     hidden states   from each rank of a stage to the same rank of the next: all ranks have all of them
     tokens          from rank 0 of the last stage, which samples, to the first stage, whose other ranks embed them
 
-All is inherited by descriptor, so nothing of it outlives the processes.
+Workers of one machine have rings between them, those of several have connections.  All is inherited by descriptor, so nothing of it outlives the processes.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from trouper.actors.executor.parallel.links import (
@@ -18,11 +18,10 @@ from trouper.actors.executor.parallel.links import (
     Link,
     RingSizes,
     close_files,
-    create_files,
     free_bytes,
-    open_links,
+    open_next,
 )
-from trouper.actors.executor.parallel.rings import Ring, RingFiles, create_ring
+from trouper.actors.executor.parallel.rings import create_ring
 from trouper.actors.stages import num_ring_entries
 from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError
@@ -81,48 +80,92 @@ def group_sizes(config: EngineConfig, model: ModelSizes, stage: int) -> Exchange
     return ExchangeSizes(config.tensor_parallel_size, part, sheet)
 
 
-def create_crew_files(config: EngineConfig, model: ModelSizes) -> list[tuple[int, ...]]:
-    """Make all that the workers of a device share; returns the descriptors of each.
+class CrewSizes(NamedTuple):
+    """The sizes of all that the workers of a device share."""
+
+    num_stages: int
+    num_ranks: int
+    hidden_bytes: int  # of the hidden states of the largest step
+    token_bytes: int  # of the tokens of a step with all sequences
+    group_bytes: tuple[
+        int, ...
+    ]  # of the memory of the ranks of each stage; empty: there is one rank
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelSizes) -> "CrewSizes":
+        rings, num_ranks = RingSizes.of(config, model.hidden_size), config.tensor_parallel_size
+        stages = range(config.num_stages if num_ranks > 1 else 0)
+        groups = tuple(group_sizes(config, model, stage).num_bytes for stage in stages)
+        return cls(config.num_stages, num_ranks, rings.hidden_bytes, rings.token_bytes, groups)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the device."""
+        return self.num_stages * self.num_ranks
+
+
+class LinkEnds(NamedTuple):
+    """A link between two workers, by their numbers."""
+
+    name: str
+    sender: int
+    receiver: int
+    num_entries: int
+    entry_bytes: int
+
+
+def crew_links(sizes: CrewSizes) -> list[LinkEnds]:
+    """Return the links between the workers of a device, in the order in which each inherits those that it has."""
+    num_ranks, last = sizes.num_ranks, sizes.num_stages - 1
+    found = [
+        LinkEnds(f"hidden {worker}", worker, worker + num_ranks, HIDDEN_ENTRIES, sizes.hidden_bytes)
+        for worker in range(last * num_ranks)
+    ]
+    sampler, entries = last * num_ranks, num_ring_entries(sizes.num_stages)
+    found += [
+        LinkEnds(f"tokens {worker}", sampler, worker, entries, sizes.token_bytes)
+        for worker in range(num_ranks)
+        if worker != sampler
+    ]
+    return found
+
+
+def create_crew_files(
+    sizes: CrewSizes,
+    workers: Sequence[int] | None = None,
+    connections: Mapping[str, int] | None = None,
+) -> list[tuple[int, ...]]:
+    """Make all that the workers of one place share; returns the descriptors of each.
+
+    Args:
+        workers: those of this place, which has all ranks of a stage or none; None: all of the device.
+        connections: the descriptors of links to other places by name, which stay the caller's if this fails.
 
     Raises:
         DeviceStartError: the system has not so much memory, or no descriptors.
     """
-    sizes = RingSizes.of(config, model.hidden_size)
-    if config.tensor_parallel_size == 1:
-        return create_files(sizes)
-    groups = [group_sizes(config, model, stage) for stage in range(config.num_stages)]
-    places = [RankPlace.of(worker, config) for worker in range(config.workers_per_replica)]
-    hidden = _hidden_links(config, places)
-    receivers = _token_receivers(config, places)
-    _check_memory(
-        [sum(group.num_bytes for group in groups),
-         len(hidden) * HIDDEN_ENTRIES * sizes.hidden_bytes,
-         len(receivers) * num_ring_entries(config.num_stages) * sizes.token_bytes]
-    )  # fmt: skip
+    workers = range(sizes.num_workers) if workers is None else workers
+    links = crew_links(sizes)
+    rings = [link for link in links if link.sender in workers and link.receiver in workers]
+    stages = sorted({worker // sizes.num_ranks for worker in workers})
+    groups = {stage: sizes.group_bytes[stage] for stage in stages if sizes.group_bytes}
+    _check_memory([*groups.values(), *(link.num_entries * link.entry_bytes for link in rings)])
+    files: dict[int, list[int]] = {worker: [] for worker in workers}
     made: list[Sequence[int]] = []
-
-    def kept(files: Sequence[int]) -> Sequence[int]:
-        made.append(files)
-        return files
-
     try:
-        memories = [kept((_create_memory(group.num_bytes),)) for group in groups]
-        rings = {ends: kept(create_ring(HIDDEN_ENTRIES, sizes.hidden_bytes)) for ends in hidden}
-        entries = num_ring_entries(config.num_stages)
-        tokens = {to: kept(create_ring(entries, sizes.token_bytes)) for to in receivers}
+        for stage, num_bytes in groups.items():
+            made.append((_create_memory(num_bytes),))
+            for worker in range(stage * sizes.num_ranks, (stage + 1) * sizes.num_ranks):
+                files[worker] += made[-1]
+        for link in links:
+            if link in rings:
+                made.append(create_ring(link.num_entries, link.entry_bytes))
+            for end in {link.sender, link.receiver} & files.keys():
+                files[end] += made[-1] if link in rings else ((connections or {})[link.name],)
     except DeviceStartError:
         close_files(made)
         raise
-    return [
-        (
-            *memories[place.stage],
-            *(file for (_, receiver), ring in rings.items() if receiver == place for file in ring),
-            *(file for (sender, _), ring in rings.items() if sender == place for file in ring),
-            *tokens.get(place, ()),
-            *(file for ring in tokens.values() if place.samples(config) for file in ring),
-        )
-        for place in places
-    ]
+    return [tuple(some) for some in files.values()]
 
 
 def open_worker_links(
@@ -131,44 +174,19 @@ def open_worker_links(
     """Open the links of a worker by the descriptors that it has inherited."""
     sizes = RingSizes.of(config, hidden_size)
     place = RankPlace.of(worker, config)
-    if config.tensor_parallel_size == 1:
-        links = open_links(worker, files, sizes)
-        tokens = links.tokens
-        is_sender = place.samples(config) and tokens is not None
-        return WorkerLinks(
-            None,
-            links.hidden_in,
-            links.hidden_out,
-            None if is_sender else tokens,
-            (tokens,) if is_sender and tokens is not None else (),
-        )
     rest = list(files)
-    group = rest.pop(0)
-
-    def open_next(num_entries: int, entry_bytes: int) -> Ring:
-        ring, rest[:3] = RingFiles(*rest[:3]), []
-        return Ring(ring, num_entries, entry_bytes)
-
+    group = rest.pop(0) if config.tensor_parallel_size > 1 else None
     places = [RankPlace.of(other, config) for other in range(config.workers_per_replica)]
     receivers = _token_receivers(config, places)
     hidden = HIDDEN_ENTRIES, sizes.hidden_bytes
     tokens = num_ring_entries(config.num_stages), sizes.token_bytes
     return WorkerLinks(
         group,
-        open_next(*hidden) if place.stage > 0 else None,
-        open_next(*hidden) if place.stage < config.num_stages - 1 else None,
-        open_next(*tokens) if place in receivers else None,
-        tuple(open_next(*tokens) for _ in receivers) if place.samples(config) else (),
+        open_next(rest, *hidden) if place.stage > 0 else None,
+        open_next(rest, *hidden) if place.stage < config.num_stages - 1 else None,
+        open_next(rest, *tokens) if place in receivers else None,
+        tuple(open_next(rest, *tokens) for _ in receivers) if place.samples(config) else (),
     )
-
-
-def _hidden_links(
-    config: EngineConfig, places: Sequence[RankPlace]
-) -> list[tuple[RankPlace, RankPlace]]:
-    last = config.num_stages - 1
-    return [
-        (place, RankPlace(place.stage + 1, place.rank)) for place in places if place.stage < last
-    ]
 
 
 def _token_receivers(config: EngineConfig, places: Sequence[RankPlace]) -> list[RankPlace]:
@@ -179,7 +197,7 @@ def _check_memory(parts: Sequence[int]) -> None:
     wanted, free = sum(parts), free_bytes()
     if wanted > free:
         raise DeviceStartError(
-            f"the ranks share {wanted} bytes for their sums, hidden states and logits, {free} are free"
+            f"the workers share {wanted} bytes for their sums, hidden states and logits, {free} are free"
         )
 
 

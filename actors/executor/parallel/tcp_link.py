@@ -2,15 +2,20 @@
 
 A message is the step and the number of bytes, then the bytes.  What has been sent waits in the system's buffers on both
 sides; a sender of hidden states waits for room there while nothing that the receiver needs is behind it.
+
+A link ends with the process on its other side, whose end the engine sees as well, and knows the cause of. So a side that finds
+the end first says nothing for a moment, in which the engine ends it too; only what the engine has not seen is an error.
 """
 
 import select
 import socket
 import struct
+import time
 
 import numpy as np
 
 HEADER = struct.Struct("<qq")
+PATIENCE_S = 2.0
 
 
 class TcpLink:
@@ -18,9 +23,11 @@ class TcpLink:
 
     Args:
         max_bytes: of a message.
+        patience_s: before the end of the other side is an error of this one.
     """
 
-    def __init__(self, file: int, max_bytes: int) -> None:
+    def __init__(self, file: int, max_bytes: int, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
         self._socket = socket.socket(fileno=file)
         self._socket.setblocking(True)
         self._max_bytes = max_bytes
@@ -41,10 +48,14 @@ class TcpLink:
         if len(payload) > self._max_bytes:
             raise ValueError(f"{len(payload)} bytes for messages of {self._max_bytes}")
         header = HEADER.pack(step, len(payload))
-        num_sent = self._socket.sendmsg([header, payload.data])
-        if num_sent < len(header):
-            self._socket.sendall(header[num_sent:])
-        self._socket.sendall(payload.data[max(0, num_sent - len(header)) :])
+        try:
+            num_sent = self._socket.sendmsg([header, payload.data])
+            if num_sent < len(header):
+                self._socket.sendall(header[num_sent:])
+            self._socket.sendall(payload.data[max(0, num_sent - len(header)) :])
+        except OSError:
+            time.sleep(self._patience_s)
+            raise
 
     def receive(self, out: np.ndarray, *, wait: bool) -> tuple[int, int] | None:
         """Copy the payload of the next message to the beginning of `out`.
@@ -77,8 +88,13 @@ class TcpLink:
         while self._num_here < end:
             if not wait and not select.select([self._socket], [], [], 0)[0]:
                 return False
-            num_read = self._socket.recv_into(self._buffer[self._num_here : end].data)
+            try:
+                num_read = self._socket.recv_into(self._buffer[self._num_here : end].data)
+            except OSError:
+                time.sleep(self._patience_s)
+                raise
             if num_read == 0:
+                time.sleep(self._patience_s)
                 raise ConnectionError("another stage has closed its link")
             self._num_here += num_read
         return True

@@ -1,0 +1,15 @@
+"""The sizes of what the workers of a device share, from its config; torch is not needed."""
+
+from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.parallel.ranks import CrewSizes, ModelSizes
+from trouper.config.resolve import EngineConfig
+
+
+def crew_sizes(config: EngineConfig) -> CrewSizes:
+    """Read the model's widths, and size all memory and links by them.
+
+    Raises:
+        UnsupportedFeatureError: the architecture is not known.
+    """
+    traits = decoder_traits(config.model.hf_config, config.model.architecture)
+    return CrewSizes.of(config, ModelSizes(traits.hidden_size, traits.vocab_size))

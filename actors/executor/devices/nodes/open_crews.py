@@ -1,0 +1,26 @@
+"""The choice between our own hosts and Ray, which start the workers of an engine elsewhere."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+from trouper.actors.executor.devices.launch_local import CrewLauncher
+from trouper.actors.executor.devices.nodes.launch_nodes import open_nodes
+from trouper.config.nodes import NodesConfig
+from trouper.config.resolve import EngineConfig
+from trouper.errors import invalid
+
+
+@asynccontextmanager
+async def open_crews(
+    config: EngineConfig, nodes: NodesConfig
+) -> AsyncGenerator[Callable[[int], CrewLauncher]]:
+    """Be there for other machines while the block runs; yields what starts the workers of a replica.
+
+    Raises:
+        TrouperValidationError: this machine is not the front's, or its address or port cannot be had.
+    """
+    if nodes.rank > 0:
+        rule = "must be 0 where an engine runs; trouper serve runs the other machines"
+        raise invalid("node_rank", rule, nodes.rank)
+    async with open_nodes(config, nodes) as crew_of:
+        yield crew_of

@@ -1,0 +1,27 @@
+"""`trouper serve --node-rank 1`: a machine that runs workers for the one that serves."""
+
+import signal
+
+import anyio
+
+from trouper.actors.executor.devices.nodes.host import Host
+from trouper.actors.executor.devices.place import PlaceFacts
+from trouper.config.nodes import NodesConfig, cluster_key
+from trouper.config.resolve import EngineConfig
+
+
+async def run_host(config: EngineConfig, nodes: NodesConfig) -> None:
+    """Run workers for one front after another, until a signal comes.
+
+    Raises:
+        TrouperValidationError: the front refuses this machine; the message says why.
+    """
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_cancel_at_signal, tasks.cancel_scope)
+        await Host(nodes, cluster_key(), PlaceFacts.of(config)).serve()
+
+
+async def _cancel_at_signal(scope: anyio.CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            scope.cancel()

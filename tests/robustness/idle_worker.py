@@ -1,0 +1,16 @@
+"""A worker without a model: it ends when it is told to, or when its engine is gone."""
+
+import os
+import socket
+import sys
+
+from trouper.actors.executor.devices.worker import end_with_the_engine
+
+arguments = sys.argv[1:]
+if arguments[0] == "--place":
+    arguments = arguments[2:]
+control = socket.socket(fileno=int(arguments[0]))
+end_with_the_engine(control, int(arguments[1]))
+sys.stderr.write(f"idle, {len(arguments) - 2} links\n")
+control.recv(1)
+os._exit(3)

@@ -1,0 +1,139 @@
+"""Two machines, which are processes on the loopback: one that dies takes its workers with it, and the streams go on."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+
+import pytest
+
+from trouper.actors.engine.wiring import open_engine
+from trouper.actors.executor.devices.nodes.launch_nodes import open_nodes
+from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.config.args import EngineArgs
+from trouper.config.nodes import CLUSTER_KEY
+from trouper.config.resolve import resolve
+
+from .test_orphans import workers_of
+from .test_stages import OPTIONS, expected
+from .test_worker import texts
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120), pytest.mark.slow]
+KEY = "a key of these machines"
+FRONT = """
+import sys
+from trouper.frontends.python.llm import LLM
+from trouper.params import SamplingParams
+llm = LLM(nnodes=2, pipeline_parallel_size=2, master_port=int(sys.argv[1]), max_model_len=512)
+print("up", flush=True)
+llm.generate(["def f("], SamplingParams(max_tokens=100000, ignore_eos=True))
+"""
+
+
+@pytest.fixture(params=["trio"])
+def anyio_backend(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv(CLUSTER_KEY, KEY)
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@contextmanager
+def a_host(port, **environment):
+    """Machine 1, as `trouper serve` runs it; its workers are gone with it."""
+    options = ["--nnodes=2", "--node-rank=1", f"--master-port={port}", "-pp=2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trouper", "serve", *options, "--max-model-len=512"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+        assert left_of(process.pid) == []
+
+
+def left_of(pid):
+    """The workers of a process 2 s after its end."""
+    deadline = time.monotonic() + 2.0
+    while (left := workers_of(pid)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+@asynccontextmanager
+async def an_engine_on_two_machines(port, **options):
+    config = resolve(EngineArgs(nnodes=2, master_port=port, **OPTIONS, **options))
+    async with open_nodes(config, config.nodes) as crew_of:
+        replicas = range(config.data_parallel_size)
+        devices = [ProcessDevice(config, replica=r, crew=crew_of(r)) for r in replicas]
+        async with open_engine(config, devices) as engine:
+            yield engine
+
+
+async def test_streams_go_on_when_a_machine_is_killed_and_another_takes_its_place(port, caplog):
+    wanted = await expected()
+    with a_host(port) as first:
+        async with an_engine_on_two_machines(port, pipeline_parallel_size=2) as engine:
+            assert await texts(engine) == wanted
+            assert len(workers_of(first.pid)) == len(workers_of(os.getpid())) == 1
+            with a_host(port) as second:  # it is refused for as long as the first is there
+                assert await texts(engine, at_token=3, do=first.kill) == wanted
+                assert len(workers_of(second.pid)) == 1
+                (worker,) = workers_of(second.pid)
+                kill = partial(os.kill, worker, signal.SIGKILL)
+                assert await texts(engine, at_token=3, do=kill) == wanted
+    assert re.search(r"worker 1 closed its connection.*node 1 at 127.0.0.1 is gone", caplog.text)
+    assert "worker 1 died of SIGKILL in step" in caplog.text
+
+
+async def test_replicas_lie_on_machines_and_one_goes_on_without_the_other(port):
+    wanted = await expected()
+    with a_host(port) as host:
+        async with an_engine_on_two_machines(port, data_parallel_size=2) as engine:
+            assert await texts(engine) == wanted
+            assert len(workers_of(host.pid)) == 1
+            assert await texts(engine, at_token=3, do=host.kill) == wanted
+
+
+def test_a_host_outlives_its_front_without_workers(port):
+    with a_host(port) as host:
+        front = subprocess.Popen([sys.executable, "-c", FRONT, str(port)], stdout=subprocess.PIPE)
+        try:
+            assert front.stdout.readline() == b"up\n"
+            assert len(workers_of(host.pid)) == 1
+        finally:
+            front.kill()
+            front.communicate()
+        assert left_of(front.pid) == left_of(host.pid) == []
+        assert host.poll() is None
+
+
+def test_a_host_with_another_key_ends_with_an_error_that_names_it(port):
+    from trouper.actors.executor.devices.nodes.proof import accept
+
+    with socket.create_server(("127.0.0.1", port)) as front:
+        with a_host(port, **{CLUSTER_KEY: "another key of others"}) as host:
+            connection, _ = front.accept()
+            with connection:
+                assert not accept(connection, KEY.encode())
+            text = host.stderr.read()
+            assert host.wait() == 2
+    assert f"{CLUSTER_KEY}: the front at 127.0.0.1:{port} has another key" in text
