@@ -396,7 +396,7 @@ def sum_of_ranks(s: Shapes) -> Iterator[Case]:
 
 def sum_by_gloo(s: Shapes) -> Iterator[Case]:
     """The sum alone, by gloo."""
-    from torch.distributed import HashStore
+    from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
     from trouper.bench import shared_sum as core
 

@@ -69,7 +69,7 @@ class TcpLink:
         """
         if not self._read_up_to(HEADER.size, wait=wait):
             return None
-        step, num_bytes = HEADER.unpack_from(self._buffer)
+        step, num_bytes = HEADER.unpack_from(self._buffer.data)
         if not 0 <= num_bytes <= self._max_bytes:
             raise ValueError(f"a message of {num_bytes} bytes, at most {self._max_bytes} may come")
         end = HEADER.size + num_bytes
