@@ -5,13 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trouper.errors import UnsupportedFeatureError
-from trouper.kernels.codegen import units
-from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.rank_exchange import RankExchange
 from trouper.kernels.ops import q_and_k
-
-OPTION = "tensor_parallel_size"
+from trouper.kernels.ranks import check_sums
 
 
 class RankShare(NamedTuple):
@@ -38,12 +34,7 @@ class SharedGroup:
     def __init__(
         self, exchange: RankExchange, share: RankShare, dtype: torch.dtype, hidden_size: int
     ) -> None:
-        if units.kind_of(dtype) is None or hidden_size % LANES:
-            raise UnsupportedFeatureError(
-                f"{OPTION}={exchange.num_ranks}: the sums are compiled kernels, and there are none of "
-                f"{str(dtype).removeprefix('torch.')} rows of {hidden_size} here",
-                parameter=OPTION,
-            )
+        check_sums(exchange.num_ranks, dtype, hidden_size)
         self.exchange = exchange
         self.begin_step, self.check = exchange.begin_step, exchange.check
         self.all_agree = exchange.all_agree

@@ -159,3 +159,13 @@ def test_ranks_are_workers_that_share_out_the_cores():
     )
     assert config.device_worker == "process"
     assert (config.workers_per_replica, config.num_workers) == (6, 12)
+
+
+def test_ranks_without_kernels_are_refused_and_stages_are_not(tmp_path, monkeypatch):
+    tiny_model(*CASES["llama"], tmp_path)
+    config = engine_config(tmp_path, enforce_eager=True)
+    monkeypatch.setattr(units, "kind_of", lambda dtype: None)
+    with pytest.raises(UnsupportedFeatureError, match="tensor_parallel_size=2: the sums are"):
+        WorkersInThreads(config, 2)
+    with workers(config, 1, 2) as crew:
+        assert crew.load()

@@ -30,8 +30,7 @@ from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
 from trouper.actors.stages import Feedback, sends_tokens
 from trouper.config.resolve import EngineConfig
-from trouper.kernels.cpu.rank_exchange import RankExchange
-from trouper.kernels.cpu.shared_group import RankShare, SharedGroup
+from trouper.kernels.ranks import RankGroup, check_sums
 
 
 class StageRunner(CpuRunner):
@@ -129,7 +128,7 @@ class StageRunner(CpuRunner):
 
 def open_group(
     config: EngineConfig, traits: DecoderTraits, place: RankPlace, file: int
-) -> SharedGroup:
+) -> RankGroup:
     """Map the memory of the ranks of a stage, and close its descriptor.
 
     Args:
@@ -138,6 +137,11 @@ def open_group(
     Raises:
         UnsupportedFeatureError: there are no kernels for the sums.
     """
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    check_sums(config.tensor_parallel_size, dtype, traits.hidden_size)
+    from trouper.kernels.cpu.rank_exchange import RankExchange  # they need llvmlite
+    from trouper.kernels.cpu.shared_group import RankShare, SharedGroup
+
     sizes = group_sizes(config, ModelSizes(traits.hidden_size, traits.vocab_size), place.stage)
     try:
         memory = mmap.mmap(file, sizes.num_bytes)
@@ -152,7 +156,7 @@ def open_group(
         num_kv_copies=max(1, shard.size // traits.num_kv_heads),
     )
     exchange = RankExchange(place.rank, sizes, memory)
-    return SharedGroup(exchange, share, getattr(torch, config.dtype), traits.hidden_size)
+    return SharedGroup(exchange, share, dtype, traits.hidden_size)
 
 
 def _bytes_of(x_TE: Tensor) -> np.ndarray:
