@@ -41,6 +41,8 @@ def fail_once(host) -> None:
     if not path.exists():
         return
     fault = path.read_text()
+    if fault == "another step" and host._rank == 0:
+        return
     path.unlink()
     match fault:
         case "exit":
@@ -55,6 +57,10 @@ def fail_once(host) -> None:
                 raise torch.AcceleratorError("an illegal memory access was encountered")
 
             host._runner.execute = execute
+        case "another step":  # than the other ranks
+            group = host._runner._group
+            begin_step = group.begin_step
+            group.begin_step = lambda step: begin_step(step + 1)
         case "memory":
             held = []
             while True:

@@ -1,9 +1,11 @@
 """Ranks in processes: one that dies takes the others with it, and each text is what one process would have made of it."""
 
 import os
+import re
 import signal
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,6 @@ from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
-from trouper.errors import TrouperValidationError
 
 from .test_worker import texts
 
@@ -71,7 +72,18 @@ async def test_streams_go_on_when_a_rank_of_a_stage_is_killed_and_no_worker_is_l
             os.kill(peer.pid, 0)
 
 
-async def test_an_error_of_a_rank_at_load_is_raised_as_it_was():
-    with pytest.raises(TrouperValidationError, match="load_format"):
-        async with ranked_engine(load_format="nonsense"):
-            pass
+async def test_ranks_that_disagree_say_both_steps_and_streams_go_on(monkeypatch, tmp_path, caplog):
+    fault = tmp_path / "fault"
+    fault.write_text("another step")
+    monkeypatch.setenv("TROUPER_TEST_FAULT", str(fault))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    wanted = await expected()
+    async with ranked_engine(module="tests.robustness.faulty_worker") as (engine, crew):
+        assert await texts(engine) == wanted
+    assert len(crew.peers) == 4
+    found = re.search(
+        r"RanksDisagreeError: rank (\d) was in step (\d+) .*, rank (\d) in step (\d+)", caplog.text
+    )
+    ours, our_step, theirs, their_step = map(int, found.groups())
+    assert {ours, theirs} == {0, 1}
+    assert abs(our_step - their_step) == 1
