@@ -242,7 +242,7 @@ def crew_on_host(front):
         return HostGroup(front, await front.host(1), order)
 
     config = a_config()
-    return NodesCrew(config, NodesConfig("mp", 2), 0, front, make_group)
+    return NodesCrew(config, {1: (0,)}, 0, front, make_group)
 
 
 @asynccontextmanager
@@ -337,6 +337,16 @@ async def test_strangers_neither_hold_up_the_front_nor_end_it(monkeypatch):
         async with running(a_host(address)):
             peer = await started(front)
             await peer.end(0.0)
+
+
+@pytest.mark.anyio
+async def test_an_error_beside_the_front_is_raised_as_it_is(key):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = a_config(nnodes=2, pipeline_parallel_size=2, master_port=port)
+    with pytest.raises(DeviceStartError, match="as it is"):
+        async with open_nodes(config, config.nodes):
+            raise DeviceStartError("as it is")
 
 
 @pytest.mark.anyio

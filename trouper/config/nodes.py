@@ -14,6 +14,7 @@ from trouper.extras import install_hint
 
 CLUSTER_KEY = "TROUPER_CLUSTER_KEY"
 MIN_KEY_LENGTH = 16
+RAY_CPUS = "TROUPER_RAY_CPUS_PER_WORKER"
 LEAST_RAY = (2, 50)
 Backend = Literal["mp", "ray"]
 BACKENDS = (None, "mp", "ray")
@@ -28,6 +29,7 @@ class NodesConfig(msgspec.Struct, frozen=True):
     rank: int = 0  # of this machine; the front's is 0
     address: str = "127.0.0.1"  # of the front, for the hosts of the others
     port: int = 29501
+    cpus_per_worker: int = 1  # that Ray is asked for
 
     def node_of(self, stage: int, num_stages: int) -> int:
         """Return the machine of a stage, of those of all replicas: each machine has as many, one after another."""
@@ -58,7 +60,7 @@ def nodes_config(args: EngineArgs, device: str) -> NodesConfig | None:
         _check_ray()
         if num_nodes > 1:
             raise invalid("nnodes", "must be 1 with Ray, which has machines of its own", num_nodes)
-        return NodesConfig("ray")
+        return NodesConfig("ray", cpus_per_worker=_cpus_per_worker())
     num_stages = args.pipeline_parallel_size * args.data_parallel_size
     if num_stages % num_nodes and num_stages * args.tensor_parallel_size % num_nodes == 0:
         raise UnsupportedFeatureError(
@@ -89,6 +91,15 @@ def cluster_key() -> bytes:
             parameter=CLUSTER_KEY,
         )
     return key.encode()
+
+
+def _cpus_per_worker() -> int:
+    text = os.environ.get(RAY_CPUS, "1")
+    if not (text.isdecimal() and 0 < len(text) < 6 and int(text) > 0):
+        raise TrouperValidationError(
+            f"{RAY_CPUS}: must be a number of processors above 0", parameter=RAY_CPUS, value=text
+        )
+    return int(text)
 
 
 def _check_backend(backend: str | None) -> None:

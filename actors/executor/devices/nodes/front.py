@@ -9,6 +9,8 @@ Laws:
 import logging
 import socket
 from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 import anyio
 from anyio.abc import TaskStatus
@@ -284,3 +286,18 @@ class Front:
         if hello.node in self._hosts:
             return Refused(f"node {hello.node} is there already", False)
         return None
+
+
+@asynccontextmanager
+async def listening(front: Front) -> AsyncGenerator[None]:
+    """Accept connections while the block runs; what the block raises comes out as it is, and in no group."""
+    problem: Exception | None = None
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(front.listen, name="front")
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        tasks.cancel_scope.cancel()
+    if problem is not None:
+        raise problem

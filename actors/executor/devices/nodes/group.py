@@ -15,7 +15,13 @@ from trouper.actors.executor.devices.nodes.channel import (
     encode,
     receive_hello,
 )
-from trouper.actors.executor.devices.nodes.proof import PROOF_S, WrongKeyError, accept, dial
+from trouper.actors.executor.devices.nodes.proof import (
+    PROOF_S,
+    WrongKeyError,
+    accept,
+    dial,
+    serve_at,
+)
 from trouper.actors.executor.devices.worker_process import MODULE, Exit, WorkerProcess
 from trouper.actors.executor.parallel.links import close_files
 from trouper.actors.executor.parallel.ranks import create_crew_files, crew_links
@@ -62,9 +68,7 @@ class WorkerGroup:
         Raises:
             OSError: this address cannot be bound.
         """
-        self._listener = socket.create_server(
-            (self._address, 0), family=family_of(self._address), backlog=BACKLOG
-        )
+        self._listener = serve_at((self._address, 0), BACKLOG)
         return self._listener.getsockname()[1]
 
     def connect(self, start: Start) -> None:
@@ -179,8 +183,3 @@ def outer_links(start: Start) -> set[str]:
         return set()
     links = crew_links(start.sizes)
     return {x.name for x in links if (x.sender in start.ranks) != (x.receiver in start.ranks)}
-
-
-def family_of(address: str) -> socket.AddressFamily:
-    """Tell addresses of IPv6 from those of IPv4 and from names."""
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

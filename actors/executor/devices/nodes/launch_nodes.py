@@ -6,7 +6,7 @@ number allows.  Workers of one machine share rings, to those of another goes a c
 
 import errno
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol
@@ -22,9 +22,11 @@ from trouper.actors.executor.devices.launch_local import (
     launch,
 )
 from trouper.actors.executor.devices.nodes.channel import Start
-from trouper.actors.executor.devices.nodes.front import Front, HostGoneError, HostLink
+from trouper.actors.executor.devices.nodes.front import Front, HostGoneError, HostLink, listening
 from trouper.actors.executor.devices.nodes.group import WorkerGroup, outer_links
+from trouper.actors.executor.devices.nodes.proof import serve_at
 from trouper.actors.executor.devices.nodes.remote_peer import END_S, RemotePeer
+from trouper.actors.executor.devices.worker_process import Exit
 from trouper.actors.executor.parallel.links import close_files
 from trouper.actors.executor.parallel.ranks import crew_links
 from trouper.config.nodes import NodesConfig, cluster_key
@@ -85,40 +87,56 @@ class HostGroup:
 
     async def start(self, start: Start) -> list[Peer]:
         await self._host.start(start)
-        peers: list[Peer] = []
-        try:
-            for rank in start.ranks:
-                connection = await self._front.worker(start.order, rank)
-                name = f"worker {start.first_number + rank} on node {self._host.node}"
-                end = partial(self._host.end, start.order, rank)
-                peers.append(RemotePeer(connection, end, name))
-        except BaseException:
-            await end_all(peers)  # noqa: ASYNC102  # shielded inside
-            with anyio.CancelScope(shield=True), anyio.move_on_after(END_S):
-                for rank in start.ranks[len(peers) :]:
-                    await self._host.end(start.order, rank, 0.0)  # noqa: ASYNC102  # shielded and bounded
-            raise
-        return peers
+        end = partial(self._host.end, start.order)
+        return await connected_peers(self._front, start, end, f"on node {self._host.node}")
+
+
+async def connected_peers(
+    front: Front, start: Start, end: Callable[[int, float], Awaitable[Exit]], where: str
+) -> list[Peer]:
+    """Take the connections of workers that have been started elsewhere.
+
+    Args:
+        end: has their place end the worker of a rank.
+        where: they are, for people.
+
+    Raises:
+        DeviceStartError: one does not connect; all are ended.
+    """
+    peers: list[Peer] = []
+    try:
+        for rank in start.ranks:
+            connection = await front.worker(start.order, rank)
+            name = f"worker {start.first_number + rank} {where}"
+            peers.append(RemotePeer(connection, partial(end, rank), name))
+    except BaseException:
+        await end_all(peers)  # noqa: ASYNC102  # shielded inside
+        with anyio.CancelScope(shield=True), anyio.move_on_after(END_S):
+            for rank in start.ranks[len(peers) :]:
+                await end(rank, 0.0)  # noqa: ASYNC102  # shielded and bounded
+        raise
+    return peers
 
 
 class NodesCrew:
     """`CrewLauncher` of one replica.
 
     Args:
-        groups: makes the group of a machine, for the workers of an order.
+        ranks: by machine, or by place of a machine.
+        make_group: makes the group of a machine, for the workers of an order.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        nodes: NodesConfig,
+        ranks: Mapping[int, tuple[int, ...]],
         replica: int,
         front: Front,
         make_group: Callable[[int, int], Awaitable[GroupPort]],
     ) -> None:
         self._front, self._make_group = front, make_group
         self._first_number = replica * config.workers_per_replica
-        self._ranks = ranks_by_node(config, nodes, replica)
+        self._ranks = ranks
         self._sizes = crew_sizes(config) if config.workers_per_replica > 1 else None
 
     def __repr__(self) -> str:
@@ -210,9 +228,8 @@ def listen(nodes: NodesConfig) -> socket.socket:
     Raises:
         TrouperValidationError: address or port cannot be had; it names the one.
     """
-    family = socket.AF_INET6 if ":" in nodes.address else socket.AF_INET
     try:
-        return socket.create_server((nodes.address, nodes.port), family=family, backlog=BACKLOG)
+        return serve_at((nodes.address, nodes.port), BACKLOG)
     except OSError as error:
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise invalid(
@@ -237,7 +254,7 @@ async def open_nodes(
             return LocalGroup(address, key, launcher)
         return HostGroup(front, await front.host(node), order)
 
-    async with anyio.create_task_group() as tasks:
-        await tasks.start(front.listen, name="front")
-        yield lambda replica: NodesCrew(config, nodes, replica, front, make_group)
-        tasks.cancel_scope.cancel()
+    async with listening(front):
+        yield lambda replica: NodesCrew(
+            config, ranks_by_node(config, nodes, replica), replica, front, make_group
+        )

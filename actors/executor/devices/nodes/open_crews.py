@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 from trouper.actors.executor.devices.launch_local import CrewLauncher
 from trouper.actors.executor.devices.nodes.launch_nodes import open_nodes
+from trouper.actors.executor.devices.nodes.launch_ray import open_ray
 from trouper.config.nodes import NodesConfig
 from trouper.config.resolve import EngineConfig
 from trouper.errors import invalid
@@ -22,5 +23,6 @@ async def open_crews(
     if nodes.rank > 0:
         rule = "must be 0 where an engine runs; trouper serve runs the other machines"
         raise invalid("node_rank", rule, nodes.rank)
-    async with open_nodes(config, nodes) as crew_of:
+    opened = open_ray if nodes.backend == "ray" else open_nodes
+    async with opened(config, nodes) as crew_of:
         yield crew_of

@@ -99,6 +99,16 @@ def accept(connection: socket.socket, key: bytes) -> bool:
     return is_right
 
 
+def serve_at(address: tuple[str, int], backlog: int) -> socket.socket:
+    """Listen at an address of this machine, and at no other.
+
+    Raises:
+        OSError: it cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    return socket.create_server(address, family=family, backlog=backlog)
+
+
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     """Read so many bytes, and none behind them.
 

@@ -1,0 +1,94 @@
+"""Workers at places of Ray, on logical nodes of this machine: one that is removed takes its worker with it, and the streams go on."""
+
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")  # in an environment of its own: pytest -m ray
+
+import anyio
+import ray
+from ray.cluster_utils import Cluster
+
+from trouper.actors.engine.wiring import open_engine
+from trouper.actors.executor.devices.nodes import launch_ray
+from trouper.actors.executor.devices.nodes.open_crews import open_crews
+from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
+from trouper.errors import DeviceStartError
+
+from .test_stages import OPTIONS, expected
+from .test_worker import texts
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.ray,
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+
+
+@pytest.fixture(params=["trio"])
+def anyio_backend(request):
+    return request.param
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Two logical nodes of a processor each; this process has joined the first."""
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    found.second = found.add_node(num_cpus=1)
+    ray.init(address=found.address, logging_level="error")
+    found.wait_for_nodes()
+    yield found
+    ray.shutdown()
+    found.shutdown()
+
+
+@asynccontextmanager
+async def an_engine_at_places(**options):
+    config = resolve(EngineArgs(distributed_executor_backend="ray", **OPTIONS, **options))
+    async with open_crews(config, config.nodes) as crew_of:
+        async with open_engine(config, ProcessDevice(config, crew=crew_of(0))) as engine:
+            yield engine
+
+
+def workers_at_places():
+    """The number of workers that actors of this environment have started."""
+    found = 0
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        found += words[0] == sys.executable.encode() and b"--place" in words
+    return found
+
+
+async def test_streams_go_on_when_a_node_is_removed_and_another_joins(cluster, caplog):
+    wanted = await expected()
+    async with an_engine_at_places(pipeline_parallel_size=2) as engine:
+        assert await texts(engine) == wanted
+        assert workers_at_places() == 2
+
+        def replace_a_node():  # in this thread, where Ray handles signals
+            cluster.remove_node(cluster.second, allow_graceful=False)
+            cluster.second = cluster.add_node(num_cpus=1)
+
+        assert await texts(engine, at_token=3, do=replace_a_node) == wanted
+        assert await texts(engine) == wanted
+    assert "closed its connection" in caplog.text
+    with anyio.fail_after(20):
+        while ray.available_resources().get("CPU") != 2.0 or workers_at_places():  # noqa: ASYNC110  # no event tells of another process
+            await anyio.sleep(0.05)
+
+
+async def test_no_room_is_an_error_that_says_how_much_is_missing(cluster, monkeypatch):
+    monkeypatch.setattr(launch_ray, "PLACE_S", 1.0)
+    with pytest.raises(DeviceStartError, match=r"want 3 x \{CPU: 1\}, 2 is free"):
+        async with an_engine_at_places(pipeline_parallel_size=3):
+            pass
