@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from trouper.config.nodes import CLUSTER_KEY
 from trouper.frontends.cli.serve import ServerOptions
 from trouper.frontends.server.routes import ROUTES
 
@@ -155,6 +156,43 @@ def test_the_pod_is_probed_where_the_server_answers_and_may_end_in_peace():
     assert pod["securityContext"]["runAsUser"] == int(
         re.search(r"--uid (\d+)", (DEPLOY / "Dockerfile").read_text())[1]
     )
+
+
+def test_the_pods_of_a_set_are_machines_of_one_engine():
+    documents = list(yaml.safe_load_all((DEPLOY / "leader-worker-set.yaml").read_text()))
+    assert [d["kind"] for d in documents] == ["LeaderWorkerSet", "NetworkPolicy"]
+    spec = documents[0]["spec"]["leaderWorkerTemplate"]
+    pods = [spec["leaderTemplate"]["spec"], spec["workerTemplate"]["spec"]]
+    known = {
+        "$(POD_IP)": "10.0.0.1",
+        "$(LWS_LEADER_ADDRESS)": "10.0.0.1",
+        "$(LWS_WORKER_INDEX)": "1",
+    }
+    values = []
+    for pod in pods:
+        (container,) = pod["containers"]
+        text = "\n".join(container["args"])
+        for name, value in known.items():
+            text = text.replace(name, value)
+        assert "$" not in text
+        values.append(parse(text.split("\n")))
+        variables = {entry["name"]: entry["valueFrom"] for entry in container["env"]}
+        assert variables[CLUSTER_KEY] == {"secretKeyRef": {"name": "trouper-cluster", "key": "key"}}
+    front, host = values
+    assert (front["node_rank"], host["node_rank"]) == (0, 1)
+    for name in ("nnodes", "master_addr", "master_port", "pipeline_parallel_size", "model_name"):
+        assert front[name] == host[name]
+    assert front["nnodes"] == spec["size"] == 2
+    assert front["host"] == "0.0.0.0"
+    leader = pods[0]
+    assert leader["terminationGracePeriodSeconds"] == front["shutdown_timeout"] + 10
+    (container,) = leader["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": front["port"], "cluster": front["master_port"]}
+    paths = {container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness")}
+    assert paths == {"/health/ready"} <= PUBLIC
+    (_, open_to_all) = documents[1]["spec"]["ingress"]
+    assert open_to_all == {"ports": [{"port": front["port"]}]}  # clients reach no other
 
 
 def test_the_examples_in_python_ask_the_port_that_serves_by_routes_that_there_are():

@@ -30,7 +30,7 @@ from trouper.actors.executor.devices.wire import MAX_FRAME, Close, FrameReader, 
 from trouper.actors.executor.devices.worker_process import Exit
 from trouper.actors.executor.parallel.ranks import CrewSizes, crew_links
 from trouper.config.args import EngineArgs
-from trouper.config.nodes import CLUSTER_KEY, NodesConfig
+from trouper.config.nodes import CLUSTER_KEY, RAY_CPUS, NodesConfig, nodes_config
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError, TrouperValidationError, UnsupportedFeatureError
 
@@ -454,6 +454,33 @@ def test_options_that_do_not_fit_are_named(options, error, parameter, words, key
     with pytest.raises(error, match=words) as caught:
         a_config(**options)
     assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "cpus", "error", "parameter", "words"),
+    [
+        (None, {}, "1", UnsupportedFeatureError, "distributed_executor_backend", "the extra `ray`"),
+        ("2.49.2", {}, "1", UnsupportedFeatureError, "distributed_executor_backend", "2.49.2 is older than 2.50"),
+        ("2.60.0", {"nnodes": 2}, "1", TrouperValidationError, "nnodes", "machines of its own"),
+        ("2.60.0", {"device_worker": "inline"}, "1", TrouperValidationError, "device_worker", "inline"),
+        ("2.60.0", {}, "0", TrouperValidationError, RAY_CPUS, "above 0"),
+        ("2.60.0", {}, "two", TrouperValidationError, RAY_CPUS, "above 0"),
+    ],
+)  # fmt: skip
+def test_what_ray_cannot_do_is_named(version, options, cpus, error, parameter, words, monkeypatch):
+    found = None if version is None else object()
+    monkeypatch.setattr("trouper.config.nodes.importlib.util.find_spec", lambda name: found)
+    monkeypatch.setattr("trouper.config.nodes.importlib.metadata.version", lambda name: version)
+    monkeypatch.setenv(RAY_CPUS, cpus)
+    with pytest.raises(error, match=words) as caught:
+        nodes_config(EngineArgs(distributed_executor_backend="ray", **options), "cpu")
+    assert caught.value.parameter == parameter
+
+
+def test_machines_of_gpus_are_refused_by_name():
+    for options in ({"nnodes": 2}, {"distributed_executor_backend": "ray"}):
+        with pytest.raises(UnsupportedFeatureError, match="not on a GPU yet"):
+            nodes_config(EngineArgs(**options), "cuda")
 
 
 @pytest.mark.parametrize("text", [None, "", "too short"])
