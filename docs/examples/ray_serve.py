@@ -1,4 +1,4 @@
-"""OpenAI's API by Ray Serve: `serve run ray_serve:app`, with this file in the current folder.
+"""OpenAI's API by Ray Serve (`pip install 'ray[serve]'`): `serve run ray_serve:app`, in the folder of this file.
 
 Each of Ray Serve's replicas opens an engine of its own. Its workers run inside the replica's machine; to have them elsewhere, too, add
 `distributed_executor_backend="ray"` and stages.

@@ -6,6 +6,7 @@ Laws:
   * A worker's connection is taken for an order that waits for it, and closed otherwise.
 """
 
+import contextlib
 import logging
 import socket
 from collections import deque
@@ -252,16 +253,12 @@ class Front:
 
     async def _serve_host(self, hello: HostHello, channel: Channel, address: str) -> None:
         """Read what a host answers until it is gone."""
-        try:
-            if (refusal := self._refusal(hello)) is not None:
-                logger.warning("%s: %s", address, refusal.message)
+        if (refusal := self._refusal(hello)) is not None:
+            logger.warning("%s: %s", address, refusal.message)
+            with contextlib.suppress(OSError):
                 channel.send(refusal)
-                return
-        except OSError:
+            channel.close()
             return
-        finally:
-            if refusal is not None:
-                channel.close()
         host = self._hosts[hello.node] = HostLink(hello.node, address, channel)
         logger.warning("node %d of %d is there, at %s", hello.node, self._num_nodes, address)
         while self._arrived:

@@ -170,8 +170,9 @@ class WorkerGroup:
             with link, contextlib.suppress(OSError, ChannelError):  # a stranger's
                 if accept(link, self._key):
                     hello = receive_hello(link)
-                    is_ours = isinstance(hello, LinkHello) and hello.order == order
-                    if is_ours and hello.name in awaited - made.keys():
+                    if not isinstance(hello, LinkHello) or hello.order != order:
+                        continue
+                    if hello.name in awaited - made.keys():
                         made[hello.name] = link.detach()
         if not awaited <= made.keys():
             raise ConnectionError("too many strangers have connected")

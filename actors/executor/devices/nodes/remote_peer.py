@@ -62,18 +62,18 @@ class RemotePeer:
                 return data, []
 
     async def end(self, grace_s: float) -> Exit:
-        if self._exit is None:
-            with anyio.CancelScope(shield=True):  # bounded: by the grace, and its place's silence
-                with anyio.move_on_after(grace_s):
-                    await self._flush()
-                self._exit = Exit(
-                    None, stderr=(f"{self._name} does not answer",), was_machine_lost=True
-                )
-                with anyio.move_on_after(grace_s + END_S):
-                    self._exit = await self._end(grace_s)
-            anyio.notify_closing(self._socket)
-            self._socket.close()
-        return self._exit
+        if self._exit is not None:
+            return self._exit
+        found = Exit(None, stderr=(f"{self._name} does not answer",), was_machine_lost=True)
+        with anyio.CancelScope(shield=True):  # bounded: by the grace, and its place's silence
+            with anyio.move_on_after(grace_s):
+                await self._flush()
+            with anyio.move_on_after(grace_s + END_S):
+                found = await self._end(grace_s)
+        self._exit = found
+        anyio.notify_closing(self._socket)
+        self._socket.close()
+        return found
 
     async def _flush(self) -> None:
         """Send all that waits, if the worker still reads."""
