@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trouper.bench.roofs import Roofs, seconds_of
 from trouper.errors import TrouperError
+from trouper.kernels.codegen import units
 from trouper.kernels.cpu.attention.varlen import (
     Group,
     is_native,
@@ -378,7 +379,9 @@ def layer_norm(s: Shapes) -> Iterator[Case]:
 
 
 def sum_of_ranks(s: Shapes) -> Iterator[Case]:
-    """Two ranks' sum with residual and norm, one of a recorded step's."""
+    """Two ranks' sum with residual and norm, one of a recorded step's; there is none by torch."""
+    if not _has_shared_sum(s):
+        return
     from trouper.bench import shared_sum as core
 
     sums = core.Sums(s.num_tokens, s.hidden, s.dtype)
@@ -396,6 +399,8 @@ def sum_of_ranks(s: Shapes) -> Iterator[Case]:
 
 def sum_by_gloo(s: Shapes) -> Iterator[Case]:
     """The sum alone, by gloo."""
+    if not _has_shared_sum(s):
+        return
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
     from trouper.bench import shared_sum as core
@@ -410,6 +415,10 @@ def sum_by_gloo(s: Shapes) -> Iterator[Case]:
             3 * s.item * num_items,
             num_items,
         )
+
+
+def _has_shared_sum(s: Shapes) -> bool:
+    return units.row_kind(s.dtype, s.hidden) is not None
 
 
 OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {

@@ -15,10 +15,16 @@ from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
+from trouper.kernels.codegen import units
 
 from .test_worker import texts
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.timeout(120),
+    pytest.mark.slow,
+    pytest.mark.skipif(not units.can_multiply(), reason="needs compiled kernels"),
+]
 OPTIONS = {
     "dtype": "float32",
     "max_num_batched_tokens": 32,

@@ -16,6 +16,7 @@ from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import RetryableRequestError, TrouperValidationError, UnsupportedFeatureError
+from trouper.kernels.codegen import units
 from trouper.lora import LoRARequest
 from trouper.params import SamplingParams, StructuredOutputsParams
 from trouper.pooling import PoolingParams
@@ -23,6 +24,7 @@ from trouper.pooling import PoolingParams
 from .test_stages import Stages
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+NEEDS_KERNELS = pytest.mark.skipif(not units.can_multiply(), reason="needs compiled kernels")
 NUM_TOKENS = 24
 START, END = "<think>", "</think>"
 OPTIONS = {
@@ -108,7 +110,7 @@ async def outputs_of(engine, adapters=(None,), *, at_token=None, do=None):
     [
         (1, 1),
         pytest.param(2, 1, marks=pytest.mark.slow),
-        pytest.param(1, 2, marks=pytest.mark.slow),
+        pytest.param(1, 2, marks=[pytest.mark.slow, NEEDS_KERNELS]),
     ],
 )
 async def test_grammars_budgets_and_adapters_go_on_with_the_same_tokens_when_the_worker_dies(
