@@ -1,20 +1,25 @@
 """Several machines on the loopback: the proof, the messages, the front and its hosts, with workers that only listen."""
 
+import os
 import random
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import anyio
 import anyio.to_thread
 import msgspec
+import numpy as np
 import pytest
 
+from trouper.actors.executor.devices.crew_sizes import crew_sizes
 from trouper.actors.executor.devices.launch_local import CLOSED
 from trouper.actors.executor.devices.nodes import channel as messages
 from trouper.actors.executor.devices.nodes import proof
 from trouper.actors.executor.devices.nodes.channel import Channel, ChannelError, HostHello, Start
 from trouper.actors.executor.devices.nodes.front import Front
+from trouper.actors.executor.devices.nodes.group import WorkerGroup
 from trouper.actors.executor.devices.nodes.host import Host
 from trouper.actors.executor.devices.nodes.launch_nodes import (
     HostGroup,
@@ -28,7 +33,8 @@ from trouper.actors.executor.devices.nodes.remote_peer import RemotePeer
 from trouper.actors.executor.devices.place import PlaceFacts
 from trouper.actors.executor.devices.wire import MAX_FRAME, Close, FrameReader, encode
 from trouper.actors.executor.devices.worker_process import Exit
-from trouper.actors.executor.parallel.ranks import CrewSizes, crew_links
+from trouper.actors.executor.parallel.links import close_files
+from trouper.actors.executor.parallel.ranks import CrewSizes, crew_links, open_worker_links
 from trouper.config.args import EngineArgs
 from trouper.config.nodes import CLUSTER_KEY, RAY_CPUS, NodesConfig, nodes_config
 from trouper.config.resolve import resolve
@@ -416,6 +422,49 @@ def test_each_link_between_machines_is_dialled_once_by_the_later_one(num_ranks, 
     assert num_dials == sum(map(len, found)) >= len(groups)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_stages_of_two_machines_reach_each_other_by_what_they_inherit(num_ranks):
+    """Stage 0 at one place, 1 and 2 at another: rings inside, connections between."""
+    config = a_config(pipeline_parallel_size=3, tensor_parallel_size=num_ranks, max_model_len=64,
+                      max_num_seqs=2, max_num_batched_tokens=4)  # fmt: skip
+    sizes = crew_sizes(config)
+    groups = [WorkerGroup(("127.0.0.1", 1), "127.0.0.1", KEY) for _ in range(2)]
+    addresses = [("127.0.0.1", group.listen()) for group in groups]
+    ranks = tuple(range(num_ranks)), tuple(range(num_ranks, 3 * num_ranks))
+    starts = with_dials([Start(1, some, 0, sizes) for some in ranks], addresses)
+    assert addresses[1] not in starts[1].dials.values()
+    with ThreadPoolExecutor(2) as places:
+        found = list(places.map(WorkerGroup.connect_links, groups, starts))
+    files = [some for part in found for some in part]
+    width = sizes.hidden_bytes // config.scheduler.max_num_scheduled_tokens // 4
+    links = [  # each process has descriptors of its own
+        open_worker_links(worker, list(map(os.dup, mine)), config, width)
+        for worker, mine in enumerate(files)
+    ]
+    close_files(files)
+    out = np.zeros(16, dtype=np.uint8)
+
+    def crosses(sender, receiver, text):
+        sender.send(9, np.frombuffer(text, dtype=np.uint8))
+        assert receiver.receive(out, wait=True) == (9, len(text))
+        assert out[: len(text)].tobytes() == text
+
+    for worker in range(2 * num_ranks):
+        crosses(links[worker].hidden_out, links[worker + num_ranks].hidden_in, b"to %d" % worker)
+    sampler = links[2 * num_ranks]
+    assert len(sampler.tokens_out) == num_ranks
+    for receiver, sender in zip(links, sampler.tokens_out, strict=False):
+        crosses(sender, receiver.tokens_in, b"ids")
+    kinds = {type(links[0].hidden_out).__name__, type(links[num_ranks].hidden_out).__name__}
+    assert kinds == {"TcpLink", "Ring"}
+    for link in links:
+        link.close()
+        if link.group is not None:
+            os.close(link.group)
+    for group in groups:
+        group.close()
+
+
 def test_a_place_has_its_own_paths_and_its_share_of_the_cores():
     config = a_config(pipeline_parallel_size=4)
     nodes = NodesConfig("mp", 2)
@@ -442,6 +491,7 @@ def test_a_place_has_its_own_paths_and_its_share_of_the_cores():
         ({"nnodes": 2}, TrouperValidationError, "nnodes", "1, must be a multiple"),
         ({"nnodes": 2, "pipeline_parallel_size": 3}, TrouperValidationError, "nnodes", "3, must be a multiple"),
         ({"nnodes": 2, "tensor_parallel_size": 2}, UnsupportedFeatureError, "tensor_parallel_size", "share memory"),
+        ({"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "0.0.0.0"}, TrouperValidationError, "master_addr", "one address"),
         ({"master_port": 0}, TrouperValidationError, "master_port", "at least 1"),
         ({"master_port": 65536}, TrouperValidationError, "master_port", "at most 65535"),
         ({"nnodes": 2, "data_parallel_size": 2, "device_worker": "inline"}, TrouperValidationError, "device_worker", "inline"),

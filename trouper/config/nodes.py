@@ -16,6 +16,7 @@ CLUSTER_KEY = "TROUPER_CLUSTER_KEY"
 MIN_KEY_LENGTH = 16
 RAY_CPUS = "TROUPER_RAY_CPUS_PER_WORKER"
 LEAST_RAY = (2, 50)
+EVERY_ADDRESS = ("", "0.0.0.0", "::")
 Backend = Literal["mp", "ray"]
 BACKENDS = (None, "mp", "ray")
 SUPERVISED_ELSEWHERE = ("external_launcher", "torchrun")
@@ -73,6 +74,9 @@ def nodes_config(args: EngineArgs, device: str) -> NodesConfig | None:
             f"pipeline_parallel_size x data_parallel_size, {num_stages}, must be a multiple of it"
         )
         raise invalid("nnodes", rule, num_nodes)
+    if args.master_addr.strip() in EVERY_ADDRESS:
+        rule = "must be one address of machine 0, by which the others reach it"
+        raise invalid("master_addr", rule, args.master_addr)
     cluster_key()
     return NodesConfig("mp", num_nodes, rank, args.master_addr, args.master_port)
 
