@@ -232,13 +232,26 @@ QUICK = ["--roof-mib", "1", "--roof-gemm", "64", "--sample-ms", "0", "--context"
 QUICK += ["--block-size", "16", "--num-tokens", "1,3", "--cold-mib", "0"]
 
 
+OF_RANKS = {"shared_sum", "shared_sum, by gloo"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_sum_of_ranks_is_right_and_measured_beside_gloos(report, dtype):
+    chosen = [word for name in OF_RANKS for word in ("--op", name)]
+    found = report("kernels", "-m", DEMO_MODEL, "--dtype", dtype, *chosen, *QUICK)["results"]
+    are_there = units.kind_of(getattr(torch, dtype)) is not None
+    assert {record["op"] for record in found} == (OF_RANKS if are_there else set())
+    assert all(record["us"] > 0 for record in found)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_operation_is_right_and_has_its_figures(report, dtype):
-    found = report("kernels", "-m", DEMO_MODEL, "--dtype", dtype, *QUICK)
+    ops = [name for name in OPS if name not in OF_RANKS]
+    chosen = [word for name in ops for word in ("--op", name)]
+    found = report("kernels", "-m", DEMO_MODEL, "--dtype", dtype, *chosen, *QUICK)
     assert found["roofs"].keys() == {"read_gb_s", "gemm_gflop_s"}
-    of_kernels = {"shared_sum", "shared_sum, by gloo"}
-    absent = set() if units.kind_of(getattr(torch, dtype)) else of_kernels
-    assert {record["op"] for record in found["results"]} == set(OPS) - absent
+    assert {record["op"] for record in found["results"]} == set(ops)
     for record in found["results"]:
         assert record["us"] > 0
         assert record["share_of_roof"] >= 0
