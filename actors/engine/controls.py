@@ -8,7 +8,7 @@ import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import anyio
 
@@ -115,7 +115,8 @@ class Controls:
                 lifecycle.move(Event.PAUSE)
                 await self._pause(mode, refuses=False)
                 return True
-            if not lifecycle.resident and level <= lifecycle.level:
+            is_asleep = not lifecycle.resident and not lifecycle.is_uneven
+            if is_asleep and level <= lifecycle.level:
                 return False
             lifecycle.move(Event.SLEEP)
             try:
@@ -139,7 +140,7 @@ class Controls:
             try:
                 if missing:
                     done = partial(lifecycle.bring_back, missing)
-                    await self._client.call_device("wake", missing, done=done)
+                    await self._change_memory("wake", missing, done)
             finally:
                 if lifecycle.state is EngineState.WAKING:
                     is_whole = lifecycle.resident == MEMORY
@@ -202,7 +203,21 @@ class Controls:
             await self.reset_prefix_cache(preempt="recompute")
         done = partial(lifecycle.give_back, level)
         undo = ("wake", (MEMORY,)) if lifecycle.resident == MEMORY else None
-        await self._client.call_device("sleep", level, done=done, undo=undo)
+        await self._change_memory("sleep", level, done, undo)
+
+    async def _change_memory(
+        self,
+        method: Literal["sleep", "wake"],
+        argument: int | frozenset[str],
+        done: Callable[[], object],
+        undo: tuple[Literal["wake"], tuple[object, ...]] | None = None,
+    ) -> None:
+        """Have the devices give memory back or bring it back; until all have done it, they may differ."""
+        lifecycle = self._lifecycle
+        was_uneven, lifecycle.is_uneven = lifecycle.is_uneven, True
+        await self._client.call_device(method, argument, done=done, undo=undo)
+        is_partial = method == "wake" and lifecycle.resident != MEMORY
+        lifecycle.is_uneven = was_uneven and is_partial
 
     async def _release(self, hold: Hold) -> None:
         """Give a hold back; an engine that was put to sleep or ended inside the block stays so."""

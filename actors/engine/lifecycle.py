@@ -82,6 +82,8 @@ class Lifecycle:
         self.refuses: str | None = None  # why new requests are refused; None: they are queued
         self.level = 0
         self.resident: frozenset[str] = MEMORY
+        # A call for memory has failed: some replicas may have more of it than others, which have `resident`.
+        self.is_uneven = False
         self._holds: list[Hold] = []  # blocks that are inside `paused()`
         self._found: tuple[Pause, str | None] = Pause.NONE, None  # by the first of them
 

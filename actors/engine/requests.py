@@ -58,14 +58,17 @@ class ControlClient:
         after the call has ended: after `done`, or in place of an error.
 
         Args:
-            undo: what those do that could, where others could not.
+            undo: what those do that could, where others could not.  `done` is called where it fails: for one at least
+                what was asked for is in force.
         """
         answers, cancelled = await self._call_all(self._executors, method, args)
         pairs = list(zip(self._executors, answers, strict=True))
         able = [executor for executor, answer in pairs if answer.error is None]
         if undo is not None and 0 < len(able) < len(pairs) and self.error is None:
-            _, again = await self._call_all(able, *undo)
+            undone, again = await self._call_all(able, *undo)
             cancelled = cancelled or again
+            if any(answer.error is not None for answer in undone):
+                done()
         try:
             for answer in answers:
                 answer.result()

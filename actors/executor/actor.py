@@ -8,7 +8,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from trouper.actors.executor.device import Device, DeviceInfo
 from trouper.actors.messages.controls import DeviceCall
 from trouper.actors.messages.inboxes import ExecutorInbox, SchedulerInbox
-from trouper.actors.messages.results import ReplicaEvent
+from trouper.actors.messages.results import DeviceFailed, ReplicaEvent
+from trouper.errors import DeviceStartError
 
 CLOSE_GRACE_S = 30  # one step under way, then the memory goes back
 
@@ -34,6 +35,7 @@ class Executor:
         self._scheduler = scheduler
         self._device = device
         self._replica = replica  # None: there is one alone
+        self._has_failed = False  # the device, of one of several replicas
         self._last_step = 0
         self._call_under_way: str | None = None
 
@@ -64,14 +66,29 @@ class Executor:
                 self._device.submit(message)
 
     async def _receive(self) -> None:
-        """Pass on each result; room is reserved, for there are never more than the plans in flight."""
+        """Pass on each result; room is reserved, for there are never more than the plans in flight.
+
+        Raises:
+            DeviceStartError: the device is not started again, and there is no other.
+        """
         while True:
-            event = await self._device.receive()
+            try:
+                event = await self._device.receive()
+            except DeviceStartError as error:
+                if self._replica is None:
+                    raise
+                self._has_failed = True
+                failed = DeviceFailed(str(error))
+                self._scheduler.send_nowait(ReplicaEvent(self._replica, failed))
+                return
             self._scheduler.send_nowait(
                 event if self._replica is None else ReplicaEvent(self._replica, event)
             )
 
     async def _call(self, message: DeviceCall) -> None:
+        if self._has_failed:  # it holds no memory, no adapter and no trace: all is as asked for
+            message.answer.set(None)
+            return
         self._call_under_way = message.method
         try:
             message.answer.set(await self._device.call(message.method, *message.args))

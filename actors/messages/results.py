@@ -75,10 +75,16 @@ class ReplicaEvent(msgspec.Struct, frozen=True):
     """Executor → Scheduler → Observer: what the device of one of several replicas says."""
 
     replica: int
-    event: "StepDone | PoolDone | StepFailed | DeviceLost | DeviceBack"
+    event: "StepDone | PoolDone | StepFailed | DeviceLost | DeviceBack | DeviceFailed"
 
 
 class DeviceBack(msgspec.Struct, frozen=True):
     """Executor → Scheduler → Observer: the device has been loaded again and takes plans."""
 
     pause_s: float  # since it was lost
+
+
+class DeviceFailed(msgspec.Struct, frozen=True):
+    """Executor → Scheduler: the device of one of several replicas, lost before, is not started again."""
+
+    message: str  # the cause, in one line

@@ -39,12 +39,13 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # drafted tokens that were right
     adapters: AdapterStats | None = None  # None: the engine takes none
-    is_device_lost: bool = False  # it is being started again
+    is_device_lost: bool = False  # it is being started again, or has failed
+    is_device_failed: bool = False  # it is not started again
     num_lost_tokens: int = 0  # computed, and lost with the device's memory: they are computed again
 
 
 def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Add up the replicas' numbers; the device counts as lost where all are."""
+    """Add up the replicas' numbers; the device counts as lost, or as failed, where all are."""
     if len(parts) == 1:
         return parts[0]
     sums = {
@@ -58,6 +59,7 @@ def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:
         kv_cache_usage=sum(part.kv_cache_usage for part in parts) / len(parts),
         adapters=_all_adapters(adapters) if adapters else None,
         is_device_lost=all(part.is_device_lost for part in parts),
+        is_device_failed=all(part.is_device_failed for part in parts),
     )
 
 

@@ -200,6 +200,10 @@ class ReplicaMetrics:
             "worker_up", "1 while the worker process of a rank takes plans.",
             keyed(self._workers_up), ("rank",),
         )  # fmt: skip
+        yield Number(
+            "replica_failed", "1 once the workers of the replica are not started again.",
+            {(): int(stats.is_device_failed)},
+        )  # fmt: skip
         if (adapters := stats.adapters) is not None:
             lists = ",".join(adapters.waiting), ",".join(adapters.running)
             yield Number(

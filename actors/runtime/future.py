@@ -4,7 +4,6 @@ from typing import Generic, TypeVar, cast
 
 import anyio
 
-from trouper.actors.messages.promise import Promise
 from trouper.actors.runtime.shielded import wait_shielded
 
 T = TypeVar("T")
@@ -55,29 +54,3 @@ class Future(Generic[T]):
         if self._error is not None:
             raise self._error
         return cast("T", self._value)
-
-
-class _Share(Generic[T]):
-    """One of several promises that together keep another: its first error, or the last value."""
-
-    def __init__(self, whole: Promise[T], num_open: list[int]) -> None:
-        self._whole = whole
-        self._num_open = num_open  # one number, which all shares have in common
-
-    def set(self, value: T) -> None:
-        self._num_open[0] -= 1
-        if self._num_open[0] == 0:
-            self._whole.set(value)
-
-    def fail(self, error: BaseException) -> None:
-        if self._num_open[0] > 0:
-            self._num_open[0] = 0  # so the others that come say nothing
-            self._whole.fail(error)
-
-
-def shares(whole: Promise[T], count: int) -> list[Promise[T]]:
-    """Divide a promise: it is kept when all parts are, and fails with the first of them."""
-    if count == 1:
-        return [whole]
-    num_open = [count]
-    return [_Share(whole, num_open) for _ in range(count)]

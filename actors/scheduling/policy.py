@@ -77,6 +77,7 @@ class Policy:
         self._num_prompt_tokens = 0
         self._lookahead = Lookahead(config.num_speculative_tokens)
         self._is_lost = False  # the device; it is being started again
+        self._has_failed = False  # it is not
 
     def __repr__(self) -> str:
         return (
@@ -111,8 +112,13 @@ class Policy:
 
     @property
     def is_device_lost(self) -> bool:
-        """Whether the device is being started again."""
+        """Whether the device is being started again, or has failed."""
         return self._is_lost
+
+    @property
+    def has_device_failed(self) -> bool:
+        """Whether the device is not started again."""
+        return self._has_failed
 
     @property
     def is_available(self) -> bool:
@@ -153,6 +159,7 @@ class Policy:
             num_accepted_tokens=self._lookahead.num_accepted_tokens,
             num_lost_tokens=running.num_lost_tokens,
             is_device_lost=self._is_lost,
+            is_device_failed=self._has_failed,
             adapters=None if self.config.max_loras is None else table.adapter_stats(),
         )
 
@@ -307,6 +314,13 @@ class Policy:
         """Find the sequences that may have killed the device: stages may have been in any plan, one process in the eldest."""
         plans = list(self.in_flight)[: 1 if self._num_stages == 1 else None]
         return {entry[0].id: (entry[0], entry[3]) for plan in plans for entry in plan.entries}
+
+    def fail_device(self, message: str) -> None:
+        """The device, lost before, is not started again: requests in question end, so that they kill no other."""
+        self._has_failed = True
+        for id in self._quarantine.requests:
+            if (request := self.table.requests.get(id)) is not None:
+                self.table.fail_request(request, f"device_failed: {message}")
 
     def return_device(self) -> None:
         """The device takes plans again."""

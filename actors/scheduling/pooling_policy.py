@@ -62,6 +62,7 @@ class PoolingPolicy:
         self._epoch = 0
         self._num_prompt_tokens = 0
         self._is_lost = False  # the device; it is being started again
+        self._has_failed = False  # it is not
         self._suspects: dict[RequestId, int] = {}  # losses that it was in the step of; unfinished
 
     def __repr__(self) -> str:
@@ -102,6 +103,7 @@ class PoolingPolicy:
             recompute_cache_queries=0,
             recompute_cache_hits=0,
             is_device_lost=self._is_lost,
+            is_device_failed=self._has_failed,
         )
 
     def snapshot(self) -> PolicySnapshot:
@@ -135,10 +137,7 @@ class PoolingPolicy:
 
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored."""
-        admit = self.unfinished.pop(id, None)
-        self._suspects.pop(id, None)
-        if admit is not None:
-            self.outputs.append(PooledRequest(admit, error="aborted: the request was aborted"))
+        self._end(id, "aborted: the request was aborted")
 
     def stop(self, ids: tuple[SequenceId, ...]) -> None:
         """Fail: pooling has no stop strings."""
@@ -169,8 +168,7 @@ class PoolingPolicy:
             half = len(group) // 2
             self.retries.extend((group[:half], group[half:]))
         elif group:
-            del self.unfinished[group[0].id]
-            self.outputs.append(PooledRequest(group[0], error=f"execution_error: {message}"))
+            self._end(group[0].id, f"execution_error: {message}")
 
     def lose_device(self, loss: DeviceLost) -> int:
         """Take the end of the device, with all plans in flight.
@@ -193,16 +191,20 @@ class PoolingPolicy:
         self.in_flight.clear()
         self.retries.extend(groups[1:])
         if was_alone and suspects and suspects[0].id in self._suspects:
-            (culprit,) = suspects
-            del self.unfinished[culprit.id]
-            error = f"poisoned_request: {loss.message}"
-            self.outputs.append(PooledRequest(culprit, error=error))
-            return self._suspects.pop(culprit.id) + 1
+            num_losses = self._suspects[suspects[0].id] + 1
+            self._end(suspects[0].id, f"poisoned_request: {loss.message}")
+            return num_losses
         for admit in suspects:
             self._suspects[admit.id] = self._suspects.get(admit.id, 0) + 1
         half = len(suspects) // 2
         self.retries.extend((suspects[:half], suspects[half:]))
         return 0
+
+    def fail_device(self, message: str) -> None:
+        """The device, lost before, is not started again: requests in question end, so that they kill no other."""
+        self._has_failed = True
+        for id in tuple(self._suspects):
+            self._end(id, f"device_failed: {message}")
 
     def return_device(self) -> None:
         """The device takes plans again."""
@@ -278,6 +280,13 @@ class PoolingPolicy:
         for entry in window[taken:]:
             self._push(*entry)
         return [admit for _, admit in window[:taken]]
+
+    def _end(self, id: RequestId, error: str) -> None:
+        """End a request with an error; unknown and finished ones are ignored."""
+        self._suspects.pop(id, None)
+        admit = self.unfinished.pop(id, None)
+        if admit is not None:
+            self.outputs.append(PooledRequest(admit, error=error))
 
     def _push(self, order: Order, admit: AdmitPooling) -> None:
         heappush(self.waiting, (order, admit))  # pyright: ignore[reportArgumentType]  # orders decide

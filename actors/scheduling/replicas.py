@@ -9,6 +9,8 @@ Laws:
 3. All put out through one table, so the outputs of a request that moves stay in order.
 4. The requests of a replica that is lost go to the others at once, and wait for it only where none is available.
    Those in question stay: whatever killed it is tried where it was, and kills no other.
+5. A replica that becomes available takes its share of what has not begun, and all of those that are lost.
+6. One that has failed is out for good; the others go on as long as one is left.
 """
 
 from collections.abc import Sequence
@@ -41,6 +43,7 @@ class Replicas:
         self.router = Router(num_replicas, config.max_num_scheduled_tokens)
         self._block_size = block_size
         self._has_cache = config.enable_prefix_caching
+        self._were_available = [True] * num_replicas  # when last looked at
         # Tokens and rows of each replica; None: to be counted again.
         self._work: list[tuple[int, int] | None] = [None] * num_replicas
 
@@ -51,6 +54,11 @@ class Replicas:
     def num_steps_in_flight(self) -> int:
         """Plans that no device has answered."""
         return sum(policy.num_steps_in_flight for policy in self.policies)
+
+    @property
+    def have_failed(self) -> bool:
+        """Whether no replica is left."""
+        return all(policy.has_device_failed for policy in self.policies)
 
     @property
     def num_started(self) -> int:
@@ -117,19 +125,32 @@ class Replicas:
     def note_loss(self, replica: int) -> None:
         """A policy has lost its device: what it has goes to the others."""
         self.note_change()
+        self._were_available[replica] = False  # it may be back before the next look
         self.router.prefixes.forget(replica)
         self._evacuate(replica)
 
-    def note_return(self, replica: int) -> None:
-        """A device is back: it takes from replicas that are still lost, and its share of what has not begun."""
-        self.note_change()
-        for other, policy in enumerate(self.policies):
-            if other == replica:
-                continue
+    def note_failure(self, replica: int) -> None:
+        """A device that was lost is not started again: what waited for it goes to those that are."""
+        if not self.have_failed:
+            self._place_again(self.policies[replica].evacuate())
+
+    def rebalance(self) -> bool:
+        """Let replicas that have become available take their share: their device is back, or a search has ended there.
+
+        Returns:
+            Whether anything may have moved.
+        """
+        available = [policy.is_available for policy in self.policies]
+        before, self._were_available = self._were_available, available
+        new = [now and not was for now, was in zip(available, before, strict=True)]
+        if not any(new):
+            return False
+        for replica, policy in enumerate(self.policies):
             if policy.is_device_lost:
-                self._evacuate(other)
-            else:
+                self._evacuate(replica)
+            elif not new[replica]:
                 self._place_again(policy.evacuate(only_fresh=True))
+        return True
 
     def _evacuate(self, replica: int) -> None:
         if any(policy.is_available for policy in self.policies):
@@ -164,4 +185,4 @@ class Replicas:
         policy, work = self.policies[replica], self._work[replica]
         if work is None:
             work = self._work[replica] = policy.table.work()
-        return ReplicaLoad(*work, policy.is_available)
+        return ReplicaLoad(*work, policy.is_available, policy.has_device_failed)

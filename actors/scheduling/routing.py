@@ -1,7 +1,7 @@
 """The choice of a replica for a request.  Pure.
 
 Laws:
-1. A replica that is not available is chosen only where none is.
+1. A replica that is not available is chosen only where none is; one that has failed is never chosen.
 2. A request that names a replica gets it.
 3. A session stays with one replica, as long as that one is available and not overloaded; when a replica goes, only
    its own sessions change their place (rendezvous hash).
@@ -28,6 +28,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     num_tokens: int  # of prompts, not computed yet
     num_rows: int  # unfinished sequences
     is_available: bool = True
+    has_failed: bool = False  # it will never be available
 
     @property
     def num_ahead(self) -> int:
@@ -110,8 +111,8 @@ class Router:
             rank: the replica that the request names.
             session_id: of the conversation that it belongs to.
         """
-        everywhere = range(self._num_replicas)
-        candidates = [i for i in everywhere if loads[i].is_available] or list(everywhere)
+        living = [i for i in range(self._num_replicas) if not loads[i].has_failed]
+        candidates = [i for i in living if loads[i].is_available] or living
         if rank in candidates:
             return rank
         if session_id is not None:

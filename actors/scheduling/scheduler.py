@@ -5,6 +5,7 @@ in flight than the executor's channel holds; outputs need none because their rec
 for many steps beside everything the renderers may send.
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Generic, TypeVar, assert_never, cast
@@ -28,6 +29,7 @@ from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Abort, Admit, AdmitPooling
 from trouper.actors.messages.results import (
     DeviceBack,
+    DeviceFailed,
     DeviceLost,
     PoolDone,
     ReplicaEvent,
@@ -35,12 +37,15 @@ from trouper.actors.messages.results import (
     StepFailed,
 )
 from trouper.actors.messages.stats import SchedulerStats, StepStats
-from trouper.actors.runtime.future import Future, shares
+from trouper.actors.runtime.future import Future
 from trouper.actors.runtime.reporter import Reporter
+from trouper.actors.scheduling.probes import Probes
 from trouper.actors.scheduling.replicas import Replicas
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
 from trouper.actors.scheduling.snapshot import SchedulerSnapshot
+from trouper.errors import DeviceStartError
 
+logger = logging.getLogger(__name__)
 OutputsT = TypeVar("OutputsT")
 
 
@@ -81,6 +86,7 @@ class Scheduler(Generic[OutputsT]):
         self._num_plans_due = 0  # when stepped: plans that were requested and not made
         self._steps: list[Promise[None]] = []
         self._pauses: list[SetPause] = []  # not in full effect yet
+        self._probes = Probes()
 
     def statistics(self) -> SchedulerStats:
         """Describe the state in numbers, of all replicas together."""
@@ -111,7 +117,10 @@ class Scheduler(Generic[OutputsT]):
                 except (anyio.WouldBlock, anyio.EndOfStream):
                     pass
                 # The device first: what it computes next hides what the others do with the outputs.
+                self._rebalance()
                 self._plan()
+                while self._rebalance():  # a search for a culprit has ended in a plan
+                    self._plan()
                 answers = self._due_answers()
                 outputs = cast("OutputsT | None", self.policy.take_outputs(answers))
                 self._report()
@@ -156,9 +165,15 @@ class Scheduler(Generic[OutputsT]):
                 assert_never(message)
 
     def _note_event(
-        self, replica: int, event: StepDone | PoolDone | StepFailed | DeviceLost | DeviceBack
+        self,
+        replica: int,
+        event: StepDone | PoolDone | StepFailed | DeviceLost | DeviceBack | DeviceFailed,
     ) -> None:
-        """Take what a device says; what is lost with it goes to the other replicas."""
+        """Take what a device says; what is lost with it goes to the other replicas.
+
+        Raises:
+            DeviceStartError: no replica is left.
+        """
         policy, replicas = self._policies[replica], self._replicas
         match event:
             case StepDone() | PoolDone():
@@ -168,39 +183,48 @@ class Scheduler(Generic[OutputsT]):
             case StepFailed(step, error, is_out_of_memory):
                 policy.fail_step(step, error, is_out_of_memory=is_out_of_memory)
             case DeviceLost():
-                self._report_event(replica, event)
-                if num_losses := policy.lose_device(event):
-                    call = DeviceCall("explain", (num_losses,), Future())
-                    # Room: one at a time, it waits for nothing.
-                    self._executors[replica].send_nowait(call)
-                if replicas is not None:
-                    replicas.note_loss(replica)
+                self._note_loss(replica, event)
             case DeviceBack():
                 self._report_event(replica, event)
                 policy.return_device()
-                if replicas is not None:
-                    replicas.note_return(replica)
+            case DeviceFailed(message):
+                self._note_failure(replica, message)
             case _:
                 assert_never(event)
         if replicas is not None:
             replicas.note_change(replica)
 
+    def _note_loss(self, replica: int, loss: DeviceLost) -> None:
+        self._report_event(replica, loss)
+        if num_losses := self._policies[replica].lose_device(loss):
+            call = DeviceCall("explain", (num_losses,), Future())
+            # Room: one at a time, it waits for nothing.
+            self._executors[replica].send_nowait(call)
+        if self._replicas is not None:
+            self._replicas.note_loss(replica)
+
+    def _note_failure(self, replica: int, message: str) -> None:
+        logger.error("engine %d stays out: %s", replica, message)
+        self._policies[replica].fail_device(message)
+        if self._replicas is None or self._replicas.have_failed:
+            raise DeviceStartError(message)
+        self._replicas.note_failure(replica)
+
     def _report_event(self, replica: int, event: DeviceLost | DeviceBack) -> None:
         self._reporter.report(event if self._replicas is None else ReplicaEvent(replica, event))
 
     def _probe(self, answer: Promise[object]) -> None:
-        """Pass a probe on to all devices that are there, or to all if none is.  Room: one at a time."""
-        if self._replicas is None:
-            executors = self._executors
-        else:
-            is_lost = [policy.is_device_lost for policy in self._replicas.policies]
-            executors = [
-                executor
-                for executor, lost in zip(self._executors, is_lost, strict=True)
-                if not lost or all(is_lost)
-            ]
-        for executor, share in zip(executors, shares(answer, len(executors)), strict=True):
-            executor.send_nowait(DeviceCall("probe", (), share))
+        """Probe all devices that are there, or those that come back if none is.  Room: one at a time to each."""
+        everywhere = range(len(self._executors))
+        if self._replicas is not None:
+            policies = self._replicas.policies
+            living = [i for i in everywhere if not policies[i].has_device_failed]
+            everywhere = [i for i in living if not policies[i].is_device_lost] or living
+        for probe in self._probes.begin(answer, everywhere):
+            self._executors[probe.replica].send_nowait(DeviceCall("probe", (), probe))
+
+    def _rebalance(self) -> bool:
+        return self._replicas is not None and self._replicas.rebalance()
 
     def _plan(self) -> None:
         """Plan for all replicas as long as there is something to plan; when stepped, once for each."""

@@ -67,6 +67,9 @@ class SchedulingPolicy(Protocol[OutputsT]):
         """
         ...
 
+    def fail_device(self, message: str) -> None:
+        """The device, lost before, is not started again: requests that may have killed it end."""
+
     def return_device(self) -> None:
         """The device takes plans again; what it kept is gone."""
 

@@ -158,7 +158,11 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
             text = "the model cannot be run on this request"
             return ErrorBody(500, "poisoned_request", text, headers=NO_RETRY)
         case GenerationError(
-            code="numerical_error" | "no_valid_token" | "grammar_error" | "poisoned_request"
+            code="numerical_error"
+            | "no_valid_token"
+            | "grammar_error"
+            | "poisoned_request"
+            | "device_failed"
         ):  # nor this one
             text = clean(str(error), MAX_RULE)
             return ErrorBody(500, error.code, text, headers=NO_RETRY)

@@ -3,7 +3,7 @@
     python -m tests.simulation.replicas_world --seconds 60
 
 Clients, plans, answers, losses and returns come one at a time; which is next is drawn. A device that is lost takes its memory and
-all steps with it. Some requests kill each device that computes one of their positions. What every client gets is compared with
+all steps with it, and may never come back. Some requests kill each device that computes one of their positions. What every client gets is compared with
 the tokens that its request has alone.
 """
 
@@ -39,6 +39,7 @@ class Scenario:
         self.num_replicas = dice.choice((2, 2, 3, 4))
         self.kill_share = dice.choice((0.0, 0.01, 0.05, 0.2))
         self.return_share = dice.choice((0.02, 0.2, 0.9))
+        self.fail_share = dice.choice((0.0, 0.0, 0.05, 0.3))
         self.pause_share = dice.choice((0.0, 0.0, 0.05))
         self.block_size = dice.choice((2, 4))
         longest = 24
@@ -123,6 +124,8 @@ class ReplicasWorld:
         self._errors: dict[int, str] = {}
         self._stopped: set[int] = set()
         self._killed_by: dict[int, set[int]] = {id: set() for id in scenario.killers}
+        self._failed: set[int] = set()  # replicas, for good
+        self._given_up: set[int] = set()  # in question when they failed
         self._is_paused = False
         self.num_losses = self.num_moves = 0
 
@@ -184,10 +187,13 @@ class ReplicasWorld:
         if not place:  # it has ended at once
             return
         (replica,) = place
+        living = [r for r in range(len(self.policies)) if r not in self._failed]
+        if replica not in living:
+            raise SimulationFault(f"{request.id} was given to {replica}, which has failed")
         available = [r for r, p in enumerate(self.policies) if is_available(p)]
         if available and replica not in available:
             raise SimulationFault(f"{request.id} was given to {replica}, which is not available")
-        candidates, rank = available or range(len(self.policies)), request.data_parallel_rank
+        candidates, rank = available or living, request.data_parallel_rank
         if rank in candidates and replica != rank:
             raise SimulationFault(f"{request.id} was not given to the replica it names")
 
@@ -208,7 +214,9 @@ class ReplicasWorld:
     def _plan(self, replica: int) -> bool:
         policy = self.policies[replica]
         plan = policy.plan()
+        self.replicas.rebalance()  # a search may have ended
         self._take_outputs()
+        self._check_places()
         if plan is None:
             return False
         if policy.is_device_lost or self._is_paused:
@@ -258,12 +266,21 @@ class ReplicasWorld:
 
     def _return(self, replica: int) -> bool:
         policy = self.policies[replica]
-        if not policy.is_device_lost:
+        if not policy.is_device_lost or replica in self._failed:
             return False
-        if self._dice.random() < self._scenario.return_share:
+        has_others = len(self._failed) + 1 < len(self.policies)
+        if has_others and self._dice.random() < self._scenario.fail_share:
+            self._failed.add(replica)
+            self._given_up |= suspects(policy)
+            policy.fail_device("spent")
+            self.replicas.note_failure(replica)
+            self._take_outputs()
+            if policy.table.requests:
+                raise SimulationFault(f"{policy.table.requests} wait for what never comes back")
+        elif self._dice.random() < self._scenario.return_share:
             policy.return_device()
-            self.replicas.note_return(replica)
-            self._check_places()
+            self.replicas.rebalance()
+        self._check_places()
         return True
 
     def _check_places(self) -> None:
@@ -312,6 +329,8 @@ class ReplicasWorld:
         if found != (wanted if reason == "length" else wanted[: len(found)]):
             raise SimulationFault(f"sequence {id} got {found}, not {wanted}")
         may_leave = request.id in self._scenario.leaving
+        if self._errors.get(id, "").startswith("device_failed") and request.id in self._given_up:
+            return
         is_poison = self._errors.get(id, "").startswith("poisoned_request")
         if reason == "length" or (may_leave and reason in ("abort", "stop")):
             return

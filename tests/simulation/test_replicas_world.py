@@ -96,7 +96,31 @@ def nothing_is_evacuated(patch):
 
 
 def a_returned_replica_takes_nothing(patch):
-    patch.setattr(Replicas, "note_return", lambda self, replica: None)
+    patch.setattr(Replicas, "rebalance", lambda self: False)
+
+
+def a_replica_takes_nothing_when_its_search_ends(patch):
+    right = Policy.return_device
+
+    def note(self):
+        right(self)
+        self._is_back = True
+
+    def rebalance(self):
+        is_back = [vars(policy).pop("_is_back", False) for policy in self.policies]
+        return any(is_back) and rebalance.right(self)
+
+    rebalance.right = Replicas.rebalance
+    patch.setattr(Policy, "return_device", note)
+    patch.setattr(Replicas, "rebalance", rebalance)
+
+
+def a_replica_that_has_failed_keeps_its_requests(patch):
+    patch.setattr(Replicas, "note_failure", lambda self, replica: None)
+
+
+def a_replica_that_has_failed_is_chosen(patch):
+    patch.setattr(Policy, "has_device_failed", property(lambda self: False))
 
 
 def each_replica_has_outputs_of_its_own(patch):
@@ -128,7 +152,9 @@ BUGS = [
     evacuated_twice, adopted_without_outputs, siblings_stay_behind,
     abort_to_the_first_replica, stop_to_the_first_replica, pause_to_the_first_replica,
     dead_replica_chosen, replica_under_a_search_chosen, suspects_are_evacuated, nothing_is_evacuated,
-    a_returned_replica_takes_nothing, each_replica_has_outputs_of_its_own, the_named_replica_is_only_a_hint,
+    a_returned_replica_takes_nothing,
+    pytest.param(a_replica_takes_nothing_when_its_search_ends, marks=pytest.mark.slow),
+    a_replica_that_has_failed_keeps_its_requests, a_replica_that_has_failed_is_chosen, each_replica_has_outputs_of_its_own, the_named_replica_is_only_a_hint,
     a_reset_stops_at_the_first_that_refuses, the_search_forgets_whom_it_suspects,
 ]  # fmt: skip
 

@@ -24,6 +24,7 @@ from .engines import STEP_S, engine_config, simulated_engine
 GAUGES = {
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
     "kv_cache_usage_perc", "engine_sleep_state", "cache_config_info", "worker_up",
+    "replica_failed",
 }  # fmt: skip
 COUNTERS = {
     "num_preemptions", "prompt_tokens", "prompt_tokens_by_source", "prompt_tokens_cached",

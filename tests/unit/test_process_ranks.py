@@ -10,6 +10,7 @@ import pytest
 import trio.testing
 
 from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.devices import process
 from trouper.actors.executor.devices.launch_local import CLOSED, Exit
 from trouper.actors.executor.devices.process import NO_CALL, ProcessDevice
 from trouper.actors.executor.devices.wire import (
@@ -96,9 +97,9 @@ class FakeLauncher:
         return self.peers[-1]
 
 
-def make_device(launcher, num_stages=3, **options):
+def make_device(launcher, num_stages=3, replica=0, **options):
     config = resolve(EngineArgs(pipeline_parallel_size=num_stages, **options))
-    return ProcessDevice(config, launcher)
+    return ProcessDevice(config, launcher, replica=replica)
 
 
 def plan(step, epoch=0, grammar=None):
@@ -315,6 +316,56 @@ def test_an_error_of_any_worker_at_load_is_raised_as_it_was():
             await device.load()
         assert caught.value.parameter == "max_model_len"
         assert all(peer.ended_after is not None for peer in launcher.peers)
+
+    run(act)
+
+
+def test_workers_are_numbered_through_all_replicas():
+    async def act():
+        launcher = FakeLauncher()
+        device = make_device(launcher, replica=2, step_timeout=5.0)
+        await device.load()
+        # the peer, which puts its number before each line of stderr, and the worker, which has its rank
+        assert [peer.rank for peer in launcher.peers] == [6, 7, 8]
+        assert [peer.taken[0].rank for peer in launcher.peers] == [0, 1, 2]
+        device.submit(plan(1))
+        lost = await device.receive()
+        assert lost.message.startswith("one of workers 6 to 8 was killed after 5 s")
+        assert isinstance(await device.receive(), DeviceBack)
+        launcher.peers[-1].hang_up()
+        assert (await device.receive()).message.startswith("worker 8 died of SIGKILL")
+
+    run(act)
+
+
+def test_the_last_loss_is_told_before_the_failure():
+    async def act():
+        device = make_device(launcher := FakeLauncher(), max_worker_restarts=0)
+        await device.load()
+        device.submit(plan(1))
+        launcher.peers[0].hang_up()
+        assert isinstance(await device.receive(), DeviceLost)
+        for _ in range(2):
+            with pytest.raises(DeviceStartError, match="max_worker_restarts=0 in 300 s are spent"):
+                await device.receive()
+        assert len(launcher.peers) == 3
+        await device.aclose()
+
+    run(act)
+
+
+def test_a_call_that_cannot_be_sent_leaves_nothing_open(monkeypatch):
+    def refuse(links, frame):
+        raise OSError("no descriptor is left")
+
+    async def act():
+        device = make_device(FakeLauncher())
+        await device.load()
+        monkeypatch.setattr(process, "send_to_all", refuse)
+        with pytest.raises(OSError, match="no descriptor"):
+            await device.call("sleep", 1)
+        assert repr(device._calls) == "<OpenCalls: []>"
+        monkeypatch.undo()
 
     run(act)
 

@@ -11,10 +11,12 @@ from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice
 from trouper.actors.messages.results import DeviceBack, DeviceLost
 from trouper.actors.messages.stats import AdapterStats, total
-from trouper.actors.runtime.future import Future, shares
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import (
+    DeviceStartError,
+    EngineDeadError,
+    GenerationError,
     RetryableRequestError,
     TrouperValidationError,
     UnsupportedFeatureError,
@@ -32,7 +34,7 @@ class Replica(SimulatedDevice):
     def __init__(self, config, conditions=None):
         credits = config.scheduler.max_steps_in_flight
         super().__init__(65, 4, VOCAB_SIZE, credits, conditions or Conditions(STEP_S))
-        self.calls, self.refused = [], set()
+        self.calls, self.refused, self.hangs = [], set(), set()
         self._events, self._has_event = [], trio.Event()
         self.num_steps = 0
 
@@ -43,7 +45,10 @@ class Replica(SimulatedDevice):
                 done = await super().receive()
                 self.num_steps += 1
                 return done
-        return self._events.pop(0)
+        event = self._events.pop(0)
+        if isinstance(event, Exception):
+            raise event
+        return event
 
     def tell(self, event):
         if isinstance(event, DeviceLost):
@@ -54,6 +59,8 @@ class Replica(SimulatedDevice):
 
     async def call(self, method, *args):
         self.calls.append(method)
+        if method in self.hangs:
+            await trio.sleep_forever()
         if method in self.refused:
             raise RetryableRequestError("device_restarting: it is being started again")
         return await super().call(method, *args) if method in ("sleep", "wake", "probe") else None
@@ -232,6 +239,50 @@ async def test_a_sleep_that_one_replica_refuses_is_taken_back_by_the_others(auto
         await run_all(engine)
 
 
+async def test_an_engine_sleeps_when_a_replica_does_not_wake_after_a_sleep_that_another_refused(
+    autojump_clock,
+):
+    async with replicated_engine() as (engine, devices):
+        devices[0].refused.add("wake")
+        devices[1].refused.add("sleep")
+        with pytest.raises(RetryableRequestError, match="device_restarting"):
+            await engine.controls.sleep(1)
+        assert engine.lifecycle.is_sleeping
+        with pytest.raises(RuntimeError, match="asleep"):  # no plan for a device without memory
+            await engine.controls.resume()
+        devices[0].refused.clear()
+        devices[1].refused.clear()
+        assert await engine.controls.sleep(1)  # of the one that is awake
+        assert [device._absent for device in devices] == [{"weights", "kv_cache"}] * 2
+        assert await engine.controls.wake()
+        await run_all(engine)
+
+
+async def test_a_replica_that_woke_alone_is_put_to_sleep_again(autojump_clock):
+    async with replicated_engine() as (engine, devices):
+        await engine.controls.sleep(1)
+        devices[1].refused.add("wake")
+        with pytest.raises(RetryableRequestError, match="device_restarting"):
+            await engine.controls.wake()
+        assert await engine.controls.sleep(1)
+        assert [device._absent for device in devices] == [{"weights", "kv_cache"}] * 2
+        assert not await engine.controls.sleep(1)
+        devices[1].refused.clear()
+        assert await engine.controls.wake()
+        await run_all(engine)
+
+
+async def test_a_trace_that_could_not_be_undone_is_stopped_by_the_next_stop(autojump_clock):
+    async with replicated_engine() as (engine, devices):
+        devices[0].refused.add("stop_profile")
+        devices[1].refused.add("start_profile")
+        with pytest.raises(RetryableRequestError, match="device_restarting"):
+            await engine.controls.start_profile("/tmp", "t")
+        devices[0].refused.clear()
+        await engine.controls.stop_profile()
+        assert devices[0].calls == ["start_profile", "stop_profile", "stop_profile"]
+
+
 async def test_a_replica_that_is_lost_leaves_the_engine_ready(autojump_clock):
     async with replicated_engine() as (engine, devices):
         devices[1].refused.add("probe")
@@ -244,6 +295,91 @@ async def test_a_replica_that_is_lost_leaves_the_engine_ready(autojump_clock):
         with pytest.raises(RetryableRequestError, match="device_restarting"):
             await engine.controls.probe()
         assert engine.statistics().scheduler.is_device_lost
+
+
+async def test_a_replica_that_hangs_leaves_the_engine_ready(autojump_clock):
+    async with replicated_engine() as (engine, devices):
+        devices[0].hangs.add("probe")
+        with trio.fail_after(1):
+            for _ in range(20):
+                await engine.controls.probe()
+        assert devices[0].calls == ["probe"]  # one alone waits in its inbox
+        assert devices[1].calls == ["probe"] * 20
+
+
+async def test_a_replica_that_has_failed_is_left_out_and_the_others_go_on(autojump_clock, caplog):
+    async with replicated_engine() as (engine, devices):
+
+        async def fail():
+            devices[0].tell(DeviceLost("killed", 3, is_from_outside=True))
+            devices[0].tell(DeviceStartError("worker 0 died; max_worker_restarts=3 are spent"))
+
+        await run_all(engine, max_tokens=20, do=fail)
+        num_steps = devices[0].num_steps
+        await run_all(engine)
+        await finish(engine, [5, 6], "named", data_parallel_rank=0)
+        assert devices[0].num_steps == num_steps
+        await engine.controls.probe()
+        await engine.controls.sleep(1)
+        assert await engine.controls.wake()
+        assert devices[0].calls == []
+        assert devices[1].calls == ["probe", "sleep", "wake"]
+        statistics = engine.statistics()
+        assert [s.is_device_failed for s in statistics.replicas] == [True, False]
+        assert not statistics.scheduler.is_device_failed
+        failed = [m for m in await engine.get_metrics() if m.name == "trouper:replica_failed"]
+        assert [m.value for m in failed] == [1, 0]
+    assert "engine 0 stays out: worker 0 died" in caplog.text
+
+
+async def test_the_requests_in_question_end_when_their_replica_fails(autojump_clock):
+    async with replicated_engine(max_num_seqs=2, max_num_active_seqs=2) as (engine, devices):
+        ends = {}
+
+        async def ask(name, prompt):
+            try:
+                ends[name] = (await finish(engine, prompt, name, max_tokens=12)).outputs[0]
+            except GenerationError as error:
+                ends[name] = error.code
+
+        async with trio.open_nursery() as nursery:
+            for name, prompt in PROMPTS.items():
+                nursery.start_soon(ask, name, prompt)
+            await trio.sleep(3.5 * STEP_S)
+            devices[0].tell(DeviceLost("SIGSEGV", 3, cause="signal"))
+            devices[0].tell(DeviceStartError("spent"))
+        assert (
+            sorted(str(end) for end in ends.values() if isinstance(end, str))
+            == ["device_failed"] * 2
+        )
+        assert sum(not isinstance(end, str) for end in ends.values()) == 4
+
+
+async def test_the_engine_ends_with_its_last_replica(autojump_clock):
+    with pytest.raises(EngineDeadError) as caught:
+        async with replicated_engine() as (_, devices):
+            for device in devices:
+                device.tell(DeviceLost("killed", None, is_from_outside=True))
+                device.tell(DeviceStartError("spent"))
+            await trio.sleep(1)
+    assert isinstance(caught.value.__cause__, DeviceStartError)
+
+
+async def test_a_replica_takes_its_share_when_its_search_ends(autojump_clock):
+    """One replica is searched, all that has not begun is with the other; then the search ends."""
+    async with replicated_engine(max_num_seqs=1, max_num_active_seqs=1) as (engine, devices):
+
+        async def search():
+            devices[0].tell(DeviceLost("SIGSEGV", 3, cause="signal"))
+            await trio.sleep(STEP_S)
+            assert [s.num_waiting for s in engine.statistics().replicas] == [1, 4]
+            devices[0].tell(DeviceBack(1.0))
+            await trio.sleep(STEP_S / 2)
+            assert engine.statistics().replicas[1].num_waiting == 4
+            await trio.sleep(10 * STEP_S)
+            assert [s.num_waiting for s in engine.statistics().replicas] == [2, 2]
+
+        await run_all(engine, max_tokens=40, do=search)
 
 
 async def test_the_cache_is_reset_everywhere_or_nowhere(autojump_clock):
@@ -277,20 +413,6 @@ async def test_each_replica_has_a_log_line(autojump_clock, caplog):
         await engine.log_stats()
     lines = [message for message in caplog.messages if "throughput" in message]
     assert [line.split(": ")[0] for line in lines[:2]] == ["engine 0", "engine 1"]
-
-
-async def test_a_divided_promise_is_kept_by_all_or_broken_by_the_first():
-    kept, broken = Future(), Future()
-    for count, share in enumerate(shares(kept, 3), 1):
-        assert not kept.is_done
-        share.set(count)
-    assert kept.result() == 3
-    first, second, third = shares(broken, 3)
-    first.set(1)
-    second.fail(ValueError("second"))
-    third.fail(ValueError("third"))
-    with pytest.raises(ValueError, match="second"):
-        broken.result()
 
 
 async def test_the_sum_of_replicas_counts_adapters_once(autojump_clock):

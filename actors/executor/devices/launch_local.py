@@ -37,7 +37,7 @@ class Peer(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts the worker of a rank."""
+    """Starts the worker of a rank; those of all replicas are numbered through."""
 
     def __call__(self, rank: int, *, files: Sequence[int] = ()) -> Peer:
         """Start it; it inherits the descriptors, which only ranks that have neighbours are given.

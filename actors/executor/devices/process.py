@@ -105,6 +105,7 @@ class ProcessDevice:
         self._deadlines = StepDeadlines(config.step_timeout_s)
         self._lost_s = 0.0
         self._restart_in_s = 0.0
+        self._failure = ""  # why it is not started again
 
     def __repr__(self) -> str:
         return f"<ProcessDevice {self._state.value}, {len(self._plans)} steps out, {self._workers}>"
@@ -152,6 +153,8 @@ class ProcessDevice:
 
     async def receive(self) -> DeviceEvent:
         while True:
+            if self._state is WorkerState.FAILED:
+                raise DeviceStartError(self._failure)
             if self._state is WorkerState.LOST:
                 if await self._restart():
                     return DeviceBack(anyio.current_time() - self._lost_s)
@@ -177,8 +180,8 @@ class ProcessDevice:
         if self._state is not WorkerState.UP:
             raise RetryableRequestError("device_restarting: the device is being started again")
         open_call = self._calls.open(method, args)
-        send_to_all(self._workers, open_call.call)
         try:
+            send_to_all(self._workers, open_call.call)
             return await open_call.future.wait()
         finally:
             self._calls.close(open_call)
@@ -259,21 +262,18 @@ class ProcessDevice:
         """
         config, self._workers = self._config, []
         if config.workers_per_replica == 1:
-            self._workers.append(WorkerLink(0, self._launcher(0)))
+            self._workers.append(WorkerLink(0, self._launcher(self._first_number)))
             return
         files = create_crew_files(crew_sizes(config))
         try:
             for rank, inherited in enumerate(files):
-                self._workers.append(WorkerLink(rank, self._launcher(rank, files=inherited)))
+                peer = self._launcher(self._first_number + rank, files=inherited)
+                self._workers.append(WorkerLink(rank, peer))
         finally:
             close_files(files)
 
     async def _restart(self) -> bool:
-        """Start the successor.  Returns whether it is up; if not, the next try comes later.
-
-        Raises:
-            DeviceStartError: the budget is spent.
-        """
+        """Start the successor.  Returns whether it is up; if not, the next try comes later, or the budget is spent."""
         await anyio.sleep(self._restart_in_s)
         self._state = next_state(self._state, WorkerEvent.RESTART)
         try:
@@ -345,7 +345,7 @@ class ProcessDevice:
         return Death(
             rank=self._first_number + rank, step=step, exit_status=end.status, hung_s=hung_s,
             was_out_of_memory=end.was_out_of_memory, was_machine_lost=end.was_machine_lost, broken=broken, stderr=end.stderr,
-            num_workers=len(self._workers),
+            num_workers=len(self._workers), first_rank=self._first_number,
         )  # fmt: skip
 
     # What frames and deaths mean
@@ -374,11 +374,7 @@ class ProcessDevice:
                 logger.warning("worker %d sent a %s", number, type(frame).__name__)
 
     def _lose(self, death: Death) -> DeviceLost:
-        """Count a loss; calls under way fail for their askers.
-
-        Raises:
-            DeviceStartError: the budget is spent.
-        """
+        """Count a loss; calls under way fail for their askers."""
         self._lost_s = anyio.current_time()
         self._lost_epoch = self._last_epoch
         num_suspects = self._plans[0].num_requests if self._plans else 0
@@ -388,14 +384,16 @@ class ProcessDevice:
         return DeviceLost(death.describe(), death.step, death.is_from_outside, death.cause)
 
     def _spend(self, death: Death, num_suspects: int = 0) -> None:
+        """Count a loss against the budget: another start comes later, or none, which `receive` raises."""
         self._state = next_state(self._state, WorkerEvent.LOSS)
         logger.error("%s", death.describe())
         wait_s = self._budget.note_loss(anyio.current_time(), num_suspects)
         if wait_s is None:
             self._state = next_state(self._state, WorkerEvent.BUDGET_SPENT)
             allowed = self._config.max_worker_restarts
-            raise DeviceStartError(
+            self._failure = (
                 f"{death.describe()}; max_worker_restarts={allowed} in "
                 f"{self._config.worker_restart_window_s:g} s are spent"
             )
-        self._restart_in_s = wait_s
+        else:
+            self._restart_in_s = wait_s

@@ -156,6 +156,7 @@ class Death(msgspec.Struct, frozen=True):
     broken: str | None = None  # its own last message
     stderr: tuple[str, ...] = ()  # its last lines
     num_workers: int = 1  # of the device; of several it is not known which one hung
+    first_rank: int = 0  # of the device's workers
 
     @property
     def cause(self) -> LossCause:
@@ -183,7 +184,8 @@ class Death(msgspec.Struct, frozen=True):
         words = self.broken or _last_words(self.stderr)
         subject = f"worker {self.rank}"
         if self.cause == "hang" and self.num_workers > 1:
-            subject = f"one of workers 0 to {self.num_workers - 1}"
+            last_rank = self.first_rank + self.num_workers - 1
+            subject = f"one of workers {self.first_rank} to {last_rank}"
         return f"{subject} {self._verb()}{where}" + (f": {words}" if words else "")
 
     def _verb(self) -> str:

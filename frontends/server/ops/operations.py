@@ -64,6 +64,10 @@ async def ready(service: Service, context: RequestContext, _: None) -> None:
         raise unavailable("overloaded", "the server is overloaded")
     service.check_admits()
     await service.prove()
+    replicas = service.core.statistics().replicas
+    if len(replicas) > 1:  # some may be missing: fewer clients are served as fast
+        num_ready = sum(not replica.is_device_lost for replica in replicas)
+        context.own_headers += ((b"x-replicas-ready", b"%d/%d" % (num_ready, len(replicas))),)
     await context.send_empty()
 
 
