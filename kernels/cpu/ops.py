@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trouper.kernels.codegen import units
 from trouper.kernels.codegen.launch import compiled, float_bits, scratch
-from trouper.kernels.codegen.units import LANES
+from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.attention import decode, prefill
 from trouper.kernels.cpu.attention import tile as attention_tile
 from trouper.kernels.cpu.fused.act_and_mul import act_and_mul
@@ -22,7 +22,7 @@ from trouper.kernels.cpu.rows import num_threads_for, padded
 from trouper.kernels.ops import HostTokens, Integers, OpsConfig, q_and_k
 from trouper.kernels.reference.ops import finished_logits
 
-KINDS = {torch.bfloat16: "bf16", torch.float32: "f32"}
+KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float32: "f32"}
 UNLIMITED = 2**62
 
 
@@ -30,7 +30,7 @@ class NativePlan(msgspec.Struct, frozen=True, dict=True):
     """Plan of a step's attention: the arrays that the kernels read, and how many pieces they hold."""
 
     block_ids: np.ndarray
-    spans: np.ndarray  # [., 5], see decode.py
+    spans: np.ndarray  # [., 8], see decode.py
     merges: np.ndarray  # [., 3]
     partials: np.ndarray  # [., N, D + 2]
     heads: int  # of a piece
@@ -56,7 +56,8 @@ class NativeOps:
         self._config = config
         self._group = config.num_q_heads // config.num_kv_heads
         self._prefill = compiled(prefill.prefill_attention, kind, units.bf16_unit())
-        self._decode = compiled(decode.decode_attention, kind)
+        unit = decode.unit_of(kind, config.head_dim)
+        self._decode = compiled(decode.decode_attention, kind, unit)
         self._merge = compiled(decode.merge_partials, kind)
         self._fused_add_rms_norm = compiled(fused_add_rms_norm, kind)
         self._qk_norm_rope_kv_write = compiled(qk_norm_rope_kv_write, kind)
@@ -91,21 +92,27 @@ class NativeOps:
         is_lone_C = counts_C == 1
         tile = self._tile * self._parts_of_a_piece(counts_C[~is_lone_C])
         is_one_span_C = is_lone_C & (begins_C // self._span == starts_C // self._span)
-        columns = firsts_C, rows_C, begins_C, ends_C, np.full_like(ends_C, -1)
-        spans = [np.stack(columns, axis=1)[is_one_span_C]]
+        columns = firsts_C, rows_C, begins_C, ends_C
+        sizes_C = self._tokens_of_spans(is_lone_C, rows_C, starts_C, begins_C)
+        nothing_C = np.zeros_like(ends_C)
+        lone = *columns, nothing_C - 1, sizes_C, nothing_C + 1, nothing_C
+        spans = [np.stack(lone, axis=1)[is_one_span_C & (sizes_C > 0)]]
         merges: list[tuple[int, int, int]] = []
         tiles: list[tuple[int, int, int, int]] = []
         num_partials = 0
-        for i in np.flatnonzero(~is_one_span_C).tolist():
-            first, row, begin, end = (int(x[i]) for x in columns[:4])
+        for i in np.flatnonzero(~is_one_span_C & (sizes_C > 0)).tolist():
+            first, row, begin, end = (int(x[i]) for x in columns)
             if is_lone_C[i]:
                 cuts = np.arange(begin // self._span, -(-end // self._span)) * self._span
                 cuts[0] = begin
-                merges.append((first, num_partials, len(cuts)))
-                partials = np.arange(num_partials, num_partials + len(cuts))
-                same = np.full_like(cuts, first), np.full_like(cuts, row)
-                spans.append(np.stack((*same, cuts, [*cuts[1:], end], partials), axis=1))
-                num_partials += len(cuts)
+                num, size = len(cuts), int(sizes_C[i])
+                own = np.empty((num, 8), dtype=np.int64)
+                own[:] = first, row, 0, end, 0, size, 0, num
+                own[:, 2], own[:-1, 3], own[-1, 6] = cuts, cuts[1:], 1
+                own[:, 4] = np.arange(num_partials, num_partials + num)
+                spans.append(own)
+                merges += [(first + t, num_partials + t * num, num) for t in range(size)]
+                num_partials += size * num
             else:
                 start, count = int(starts_C[i]), int(counts_C[i])
                 # the last tile sees the most keys: it begins first
@@ -283,6 +290,31 @@ class NativeOps:
                 out_TN.stride(0),
             )
         return out_TN
+
+    def _tokens_of_spans(
+        self, is_lone_C: np.ndarray, rows_C: np.ndarray, starts_C: np.ndarray, begins_C: np.ndarray
+    ) -> np.ndarray:
+        """Return how many tokens the spans of an entry have: 0 where it is in those of an entry before; no result depends on it.
+
+        Those that verify drafts follow each other in one sequence, and share their keys unless one sees a block more.
+        """
+        sizes_C = np.ones_like(starts_C)
+        last_spans_C = starts_C // self._span
+        follows = is_lone_C[1:] & is_lone_C[:-1] & (rows_C[1:] == rows_C[:-1])
+        follows &= (starts_C[1:] == starts_C[:-1] + 1) & (begins_C[1:] == begins_C[:-1])
+        follows &= last_spans_C[1:] == last_spans_C[:-1]
+        if not follows.any():
+            return sizes_C
+        firsts = np.append(np.flatnonzero(np.append(True, ~follows)), len(starts_C))
+        few_heads = self._config.num_kv_heads < 4 * torch.get_num_threads()
+        for first, stop in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
+            num = stop - first
+            if num > 1:
+                num_spans = max(-(-num // decode.MOST_TOKENS), 2 if few_heads else 1)
+                sizes_C[first:stop] = 0
+                for part in np.array_split(np.arange(first, stop), num_spans):
+                    sizes_C[part[0]] = len(part)
+        return sizes_C
 
     def _parts_of_a_piece(self, counts: np.ndarray) -> int:
         """Return how many tiles of queries a piece has, so that each thread gets four pieces; no result depends on it."""

@@ -5,17 +5,22 @@
     q      [T, N, D]     rows may be strided;  N = H · G, the G heads of a group adjacent
     cache  [2, H, S, D]  slot = block id · block size + offset
     tables [C, B]        int64 block ids
-    spans  [P, 5]        int64: token, row of the table, begin, end, partial result or -1
+    spans  [P, 8]        int64: token, row of the table, begin, end, partial result or -1; tokens, how much further the
+                         end of each is, and the partial result, than those of the one before it
     merges [M, 3]        int64: token, first partial result, number of them
     plan                 int64: tables, their stride, spans, P, heads of a piece, partials, merges, M
     out    [T, N · D]
 
 A piece of work is some KV heads of one span of positions begin … end - 1.  Its keys are read once for
-all G heads: sixteen lanes along D, eight keys by two heads of accumulators; then an online softmax
-over the block, then eight lanes-wide rows of the output by two heads.  A context longer than `SPAN`
-is several spans, so that one long request keeps all cores busy; they are cut at multiples of
-SPAN whatever the batch and the number of threads, and `merge` adds them up in order.  What differs
+all G heads of its tokens, up to `MOST_TOKENS` of one sequence (as in a step that verifies drafts): sixteen lanes along D,
+eight keys by two heads of accumulators; then an online softmax over the block, then lanes-wide rows of the output by
+four heads.  A context longer than `SPAN` is several spans, so that one long request keeps all cores busy; they are cut at
+multiples of SPAN whatever the batch and the number of threads, and `merge` adds them up in order.  What differs
 between the steps of a batch lies in the plan, so that a recorded launch finds it there.
+
+Scores are dots of pairs of bfloat16 where the machine has them (`dots`), else products of float32.
+
+Law: a token's result does not depend on the tokens that share its span: each has its own state, over the same blocks.
 
 Roofline: bytes = 2 e H L D, FLOPs = 4 N L D for L keys; bound by memory.
 Measured, one EPYC core with neighbours, H = 8, G = 2, D = 128, bf16, where a torch sum read 20-22 GB/s:
@@ -29,22 +34,29 @@ import math
 from collections.abc import Iterator
 
 from trouper.kernels.codegen.builder import KernelBuilder
-from trouper.kernels.codegen.core import Pointer, Value, Var
-from trouper.kernels.codegen.units import LANES, Kind
+from trouper.kernels.codegen.core import Operand, Pointer, Value, Var
+from trouper.kernels.codegen.features import has_bf16_dot
+from trouper.kernels.codegen.units import LANES, Kind, Unit
 
 SPAN = 1024  # positions; 512 KiB of K and V at D = 128, enough to hide what a piece costs
 KEYS = 128  # whose scores are held at a time
 LOG2_E = math.log2(math.e)
 HIDDEN = -1e30  # below every score, and finite: its difference to itself is 0
 LINE = 2 * LANES  # bfloat16 in a cache line
+MOST_TOKENS = 4  # of a span: the scratch memory of eight heads with D = 128 is 48 KiB
+
+
+def unit_of(kind: Kind, width: int) -> Unit:
+    """Return what multiplies queries and keys."""
+    return "dots" if kind == "bf16" and width % LINE == 0 and has_bf16_dot() else "floats"
 
 
 def scratch_bytes(group: int, width: int) -> int:
     """Count the bytes of scratch memory that each thread needs."""
-    return -(-4 * group * (2 * width + KEYS + 2) // 64) * 64 + 64
+    return -(-4 * MOST_TOKENS * group * (2 * width + KEYS + 2) // 64) * 64 + 64
 
 
-def decode_attention(code: KernelBuilder, kind: Kind) -> None:
+def decode_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
     """Write the kernel of the arguments q, its stride, cache, S, plan, H, G, D, block size, scale, cap, out, its stride, scratch, its bytes."""
     (
         q, q_stride, cache, num_slots, plan, num_kv, group, width, block_size, scale, cap, out,
@@ -56,46 +68,51 @@ def decode_attention(code: KernelBuilder, kind: Kind) -> None:
     table_stride, num_spans, heads, partials = plan[1], plan[3], plan[4], plan[5]
     size = group * width
     wide_q = code.pointer(scratch + code.thread() * scratch_bytes, "f32")
-    sums = wide_q + size
+    sums = wide_q + MOST_TOKENS * size
+    scores = sums + MOST_TOKENS * size
     span = _Span(
-        code, wide_q, sums, sums + size, sums + size + group * KEYS, group, width, block_size,
+        code, unit, wide_q, sums, scores, scores + MOST_TOKENS * group * KEYS, group, width, block_size,
         code.f32_argument(scale), code.f32_argument(cap),
     )  # fmt: skip
     parts = num_kv // heads
     for piece in code.pieces(num_spans * parts):
-        row = spans + piece // parts * 5
+        row = spans + piece // parts * 8
         token, begin, end, partial = row[0], row[2], row[3], row[4]
+        num_tokens, growth, partial_step = row[5], row[6], row[7]
         table = tables + row[1] * table_stride
         first_slot = table[begin // block_size] * block_size + begin % block_size
         first_head = piece % parts * heads
         for head in code.loop(first_head, first_head + heads):
-            query = q + (token * q_stride + head * size)
-            for i in code.loop(0, size, LANES):
-                wide_q.store(i, query.load(i))
+            for t in code.loop(0, num_tokens):
+                span.keep_query(t, q + ((token + t) * q_stride + head * size))
             k = cache + head * num_slots * width
             v = cache + (num_kv + head) * num_slots * width
             following = cache + ((head + 1) % num_kv * num_slots + first_slot) * width
-            span.write(k, v, following, table, begin, end)
-            target = out + (token * out_stride + head * size)
-            part = code.pointer(partials, "f32") + (partial * num_kv + head) * group * (width + 2)
-            for g in code.loop(0, group):
-                with code.when(partial < 0):
-                    inverse = 1.0 / span.states[2 * g + 1]
-                    for d in code.loop(0, width, LANES):
-                        target.store(g * width + d, sums.load(g * width + d) * inverse)
-                with code.when(partial >= 0):
-                    mine = part + g * (width + 2)
-                    mine[0], mine[1] = span.states[2 * g], span.states[2 * g + 1]
-                    for d in code.loop(0, width, LANES):
-                        mine.store(2 + d, sums.load(g * width + d))
+            span.write(k, v, following, table, begin, end, num_tokens, growth)
+            for t in code.loop(0, num_tokens):
+                target = out + ((token + t) * out_stride + head * size)
+                number = (partial + t * partial_step) * num_kv + head
+                part = code.pointer(partials, "f32") + number * group * (width + 2)
+                for g in code.loop(0, group):
+                    own, states = sums + (t * group + g) * width, span.states + 2 * (t * group + g)
+                    with code.when(partial < 0):
+                        inverse = 1.0 / states[1]
+                        for d in code.loop(0, width, LANES):
+                            target.store(g * width + d, own.load(d) * inverse)
+                    with code.when(partial >= 0):
+                        mine = part + g * (width + 2)
+                        mine[0], mine[1] = states[0], states[1]
+                        for d in code.loop(0, width, LANES):
+                            mine.store(2 + d, own.load(d))
 
 
 class _Span:
-    """One KV head: states [G, 2] (maximum, sum) and sums [G, D] over the positions of a span."""
+    """One KV head: of each token and head states [2] (maximum, sum) and sums [D] over the positions of a span."""
 
     def __init__(
         self,
         code: KernelBuilder,
+        unit: Unit,
         q: Pointer,
         sums: Pointer,
         scores: Pointer,
@@ -106,55 +123,107 @@ class _Span:
         scale: Value,
         cap: Value,
     ) -> None:
-        self.code, self.q, self.sums, self.scores, self.states = code, q, sums, scores, states
+        self.code, self.unit, self.q, self.sums, self.scores, self.states = (
+            code,
+            unit,
+            q,
+            sums,
+            scores,
+            states,
+        )
         self.group, self.width, self.block_size = group, width, block_size
         self.scale, self.cap = scale, cap
 
+    def keep_query(self, token: Value, query: Pointer) -> None:
+        """Keep the heads of a token: in float32, or as they are for dots."""
+        size = self.group * self.width
+        if self.unit == "dots":
+            target, query = self.q.of("i32") + token * (size // 2), query.of("i32")
+            for i in self.code.loop(0, size // 2, LANES):
+                target.store(i, query.load(i))
+            return
+        for i in self.code.loop(0, size, LANES):
+            self.q.store(token * size + i, query.load(i))
+
     def write(
-        self, k: Pointer, v: Pointer, following: Pointer, table: Pointer, begin: Value, end: Value
+        self,
+        k: Pointer,
+        v: Pointer,
+        following: Pointer,
+        table: Pointer,
+        begin: Value,
+        end: Value,
+        num_tokens: Value,
+        growth: Value,
     ) -> None:
-        """Compute the span; `following` is read next, and its first keys are prefetched at the end."""
+        """Compute the span; `following` is read next, and its first keys are prefetched at the end.
+
+        Args:
+            end: of the first token; that of each other is `growth` further.
+        """
         code, group, width, size = self.code, self.group, self.width, self.block_size
-        for g in code.loop(0, group):
-            self.states[2 * g], self.states[2 * g + 1] = HIDDEN, 0.0
-        for i in code.loop(0, group * width, LANES):
+        num_heads, last_end = num_tokens * group, end + (num_tokens - 1) * growth
+        for q in code.loop(0, num_heads):
+            self.states[2 * q], self.states[2 * q + 1] = HIDDEN, 0.0
+        for i in code.loop(0, num_heads * width, LANES):
             self.sums.store(i, code.f32x16(0.0))
         position = code.var(begin)
-        for _ in code.while_(position, end):
+        for _ in code.while_(position, last_end):
             offset = position % size
             slot = table[position // size] * size + offset
-            count = code.var(code.minimum(code.minimum(size - offset, KEYS), end - position))
-            self._extend(count, position, slot, table, end)
+            count = code.var(code.minimum(code.minimum(size - offset, KEYS), last_end - position))
+            self._extend(count, position, slot, table, last_end)
             key, value = k + slot * width, v + slot * width
             after = position + count
-            index = code.minimum(after, end - 1)  # what is read next; of no use at the end
+            index = code.minimum(after, last_end - 1)  # what is read next; of no use at the end
             slot = table[index // size] * size + index % size
-            is_last = after >= end
+            is_last = after >= last_end
             # asked for while the values are summed, as these are during the scores
             next_key = Pointer(
                 code,
                 code.builder.select(is_last.ir, following.ir, (k + slot * width).ir),
                 k.kind,
             )
-            for g, heads in self._heads():
-                self._write_scores(g, heads, key, count, value)
-            for g in code.loop(0, group):
-                self._softmax(g, count)
-            self._sum_values(value, count, next_key)
+            for q, heads in self._heads(code.i64(0), num_heads, (2, 1)):
+                self._write_scores(q, heads, key, count, value)
+            seen = code.minimum(count, end - position)  # keys that the first token sees
+            for t in code.loop(0, num_tokens):
+                own = code.minimum(count, end + t * growth - position)
+                with code.when(own > 0):
+                    for g in code.loop(0, group):
+                        self._softmax(t * group + g, own)
+            self._sum_values(num_heads, value, seen, next_key)
+            for t in code.loop(1, num_tokens):
+                own = code.minimum(count, end + t * growth - position)
+                with code.when(own > seen):
+                    for g in code.loop(0, group):
+                        for d in code.loop(0, width, LANES):
+                            q = t * group + g
+                            self._add_values(
+                                q, 1, d, 1, value, own, next_key, code.maximum(seen, 0)
+                            )
             position.set(after)
 
-    def _sum_values(self, value: Pointer, count: Value, ahead: Pointer) -> None:
-        """Add the values of some keys to the sums, in as many columns at once as there are."""
-        code, width, done = self.code, self.width, self.code.i64(0)
-        for num in (8, 4):  # times two heads: sums enough to hide what an addition takes
-            wide = done + (width - done) // (num * LANES) * (num * LANES)
-            for d in code.loop(done, wide, num * LANES):
-                for g, heads in self._heads():
-                    self._add_values(g, heads, d, num, value, count, ahead)
-            done = wide
-        for d in code.loop(done, width, LANES):
-            for g in code.loop(0, self.group):
-                self._add_values(g, 1, d, 1, value, count, ahead)
+    def _sum_values(self, num_heads: Value, value: Pointer, count: Value, ahead: Pointer) -> None:
+        """Add the values of some keys to the sums, in as many columns and heads at once as registers hold.
+
+        An addition takes as long as eight of them.
+        """
+        code, width = self.code, self.width
+        fours, wide = num_heads // 4 * 4, width // (4 * LANES) * (4 * LANES)
+        for d in code.loop(0, wide, 4 * LANES):
+            for q, heads in self._heads(code.i64(0), fours, (4,)):
+                self._add_values(q, heads, d, 4, value, count, ahead)
+        done = code.i64(0)
+        for num in (8, 4):
+            stop = done + (width - done) // (num * LANES) * (num * LANES)
+            for d in code.loop(done, stop, num * LANES):
+                for q, heads in self._heads(fours, num_heads, (2, 1)):
+                    self._add_values(q, heads, d, num, value, count, ahead)
+            done = stop
+        for d in code.loop(wide, width, LANES):
+            for q in code.loop(0, num_heads):
+                self._add_values(q, 1, d, 1, value, count, ahead)
 
     def _extend(self, count: Var, position: Value, slot: Value, table: Pointer, end: Value) -> None:
         """Extend `count` over blocks with consecutive ids, which are one stretch of memory."""
@@ -168,32 +237,52 @@ class _Span:
             goal.set(code.select(is_next, limit, 0))
             count.set(code.select(is_next, more, count))
 
-    def _heads(self) -> Iterator[tuple[Value, int]]:
-        """Yield (first, number) of the heads, two at a time and then one."""
-        for g in self.code.loop(0, self.group // 2 * 2, 2):
-            yield g, 2
-        with self.code.when((self.group % 2).equals(1)):
-            yield self.group - 1, 1
+    def _heads(
+        self, start: Value, stop: Value, sizes: tuple[int, ...]
+    ) -> Iterator[tuple[Value, int]]:
+        """Yield (first, number) of some heads: as many as the first size at a time, and what is left by the next."""
+        for size in sizes:
+            whole = start + (stop - start) // size * size
+            for q in self.code.loop(start, whole, size):
+                yield q, size
+            start = whole
 
     def _write_scores(
-        self, g: Value, heads: int, key: Pointer, count: Value, ahead: Pointer
+        self, q: Value, heads: int, key: Pointer, count: Value, ahead: Pointer
     ) -> None:
-        """Write scores[g + h, i] = q[g + h] · key[i]."""
+        """Write scores[q + h, i] = q[q + h] · key[i]."""
         code, width = self.code, self.width
         for first in code.loop(0, count, 8):
             last = count - first - 1
-            for d in code.loop(0, 8 * width, LINE):
-                ahead.prefetch(first * width + d)
+            with code.when(q < 1):
+                for d in code.loop(0, 8 * width, LINE):
+                    ahead.prefetch(first * width + d)
             rows = [key + (first + code.minimum(i, last)) * width for i in range(8)]
             sums = [[code.var(code.f32x16(0.0)) for _ in rows] for _ in range(heads)]
-            for d in code.loop(0, width, LANES):
-                keys = [row.load(d) for row in rows]
-                for h in range(heads):
-                    x = self.q.load((g + h) * width + d)
-                    for i, total in enumerate(sums[h]):
-                        total.set(code.fma(x, keys[i], total))
+            if self.unit == "dots":
+                self._add_dots(sums, q, [row.of("i32") for row in rows])
+            else:
+                self._add_floats(sums, q, rows)
             for h in range(heads):
-                self.scores.store((g + h) * KEYS + first, code.sums8(sums[h]))
+                self.scores.store((q + h) * KEYS + first, code.sums8(sums[h]))
+
+    def _add_dots(self, sums: list[list[Var]], q: Value, rows: list[Pointer]) -> None:
+        code, pairs = self.code, self.width // 2
+        for d in code.loop(0, pairs, LANES):
+            keys = [row.load(d) for row in rows]
+            for h, of_head in enumerate(sums):
+                x = self.q.of("i32").load((q + h) * pairs + d)
+                for total, words in zip(of_head, keys, strict=True):
+                    total.set(code.dot(x, words, total))
+
+    def _add_floats(self, sums: list[list[Var]], q: Value, rows: list[Pointer]) -> None:
+        code, width = self.code, self.width
+        for d in code.loop(0, width, LANES):
+            keys = [row.load(d) for row in rows]
+            for h, of_head in enumerate(sums):
+                x = self.q.load((q + h) * width + d)
+                for total, numbers in zip(of_head, keys, strict=True):
+                    total.set(code.fma(x, numbers, total))
 
     def _softmax(self, g: Value, count: Value) -> None:
         """Turn scores into weights, and bring the state and the sums to the new maximum.
@@ -236,12 +325,13 @@ class _Span:
         value: Pointer,
         count: Value,
         ahead: Pointer,
+        first: Operand = 0,
     ) -> None:
-        """Add weights[g + h] · value to sums[g + h, d …], `num` times sixteen columns."""
+        """Add weights[g + h] · value to sums[g + h, d …], `num` times sixteen columns; of the keys from `first` on."""
         code, width = self.code, self.width
         rows = [self.sums + ((g + h) * width + d) for h in range(heads)]
         sums = [[code.var(row.load(LANES * j)) for j in range(num)] for row in rows]
-        for i in code.loop(0, count):
+        for i in code.loop(first, count):
             for j in range(0, num * LANES, LINE):
                 ahead.prefetch(i * width + d + j)
             line = [value.load(i * width + d + LANES * j) for j in range(num)]

@@ -44,8 +44,9 @@ from trouper.kernels.cpu.linear.quantization import PANELS, STEP
 from trouper.kernels.linear import Format
 
 # Of dots the sums of a group fill the registers, and the totals of the larger blocks are spilled once a group: eight
-# rows, those of a step that verifies drafts, take 0.7 times as long as in blocks of four.
-_FEW_BY_DOTS = (Block(4, 1), Block(4, 2), Block(4, 4), Block(3, 6), Block(2, 8))
+# rows, those of a step that verifies drafts, take 0.7 times as long as in blocks of four.  Six are pairs of panels too: threes
+# lie across the four that are side by side, and with two threads take 1.4 times as long.
+_FEW_BY_DOTS = (Block(4, 1), Block(4, 2), Block(4, 4), Block(2, 6), Block(2, 8))
 INTEGER_BLOCKINGS: dict[tuple[Unit, Format], Blocking] = {
     ("dots", "int4"): Blocking(few=_FEW_BY_DOTS, many=Block(3, 4)),
     ("dots", "int8"): Blocking(few=_FEW_BY_DOTS, many=Block(3, 4)),

@@ -149,6 +149,31 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_the_threads(dtype):
         first += count
 
 
+@pytest.mark.parametrize("width", [16, 64, 128])
+@pytest.mark.parametrize("window", [None, 1030])
+@pytest.mark.parametrize("num_kv", [1, 16])
+def test_tokens_of_one_sequence_that_share_its_keys_are_as_each_alone(width, window, num_kv):
+    shape = shape_of(num_q_heads=3 * num_kv, num_kv_heads=num_kv, head_dim=width)
+    shape = msgspec.structs.replace(shape, dtype=torch.bfloat16)
+    # over the end of a block, over that of a span, beyond it, and from the beginning
+    columns = [(13, 8), (1019, 8), (1500, 7), (0, 5)]
+    step = Step(shape, columns)
+    entries = [
+        (row, start + i)
+        for row, (start, count) in zip(step.rows, columns, strict=True)
+        for i in range(count)
+    ]
+    rows, starts = map(list, zip(*entries, strict=True))
+    ops = NativeOps(shape)
+    plan = ops.plan(step.block_ids, rows, starts, [1] * len(rows), window)
+    assert plan.spans[:, 5].max() == 4
+    together = ops.attend(step.qkv, step.cache, plan)
+    torch.testing.assert_close(together, step.reference(window), atol=2e-2, rtol=2e-2)
+    for i, (row, start) in enumerate(entries):
+        plan = ops.plan(step.block_ids, [row], [start], [1], window)
+        assert torch.equal(ops.attend(step.qkv[i : i + 1], step.cache, plan)[0], together[i])
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_row_does_not_depend_on_how_many_tiles_share_their_keys(dtype, window, monkeypatch):
