@@ -107,6 +107,17 @@ async def _kill_by_poison(engine, wanted):
         assert await texts(engine, at_token=99, do=lambda: None, num=6) == wanted
 
 
+@pytest.mark.parametrize("parallel", ["pipeline_parallel_size", "tensor_parallel_size"])
+async def test_replicas_of_several_workers_have_the_tokens_of_one_process(parallel):
+    config = resolve(EngineArgs(**OPTIONS))
+    async with open_engine(config, ThreadedDevice(config)) as engine:
+        wanted = await texts(engine, num=6)
+    async with replicated_engine(**{parallel: 2}) as (engine, peers):
+        assert await texts(engine, num=6) == wanted
+        assert [len(incarnations) for incarnations in peers] == [2, 2]
+        assert all(s.num_generation_tokens for s in engine.statistics().replicas)
+
+
 async def test_a_replica_of_stages_that_dies_leaves_its_streams_to_the_others(caplog):
     async with replicated_engine(pipeline_parallel_size=2) as (engine, peers):
         wanted = await texts(engine)
