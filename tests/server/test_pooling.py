@@ -268,6 +268,8 @@ async def test_texts_that_are_compared_may_be_cut(anyio_backend, task):
         ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, 400, "top_n"),
         ("/v2/embed", {"texts": []}, 400, "texts"),
         ("/v2/embed", {"texts": ["a"], "embedding_types": ["int4"]}, 400, "embedding_types"),
+        ("/v2/embed", {"texts": ["a"], "max_tokens": 0}, 400, "max_tokens"),
+        ("/v2/embed", {"texts": ["a"], "output_dimension": 0}, 400, "output_dimension"),
         (
             "/rerank",
             {"query": "a", "documents": ["a"], "max_tokens_per_doc": -1},

@@ -6,7 +6,8 @@ A reply, with all its floats, base64 or bytes, is built in a thread unless it is
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import anyio
 import anyio.to_thread
 
 from trouper.config.pooler import PoolerSpec
-from trouper.errors import invalid
+from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.python.scoring import Pooled, PoolingGeneration, Scorer, as_pairs, collect
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
@@ -51,6 +52,7 @@ QUICK = 2**12
 QUICK_BASE64 = 2**15  # numbers as they are, in base64: 0.1 ms
 SIDES = (("data_1", "data_2"), ("queries", "documents"), ("queries", "items"), ("text_1", "text_2"))
 COHERE_INPUTS = ("search_document", "search_query", "classification", "clustering")
+COHERE_NAMES = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
 
 
 async def create_embedding(
@@ -126,17 +128,33 @@ async def create_cohere_embedding(
             "input_type", f"must be one of {', '.join(COHERE_INPUTS)}", request.input_type
         )
     side = {"START": "left", "END": "right"}.get(request.truncate or "END")
+    max_tokens = -1 if request.max_tokens is None else request.max_tokens
     inner = EmbeddingRequest(
         model=request.model,
         input=list(request.texts or ()),
         dimensions=request.output_dimension,
         priority=request.priority,
-        truncate_prompt_tokens=None if side is None else request.max_tokens or -1,
+        truncate_prompt_tokens=None if side is None else max_tokens,
         truncation_side=side,
     )
-    serving = _preprocess(service, context, inner, "embd", "embed", field="texts")
-    outputs = await _encode(service, context, serving)
+    with _named_as(COHERE_NAMES):
+        serving = _preprocess(service, context, inner, "embd", "embed", field="texts")
+        outputs = await _encode(service, context, serving)
     await _send(service, context, partial(build_cohere, serving, outputs, kinds))
+
+
+@contextmanager
+def _named_as(names: Mapping[str, str]) -> Generator[None]:
+    """Errors of a parameter name the field by which the client gave it."""
+    try:
+        yield
+    except TrouperValidationError as error:
+        ours = error.parameter
+        if ours is None or ours not in names:
+            raise
+        message = error.message.replace(ours, names[ours])
+        value = error.value
+        raise TrouperValidationError(message, parameter=names[ours], value=value) from error
 
 
 # Before the engine
