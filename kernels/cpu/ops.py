@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -312,8 +313,9 @@ class NativeOps:
             if num > 1:
                 num_spans = max(-(-num // decode.MOST_TOKENS), 2 if few_heads else 1)
                 sizes_C[first:stop] = 0
-                for part in np.array_split(np.arange(first, stop), num_spans):
-                    sizes_C[part[0]] = len(part)
+                cuts = [first + num * i // num_spans for i in range(num_spans + 1)]
+                for begin, end in pairwise(cuts):
+                    sizes_C[begin] = end - begin
         return sizes_C
 
     def _parts_of_a_piece(self, counts: np.ndarray) -> int:
