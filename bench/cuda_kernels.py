@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trouper.bench.cuda_grouped import NUM_CHECKED, expanding, ids, normal, shrinking
 from trouper.bench.kernels import EPS, NUM_CHECKED_OUTPUTS, Case, Shapes
 from trouper.kernels.cuda.act_and_mul import act_and_mul
 from trouper.kernels.cuda.apply_penalties import apply_penalties, apply_penalties_reference
@@ -33,7 +34,6 @@ from trouper.kernels.reference.noise import gumbel
 from trouper.kernels.reference.paged_attention import paged_attention_reference
 from trouper.kernels.reference.rope import rope_table
 
-NUM_CHECKED = 8  # tokens; a reference in float64 takes longer than everything else
 MAX_ROWS = 256  # that sample in one step
 TOP_K, TOP_P, NUM_LOGPROBS = 50, 0.9, 20
 
@@ -52,9 +52,9 @@ def products(s: Shapes) -> Iterator[Case]:
 
 
 def _product(num: int, inputs: int, outputs: int, s: Shapes) -> Case:
-    weight = _normal(s, outputs, inputs) / inputs**0.5
+    weight = normal(s, outputs, inputs) / inputs**0.5
     weights = cycle([weight, *(weight.clone() for _ in range(s.copies(weight.nbytes) - 1))])
-    x = _normal(s, num, inputs)
+    x = normal(s, num, inputs)
     return Case(
         f"[{num}, {inputs}] x [{inputs}, {outputs}]",
         lambda: F.linear(x, next(weights)),
@@ -74,12 +74,12 @@ class _Cache(NamedTuple):
     def of(cls, s: Shapes, starts: Sequence[int], counts: Sequence[int]) -> "_Cache":
         size = -(-max(map(sum, zip(starts, counts, strict=True))) // s.block_size)
         blocks = np.random.default_rng(0).permutation(size * len(starts)).reshape(len(starts), size)
-        cache = _normal(s, 2, s.num_kv, blocks.size * s.block_size, s.width)
+        cache = normal(s, 2, s.num_kv, blocks.size * s.block_size, s.width)
         bounds = np.cumsum([0, *counts])
-        q = _normal(s, int(bounds[-1]), s.num_q, s.width)
+        q = normal(s, int(bounds[-1]), s.num_q, s.width)
         numbers = (bounds, np.arange(len(starts)), np.asarray(starts), blocks)
         options = {"block_size": s.block_size, "scale": s.width**-0.5}
-        return cls((q, cache, *(_ids(s, n) for n in numbers)), options)
+        return cls((q, cache, *(ids(s, n) for n in numbers)), options)
 
     def reference(self, column: int, num: int) -> Tensor:
         """Compute attention for the last `num` tokens of an entry."""
@@ -128,15 +128,15 @@ def prefill(s: Shapes) -> Iterator[Case]:
 
 def qkv_writing(s: Shapes) -> Iterator[Case]:
     num_heads = s.num_q + 2 * s.num_kv
-    qkv = _normal(s, s.num_tokens, num_heads, s.width)
-    cache = _normal(s, 2, s.num_kv, s.num_tokens + s.block_size, s.width)
+    qkv = normal(s, s.num_tokens, num_heads, s.width)
+    cache = normal(s, 2, s.num_kv, s.num_tokens + s.block_size, s.width)
     frequencies = 10_000.0 ** -(torch.arange(0, s.width, 2) / s.width)
     options = {
         "norm_ND": torch.ones_like(cache[0, 0, :1]).expand(s.num_q + s.num_kv, -1).contiguous(),
         "table_P2R": rope_table(frequencies, s.num_tokens, 1.0, s.dtype).to(s.device),
         "eps": EPS,
     }
-    positions = _ids(s, np.arange(s.num_tokens))
+    positions = ids(s, np.arange(s.num_tokens))
 
     def launch() -> Tensor:
         qk_norm_rope_kv_write_(qkv, cache, positions, positions, **options)
@@ -154,7 +154,7 @@ def qkv_writing(s: Shapes) -> Iterator[Case]:
 
 
 def residual_norm(s: Shapes) -> Iterator[Case]:
-    x, y, weight = (_normal(s, *shape) for shape in [(s.num_tokens, s.hidden)] * 2 + [(s.hidden,)])
+    x, y, weight = (normal(s, *shape) for shape in [(s.num_tokens, s.hidden)] * 2 + [(s.hidden,)])
     num_items = s.num_tokens * s.hidden
     yield Case(
         f"[{s.num_tokens}, {s.hidden}]",
@@ -166,7 +166,7 @@ def residual_norm(s: Shapes) -> Iterator[Case]:
 
 
 def activation(s: Shapes) -> Iterator[Case]:
-    x = _normal(s, s.num_tokens, 2 * s.mlp)
+    x = normal(s, s.num_tokens, 2 * s.mlp)
     num_items = s.num_tokens * s.mlp
     yield Case(
         f"[{s.num_tokens}, {2 * s.mlp}]",
@@ -179,8 +179,8 @@ def activation(s: Shapes) -> Iterator[Case]:
 
 def preparation(s: Shapes) -> Iterator[Case]:
     num = s.num_tokens
-    embedding, tokens = _normal(s, s.vocab, s.hidden), _ids(s, np.arange(num)[:, None] % s.vocab)
-    bounds, rows = _ids(s, np.arange(num + 1)), _ids(s, np.arange(num))
+    embedding, tokens = normal(s, s.vocab, s.hidden), ids(s, np.arange(num)[:, None] % s.vocab)
+    bounds, rows = ids(s, np.arange(num + 1)), ids(s, np.arange(num))
     zeros = torch.zeros_like(rows)
     options: dict[str, Any] = {"num_tokens": num, "block_size": s.block_size}
     yield Case(
@@ -205,12 +205,12 @@ class _Draw(NamedTuple):
     @classmethod
     def of(cls, s: Shapes, **settings: float) -> "_Draw":
         num = min(s.num_tokens, MAX_ROWS)
-        logits = 4 * _normal(s, num, s.vocab)
-        rows, ends = _ids(s, np.arange(num)), _ids(s, np.full(num, 3))
+        logits = 4 * normal(s, num, s.vocab)
+        rows, ends = ids(s, np.arange(num)), ids(s, np.full(num, 3))
         sampling = make_sampling_rows(num, s.vocab, max_edits=8, device=s.device)
         for name, value in {"temperature": 1.0, **settings}.items():
             getattr(sampling, name).fill_(value)
-        return cls(logits, logits.float(), rows, ends, _ids(s, np.zeros((num, 8))), sampling)
+        return cls(logits, logits.float(), rows, ends, ids(s, np.zeros((num, 8))), sampling)
 
     def case(self, run: Callable[[], Tensor], reference: Callable[[], Tensor], item: int) -> Case:
         """`item`: bytes moved for each logit."""
@@ -267,14 +267,6 @@ def logprobs(s: Shapes) -> Iterator[Case]:
     )
 
 
-def _normal(s: Shapes, *shape: int) -> Tensor:
-    return torch.randn(shape, device=s.device, dtype=s.dtype)
-
-
-def _ids(s: Shapes, values: np.ndarray) -> Tensor:
-    return torch.from_numpy(values.astype(np.int32)).to(s.device)
-
-
 OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
     "linear (cuBLAS)": products,
     "decode_attention": decode,
@@ -287,4 +279,6 @@ OPS: dict[str, Callable[[Shapes], Iterable[Case]]] = {
     "top_k_top_p": thresholds,
     "sample": draws,
     "top_logprobs": logprobs,
+    "lora_shrink": shrinking,
+    "lora_expand": expanding,
 }

@@ -19,6 +19,8 @@ from trouper.kernels.cuda import (
     embed,
     fused_add_rms_norm,
     logprobs,
+    lora_expand,
+    lora_shrink,
     matmul,
     prefill_attention,
     qk_norm_rope_kv_write,
@@ -202,6 +204,34 @@ def _matmuls() -> Iterator[Sm90Case]:
                 )
 
 
+def _shrinks() -> Iterator[Sm90Case]:
+    ranks = (16, 32, 64)
+    for rank, (_, config) in zip(ranks, lora_shrink.CONFIGS["sm_90"], strict=True):
+        for num_in, num_parts in ((4096, 3), (14_336, 1)):
+            yield Sm90Case(
+                f"{num_in} -> {num_parts} × {rank}",
+                config,
+                "mma",
+                lambda i=num_in, p=num_parts, r=rank: lora_shrink.lora_shrink(
+                    meta(256, i), meta(8, p, r, i), ids(9), ids(256), ids(25, 3), max_blocks=24
+                ),
+            )
+
+
+def _expands() -> Iterator[Sm90Case]:
+    for rank, (_, config) in zip((16, 64), lora_expand.CONFIGS["sm_90"], strict=True):
+        for num_out, num_parts, splits in ((6144, 3, 4), (4096, 1, 14)):
+            yield Sm90Case(
+                f"{num_parts} × {rank} -> {num_out}, {splits} sums",
+                config,
+                "mma",
+                lambda o=num_out, p=num_parts, c=splits, r=rank: lora_expand.lora_expand_(
+                    meta(256, o), meta(c, 256, p * r, dtype=fp32), meta(8, o, r),
+                    ids(9), ids(48, 3), ids(256), ids(25, 3), max_blocks=24,
+                ),
+            )  # fmt: skip
+
+
 def meta(*shape: int, dtype: torch.dtype = bf16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -219,4 +249,6 @@ CASES: dict[str, Callable[[], Iterator[Sm90Case]]] = {
     "embed": _prepares,
     "sampling": _samplings,
     "matmul": _matmuls,
+    "lora_shrink": _shrinks,
+    "lora_expand": _expands,
 }

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from trouper.kernels.linear import LinearMethod
 
-BLOCK_ROWS = 4  # rows of one adapter that a kernel computes at once, the reads of A and B shared
+BLOCK_ROWS = (
+    4  # rows of one adapter that a CPU's kernel computes at once, the reads of A and B shared
+)
 
 
 class LowRank(NamedTuple):
@@ -32,7 +34,8 @@ class LowRank(NamedTuple):
 class RowTable:
     """The adapter slots of the rows of one product, and the same rows in blocks of one adapter each."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, block_rows: int = BLOCK_ROWS) -> None:
+        self._block_rows = block_rows
         self.slots = np.zeros(max_rows, dtype=np.int64)
         self.order = np.zeros(max_rows, dtype=np.int64)  # rows that have an adapter, by slot
         # [0, 0] is their number; each further row is slot, first in the order, count
@@ -52,11 +55,19 @@ class RowTable:
         is_new = np.append(True, sorted_slots[1:] != sorted_slots[:-1])
         numbers = np.arange(len(rows))
         in_group = numbers - np.maximum.accumulate(np.where(is_new, numbers, 0))
-        firsts = np.flatnonzero(in_group % BLOCK_ROWS == 0)
+        firsts = np.flatnonzero(in_group % self._block_rows == 0)
         self.order[: len(rows)] = rows
         self.blocks[0, 0] = len(firsts)
         columns = sorted_slots[firsts], firsts, np.diff(firsts, append=len(rows))
         self.blocks[1 : len(firsts) + 1] = np.stack(columns, axis=1)
+
+
+class RowSource(Protocol):
+    """Source of the adapters of a step's rows, in the form that one kind of kernels reads."""
+
+    def of(self, num_rows: int) -> Any:
+        """Return those of a product of so many rows."""
+        ...
 
 
 class AdapterRows:
@@ -101,15 +112,15 @@ class LoRAWeights(Protocol):
         """Empty a slot: its rows get the base's product."""
         ...
 
-    def add_to(self, y_TO: Tensor, x_TI: Tensor, rows: RowTable) -> None:
-        """Add the adapters' product to y, row by row."""
+    def add_to(self, y_TO: Tensor, x_TI: Tensor, rows: Any) -> None:
+        """Add the adapters' product to y, row by row; `rows` is what the `RowSource` of these kernels gives."""
         ...
 
 
 class LoRALinear(LinearMethod):
     """Any linear layer, and adapters on top of it."""
 
-    def __init__(self, base: LinearMethod, weights: LoRAWeights, rows: AdapterRows) -> None:
+    def __init__(self, base: LinearMethod, weights: LoRAWeights, rows: RowSource) -> None:
         self.shape, self.bias = base.shape, base.bias
         self.base = base
         self._weights, self._rows = weights, rows

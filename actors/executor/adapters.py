@@ -8,9 +8,8 @@ Laws:
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -21,12 +20,14 @@ from trouper.actors.executor.models.parts import part_of
 from trouper.config.adapters import WEIGHTS, AdapterConfig, AdapterFiles, LoRAConfig
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.linear import LinearMethod
-from trouper.kernels.lora import AdapterRows, LoRALinear, LoRAWeights, LowRank
+from trouper.kernels.lora import LoRALinear, LoRAWeights, LowRank, RowSource
 from trouper.kernels.select import make_lora
 
 KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_SHOWN = 4
+Make = Callable[[Sequence[int], int, int, int, torch.dtype], LoRAWeights]
+"""Makes the slots of a layer from its part sizes, its inputs, the number of slots, the largest rank and the dtype."""
 
 
 class AdapterSlots:
@@ -34,12 +35,15 @@ class AdapterSlots:
 
     Args:
         dtype: of the model, in which the matrices are kept.
-        max_rows: tokens of a step.
+        rows: knows the adapters of the rows of each step.
+        make: for the device of the model; by default the CPU.
     """
 
-    def __init__(self, config: LoRAConfig, dtype: torch.dtype, max_rows: int) -> None:
+    def __init__(
+        self, config: LoRAConfig, dtype: torch.dtype, rows: RowSource, make: Make = make_lora
+    ) -> None:
         self._config, self._dtype = config, dtype
-        self._rows = AdapterRows(max_rows)
+        self._rows, self._make = rows, make
         self._layers: dict[str, _Layer] = {}  # by the name of its parameter's first source
         self._parts: dict[
             str, tuple[int, int]
@@ -57,7 +61,7 @@ class AdapterSlots:
         if layer is None:
             self.know(parameter)
             sizes, num_in = [rows for rows, _ in parameter.part_shapes], parameter.part_shapes[0][1]
-            weights = make_lora(
+            weights = self._make(
                 sizes, num_in, self._config.num_slots, self._config.max_rank, self._dtype
             )
             cuts = [cut for *_, cut in parameter.parts]
@@ -68,10 +72,6 @@ class AdapterSlots:
         """Take note of a layer that an adapter may change, here or on another stage of the model."""
         for name, (num_out, num_in) in parameter.sources:
             self._parts[name.removesuffix(".weight")] = num_out, num_in
-
-    def begin_step(self, slots_T: np.ndarray, read_R: np.ndarray | None) -> None:
-        """Take the slot of each token of a step, 0 for none, and the tokens that are read; None = all."""
-        self._rows.begin_step(slots_T, read_R)
 
     def load(self, slot: int, files: AdapterFiles) -> None:
         """Put an adapter into a slot.

@@ -105,7 +105,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "enable_lora": "Serve requests with LoRA adapters.",
         "max_loras": "Number of different adapters among the running requests.",
         "max_lora_rank": "Largest rank of an adapter.",
-        "max_cpu_loras": "Number of adapters that are loaded at once; 32 by default.",
+        "max_cpu_loras": "Number of adapters that are loaded at once; 32 by default, 8 on a GPU.",
         "lora_dtype": "Type of the adapters' matrices: auto, which is the model's own.",
         "lora_target_modules": "Module that adapters may change, such as q_proj; repeatable; all by default.",
     },

@@ -14,6 +14,7 @@ from trouper.actors.executor.adapters import AdapterSlots
 from trouper.actors.executor.models.parameters import Parameter
 from trouper.config.adapters import LoRAConfig, read_adapter
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.kernels.lora import AdapterRows
 from trouper.kernels.select import make_linear
 
 EXPECTED = (TrouperValidationError, UnsupportedFeatureError)
@@ -33,10 +34,11 @@ def _one_thread():
 @pytest.fixture(scope="module")
 def slots():
     """Room for adapters of one layer, with one in slot 1."""
-    slots = AdapterSlots(LoRAConfig(num_slots=2, max_rank=8), torch.float32, 16)
+    rows = AdapterRows(16)
+    slots = AdapterSlots(LoRAConfig(num_slots=2, max_rank=8), torch.float32, rows)
     parameter = Parameter("q", ((f"{NAME}.weight", SIZE),))
     slots.layer = slots.wrap(parameter, make_linear(torch.zeros(SIZE)))
-    slots.begin_step(np.array([1]), None)
+    rows.begin_step(np.array([1]))
     return slots
 
 

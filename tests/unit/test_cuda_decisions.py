@@ -50,6 +50,17 @@ def test_a_step_runs_in_the_least_captured_shape_that_holds_it(plan, sizes):
         assert chosen == own
 
 
+def test_steps_with_adapters_have_graphs_of_their_own():
+    plain = graph_shapes((1, 4, 16), 4, 32)
+    both = graph_shapes((1, 4, 16), 4, 32, has_adapters=True)
+    assert {shape._replace(has_adapters=False) for shape in both} == set(plain)
+    assert len(both) == 2 * len(plain)
+    for has_adapters in (False, True):
+        own = BatchShape(3, 3, True, has_adapters)
+        assert padded(own, both) == BatchShape(4, 4, True, has_adapters)
+    assert padded(BatchShape(3, 3, True, True), plain) == BatchShape(3, 3, True, True)
+
+
 @given(st.integers(1, 512), st.integers(1, 8192))
 def test_every_decode_step_is_captured_by_default_and_every_small_mixed_one(seqs, extra):
     tokens = seqs + extra

@@ -45,7 +45,10 @@ DEFAULT_KV_CACHE_BYTES = (
     2 * 2**30
 )  # CPU, when nothing else says; capped by what max_num_seqs can use
 # adapters that are loaded at once; on the CPU a slot takes memory when it is first loaded
-ADAPTER_SLOTS = 32
+ADAPTER_SLOTS: dict[DeviceKind, int] = {
+    "cpu": 32,
+    "cuda": 8,
+}  # on a GPU their memory is taken at start
 UNCHANGED = (
     "load_format", "model_impl", "gpu_memory_utilization", "enforce_eager", "seed", "max_logprobs", "renderer_num_workers",
     "stream_interval", "chat_template", "enable_prompt_embeds", "otlp_traces_endpoint",
@@ -282,15 +285,13 @@ def _lora_config(
 ) -> LoRAConfig | None:
     if not args.enable_lora:
         return None
-    for name, is_refused, reason in (
-        ("enable_lora", pooler is not None, "not for a model that pools"),
-        ("enable_lora", device != "cpu", "not on a GPU"),
-    ):
-        if is_refused:
-            raise UnsupportedFeatureError(f"{name}: {reason} yet", parameter=name)
+    if pooler is not None:
+        raise UnsupportedFeatureError(
+            "enable_lora: not for a model that pools yet", parameter="enable_lora"
+        )
     if args.lora_dtype not in ("auto", dtype):
         raise invalid("lora_dtype", f"must be auto or the model's own, {dtype}", args.lora_dtype)
-    num_slots = args.max_cpu_loras or max(args.max_loras, ADAPTER_SLOTS)
+    num_slots = args.max_cpu_loras or max(args.max_loras, ADAPTER_SLOTS[device])
     if num_slots < args.max_loras:
         raise invalid("max_cpu_loras", f"must be at least max_loras, {args.max_loras}", num_slots)
     targets = args.lora_target_modules

@@ -23,6 +23,7 @@ from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
 from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
+from trouper.kernels.lora import AdapterRows
 
 
 class HfRunner:
@@ -42,9 +43,10 @@ class HfRunner:
         )
         self._sampler = Sampler(self._slots)
         self._adapters: AdapterSlots | None = None
+        self._adapter_rows: AdapterRows | None = None
         if config.lora is not None:
-            max_rows = config.scheduler.max_num_scheduled_tokens
-            self._adapters = AdapterSlots(config.lora, self._dtype, max_rows)
+            self._adapter_rows = AdapterRows(config.scheduler.max_num_scheduled_tokens)
+            self._adapters = AdapterSlots(config.lora, self._dtype, self._adapter_rows)
         self._decoder: HfDecoder | None = None
         self._kv: KVCache | None = None
         self._num_blocks = 0
@@ -133,8 +135,8 @@ class HfRunner:
 
     def _run(self, plan: StepPlan, decoder: HfDecoder, kv: KVCache) -> StepDone:
         batch = make_batch(plan, self._slots, decoder.windows, decoder.plan)
-        if self._adapters is not None:
-            self._adapters.begin_step(batch.adapters, None)
+        if self._adapter_rows is not None:
+            self._adapter_rows.begin_step(batch.adapters)
         hidden_TE = decoder.forward(batch.tokens, batch.plans, kv.layers, batch.embeds, batch.read)
         spans = self._slots.prompt_spans(plan, batch.first_tokens)
         of_prompts = prompt_logprobs(spans, hidden_TE, decoder.logits)

@@ -41,6 +41,7 @@ from trouper.config.stages import Stage
 from trouper.kernels.codegen.arena import Arena, Lender
 from trouper.kernels.codegen.recording import NotRecordableError
 from trouper.kernels.cpu.sampling.sample import compile_sample
+from trouper.kernels.lora import AdapterRows
 from trouper.kernels.ops import CpuOps
 from trouper.kernels.ranks import RankedOps, RankGroup
 from trouper.kernels.select import make_ops
@@ -99,9 +100,10 @@ class CpuRunner:
         self._recorded_steps: RecordedDecoderSteps | None = None
         self._arena = Arena()  # of activations; of all steps, since each is read before the next
         self._adapters: AdapterSlots | None = None
+        self._adapter_rows: AdapterRows | None = None
         if config.lora is not None:
-            max_rows = config.scheduler.max_num_scheduled_tokens
-            self._adapters = AdapterSlots(config.lora, self._dtype, max_rows)
+            self._adapter_rows = AdapterRows(config.scheduler.max_num_scheduled_tokens)
+            self._adapters = AdapterSlots(config.lora, self._dtype, self._adapter_rows)
             for parameter in adapted_parameters(traits):
                 self._adapters.know(parameter)
         self._num_blocks = 0
@@ -276,9 +278,9 @@ class CpuRunner:
             num_drafts,
             reads_some=self._stage.is_last,
         )
-        if self._adapters is not None:
+        if self._adapter_rows is not None:
             read = None if batch.read is None else batch.read.tokens_R.numpy()
-            self._adapters.begin_step(batch.adapters, read)
+            self._adapter_rows.begin_step(batch.adapters, read)
         return batch
 
     def _forward(self, batch: Batch, decoder: Decoder[CpuOps], kv: KVCache) -> ForwardOutput:

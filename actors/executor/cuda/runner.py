@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from trouper.actors.executor.cuda import memory
+from trouper.actors.executor.cuda.adapters import DeviceAdapters
 from trouper.actors.executor.cuda.inputs import Inputs, inputs_of, pack
 from trouper.actors.executor.cuda.machine import CudaMachine, Graph, Machine
 from trouper.actors.executor.cuda.masks import DeviceMasks
@@ -31,9 +32,10 @@ from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.request_slots import RequestSlots
-from trouper.actors.executor.weights.decoder import load_decoder
+from trouper.actors.executor.weights.decoder import adapted_parameters, load_decoder
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
+from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
 from trouper.kernels.cuda.apply_penalties import apply_penalties
 from trouper.kernels.cuda.ops import DeviceTokens, TritonOps
@@ -68,6 +70,13 @@ class CudaRunner:
         self._decoder: Decoder[TritonOps] | None = None
         self._is_on_host = False  # the decoder's weights
         self._resident: Resident | None = None
+        self._adapters: DeviceAdapters | None = None
+        if config.lora is not None:
+            self._adapters = DeviceAdapters(
+                config.lora, self._dtype, self._machine, scheduler.max_num_scheduled_tokens
+            )
+            for parameter in adapted_parameters(self._traits):
+                self._adapters.slots.know(parameter)
         self._graphs: dict[BatchShape, Graph] = {}
         self._profiler = Profiler()
         self.start_profile, self.stop_profile = self._profiler.start, self._profiler.stop
@@ -92,6 +101,9 @@ class CudaRunner:
             self._graphs.clear()
             self._masks.clear()
             self._resident = None
+            if self._adapters is not None:
+                with torch.inference_mode():
+                    self._adapters.sleep()
         if level >= 2:
             self._decoder, self._is_on_host = None, False
         elif level == 1 and self._decoder is not None and not self._is_on_host:
@@ -106,6 +118,8 @@ class CudaRunner:
             self._wake_weights()
         if "kv_cache" in tags and self._resident is None:
             self._resident = self._allocate(self._num_kv_blocks)
+            if self._adapters is not None:
+                self._adapters.allocate()
         if self._is_resident and not self._graphs:
             self._capture()
 
@@ -115,7 +129,16 @@ class CudaRunner:
 
     def close(self) -> None:
         """Give back the memory.  Idempotent."""
+        if self._adapters is not None:
+            self._adapters.close()
         self.sleep(2)
+
+    def load_adapter(self, slot: int, files: AdapterFiles) -> None:
+        """Put an adapter into a slot, from 1 on; raises as `AdapterSlots.load` does, and the slot is as it was."""
+        if self._adapters is None:
+            raise RuntimeError("an adapter without enable_lora")
+        with torch.inference_mode():
+            self._adapters.slots.load(slot, files)
 
     @property
     def _is_resident(self) -> bool:
@@ -128,6 +151,8 @@ class CudaRunner:
             elif self._is_on_host:
                 self._decoder.move(self._machine.to_device)
             self._is_on_host = False
+            if self._adapters is not None:
+                self._adapters.wake_weights()
 
     def _load_decoder(self) -> Decoder[TritonOps]:
         config = self._config
@@ -141,6 +166,7 @@ class CudaRunner:
             self._traits,
             ops=lambda: ops,
             device=self._machine.device,
+            wrap=None if self._adapters is None else self._adapters.slots.wrap,
         )
 
     def _allocate(self, num_blocks: int) -> Resident:
@@ -159,7 +185,12 @@ class CudaRunner:
         if config.num_blocks is None and config.kv_cache_bytes is None:
             self._resident = self._allocate(1)
             shapes, scheduler = self._shapes, config.scheduler
-            largest = BatchShape(scheduler.max_num_scheduled_tokens, scheduler.max_num_seqs, False)
+            has_adapters = self._adapters is not None
+            if self._adapters is not None:
+                self._adapters.allocate()
+            largest = BatchShape(
+                scheduler.max_num_scheduled_tokens, scheduler.max_num_seqs, False, has_adapters
+            )
             reserved = self._machine.peak_of(partial(self._run, largest))
             if shapes:
                 reserved += self._machine.peak_of(partial(self._run, shapes[0]))
@@ -179,7 +210,10 @@ class CudaRunner:
     def _shapes(self) -> tuple[BatchShape, ...]:
         scheduler = self._config.scheduler
         return graph_shapes(
-            self._config.graphs, scheduler.max_num_seqs, scheduler.max_num_scheduled_tokens
+            self._config.graphs,
+            scheduler.max_num_seqs,
+            scheduler.max_num_scheduled_tokens,
+            has_adapters=self._adapters is not None,
         )
 
     def _capture(self) -> None:
@@ -217,6 +251,9 @@ class CudaRunner:
                 for first, rows_PE in self._slots.take_embeds(plan, first_tokens)
             )
             shape = shape_of(plan)
+            if self._adapters is not None:
+                has_any = self._adapters.begin_step(plan, self._slots.adapters)
+                shape = shape._replace(has_adapters=has_any)
             graph = None if embeds else self._graphs.get(padded(shape, self._graphs))
             if graph is None:
                 hidden, logits, sampled = self._run(shape, embeds)
@@ -258,6 +295,8 @@ class CudaRunner:
         decoder, resident = self._decoder, self._resident
         assert decoder is not None
         assert resident is not None
+        if self._adapters is not None:
+            self._adapters.use(are_used=shape.has_adapters)
         tokens, blocks, sampling = resident.views
         inputs: Inputs = inputs_of(resident.inputs, shape.num_entries)
         step_tokens = DeviceTokens(

@@ -21,15 +21,21 @@ class BatchShape(NamedTuple):
     num_tokens: int
     num_entries: int
     is_decode: bool
+    has_adapters: bool = False  # of some of its tokens
 
 
 def graph_shapes(
-    sizes: Sequence[int] | None, max_num_seqs: int, max_num_tokens: int
+    sizes: Sequence[int] | None,
+    max_num_seqs: int,
+    max_num_tokens: int,
+    *,
+    has_adapters: bool = False,
 ) -> tuple[BatchShape, ...]:
     """List the shapes to capture, the largest first, so that the smaller ones find room in its memory.
 
     Args:
         sizes: of both kinds, as the user wishes; empty = the defaults; None = none at all.
+        has_adapters: whether the engine has any: then each size is captured with and without.
     """
     if sizes is None:
         return ()
@@ -37,6 +43,8 @@ def graph_shapes(
     mixed = _up_to(max_num_tokens, sizes or MIXED)
     shapes = [BatchShape(size, size, True) for size in decode]
     shapes += [BatchShape(size, min(size, max_num_seqs), False) for size in mixed]
+    if has_adapters:
+        shapes += [shape._replace(has_adapters=True) for shape in shapes]
     return tuple(sorted(shapes, reverse=True))
 
 
@@ -56,7 +64,7 @@ def padded(shape: BatchShape, captured: Iterable[BatchShape]) -> BatchShape:
     fitting = [
         other
         for other in captured
-        if other.is_decode == shape.is_decode
+        if other[2:] == shape[2:]  # of the same kind
         and other.num_tokens >= shape.num_tokens
         and other.num_entries >= shape.num_entries
     ]

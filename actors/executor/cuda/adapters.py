@@ -1,0 +1,118 @@
+"""The adapters of a model on a GPU, and which of a step's tokens have which.
+
+A step without any is captured in a graph of its own, which launches nothing for adapters.  In the other graphs the rows
+and their adapters are data at a fixed address, so one graph serves every mixture.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from trouper.actors.executor.adapters import AdapterSlots
+from trouper.actors.executor.cuda.machine import Machine
+from trouper.actors.messages.plans import StepPlan
+from trouper.config.adapters import LoRAConfig
+from trouper.kernels.cuda.lora import DeviceRows, TritonLoRA, max_blocks
+from trouper.kernels.cuda.lora_shrink import BLOCK_ROWS
+from trouper.kernels.lora import RowTable
+
+COLUMNS = 3  # of a block
+
+
+class DeviceAdapters:
+    """Slots on the device, from the first layer that is wrapped on.
+
+    Args:
+        dtype: of the model.
+        max_rows: tokens of a step.
+    """
+
+    def __init__(
+        self, config: LoRAConfig, dtype: torch.dtype, machine: Machine, max_rows: int
+    ) -> None:
+        self._config, self._machine = config, machine
+        self._table = RowTable(max_rows, BLOCK_ROWS)
+        self._max_rows = max_rows
+        self._max_blocks = max_blocks(max_rows, config.max_loras)
+        self._weights: list[TritonLoRA] = []
+        self._is_on_host = False
+        self._device: DeviceRows | None = None
+        self._are_used = False
+        self.slots = AdapterSlots(config, dtype, self, self._make)
+
+    def __repr__(self) -> str:
+        return f"<DeviceAdapters of {len(self._weights)} layers>"
+
+    def of(self, num_rows: int) -> DeviceRows | None:
+        """Return the rows of the step that is launched; None: it has no adapters."""
+        return self._device if self._are_used else None
+
+    def use(self, *, are_used: bool) -> None:
+        """Say whether the launches that follow add adapters."""
+        self._are_used = are_used
+
+    def begin_step(self, plan: StepPlan, slot_of_request: np.ndarray) -> bool:
+        """Take the adapters of a plan's tokens to the device; returns whether there are any.
+
+        Args:
+            slot_of_request: the adapter of each request slot, 0 for none.
+        """
+        slots = slot_of_request[list(plan.request_slots)]
+        if not slots.any():
+            return False
+        assert self._device is not None
+        self._table.fill(slots.repeat(plan.num_scheduled_tokens))
+        table, num_blocks = self._table, int(self._table.blocks[0, 0])
+        assert num_blocks <= self._max_blocks, f"{num_blocks} blocks of adapters"
+        self._upload(self._device, table.order, table.blocks[: num_blocks + 1])
+        return True
+
+    def sleep(self) -> None:
+        """Take the adapters to host memory; the tokens of a step have no place any more."""
+        self._device = None
+        if not self._is_on_host:
+            for weights in self._weights:
+                weights.move(self._machine.to_host)
+        self._is_on_host = True
+
+    def wake_weights(self) -> None:
+        """Take the adapters back to the device.  Idempotent."""
+        if self._is_on_host:
+            for weights in self._weights:
+                weights.move(self._machine.to_device)
+        self._is_on_host = False
+
+    def allocate(self) -> None:
+        """Make a place for the tokens of a step, which has none with an adapter so far."""
+        empty = self._machine.empty
+        self._device = DeviceRows(
+            empty((self._max_rows,), torch.int32),
+            empty((self._max_blocks + 1, COLUMNS), torch.int32),
+            self._config.max_loras,
+        )
+        self._upload(self._device, np.zeros(0), np.zeros((1, COLUMNS)))
+
+    def close(self) -> None:
+        """Give everything back.  Idempotent."""
+        self._device = None
+        self._weights.clear()
+
+    def _upload(self, rows: DeviceRows, order: np.ndarray, blocks: np.ndarray) -> None:
+        for host, device in ((order, rows.order), (blocks, rows.blocks)):
+            if len(host):
+                self._machine.upload(host.astype(np.int32), out=device.narrow(0, 0, len(host)))
+
+    def _make(
+        self,
+        part_sizes: Sequence[int],
+        num_in: int,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+    ) -> TritonLoRA:
+        weights = TritonLoRA(
+            part_sizes, num_in, num_slots, max_rank, empty=self._machine.empty, dtype=dtype
+        )
+        self._weights.append(weights)
+        return weights
