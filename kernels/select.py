@@ -17,7 +17,7 @@ implementations (`tests/kernels/cpu`).
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,12 +147,12 @@ def _choose_fp32(
 def make_experts(
     gate_up: Sequence[LinearMethod], down: Sequence[LinearMethod], routing: Routing
 ) -> Experts:
-    """Put the experts of a layer together: compiled kernels where all of them are plain matrices that these take."""
-    if units.can_multiply():
-        from trouper.kernels.cpu.experts.native import NativeExperts, can_group
+    """Put the experts of a layer together: one launch a product where a kernel takes all of them in the form that they have."""
+    if units.is_available():
+        from trouper.kernels.cpu.experts.native import grouped
 
-        if can_group(gate_up, down, routing):
-            return NativeExperts(cast("Any", gate_up), cast("Any", down), routing)
+        if (native := grouped(gate_up, down, routing)) is not None:
+            return native
     return PlainExperts(gate_up, down, routing)
 
 

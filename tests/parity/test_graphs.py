@@ -20,7 +20,7 @@ from trouper.kernels.codegen.recording import Recording
 from trouper.kernels.cpu.attention import decode
 
 from .driver import Driver, engine_config, random_prompts
-from .test_architectures import CASES, VOCAB, tiny_model
+from .test_architectures import CASES, SPARSE, VOCAB, tiny_model
 from .test_encoders import WIDE, save_tiny
 from .test_runner import plan_of, row_of
 
@@ -76,6 +76,13 @@ def test_every_architecture_is_replayed(case, tmp_path):
 @pytest.mark.parametrize("changes", QUANTIZED.values(), ids=QUANTIZED)
 def test_rounded_weights_are_replayed(folder, changes):
     check(folder, **changes)
+
+
+@pytest.mark.parametrize("changes", [{}, *QUANTIZED.values()], ids=["plain", *QUANTIZED])
+def test_experts_are_replayed(changes, tmp_path):
+    name, fields = SPARSE["qwen3-moe"]
+    tiny_model(name, fields | EVEN, tmp_path)
+    check(tmp_path, **changes)
 
 
 def test_contexts_of_several_spans_by_several_threads(folder, monkeypatch):

@@ -1,47 +1,40 @@
-"""Experts by the kernels of this folder: five launches, whatever the number of experts, and recordable."""
+"""Experts by the kernels of this folder: five launches, whatever the number of experts, and recordable.
+
+Where no instruction multiplies bfloat16 and weights are integers, rows become integers by one more launch before each product.
+"""
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from trouper.kernels.codegen.launch import compiled
-from trouper.kernels.codegen.units import LANES, Kind
+from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.experts.combine import combine
-from trouper.kernels.cpu.experts.grouped import PANELS, grouped_matmul
+from trouper.kernels.cpu.experts.products import ExpertProducts, Routed, make_product
 from trouper.kernels.cpu.experts.route import MAX_EXPERTS, SPAN, route
-from trouper.kernels.cpu.linear.dense import DenseLinear
 from trouper.kernels.cpu.rows import num_threads_for
 from trouper.kernels.experts import Routing
 from trouper.kernels.linear import LinearMethod
 
 
 class NativeExperts:
-    """Experts whose products are `DenseLinear`s of bfloat16 or float32.
+    """Experts whose products are single launches.
 
     Args:
         gate_up: of each expert, E -> 2 M.
         down: of each expert, M -> E.
     """
 
-    def __init__(
-        self, gate_up: Sequence[DenseLinear], down: Sequence[DenseLinear], routing: Routing
-    ) -> None:
+    def __init__(self, gate_up: ExpertProducts, down: ExpertProducts, routing: Routing) -> None:
         self._gate_up, self._down, self._routing = gate_up, down, routing
-        is_float = gate_up[0].weight.dtype == torch.float32
-        self._kind: Kind = "f32" if is_float else "bf16"
-        self._matmul = compiled(grouped_matmul, "floats" if is_float else "dots")
-        self._route = compiled(route, self._kind, routing.is_normalised, routing.has_shared_gate)
-        self._combine = compiled(combine, self._kind)
-        self._addresses = [
-            np.array([linear.weight.data_ptr() for linear in linears], np.int64)
-            for linears in (gate_up, down)
-        ]
+        options = gate_up.kind, routing.is_normalised, routing.has_shared_gate
+        self._route = compiled(route, *options)
+        self._combine = compiled(combine, gate_up.kind)
 
     @property
     def linears(self) -> Sequence[LinearMethod]:
-        return *self._gate_up, *self._down
+        return *self._gate_up.linears, *self._down.linears
 
     def forward(
         self,
@@ -69,8 +62,9 @@ class NativeExperts:
             spans.data_ptr(),
             num_spans,
         )
-        gate_up = self._product(x_TE, 0, k, order, spans)
-        each = self._product(act_and_mul(gate_up), 1, 1, order, spans)
+        routed = Routed(num_tokens, order, spans)
+        gate_up = self._gate_up.apply(x_TE, k, routed)
+        each = self._down.apply(act_and_mul(gate_up), 1, routed)
         y_TE = x_TE.new_empty((num_tokens, width))
         self._combine(
             num_tokens,
@@ -84,35 +78,14 @@ class NativeExperts:
         )
         return y_TE
 
-    def _product(
-        self, x_RI: Tensor, which: int, divisor: int, order: Tensor, spans: Tensor
-    ) -> Tensor:
-        num_out, num_in = (self._gate_up, self._down)[which][0].shape
-        per_word = 4 // x_RI.itemsize
-        y = x_RI.new_empty((len(order), num_out))
-        num_spans, num_panels = len(spans) // SPAN, num_out // LANES
-        self._matmul(
-            num_spans * -(-num_panels // PANELS),
-            x_RI.data_ptr(),
-            x_RI.stride(0) // per_word,
-            divisor,
-            self._addresses[which].ctypes.data,
-            y.data_ptr(),
-            len(order),
-            num_in // per_word,
-            num_panels,
-            order.data_ptr(),
-            spans.data_ptr(),
-            num_threads=torch.get_num_threads(),
-        )
-        return y
 
-
-def can_group(
+def grouped(
     gate_up: Sequence[LinearMethod], down: Sequence[LinearMethod], routing: Routing
-) -> bool:
-    """Tell whether the kernels compute these experts."""
-    linears = (*gate_up, *down)
-    are_plain = all(isinstance(x, DenseLinear) and x.bias is None for x in linears)
-    width = down[0].shape[1]
-    return are_plain and width % LANES == 0 and routing.num_experts < MAX_EXPERTS
+) -> NativeExperts | None:
+    """Put experts together; None where the kernels do not compute them."""
+    if down[0].shape[0] % LANES or routing.num_experts >= MAX_EXPERTS:
+        return None
+    first, second = make_product(gate_up), make_product(down)
+    if first is None or second is None or first.kind != second.kind:
+        return None
+    return NativeExperts(first, second, routing)

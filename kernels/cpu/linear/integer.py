@@ -75,15 +75,15 @@ class IntegerLinear(LinearMethod):
         self.weight, self.scales, self.zeros, self.minima = weight, scales, zeros, minima
         is_for_dots = minima is not None or (self.fmt == "int8" and scales.shape[1] > 1)
         chosen = units.integer_unit()
-        self._unit: Unit = "dots" if chosen == "tiles" and is_for_dots else chosen
+        self.unit: Unit = "dots" if chosen == "tiles" and is_for_dots else chosen
         kind = "bf16" if scales.dtype == torch.bfloat16 else "f32"
-        options = self.fmt, kind, zeros is not None, minima is not None
-        if self._unit == "bytes":
-            self._row_group = row_group(shape[1] // scales.shape[1])
-            self._matmul = launch.compiled(byte_matmul, *options, self._row_group)
-            self._quantize = launch.compiled(quantize_rows, self.fmt, self._row_group)
+        self.options = self.fmt, kind, zeros is not None, minima is not None  # of the kernels
+        if self.unit == "bytes":
+            self.row_group = row_group(shape[1] // scales.shape[1])
+            self._matmul = launch.compiled(byte_matmul, *self.options, self.row_group)
+            self._quantize = launch.compiled(quantize_rows, self.fmt, self.row_group)
         else:
-            self._matmul = launch.compiled(quantized_matmul, self._unit, *options)
+            self._matmul = launch.compiled(quantized_matmul, self.unit, *self.options)
 
     @classmethod
     def pack(cls, weight: Tensor | IntegerWeight, bias_O: Tensor | None = None) -> Self:
@@ -103,7 +103,7 @@ class IntegerLinear(LinearMethod):
         if self.order is not None:
             x_TI = gathered(x_TI, self.order)
         y_TO = x_TI.new_empty((len(x_TI), self.shape[0]))
-        (self._by_bytes if self._unit == "bytes" else self._by_bf16)(x_TI, y_TO)
+        (self._by_bytes if self.unit == "bytes" else self._by_bf16)(x_TI, y_TO)
         return y_TO
 
     def _by_bf16(self, x_TI: Tensor, y_TO: Tensor) -> None:
@@ -111,9 +111,9 @@ class IntegerLinear(LinearMethod):
         num_threads = torch.get_num_threads()
         num_groups = self.scales.shape[1]
         num_sums = 0 if self.minima is None else num_groups
-        bytes_each = scratch_bytes(num_rows, num_in, self._unit, self.fmt, num_sums)
+        bytes_each = scratch_bytes(num_rows, num_in, self.unit, self.fmt, num_sums)
         self._matmul(
-            INTEGER_BLOCKINGS[self._unit, self.fmt].num_pieces(num_rows, num_out, num_in),
+            INTEGER_BLOCKINGS[self.unit, self.fmt].num_pieces(num_rows, num_out, num_in),
             x_TI.data_ptr(),
             x_TI.stride(0) // 2,
             *self._arguments(y_TO),
@@ -126,18 +126,7 @@ class IntegerLinear(LinearMethod):
     def _by_bytes(self, x_TI: Tensor, y_TO: Tensor) -> None:
         num_rows, (num_out, num_in) = len(x_TI), self.shape
         num_threads = torch.get_num_threads()
-        per_word = 4 if self.fmt == "int4" else 2
-        q_TI = x_TI.new_empty((num_rows, num_in // per_word), dtype=torch.int32)
-        records = x_TI.new_empty((num_rows, num_in // self._row_group * RECORD), dtype=torch.int32)
-        self._quantize(
-            num_rows,
-            x_TI.data_ptr(),
-            x_TI.stride(0) // 2,
-            q_TI.data_ptr(),
-            records.data_ptr(),
-            num_in // 2,
-            num_threads=num_threads,
-        )
+        q_TI, records = self.quantized_rows(x_TI)
         self._matmul(
             BYTE_BLOCKING.num_pieces(num_rows, num_out, num_in),
             q_TI.data_ptr(),
@@ -146,6 +135,23 @@ class IntegerLinear(LinearMethod):
             num_threads,
             num_threads=num_threads,
         )
+
+    def quantized_rows(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows as integers and their records, which `byte_matmul` reads."""
+        num_rows, num_in = len(x_TI), self.shape[1]
+        per_word = 4 if self.fmt == "int4" else 2
+        q_TI = x_TI.new_empty((num_rows, num_in // per_word), dtype=torch.int32)
+        records = x_TI.new_empty((num_rows, num_in // self.row_group * RECORD), dtype=torch.int32)
+        self._quantize(
+            num_rows,
+            x_TI.data_ptr(),
+            x_TI.stride(0) // 2,
+            q_TI.data_ptr(),
+            records.data_ptr(),
+            num_in // 2,
+            num_threads=torch.get_num_threads(),
+        )
+        return q_TI, records
 
     def _arguments(self, y_TO: Tensor) -> tuple[int, ...]:
         """Return what both kernels are told of the weight and the sizes."""

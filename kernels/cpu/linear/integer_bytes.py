@@ -58,7 +58,7 @@ def byte_matmul(
 
     `group` inputs of x have one scale.  A piece is panels of a stretch of rows.
     """
-    work = _Bytes(code, fmt, scale_kind, has_zeros, has_minima, group)
+    work = ByteProduct(code, fmt, scale_kind, has_zeros, has_minima, group, code.arguments(13))
     shape, num_rows, before = BYTE_BLOCKING, work.num_rows, 0
     for block in shape.few:
         with code.when((num_rows > before) & (num_rows <= block.rows)):
@@ -73,7 +73,9 @@ def byte_matmul(
                 work.block(panel, row, rows)
 
 
-class _Bytes:
+class ByteProduct:
+    """Blocks of four panels and some rows; `arguments` are those of `byte_matmul`."""
+
     def __init__(
         self,
         code: KernelBuilder,
@@ -82,25 +84,43 @@ class _Bytes:
         has_zeros: bool,
         has_minima: bool,
         group: int,
+        arguments: Sequence[Value],
     ) -> None:
-        x, records, q, s, z, m, bias, y, *sizes = code.arguments(13)
+        x, records, q, s, z, m, bias, y, *sizes = arguments
         self.num_rows, self._pairs, self.num_panels, self._length, self.num_threads = sizes
         self.num_between = code.i64(0)  # see `PanelStream`: few rows take runs of pieces
-        self._code, self._fmt, self._bias, self._group = code, fmt, bias, group // 2
+        self._code, self._fmt, self._group = code, fmt, group // 2
+        self._kind: Kind = scale_kind
+        self._has_zeros, self._has_minima = has_zeros, has_minima
         self._x, self._records = code.pointer(x, "i32"), code.pointer(records, "i32")
-        self._q, self._scales = code.pointer(q, "i32"), code.pointer(s, scale_kind)
-        self._zeros = code.pointer(z, "i32") if has_zeros else None
-        self._minima = code.pointer(m, "f32") if has_minima else None
         self._y = code.pointer(y, "bf16")
+        self.take_weight(q, s, z, m, bias)
+
+    def take_weight(self, q: Value, s: Value, z: Value, m: Value, bias: Value) -> None:
+        """Multiply with the weight at these addresses from here on."""
+        code = self._code
+        self._q, self._scales = code.pointer(q, "i32"), code.pointer(s, self._kind)
+        self._bias = bias
+        self._zeros = code.pointer(z, "i32") if self._has_zeros else None
+        self._minima = code.pointer(m, "f32") if self._has_minima else None
+
+    def row(self, index: Value) -> Value:
+        """Return the row of y of this index; beyond the last, the last again."""
+        return self._code.minimum(index, self.num_rows - 1)
+
+    def x_row(self, row: Value) -> Value:
+        """Return the row of x that a row of y is made of."""
+        return row
 
     def block(self, first_panel: Value, first_row: Value, rows: int) -> None:
         """Compute four panels of a block of rows; beyond the last row or panel, the last again."""
         code, num_groups = self._code, self._pairs // self._length
         at_panel = [code.minimum(first_panel + p, self.num_panels - 1) for p in range(PANELS)]
-        at_row = [code.minimum(first_row + r, self.num_rows - 1) for r in range(rows)]
+        at_row = [self.row(first_row + r) for r in range(rows)]
+        x_rows = [self.x_row(row) for row in at_row]
         per_row = self._pairs // (2 if self._fmt == "int4" else 1)
-        xs = [self._x + r * per_row for r in at_row]
-        records = [self._records + r * (self._pairs // self._group * RECORD) for r in at_row]
+        xs = [self._x + r * per_row for r in x_rows]
+        records = [self._records + r * (self._pairs // self._group * RECORD) for r in x_rows]
         weights = [self._stream(self._q, p, self._words, self._pairs // STEP) for p in at_panel]
         scales = [self._stream(self._scales, p, LANES, num_groups) for p in at_panel]
         zeros = [self._stream(self._zeros, p, LANES, num_groups) for p in at_panel if self._zeros]

@@ -78,7 +78,8 @@ def quantized_matmul(
 
     A piece is panels of a block of rows.
     """
-    work = (_Dots if unit == "dots" else _Tiles)(code, fmt, scale_kind, has_zeros, has_minima)
+    kind = IntegerDots if unit == "dots" else _Tiles
+    work = kind(code, fmt, scale_kind, has_zeros, has_minima, code.arguments(15))
     shape, num_rows, before = INTEGER_BLOCKINGS[unit, fmt], work.num_rows, 0
     with work.begun():
         for block in shape.few:
@@ -108,17 +109,26 @@ class _Work(ABC):
         scale_kind: Kind,
         has_zeros: bool,
         has_minima: bool,
+        arguments: Sequence[Value],
     ) -> None:
-        x, stride, q, s, z, m, bias, y, *sizes, scratch, bytes_each = code.arguments(15)
+        x, stride, q, s, z, m, bias, y, *sizes, scratch, bytes_each = arguments
         self.addresses = x, stride, bias, y
         self.num_rows, self.pairs, self.num_panels, self.length, self.num_threads = sizes
         self.num_between = code.i64(0)  # see `PanelStream`: few rows take runs of pieces
         self.num_groups = self.pairs // self.length
-        self.code, self.fmt = code, fmt
-        self.q, self.scales = code.pointer(q, "i8"), code.pointer(s, scale_kind)
-        self.zeros = code.pointer(z, "i32") if has_zeros else None
-        self.minima = code.pointer(m, "f32") if has_minima else None
+        self.code = code
+        self.fmt: Format = fmt
+        self._kind: Kind = scale_kind
+        self._has_zeros, self._has_minima = has_zeros, has_minima
         self._scratch, self._bytes_each = scratch, bytes_each
+        self.take_weight(q, s, z, m, bias)
+
+    def take_weight(self, q: Value, s: Value, z: Value, m: Value, bias: Value) -> None:
+        """Multiply with the weight at these addresses from here on."""
+        code = self.code
+        self.q, self.scales, self.bias = code.pointer(q, "i8"), code.pointer(s, self._kind), bias
+        self.zeros = code.pointer(z, "i32") if self._has_zeros else None
+        self.minima = code.pointer(m, "f32") if self._has_minima else None
 
     def scratch_of(self, thread: Value) -> Pointer:
         return self.code.pointer(self._scratch + thread * self._bytes_each, "i32")
@@ -159,8 +169,8 @@ class _Work(ABC):
         """Enter the state in which all blocks of a call are computed."""
         return contextlib.nullcontext()
 
-    def begin_few(self, rows: int) -> None:  # noqa: B027  # tiles need nothing
-        """Compute what all pieces of a call of few rows need."""
+    def begin_few(self, rows: int, thread: Value | None = None) -> None:  # noqa: B027  # tiles need nothing
+        """Compute what all pieces of a call of few rows need; `thread` = None takes a number."""
 
     def reading(self, at_panel: list[Value], kept: "Sequence[KeptPanel]") -> "list[KeepingPanel]":
         return [KeepingPanel(self.packed(p), k) for p, k in zip(at_panel, kept, strict=True)]
@@ -178,25 +188,35 @@ class _Work(ABC):
         """Compute a block of rows; beyond the last row, the last again.  The first block of `kept` panels keeps them."""
 
 
-class _Dots(_Work):
+class IntegerDots(_Work):
+    """Blocks of panels and rows by dots; `arguments` are those of `quantized_matmul`."""
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        x, self._stride, self._bias, y = self.addresses
+        x, self._stride, _, y = self.addresses
         self._x, self._y = self.code.pointer(x, "i32"), self.code.pointer(y, "bf16")
         self._sums_of_x: list[Pointer] = []  # of few rows: the sums of each group
 
+    def row(self, index: Value) -> Value:
+        """Return the row of y of this index; beyond the last, the last again."""
+        return self.code.minimum(index, self.num_rows - 1)
+
+    def x_row(self, row: Value) -> Value:
+        """Return the row of x that a row of y is made of."""
+        return row
+
     def _rows_from(self, first: Value, rows: int) -> list[Value]:
-        return [self.code.minimum(first + r, self.num_rows - 1) for r in range(rows)]
+        return [self.row(first + r) for r in range(rows)]
 
     def _x_of(self, at_row: list[Value]) -> list[Pointer]:
-        return [self._x + row * self._stride for row in at_row]
+        return [self._x + self.x_row(row) * self._stride for row in at_row]
 
-    def begin_few(self, rows: int) -> None:
+    def begin_few(self, rows: int, thread: Value | None = None) -> None:
         """Compute the sums of x over each group, which a piece would else do for its own panels."""
         if self.minima is None:
             return
         code, most = self.code, self.num_groups
-        mine = self.scratch_of(code.thread()).of("f32")
+        mine = self.scratch_of(code.thread() if thread is None else thread).of("f32")
         self._sums_of_x = [mine + most * row for row in range(rows)]
         xs = self._x_of(self._rows_from(code.i64(0), rows))
         for g in code.loop(0, self.num_groups):
@@ -270,8 +290,8 @@ class _Dots(_Work):
         return self.reading(at_panel, kept) if kept else [self.packed(p) for p in at_panel]
 
     def _finish(self, totals: list[Var], panel: Value, at_row: list[Value]) -> None:
-        with self.code.when(self._bias > 0):
-            own = self.code.pointer(self._bias, "bf16").load(panel * LANES)
+        with self.code.when(self.bias > 0):
+            own = self.code.pointer(self.bias, "bf16").load(panel * LANES)
             for total in totals:
                 total.set(total + own)
         for row, total in zip(at_row, totals, strict=True):

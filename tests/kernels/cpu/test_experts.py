@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from trouper.kernels.codegen import units
-from trouper.kernels.cpu.experts.native import NativeExperts
+from trouper.kernels.cpu.experts.native import NativeExperts, grouped
 from trouper.kernels.cpu.linear.dense import DenseLinear
+from trouper.kernels.cpu.linear.quantization import IntegerWeight
 from trouper.kernels.experts import PlainExperts, Routing
-from trouper.kernels.linear import LinearConfig
 from trouper.kernels.reference.act_and_mul import silu_and_mul
 from trouper.kernels.reference.experts import route
 from trouper.kernels.select import make_experts, make_linear
 
-pytestmark = pytest.mark.skipif(not units.can_multiply(), reason="no compiled products here")
+pytestmark = pytest.mark.skipif(not units.is_available(), reason="no compiled kernels here")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 # experts, of a token, hidden size, width
 SHAPES = {
@@ -23,6 +23,8 @@ SHAPES = {
 
 
 def both(shape, dtype, *, is_normalised=False, has_shared_gate=False):
+    if not units.can_multiply():
+        pytest.skip("no compiled products of floats here")
     torch.manual_seed(0)
     count, top_k, hidden, width = shape
     routing = Routing(count, top_k, is_normalised, has_shared_gate)
@@ -32,7 +34,7 @@ def both(shape, dtype, *, is_normalised=False, has_shared_gate=False):
         return [DenseLinear.pack(weight) for weight in weights]
 
     parts = linears(2 * width, hidden), linears(hidden, width), routing
-    return NativeExperts(*parts), PlainExperts(*parts)
+    return grouped(*parts), PlainExperts(*parts)
 
 
 def inputs(num_tokens, shape, dtype):
@@ -91,7 +93,89 @@ def test_logits_that_are_no_numbers_spoil_their_own_token_alone(bad):
     assert not after[1].isfinite().any()
 
 
-def test_integer_experts_take_the_way_of_any_linear_layer():
-    config = LinearConfig(quantization="int4")
-    linears = [make_linear(torch.randn(64, 64, dtype=torch.bfloat16), config=config)] * 4
+UNITS = {"dots": units.can_decode(), "bytes": True}
+# form of the weights: format, groups of inputs (None: one), float32 scales, zeros, minima
+FORMS = {
+    "int4": ("int4", 32, False, False, False),
+    "int4 of checkpoints": ("int4", 64, True, True, False),
+    "int4 with minima": ("int4", 32, True, False, True),
+    "int8": ("int8", None, False, False, False),
+    "int8 in groups of 16": ("int8", 16, True, False, False),
+    "int8 with minima": ("int8", 32, True, False, True),
+}
+
+
+def integers(num_out, num_in, form):
+    fmt, group, is_float, has_zeros, has_minima = form
+    num_groups = 1 if group is None else num_in // group
+    low, high = (-8, 8) if fmt == "int4" else (-127, 128)
+    scales = torch.rand(num_out, num_groups) / (8 if fmt == "int4" else 127) / num_in**0.5 + 1e-4
+    zeros = torch.randint(-8, 8, (num_out, num_groups), dtype=torch.int8)
+    return IntegerWeight(
+        fmt,
+        torch.bfloat16,
+        torch.randint(low, high, (num_out, num_in), dtype=torch.int8),
+        scales if is_float else scales.bfloat16(),
+        zeros if has_zeros else None,
+        torch.randn(num_out, num_groups) / num_in**0.5 if has_minima else None,
+    )
+
+
+def both_of_integers(shape, form, *, has_bias=False):
+    torch.manual_seed(0)
+    count, top_k, hidden, width = shape
+
+    def linears(num_out, num_in):
+        found = [make_linear(integers(num_out, num_in, form)) for _ in range(count)]
+        for linear in found if has_bias else ():
+            linear.bias = torch.randn(num_out, dtype=torch.bfloat16)
+        return found
+
+    parts = linears(2 * width, hidden), linears(hidden, width), Routing(count, top_k, True)
+    return make_experts(*parts), PlainExperts(*parts)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_integer_experts_give_the_bits_of_their_own_layers(unit, form, monkeypatch):
+    if not UNITS[unit]:
+        pytest.skip("no such instructions here")
+    monkeypatch.setattr(units, "integer_unit", lambda: unit)
+    shape = (6, 1, 64, 96)  # the sum of one expert, times one, is its output
+    native, plain = both_of_integers(shape, form, has_bias=form[0] == "int4")
+    assert type(native) is NativeExperts
+    for num_tokens in (1, 3, 7, 61):
+        x, logits, _ = inputs(num_tokens, shape, torch.bfloat16)
+        found, wanted = (e.forward(x, logits, None, silu_and_mul) for e in (native, plain))
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_token_of_several_integer_experts_has_its_own_bits_among_others(unit, monkeypatch):
+    if not UNITS[unit]:
+        pytest.skip("no such instructions here")
+    monkeypatch.setattr(units, "integer_unit", lambda: unit)
+    shape = SHAPES["few"]
+    native, plain = both_of_integers(shape, FORMS["int4 with minima"])
+    x, logits, other = inputs(90, shape, torch.bfloat16)
+    together = native.forward(x, logits, other, silu_and_mul)
+    wanted = plain.forward(x, logits, other, silu_and_mul)
+    torch.testing.assert_close(together, wanted, atol=2e-2, rtol=2e-2)
+    for i in (0, 44, 89):
+        own = slice(i, i + 1)
+        alone = native.forward(x[own], logits[own], other[own], silu_and_mul)
+        assert torch.equal(alone[0], together[i])
+
+
+def test_integer_experts_of_several_forms_take_the_way_of_any_linear_layer():
+    forms = ["int4 with minima", "int4"]
+    linears = [make_linear(integers(64, 64, FORMS[form])) for form in forms * 2]
     assert type(make_experts(linears, linears, Routing(4, 2, False))) is PlainExperts
+
+
+def test_one_product_may_have_other_integers_than_the_next():
+    first, second = (
+        [make_linear(integers(*shape, FORMS[form])) for _ in range(4)]
+        for shape, form in (((128, 64), "int4"), ((64, 64), "int8 in groups of 16"))
+    )
+    assert type(make_experts(first, second, Routing(4, 2, False))) is NativeExperts
