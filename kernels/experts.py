@@ -56,7 +56,7 @@ class Experts(Protocol):
 
 
 class PlainExperts:
-    """Experts whose products are linear layers of any kind: integers, those of a GGUF file, shapes that no kernel takes."""
+    """Experts whose products are linear layers of any kind: of different forms, of shapes that no kernel takes."""
 
     def __init__(
         self, gate_up: Sequence[LinearMethod], down: Sequence[LinearMethod], routing: Routing
