@@ -34,7 +34,7 @@ from trouper.kernels.cpu.sampling.sample_rows import sample_rows  # noqa: E402
 # What a processor without AVX2 is given: attention and norms of float32, weights of few bits, sampling.
 KERNELS = {
     "replay": (replay,),
-    "decode_attention": (decode_attention, "f32"),
+    "decode_attention": (decode_attention, "f32", "floats"),
     "merge_partials": (merge_partials, "f32"),
     "prefill_attention": (prefill_attention, "f32", "dots"),
     "whole_attention": (whole_attention, "f32", "dots"),
