@@ -27,6 +27,7 @@ from trouper.params import SamplingParams
 
 VOCABULARY = 1000
 MAX_TURNS = 20_000  # of one schedule; the longest that ends takes a tenth of them
+MAX_KILLS = 8  # of one schedule: slow workers killed more often would never end a step
 
 
 class SimulationFault(Exception):
@@ -184,6 +185,7 @@ class StagesWorld:
         self._to_abort = [id for id, is_aborted in scenario.aborts.items() if is_aborted]
         self._outputs: dict[int, list[int]] = {}
         self._ends: dict[int, str] = {}
+        self._num_kills = 0
         self._start_stages()
 
     def _start_stages(self) -> None:
@@ -203,8 +205,11 @@ class StagesWorld:
             self._dice.shuffle(turns)
             if not self._clients() and not any(turn() for turn in turns):
                 break
-            if self._dice.random() < self._scenario.kill_share:
+            if self._dice.random() < self._scenario.kill_share and self._num_kills < MAX_KILLS:
+                self._num_kills += 1
                 self._kill()
+        else:
+            raise SimulationFault(f"no end in {MAX_TURNS} turns: {self.policy}")
         self._check_end()
 
     def _clients(self) -> bool:
