@@ -53,6 +53,23 @@ def test_workers_give_the_tokens_of_one(case, num_ranks, num_stages, tmp_path):
 
 
 @needs_kernels
+def test_logprobs_of_a_prompt_leave_the_logits_of_a_recorded_step_alone(tmp_path):
+    """A step with logits of its own samples for one request, and computes those of another's prompt."""
+    tiny_model("Llama", {"vocab_size": 224}, tmp_path)
+    config = engine_config(tmp_path)
+    wishes = [Sampling(temperature=0.0, logprobs=1), Sampling(temperature=0.0, prompt_logprobs=1)]
+
+    def found(runner):
+        sequences = Driver(runner, stagger=2).run(PROMPTS[:2], 8, wishes)
+        return [(s.token_ids, [e.rank for e in s.prompt_logprobs]) for s in sequences]
+
+    expected = found(CpuRunner(config))
+    with workers(config, 2) as crew:
+        assert found(crew) == expected
+        assert all(runner._recorded_steps is not None for runner in crew.runners)
+
+
+@needs_kernels
 def test_steps_are_recorded_on_all_ranks_or_on_none(tmp_path, monkeypatch):
     tiny_model(*CASES["llama"], tmp_path)
     config = engine_config(tmp_path)

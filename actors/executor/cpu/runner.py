@@ -240,8 +240,9 @@ class CpuRunner:
             output = self._forward(batch, self._decoder, self._kv)
             if not self._stage.is_last:
                 return StepDone(plan.step, ()), output.hidden_TE
-            prompt_logprobs = self._prompt_logprobs(plan, output.hidden_TE, batch, self._decoder)
+            # in this order: logits are valid until the next are computed
             sampled = self._sample(output, batch)
+            prompt_logprobs = self._prompt_logprobs(plan, output.hidden_TE, batch, self._decoder)
             if not self._samples:
                 return StepDone(plan.step, ()), None
             if drafter is not None and num_drafts is not None:
