@@ -3,8 +3,11 @@
 import pytest
 
 from trouper import SamplingParams
+from trouper.config.adapters import read_adapter
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 
-from .engines import make_model, open_llm
+from .engines import BASE, make_model, open_llm
 from .test_lora import PROMPTS as ALL_PROMPTS
 from .test_lora import VARIANTS, compare, greedy_of_peft, run, save_adapter, values
 
@@ -76,6 +79,18 @@ def test_adapters_survive_a_sleep_and_give_their_memory_back(folder, adapters, e
             assert all(machine.num_alive() == 0 for machine in machines)
             assert llm.wake_up()
             compare(run(llm, PROMPTS[:1], adapter, GREEDY), wanted)
+
+
+def test_a_runner_that_is_closed_keeps_no_adapter_on_the_device(folder, adapters, machines):
+    from trouper.actors.executor.cuda.runner import CudaRunner
+
+    config = resolve(EngineArgs(**{**BASE, **OPTIONS}, model=folder, device="cuda"))
+    runner = CudaRunner(config)
+    runner.load()
+    runner.load_adapter(1, read_adapter(adapters[0].lora_path))
+    for _ in range(2):
+        runner.close()
+        assert all(machine.num_alive() == 0 for machine in machines)
 
 
 def test_no_prefix_crosses_adapters(folder, adapters):

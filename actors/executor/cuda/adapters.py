@@ -65,7 +65,9 @@ class DeviceAdapters:
         self._table.fill(slots.repeat(plan.num_scheduled_tokens))
         table, num_blocks = self._table, int(self._table.blocks[0, 0])
         assert num_blocks <= self._max_blocks, f"{num_blocks} blocks of adapters"
-        self._upload(self._device, table.order, table.blocks[: num_blocks + 1])
+        blocks = table.blocks[: num_blocks + 1]
+        num_rows = int(blocks[num_blocks, 1:].sum())  # the last block's first, and its count
+        self._upload(self._device, table.order[:num_rows], blocks)
         return True
 
     def sleep(self) -> None:
@@ -92,11 +94,6 @@ class DeviceAdapters:
             self._config.max_loras,
         )
         self._upload(self._device, np.zeros(0), np.zeros((1, COLUMNS)))
-
-    def close(self) -> None:
-        """Give everything back.  Idempotent."""
-        self._device = None
-        self._weights.clear()
 
     def _upload(self, rows: DeviceRows, order: np.ndarray, blocks: np.ndarray) -> None:
         for host, device in ((order, rows.order), (blocks, rows.blocks)):

@@ -129,8 +129,7 @@ class CudaRunner:
 
     def close(self) -> None:
         """Give back the memory.  Idempotent."""
-        if self._adapters is not None:
-            self._adapters.close()
+        self._adapters = None
         self.sleep(2)
 
     def load_adapter(self, slot: int, files: AdapterFiles) -> None:
