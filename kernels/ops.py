@@ -27,7 +27,9 @@ class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     norm_eps: float
     residual_scale: float
-    activation: Literal["silu", "gelu_tanh"]
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"]
+    alpha: float = 1.702  # of clamped_swiglu, as the limit is
+    limit: float = 7.0
     scale: float
     softcap: float | None
 
@@ -105,12 +107,18 @@ class Ops(Protocol):
         """
         ...
 
-    def attend(self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: Any) -> Tensor:
-        """Return the attention's output [T, N · D] over the cache, which holds this step's keys already."""
+    def attend(
+        self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: Any, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        """Return the attention's output [T, N · D] over the cache, which holds this step's keys already.
+
+        Args:
+            sinks_N: of each head the score of a key without a value, which every query sees; None = there is none.
+        """
         ...
 
     def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:
-        """Return activation(gate) · up for the two halves of gate_up [T, 2 M]."""
+        """Return activation(gate) · up for the two halves of gate_up [T, 2 M], or (up + 1) · activation(gate) of clamped ones."""
         ...
 
     def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:

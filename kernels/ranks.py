@@ -139,8 +139,10 @@ class RankedOps:
     ) -> None:
         self._ops.qk_norm_rope_kv_write(qkv_TND, head_norm, step, rope, cache_2HSD)
 
-    def attend(self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: Any) -> Tensor:
-        return self._ops.attend(qkv_TND, cache_2HSD, plan)
+    def attend(
+        self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: Any, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        return self._ops.attend(qkv_TND, cache_2HSD, plan, sinks_N)
 
     def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:
         return self._ops.act_and_mul(gate_up_TM)

@@ -73,6 +73,9 @@ class NativeOps:
         )
         self._eps, self._alpha = float_bits(config.norm_eps), float_bits(config.residual_scale)
         self._scale, self._cap = float_bits(config.scale), float_bits(config.softcap or 0.0)
+        is_clamped = config.activation == "clamped_swiglu"
+        bounds = (config.alpha, config.limit) if is_clamped else ()
+        self._bounds = [float_bits(bound) for bound in bounds]
         # float32 copies of weights by the id of theirs, which is kept so that the id stays theirs
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -236,8 +239,15 @@ class NativeOps:
             num_threads=num_threads,
         )
 
-    def attend(self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: NativePlan) -> Tensor:
+    def attend(
+        self,
+        qkv_TND: Tensor,
+        cache_2HSD: Tensor,
+        plan: NativePlan,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
         config = self._config
+        sinks = 0 if sinks_N is None else self._float32(sinks_N).data_ptr()
         num_threads = torch.get_num_threads()
         width = config.num_q_heads * config.head_dim
         out_TN = padded(len(qkv_TND), width, qkv_TND.dtype)
@@ -264,6 +274,7 @@ class NativeOps:
                 plan.tiles.ctypes.data,
                 *model,
                 plan.window,
+                sinks,
                 out_TN.data_ptr(),
                 out_TN.stride(0),
                 scratch(num_threads * self._prefill_scratch),
@@ -276,6 +287,7 @@ class NativeOps:
                 *fresh_and_cached,
                 plan.words.ctypes.data,
                 *model,
+                sinks,
                 out_TN.data_ptr(),
                 out_TN.stride(0),
                 scratch(num_threads * self._decode_scratch),
@@ -287,6 +299,7 @@ class NativeOps:
                 plan.words.ctypes.data,
                 config.num_q_heads,
                 config.head_dim,
+                sinks,
                 out_TN.data_ptr(),
                 out_TN.stride(0),
             )
@@ -345,6 +358,7 @@ class NativeOps:
             y_TM.data_ptr(),
             y_TM.stride(0),
             width,
+            *self._bounds,
             num_threads=num_threads_for(num_tokens),
         )
         return y_TM

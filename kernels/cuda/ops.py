@@ -126,7 +126,14 @@ class TritonOps:
             eps=self._config.norm_eps,
         )
 
-    def attend(self, qkv_TND: Tensor, cache_2HSD: Tensor, plan: DevicePlan) -> Tensor:
+    def attend(
+        self,
+        qkv_TND: Tensor,
+        cache_2HSD: Tensor,
+        plan: DevicePlan,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        assert sinks_N is None, "models with sinks are mixtures of experts, which no GPU computes"
         config, tokens = self._config, plan.tokens
         num_q = config.num_q_heads
         out_TX = qkv_TND.new_empty(len(qkv_TND), num_q * config.head_dim)
@@ -152,7 +159,9 @@ class TritonOps:
         return out_TX
 
     def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:
-        return act_and_mul(gate_up_TM, self._config.activation)
+        activation = self._config.activation
+        assert activation != "clamped_swiglu", "of mixtures of experts, which no GPU computes"
+        return act_and_mul(gate_up_TM, activation)
 
     def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
         """Return the logits as the product leaves them where nothing changes them: the sampling kernels read any float."""

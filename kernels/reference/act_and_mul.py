@@ -2,6 +2,8 @@
 
     gate_up [T, 2 M] -> y [T, M];   act = silu, or gelu, or gelu in its tanh form (Gemma)
 
+clamped_swiglu (gpt-oss): y = (u + 1) · g / (1 + e^(-α g)), of g ≤ limit and -limit ≤ u ≤ limit.
+
 Roofline: bytes = 3 e T M, FLOPs ≈ 6 T M.  Two torch calls.
 """
 
@@ -25,6 +27,12 @@ def gelu_tanh_and_mul(gate_up_TM: Tensor) -> Tensor:
     return F.gelu(gate_TM, approximate="tanh").mul_(up_TM)
 
 
+def clamped_swiglu(gate_up_TM: Tensor, alpha: float, limit: float) -> Tensor:
+    gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
+    gate_TM, up_TM = gate_TM.clamp(max=limit), up_TM.clamp(-limit, limit)
+    return (up_TM + 1) * (gate_TM * torch.sigmoid(gate_TM * alpha))
+
+
 def silu_and_mul_reference(gate_up_TM: Tensor) -> Tensor:
     gate_TM, up_TM = gate_up_TM.double().chunk(2, dim=-1)
     return (gate_TM / (1 + (-gate_TM).exp()) * up_TM).to(gate_up_TM.dtype)
@@ -39,3 +47,9 @@ def gelu_tanh_and_mul_reference(gate_up_TM: Tensor) -> Tensor:
     gate_TM, up_TM = gate_up_TM.double().chunk(2, dim=-1)
     inner = (2 / torch.pi) ** 0.5 * (gate_TM + 0.044715 * gate_TM**3)
     return (gate_TM * (1 + inner.tanh()) / 2 * up_TM).to(gate_up_TM.dtype)
+
+
+def clamped_swiglu_reference(gate_up_TM: Tensor, alpha: float, limit: float) -> Tensor:
+    gate_TM, up_TM = gate_up_TM.double().chunk(2, dim=-1)
+    gate_TM, up_TM = gate_TM.clamp(max=limit), up_TM.clamp(-limit, limit)
+    return ((up_TM + 1) * gate_TM / (1 + (-alpha * gate_TM).exp())).to(gate_up_TM.dtype)

@@ -3,13 +3,18 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves the types of split, view and some others open.
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
 from trouper.kernels.ops import HostTokens, Integers, OpsConfig, q_and_k
-from trouper.kernels.reference.act_and_mul import gelu_tanh_and_mul, silu_and_mul
+from trouper.kernels.reference.act_and_mul import (
+    clamped_swiglu,
+    gelu_tanh_and_mul,
+    silu_and_mul,
+)
 from trouper.kernels.reference.attention_plan import QueryTile, plan_attention
 from trouper.kernels.reference.kv_write import kv_write_
 from trouper.kernels.reference.paged_attention import MAX_TILE_CAPPED, mask_tensors, paged_attention
@@ -21,9 +26,13 @@ class TorchOps:
     def __init__(self, config: OpsConfig) -> None:
         self._config = config
         self._max_tile = MAX_TILE_CAPPED if config.softcap else None
-        self._act_and_mul = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}[
-            config.activation
-        ]
+        self._act_and_mul = {
+            "silu": silu_and_mul,
+            "gelu_tanh": gelu_tanh_and_mul,
+            "clamped_swiglu": functools.partial(
+                clamped_swiglu, alpha=config.alpha, limit=config.limit
+            ),
+        }[config.activation]
 
     def __repr__(self) -> str:
         return "<TorchOps>"

@@ -175,6 +175,7 @@ def paged_attention_reference(
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Gather everything, in float64.  slots[i][p] is the cache slot of position p of column i."""
     outs = []
@@ -191,6 +192,10 @@ def paged_attention_reference(
         hidden = key_1L > query_T1
         if window:
             hidden |= key_1L <= query_T1 - window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks_N is not None:
+            sinks_NT1 = sinks_N.double()[:, None, None].expand(-1, count, 1)
+            scores = torch.cat((scores, sinks_NT1), -1)
+        weights = scores.softmax(-1)[..., : start + count]
         outs.append(torch.einsum("ntl,nld->tnd", weights, v).flatten(1))
     return torch.cat(outs).to(q_TND.dtype)

@@ -79,8 +79,9 @@ def test_rounded_weights_are_replayed(folder, changes):
 
 
 @pytest.mark.parametrize("changes", [{}, *QUANTIZED.values()], ids=["plain", *QUANTIZED])
-def test_experts_are_replayed(changes, tmp_path):
-    name, fields = SPARSE["qwen3-moe"]
+@pytest.mark.parametrize("case", ["qwen3-moe", "gpt-oss"])
+def test_experts_are_replayed(case, changes, tmp_path):
+    name, fields = SPARSE[case]
     tiny_model(name, fields | EVEN, tmp_path)
     check(tmp_path, **changes)
 

@@ -15,7 +15,7 @@ BASE = {
     "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 256, "decoder_sparse_step": 2, "tie_word_embeddings": False,
 }  # fmt: skip
-WHOLE = ("embedding", "norm", "router.weight", "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")  # fmt: skip
+WHOLE = ("embedding", "norm", "router.weight", "router.bias", "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")  # fmt: skip
 
 
 def traits_of(architecture, **changes):

@@ -51,12 +51,14 @@ class DecoderLayer:
         head_norm: Tensor | None = None,  # [N + H, D]: of each head of q and k
         q_norm: Tensor | None = None,  # [N D]: of all heads together
         k_norm: Tensor | None = None,
+        sinks: Tensor | None = None,  # [N], scores
     ) -> None:
         self.traits = traits
         self.qkv, self.o, self.mlp = qkv, o, mlp
         self.attention_norm, self.attention_post_norm = attention_norm, attention_post_norm
         self.mlp_norm, self.mlp_post_norm = mlp_norm, mlp_post_norm
         self.head_norm, self.q_norm, self.k_norm = head_norm, q_norm, k_norm
+        self.sinks = sinks
 
     @property
     def linears(self) -> Sequence[LinearMethod]:
@@ -139,7 +141,7 @@ class Decoder(Generic[OpsT]):
                 if not len(x_TE):
                     return x_TE
             plan = plans[layer.traits.window]
-            y_TE = layer.o.apply(ops.attend(qkv_TND, cache, plan))
+            y_TE = layer.o.apply(ops.attend(qkv_TND, cache, plan, layer.sinks))
             y_TE = ops.fused_add_rms_norm(x_TE, y_TE, layer.mlp_norm, layer.attention_post_norm)
             y_TE = layer.mlp.forward(y_TE, ops)
             y_TE = ops.fused_add_rms_norm(x_TE, y_TE, next_norm, layer.mlp_post_norm)
@@ -240,6 +242,8 @@ def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> Op
         norm_eps=traits.norm_eps,
         residual_scale=traits.residual_scale,
         activation=traits.mlp.activation,
+        alpha=traits.mlp.alpha,
+        limit=traits.mlp.limit,
         scale=traits.attention_scale,
         softcap=traits.attention_softcap,
     )

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.ops import CpuOps, HostTokens, Integers, OpsConfig
-from trouper.kernels.reference.ops import TorchOps
 from trouper.kernels.select import make_ops
 
 NAME = "trouper"  # of the functions in transformers' tables
@@ -45,7 +44,6 @@ class LayerAttention(msgspec.Struct, frozen=True):
     scale: float
     softcap: float | None
     window: int | None  # a query sees this many keys, itself included; None = all before it
-    has_sinks: bool
 
     @property
     def head_dim(self) -> int:
@@ -147,7 +145,7 @@ class HfAttention:
     ) -> Tensor:
         """Write keys and values into the cache and attend to it; returns [T, N, width of a value]."""
         if self._trial is not None:
-            self._trial.note(q_NTD, k_HTD, v_HTD, sinks_N, asked)
+            self._trial.note(q_NTD, k_HTD, v_HTD, asked)
             return q_NTD.new_zeros((q_NTD.shape[1], len(q_NTD), v_HTD.shape[2]))
         step, index = self._step, self._num_calls
         assert step is not None, "attention outside of a step"
@@ -157,10 +155,9 @@ class HfAttention:
         shared = cast("Any", ops).begin(step.tokens.positions_T, step.tokens.slots_T, ())
         ops.qk_norm_rope_kv_write(qkv_TND, None, shared, None, cache)
         plan = step.plans[layer.window].of(ops)
-        if sinks_N is None:
-            out_TX = ops.attend(qkv_TND, cache, plan)
-        else:
-            out_TX = cast("TorchOps", ops).attend(qkv_TND, cache, plan, sinks_N)
+        # in float32 they are read as they are: of another dtype the operations would keep each call's tensor
+        sinks_N = None if sinks_N is None else sinks_N.float().contiguous()
+        out_TX = ops.attend(qkv_TND, cache, plan, sinks_N)
         return out_TX.view(-1, layer.num_q_heads, layer.head_dim)[..., : layer.value_width]
 
 
@@ -186,9 +183,7 @@ class _Trial:
         self._masks.append((torch.empty((1, 1, 0, 0), dtype=self._dtype), window))
         return self._masks[-1][0]
 
-    def note(
-        self, q_NTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, sinks_N: Tensor | None, asked: _Asked
-    ) -> None:
+    def note(self, q_NTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, asked: _Asked) -> None:
         for name, value in asked.others.items():
             if name not in IDLE and value is not None:
                 raise UnsupportedFeatureError(f"its attention needs {name!r}")
@@ -209,7 +204,6 @@ class _Trial:
                 scale=float(asked.scale or k_HTD.shape[2] ** -0.5),
                 softcap=asked.softcap,
                 window=windows[0],
-                has_sinks=sinks_N is not None,
             )
         )
 
@@ -278,7 +272,7 @@ def _make_ops(layer: LayerAttention, dtype: torch.dtype, block_size: int) -> Cpu
         scale=layer.scale,
         softcap=layer.softcap,
     )
-    return TorchOps(config) if layer.has_sinks else make_ops(config)
+    return make_ops(config)
 
 
 def _packed(q_NTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, head_dim: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Traits -> the tensors that a checkpoint must hold, with their names and shapes."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -68,6 +69,8 @@ def layer_parameters(traits: DecoderTraits, layer: int) -> Iterator[Parameter]:
     prefix = f"model.layers.{layer}."
     for name, norm, width in _norms(traits):
         yield Parameter(name, ((f"{prefix}{norm}.weight", (width,)),), traits.norm_offset)
+    if traits.has_sinks:
+        yield Parameter("sinks", ((f"{prefix}self_attn.sinks", (traits.num_q_heads,)),))
     is_sparse = traits.layers[layer].is_sparse
     mlp = _experts(traits, traits.experts) if is_sparse and traits.experts else _mlp(traits)
     for name, module, parts, num_inputs, has_bias in (*_attention(traits), *mlp):
@@ -119,19 +122,33 @@ def _mlp(traits: DecoderTraits) -> Iterator[Projection]:
     yield "down", "mlp", (("down_proj", hidden),), width, has_bias
 
 
+class ExpertNames(NamedTuple):
+    """The names of a mixture's modules; where one tensor holds all experts, `weights/stacks.py` finds each one's part."""
+
+    module: str = "mlp"
+    router: str = "gate"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+EXPERT_NAMES = {
+    "mlp": ExpertNames(),
+    "block_sparse_moe": ExpertNames("block_sparse_moe", projections=("w1", "w3", "w2")),
+    "gpt_oss": ExpertNames(router="router"),
+}
+
+
 def _experts(traits: DecoderTraits, experts: ExpertsTraits) -> Iterator[Projection]:
     """Yield the router, with the gate of a shared expert below it; that expert; then the others."""
     hidden, width, shared = traits.hidden_size, experts.intermediate_size, experts.shared_size
-    gate, up, down = "gate_proj", "up_proj", "down_proj"
-    if experts.names == "block_sparse_moe":
-        gate, up, down = "w1", "w3", "w2"
-    router = (("gate", experts.count), *([("shared_expert_gate", 1)] if shared else []))
-    yield "router", experts.names, router, hidden, False
+    module, router, (gate, up, down) = EXPERT_NAMES[experts.names]
+    has_bias = experts.has_bias
+    parts = ((router, experts.count), *([("shared_expert_gate", 1)] if shared else []))
+    yield "router", module, parts, hidden, has_bias
     if shared:
-        module = f"{experts.names}.shared_expert"
-        yield "gate_up", module, ((gate, shared), (up, shared)), hidden, False
-        yield "down", module, ((down, hidden),), shared, False
+        own = f"{module}.shared_expert"
+        yield "gate_up", own, ((gate, shared), (up, shared)), hidden, has_bias
+        yield "down", own, ((down, hidden),), shared, has_bias
     for i in range(experts.count):
-        module = f"{experts.names}.experts.{i}"
-        yield f"gate_up_{i}", module, ((gate, width), (up, width)), hidden, False
-        yield f"down_{i}", module, ((down, hidden),), width, False
+        own = f"{module}.experts.{i}"
+        yield f"gate_up_{i}", own, ((gate, width), (up, width)), hidden, has_bias
+        yield f"down_{i}", own, ((down, hidden),), width, has_bias

@@ -6,19 +6,18 @@ A new decoder is one reader here, if its differences are traits already.
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
+from trouper.actors.executor.models.mixtures import MIXTURES
 from trouper.actors.executor.models.traits import (
     DecoderTraits,
-    ExpertsTraits,
     HfConfig,
     LayerTraits,
     common_traits,
+    layers_of,
     read_traits,
     require,
     rope_traits,
 )
-from trouper.errors import UnsupportedFeatureError, invalid
+from trouper.errors import UnsupportedFeatureError
 
 SIBLING_SUFFIXES = ("ForSequenceClassification", "ForTokenClassification", "Model")
 
@@ -79,7 +78,7 @@ def _llama(config: HfConfig) -> DecoderTraits:
 
 
 def _mistral(config: HfConfig) -> DecoderTraits:
-    return common_traits(config, layers=_layers(config, config.get("sliding_window")))
+    return common_traits(config, layers=layers_of(config, config.get("sliding_window")))
 
 
 def _qwen2(config: HfConfig) -> DecoderTraits:
@@ -103,7 +102,7 @@ def _phi3(config: HfConfig) -> DecoderTraits:
     return common_traits(
         config,
         fused_checkpoint=True,
-        layers=_layers(config, config.get("sliding_window")),
+        layers=layers_of(config, config.get("sliding_window")),
         ropes=(rope_traits(config, head_dim, parameters=parameters),),
     )
 
@@ -111,14 +110,14 @@ def _phi3(config: HfConfig) -> DecoderTraits:
 def _gemma2(config: HfConfig) -> DecoderTraits:
     return _gemma(
         config,
-        layers=_layers(config, config.get("sliding_window", 4096), pattern=2),
+        layers=layers_of(config, config.get("sliding_window", 4096), pattern=2),
         attention_softcap=config.get("attn_logit_softcapping", 50.0),
         final_softcap=config.get("final_logit_softcapping", 30.0),
     )
 
 
 def _gemma3(config: HfConfig) -> DecoderTraits:
-    layers = _layers(
+    layers = layers_of(
         config,
         config.get("sliding_window", 4096),
         pattern=config.get("sliding_window_pattern") or 6,
@@ -216,102 +215,6 @@ def _smollm3(config: HfConfig) -> DecoderTraits:
     )
 
 
-def _mixtral(config: HfConfig) -> DecoderTraits:
-    experts = _experts(
-        config, size="intermediate_size", is_normalised=True, names="block_sparse_moe"
-    )
-    return common_traits(
-        config,
-        experts=experts,
-        layers=_sparse(_layers(config, config.get("sliding_window")), config),
-    )
-
-
-def _qwen2_moe(config: HfConfig) -> DecoderTraits:
-    shared = require(config, "shared_expert_intermediate_size")
-    return common_traits(
-        config,
-        qkv_bias=bool(config.get("qkv_bias", True)),
-        experts=_experts(config, shared_size=shared),
-        layers=_sparse(_qwen2_moe_layers(config), config),
-    )
-
-
-def _qwen2_moe_layers(config: HfConfig) -> tuple[LayerTraits, ...]:
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    if config.get("layer_types"):
-        return _layers(config, window)
-    # every other one of the first, where the dense Qwen2 has the last
-    most, num_layers = config.get("max_window_layers", 28), require(config, "num_hidden_layers")
-    return tuple(
-        LayerTraits(window if i < most and i % 2 == 0 else None) for i in range(num_layers)
-    )
-
-
-def _qwen3_moe(config: HfConfig) -> DecoderTraits:
-    bias = bool(config.get("attention_bias", False))
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    return common_traits(
-        config,
-        qk_norm="head",
-        qkv_bias=bias,
-        o_bias=bias,
-        experts=_experts(config),
-        layers=_sparse((LayerTraits(window),) * require(config, "num_hidden_layers"), config),
-    )
-
-
-def _olmoe(config: HfConfig) -> DecoderTraits:
-    if config.get("clip_qkv") is not None:
-        raise UnsupportedFeatureError("clip_qkv is not supported")
-    bias = bool(config.get("attention_bias", False))
-    return common_traits(
-        config,
-        qk_norm="projection",
-        qkv_bias=bias,
-        o_bias=bias,
-        norm_eps=config.get("rms_norm_eps", 1e-5),
-        experts=_experts(config, size="intermediate_size"),
-        layers=_sparse((LayerTraits(),) * require(config, "num_hidden_layers"), config),
-    )
-
-
-def _experts(
-    config: HfConfig,
-    *,
-    size: str = "moe_intermediate_size",
-    is_normalised: bool | None = None,
-    **own: Any,
-) -> ExpertsTraits:
-    """Read the experts; `is_normalised` = None reads it too.
-
-    Raises:
-        TrouperValidationError: a number is missing, or a token uses more experts than there are.
-    """
-    name = "num_experts" if config.get("num_experts") else "num_local_experts"
-    count, top_k = require(config, name), require(config, "num_experts_per_tok")
-    if top_k > count:
-        raise invalid("num_experts_per_tok", f"config.json: there are {count} experts", top_k)
-    if is_normalised is None:
-        is_normalised = bool(config.get("norm_topk_prob", False))
-    return ExpertsTraits(
-        count=count,
-        top_k=top_k,
-        intermediate_size=require(config, size),
-        is_normalised=is_normalised,
-        **own,
-    )
-
-
-def _sparse(layers: tuple[LayerTraits, ...], config: HfConfig) -> tuple[LayerTraits, ...]:
-    """Mark the layers that have experts: every `decoder_sparse_step`-th but for `mlp_only_layers`."""
-    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-    return tuple(
-        msgspec.structs.replace(layer, is_sparse=(i + 1) % step == 0 and i not in dense)
-        for i, layer in enumerate(layers)
-    )
-
-
 READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
@@ -324,10 +227,7 @@ READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
     "GraniteForCausalLM": _granite,
     "Olmo2ForCausalLM": _olmo2,
     "SmolLM3ForCausalLM": _smollm3,
-    "MixtralForCausalLM": _mixtral,
-    "Qwen2MoeForCausalLM": _qwen2_moe,
-    "Qwen3MoeForCausalLM": _qwen3_moe,
-    "OlmoeForCausalLM": _olmoe,
+    **MIXTURES,
 }
 
 
@@ -349,22 +249,10 @@ TEXT_MODELS = {
 }
 
 
-def _layers(config: HfConfig, window: int | None, *, pattern: int = 0) -> tuple[LayerTraits, ...]:
-    """Read `layer_types` if the config has them; else every `pattern`-th layer sees all, 0 = none does."""
-    num_layers = require(config, "num_hidden_layers")
-    kinds = config.get("layer_types") or [
-        "full_attention" if pattern and (i + 1) % pattern == 0 else "sliding_attention"
-        for i in range(num_layers)
-    ]
-    return tuple(
-        LayerTraits((window or None) if kind == "sliding_attention" else None) for kind in kinds
-    )
-
-
 def _qwen_layers(config: HfConfig) -> tuple[LayerTraits, ...]:
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
     if config.get("layer_types"):
-        return _layers(config, window)
+        return layers_of(config, window)
     first = config.get("max_window_layers", 28)
     return tuple(
         LayerTraits(window if i >= first else None)

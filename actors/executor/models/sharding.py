@@ -7,6 +7,7 @@
     biases of o and down          rank 0 has all of it: the sum must add it once
     head, tied or not             rows of the vocabulary, whole registers             all logits are put together
     norm of all heads together    the rank's heads                                    sums of squares are added
+    sinks of the attention        those of its query heads
     embedding, router, norms      the whole
 
 KV heads are split where t divides them; where they divide t, each of them is kept by t / H ranks, next to each other.
@@ -144,6 +145,10 @@ def _k_norm(parameter: Parameter, traits: DecoderTraits, shard: Shard) -> tuple[
     return _norm(parameter, traits, _kv_span(traits, shard))
 
 
+def _sinks(_parameter: Parameter, traits: DecoderTraits, shard: Shard) -> tuple[Cut, ...]:
+    return (Cut(rows=(shard.share(traits.num_q_heads),)),)
+
+
 def _norm(_parameter: Parameter, traits: DecoderTraits, span: Span) -> tuple[Cut, ...]:
     return (Cut(rows=(span,)),) if traits.qk_norm == "projection" else ()
 
@@ -157,6 +162,7 @@ SPLITS: dict[str, Split] = {  # by the names of `DecoderLayer`; what is not here
     "head": _vocabulary,
     "q_norm": _q_norm,
     "k_norm": _k_norm,
+    "sinks": _sinks,
 }
 
 

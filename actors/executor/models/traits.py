@@ -17,7 +17,7 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 HfConfig = Mapping[str, Any]
 T = TypeVar("T")
 NormPlacement = Literal["pre", "post", "sandwich"]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 
 class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +51,8 @@ class GatedMlpTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     intermediate_size: int
     activation: Activation = "silu"
+    alpha: float = 1.702  # of clamped_swiglu, as the limit is
+    limit: float = 7.0
     has_bias: bool = False
 
 
@@ -64,7 +66,8 @@ class ExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):
     shared_size: int = (
         0  # of one more that all tokens use, times a gate of its own; 0 = there is none
     )
-    names: Literal["mlp", "block_sparse_moe"] = "mlp"  # in the checkpoint
+    has_bias: bool = False  # the router too
+    names: Literal["mlp", "block_sparse_moe", "gpt_oss"] = "mlp"  # in the checkpoint
 
 
 class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +91,7 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     )
     qkv_bias: bool = False
     o_bias: bool = False
+    has_sinks: bool = False  # attention to one more key for each head, without a value (gpt-oss)
     attention_scale: float
     attention_softcap: float | None = None
     final_softcap: float | None = None
@@ -205,6 +209,18 @@ def require(config: HfConfig, name: str) -> int:
             "config.json needs a positive integer", parameter=name, value=value
         )
     return value
+
+
+def layers_of(config: HfConfig, window: int | None, *, pattern: int = 0) -> tuple[LayerTraits, ...]:
+    """Read `layer_types` if the config has them; else every `pattern`-th layer sees all, 0 = none does."""
+    num_layers = require(config, "num_hidden_layers")
+    kinds = config.get("layer_types") or [
+        "full_attention" if pattern and (i + 1) % pattern == 0 else "sliding_attention"
+        for i in range(num_layers)
+    ]
+    return tuple(
+        LayerTraits((window or None) if kind == "sliding_attention" else None) for kind in kinds
+    )
 
 
 def activation_of(config: HfConfig) -> Activation:

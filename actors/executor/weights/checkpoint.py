@@ -21,12 +21,13 @@ from trouper.actors.executor.weights.layouts import (
     base_of,
     unsupported,
 )
-from trouper.actors.executor.weights.quantized import joined, matrix, widened
+from trouper.actors.executor.weights.quantized import joined, matrix, of_expert, widened
 from trouper.actors.executor.weights.schemes import Scheme
+from trouper.actors.executor.weights.stacks import StackedPart, Stacks
 from trouper.actors.executor.weights.text_names import text_names
 from trouper.config.files import check_folder, checked, read_object
 from trouper.errors import TrouperValidationError, invalid
-from trouper.kernels.cpu.linear.quantization import IntegerWeight
+from trouper.kernels.cpu.linear.quantization import IntegerWeight, dequantized
 
 MARKS = {"qweight": "weight", "weight_packed": "weight", "_blocks": "", "weight": "weight"}
 INDEX = "model.safetensors.index.json"
@@ -38,6 +39,7 @@ class Checkpoint:
 
     Args:
         is_part: whether the folder holds a larger model, of which the text model's tensors alone are read.
+        stacks: how experts are stored together; None: each alone.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Checkpoint:
         scheme: Scheme | None = None,
         *,
         is_part: bool = False,
+        stacks: Stacks | None = None,
     ) -> None:
-        self._folder = folder
+        self._folder, self._stacks = folder, stacks
         self._scheme = scheme
         self._files: dict[str, Any] = {}
         stored: dict[str, str] = {}  # names, and their files
@@ -142,6 +145,9 @@ class Checkpoint:
                 )
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if (part := self._part(name, shape)) is not None:
+            integers = self._expert(part, torch.float32)
+            return part.of(self._tensor(part.name)) if integers is None else dequantized(integers)
         layout = self._layout(name)
         if layout is None:
             return self._tensor(name)
@@ -159,13 +165,31 @@ class Checkpoint:
     def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
         found: list[IntegerWeight] = []
         for name, shape, cut in parameter.parts:
-            layout = self._layout(name)
-            if layout is None or len(shape) != 2:
+            whole = self._matrix(name, shape, dtype)
+            if whole is None:
                 return None
-            parts = self._read_parts(layout, name, shape)
-            whole = matrix(layout, name, shape, parts, dtype)
             found.append(part_of_integers(whole, cut, name))
         return joined(found)
+
+    def _matrix(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> IntegerWeight | None:
+        if (part := self._part(name, shape)) is not None:
+            return self._expert(part, dtype)
+        layout = self._layout(name)
+        if layout is None or len(shape) != 2:
+            return None
+        return matrix(layout, name, shape, self._read_parts(layout, name, shape), dtype)
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> StackedPart | None:
+        return None if self._stacks is None else self._stacks.find(name, shape)
+
+    def _expert(self, part: StackedPart, dtype: torch.dtype) -> IntegerWeight | None:
+        """Read the integers of one of the experts that are stored together; None where they are plain."""
+        layout = self._layout(part.name)
+        if layout is None:
+            return None
+        return of_expert(part, self._read_parts(layout, part.name, part.shape), dtype)
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, the quantised ones as the numbers that they stand for, without what belongs to activations."""
@@ -196,7 +220,9 @@ class Checkpoint:
         return None if self._scheme is None else self._scheme.layout(name, self)
 
     def _parts(self, name: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
-        """List the stored tensors that make up a tensor: itself, or its quantised parts."""
+        """List the stored tensors that make up a tensor: itself, or its quantised parts, or those of all experts."""
+        if (part := self._part(name, shape)) is not None:
+            name, shape = part.name, part.shape
         layout = self._layout(name)
         if layout is None:
             return {name: StoredTensor((shape,), PLAIN)}

@@ -43,6 +43,7 @@ from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
+from trouper.actors.executor.weights.stacks import stacks_of
 from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
 from trouper.config.stages import Stage
@@ -180,10 +181,11 @@ def _open_source(
             value=load_format,
         )
     scheme = None if is_gguf(folder) else read_scheme(config.model.hf_config)
-    checkpoint = Checkpoint(folder, scheme=scheme, is_part=is_text_part(config.model.architecture))
+    stacks, is_part = stacks_of(traits.experts), is_text_part(config.model.architecture)
+    checkpoint = Checkpoint(folder, scheme=scheme, is_part=is_part, stacks=stacks)
     if not has_head and EMBEDDING not in checkpoint.shapes:
         # what the generating sibling wraps is stored bare
-        checkpoint = Checkpoint(folder, BASE, scheme)
+        checkpoint = Checkpoint(folder, BASE, scheme, stacks=stacks)
     ignored = frozenset({HEAD} if traits.tied_embeddings else ())
     checkpoint.check(parameters, ignored=ignored if has_head else frozenset(checkpoint.shapes))
     if checkpoint.num_activation_scales:
@@ -242,7 +244,8 @@ def _layer(
         if kind == "weight":
             projections[name] = _projection(parameter, source, place)
         elif kind == "bias":
-            projections[name].bias = _assemble(parameter, source, place)
+            bias = _assemble(parameter, source, place)
+            projections[name].bias = _padded(bias) if name == ROUTER else bias
         else:
             norms[name] = _assemble(parameter, source, place)
     if wrap is not None:
@@ -300,8 +303,9 @@ def _linear_config(name: str, config: LinearConfig) -> LinearConfig:
 
 
 def _padded(router: Tensor) -> Tensor:
-    """Add outputs of zeros up to whole registers, so that any kernel multiplies it."""
-    return torch.nn.functional.pad(router, (0, 0, 0, -len(router) % LANES))
+    """Add outputs of zeros to a router's matrix or bias up to whole registers, so that any kernel multiplies it."""
+    missing = -len(router) % LANES
+    return torch.cat((router, router.new_zeros((missing, *router.shape[1:]))))
 
 
 def _wrapped(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trouper.actors.executor.weights.gguf import MXFP4
 from trouper.actors.executor.weights.layouts import WeightLayout, base_of
+from trouper.actors.executor.weights.stacks import StackedPart
 from trouper.errors import invalid
 from trouper.kernels.cpu.linear.quantization import IntegerWeight, dequantized
 
@@ -134,6 +135,15 @@ def experts(parts: Parts, name: str) -> Tensor:
     if not torch.isfinite(powers).all():
         raise invalid("model", f"{name}_scales: scales that are not finite")
     return (_e2m1(blocks) * (powers / 2).unsqueeze(-1)).flatten(2).transpose(1, 2).contiguous()
+
+
+def of_expert(part: StackedPart, parts: Parts, dtype: torch.dtype) -> IntegerWeight:
+    """Return the matrix of one of the experts whose blocks of 32 are e2m1 with one power of two."""
+    blocks, powers = (parts[last][part.expert][part.rows] for last in ("_blocks", "_scales"))
+    scales = _floats(powers) / 2
+    if not torch.isfinite(scales).all():
+        raise invalid("model", f"{part.name}_scales: scales that are not finite")
+    return IntegerWeight("int8", dtype, _e2m1(blocks).flatten(1), scales)
 
 
 def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight | None:

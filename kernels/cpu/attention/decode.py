@@ -1,6 +1,7 @@
 """Attention of lone queries over a paged KV cache: nothing is gathered.
 
     out[t, n] = softmax(cap(scale · q[t, n] Kᵀ)) V,   cap(s) = c · tanh(s / c), if there is a c
+                of one more key, whose score is sinks[n] and whose value is 0, if there are sinks
 
     q      [T, N, D]     rows may be strided;  N = H · G, the G heads of a group adjacent
     cache  [2, H, S, D]  slot = block id · block size + offset
@@ -8,6 +9,7 @@
     spans  [P, 8]        int64: token, row of the table, begin, end, partial result or -1; tokens, how much further the
                          end of each is, and the partial result, than those of the one before it
     merges [M, 3]        int64: token, first partial result, number of them
+    sinks  [N]           float32, or absent
     plan                 int64: tables, their stride, spans, P, heads of a piece, partials, merges, M
     out    [T, N · D]
 
@@ -57,11 +59,11 @@ def scratch_bytes(group: int, width: int) -> int:
 
 
 def decode_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
-    """Write the kernel of the arguments q, its stride, cache, S, plan, H, G, D, block size, scale, cap, out, its stride, scratch, its bytes."""
+    """Write the kernel of the arguments q, its stride, cache, S, plan, H, G, D, block size, scale, cap, sinks or 0, out, its stride, scratch, its bytes."""
     (
-        q, q_stride, cache, num_slots, plan, num_kv, group, width, block_size, scale, cap, out,
+        q, q_stride, cache, num_slots, plan, num_kv, group, width, block_size, scale, cap, sinks, out,
         out_stride, scratch, scratch_bytes,
-    ) = code.arguments(15)  # fmt: skip
+    ) = code.arguments(16)  # fmt: skip
     q, cache, out = (code.pointer(x, kind) for x in (q, cache, out))
     plan = code.pointer(plan, "i64")
     tables, spans = code.pointer(plan[0], "i64"), code.pointer(plan[2], "i64")
@@ -85,6 +87,12 @@ def decode_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
         for head in code.loop(first_head, first_head + heads):
             for t in code.loop(0, num_tokens):
                 span.keep_query(t, q + ((token + t) * q_stride + head * size))
+                span.begin(t)
+            with code.when(
+                (partial < 0) & (sinks > 0)
+            ):  # of partial results `merge_partials` adds them
+                for t in code.loop(0, num_tokens):
+                    span.add_sinks(t, code.pointer(sinks, "f32") + head * group)
             k = cache + head * num_slots * width
             v = cache + (num_kv + head) * num_slots * width
             following = cache + ((head + 1) % num_kv * num_slots + first_slot) * width
@@ -123,14 +131,8 @@ class _Span:
         scale: Value,
         cap: Value,
     ) -> None:
-        self.code, self.unit, self.q, self.sums, self.scores, self.states = (
-            code,
-            unit,
-            q,
-            sums,
-            scores,
-            states,
-        )
+        self.code, self.unit = code, unit
+        self.q, self.sums, self.scores, self.states = q, sums, scores, states
         self.group, self.width, self.block_size = group, width, block_size
         self.scale, self.cap = scale, cap
 
@@ -144,6 +146,20 @@ class _Span:
             return
         for i in self.code.loop(0, size, LANES):
             self.q.store(token * size + i, query.load(i))
+
+    def begin(self, token: Value) -> None:
+        """Begin with no key."""
+        code, size = self.code, self.group * self.width
+        for q in code.loop(token * self.group, (token + 1) * self.group):
+            self.states[2 * q], self.states[2 * q + 1] = HIDDEN, 0.0
+        for i in code.loop(token * size, (token + 1) * size, LANES):
+            self.sums.store(i, code.f32x16(0.0))
+
+    def add_sinks(self, token: Value, sinks: Pointer) -> None:
+        """Begin with the sinks of the heads as keys: each has the weight of one, and no value."""
+        for g in self.code.loop(0, self.group):
+            q = token * self.group + g
+            self.states[2 * q], self.states[2 * q + 1] = sinks[g] * LOG2_E, 1.0
 
     def write(
         self,
@@ -163,10 +179,6 @@ class _Span:
         """
         code, group, width, size = self.code, self.group, self.width, self.block_size
         num_heads, last_end = num_tokens * group, end + (num_tokens - 1) * growth
-        for q in code.loop(0, num_heads):
-            self.states[2 * q], self.states[2 * q + 1] = HIDDEN, 0.0
-        for i in code.loop(0, num_heads * width, LANES):
-            self.sums.store(i, code.f32x16(0.0))
         position = code.var(begin)
         for _ in code.while_(position, last_end):
             offset = position % size
@@ -354,8 +366,8 @@ def capped(code: KernelBuilder, x: Value, cap: Value) -> Value:
 
 
 def merge_partials(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel of the arguments plan, N, D, out, its stride.  A piece is one head of one token."""
-    plan, num_q, width, out, stride = code.arguments(5)
+    """Write the kernel of the arguments plan, N, D, sinks or 0, out, its stride.  A piece is one head of one token."""
+    plan, num_q, width, sinks, out, stride = code.arguments(6)
     plan = code.pointer(plan, "i64")
     partials, merges = plan[5], plan[6]
     step = num_q * (width + 2)
@@ -368,6 +380,10 @@ def merge_partials(code: KernelBuilder, kind: Kind) -> None:
         for i in code.loop(1, count):
             largest.set(code.maximum(largest, part[i * step]))
         total = code.var(0.0)
+        with code.when(sinks > 0):
+            sink = code.pointer(sinks, "f32")[head] * LOG2_E
+            largest.set(code.maximum(largest, sink))
+            total.set(code.reduce_max(code.exp2(code.f32x16(sink - largest))))
         for i in code.loop(0, count):
             weight = code.reduce_max(code.exp2(code.f32x16(part[i * step] - largest)))
             total.set(total + part[i * step + 1] * weight)

@@ -1,11 +1,13 @@
 """Causal attention of stretches of queries over a paged KV cache that holds their own keys.
 
     out[t, n] = softmax(cap(scale · q[t, n] Kᵀ) + mask) V
+                of one more key, whose score is sinks[n] and whose value is 0, if there are sinks
 
     q      [T, N, D]     rows may be strided;  N = H · G, the G heads of a group adjacent
     cache  [2, H, S, D]  slot = block id · block size + offset
     tables [C, B]        int64 block ids
     tiles  [P, 4]        int64: first token, number of tokens (≤ PARTS · SIDE / G), row of the table, position
+    sinks  [N]           float32, or absent
     out    [T, N · D]
 
 A piece of work is one KV head of one tile: its tokens and group heads are R ≤ SIDE query rows, which
@@ -38,11 +40,11 @@ SIDE = 128  # keys, and rows of queries: by AMX 64 and 64 take 1.15 times as lon
 
 def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
     """Write the kernel of the arguments q, its stride, cache, S, tables, their stride, tiles, H, G, D, block size, scale, cap,
-    window, out, its stride, scratch, its bytes."""
+    window, sinks or 0, out, its stride, scratch, its bytes."""
     (
         q, q_stride, cache, num_slots, tables, table_stride, tiles, num_kv, group, width, block_size,
-        scale, cap, window, out, out_stride, scratch, scratch_bytes,
-    ) = code.arguments(18)  # fmt: skip
+        scale, cap, window, sinks, out, out_stride, scratch, scratch_bytes,
+    ) = code.arguments(19)  # fmt: skip
     q, cache, out = (code.pointer(x, kind) for x in (q, cache, out))
     tables, tiles = code.pointer(tables, "i64"), code.pointer(tiles, "i64")
     size = group * width
@@ -74,6 +76,8 @@ def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
             for part, at, own in parts():
                 part.read_queries(q + ((token + at) * q_stride + head * size), q_stride, own)
                 part.begin(position + at, own)
+                with code.when(sinks > 0):
+                    part.add_sinks(code.pointer(sinks, "f32") + head * group, own)
             oldest = code.maximum(position + 1 - window, 0)
             for first in code.loop(oldest // SIDE * SIDE, end, SIDE):
                 num = code.minimum(end - first, SIDE)

@@ -19,7 +19,7 @@ from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Operand, Pointer, Value
 from trouper.kernels.codegen.features import num_registers
 from trouper.kernels.codegen.units import LANES, Kind, Unit
-from trouper.kernels.cpu.attention.decode import HIDDEN
+from trouper.kernels.cpu.attention.decode import HIDDEN, LOG2_E
 from trouper.kernels.cpu.linear.products import TILE
 
 PITCH = 272  # cells from one staged key to the next: constant, and no multiple of a power of two
@@ -126,6 +126,11 @@ class Tile:
             self.places[r] = code.f32(position + code.minimum(r // self.group, count - 1))
         for i in code.loop(0, self.width * self.side, LANES):
             self.sums.store(i, code.f32x16(0.0))
+
+    def add_sinks(self, sinks: Pointer, count: Value) -> None:
+        """Begin with the sinks of the group's heads as keys: each has the weight of one, and no value."""
+        for r in self.code.loop(0, count * self.group):
+            self.largest[r], self.totals[r] = sinks[r % self.group] * LOG2_E, 1.0
 
     def stage_keys(self, row_of: Callable[[Value], Pointer], count: Value) -> None:
         """Write keys [≤ side, PITCH], zeros up to a multiple of 8.  `row_of`: where key i of them lies."""

@@ -2,6 +2,7 @@
 
     gate_up [T, 2 M] -> y [T, M],  M a multiple of 16
 
+clamped_swiglu: y = (u + 1) · g / (1 + e^(-α g)), of g ≤ limit and -limit ≤ u ≤ limit.
 silu(g) = g / (1 + e^-g);  gelu's tanh form is g / (1 + e^(-2 a (g + b g³))), a = √(2 / π), b = 0.044715.
 
 Roofline: bytes = 3 e T M, FLOPs ≈ 20 T M.
@@ -19,17 +20,25 @@ GELU_A = 2 * math.sqrt(2 / math.pi) * LOG2_E
 GELU_B = 0.044715
 
 
-def act_and_mul(code: KernelBuilder, kind: Kind, activation: Literal["silu", "gelu_tanh"]) -> None:
-    """Write the kernel of the arguments gate_up, y, its stride, M.  A piece is a row."""
-    gate_up, y, stride, width = code.arguments(4)
+def act_and_mul(
+    code: KernelBuilder, kind: Kind, activation: Literal["silu", "gelu_tanh", "clamped_swiglu"]
+) -> None:
+    """Write the kernel of the arguments gate_up, y, its stride, M; α and limit where it is clamped.  A piece is a row."""
+    is_clamped = activation == "clamped_swiglu"
+    gate_up, y, stride, width, *bounds = code.arguments(6 if is_clamped else 4)
+    alpha, limit = [code.f32x16(code.f32_argument(x)) for x in bounds] if is_clamped else (1.0, 0.0)
     for row in code.pieces():
         gates = code.pointer(gate_up, kind) + row * 2 * width
         ups = gates + width
         target = code.pointer(y, kind) + row * stride
         for d in code.loop(0, width, LANES):
-            g = gates.load(d)
-            power = g * -LOG2_E
+            g, u = gates.load(d), ups.load(d)
+            if is_clamped:  # what is not a number stays so
+                g = code.select(g > limit, limit, g)
+                u = code.select(u > limit, limit, u)
+                u = code.select(u < 0.0 - limit, 0.0 - limit, u) + 1.0
+            power = g * (alpha * -LOG2_E)
             if activation == "gelu_tanh":
                 power = g * code.fma(GELU_B, g * g, code.f32x16(1.0)) * -GELU_A
             act = g / (1.0 + code.exp2(power))
-            target.store(d, act * ups.load(d))
+            target.store(d, act * u)

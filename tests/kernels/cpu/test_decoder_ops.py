@@ -83,11 +83,11 @@ class Step:
             self.cache[:, :, slots[start:]] = kv
             first += count
 
-    def attend(self, ops, window=None, cache=None):
+    def attend(self, ops, window=None, cache=None, sinks=None):
         plan = ops.plan(self.block_ids, self.rows, self.starts, self.counts, window)
-        return ops.attend(self.qkv, self.cache if cache is None else cache, plan)
+        return ops.attend(self.qkv, self.cache if cache is None else cache, plan, sinks)
 
-    def reference(self, window=None):
+    def reference(self, window=None, sinks=None):
         return paged_attention_reference(
             self.qkv[:, : self.shape.num_q_heads],
             self.cache,
@@ -97,14 +97,16 @@ class Step:
             scale=self.shape.scale,
             softcap=self.shape.softcap,
             window=window,
+            sinks_N=sinks,
         )
 
-    def check(self, window=None, atol=None):
-        expected = self.reference(window)
+    def check(self, window=None, atol=None, sinks=None):
+        expected = self.reference(window, sinks)
         usual, rtol = TOLERANCES[self.shape.dtype]
         atol = atol or usual
         for ops in (TorchOps(self.shape), NativeOps(self.shape)):
-            torch.testing.assert_close(self.attend(ops, window), expected, atol=atol, rtol=rtol)
+            found = self.attend(ops, window, sinks=sinks)
+            torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS)
@@ -112,6 +114,19 @@ class Step:
 @pytest.mark.parametrize("window", [None, 1, 7, 64, 100, 5000])
 def test_attention_equals_the_reference(columns, softcap, window):
     Step(shape_of(softcap=softcap), columns).check(window)
+
+
+@pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("window", [None, 7, 5000])
+def test_sinks_take_their_share_of_the_attention(columns, dtype, window):
+    shape = shape_of(dtype=dtype)
+    torch.manual_seed(0)
+    sinks = 3 * torch.randn(shape.num_q_heads)
+    sinks[0], sinks[1] = 200.0, -200.0  # of all of it, and of nothing
+    step = Step(shape, columns)
+    step.check(window, sinks=sinks.to(dtype))
+    assert not step.attend(NativeOps(shape), window, sinks=sinks)[:, : shape.head_dim].any()
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (8, 8), (10, 2), (128, 1)])
@@ -278,6 +293,21 @@ def test_gated_activation(dtype, activation, shape):
     for ops in pairs(dtype=dtype, activation=activation):
         found = ops.act_and_mul(gate_up)
         torch.testing.assert_close(found, (act * up).to(dtype), atol=3e-5, rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_the_clamped_activation_is_that_of_gpt_oss(dtype):
+    torch.manual_seed(0)
+    gate_up = (9 * torch.randn(40, 192)).to(dtype)
+    gate_up[0, :3] = torch.tensor([-1e4, 1e4, -0.0]).to(dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=5.0), up.clamp(-5.0, 5.0)
+    wanted = ((up + 1) * gate * torch.sigmoid(1.5 * gate)).to(dtype)
+    rtol = {torch.float32: 2e-6, torch.bfloat16: 2**-5}[dtype]
+    for ops in pairs(dtype=dtype, activation="clamped_swiglu", alpha=1.5, limit=5.0):
+        torch.testing.assert_close(ops.act_and_mul(gate_up), wanted, atol=3e-5, rtol=rtol)
+        bad = ops.act_and_mul(torch.full((1, 64), torch.nan).to(dtype))
+        assert bad.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

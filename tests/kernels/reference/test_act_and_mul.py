@@ -1,8 +1,12 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from trouper.kernels.reference.act_and_mul import (
+    clamped_swiglu,
+    clamped_swiglu_reference,
     gelu_and_mul,
     gelu_and_mul_reference,
     gelu_tanh_and_mul,
@@ -15,6 +19,9 @@ PAIRS = [
     (silu_and_mul, silu_and_mul_reference),
     (gelu_and_mul, gelu_and_mul_reference),
     (gelu_tanh_and_mul, gelu_tanh_and_mul_reference),
+    tuple(
+        partial(each, alpha=1.7, limit=2.0) for each in (clamped_swiglu, clamped_swiglu_reference)
+    ),
 ]
 
 

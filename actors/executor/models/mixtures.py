@@ -1,0 +1,166 @@
+"""Architecture name -> traits, of the decoders that are mixtures of experts; the others are in `registry.py`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from trouper.actors.executor.models.traits import (
+    DecoderTraits,
+    ExpertsTraits,
+    GatedMlpTraits,
+    HfConfig,
+    LayerTraits,
+    common_traits,
+    layers_of,
+    require,
+    rope_traits,
+)
+from trouper.errors import UnsupportedFeatureError, invalid
+
+# What transformers takes where the config does not say it.
+GPT_OSS: HfConfig = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+GPT_OSS_ROPE: HfConfig = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _mixtral(config: HfConfig) -> DecoderTraits:
+    experts = _experts(
+        config, size="intermediate_size", is_normalised=True, names="block_sparse_moe"
+    )
+    return common_traits(
+        config,
+        experts=experts,
+        layers=_sparse(layers_of(config, config.get("sliding_window")), config),
+    )
+
+
+def _qwen2_moe(config: HfConfig) -> DecoderTraits:
+    shared = require(config, "shared_expert_intermediate_size")
+    return common_traits(
+        config,
+        qkv_bias=bool(config.get("qkv_bias", True)),
+        experts=_experts(config, shared_size=shared),
+        layers=_sparse(_qwen2_moe_layers(config), config),
+    )
+
+
+def _qwen2_moe_layers(config: HfConfig) -> tuple[LayerTraits, ...]:
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    if config.get("layer_types"):
+        return layers_of(config, window)
+    # every other one of the first, where the dense Qwen2 has the last
+    most, num_layers = config.get("max_window_layers", 28), require(config, "num_hidden_layers")
+    return tuple(
+        LayerTraits(window if i < most and i % 2 == 0 else None) for i in range(num_layers)
+    )
+
+
+def _qwen3_moe(config: HfConfig) -> DecoderTraits:
+    bias = bool(config.get("attention_bias", False))
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    return common_traits(
+        config,
+        qk_norm="head",
+        qkv_bias=bias,
+        o_bias=bias,
+        experts=_experts(config),
+        layers=_sparse((LayerTraits(window),) * require(config, "num_hidden_layers"), config),
+    )
+
+
+def _olmoe(config: HfConfig) -> DecoderTraits:
+    if config.get("clip_qkv") is not None:
+        raise UnsupportedFeatureError("clip_qkv is not supported")
+    bias = bool(config.get("attention_bias", False))
+    return common_traits(
+        config,
+        qk_norm="projection",
+        qkv_bias=bias,
+        o_bias=bias,
+        norm_eps=config.get("rms_norm_eps", 1e-5),
+        experts=_experts(config, size="intermediate_size"),
+        layers=_sparse((LayerTraits(),) * require(config, "num_hidden_layers"), config),
+    )
+
+
+def _gpt_oss(config: HfConfig) -> DecoderTraits:
+    config = {**GPT_OSS, **config}
+    bias = bool(config["attention_bias"])
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or GPT_OSS_ROPE
+    head_dim = config["head_dim"] or require(config, "hidden_size") // require(
+        config, "num_attention_heads"
+    )
+    return common_traits(
+        config,
+        has_sinks=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp=GatedMlpTraits(
+            intermediate_size=require(config, "intermediate_size"),
+            activation="clamped_swiglu",
+            alpha=float(config["swiglu_alpha"]),
+            limit=float(config["swiglu_limit"]),
+        ),
+        experts=_experts(
+            config, size="intermediate_size", is_normalised=True, names="gpt_oss", has_bias=True
+        ),
+        layers=_sparse(layers_of(config, config["sliding_window"], pattern=2), config),
+        ropes=(rope_traits(config, head_dim, parameters=scaling, default_theta=150_000.0),),
+    )
+
+
+def _experts(
+    config: HfConfig,
+    *,
+    size: str = "moe_intermediate_size",
+    is_normalised: bool | None = None,
+    **own: Any,
+) -> ExpertsTraits:
+    """Read the experts; `is_normalised` = None reads it too.
+
+    Raises:
+        TrouperValidationError: a number is missing, or a token uses more experts than there are.
+    """
+    name = "num_experts" if config.get("num_experts") else "num_local_experts"
+    count, top_k = require(config, name), require(config, "num_experts_per_tok")
+    if top_k > count:
+        raise invalid("num_experts_per_tok", f"config.json: there are {count} experts", top_k)
+    if is_normalised is None:
+        is_normalised = bool(config.get("norm_topk_prob", False))
+    return ExpertsTraits(
+        count=count,
+        top_k=top_k,
+        intermediate_size=require(config, size),
+        is_normalised=is_normalised,
+        **own,
+    )
+
+
+def _sparse(layers: tuple[LayerTraits, ...], config: HfConfig) -> tuple[LayerTraits, ...]:
+    """Mark the layers that have experts: every `decoder_sparse_step`-th but for `mlp_only_layers`."""
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    return tuple(
+        msgspec.structs.replace(layer, is_sparse=(i + 1) % step == 0 and i not in dense)
+        for i, layer in enumerate(layers)
+    )
+
+
+MIXTURES: Mapping[str, Callable[[HfConfig], DecoderTraits]] = {
+    "MixtralForCausalLM": _mixtral,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "OlmoeForCausalLM": _olmoe,
+    "GptOssForCausalLM": _gpt_oss,
+}
