@@ -11,11 +11,11 @@ Laws:
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 
+from trouper.actors.executor.draft_pace import OF_MODEL, Pace
 from trouper.actors.executor.recent_answers import SEPARATOR, RecentAnswers
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.sampling.results import PromptLogprobs, entry_failures
@@ -24,47 +24,10 @@ from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.results import StepDone, TokenLogprobs
 from trouper.config.speculation import SpeculativeConfig
 
-RUNS = 16  # after which a slot's drafts must have earned what they cost
-# In plain steps: a step with drafts takes 1.2 times as long as one without, and each drafted token adds a twentieth.
-STEP_COST, TOKEN_COST = 0.2, 0.05
-PAUSE, LONGEST_PAUSE = (
-    32,
-    512,
-)  # tokens without a draft where they have not; twice as many each time in a row
-FIRST_LENGTH = 3
 LEAST_OF_OTHERS = 3  # tokens that must agree with another's answer: fewer say little of this one
-
-
-class Pace(msgspec.Struct):
-    """How many tokens are drafted for one slot: the more the further the last draft was right."""
-
-    most: int
-    length: int = FIRST_LENGTH
-    pause: int = 0
-    next_pause: int = PAUSE
-    num_runs: int = 0
-    earned: float = 0.0  # plain steps saved by the runs so far
-
-    def next_length(self) -> int:
-        """Return how long the draft of this step may be."""
-        if self.pause:
-            self.pause -= 1
-            return 0
-        return min(self.length, self.most)
-
-    def note(self, num_drafted: int, num_accepted: int) -> None:
-        """Take what became of a draft."""
-        was_right = num_accepted == num_drafted
-        self.length = num_accepted + (FIRST_LENGTH if was_right else 1)
-        self.num_runs += 1
-        self.earned += num_accepted - STEP_COST - TOKEN_COST * num_drafted
-        if self.num_runs == RUNS:
-            if self.earned < 0:
-                self.pause = self.next_pause
-                self.next_pause = min(2 * self.next_pause, LONGEST_PAUSE)
-            else:
-                self.next_pause = PAUSE
-            self.num_runs, self.earned = 0, 0.0
+# Where so few tokens agree, a place near the passage that the text has followed says more than the latest one: tokens
+# before it and behind it, and for how many tokens it has.
+FEW_ALIKE, BEFORE, BEHIND, AGE = 2, 4, 24, 16
 
 
 Forced = Callable[[int, int], list[int]]
@@ -103,6 +66,12 @@ class Drafter:
         self._recent = RecentAnswers(most) if most else None
         self._families: dict[int, str] = {}  # by slot
         self._ends: dict[int, int] = {}  # by slot: the first position whose token is not known
+        self._found: dict[
+            int, tuple[Match, int]
+        ] = {}  # by slot: of its last draft, and where that begins
+        self._trails: dict[
+            int, tuple[int, int]
+        ] = {}  # by slot: a place, and the position that follows it
 
     def leave(self, slot: int) -> None:
         """Keep what the slot's sequence has answered; another is about to take the slot."""
@@ -116,7 +85,8 @@ class Drafter:
     def place(self, slot: int, family: str = "", *, has_grammar: bool) -> None:
         """Forget how the drafts of the slot fared: another sequence has taken it."""
         self._families[slot] = family
-        self._paces.pop(slot, None)
+        for held in (self._paces, self._found, self._trails):
+            held.pop(slot, None)
         if not has_grammar:  # whose drafts are always right; others would need a mask each
             self._paces[slot] = Pace(self._config.num_speculative_tokens)
         if self._model is not None:
@@ -155,7 +125,7 @@ class Drafter:
 
     def _length(self, slot: int, room: int) -> int:
         pace = self._paces.get(slot)
-        return min(room, pace.next_length()) if pace is not None and room else 0
+        return 0 if pace is None or not room or pace.rests() else pace.length(OF_MODEL, room)
 
     def _force(self, slot: int, end: int, room: int) -> list[int]:
         draft = self._forced(slot, end)[:room]
@@ -163,16 +133,41 @@ class Drafter:
         return draft
 
     def _draft(self, slot: int, end: int, room: int) -> list[int]:
-        if slot not in self._paces:
+        pace = self._paces.get(slot)
+        if pace is None:
             return self._force(slot, end, room)
-        length = self._length(slot, room)
-        if length == 0:
+        if pace.rests():
             return []
         token_L = self._slots.token_ids[slot]
         recent = None if self._recent is None else self._recent.of(self._families[slot])
-        draft = propose(token_L[:end], length, self._config, recent)
+        match = find(token_L[:end], self._config, recent, self._trail(slot, end))
+        if match is None:
+            return []
+        if match.num_alike > FEW_ALIKE:
+            self._follow(slot, match, end)
+        draft = match.draft(pace.length(match.num_alike, room), self._config)
+        self._found[slot] = match, end
         token_L[end : end + len(draft)] = draft
         return draft.tolist()
+
+    def _trail(self, slot: int, end: int) -> int | None:
+        """Return where the token at `end` would stand in the passage that the text has followed of late."""
+        place, since = self._trails.get(slot, (0, -AGE))
+        return place + end - since if end - since < AGE else None
+
+    def _follow(self, slot: int, match: "Match", end: int) -> None:
+        if match.place is not None:
+            self._trails[slot] = match.place, end
+
+    def _note(self, slot: int, num_drafted: int, num_right: int) -> None:
+        """Take what became of a slot's draft."""
+        if self._model is not None:
+            self._paces[slot].note(OF_MODEL, num_drafted, num_right)
+            return
+        match, end = self._found[slot]
+        self._paces[slot].note(match.num_alike, num_drafted, num_right)
+        if num_right:
+            self._follow(slot, match, end)
 
     def verify(self, plan: StepPlan, sampled: Sampled, prompt_logprobs: PromptLogprobs) -> StepDone:
         """Answer the plan with the tokens up to the first that its draft did not foresee."""
@@ -185,7 +180,7 @@ class Drafter:
             drawn = [next(tokens) for _ in range(len(draft) + 1)] if is_sampled else []
             num_right = num_equal(draft, drawn)
             if draft and slot in self._paces:
-                self._paces[slot].note(len(draft), num_right)
+                self._note(slot, len(draft), num_right)
                 if self._model is not None:
                     end = plan.num_computed_tokens[i] + plan.num_scheduled_tokens[i]
                     self._model.keep(slot, end, num_right)
@@ -198,37 +193,56 @@ class Drafter:
         return StepDone(plan.step, kept, tuple(found), prompt_logprobs, failed, num_drafts)
 
 
-def propose(
-    token_L: np.ndarray, length: int, config: SpeculativeConfig, recent: np.ndarray | None = None
-) -> np.ndarray:
-    """Continue known tokens [L] as they went on before, or as others did; up to `length` of them, none where they end in something new.
+class Match(NamedTuple):
+    """A place where a text went on behind the same tokens as the one that is continued."""
+
+    text: np.ndarray  # from there on
+    num_alike: int
+    place: int | None  # in the sequence's own text; None: in another's answer
+
+    def draft(self, length: int, config: SpeculativeConfig) -> np.ndarray:
+        """Return up to `length` tokens of it."""
+        factor = config.suffix_decoding_max_spec_factor
+        if factor is not None and config.method == "suffix":
+            length = min(length, max(1, int(self.num_alike * factor)))
+        if self.place is None:
+            ends = np.flatnonzero(self.text[:length] == SEPARATOR)
+            return self.text[: ends[0] if len(ends) else length]
+        # What repeats itself goes on to do so: past its end the continuation begins again.
+        return np.resize(self.text, length)
+
+
+def find(
+    token_L: np.ndarray,
+    config: SpeculativeConfig,
+    recent: np.ndarray | None = None,
+    near: int | None = None,
+) -> Match | None:
+    """Find where known tokens [L] went on before, or others did; None where they end in something new.
 
     Args:
         recent: answers of others, with separators: they serve where more tokens agree than in the text itself.
+        near: a place before which the same text is likely to go on, where few tokens agree.
     """
     if config.method == "ngram":
         longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
     else:
         longest, shortest = config.suffix_decoding_max_tree_depth, 1
-    behind, num_alike = last_match(token_L, token_L, longest)
-    theirs = None
-    if recent is not None and len(recent):
-        place, most = last_match(recent, token_L, longest)
+    place, num_alike = last_match(token_L, token_L, longest, near)
+    if recent is not None and len(recent) and num_alike < longest:
+        behind, most = last_match(recent, token_L, longest)
         if most > num_alike and most >= LEAST_OF_OTHERS:
-            theirs, num_alike = recent[place:], most
-    if num_alike < shortest:
-        return token_L[:0]
-    if config.method == "suffix":
-        length = min(length, max(1, int(num_alike * config.suffix_decoding_max_spec_factor)))
-    if theirs is not None:
-        ends = np.flatnonzero(theirs[:length] == SEPARATOR)
-        return theirs[: ends[0] if len(ends) else length]
-    # What repeats itself goes on to do so: past its end the continuation begins again.
-    return np.resize(token_L[behind:], length)
+            return Match(recent[behind:], most, None)
+    return Match(token_L[place:], num_alike, place) if num_alike >= shortest else None
 
 
-def last_match(text_M: np.ndarray, token_L: np.ndarray, longest: int) -> tuple[int, int]:
+def last_match(
+    text_M: np.ndarray, token_L: np.ndarray, longest: int, near: int | None = None
+) -> tuple[int, int]:
     """Find the latest place in a text, and not its end, where the most of the last tokens stand, at most `longest`.
+
+    Args:
+        near: of few tokens, the first place about this one goes before the latest.
 
     Returns:
         The position behind it, and how many tokens agree; 0 if the last token does not stand there.
@@ -241,7 +255,13 @@ def last_match(text_M: np.ndarray, token_L: np.ndarray, longest: int) -> tuple[i
         if not len(longer):
             break
         ends, num_alike = longer, num_alike + 1
-    return (int(ends[-1]) + 1, num_alike) if num_alike else (len(text_M), 0)
+    if not num_alike:
+        return len(text_M), 0
+    if near is not None and num_alike <= FEW_ALIKE:
+        close = ends[(ends >= near - BEFORE) & (ends < near + BEHIND)]
+        if len(close):
+            return int(close[0]) + 1, num_alike
+    return int(ends[-1]) + 1, num_alike
 
 
 def num_equal(draft: Sequence[int], drawn: Sequence[int]) -> int:

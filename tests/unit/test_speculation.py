@@ -11,17 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper import SamplingParams
-from trouper.actors.executor.drafts import (
-    LONGEST_PAUSE,
-    PAUSE,
-    RUNS,
-    STEP_COST,
-    TOKEN_COST,
-    Pace,
-    last_match,
-    num_equal,
-    propose,
-)
+from trouper.actors.executor.draft_pace import LONGEST_PAUSE, OF_MODEL, PAUSE, RUNS, Pace
+from trouper.actors.executor.drafts import FEW_ALIKE, find, last_match, num_equal
 from trouper.actors.executor.recent_answers import MOST_TOKENS, SEPARATOR, RecentAnswers
 from trouper.config.args import EngineArgs
 from trouper.config.model import DEMO_MODEL
@@ -36,6 +27,9 @@ NGRAM = SpeculativeConfig(
     method="ngram", num_speculative_tokens=7, prompt_lookup_min=2, prompt_lookup_max=3
 )
 SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=7)
+BOUNDED = SpeculativeConfig(
+    method="suffix", num_speculative_tokens=7, suffix_decoding_max_spec_factor=1.0
+)
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
@@ -160,17 +154,32 @@ def test_the_latest_of_the_longest_matches_is_found(tokens, longest):
     )
 
 
-@given(texts, st.integers(1, 7), st.sampled_from([NGRAM, SUFFIX]))
+def drafted(tokens, length, config, recent=None):
+    match = find(np.array(tokens), config, recent)
+    return [] if match is None else match.draft(length, config).tolist()
+
+
+@given(texts, st.integers(1, 7), st.sampled_from([NGRAM, SUFFIX, BOUNDED]))
 def test_a_draft_goes_on_as_the_text_did_behind_the_match(tokens, length, config):
-    draft = propose(np.array(tokens), length, config).tolist()
     longest = 3 if config is NGRAM else config.suffix_decoding_max_tree_depth
     behind, alike = brute_force_match(tokens, longest)
     if alike < (2 if config is NGRAM else 1):
-        assert draft == []
+        assert drafted(tokens, length, config) == []
     else:
         period = tokens[behind:]
-        wanted = length if config is NGRAM else min(length, alike)
-        assert draft == [period[i % len(period)] for i in range(wanted)]
+        wanted = min(length, alike) if config is BOUNDED else length
+        assert drafted(tokens, length, config) == [period[i % len(period)] for i in range(wanted)]
+
+
+def test_where_few_tokens_agree_the_passage_that_is_followed_goes_before_the_latest_place():
+    text = np.array([1, 2, 3, 9, 4, 5, 7, 9, 8, 9])
+    assert last_match(text, text, 5) == (8, 1)
+    assert last_match(text, text, 5, near=3) == (4, 1)
+    assert last_match(text, text, 5, near=60) == (8, 1)
+    many = np.array([*text, *text[: FEW_ALIKE + 1]])
+    assert last_match(many[:-1], many[:-1], 5, near=5) == (FEW_ALIKE, FEW_ALIKE)
+    more = np.array([1, 2, 3, 4, 0, 1, 2, 3, 5, 1, 2, 3])
+    assert last_match(more, more, 5, near=3) == (8, 3)
 
 
 def answers(*texts, most=10):
@@ -182,10 +191,10 @@ def answers(*texts, most=10):
 
 def test_an_answer_of_another_is_followed_where_more_tokens_agree():
     recent = answers(("a", [1, 2, 3, 4, 5, 6]), ("a", [7, 8])).of("a")
-    assert propose(np.array([9, 2, 3, 4]), 3, SUFFIX, recent).tolist() == [5, 6]  # to its end
-    assert propose(np.array([9, 8, 3, 4]), 3, SUFFIX, recent).tolist() == []  # two are too few
-    own = np.array([2, 3, 4, 0, 9, 2, 3, 4])
-    assert propose(own, 3, SUFFIX, recent).tolist() == [0, 9, 2]  # its own, as many agree
+    assert drafted([9, 2, 3, 4], 3, SUFFIX, recent) == [5, 6]  # to its end
+    assert drafted([9, 8, 3, 4], 3, SUFFIX, recent) == []  # two are too few
+    own = [2, 3, 4, 0, 9, 2, 3, 4]
+    assert drafted(own, 3, SUFFIX, recent) == [0, 9, 2]  # its own, as many agree
 
 
 def test_answers_of_another_family_are_not_found():
@@ -211,39 +220,53 @@ def test_a_draft_counts_up_to_the_first_difference(draft, drawn):
 # Lengths
 
 
-def test_right_drafts_make_longer_ones_and_wrong_drafts_shorter_ones():
+def test_drafts_are_the_longer_the_more_tokens_agree():
+    lengths = [Pace(7).length(alike, 7) for alike in range(1, 25)]
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[-1]) == (3, 7)
+    assert Pace(7).length(24, 2) == Pace(2).length(24, 7) == 2
+
+
+@pytest.mark.parametrize("num_alike", [OF_MODEL, 4])
+def test_right_drafts_make_longer_ones_and_wrong_drafts_shorter_ones(num_alike):
+    right, wrong = Pace(7), Pace(7)
+    for _ in range(30):
+        right.note(num_alike, 7, 7)
+        wrong.note(num_alike, 7, 0)
+    assert right.length(num_alike, 7) == 7
+    assert wrong.length(num_alike, 7) < Pace(7).length(num_alike, 7)
+
+
+def test_a_place_where_drafts_were_always_wrong_has_none():
     pace = Pace(7)
-    lengths = [pace.next_length()]
-    for right in (1.0, 1.0, 0.5, 0.0, 1.0):
-        pace.note(lengths[-1], int(lengths[-1] * right))
-        lengths.append(pace.next_length())
-    assert lengths == [3, 6, 7, 4, 1, 4]
+    for _ in range(30):
+        pace.note(1, 3, 0)
+    assert (pace.length(1, 7), pace.length(24, 7)) == (0, 7)
 
 
 def test_drafts_that_do_not_earn_their_cost_pause_longer_each_time():
     pace, pauses = Pace(7), []
     for _ in range(7):
         for _ in range(RUNS):
-            assert pace.next_length()
-            pace.note(1, 0)
+            assert not pace.rests()
+            pace.note(OF_MODEL, 1, 0)
         pauses.append(pace.pause)
-        assert [pace.next_length() for _ in range(pace.pause + 1)][-2:] == [0, 1]
+        assert [pace.rests() for _ in range(pace.pause + 1)][-2:] == [True, False]
     assert pauses == [PAUSE, 2 * PAUSE, 4 * PAUSE, 8 * PAUSE, *[LONGEST_PAUSE] * 3]
 
 
 def test_drafts_that_earn_it_do_not():
     pace = Pace(7)
-    every = round(1 / (STEP_COST + TOKEN_COST))
     for i in range(10 * RUNS):
-        assert pace.next_length()
-        pace.note(1, int(i % every == 0))
+        assert not pace.rests()
+        pace.note(OF_MODEL, 1, int(i % 8 == 0))
 
 
 def test_after_a_success_a_pause_is_short_again():
     pace = Pace(7)
     for num_right in [0] * 2 * RUNS + [1] * RUNS + [0] * RUNS:
         pace.pause = 0
-        pace.note(1, num_right)
+        pace.note(OF_MODEL, 1, num_right)
     assert pace.pause == PAUSE
 
 

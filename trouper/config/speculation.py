@@ -32,8 +32,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How drafts are proposed, under vLLM's keys.
 
     `ngram` continues the text as it went on after the last place that ended in the same `prompt_lookup_max` tokens,
-    or fewer, down to `prompt_lookup_min`.  `suffix` takes the longest such ending there is, and drafts the more the longer
-    it is.  `draft_model` asks a second, smaller model of the same vocabulary.
+    or fewer, down to `prompt_lookup_min`.  `suffix` takes the longest such ending there is.  Drafts are the longer the more
+    tokens agree.  `draft_model` asks a second, smaller model of the same vocabulary.
     """
 
     method: Literal["ngram", "suffix", "draft_model"]
@@ -43,7 +43,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prompt_lookup_max: int = DEFAULT_NGRAM
     prompt_lookup_min: int = DEFAULT_NGRAM
     suffix_decoding_max_tree_depth: int = 24  # tokens that are compared
-    suffix_decoding_max_spec_factor: float = 1.0  # drafts for each token that agreed
+    suffix_decoding_max_spec_factor: float | None = (
+        None  # drafts for each token that agreed, at most
+    )
     suffix_decoding_max_cached_requests: int = 10_000  # whose answers are kept; 0 = none
 
 
@@ -113,7 +115,8 @@ def _check_ranges(config: SpeculativeConfig, value: Any) -> None:
         raise _wrong("prompt_lookup_min must be at least 1 and at most prompt_lookup_max", value)
     if config.suffix_decoding_max_cached_requests < 0:
         raise _wrong("suffix_decoding_max_cached_requests must be at least 0", value)
-    if config.suffix_decoding_max_tree_depth < 1 or not config.suffix_decoding_max_spec_factor > 0:
+    factor = config.suffix_decoding_max_spec_factor
+    if config.suffix_decoding_max_tree_depth < 1 or (factor is not None and not factor > 0):
         raise _wrong("suffix_decoding_max_tree_depth and _max_spec_factor must be above 0", value)
 
 
