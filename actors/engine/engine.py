@@ -198,18 +198,21 @@ class Engine:
         truncation_side: str | None = None,
         add_special_tokens: bool | None = None,
         max_text_tokens: tuple[int | None, ...] = (),
+        data_parallel_rank: int | None = None,
     ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
         """Return a pooling request as an async iterator of one output.
 
         Args:
             max_text_tokens: the most of the text, or of each of a pair, that is read; special tokens are not counted.
+            data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
 
         Raises:
             TypeError: `request_id` is not a string, or `params` not PoolingParams.
-            TrouperValidationError: the model does not pool.
+            TrouperValidationError: the model does not pool, or there is no such replica.
         """
         self._check_types(request_id, params, PoolingParams)
         _check_order(priority, arrival_time)
+        check_place(data_parallel_rank, None, self.config.data_parallel_size)
 
         render = partial(
             Render,
@@ -219,6 +222,7 @@ class Engine:
             truncation_side=truncation_side,
             add_special_tokens=add_special_tokens,
             max_text_tokens=max_text_tokens,
+            data_parallel_rank=data_parallel_rank,
         )
         return Generation(self.requests, request_id, params.clone(), render, arrival_time)
 

@@ -41,10 +41,11 @@ from trouper.actors.runtime.reporter import Reporter
 from trouper.actors.runtime.threads import Threads, WorkerThreads
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
-from trouper.actors.scheduling.pooling_policy import PoolingPolicy
+from trouper.actors.scheduling.pooling_policy import PoolingPolicy, SharedPooling
 from trouper.actors.scheduling.replicas import Replicas
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
+from trouper.actors.scheduling.sequence_table import Shared
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.extras import install_hint
@@ -60,6 +61,7 @@ CLOSE_GRACE_S = 10  # for the final outputs of aborted requests
 TRACES_GRACE_S = 30  # for the last spans, when their collector does not answer
 
 NoteEnded = Callable[[RequestEnded], None]
+AnyPolicy = SchedulingPolicy[Any] | Replicas[Any, Any]
 
 
 @asynccontextmanager
@@ -249,19 +251,23 @@ def _make_executors(
     ]
 
 
-def _make_policy(config: EngineConfig, info: DeviceInfo) -> SchedulingPolicy[Any] | Replicas:
+def _make_policy(config: EngineConfig, info: DeviceInfo) -> AnyPolicy:
+    num_replicas, scheduler = config.data_parallel_size, config.scheduler
+    step_tokens = scheduler.max_num_scheduled_tokens
     if config.pooler is not None:
-        return PoolingPolicy(config.scheduler)
-    if config.data_parallel_size > 1:
-        return Replicas(
-            config.scheduler, config.data_parallel_size, info.num_blocks, info.block_size
-        )
-    prefix_caching = config.scheduler.enable_prefix_caching
-    return Policy(config.scheduler, KVBlocks(info.num_blocks, info.block_size, prefix_caching))
+        pooling = SharedPooling()
+        poolers = [PoolingPolicy(scheduler, pooling) for _ in range(num_replicas)]
+        return poolers[0] if num_replicas == 1 else Replicas(poolers, step_tokens)
+    shared, caches = Shared(), scheduler.enable_prefix_caching
+    policies = [
+        Policy(scheduler, KVBlocks(info.num_blocks, info.block_size, caches), shared)
+        for _ in range(num_replicas)
+    ]
+    return policies[0] if num_replicas == 1 else Replicas(policies, step_tokens, info.block_size)
 
 
 def _replica_statistics(
-    policy: SchedulingPolicy[Any] | Replicas,
+    policy: AnyPolicy,
 ) -> Callable[[], tuple[SchedulerStats, ...]]:
     if isinstance(policy, Replicas):
         return policy.replica_statistics

@@ -85,6 +85,7 @@ class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):
     skipped_rows: tuple[int, ...] = ()  # of a document: they take no part in late interaction
     priority: int = 0
     arrival_time: float = 0.0
+    data_parallel_rank: int | None = None
 
 
 class Abort(msgspec.Struct, frozen=True):

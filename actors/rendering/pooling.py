@@ -87,6 +87,7 @@ class PoolingPrompts(Prompts):
                 slot=cast("PoolingSink", message.slot),  # goes with the parameters
                 priority=message.priority,
                 arrival_time=message.arrival_time,
+                data_parallel_rank=message.data_parallel_rank,
             ),
         )
 

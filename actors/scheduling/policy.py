@@ -35,6 +35,7 @@ from trouper.actors.scheduling.bisection import FaultBisection
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.lookahead import Lookahead
 from trouper.actors.scheduling.quarantine import Quarantine
+from trouper.actors.scheduling.routing import Demand
 from trouper.actors.scheduling.sequence_table import SequenceTable, Shared
 from trouper.actors.scheduling.sequences import Request, Sequence, State
 from trouper.actors.scheduling.snapshot import PolicySnapshot
@@ -125,6 +126,11 @@ class Policy:
         """Whether a new request would be planned: the device is there, and no search for a culprit goes first."""
         return not (self._is_lost or self._quarantine)
 
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether a block of KV memory is held."""
+        return self.blocks.num_free < self.blocks.num_usable
+
     def state(self, id: SequenceId) -> State:
         """Return the state of a sequence; an unknown one has finished."""
         sequence = self.table.sequences.get(id)
@@ -192,16 +198,25 @@ class Policy:
         One that could never run ends at once: `length` without a token when the prompt fills the context,
         `error` (`kv_cache_exhausted`) when prompt and one token do not fit into all blocks together.
         """
-        assert isinstance(admit, Admit)
-        self.table.enter(self.table.open_request(admit))
+        self.enter(self.open_request(admit))
 
-    def open_request(self, admit: Admit) -> Request:
+    def open_request(self, admit: Admit | AdmitPooling) -> Request:
         """Make a request that any replica may take in."""
+        assert isinstance(admit, Admit)
         return self.table.open_request(admit)
 
-    def enter(self, request: Request) -> None:
+    def demand(self, request: Request) -> Demand:
+        """Describe what a request asks of a replica."""
+        return request.demand(self.blocks.block_size if self.config.enable_prefix_caching else 0)
+
+    def enter(self, request: Request, replica: int = 0, num_expected: int = 0) -> None:
         """Take a request in, with all that it has; what other replicas have computed is computed again."""
+        request.replica, request.num_expected = replica, num_expected
         self.table.enter(request)
+
+    def work(self) -> tuple[int, int]:
+        """Count the tokens that are known and not computed, and the unfinished sequences."""
+        return self.table.work()
 
     def evacuate(self, *, only_fresh: bool = False) -> list[Request]:
         """Give up the requests that have nothing on the device, for other replicas; those in question stay."""

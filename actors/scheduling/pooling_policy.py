@@ -10,11 +10,14 @@ Laws.
    ones nearest to it in length among the `WINDOW` best, because equal lengths share their attention.
 4. A plan that raised is run again in halves, until the request that causes it is alone and fails alone.
 5. An aborted request is dropped at once; what a plan in flight computes for it is thrown away.
+6. What another replica had begun goes first, as what is run again does.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import chain, count
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,6 +29,7 @@ from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
 from trouper.actors.messages.results import DeviceLost, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
+from trouper.actors.scheduling.routing import Demand
 from trouper.actors.scheduling.snapshot import PolicySnapshot
 from trouper.config.resolve import SchedulerConfig
 
@@ -33,6 +37,22 @@ WINDOW = 256  # sorting them by length takes 0.1 ms
 PASS_TOKENS = 512  # that a device computes in one pass, so it is not worth while to part them
 
 Order = tuple[int, float, int]  # smaller runs first; the last is unique
+
+
+class QueuedText(NamedTuple):
+    """A request in its place in line: compared by its order alone, which is unique."""
+
+    order: Order
+    admit: AdmitPooling
+    has_begun: bool = False  # a device had it, and was lost
+
+
+class SharedPooling:
+    """Keeps what the replicas of a model have in common: outputs, and the numbers of requests."""
+
+    def __init__(self) -> None:
+        self.outputs: list[PooledRequest] = []
+        self.numbers: Iterator[int] = count(1)
 
 
 class InFlightPoolStep(msgspec.Struct):
@@ -48,16 +68,17 @@ class PoolingPolicy:
     The public attributes are the whole state; tests read them, and only the policy writes.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, shared: SharedPooling | None = None) -> None:
         self.config = config
         self._is_fcfs = config.policy == "fcfs"
         self._pause = Pause.NONE
-        self.unfinished: dict[RequestId, AdmitPooling] = {}  # waiting or in flight
-        self.waiting: list[tuple[Order, AdmitPooling]] = []  # a heap; orders are unique
+        self.unfinished: dict[RequestId, QueuedText] = {}  # waiting or in flight
+        self.waiting: list[QueuedText] = []  # a heap, as the next
+        self.returning: list[QueuedText] = []  # begun elsewhere
         self.retries: deque[list[AdmitPooling]] = deque()  # each is one plan
         self.in_flight: deque[InFlightPoolStep] = deque()
-        self.outputs: list[PooledRequest] = []
-        self._num_admitted = 0
+        self._shared = shared or SharedPooling()
+        self.outputs = self._shared.outputs
         self._step = 0
         self._epoch = 0
         self._num_prompt_tokens = 0
@@ -75,8 +96,30 @@ class PoolingPolicy:
 
     @property
     def num_started(self) -> int:
-        """Unfinished requests that `Pause.NO_NEW_REQUESTS` lets run on: those in flight, and those to be retried."""
-        return sum(len(flight.group) for flight in self.in_flight) + sum(map(len, self.retries))
+        """Unfinished requests that `Pause.NO_NEW_REQUESTS` lets run on: in flight, to be retried, or begun elsewhere."""
+        num_returning = sum(request.admit.id in self.unfinished for request in self.returning)
+        num_in_flight = sum(len(flight.group) for flight in self.in_flight)
+        return num_in_flight + sum(map(len, self.retries)) + num_returning
+
+    @property
+    def is_device_lost(self) -> bool:
+        """Whether the device is being started again, or has failed."""
+        return self._is_lost
+
+    @property
+    def has_device_failed(self) -> bool:
+        """Whether the device is not started again."""
+        return self._has_failed
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a new request is welcome: the device is there, and no search for a culprit goes on."""
+        return not (self._is_lost or self._suspects)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """False: no memory is kept between plans."""
+        return False
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +154,8 @@ class PoolingPolicy:
         unfinished = self.unfinished
         groups = [[admit.id for admit in flight.group] for flight in self.in_flight]
         retries = [admit.id for group in self.retries for admit in group]
-        waiting = [*retries, *(admit.id for _, admit in sorted(self.waiting, key=_order))]
+        in_line = chain(sorted(self.returning), sorted(self.waiting))
+        waiting = [*retries, *(request.admit.id for request in in_line)]
         return PolicySnapshot(
             running=tuple(id for group in groups for id in group if id in unfinished),
             waiting=tuple(id for id in waiting if id in unfinished),
@@ -129,11 +173,45 @@ class PoolingPolicy:
 
     def admit(self, admit: Admit | AdmitPooling) -> None:
         """Queue a new request."""
+        self.enter(self.open_request(admit))
+
+    def open_request(self, admit: Admit | AdmitPooling) -> QueuedText:
+        """Make a request that any replica may take in."""
         assert isinstance(admit, AdmitPooling)
-        self._num_admitted += 1
-        self.unfinished[admit.id] = admit
         priority, arrival = (0, 0.0) if self._is_fcfs else (-admit.priority, admit.arrival_time)
-        self._push((priority, arrival, self._num_admitted), admit)
+        return QueuedText((priority, arrival, next(self._shared.numbers)), admit)
+
+    def demand(self, request: QueuedText) -> Demand:
+        """Describe what a request asks of a replica: there is no prefix that one may have."""
+        admit = request.admit
+        return Demand(len(admit.prompt_token_ids), 1, admit.data_parallel_rank)
+
+    def enter(self, request: QueuedText, replica: int = 0, num_expected: int = 0) -> None:
+        """Take a request in; what another replica has computed of it is computed again."""
+        self.unfinished[request.admit.id] = request
+        heappush(self.returning if request.has_begun else self.waiting, request)
+
+    def evacuate(self, *, only_fresh: bool = False) -> list[QueuedText]:
+        """Give up the requests that no plan in flight has, for other replicas; those in question stay."""
+        given, self.waiting = self.waiting, []
+        if not only_fresh:
+            given += self.returning
+            kept: deque[list[AdmitPooling]] = deque()
+            for group in self.retries:
+                kept.append([admit for admit in group if admit.id in self._suspects])
+                given += [
+                    self.unfinished[admit.id]._replace(has_begun=True)
+                    for admit in group
+                    if admit.id in self.unfinished and admit.id not in self._suspects
+                ]
+            self.returning, self.retries = [], deque(filter(None, kept))
+        found = [request for request in given if self.unfinished.pop(request.admit.id, None)]
+        return sorted(found)
+
+    def work(self) -> tuple[int, int]:
+        """Count the tokens that are not computed, and the unfinished requests."""
+        num_tokens = sum(len(r.admit.prompt_token_ids) for r in self.unfinished.values())
+        return num_tokens, len(self.unfinished)
 
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored."""
@@ -225,14 +303,17 @@ class PoolingPolicy:
         """Take the outputs since the last call, with `answers`; None if there are neither."""
         if not self.outputs and not answers:
             return None
-        outputs, self.outputs = tuple(self.outputs), []
+        outputs = tuple(self.outputs)
+        self.outputs.clear()
         return Pooled(outputs, answers)
 
     # One scheduling pass
 
     def plan(self) -> PoolPlan | None:
         """Make the next plan, which is in flight from now on; None if there is none to make now."""
-        if not (self.waiting or self.retries):  # most often: this is called after each answer
+        if not (
+            self.waiting or self.retries or self.returning
+        ):  # most often: this is called after each answer
             return None
         if (
             self._is_lost
@@ -241,8 +322,10 @@ class PoolingPolicy:
         ):
             return None
         group = self._retry() if self.retries else []
+        if not group and self.returning:
+            group = self._next(self.returning)
         if not group and self._pause is not Pause.NO_NEW_REQUESTS:
-            group = self._next()
+            group = self._next(self.waiting)
         if not group:
             return None
         if len(group) > 1:
@@ -262,34 +345,31 @@ class PoolingPolicy:
                 return group
         return []
 
-    def _next(self) -> list[AdmitPooling]:
+    def _next(self, line: list[QueuedText]) -> list[AdmitPooling]:
         """Choose the requests of the next plan, as laws 2 and 3 say."""
-        window: list[tuple[Order, AdmitPooling]] = []
-        while self.waiting and len(window) < WINDOW:
-            entry = heappop(self.waiting)
-            if entry[1].id in self.unfinished:
-                window.append(entry)
+        window: list[QueuedText] = []
+        while line and len(window) < WINDOW:
+            request = heappop(line)
+            if request.admit.id in self.unfinished:
+                window.append(request)
         if len(window) <= 1:
-            return [admit for _, admit in window]
-        head = _length(window[0][1])
-        window.sort(key=lambda entry: (abs(_length(entry[1]) - head), entry[0]))
-        lengths = [_length(admit) for _, admit in window]
+            return [request.admit for request in window]
+        head = _length(window[0].admit)
+        window.sort(key=lambda request: (abs(_length(request.admit) - head), request.order))
+        lengths = [_length(request.admit) for request in window]
         taken = _num_fitting(lengths, self.config)
         if sum(lengths[:taken]) > PASS_TOKENS:
             taken = min(taken, -(-len(self.unfinished) // self.config.max_steps_in_flight))
-        for entry in window[taken:]:
-            self._push(*entry)
-        return [admit for _, admit in window[:taken]]
+        for request in window[taken:]:
+            heappush(line, request)
+        return [request.admit for request in window[:taken]]
 
     def _end(self, id: RequestId, error: str) -> None:
         """End a request with an error; unknown and finished ones are ignored."""
         self._suspects.pop(id, None)
-        admit = self.unfinished.pop(id, None)
-        if admit is not None:
-            self.outputs.append(PooledRequest(admit, error=error))
-
-    def _push(self, order: Order, admit: AdmitPooling) -> None:
-        heappush(self.waiting, (order, admit))  # pyright: ignore[reportArgumentType]  # orders decide
+        request = self.unfinished.pop(id, None)
+        if request is not None:
+            self.outputs.append(PooledRequest(request.admit, error=error))
 
     def _complete_step(self, step: int) -> InFlightPoolStep:
         """Remove the eldest plan in flight, which must be this one: answers come in order."""
@@ -297,10 +377,6 @@ class PoolingPolicy:
             expected = [flight.plan.step for flight in self.in_flight]
             raise RuntimeError(f"an answer to step {step}, in flight are {expected}")
         return self.in_flight.popleft()
-
-
-def _order(entry: tuple[Order, AdmitPooling]) -> Order:
-    return entry[0]
 
 
 def _length(admit: AdmitPooling) -> int:

@@ -1,4 +1,4 @@
-"""Scheduling of several replicas of a model: a `Policy` for each, and one place where requests are given to them.
+"""Scheduling of several replicas of a model: a policy for each, and one place where requests are given to them.
 
 Pure, as the policies are: one owner has them all, so a request moves from one to another between two events, and
 no message about it can be on its way meanwhile.
@@ -14,35 +14,38 @@ Laws:
 """
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.identifiers import RequestId, SequenceId
-from trouper.actors.messages.outputs import StepTokens
 from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
 from trouper.actors.messages.stats import SchedulerStats, total
-from trouper.actors.scheduling.kv_blocks import KVBlocks
-from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.routing import ReplicaLoad, Router
-from trouper.actors.scheduling.sequence_table import Shared
-from trouper.actors.scheduling.sequences import Request
-from trouper.config.resolve import SchedulerConfig
+from trouper.actors.scheduling.scheduling_policy import ReplicaPolicy
+
+OutputsT = TypeVar("OutputsT")
+RequestT = TypeVar("RequestT")
 
 
-class Replicas:
-    """The policies of all replicas.  The device of each is planned for by its own policy."""
+class Replicas(Generic[OutputsT, RequestT]):
+    """The policies of all replicas.  The device of each is planned for by its own policy.
+
+    Args:
+        step_tokens: the budget of one step.
+        block_size: of the prefixes that they keep.
+    """
 
     def __init__(
-        self, config: SchedulerConfig, num_replicas: int, num_blocks: int, block_size: int
+        self,
+        policies: Sequence[ReplicaPolicy[OutputsT, RequestT]],
+        step_tokens: int,
+        block_size: int = 1,
     ) -> None:
-        shared = Shared()
-        self.policies = tuple(
-            Policy(config, KVBlocks(num_blocks, block_size, config.enable_prefix_caching), shared)
-            for _ in range(num_replicas)
-        )
-        self.router = Router(num_replicas, config.max_num_scheduled_tokens)
+        self.policies = tuple(policies)
+        num_replicas = len(self.policies)
+        self.router = Router(num_replicas, step_tokens)
         self._block_size = block_size
-        self._has_cache = config.enable_prefix_caching
         self._were_available = [True] * num_replicas  # when last looked at
         # Tokens and rows of each replica; None: to be counted again.
         self._work: list[tuple[int, int] | None] = [None] * num_replicas
@@ -75,7 +78,6 @@ class Replicas:
 
     def admit(self, admit: Admit | AdmitPooling) -> None:
         """Take a request in, and give it to a replica."""
-        assert isinstance(admit, Admit)
         self._place(self.policies[0].open_request(admit))
 
     def abort(self, id: RequestId) -> None:
@@ -102,16 +104,14 @@ class Replicas:
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forget all prefixes; False, and nothing changes, while a block of any replica is held."""
-        if not reset_running and any(
-            p.blocks.num_free < p.blocks.num_usable for p in self.policies
-        ):
+        if not reset_running and any(policy.holds_blocks for policy in self.policies):
             return False
         for replica, policy in enumerate(self.policies):
             policy.reset_prefix_cache(reset_running)
             self.router.prefixes.forget(replica)
         return True
 
-    def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> StepTokens | None:
+    def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> OutputsT | None:
         """Take the outputs of all since the last call, with `answers`."""
         return self.policies[0].take_outputs(answers)
 
@@ -156,33 +156,26 @@ class Replicas:
         if any(policy.is_available for policy in self.policies):
             self._place_again(self.policies[replica].evacuate())
 
-    def _place_again(self, requests: Sequence[Request]) -> None:
+    def _place_again(self, requests: Sequence[RequestT]) -> None:
         self.note_change()
         for request in requests:
             self._place(request)
 
-    def _place(self, request: Request) -> None:
-        admit, size = request.admit, self._block_size
-        leader = request.sequences[0]
-        hashes: list[bytes] = []
-        if self._has_cache and not admit.params.skip_reading_prefix_cache:
-            hashes = leader.hash_blocks(max(0, leader.num_prompt - 1) // size, size)
-        num_cached = [size * count for count in self.router.prefixes.match(hashes)]
+    def _place(self, request: RequestT) -> None:
+        demand, size = self.policies[0].demand(request), self._block_size
+        num_cached = [size * count for count in self.router.prefixes.match(demand.block_hashes)]
         loads = [self._load(replica) for replica in range(len(self.policies))]
         replica = self.router.choose(
-            loads, num_cached, rank=admit.data_parallel_rank, session_id=admit.session_id
+            loads, num_cached, rank=demand.rank, session_id=demand.session_id
         )
-        self.router.prefixes.note(hashes, replica)
-        request.replica = replica
-        request.num_expected = num_cached[replica]
-        self.policies[replica].enter(request)
+        self.router.prefixes.note(demand.block_hashes, replica)
+        self.policies[replica].enter(request, replica, num_cached[replica])
         load = loads[replica]
-        num_tokens = load.num_tokens + max(0, leader.num_tokens - num_cached[replica])
-        num_rows = load.num_rows + request.num_unfinished
-        self._work[replica] = num_tokens, num_rows
+        num_tokens = load.num_tokens + max(0, demand.num_tokens - num_cached[replica])
+        self._work[replica] = num_tokens, load.num_rows + demand.num_rows
 
     def _load(self, replica: int) -> ReplicaLoad:
         policy, work = self.policies[replica], self._work[replica]
         if work is None:
-            work = self._work[replica] = policy.table.work()
+            work = self._work[replica] = policy.work()
         return ReplicaLoad(*work, policy.is_available, policy.has_device_failed)

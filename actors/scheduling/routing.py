@@ -36,6 +36,16 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
         return self.num_tokens + ROW_TOKENS * self.num_rows
 
 
+class Demand(msgspec.Struct, frozen=True):
+    """Describes what a request asks of a replica, and what it gives it to do."""
+
+    num_tokens: int  # that are known, none of them computed
+    num_rows: int
+    rank: int | None = None  # the replica that it names
+    session_id: str | None = None  # of the conversation that it belongs to
+    block_hashes: Sequence[bytes] = ()  # of the prefix that a cache may have
+
+
 class PrefixTable:
     """Which replicas were given a prompt with which blocks: at most `max_prefixes`, the least recently used go first."""
 

@@ -8,7 +8,7 @@ for many steps beside everything the renderers may send.
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Generic, TypeVar, assert_never, cast
+from typing import Any, Generic, TypeVar, assert_never
 
 import anyio
 from anyio.abc import TaskStatus
@@ -64,7 +64,7 @@ class Scheduler(Generic[OutputsT]):
         inbox: MemoryObjectReceiveStream[SchedulerInbox],
         executors: Sequence[MemoryObjectSendStream[ExecutorInbox]],
         output: MemoryObjectSendStream[OutputsT],
-        policy: SchedulingPolicy[OutputsT] | Replicas,
+        policy: SchedulingPolicy[OutputsT] | Replicas[OutputsT, Any],
         *,
         reporter: Reporter | None = None,
         is_stepped: bool = False,
@@ -72,11 +72,11 @@ class Scheduler(Generic[OutputsT]):
         self._inbox = inbox
         self._executors = tuple(executors)
         self._output = output  # to the Detokenizer or the Pooler
-        self.policy: SchedulingPolicy[OutputsT] | Replicas = policy
+        self.policy: SchedulingPolicy[OutputsT] | Replicas[OutputsT, Any] = policy
         self._replicas = policy if isinstance(policy, Replicas) else None
         # By replica.
         self._policies: tuple[SchedulingPolicy[OutputsT], ...] = (
-            cast("Any", policy.policies) if isinstance(policy, Replicas) else (policy,)
+            policy.policies if isinstance(policy, Replicas) else (policy,)
         )
         self._reporter = reporter or Reporter(None)
         self._is_stepped = is_stepped
@@ -122,7 +122,7 @@ class Scheduler(Generic[OutputsT]):
                 while self._rebalance():  # a search for a culprit has ended in a plan
                     self._plan()
                 answers = self._due_answers()
-                outputs = cast("OutputsT | None", self.policy.take_outputs(answers))
+                outputs = self.policy.take_outputs(answers)
                 self._report()
                 if outputs is not None:
                     try:  # a wait, and so a turn of the loop, only where there is no room

@@ -9,9 +9,11 @@ from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
 from trouper.actors.messages.results import DeviceLost, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
+from trouper.actors.scheduling.routing import Demand
 from trouper.actors.scheduling.snapshot import PolicySnapshot
 
 OutputsT = TypeVar("OutputsT", covariant=True)
+RequestT = TypeVar("RequestT")
 
 
 class SchedulingPolicy(Protocol[OutputsT]):
@@ -89,4 +91,55 @@ class SchedulingPolicy(Protocol[OutputsT]):
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> OutputsT | None:
         """Take the outputs since the last call, with `answers`; None if there are neither."""
+        ...
+
+
+class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
+    """The policy of one of several replicas: its requests may come from another, and go to one.
+
+    All put out through what they have in common, so any of them takes the outputs of all.
+    """
+
+    @property
+    def is_device_lost(self) -> bool:
+        """Whether the device is being started again, or has failed."""
+        ...
+
+    @property
+    def has_device_failed(self) -> bool:
+        """Whether the device is not started again."""
+        ...
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a new request is welcome: the device is there, and no search for a culprit goes on."""
+        ...
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether a block of KV memory is held."""
+        ...
+
+    def open_request(self, admit: Admit | AdmitPooling) -> RequestT:
+        """Make a request that any replica may take in."""
+        ...
+
+    def demand(self, request: RequestT) -> Demand:
+        """Describe what a request asks of a replica."""
+        ...
+
+    def enter(self, request: RequestT, replica: int = 0, num_expected: int = 0) -> None:
+        """Take a request in, with all that it has.
+
+        Args:
+            replica: the number of this one.
+            num_expected: tokens that its cache should have.
+        """
+
+    def evacuate(self, *, only_fresh: bool = False) -> list[RequestT]:
+        """Give up the requests that have nothing on the device, or have never begun; those in question stay."""
+        ...
+
+    def work(self) -> tuple[int, int]:
+        """Count the tokens that are known and not computed, and the rows."""
         ...

@@ -22,6 +22,7 @@ from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import TokenLogprobs
 from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, block_hash
 from trouper.actors.scheduling.repetition import is_repeating
+from trouper.actors.scheduling.routing import Demand
 from trouper.config.resolve import SchedulerConfig
 from trouper.outputs import FinishReason
 
@@ -50,6 +51,20 @@ class Request(msgspec.Struct, eq=False):
     prompt_hashes: list[bytes]  # of the full prompt blocks; filled at the first lookup
     replica: int = 0  # that it is with
     num_expected: int = 0  # prompt tokens that its replica should have in the cache
+
+    def demand(self, block_size: int) -> Demand:
+        """Describe what it asks of a replica; `block_size`: of the prefixes that are kept, 0 if none is."""
+        admit, leader, hashes = self.admit, self.sequences[0], list[bytes]()
+        if block_size and not admit.params.skip_reading_prefix_cache:
+            num_blocks = max(0, leader.num_prompt - 1) // block_size
+            hashes = leader.hash_blocks(num_blocks, block_size)
+        return Demand(
+            leader.num_tokens,
+            self.num_unfinished,
+            admit.data_parallel_rank,
+            admit.session_id,
+            hashes,
+        )
 
     def is_end_of_grammar(self, token: int) -> bool:
         """Tell whether the token ends an output that matches a grammar."""

@@ -173,16 +173,18 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         max_text_tokens: tuple[int | None, ...] = (),
+        data_parallel_rank: int | None = None,
     ) -> Generation[PoolingRequestOutput[PoolingOutput]]:
         """Return one pooling request as an async iterator of one output, to be used like `generate`'s.
 
         Args:
             pooling_params: None, or no task in it, takes the engine's default.
             max_text_tokens: the most of the text, or of each of a pair, that is read; special tokens are not counted.
+            data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
 
         Raises:
             TypeError: `request_id` is not a string, or `pooling_params` not PoolingParams.
-            TrouperValidationError: the model does not pool.
+            TrouperValidationError: the model does not pool, or there is no such replica.
             While iterating: as `generate`.
         """
         check_unused(lora_request=lora_request, trace_headers=trace_headers)
@@ -190,7 +192,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             make = partial(
                 self.encode, prompt, pooling_params, request_id,
                 arrival_time=arrival_time, tokenization_kwargs=tokenization_kwargs, priority=priority,
-                max_text_tokens=max_text_tokens,
+                max_text_tokens=max_text_tokens, data_parallel_rank=data_parallel_rank,
             )  # fmt: skip
             return cast("Any", StartingGeneration(self._start_itself, make))
         return self.engine.encode(
@@ -200,6 +202,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
             priority=priority,
             arrival_time=arrival_time,
             max_text_tokens=max_text_tokens,
+            data_parallel_rank=data_parallel_rank,
             **tokenization_options(tokenization_kwargs),
         )
 

@@ -58,6 +58,7 @@ class Scorer:
         *,
         name: str | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
         options: dict[str, Any] | None = None,
         run: Run | None = None,
         max_tokens_per_query: int | None = None,
@@ -74,7 +75,11 @@ class Scorer:
         self._engine = engine
         self._params = params or PoolingParams()
         self._name = name
-        self._how: dict[str, Any] = {"priority": priority, "tokenization_kwargs": options}
+        self._how: dict[str, Any] = {
+            "priority": priority,
+            "data_parallel_rank": data_parallel_rank,
+            "tokenization_kwargs": options,
+        }
         self._most = (max_tokens_per_query, max_tokens_per_doc)
         self._num_requests = 0
 

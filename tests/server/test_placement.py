@@ -2,13 +2,24 @@
 
 import pytest
 
+from trouper import AsyncLLMEngine, EngineArgs
 from trouper.errors import TrouperValidationError
+from trouper.frontends.server.app import create_app
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.placement import read_placement
+
+from .client import Client
 
 PATH = "/v1/completions"
 BODY = {"prompt": "a", "max_tokens": 1}
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def pooling():
+    args = EngineArgs(runner="pooling", dtype="float32", max_model_len=64)
+    async with AsyncLLMEngine(args) as engine:
+        yield Client(create_app(engine))
 
 
 def context(*headers):
@@ -47,3 +58,13 @@ async def test_a_replica_that_does_not_exist_is_a_400_that_names_it(client):
 async def test_a_replica_and_a_session_that_exist_are_taken(client):
     headers = [("x-data-parallel-rank", "0"), ("x-session-id", "mine")]
     assert (await client.post(PATH, BODY, headers)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/embeddings", {"input": "a"}), ("/score", {"text_1": "a", "text_2": "b"})],
+)
+async def test_a_text_that_is_pooled_names_its_replica_too(pooling, path, body):
+    answer = await pooling.post(path, body, [("x-data-parallel-rank", "1")])
+    assert (answer.status, answer.json["error"]["param"]) == (400, "data_parallel_rank")
+    assert (await pooling.post(path, body, [("x-data-parallel-rank", "0")])).status == 200

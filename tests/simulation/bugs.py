@@ -216,8 +216,8 @@ def budget_is_not_spent(right):
 
 @bug(Policy, "__init__")
 def one_slot_too_many(right):
-    def faulty(self, config, blocks):
-        right(self, config, blocks)
+    def faulty(self, *args):
+        right(self, *args)
         self._max_num_running += 1
 
     return faulty

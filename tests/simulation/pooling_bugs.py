@@ -26,10 +26,10 @@ pooling_bug = partial(bug, draw=draw_pooling)
 
 @pooling_bug(PoolingPolicy, "_next")
 def pooled_budget_is_not_spent(right):
-    def faulty(self):
-        group = right(self)
-        while self.waiting:
-            _, admit = self.waiting.pop(0)
+    def faulty(self, line):
+        group = right(self, line)
+        while line:
+            admit = line.pop(0).admit
             if admit.id in self.unfinished:
                 group.append(admit)
         return group
@@ -39,10 +39,11 @@ def pooled_budget_is_not_spent(right):
 
 @pooling_bug(PoolingPolicy, "_next")
 def one_text_a_plan(right):
-    def faulty(self):
-        group = right(self)
+    def faulty(self, line):
+        group = right(self, line)
         for admit in group[1:]:
-            self._push((0, admit.arrival_time, admit.id), admit)
+            order = 0, admit.arrival_time, admit.id
+            self.enter(self.unfinished[admit.id]._replace(order=order))
         return group[:1]
 
     return faulty
@@ -69,18 +70,22 @@ def pooled_tokens_are_counted_twice(right):
     return faulty
 
 
-@pooling_bug(PoolingPolicy, "_push")
+@pooling_bug(PoolingPolicy, "open_request")
 def pooled_priority_is_inverted(right):
-    def faulty(self, order, admit):
-        right(self, (-order[0], *order[1:]), admit)
+    def faulty(self, admit):
+        request = right(self, admit)
+        priority, *rest = request.order
+        return request._replace(order=(-priority, *rest))
 
     return faulty
 
 
-@pooling_bug(PoolingPolicy, "_push")
+@pooling_bug(PoolingPolicy, "open_request")
 def pooled_arrival_is_forgotten(right):
-    def faulty(self, order, admit):
-        right(self, (order[0], 0.0, -order[2]), admit)
+    def faulty(self, admit):
+        request = right(self, admit)
+        priority, _, number = request.order
+        return request._replace(order=(priority, 0.0, -number))
 
     return faulty
 
@@ -130,12 +135,11 @@ def half_of_a_failed_plan_is_lost(right):
 @pooling_bug(PoolingPolicy, "abort")
 def pooled_abort_leaves_it_in_line(right):
     def faulty(self, id):
-        admit = self.unfinished.get(id)
+        request = self.unfinished.get(id)
         right(self, id)
-        if admit is not None and self.outputs:
-            self.unfinished[id] = admit
+        if request is not None and self.outputs:
             self.outputs.pop()
-            self._push((0, 0.0, 10**6 + id), admit)
+            self.enter(request._replace(order=(0, 0.0, 10**6 + id)))
 
     return faulty
 

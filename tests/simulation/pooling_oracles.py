@@ -78,7 +78,7 @@ def _nearest(policy: PoolingPolicy, waiting: list[Any]) -> set[int]:
     """The best, and those nearest to it in length: as many as there are seats, tokens, and, of a long plan, shares."""
 
     def turn(entry: Any) -> Any:
-        (_, _, number), admit = entry
+        (_, _, number), admit, _ = entry
         return (
             (0, 0, number)
             if policy.config.policy == "fcfs"
@@ -237,6 +237,7 @@ def check_idle(world: Any) -> None:
     require(stats.num_rendering == 0, "rendering", stats)
     require(stats.num_prefill_tokens == 0, "tokens in prefill", stats)
     require(not (policy.unfinished or policy.waiting or policy.retries), "requests leak", policy)
+    require(not policy.returning, "requests of others", policy)
     require(not policy.in_flight, "steps in flight", policy)
     finished = [case.prompt for case in world.cases if case.array is not None]
     computed = [world.prompts[id] for id in world.device.ready]

@@ -8,8 +8,6 @@ changes tokens. Ranks add up in memory of the rules of `kernels/cpu/fused/exchan
 label of each part; one rank takes a step at a time, and a sum is read part by part.
 """
 
-import argparse
-import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
@@ -27,6 +25,8 @@ from trouper.actors.executor.models.sharding import Shard
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.results import StepDone
 from trouper.actors.stages import Feedback, num_ring_entries, sends_tokens
+
+from .seconds import run_for_seconds
 
 Values = list[list[int]]
 HeadOf = Callable[[int, int, int], int]
@@ -266,21 +266,5 @@ def _sums(parts: list[Values]) -> Values:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    args = parser.parse_args()
-    started, seed = time.perf_counter(), args.seed
-    while time.perf_counter() < started + args.seconds:
-        try:
-            RanksWorld(seed).run()
-        except Exception as error:
-            raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}") from error
-        seed += 1
-    took = time.perf_counter() - started
-    print(f"{seed - args.seed} schedules, {(seed - args.seed) / took:.0f} a second, no fault")
-
-
 if __name__ == "__main__":
-    main()
+    run_for_seconds(RanksWorld, __doc__)

@@ -7,20 +7,23 @@ all steps with it, and may never come back. Some requests kill each device that 
 the tokens that its request has alone.
 """
 
-import argparse
 import random
-import time
 from collections import Counter, deque
+from typing import Any
 
 from trouper.actors.executor.devices.simulated import SimulatedDevice, simulated_tokens
 from trouper.actors.messages.controls import Pause
-from trouper.actors.messages.plans import Sampling, StepPlan
+from trouper.actors.messages.plans import Sampling
 from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.results import DeviceLost, StepFailed
+from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.replicas import Replicas
+from trouper.actors.scheduling.sequence_table import Shared
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import SamplingParams
+
+from .seconds import run_for_seconds
 
 VOCABULARY = 40
 MAX_TURNS = 20_000  # of one schedule; the longest that ends takes a tenth of them
@@ -52,14 +55,14 @@ class Scenario:
             enable_prefix_caching=dice.random() < 0.7,
         )
         self.num_blocks = dice.choice((longest // self.block_size + 1, 60))
-        self.requests = [self._request(10 * i) for i in range(dice.randint(1, 14))]
+        self.requests: list[Any] = [self.request(10 * i) for i in range(dice.randint(1, 14))]
         self.leaving = {r.id for r in self.requests if dice.random() < 0.2}
         num_killers = dice.choice((0, 0, 1, 1, 2))
         self.killers = {
             r.id for r in dice.sample(self.requests, min(num_killers, len(self.requests)))
         }
 
-    def _request(self, id: int) -> Admit:
+    def request(self, id: int) -> Any:
         dice = self.dice
         prompt = [dice.randrange(3)] * dice.choice((0, 0, 6)) + [
             dice.randrange(VOCABULARY) for _ in range(dice.randint(1, 12))
@@ -90,50 +93,51 @@ class Scenario:
         return simulated_tokens(request.prompt_token_ids, sampling, num_tokens, VOCABULARY)
 
 
-def suspects(policy: Policy) -> set[int]:
-    """Requests that a search is about."""
-    return {suspect.sequence.request.admit.id for suspect in policy._quarantine._suspects}
-
-
-def is_available(policy: Policy) -> bool:
-    """Whether a replica would plan a new request."""
-    return not policy.is_device_lost and not suspects(policy)
-
-
 class ReplicasWorld:
-    """Runs a scenario to its end.
+    """Runs a scenario to its end.  What is told of a policy here is read from its state, not asked of it.
 
     Raises:
         SimulationFault: a wrong, lost or doubled token, an end too many, a request in two places or in none, a plan that
             must not be, a replica that must not be chosen, a bystander's end, or a deadlock.
     """
 
+    scenario_class: type[Scenario] = Scenario
+
     def __init__(self, seed: int) -> None:
-        self._scenario = scenario = Scenario(seed)
+        self._scenario = scenario = self.scenario_class(seed)
         self._dice = scenario.dice
-        self.replicas = Replicas(
-            scenario.config, scenario.num_replicas, scenario.num_blocks, scenario.block_size
-        )
-        self._devices = [self._device() for _ in self.policies]
-        self._plans: list[deque[StepPlan]] = [deque() for _ in self.policies]
+        self.replicas = self.make_replicas()
+        self._devices = [self.make_device() for _ in self.policies]
+        self._plans: list[deque[Any]] = [deque() for _ in self.policies]
         self._to_admit = deque(scenario.requests)
         self._to_leave = {id: scenario.dice.choice(("abort", "stop")) for id in scenario.leaving}
-        self._admitted: dict[int, Admit] = {}
-        self._outputs: dict[int, list[int]] = {}
+        self._admitted: dict[int, Any] = {}
+        self._outputs: dict[int, Any] = {}
         self._ends: dict[int, str] = {}
         self._errors: dict[int, str] = {}
         self._stopped: set[int] = set()
         self._killed_by: dict[int, set[int]] = {id: set() for id in scenario.killers}
         self._failed: set[int] = set()  # replicas, for good
         self._given_up: set[int] = set()  # in question when they failed
-        self._is_paused = False
+        self.pause = Pause.NONE
         self.num_losses = self.num_moves = 0
 
     @property
-    def policies(self) -> tuple[Policy, ...]:
+    def policies(self) -> tuple[Any, ...]:
         return self.replicas.policies
 
-    def _device(self) -> SimulatedDevice:
+    def make_replicas(self) -> Replicas[Any, Any]:
+        scenario, shared = self._scenario, Shared()
+        config, size = scenario.config, scenario.block_size
+        policies = [
+            Policy(
+                config, KVBlocks(scenario.num_blocks, size, config.enable_prefix_caching), shared
+            )
+            for _ in range(scenario.num_replicas)
+        ]
+        return Replicas(policies, config.max_num_scheduled_tokens, size)
+
+    def make_device(self) -> Any:
         scenario = self._scenario
         return SimulatedDevice(
             scenario.num_blocks,
@@ -141,6 +145,22 @@ class ReplicasWorld:
             VOCABULARY,
             scenario.config.max_steps_in_flight,
         )
+
+    def held(self, policy: Any) -> set[int]:
+        """Requests that have not ended there."""
+        return set(policy.table.requests)
+
+    def suspects(self, policy: Any) -> set[int]:
+        """Requests that a search is about."""
+        return {suspect.sequence.request.admit.id for suspect in policy._quarantine._suspects}
+
+    def owners(self, policy: Any) -> set[int]:
+        """Requests of the eldest plan."""
+        return {entry[0].request.admit.id for entry in policy.in_flight[0].entries}
+
+    def is_available(self, policy: Any) -> bool:
+        """Whether a replica would plan a new request."""
+        return not policy.is_device_lost and not self.suspects(policy)
 
     def run(self) -> None:
         for _ in range(MAX_TURNS):
@@ -173,7 +193,7 @@ class ReplicasWorld:
             id = self._dice.choice(leaving)
             if self._to_leave.pop(id) == "abort":
                 self.replicas.abort(id)
-                if any(id in policy.table.requests for policy in self.policies):
+                if any(id in self.held(policy) for policy in self.policies):
                     raise SimulationFault(f"{id} goes on after its abort")
             else:
                 sequences = [id + i for i in range(self._admitted[id].params.n)]
@@ -182,15 +202,15 @@ class ReplicasWorld:
             self._take_outputs()
         return is_waiting
 
-    def _check_choice(self, request: Admit) -> None:
-        place = [r for r, p in enumerate(self.policies) if request.id in p.table.requests]
+    def _check_choice(self, request: Any) -> None:
+        place = [r for r, p in enumerate(self.policies) if request.id in self.held(p)]
         if not place:  # it has ended at once
             return
         (replica,) = place
         living = [r for r in range(len(self.policies)) if r not in self._failed]
         if replica not in living:
             raise SimulationFault(f"{request.id} was given to {replica}, which has failed")
-        available = [r for r, p in enumerate(self.policies) if is_available(p)]
+        available = [r for r, p in enumerate(self.policies) if self.is_available(p)]
         if available and replica not in available:
             raise SimulationFault(f"{request.id} was given to {replica}, which is not available")
         candidates, rank = available or living, request.data_parallel_rank
@@ -198,18 +218,24 @@ class ReplicasWorld:
             raise SimulationFault(f"{request.id} was not given to the replica it names")
 
     def _controls(self) -> bool:
-        was_paused = self._is_paused
-        if self._is_paused or self._dice.random() < self._scenario.pause_share:
-            self._is_paused = not self._is_paused
-            self.replicas.set_pause(Pause.ALL if self._is_paused else Pause.NONE)
+        was_paused = self.pause is not Pause.NONE
+        if was_paused or self._dice.random() < self._scenario.pause_share:
+            self.set_pause(Pause.NONE if was_paused else Pause.ALL)
             if self._dice.random() < 0.3:
                 self.replicas.preempt_all()
             if self._dice.random() < 0.3:
-                before = [policy.blocks.prefixes() for policy in self.policies]
-                is_refused = not self.replicas.reset_prefix_cache()
-                if is_refused and before != [p.blocks.prefixes() for p in self.policies]:
-                    raise SimulationFault("a reset that was refused has forgotten prefixes")
-        return was_paused or self._is_paused
+                self.reset_prefix_cache()
+        return was_paused or self.pause is not Pause.NONE
+
+    def set_pause(self, pause: Pause) -> None:
+        self.pause = pause
+        self.replicas.set_pause(pause)
+
+    def reset_prefix_cache(self) -> None:
+        before = [policy.blocks.prefixes() for policy in self.policies]
+        is_refused = not self.replicas.reset_prefix_cache()
+        if is_refused and before != [p.blocks.prefixes() for p in self.policies]:
+            raise SimulationFault("a reset that was refused has forgotten prefixes")
 
     def _plan(self, replica: int) -> bool:
         policy = self.policies[replica]
@@ -219,18 +245,21 @@ class ReplicasWorld:
         self._check_places()
         if plan is None:
             return False
-        if policy.is_device_lost or self._is_paused:
+        if policy.is_device_lost or self.pause is Pause.ALL:
             raise SimulationFault(f"a plan while lost or paused: {plan}")
         self._plans[replica].append(plan)
+        self.note_plan(replica, plan)
         return True
+
+    def note_plan(self, replica: int, plan: Any) -> None:
+        """Look at a plan that has just been made."""
 
     def _answer(self, replica: int) -> bool:
         """Compute the eldest plan, or die of it."""
         plans, policy = self._plans[replica], self.policies[replica]
         if not plans:
             return False
-        owners = {entry[0].request.admit.id for entry in policy.in_flight[0].entries}
-        killers = owners & self._killed_by.keys()
+        killers = self.owners(policy) & self._killed_by.keys()
         if killers:
             for id in killers:
                 self._killed_by[id].add(replica)
@@ -253,14 +282,14 @@ class ReplicasWorld:
         return False
 
     def _lose(self, replica: int, loss: DeviceLost) -> None:
-        before = set(self.policies[replica].table.requests)
+        before = self.held(self.policies[replica])
         self.num_losses += 1
         self._plans[replica].clear()
-        self._devices[replica] = self._device()
+        self._devices[replica] = self.make_device()
         self.policies[replica].lose_device(loss)
         self.replicas.note_loss(replica)
         self.replicas.note_change(replica)
-        self.num_moves += len(before - set(self.policies[replica].table.requests))
+        self.num_moves += len(before - self.held(self.policies[replica]))
         self._take_outputs()
         self._check_places()
 
@@ -271,12 +300,12 @@ class ReplicasWorld:
         has_others = len(self._failed) + 1 < len(self.policies)
         if has_others and self._dice.random() < self._scenario.fail_share:
             self._failed.add(replica)
-            self._given_up |= suspects(policy)
+            self._given_up |= self.suspects(policy)
             policy.fail_device("spent")
             self.replicas.note_failure(replica)
             self._take_outputs()
-            if policy.table.requests:
-                raise SimulationFault(f"{policy.table.requests} wait for what never comes back")
+            if waits := self.held(policy):
+                raise SimulationFault(f"{waits} wait for what never comes back")
         elif self._dice.random() < self._scenario.return_share:
             policy.return_device()
             self.replicas.rebalance()
@@ -285,49 +314,59 @@ class ReplicasWorld:
 
     def _check_places(self) -> None:
         """Each unfinished request has one place; none waits for a lost replica while another would take it."""
-        places = Counter(id for policy in self.policies for id in policy.table.requests)
+        places = Counter(id for policy in self.policies for id in self.held(policy))
         wrong = [id for id, num in places.items() if num != 1]
         ended = {id - id % 10 for id in self._ends}
         lost = [id for id in self._admitted if id not in places and id not in ended]
         lost = [id for id in lost if not {id + i for i in range(3)} & self._stopped]
         if wrong or lost:
             raise SimulationFault(f"in two places: {wrong}, in none: {lost}")
-        if any(is_available(policy) for policy in self.policies):
+        if any(self.is_available(policy) for policy in self.policies):
             for policy in self.policies:
-                waits = policy.table.requests.keys() - suspects(policy)
+                waits = self.held(policy) - self.suspects(policy)
                 if policy.is_device_lost and waits:
                     raise SimulationFault(f"{waits} wait for a lost replica")
 
     def _take_outputs(self) -> None:
         news = self.replicas.take_outputs()
         for entry in news.sequences if news else ():
-            if entry.id in self._ends or entry.id in self._stopped:
-                raise SimulationFault(f"an output of {entry.id} after its end")
+            self._check_open(entry.id)
             self._outputs.setdefault(entry.id, []).extend(entry.token_ids)
             if entry.finish_reason is not None:
                 self._ends[entry.id] = entry.finish_reason
                 self._errors[entry.id] = entry.error or ""
 
+    def _check_open(self, id: int) -> None:
+        if id in self._ends or id in self._stopped:
+            raise SimulationFault(f"an output of {id} after its end")
+
     def _check_end(self) -> None:
         scenario = self._scenario
         for request in scenario.requests:
-            for index in range(request.params.n):
-                self._check_sequence(request, index)
+            self.check_request(request)
         for id, replicas in self._killed_by.items():
             if len(replicas) > len(self._killed_by):  # a verdict frees the other suspects
                 raise SimulationFault(f"{id} has killed {replicas}")
         for policy in self.policies:
-            if policy.num_unfinished or policy.blocks.num_free != policy.blocks.num_usable:
-                raise SimulationFault(f"something is left: {policy}")
-            if policy.table.waiting.ids or policy.table.num_deferred:
-                raise SimulationFault(f"something waits: {policy.table.waiting.ids}")
+            self.check_empty(policy)
 
-    def _check_sequence(self, request: Admit, index: int) -> None:
-        id = request.id + index
-        found, wanted = self._outputs.get(id, []), self._scenario.expected(request, index)
-        reason = self._ends.get(id, "stop" if id in self._stopped else None)
-        if found != (wanted if reason == "length" else wanted[: len(found)]):
-            raise SimulationFault(f"sequence {id} got {found}, not {wanted}")
+    def check_empty(self, policy: Any) -> None:
+        if policy.num_unfinished or policy.blocks.num_free != policy.blocks.num_usable:
+            raise SimulationFault(f"something is left: {policy}")
+        if policy.table.waiting.ids or policy.table.num_deferred:
+            raise SimulationFault(f"something waits: {policy.table.waiting.ids}")
+
+    def check_request(self, request: Any) -> None:
+        for index in range(request.params.n):
+            id = request.id + index
+            found, wanted = self._outputs.get(id, []), self._scenario.expected(request, index)
+            reason = self._ends.get(id, "stop" if id in self._stopped else None)
+            if found != (wanted if reason == "length" else wanted[: len(found)]):
+                raise SimulationFault(f"sequence {id} got {found}, not {wanted}")
+            self._check_reason(request, id, reason)
+
+    def _check_reason(self, request: Any, id: int, reason: str | None) -> None:
+        """It ended as it should, was left by its client, or was in question."""
         may_leave = request.id in self._scenario.leaving
         if self._errors.get(id, "").startswith("device_failed") and request.id in self._given_up:
             return
@@ -338,21 +377,5 @@ class ReplicasWorld:
             raise SimulationFault(f"sequence {id} ended with {reason}: {self._errors.get(id)}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    args = parser.parse_args()
-    started, seed = time.perf_counter(), args.seed
-    while time.perf_counter() < started + args.seconds:
-        try:
-            ReplicasWorld(seed).run()
-        except Exception as error:
-            raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}") from error
-        seed += 1
-    took = time.perf_counter() - started
-    print(f"{seed - args.seed} schedules, {(seed - args.seed) / took:.0f} a second, no fault")
-
-
 if __name__ == "__main__":
-    main()
+    run_for_seconds(ReplicasWorld, __doc__)

@@ -7,9 +7,7 @@ model does: a value of each position, a hash of the stage's salt, of what the po
 last stage's value is the token. So a wrong hidden state, or an id in a row that is not its own, changes what clients get.
 """
 
-import argparse
 import random
-import time
 from collections import deque
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -24,6 +22,8 @@ from trouper.actors.stages import Feedback, is_due, num_ring_entries, sends_toke
 from trouper.config.resolve import SchedulerConfig
 from trouper.config.stages import max_steps_in_flight
 from trouper.params import SamplingParams
+
+from .seconds import run_for_seconds
 
 VOCABULARY = 1000
 MAX_TURNS = 20_000  # of one schedule; the longest that ends takes a tenth of them
@@ -360,21 +360,5 @@ class StagesWorld:
             raise SimulationFault(f"blocks are left: {blocks}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    args = parser.parse_args()
-    started, seed = time.perf_counter(), args.seed
-    while time.perf_counter() < started + args.seconds:
-        try:
-            StagesWorld(seed).run()
-        except Exception as error:
-            raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}") from error
-        seed += 1
-    took = time.perf_counter() - started
-    print(f"{seed - args.seed} schedules, {(seed - args.seed) / took:.0f} a second, no fault")
-
-
 if __name__ == "__main__":
-    main()
+    run_for_seconds(StagesWorld, __doc__)

@@ -3,12 +3,15 @@
 from contextlib import asynccontextmanager
 
 import anyio.lowlevel
+import trio
 
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.simulated import Conditions, SimulatedDevice, simulated_tokens
 from trouper.actors.messages.plans import Sampling
+from trouper.actors.messages.results import DeviceLost
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import EngineConfig, SchedulerConfig
+from trouper.errors import RetryableRequestError
 
 VOCAB_SIZE = 97
 STEP_S = 0.01
@@ -20,6 +23,43 @@ class InlineThreads:
     async def run(self, function, *args):
         await anyio.lowlevel.checkpoint()
         return function(*args)
+
+
+class Losable:
+    """The part of a simulated device that can be lost and come back, in trio's virtual time."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.calls, self.refused, self.hangs = [], set(), set()
+        self._events = []
+        self.num_steps = 0
+
+    async def receive(self):
+        with trio.CancelScope() as waiting:
+            self._waiting = waiting
+            if not self._events:
+                done = await super().receive()
+                self.num_steps += 1
+                return done
+        event = self._events.pop(0)
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    def tell(self, event):
+        if isinstance(event, DeviceLost):
+            self._queue.clear()
+            self._forget()
+        self._events.append(event)
+        self._waiting.cancel()
+
+    async def call(self, method, *args):
+        self.calls.append(method)
+        if method in self.hangs:
+            await trio.sleep_forever()
+        if method in self.refused:
+            raise RetryableRequestError("device_restarting: it is being started again")
+        return await super().call(method, *args) if method in ("sleep", "wake", "probe") else None
 
 
 def engine_config(**scheduler) -> EngineConfig:

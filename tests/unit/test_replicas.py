@@ -23,47 +23,15 @@ from trouper.errors import (
 )
 from trouper.params import SamplingParams
 
-from .engines import STEP_S, VOCAB_SIZE, InlineThreads, engine_config, expected
+from .engines import STEP_S, VOCAB_SIZE, InlineThreads, Losable, engine_config, expected
 
 pytestmark = pytest.mark.trio
 
 
-class Replica(SimulatedDevice):
-    """A simulated device that can be lost and come back."""
-
+class Replica(Losable, SimulatedDevice):
     def __init__(self, config, conditions=None):
         credits = config.scheduler.max_steps_in_flight
         super().__init__(65, 4, VOCAB_SIZE, credits, conditions or Conditions(STEP_S))
-        self.calls, self.refused, self.hangs = [], set(), set()
-        self._events, self._has_event = [], trio.Event()
-        self.num_steps = 0
-
-    async def receive(self):
-        with trio.CancelScope() as waiting:
-            self._waiting = waiting
-            if not self._events:
-                done = await super().receive()
-                self.num_steps += 1
-                return done
-        event = self._events.pop(0)
-        if isinstance(event, Exception):
-            raise event
-        return event
-
-    def tell(self, event):
-        if isinstance(event, DeviceLost):
-            self._queue.clear()
-            self._forget()
-        self._events.append(event)
-        self._waiting.cancel()
-
-    async def call(self, method, *args):
-        self.calls.append(method)
-        if method in self.hangs:
-            await trio.sleep_forever()
-        if method in self.refused:
-            raise RetryableRequestError("device_restarting: it is being started again")
-        return await super().call(method, *args) if method in ("sleep", "wake", "probe") else None
 
 
 @asynccontextmanager
@@ -431,6 +399,8 @@ async def test_the_sum_of_replicas_counts_adapters_once(autojump_clock):
 
 async def test_replicas_are_resolved_into_processes():
     assert resolve(EngineArgs()).data_parallel_size == 1
+    pooling = resolve(EngineArgs(data_parallel_size=2, runner="pooling"))
+    assert (pooling.device_worker, pooling.num_workers) == ("process", 2)
     config = resolve(EngineArgs(data_parallel_size=3, pipeline_parallel_size=2))
     assert (config.data_parallel_size, config.device_worker, config.num_workers) == (
         3,
@@ -446,7 +416,8 @@ async def test_replicas_are_resolved_into_processes():
         ({"data_parallel_size": 65}, TrouperValidationError, "data_parallel_size", "at most 64"),
         ({"data_parallel_size": 1.5}, TrouperValidationError, "data_parallel_size", "integer"),
         ({"data_parallel_size": 2, "device_worker": "inline"}, TrouperValidationError, "device_worker", "inline"),
-        ({"data_parallel_size": 2, "runner": "pooling"}, UnsupportedFeatureError, "data_parallel_size", "pools"),
+        ({"pipeline_parallel_size": 2, "runner": "pooling"}, UnsupportedFeatureError, "pipeline_parallel_size", "pools"),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2, "runner": "pooling"}, UnsupportedFeatureError, "tensor_parallel_size", "pools"),
     ],
 )  # fmt: skip
 async def test_a_wish_that_cannot_be_met_is_refused(options, error, parameter, words):

@@ -336,7 +336,7 @@ def _check_workers(
     if number == 1:
         return number
     missing = (
-        "not of a model that pools" if pooler is not None
+        "not of a model that pools" if pooler is not None and name != "data_parallel_size"
         else "not on a GPU yet; device='cpu' has it" if device == "cuda"
         else "not on this system, which has no memory files" if not hasattr(os, "memfd_create")
         else None

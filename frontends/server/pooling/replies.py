@@ -25,6 +25,7 @@ class PoolingServeContext(NamedTuple):
     pooling_params: PoolingParams
     options: dict[str, Any]  # of tokenisation
     priority: int
+    data_parallel_rank: int | None
     id: str
     model: str
     created: int

@@ -14,11 +14,13 @@ from typing import Any, cast
 import anyio
 import anyio.to_thread
 
+from trouper.actors.engine.placement import check_place
 from trouper.config.pooler import PoolerSpec
 from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.python.scoring import Pooled, PoolingGeneration, Scorer, as_pairs, collect
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat_prompt import chat_prompt
+from trouper.frontends.server.openai.placement import read_placement
 from trouper.frontends.server.pooling.encodings import COHERE_TYPES, Encoding
 from trouper.frontends.server.pooling.replies import (
     PoolingServeContext,
@@ -199,6 +201,10 @@ def _context(
     model = service.check_model(request.model)
     context.name_by(request.request_id)
     priority = service.size(context, len(prompts), 1, 1, request.priority or 0)
+    placement = read_placement(
+        context, None
+    )  # no cache makes it worth while to keep a session together
+    check_place(*placement, service.config.data_parallel_size)
     names = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
     return PoolingServeContext(
         prompts=prompts,
@@ -206,6 +212,7 @@ def _context(
         pooling_params=params,
         options={n: getattr(request, n) for n in names if getattr(request, n) is not None},
         priority=priority,
+        data_parallel_rank=placement.data_parallel_rank,
         id=f"{prefix}-{context.request_id}",
         model=model,
         created=int(time.time()),
@@ -255,6 +262,7 @@ async def _encode(
             f"{context.id}-{i}",
             priority=serving.priority,
             tokenization_kwargs=serving.options,
+            data_parallel_rank=serving.data_parallel_rank,
         )
         for i, prompt in enumerate(serving.prompts)
     )
@@ -279,6 +287,7 @@ async def _score(
         params,
         name=context.id,
         priority=serving.priority,
+        data_parallel_rank=serving.data_parallel_rank,
         options=serving.options,
         run=partial(_run_listed, service, context),
         max_tokens_per_query=_most(request, "max_tokens_per_query"),
