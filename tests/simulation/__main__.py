@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .bugs import BUGS
-from .crew_scenario import CrewScenario, draw_crew
+from .crew_scenario import CrewScenario, draw_crew, draw_with_runs
 from .explore import Exploration, cancel_everywhere, num_schedules_until_found
 from .pooling_scenario import PoolingScenario, draw_pooling
 from .run import simulate
@@ -29,6 +29,7 @@ KINDS = {
     "generate": Kind(Scenario, draw),
     "pooling": Kind(PoolingScenario, draw_pooling),
     "crew": Kind(CrewScenario, draw_crew),
+    "runs": Kind(CrewScenario, draw_with_runs),
 }
 
 
@@ -42,6 +43,10 @@ def main() -> int:
     kinds.add_argument(
         "--crew", dest="kind", action="store_const", const="crew",
         help="an engine whose device is a worker process that may die",
+    )  # fmt: skip
+    kinds.add_argument(
+        "--runs", dest="kind", action="store_const", const="runs",
+        help="an engine whose worker dies in steps that accept several drafts",
     )  # fmt: skip
     parser.set_defaults(kind="generate")
     parser.add_argument("--seed", type=int, help="the first seed; random by default")

@@ -32,7 +32,7 @@ from trouper.actors.scheduling.sequences import Sequence
 from trouper.actors.scheduling.step_builder import StepBuilder
 from trouper.errors import EngineDeadError
 
-from .scenario import draw
+from .scenario import draw, draw_with_drafts
 
 Faulty = Callable[..., Any]
 Made = Callable[[Any], Faulty]
@@ -276,12 +276,6 @@ def stop_reason_of_eos_is_its_id(right):
 # Drafts
 
 
-def draw_with_drafts(seed: int) -> Any:
-    scenario = draw(seed)
-    num_drafts = scenario.num_drafts or 3
-    return msgspec.structs.replace(scenario, num_drafts=num_drafts, steps_in_flight=1)
-
-
 @bug(Running, "register", draw_with_drafts)
 def unaccepted_drafts_are_offered_as_prefix(right):
     def faulty(self, sequence):
@@ -305,6 +299,31 @@ def all_drafts_count_as_computed(right):
                 rest = num + 1 - len(done.token_ids[i])
                 sequence.num_computed += rest
                 sequence.num_computed_on_device += rest
+
+    return faulty
+
+
+@bug(Policy, "apply", draw_with_drafts)
+def a_run_counts_one_token_too_many(right):
+    return miscounted(right, 1)
+
+
+@bug(Policy, "apply", draw_with_drafts)
+def a_run_counts_one_token_too_few(right):
+    return miscounted(right, -1)
+
+
+def miscounted(right: Faulty, error: int) -> Faulty:
+    """Make an `apply` after which what is computed of a sequence that took several tokens is wrong by `error`."""
+
+    def faulty(self, done):
+        entries = self.in_flight[0].entries
+        right(self, done)
+        for entry, token_ids in zip(entries, done.token_ids, strict=True):
+            sequence = entry[0]
+            if len(token_ids) > 1 and sequence.request_slot >= 0:
+                sequence.num_computed += error
+                sequence.num_computed_on_device += error
 
     return faulty
 

@@ -15,7 +15,7 @@ from trouper.actors.scheduling.quarantine import Quarantine
 from trouper.actors.scheduling.running import Running
 
 from .bugs import bug
-from .crew_scenario import draw_crew, draw_slow_steps, draw_with_killer
+from .crew_scenario import draw_crew, draw_slow_steps, draw_with_killer, draw_with_runs
 
 NAMES: list[str] = []  # of the bugs in this file
 
@@ -141,6 +141,22 @@ def steps_in_flight_not_voided(right):
         num_losses = right(self, loss)
         self.in_flight.extend(kept)
         return num_losses
+
+    return faulty
+
+
+@crew_bug(Policy, "apply", draw_with_runs)
+def a_run_is_taken_again_after_a_restart(right):
+    def faulty(self, done):
+        entries = self.in_flight[0].entries
+        right(self, done)
+        runs, num_lost = self.__dict__.setdefault("runs", {}), self.table.running.num_lost_tokens
+        for (sequence, *_), token_ids in zip(entries, done.token_ids, strict=True):
+            before, run = runs.pop(sequence.id, (num_lost, ()))
+            if before < num_lost and sequence.id in self.table.running:
+                self.table.append(sequence, run, ())
+            if len(token_ids) > 1:
+                runs[sequence.id] = num_lost, token_ids
 
     return faulty
 

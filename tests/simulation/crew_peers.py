@@ -108,7 +108,6 @@ class SimPeer:
         self._dice = dice
         self._frames = FrameReader()
         self._out: deque[Piece] = deque()
-        self._num_written = 0
         self._changed = trio.Event()
         self.begun_s = self._free_at = self._last_s = anyio.current_time()
         self.died_s = self.begun_s + fate.at if fate.end == "time" else NEVER
@@ -117,7 +116,8 @@ class SimPeer:
         self.is_misbehaving = False  # may be killed for it
         self.is_ended = self.was_killed = False
         self.model: WorkerModel | None = None
-        self.num_plans = self.num_calls = 0
+        self.num_plans = self.num_calls = self.num_runs = 0
+        self._room = fate.at if fate.end == "byte" else NEVER  # bytes that it lives to write
         self.unanswered: deque[int] = deque()  # steps sent and not answered by a whole frame
         self.num_answers = self.num_handed_out = 0
 
@@ -200,10 +200,30 @@ class SimPeer:
         self._free_at += seconds
         sampled = self.model.sampled(plan, answer) if isinstance(answer, StepDone) else []
         self.world.note_sampled(plan.step, sampled)
-        self._write(answer)
+        if isinstance(answer, StepDone) and any(len(run) > 1 for run in answer.token_ids):
+            self._answer_run(answer)
+        else:
+            self._write(answer)
         if self.fate.end == "doubled" and number == self.fate.at:
             self.is_misbehaving = True
             self._write(answer)
+
+    def _answer_run(self, answer: StepDone) -> None:
+        """Write the answer of a step in which some sequence takes several tokens, unless the worker dies of it."""
+        number, self.num_runs = self.num_runs, self.num_runs + 1
+        if self.fate.end != "run" or number != self.fate.at:
+            self._write(answer)
+            return
+        self.world.ends_of_runs[self.fate.place] += 1
+        match self.fate.place:
+            case "before":
+                self._die(self._free_at, self.fate.status)
+            case "within":
+                self._room = self._dice.randrange(1, 12)  # less than any such answer
+                self._write(answer)
+            case "behind":
+                self._write(answer)
+                self._die(self._last_s, self.fate.status)
 
     def _misbehave(self, plan: StepPlan, seconds: float) -> bool:
         """Whether the step ends the worker."""
@@ -266,10 +286,7 @@ class SimPeer:
     def _append(self, data: bytes, file: int | None, answers: int | None) -> None:
         at_s = max(self._free_at, self._last_s)
         files = [] if file is None else [file]
-        room = NEVER
-        if self.fate.end == "byte":
-            room = max(0, int(self.fate.at) - self._num_written)
-        self._num_written += len(data)
+        room, self._room = self._room, max(0, self._room - len(data))
         is_cut = self._dice.random() < self.world.scenario.cut_rate
         cut = self._dice.randrange(1, len(data)) if is_cut else len(data)
         parts = [Piece(at_s, data[:cut], files, None if is_cut else answers)]

@@ -5,12 +5,12 @@ from typing import Literal
 
 import msgspec
 
-from .scenario import STEP_S, Dice, Operation, Scenario, draw_with, streams_of
+from .scenario import DRAFTERS, STEP_S, Dice, Operation, Scenario, draw_with, streams_of
 
 SIGKILL, SIGSEGV = -9, -11
 End = Literal[
     "never", "byte", "step", "time", "call", "close",
-    "hang", "garbage", "doubled", "broken", "memory",
+    "hang", "garbage", "doubled", "broken", "memory", "run",
 ]  # fmt: skip
 
 ENDS: tuple[End, ...] = (  # as often as they are drawn
@@ -20,10 +20,15 @@ ENDS: tuple[End, ...] = (  # as often as they are drawn
 
 
 class Fate(msgspec.Struct, kw_only=True):
-    """What becomes of one incarnation.  `at` counts what `end` names: bytes written, plans, seconds, calls."""
+    """What becomes of one incarnation.  `at` counts what `end` names: bytes written, plans, seconds, calls.
+
+    "run" counts the answers in which some sequence takes several tokens; it dies before it writes such a one, after some
+    of its bytes, or when the last is written.
+    """
 
     end: End = "never"
     at: float = 0
+    place: Literal["before", "within", "behind"] = "before"  # of a run
     status: int = SIGSEGV
     is_out_of_memory: bool = False
     load_s: float = 0.0
@@ -64,6 +69,29 @@ def draw_with_killer(seed: int) -> CrewScenario:
     if not scenario.killers:
         scenario.killers = draw_killers(random.Random(seed), len(scenario.clients))
     scenario.max_restarts = max(2, scenario.max_restarts)
+    return scenario
+
+
+def draw_with_runs(seed: int) -> CrewScenario:
+    """One whose steps verify drafts, and whose workers die in steps that yield several tokens of a sequence."""
+    scenario, dice = draw_crew(seed), random.Random(f"{seed}:runs")
+    scenario.num_drafts = scenario.num_drafts or dice.choice((1, 3, 7))
+    scenario.drafters = dice.choice(DRAFTERS)
+    scenario.max_num_seqs = min(scenario.max_num_seqs, 4)  # of eight, few steps verify any
+    scenario.token_budget = max(scenario.token_budget, 2 * scenario.max_num_seqs)
+    scenario.fates = tuple(
+        Fate(
+            end="run",
+            at=dice.choice((0, 0, 1, 2, dice.randrange(6))),
+            place=dice.choice(("before", "within", "behind")),
+            status=dice.choice((SIGKILL, SIGSEGV, 1)),
+            load_s=dice.choice((0.0, 0.0, STEP_S)),
+        )
+        for _ in range(dice.choice((1, 2, 3, 3)))
+    )
+    scenario.max_restarts = max(3, scenario.max_restarts)
+    if dice.random() < 0.7:
+        scenario.killers = ()
     return scenario
 
 

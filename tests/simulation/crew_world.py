@@ -1,6 +1,7 @@
 """A whole engine on a `ProcessDevice`, whose workers are simulated, under observation."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -79,6 +80,7 @@ class CrewWorld(World):
         self.num_suspects = 0  # sequences in the step of the last loss
         self.num_deadly = 0  # losses that a killer has caused
         self.is_lost = self.has_died = False
+        self.ends_of_runs: Counter[str] = Counter()  # by their place
         self.killers = {killer.client: killer.after for killer in self.scenario.killers}
 
     def make_device(self) -> Any:

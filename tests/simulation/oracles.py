@@ -177,6 +177,19 @@ def check_plan(world: Any, plan: Any, before: set[int]) -> None:
             allowed = 1 if case.is_finished and not case.was_aborted else 0
             require(case.num_late_plans <= allowed, "work for a request that has ended", case)
     check_overtaking(policy, before)
+    check_starts(world, plan)
+
+
+def check_starts(world: Any, plan: Any) -> None:
+    """A step goes on where the last one has come to with a slot, by drafts that were right as well; nothing is computed twice."""
+    if plan.step in world.slots:
+        return  # `plan` has called itself, at the end of a search
+    ends, new = world.ends, {sequence.request_slot for sequence in plan.new_sequences}
+    world.slots[plan.step] = plan.request_slots
+    entries = plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens
+    for slot, start, count in zip(*entries, strict=True):
+        require(slot in new or start == ends[slot], "computed twice or never", slot, start, ends)
+        ends[slot] = start + count
 
 
 def check_overtaking(policy: Policy, before: set[int]) -> None:

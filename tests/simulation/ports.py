@@ -61,6 +61,7 @@ class Trouble(Conditions):
         super().__init__(STEP_S)
         self._dice = dice
         self._weather = scenario.weather
+        self._scenario = scenario
         self._owners = owners
         self.failed_alone: set[SequenceId] = set()
         self.not_finite: dict[
@@ -92,6 +93,8 @@ class Trouble(Conditions):
         return StepError("poisoned" if is_poisoned else "a passing error", self._dice.randrange(4))
 
     def num_right(self, sequence: SequenceId, num_drafts: int) -> int:
+        if (drafters := self._scenario.drafters) != "mixed":
+            return num_drafts if drafters == "true" else 0
         return self._dice.choice((0, num_drafts, self._dice.randint(0, num_drafts)))
 
     def is_finite(self, sequence: SequenceId, position: int) -> bool:

@@ -11,7 +11,11 @@ import random
 from collections import Counter, deque
 from typing import Any
 
-from trouper.actors.executor.devices.simulated import SimulatedDevice, simulated_tokens
+from trouper.actors.executor.devices.simulated import (
+    Conditions,
+    SimulatedDevice,
+    simulated_tokens,
+)
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.plans import Sampling
 from trouper.actors.messages.requests import Admit
@@ -34,6 +38,17 @@ class SimulationFault(Exception):
     """The replicas did what they must not: the schedule that shows it is reproduced by its seed."""
 
 
+class Drafters(Conditions):
+    """Drafts of which as many are right as is drawn."""
+
+    def __init__(self, dice: random.Random) -> None:
+        super().__init__()
+        self._dice = dice
+
+    def num_right(self, sequence: int, num_drafts: int) -> int:
+        return self._dice.choice((0, num_drafts, self._dice.randint(0, num_drafts)))
+
+
 class Scenario:
     """Some replicas, with their requests."""
 
@@ -46,6 +61,8 @@ class Scenario:
         self.pause_share = dice.choice((0.0, 0.0, 0.05))
         self.block_size = dice.choice((2, 4))
         longest = 24
+        drafts = random.Random(f"{seed}:drafts")
+        self.drafters = Drafters(drafts)
         self.config = SchedulerConfig(
             max_model_len=longest,
             max_num_seqs=dice.choice((1, 2, 3, 8)),
@@ -53,6 +70,7 @@ class Scenario:
             policy=dice.choice(("priority", "fcfs")),
             max_steps_in_flight=dice.choice((1, 2)),
             enable_prefix_caching=dice.random() < 0.7,
+            num_speculative_tokens=drafts.choice((0, 0, 3, 7)),
         )
         self.num_blocks = dice.choice((longest // self.block_size + 1, 60))
         self.requests: list[Any] = [self.request(10 * i) for i in range(dice.randint(1, 14))]
@@ -144,6 +162,7 @@ class ReplicasWorld:
             scenario.block_size,
             VOCABULARY,
             scenario.config.max_steps_in_flight,
+            scenario.drafters,
         )
 
     def held(self, policy: Any) -> set[int]:

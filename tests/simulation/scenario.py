@@ -14,6 +14,8 @@ VOCAB_SIZE = 48
 EOS = 0
 STEP_S = 0.01
 Dice = Callable[[str], random.Random]
+Drafters = Literal["mixed", "true", "junk"]
+DRAFTERS: tuple[Drafters, ...] = ("mixed", "mixed", "true", "junk")  # as often as they are drawn
 
 
 class Wish(msgspec.Struct, kw_only=True):
@@ -99,6 +101,7 @@ class Scenario(msgspec.Struct, kw_only=True):
     prefix_caching: bool = True
     steps_in_flight: int = 2
     num_drafts: int = 0  # that a step may verify
+    drafters: Drafters = "mixed"  # of all sequences; mixed: each draft is right to a drawn length
     num_renderers: int = 1
     stream_interval: int = 1
     max_queued: int | None = None
@@ -109,6 +112,15 @@ class Scenario(msgspec.Struct, kw_only=True):
 def draw(seed: int) -> Scenario:
     """The scenario that a seed stands for."""
     return draw_with(streams_of(seed), seed=seed)
+
+
+def draw_with_drafts(seed: int) -> Scenario:
+    """One whose steps verify drafts, of drafters that know everything, nothing or some of it."""
+    scenario = draw(seed)
+    scenario.num_drafts = scenario.num_drafts or 3
+    scenario.drafters = streams_of(seed)("drafters").choice(DRAFTERS)
+    scenario.steps_in_flight = 1
+    return scenario
 
 
 def streams_of(seed: int) -> Dice:

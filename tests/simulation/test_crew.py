@@ -1,9 +1,11 @@
 """An engine whose worker process ends in every way that is drawn, and before each byte that it writes."""
 
+from collections import Counter
+
 import pytest
 
-from . import crew_bugs
-from .crew_scenario import Fate, draw_crew
+from . import crew_bugs, run
+from .crew_scenario import Fate, draw_crew, draw_with_runs
 from .explore import cancel_everywhere, explore_seeds, num_schedules_until_found
 from .run import simulate
 
@@ -33,6 +35,33 @@ def test_every_oracle_holds_while_workers_end():
 @pytest.mark.parametrize("first", range(1000, 3000, 250))
 def test_every_oracle_holds_under_many_ends(first):
     found = explore_seeds(range(first, first + 250), draw_crew)
+    assert found.broken is None, f"{found.where}: {found.broken}"
+
+
+def test_every_oracle_holds_while_workers_end_in_accepted_runs(monkeypatch):
+    """Each way to end in one, among aborts, preemptions, right drafts and wrong ones."""
+    worlds, make_world = [], run.make_world
+
+    def made(*args):
+        worlds.append(make_world(*args))
+        return worlds[-1]
+
+    monkeypatch.setattr(run, "make_world", made)
+    found = explore_seeds(range(150), draw_with_runs)
+    assert found.broken is None, f"{found.where}: {found.broken}"
+    ends = sum((world.ends_of_runs for world in worlds), Counter())
+    assert min(ends[place] for place in ("before", "within", "behind")) >= 10
+    statistics = [world.policy.statistics() for world in worlds if world.policy is not None]
+    num_accepted = sum(s.num_accepted_tokens for s in statistics)
+    assert 0 < num_accepted < sum(s.num_draft_tokens for s in statistics)
+    assert sum(s.num_preemptions for s in statistics) > sum(ends.values())
+    assert sum(case.was_aborted for world in worlds for case in world.cases) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 2000, 250))
+def test_every_oracle_holds_under_many_ends_of_runs(first):
+    found = explore_seeds(range(first, first + 250), draw_with_runs)
     assert found.broken is None, f"{found.where}: {found.broken}"
 
 

@@ -33,6 +33,8 @@ def test_schedules_end_with_the_tokens_that_each_request_has_alone():
     statistics = [policy.statistics() for world in worlds for policy in world.policies]
     assert any(s.num_preemptions for s in statistics)
     assert any(s.prefix_cache_hits for s in statistics)
+    assert sum(s.num_accepted_tokens for s in statistics) > 100
+    assert any(s.num_accepted_tokens < s.num_draft_tokens for s in statistics)
     assert sum(world.num_moves for world in worlds) > 50
 
 

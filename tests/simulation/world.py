@@ -15,6 +15,7 @@ from trouper.actors.engine.wiring import Engine, open_engine
 from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.requests import Admit, Render
+from trouper.actors.messages.results import StepDone
 from trouper.actors.rendering.text import Prompts
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import EngineConfig, SchedulerConfig
@@ -64,6 +65,8 @@ class World:
         self._cancelled_at = float("inf")
         self.broken: Exception | None = None
         self.num_steps = 0
+        self.slots: dict[int, tuple[int, ...]] = {}  # of the entries of each step in flight
+        self.ends: dict[int, int] = {}  # request slot -> how far the plans for it have come
         self._by_task: dict[Any, Case] = {}
         self._trace = hashlib.blake2b(digest_size=8)
 
@@ -152,6 +155,7 @@ class World:
         engine.requests.abort = partial(self._abort, engine.requests.abort)  # type: ignore[method-assign]
         policy.admit = partial(self._admit, policy.admit)  # type: ignore[method-assign]
         policy.plan = partial(self._plan, policy.plan)  # type: ignore[method-assign]
+        policy.apply = partial(self._apply, policy.apply)  # type: ignore[method-assign]
 
     def _open(
         self,
@@ -199,6 +203,12 @@ class World:
         if plan is not None:
             self._note(plan, before)
         return plan
+
+    def _apply(self, right: Callable[[Any], None], done: Any) -> None:
+        right(done)
+        if isinstance(done, StepDone):
+            for slot, run in zip(self.slots.pop(done.step), done.token_ids, strict=True):
+                self.ends[slot] += max(0, len(run) - 1)  # of drafts that were right
 
     def _note(self, plan: StepPlan, before: set[int]) -> None:
         self.num_steps += 1
