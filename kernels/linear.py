@@ -13,7 +13,8 @@ from torch import Tensor
 
 from trouper.kernels.reference.activation import activate
 
-Format = Literal["int4", "int8", "fp8"]  # of rounded weights; fp8 comes from checkpoints alone
+# Of rounded weights; fp4 (e2m1, as integers of twice the value) and fp8 come from checkpoints alone.
+Format = Literal["int4", "int8", "fp4", "fp8"]
 
 
 class LinearConfig(NamedTuple):

@@ -6,7 +6,7 @@
     compressed  bfloat16 where the machine has AVX512-BF16: 12 bits a weight (`cpu/linear/compressed.py`)
     native      bfloat16 that is not compressed, and float32 ("floats"), with AVX2 (`cpu/linear/dense.py`)
     split       float32 for many rows, with AMX (`cpu/linear/split_fp32.py`)
-    int8, int4  integers with scales for bfloat16, wherever kernels compile (`cpu/linear/integer.py`); elsewhere the
+    int8, int4, fp4  integers with scales for bfloat16, wherever kernels compile (`cpu/linear/integer.py`); elsewhere the
                 rounded weights in their own dtype, with no gain
     onednn      other shapes and machines (`cpu/linear/onednn.py`)
     plain       what oneDNN does not pack, and GPUs, where cuBLAS multiplies (`cpu/linear/plain.py`)
@@ -111,10 +111,10 @@ def choose_linear(
     is_bf16 = weight.dtype == torch.bfloat16 and weight.num_in % (2 * LANES) == 0
     is_fp32 = weight.dtype == torch.float32 and weight.num_in % LANES == 0
     if processor.can_compile and weight.num_out % LANES == 0:
-        if is_bf16 and (fmt := weight.fmt or config.quantization) in ("int4", "int8"):
-            from trouper.kernels.cpu.linear.integer import Int4Linear, Int8Linear
+        if is_bf16 and (fmt := weight.fmt or config.quantization) not in (None, "fp8"):
+            from trouper.kernels.cpu.linear.integer import INTEGER_LINEARS
 
-            return Int4Linear if fmt == "int4" else Int8Linear
+            return INTEGER_LINEARS[fmt]
         if processor.can_multiply and is_bf16:
             return _choose_bf16(processor, config)
         if processor.can_multiply and is_fp32:

@@ -9,6 +9,7 @@ Law: all of them give the same bits, as long as sums of two products of bytes st
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # llvmlite has no types.
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -45,6 +46,21 @@ class IntegerBuilder(VectorBuilder):
         u, s = self.as_i16x32(unsigned), self.as_i16x32(signed)
         low = (u & 0xFF) * (s << 8 >> 8)
         return low + (u >> 8 & 0xFF) * (s >> 8)
+
+    def lookup_bytes(self, table: Sequence[int], index: Value) -> Value:
+        """Return sixteen words whose bytes are entries of the table of sixteen, by the bytes 0 … 15 of `index`."""
+        wide = _vector(I8, LANES)
+        constant = Value(self, ir.Constant(wide, list(table) * 4))
+        if has_byte_pairs():
+            whole = "llvm.x86.avx512.pshuf.b.512" if has_wide_byte_pairs() else None
+            operands = [(constant, I8), (index, I8)]
+            return self.as_i32x16(self._by_halves(whole, "llvm.x86.avx2.pshuf.b", I8, operands))
+        b, found = self.builder, ir.Constant(wide, [0] * 4 * LANES)
+        here = b.bitcast(index.ir, wide)
+        for i, number in enumerate(table):
+            is_here = b.icmp_unsigned("==", here, ir.Constant(wide, [i] * 4 * LANES))
+            found = b.select(is_here, ir.Constant(wide, [number] * 4 * LANES), found)
+        return self.as_i32x16(Value(self, found))
 
     def word_dot(self, total: Value, a: Value, b: Value) -> Value:
         """Return total + the two products of each lane, of signed 16-bit integers."""

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-Format = Literal["int4", "int8", "fp8"]
-LIMITS: dict[Format, float] = {"int4": 127.0, "int8": 32767.0}
+Format = Literal["int4", "int8", "fp4", "fp8"]
+LIMITS: dict[Format, float] = {"int4": 127.0, "fp4": 127.0, "int8": 32767.0}
 SMALLEST = 1e-30
 
 
@@ -43,7 +43,7 @@ def row_group(weight_group: int) -> int:
 
 
 def quantize_rows_reference(x_TI: Tensor, fmt: Format, group: int) -> IntegerRows:
-    """Round rows to 8 bits beside int4, to 16 beside int8."""
+    """Round rows to 8 bits beside four of the weight, to 16 beside int8."""
     limit, groups = torch.tensor(LIMITS[fmt]), x_TI.float().unflatten(1, (-1, group))
     largest = groups.abs().amax(2, keepdim=True)  # not a number where one of the group is not
     is_finite = largest.isfinite()

@@ -5,7 +5,7 @@ import torch
 
 from trouper.kernels.cpu.linear.compressed import CompressedLinear
 from trouper.kernels.cpu.linear.dense import DenseLinear
-from trouper.kernels.cpu.linear.integer import Int4Linear, Int8Linear
+from trouper.kernels.cpu.linear.integer import Fp4Linear, Int4Linear, Int8Linear
 from trouper.kernels.cpu.linear.onednn import OneDNNLinear
 from trouper.kernels.cpu.linear.plain import PlainLinear
 from trouper.kernels.cpu.linear.split_fp32 import SplitLinear
@@ -55,6 +55,8 @@ def test_integers_of_a_checkpoint_stay_integers_where_they_can():
     for machine in (AVX512, AVX2, OLD):
         assert choose_linear(spec, machine, LinearConfig()) is Int4Linear
     assert choose_linear(spec, NOTHING, LinearConfig()) is PlainLinear
+    assert choose_linear(spec._replace(fmt="fp4"), AVX2, LinearConfig()) is Fp4Linear
+    assert choose_linear(spec._replace(fmt="fp8"), OLD, LinearConfig()) is PlainLinear
 
 
 @pytest.mark.parametrize(

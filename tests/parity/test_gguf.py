@@ -1,6 +1,7 @@
 """GGUF files: every type against the package `gguf`, whole models against folders of safetensors, and bad files."""
 
 import contextlib
+import itertools
 import os
 import struct
 from pathlib import Path
@@ -36,7 +37,7 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.cpu.linear.quantization import dequantized
 
 from .driver import Driver, engine_config, random_prompts
-from .test_architectures import LLAMA3, VOCAB, check_against, tiny_model
+from .test_architectures import LLAMA3, VOCAB, YARN, check_against, tiny_model
 
 SMOLLM2 = os.environ.get("TROUPER_SMOLLM2")
 needs_smollm2 = pytest.mark.skipif(not SMOLLM2, reason="TROUPER_SMOLLM2 names no file")
@@ -79,6 +80,13 @@ MIXED = {
         "Qwen3Moe", EXPERTS | {"moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 16},
         EXPERT_NUMBERS | {"expert_feed_forward_length": 32}),
     "olmoe": ("Olmoe", EXPERTS, EXPERT_NUMBERS),
+    "gpt-oss": (
+        "GptOss",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 16,
+         "rope_parameters": {**YARN, "truncate": False}},
+        EXPERT_NUMBERS | {
+            "expert_feed_forward_length": 96, "attention.sliding_window": 16, "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}),
 }  # fmt: skip
 
 
@@ -86,7 +94,8 @@ def write(path, arch="llama", tensors=(), numbers=None):
     """A small file; `numbers` adds to the sizes."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in (SIZES | (numbers or {})).items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        kinds = {float: writer.add_float32, str: writer.add_string, int: writer.add_uint32}
+        add = kinds[type(value)]
         add(f"{arch}.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -114,7 +123,7 @@ def permuted(rows, num_heads):
 def converted(model, path, arch, numbers=None, kind=None):
     """A model of transformers, saved in the same folder, as a GGUF file; matrices of `kind`, or as they are."""
     family, config, tensors = FAMILIES[arch], model.config, {}
-    for name, tensor in sorted(load_file(path.parent / "model.safetensors").items()):
+    for name, tensor in unstacked(load_file(path.parent / "model.safetensors")):
         array = tensor.float().numpy()
         if family.norm_offset and name.endswith("norm.weight"):
             array = array + np.float32(family.norm_offset)
@@ -129,11 +138,28 @@ def converted(model, path, arch, numbers=None, kind=None):
     return write(path, arch, [stored(*each, kind) for each in tensors.items()], numbers)
 
 
+def unstacked(tensors):
+    """Tensors by name; of gpt-oss's experts, which share a tensor and whose gate and up take turns, each part alone."""
+    for name, tensor in sorted(tensors.items()):
+        module, found, projection = name.partition(".experts.")
+        if not found or projection.count("."):
+            yield name, tensor
+            continue
+        kind = "bias" if projection.endswith("_bias") else "weight"
+        for i, part in enumerate(tensor):
+            rows = part.T if kind == "weight" else part
+            parts = {"down": rows}
+            if projection.startswith("gate_up"):
+                parts = {"gate": rows[::2], "up": rows[1::2]}
+            for which, x in parts.items():
+                yield f"{module}.experts.{i}.{which}_proj.{kind}", x.contiguous()
+
+
 def stored(name, parts, kind):
     """A tensor as converters write it: all experts in one, a single row as a vector."""
     array = parts[None] if None in parts else np.stack([parts[i] for i in range(len(parts))])
     array = array[0] if len(array) == 1 else array
-    given = kind if array.ndim > 1 else None
+    given = kind if array.ndim > 1 and not name.endswith(".bias") else None
     return name, array if given is None else gguf.quantize(array, given), given
 
 
@@ -183,16 +209,20 @@ def test_tokens_and_logprobs_equal_those_of_the_model_that_was_converted(tmp_pat
     check_against(model, driver.run(prompts, 16, Sampling(temperature=0.0, logprobs=-1)))
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-@pytest.mark.parametrize("arch", MIXED)
+@pytest.mark.parametrize(
+    ("arch", "kind"), [*itertools.product(MIXED, ["F32", "Q8_0"]), ("gpt-oss", "MXFP4")]
+)
 def test_experts_of_a_file_equal_those_of_their_dequantised_weights(tmp_path, arch, kind):
     name, changes, numbers = MIXED[arch]
     model = tiny_model(name, {"num_hidden_layers": 4, "rms_norm_eps": 1e-6, **changes}, tmp_path)
     kind = gguf.GGMLQuantizationType[kind]
-    for parameter in model.parameters():
-        if len(parameter.squeeze().shape) > 1:
-            array = gguf.dequantize(gguf.quantize(parameter.detach().numpy(), kind), kind)
-            parameter.data = torch.from_numpy(array.copy())
+    for name, parameter in model.named_parameters():
+        if len(parameter.squeeze().shape) > 1 and not name.endswith("bias"):
+            is_turned = arch == "gpt-oss" and parameter.ndim == 3  # inputs by outputs
+            rows = parameter.detach().transpose(1, 2) if is_turned else parameter.detach()
+            given = np.ascontiguousarray(rows.numpy())
+            array = torch.from_numpy(gguf.dequantize(gguf.quantize(given, kind), kind).copy())
+            parameter.data = array.transpose(1, 2).contiguous() if is_turned else array
     model.save_pretrained(tmp_path)
     path = converted(model, tmp_path / "m.gguf", arch, numbers, kind)
     driver = Driver(CpuRunner(engine_config(path)), chunk=13)
@@ -223,7 +253,8 @@ def test_frequencies_are_divided_by_the_factors_of_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "fmt"), [("Q4_0", "int4"), ("Q4_1", "int4"), ("Q5_1", "int8"), ("Q8_0", "int8")]
+    ("kind", "fmt"),
+    [("Q4_0", "int4"), ("Q4_1", "int4"), ("Q5_1", "int8"), ("Q8_0", "int8"), ("MXFP4", "fp4")],
 )
 def test_integers_stay_what_they_are(tmp_path, kind, fmt):
     model = tiny_model("Llama", {"num_hidden_layers": 4}, tmp_path)

@@ -24,6 +24,7 @@ MODULES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "self_attn.sinks": "attn_sinks", "mlp.router": "ffn_gate_inp",
     "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
@@ -117,6 +118,8 @@ def hf_config(header: Gguf) -> dict[str, Any]:
 
 def place_of(family: Family, name: str) -> Place:
     """Translate a checkpoint's name of a tensor."""
+    if name.endswith(".sinks"):
+        name += ".weight"
     stem, _, kind = name.rpartition(".")
     if stem in OUTER:
         return Place(f"{OUTER[stem]}.{kind}")
@@ -252,6 +255,14 @@ def _olmoe(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
     return _experts(header, at) | {"intermediate_size": _expert_width(header, at, config)}
 
 
+def _gpt_oss(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    scaling = config.get("rope_scaling") or {"rope_type": "default"}
+    return _experts(header, at) | {
+        "intermediate_size": _expert_width(header, at, config),
+        "rope_scaling": {**scaling, "truncate": False},
+    }
+
+
 def _experts(header: Gguf, at: str) -> dict[str, Any]:
     count = header.need(at + "expert_count", int)
     gate = header.tensors.get("blk.0.ffn_gate_exps.weight")
@@ -282,4 +293,5 @@ FAMILIES = {
     "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", own=_qwen_moe),
     "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", own=_qwen_moe),
     "olmoe": Family("OlmoeForCausalLM", "olmoe", own=_olmoe),
+    "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", OTHER_NORMS, own=_gpt_oss),
 }

@@ -3,7 +3,7 @@
     w = d q + m     q [O, I] int8, d [O, I / g], m [O, I / g] or absent, g = 16 or 32
 
 The numbers are those of llama.cpp's reference, bit by bit.  Sixteen values that are not evenly spaced (IQ4_NL,
-MXFP4) are looked up, and are bytes again.
+MXFP4) are looked up, and are bytes again; those of MXFP4 alone go back to four bits where they are multiplied.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -23,11 +23,10 @@ from trouper.actors.executor.models.parts import part_of, part_of_integers
 from trouper.config.gguf import Gguf, GgufTensor, read_gguf
 from trouper.config.gguf_names import Place, family_of, hf_config, place_of
 from trouper.errors import invalid
-from trouper.kernels.cpu.linear.quantization import IntegerWeight
+from trouper.kernels.cpu.linear.quantization import E2M1, IntegerWeight
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of e2m1
 OF_FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K"}
 FEW_ROWS = 1024  # dequantised at once: the numbers in between take some ten bytes each, and stay in a cache
 
@@ -110,6 +109,8 @@ class GgufCheckpoint:
                 parts.append(part if order is None else _reordered(part, order))
         q_OI, scales_OG, minima_OG = stacked(parts)
         fmt = "int4" if kinds <= OF_FOUR_BITS else "int8"
+        if kinds == {"MXFP4"}:
+            fmt, scales_OG = "fp4", scales_OG.bfloat16()  # powers of two
         rows = IntegerWeight(fmt, dtype, q_OI, scales_OG, None, minima_OG)
         columns = parameter.parts[0][2].columns  # of all parts the same
         return part_of_integers(rows, Cut(columns=columns), parameter.sources[0][0])
@@ -281,7 +282,7 @@ def _mxfp4(blocks: Tensor) -> Affine:
     """Exponents of two, halved, for the table is doubled; the smallest are subnormal."""
     e = blocks[..., 0].int()
     bits = torch.where(e < 2, 0x00200000 << e.clamp(max=1), (e - 1) << 23)
-    return Affine(_looked_up(_nibbles(blocks[..., 1:]), MXFP4), bits.int().view(torch.float32))
+    return Affine(_looked_up(_nibbles(blocks[..., 1:]), E2M1), bits.int().view(torch.float32))
 
 
 READERS: dict[str, Callable[[Tensor], Affine]] = {

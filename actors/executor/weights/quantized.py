@@ -3,7 +3,8 @@
     w = s · (q - z)     q [O, I], s and z [O, G] or less
 
 `layouts.py` says in which tensors they are stored.  awq has the outputs 0 2 4 6 1 3 5 7 of each eight in this order;
-gptq stores z - 1, unless its format is gptq_v2.  e2m1 are looked up and doubled, and are bytes then, with half the scale.
+gptq stores z - 1, unless its format is gptq_v2.  e2m1 are looked up and doubled, with half the scale; with one for 16 inputs
+they are bytes.
 
 Where inputs of one group do not lie side by side (`desc_act`), columns are sorted by group, and `order_I` tells which
 input each of them multiplies.
@@ -18,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.weights.gguf import MXFP4
 from trouper.actors.executor.weights.layouts import WeightLayout, base_of
 from trouper.actors.executor.weights.stacks import StackedPart
 from trouper.errors import invalid
-from trouper.kernels.cpu.linear.quantization import IntegerWeight, dequantized
+from trouper.kernels.cpu.linear.quantization import E2M1, IntegerWeight, dequantized
+from trouper.kernels.linear import Format
 
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of the outputs of eight
 E4M3_NAN = 0x7F
@@ -50,15 +51,24 @@ def matrix(
         if part in parts and not torch.isfinite(_floats(parts[part])).all():
             raise invalid("model", f"{base}{part}: scales that are not finite")
     q, scales, zeros, order = READERS[layout.method](layout, base, shape, parts)
-    fmt = "fp8" if layout.method == "fp8" else "int8"
     return IntegerWeight(
-        "int4" if layout.method in WORDS and layout.bits == 4 else fmt,
+        _format(layout),
         dtype,
         (q if order is None else q[:, order]).contiguous(),
         _of_groups(scales if scales.dtype == torch.bfloat16 else scales.float(), shape[0]),
         None if zeros is None or not zeros.any() else zeros,
         order_I=order,
     )
+
+
+def _format(layout: WeightLayout) -> Format:
+    match layout.method:
+        case "fp8":
+            return "fp8"
+        case "fp4":
+            return "int8" if layout.has_global_scale else "fp4"
+        case _:
+            return "int4" if layout.method in WORDS and layout.bits == 4 else "int8"
 
 
 def _gptq(layout: WeightLayout, base: str, _shape: Shape, parts: Parts) -> Read:
@@ -99,9 +109,8 @@ def _int8(layout: WeightLayout, _base: str, shape: Shape, parts: Parts) -> Read:
 
 
 def _fp4(_layout: WeightLayout, _base: str, _shape: Shape, parts: Parts) -> Read:
-    scales = _floats(parts["weight_scale"]) / 2
-    if "weight_global_scale" in parts:
-        scales = scales / parts["weight_global_scale"]
+    scales, whole = _floats(parts["weight_scale"]) / 2, parts.get("weight_global_scale")
+    scales = scales.bfloat16() if whole is None else scales / whole  # powers of two, or of any size
     return _e2m1(parts["weight_packed"]), scales, None, None
 
 
@@ -143,11 +152,14 @@ def of_expert(part: StackedPart, parts: Parts, dtype: torch.dtype) -> IntegerWei
     scales = _floats(powers) / 2
     if not torch.isfinite(scales).all():
         raise invalid("model", f"{part.name}_scales: scales that are not finite")
-    return IntegerWeight("int8", dtype, _e2m1(blocks).flatten(1), scales)
+    return IntegerWeight("fp4", dtype, _e2m1(blocks).flatten(1), scales.bfloat16())
 
 
 def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight | None:
-    """Put outputs below outputs, in the smallest of their groups; None where one matrix cannot hold them all."""
+    """Put outputs below outputs, in the smallest of their groups; None where one matrix cannot hold them all.
+
+    Of several kinds of integers all become bytes.
+    """
     first, num_groups = parts[0], max(part.scales_OG.shape[1] for part in parts)
     kinds = {part.fmt for part in parts}
     if "fp8" in kinds and len(kinds) > 1:
@@ -171,7 +183,7 @@ def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight | None:
             for part in parts
         ]
     return first._replace(
-        fmt="int8" if "int8" in kinds else first.fmt,
+        fmt="int8" if len(kinds) > 1 else first.fmt,
         q_OI=torch.cat([part.q_OI for part in parts]),
         scales_OG=torch.cat([finer(part.scales_OG) for part in parts]),
         zeros_OG=None if zeros is None else torch.cat([finer(each) for each in zeros]),
@@ -238,5 +250,6 @@ def _in_order(stored: Tensor) -> Tensor:
 
 def _e2m1(bytes_: Tensor) -> Tensor:
     """[…, N] bytes to […, 2 N] doubled values, the low half first."""
-    table = torch.tensor(MXFP4, dtype=torch.int8)
-    return torch.stack((table[(bytes_ & 15).int()], table[(bytes_ >> 4).int()]), -1).flatten(-2)
+    both = [(E2M1[byte & 15], E2M1[byte >> 4]) for byte in range(256)]
+    table = torch.tensor(both, dtype=torch.int8).view(torch.int16)
+    return table.squeeze(-1)[bytes_.int()].view(torch.int8)

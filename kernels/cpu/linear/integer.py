@@ -1,10 +1,10 @@
-"""y = x (s · (q - z) + m)ᵀ + b: bfloat16 times integers of 4 or 8 bits with a scale for each group of inputs.
+"""y = x (s · (q - z) + m)ᵀ + b: bfloat16 times integers of 4 or 8 bits, or sixteen numbers (fp4), with a scale for each group of inputs.
 
     x [T, I]                tokens × inputs, rows may be strided
-    q [O / 64, I / 8, 4, 16]        int4: words of eight inputs
+    q [O / 64, I / 8, 4, 16]        int4, fp4: words of eight inputs
       [O / 64, I / 8, 4, 4, 16, 2]  int8: bytes of four pairs of inputs
     s [O / 64, I / G, 4, 16]        bfloat16 or float32; G inputs of an output share a scale: a multiple of 32, or 16
-    z [O / 64, I / G, 4, 16]        words of 32 - (z + 8) twice, of int4; or absent
+    z [O / 64, I / G, 4, 16]        words of 32 - (z + 8) twice, of int4 alone; or absent
     m [O / 64, I / G, 4, 16]        float32, of weights without z; or absent
     b [O]                           or absent
     y [T, O]
@@ -15,7 +15,7 @@ is one stream: of panels one after the other a third is over before it could be 
 Units, by what the machine has (`units.integer_unit`):
 
     dots, tiles  integers become pairs of bfloat16, exactly, and go into the units of `dense.py` (`integer_matmul.py`)
-    bytes        rows become integers, 8 bits for int4 and 16 for int8, and products are exact (`integer_bytes.py`)
+    bytes        rows become integers, 8 bits for int4 and fp4, and 16 for int8, and products are exact (`integer_bytes.py`)
 
 Minima, int8 in groups and groups of 16 are left to dots where there are tiles.
 
@@ -139,7 +139,7 @@ class IntegerLinear(LinearMethod):
     def quantized_rows(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows as integers and their records, which `byte_matmul` reads."""
         num_rows, num_in = len(x_TI), self.shape[1]
-        per_word = 4 if self.fmt == "int4" else 2
+        per_word = 2 if self.fmt == "int8" else 4
         q_TI = x_TI.new_empty((num_rows, num_in // per_word), dtype=torch.int32)
         records = x_TI.new_empty((num_rows, num_in // self.row_group * RECORD), dtype=torch.int32)
         self._quantize(
@@ -176,6 +176,15 @@ class Int4Linear(IntegerLinear):
 
 class Int8Linear(IntegerLinear):
     fmt: ClassVar[Format] = "int8"
+
+
+class Fp4Linear(IntegerLinear):
+    """Multiplies with e2m1, which checkpoints bring: nothing is rounded to it."""
+
+    fmt: ClassVar[Format] = "fp4"
+
+
+INTEGER_LINEARS = {kind.fmt: kind for kind in (Int4Linear, Int8Linear, Fp4Linear)}
 
 
 def _rounded(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ both scales. Two nibbles of weight are taken from a byte where they lie, and nev
 
     int4  four products of nibbles and bytes of x to a lane: VNNI adds them to 32 bits, AVX2 in pairs to 16, where eight
           such fit; (q + 8) is multiplied, and (z + 8) times the sum of x subtracted
+    fp4   the same with q + 12, looked up; AVX2 adds four such to 16 bits
     int8  two products of 16-bit integers to a lane
 
 Law: a row's result does not depend on the number of rows, nor on the processor: sums of integers are exact, and the order
@@ -33,7 +34,7 @@ from trouper.kernels.cpu.linear.integer_rows import (
     SCALED_SUM,
 )
 from trouper.kernels.cpu.linear.products import Block, Blocking, pieces_of_many
-from trouper.kernels.cpu.linear.quantization import PANELS, STEP
+from trouper.kernels.cpu.linear.quantization import E2M1, PANELS, STEP
 from trouper.kernels.linear import Format
 
 # rows whose accumulators fit beside a word's nibbles: two registers each of AVX2's sixteen
@@ -118,7 +119,7 @@ class ByteProduct:
         at_panel = [code.minimum(first_panel + p, self.num_panels - 1) for p in range(PANELS)]
         at_row = [self.row(first_row + r) for r in range(rows)]
         x_rows = [self.x_row(row) for row in at_row]
-        per_row = self._pairs // (2 if self._fmt == "int4" else 1)
+        per_row = self._pairs // (1 if self._fmt == "int8" else 2)
         xs = [self._x + r * per_row for r in x_rows]
         records = [self._records + r * (self._pairs // self._group * RECORD) for r in x_rows]
         weights = [self._stream(self._q, p, self._words, self._pairs // STEP) for p in at_panel]
@@ -150,7 +151,7 @@ class ByteProduct:
 
     @property
     def _words(self) -> int:
-        return LANES * (1 if self._fmt == "int4" else 2)
+        return LANES * (2 if self._fmt == "int8" else 1)
 
     def _stream(self, start: Pointer, panel: Value, length: int, count: Value) -> PanelStream:
         return PanelStream(start, panel, length, count, self.num_between)
@@ -177,24 +178,29 @@ class ByteProduct:
                         sums[r].set(code.word_dot(sums[r], pairs, x))
             return [Value(code, total.ir) for total in sums]
         starts = [self._correction(record, zero) for record in records]
-        if has_byte_dots():
-            sums = [code.var(start) for start in starts]
-        else:
+        is_narrow = self._fmt == "int4" and not has_byte_dots()  # a group's sums fit in 16 bits
+        if is_narrow:
             sums = [code.var(code.i16x32(0)) for _ in xs]
+        else:
+            sums = [code.var(start) for start in starts]
         for step in self._steps(group, len(xs)):
             weight.ask(step, AHEAD)
             word = weight.at(step).load()
-            for half in range(2):
-                nibbles = (word >> 4 * half if half else word) & EIGHTS
-                for r, row in enumerate(xs):
-                    x = code.i32x16(row[step * 2 + half])
-                    self._add(sums[r], nibbles, x)
-        if has_byte_dots():
+            halves = [self._unsigned((word >> 4 * i if i else word) & EIGHTS) for i in range(2)]
+            for total, row in zip(sums, xs, strict=True):
+                self._add(total, halves, [code.i32x16(row[step * 2 + i]) for i in range(2)])
+        if not is_narrow:
             return [Value(code, total.ir) for total in sums]
         ones = code.i32x16(ONES)
         return [
             code.word_pairs(total, ones) + start for total, start in zip(sums, starts, strict=True)
         ]
+
+    def _unsigned(self, nibbles: Value) -> Value:
+        """Return the bytes that are multiplied: the weights, and as much as makes the least of them 0."""
+        if self._fmt == "int4":
+            return nibbles
+        return self._code.lookup_bytes([x - min(E2M1) for x in E2M1], nibbles)
 
     def _steps(self, group: Value, rows: int) -> Iterator[Value]:
         """Yield the steps of a group of x: of one row unrolled."""
@@ -204,16 +210,24 @@ class ByteProduct:
             return (first + step for step in range(steps))
         return self._code.loop(first, first + steps)
 
-    def _add(self, total: Var, nibbles: Value, x: Value) -> None:
+    def _add(self, total: Var, halves: Sequence[Value], xs: Sequence[Value]) -> None:
+        """Add the products of one step."""
         code = self._code
         if has_byte_dots():
-            total.set(code.byte_dot(total, nibbles, x))
+            for half, x in zip(halves, xs, strict=True):
+                total.set(code.byte_dot(total, half, x))
+            return
+        first, second = (code.byte_pairs(half, x) for half, x in zip(halves, xs, strict=True))
+        if self._fmt == "int4":
+            total.set(total + first + second)
         else:
-            total.set(total + code.byte_pairs(nibbles, x))
+            total.set(total + code.word_pairs(first + second, code.i32x16(ONES)))
 
     def _correction(self, record: Pointer, zero: Value | None) -> Value:
-        """Return what nibbles are too large by, times x: 8, or 8 + z."""
+        """Return what the bytes are too large by, times x: 8, or 8 + z, or 12 of fp4."""
         code = self._code
+        if self._fmt == "fp4":
+            return code.i32x16((record[MINUS_EIGHT_SUMS] * 3) >> 1)
         if zero is None:
             return code.i32x16(record[MINUS_EIGHT_SUMS])
         own = code.as_i32x16(code.as_i16x32(zero) - ALL_BITS)

@@ -5,7 +5,7 @@ the first block keeps the pairs for the others in memory of the thread, which st
 
 Law: as in `dense.py`, a row's result does not depend on the number of rows: a sum begins at 0, follows
 its inputs, and goes into the total times the scale, whatever the block.  A sum is that of a group; by
-tiles of int4 that of 32 inputs, one product, whatever the group.
+tiles of four bits that of 32 inputs, one product, whatever the group.
 
 A minimum is multiplied by the sum of x over its group, which is one more dot product for each row, whatever
 the panels.  Minima, and int8 in groups, are left to dots.
@@ -49,8 +49,10 @@ from trouper.kernels.linear import Format
 _FEW_BY_DOTS = (Block(4, 1), Block(4, 2), Block(4, 4), Block(2, 6), Block(2, 8))
 INTEGER_BLOCKINGS: dict[tuple[Unit, Format], Blocking] = {
     ("dots", "int4"): Blocking(few=_FEW_BY_DOTS, many=Block(3, 4)),
+    ("dots", "fp4"): Blocking(few=_FEW_BY_DOTS, many=Block(3, 4)),
     ("dots", "int8"): Blocking(few=_FEW_BY_DOTS, many=Block(3, 4)),
     ("tiles", "int4"): Blocking(few=(Block(4, TILE),), many=Block(4, TILE), most_rows=512),
+    ("tiles", "fp4"): Blocking(few=(Block(4, TILE),), many=Block(4, TILE), most_rows=512),
     ("tiles", "int8"): Blocking(few=(Block(4, TILE),), many=Block(2, 2 * TILE), most_rows=512),
 }
 ONES = 0x3F803F80  # a pair of bfloat16
@@ -142,7 +144,7 @@ class _Work(ABC):
         q = PanelStream(
             self.q.of("i32"),
             panel,
-            LANES * (1 if self.fmt == "int4" else 2),
+            LANES * (2 if self.fmt == "int8" else 1),
             steps,
             self.num_between,
         )
@@ -151,7 +153,7 @@ class _Work(ABC):
         zeros = self.zeros and PanelStream(
             self.zeros, panel, LANES, self.num_groups, self.num_between
         )
-        return NibblePanel(self.code, q, zeros)
+        return NibblePanel(self.code, self.fmt, q, zeros)
 
     def scales_of(self, at_panel: list[Value]) -> "list[PanelStream]":
         return [
@@ -327,7 +329,7 @@ class _Tiles(_Work):
         weights: Sequence[KeepingPanel | KeptPanel] = kept
         if is_first:
             weights = self.reading(at_panel, kept or self._rooms[: len(at_panel)])
-        if self.fmt == "int4":
+        if self.fmt != "int8":
             self._groups(at_panel, weights, self._product.tile_at(first_row))
             return
         steps, zero = self._steps(weights), self.code.i64(0)

@@ -2,6 +2,7 @@
 
     int4  by a lookup of the lowest five bits of each half word; without z the fifth is the next
           integer's, and the table holds everything twice
+    fp4   likewise, of sixteen other numbers
     int8  converted to float32, and those to bfloat16
 
 A panel decodes step after step; what reads it asks for the pairs of a step (`pairs`), or has a tile of them written
@@ -12,12 +13,16 @@ from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.products import TILE
-from trouper.kernels.cpu.linear.quantization import PANELS, STEP
+from trouper.kernels.cpu.linear.quantization import E2M1, PANELS, STEP
+from trouper.kernels.linear import Format
 
 AHEAD = 48  # steps asked for, into the second cache
 GROUPS_AHEAD = 8  # of scales
 LINE = 64  # bytes
-NIBBLES = [float(i % 16 - 8) for i in range(32)]
+NUMBERS: dict[Format, list[float]] = {
+    "int4": [float(i % 16 - 8) for i in range(32)],
+    "fp4": [float(x) for x in E2M1 * 2],
+}
 DIFFERENCES = [float((i + 16) % 32 - 16) for i in range(32)]
 
 
@@ -49,10 +54,12 @@ class PanelStream:
 
 
 class NibblePanel:
-    """A panel of int4, read as pairs of bfloat16."""
+    """A panel of int4 or fp4, read as pairs of bfloat16."""
 
-    def __init__(self, code: KernelBuilder, words: PanelStream, zeros: PanelStream | None) -> None:
-        self._code, self._words, self._zeros = code, words, zeros
+    def __init__(
+        self, code: KernelBuilder, fmt: Format, words: PanelStream, zeros: PanelStream | None
+    ) -> None:
+        self._code, self._numbers, self._words, self._zeros = code, NUMBERS[fmt], words, zeros
         self._zero: Value | None = None
 
     def enter(self, group: Value) -> None:
@@ -64,7 +71,7 @@ class NibblePanel:
         self._words.ask(i, AHEAD, more)
         shifted = [word >> 4 * j for j in range(STEP)]
         if self._zero is None:
-            return [self._code.lookup_bf16(NIBBLES, index) for index in shifted]
+            return [self._code.lookup_bf16(self._numbers, index) for index in shifted]
         zero = self._zero
         return [self._code.lookup_bf16(DIFFERENCES, (x & 0x000F000F) + zero) for x in shifted]
 

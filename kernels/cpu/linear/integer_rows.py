@@ -1,7 +1,7 @@
 """Rows of bfloat16 as integers with a scale for each group of inputs, as products of integers read them.
 
     x [T, I]         bfloat16, rows may be strided
-    q [T, I / 4]     of int4: words of four bytes, -127 … 127, in the order in which nibbles are taken from a word of the weight:
+    q [T, I / 4]     of int4 and fp4: words of four bytes, -127 … 127, in the order in which nibbles are taken from a word of the weight:
                      of eight inputs 0 4 1 5, then 2 6 3 7
       [T, I / 2]     of int8: words of two inputs, -32767 … 32767
     r [T, I / g, 4]  words, a record for each group: the scale; the sum of q in the low half; -8 times it; the
@@ -21,7 +21,7 @@ from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.linear import Format
 
-LIMITS: dict[Format, float] = {"int4": 127.0, "int8": 32767.0}
+LIMITS: dict[Format, float] = {"int4": 127.0, "fp4": 127.0, "int8": 32767.0}
 PAIRS = 16  # of inputs that are rounded at once, one register
 RECORD = 4  # words
 SCALE, LOW_SUM, MINUS_EIGHT_SUMS, SCALED_SUM = range(RECORD)
@@ -38,7 +38,7 @@ def quantize_rows(code: KernelBuilder, fmt: Format, group: int) -> None:
     per_row = pairs // (group // 2) * RECORD
     for row in code.pieces():
         source = code.pointer(x, "i32") + row * stride
-        target = code.pointer(q, "i32") + row * (pairs // (2 if fmt == "int4" else 1))
+        target = code.pointer(q, "i32") + row * (pairs // (1 if fmt == "int8" else 2))
         record = code.pointer(records, "i32") + row * per_row
         for i in code.loop(0, pairs, PAIRS):
             low, high = code.unpack_bf16(source.load(i))

@@ -6,6 +6,8 @@ Rounded when a model is loaded, by `quantize`, z = 0:
           (llama.cpp's q4_0)
     int8  -127 … 127, a scale for each output
 
+    fp4   0, ±1, ±2, ±3, ±4, ±6, ±8, ±12, of checkpoints alone: twice the values of e2m1
+
 Scales are bfloat16 and are rounded before the integers are.  Checkpoints bring int4 in groups of any
 multiple of 32, float32 scales and zeros (`actors/executor/weights/quantized.py`), GGUF files both in groups of 16 or 32, with float32
 scales and minima m (`actors/executor/weights/gguf.py`).
@@ -24,6 +26,7 @@ from trouper.kernels.linear import Format
 
 GROUP = 32
 PANELS = 4  # side by side in memory
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the value of each code
 STEP = 4  # pairs of inputs, one panel after the other: a word of int4
 
 
@@ -84,7 +87,7 @@ def dequantized(integers: IntegerWeight) -> Tensor:
 def can_pack(integers: IntegerWeight) -> bool:
     """Tell whether `integer.py` reads groups of this size."""
     num_in, num_groups = integers.q_OI.shape[1], integers.scales_OG.shape[1]
-    return num_groups == 1 or num_in // num_groups % (GROUP if integers.fmt == "int4" else 16) == 0
+    return num_groups == 1 or num_in // num_groups % (16 if integers.fmt == "int8" else GROUP) == 0
 
 
 def packed(integers: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -101,10 +104,18 @@ def packed(integers: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None, Tens
         pairs = steps.view(torch.int16).unflatten(-1, (LANES, STEP)).transpose(3, 4).contiguous()
         return pairs.view(torch.int8).unflatten(-1, (LANES, 2)), scales, None, minima
     # the low half of a word has the even inputs, the high half the odd ones
-    four = (q_OI.contiguous() + 8).view(torch.int32)
+    four = _nibbles(integers.fmt, q_OI.contiguous()).view(torch.int32)
     four |= four >> 12  # the inputs 0 and 2 in the first byte, 1 and 3 in the second
     four = ((four & 0xFF) | (four & 0xFF00) << 8).unflatten(1, (-1, 2))
     return _panels(four[..., 0] | four[..., 1] << 8), scales, zeros_OG, minima
+
+
+def _nibbles(fmt: Format, q_OI: Tensor) -> Tensor:
+    if fmt == "int4":
+        return q_OI + 8
+    size = q_OI.abs()
+    steps = (size > 4).char() + (size > 6).char() + 3 * (size > 8).char()  # between whole numbers
+    return size - steps + 8 * (q_OI < 0).char()
 
 
 def num_blocks(num_out: int) -> int:

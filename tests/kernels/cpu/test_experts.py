@@ -6,7 +6,7 @@ import torch
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.experts.native import NativeExperts, grouped
 from trouper.kernels.cpu.linear.dense import DenseLinear
-from trouper.kernels.cpu.linear.quantization import IntegerWeight
+from trouper.kernels.cpu.linear.quantization import E2M1, IntegerWeight
 from trouper.kernels.experts import PlainExperts, Routing
 from trouper.kernels.reference.act_and_mul import silu_and_mul
 from trouper.kernels.reference.experts import route
@@ -99,6 +99,7 @@ FORMS = {
     "int4": ("int4", 32, False, False, False),
     "int4 of checkpoints": ("int4", 64, True, True, False),
     "int4 with minima": ("int4", 32, True, False, True),
+    "e2m1": ("fp4", 32, False, False, False),
     "int8": ("int8", None, False, False, False),
     "int8 in groups of 16": ("int8", 16, True, False, False),
     "int8 with minima": ("int8", 32, True, False, True),
@@ -108,13 +109,17 @@ FORMS = {
 def integers(num_out, num_in, form):
     fmt, group, is_float, has_zeros, has_minima = form
     num_groups = 1 if group is None else num_in // group
-    low, high = (-8, 8) if fmt == "int4" else (-127, 128)
-    scales = torch.rand(num_out, num_groups) / (8 if fmt == "int4" else 127) / num_in**0.5 + 1e-4
+    q_OI = torch.randint(-8, 8, (num_out, num_in), dtype=torch.int8)
+    if fmt == "int8":
+        q_OI = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8)
+    elif fmt == "fp4":
+        q_OI = torch.tensor(E2M1, dtype=torch.int8)[q_OI.int() + 8]
+    scales = torch.rand(num_out, num_groups) / (127 if fmt == "int8" else 8) / num_in**0.5 + 1e-4
     zeros = torch.randint(-8, 8, (num_out, num_groups), dtype=torch.int8)
     return IntegerWeight(
         fmt,
         torch.bfloat16,
-        torch.randint(low, high, (num_out, num_in), dtype=torch.int8),
+        q_OI,
         scales if is_float else scales.bfloat16(),
         zeros if has_zeros else None,
         torch.randn(num_out, num_groups) / num_in**0.5 if has_minima else None,
@@ -142,7 +147,7 @@ def test_integer_experts_give_the_bits_of_their_own_layers(unit, form, monkeypat
         pytest.skip("no such instructions here")
     monkeypatch.setattr(units, "integer_unit", lambda: unit)
     shape = (6, 1, 64, 96)  # the sum of one expert, times one, is its output
-    native, plain = both_of_integers(shape, form, has_bias=form[0] == "int4")
+    native, plain = both_of_integers(shape, form, has_bias=form[0] != "int8")
     assert type(native) is NativeExperts
     for num_tokens in (1, 3, 7, 61):
         x, logits, _ = inputs(num_tokens, shape, torch.bfloat16)
