@@ -105,9 +105,15 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     exit: Exit
 
 
+class GiveUp(msgspec.Struct, frozen=True, tag=True):
+    """Front → host: end what there is of an order, started or not; it is not answered."""
+
+    order: int
+
+
 Message = (
     HostHello | WorkerHello | LinkHello | Refused | Listen | Listens
-    | Start | Started | Failed | End | Ended
+    | Start | Started | Failed | End | Ended | GiveUp
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)

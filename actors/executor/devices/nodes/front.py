@@ -23,6 +23,7 @@ from trouper.actors.executor.devices.nodes.channel import (
     End,
     Ended,
     Failed,
+    GiveUp,
     HostHello,
     Listen,
     Listens,
@@ -64,9 +65,9 @@ class HostLink:
         """Have it listen for links; returns where.
 
         Raises:
-            DeviceStartError: it cannot, or is gone.
+            DeviceStartError: it cannot, does not answer, or is gone.
         """
-        port = await self._ask(Listen(order), ("start", order, 0))
+        port = await self._answer_in_time(Listen(order), order)
         assert isinstance(port, int)
         return self.address, port
 
@@ -74,9 +75,13 @@ class HostLink:
         """Have it start workers.
 
         Raises:
-            DeviceStartError: it cannot, or is gone; nothing is left.
+            DeviceStartError: it cannot, does not answer, or is gone; of the first and the last nothing is left.
         """
-        await self._ask(start, ("start", start.order, 0))
+        await self._answer_in_time(start, start.order)
+
+    def give_up(self, order: int) -> None:
+        """Have it end what it has of an order, or will have; never waits."""
+        self._send(GiveUp(order))
 
     async def end(self, order: int, rank: int, grace_s: float) -> Exit:
         """Have it end a worker; one whose host is gone has ended with it."""
@@ -87,20 +92,29 @@ class HostLink:
         assert isinstance(found, Exit)
         return found
 
+    async def _answer_in_time(self, message: Message, order: int) -> object:
+        with anyio.move_on_after(CONNECT_S):
+            return await self._ask(message, ("start", order, 0))
+        raise DeviceStartError(f"node {self.node} has not answered in {CONNECT_S:g} s")
+
     async def _ask(self, message: Message, key: tuple[str, int, int]) -> object:
         self._asked[key] = future = Future()
         try:
             if self._is_gone:
                 self._fail(future)
             else:
-                self._channel.send(message)
+                self._send(message)
             return await future.wait()
-        except OSError:
-            self._fail(future)
-            return future.result()
         finally:
             if self._asked.get(key) is future:
                 del self._asked[key]
+
+    def _send(self, message: Message) -> None:
+        """Send an order; one that cannot be sent ends the connection, whose reader alone says that the host is gone."""
+        try:
+            self._channel.send(message)
+        except OSError:
+            self._channel.close()
 
     def note(self, message: Message) -> None:
         """Take what it answers."""

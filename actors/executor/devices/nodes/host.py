@@ -3,6 +3,8 @@
 import contextlib
 import logging
 import socket
+from collections.abc import Callable
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -13,6 +15,7 @@ from trouper.actors.executor.devices.nodes.channel import (
     End,
     Ended,
     Failed,
+    GiveUp,
     HostHello,
     Listen,
     Listens,
@@ -26,7 +29,7 @@ from trouper.actors.executor.devices.nodes.channel import (
 from trouper.actors.executor.devices.nodes.group import WorkerGroup
 from trouper.actors.executor.devices.nodes.proof import WrongKeyError, dial
 from trouper.actors.executor.devices.place import PlaceFacts
-from trouper.actors.executor.devices.worker_process import MODULE
+from trouper.actors.executor.devices.worker_process import MODULE, Exit
 from trouper.config.nodes import CLUSTER_KEY, NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError, invalid
 
@@ -34,7 +37,6 @@ logger = logging.getLogger(__name__)
 DIAL_AGAIN_S = 1.0  # between two attempts to reach the front
 MAX_GROUPS = 64  # crews that have workers here at once: one for each replica
 MAX_WORDS = 2000  # of an error that is told to the front
-Groups = dict[int, WorkerGroup]  # by order
 
 
 class Host:
@@ -88,32 +90,21 @@ class Host:
         connection.setblocking(False)
         channel = Channel(connection)
         address = connection.getsockname()[0]
-        groups: Groups = {}
+        make_group = partial(
+            WorkerGroup, self._front, address, self._key, self._place.as_argument(), self._module
+        )
+        orders = Orders(channel, make_group)
         refused: Refused | None = None
         try:
             nodes = self._nodes
             channel.send(HostHello(protocol(), nodes.rank, nodes.num_nodes))
             logger.warning("node %d of %d serves the front", nodes.rank, nodes.num_nodes)
-            async with anyio.create_task_group() as orders:
-                while (message := await channel.receive()) is not None:
-                    match message:
-                        case Listen(order):
-                            self._prepare(order, address, groups, channel)
-                        case Start():
-                            orders.start_soon(self._start, message, groups, channel)
-                        case End():
-                            orders.start_soon(self._end, message, groups, channel)
-                        case Refused():
-                            refused = message
-                        case _:
-                            raise ChannelError(f"a {type(message).__name__}")
-                orders.cancel_scope.cancel()
-        except (OSError, ChannelError) as error:
+            refused = await orders.follow()
+        except OSError as error:
             logger.warning("the front: %s", error)
         finally:
             with anyio.CancelScope(shield=True):  # bounded: a kill takes no time
-                for group in groups.values():
-                    await anyio.to_thread.run_sync(group.kill)
+                await orders.end_all()
             channel.close()
         if refused is None:
             logger.warning("the front is gone, and what it had started here")
@@ -122,50 +113,106 @@ class Host:
         else:
             logger.warning("the front refuses this node for now: %s", refused.message)
 
-    def _prepare(self, order: int, address: str, groups: Groups, channel: Channel) -> None:
-        for number in [n for n, group in groups.items() if group.is_over]:
-            del groups[number]
-        idle = [n for n, group in groups.items() if not group.processes]
-        if len(groups) >= MAX_GROUPS and idle:  # the front has given it up
-            groups.pop(idle[0]).close()
-        group = WorkerGroup(
-            self._front, address, self._key, self._place.as_argument(), self._module
-        )
+
+class Orders:
+    """The orders of one front, and the workers that they have started.
+
+    Args:
+        channel: to the front, which others close.
+        make_group: makes a group of workers.
+    """
+
+    def __init__(self, channel: Channel, make_group: Callable[[], WorkerGroup]) -> None:
+        self._channel, self._make_group = channel, make_group
+        self._groups: dict[int, WorkerGroup] = {}  # by order, at most `MAX_GROUPS`
+        self._starting: set[int] = set()  # orders whose groups a thread connects
+
+    def __repr__(self) -> str:
+        return f"<Orders: {self._groups}, {len(self._starting)} start>"
+
+    async def follow(self) -> Refused | None:
+        """Follow orders until the front is gone, or says what is none; returns why it refuses this machine, if it does."""
+        refused: Refused | None = None
+        async with anyio.create_task_group() as tasks:
+            try:
+                while (message := await self._channel.receive()) is not None:
+                    match message:
+                        case Listen(order):
+                            self._prepare(order)
+                        case Start():
+                            tasks.start_soon(self._start, message)
+                        case End():
+                            tasks.start_soon(self._end, message)
+                        case GiveUp(order):
+                            tasks.start_soon(self._give_up, order)
+                        case Refused():
+                            refused = message
+                        case _:
+                            raise ChannelError(f"a {type(message).__name__}")
+            except ChannelError as error:  # here, where it is in no group of errors
+                logger.warning("the front sent %s", error)
+            tasks.cancel_scope.cancel()
+        return refused
+
+    async def end_all(self) -> None:
+        """End all workers, and close what listens for links."""
+        for group in self._groups.values():
+            await anyio.to_thread.run_sync(group.kill)
+
+    def _prepare(self, order: int) -> None:
+        for number in [n for n, group in self._groups.items() if group.is_over]:
+            del self._groups[number]
+        group = self._make_group()
         try:
-            if len(groups) >= MAX_GROUPS:
+            if len(self._groups) >= MAX_GROUPS:
                 raise DeviceStartError(f"{MAX_GROUPS} crews have workers here")
             port = group.listen()
         except (OSError, DeviceStartError) as error:
-            _tell(channel, Failed(order, str(error)))
+            self._tell(Failed(order, str(error)))
         else:
-            groups[order] = group
-            _tell(channel, Listens(order, port))
+            self._groups[order] = group
+            self._tell(Listens(order, port))
 
-    async def _start(self, start: Start, groups: Groups, channel: Channel) -> None:
-        group = groups.get(start.order)
+    async def _start(self, start: Start) -> None:
+        order, group = start.order, self._groups.get(start.order)
+        if group is None:
+            self._tell(Failed(order, "nothing has been prepared"))
+            return
+        self._starting.add(order)
+        has_started = False
         try:
-            if group is None:
-                raise DeviceStartError("nothing has been prepared")
             await anyio.to_thread.run_sync(group.connect, start)
+            if order not in self._groups:
+                raise DeviceStartError("it has been given up")
             group.spawn()  # in this thread, which lives as long as the host
-        except DeviceStartError as error:
-            if group is not None:
-                await anyio.to_thread.run_sync(group.kill)
-            _tell(channel, Failed(start.order, str(error)[:MAX_WORDS]))
-        else:
-            _tell(channel, Started(start.order))
+            has_started = True
+            self._tell(Started(order))
+        except Exception as error:  # of this order alone, whatever it is
+            if not isinstance(error, DeviceStartError):
+                logger.exception("order %d", order)
+            self._tell(Failed(order, str(error)[:MAX_WORDS]))
+        finally:
+            self._starting.discard(order)
+            if not has_started:
+                self._groups.pop(order, None)
+                group.kill()  # which takes no time
 
-    async def _end(self, end: End, groups: Groups, channel: Channel) -> None:
-        group = groups.get(end.order)
+    async def _end(self, end: End) -> None:
+        ended, group = Exit(None), self._groups.get(end.order)
         if group is not None:
             limiter = anyio.CapacityLimiter(1)  # not the threads in which others connect
             ended = await anyio.to_thread.run_sync(
                 group.reap, end.rank, end.grace_s, limiter=limiter
             )
-            _tell(channel, Ended(end.order, end.rank, shorten(ended)))
+        self._tell(Ended(end.order, end.rank, shorten(ended)))
 
+    async def _give_up(self, order: int) -> None:
+        group = self._groups.get(order)
+        if group is not None and order not in self._starting:
+            await anyio.to_thread.run_sync(group.kill)
+        self._groups.pop(order, None)  # its start, if there is one, ends by that
 
-def _tell(channel: Channel, message: Message) -> None:
-    """Answer the front; if it is gone, the task that receives finds its end."""
-    with contextlib.suppress(OSError):
-        channel.send(message)
+    def _tell(self, message: Message) -> None:
+        """Answer the front; if it is gone, the task that receives finds its end."""
+        with contextlib.suppress(OSError):
+            self._channel.send(message)

@@ -34,6 +34,7 @@ from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError, invalid
 
 BACKLOG = 128
+MAX_HOSTS_LOST = 3  # in one start: a host that dies of each order is not tried for ever
 
 
 class GroupPort(Protocol):
@@ -45,6 +46,10 @@ class GroupPort(Protocol):
 
     async def start(self, start: Start) -> list[Peer]:
         """Start the workers; returns them by rank."""
+        ...
+
+    def close(self) -> None:
+        """Give up what was prepared, unless it has been started.  Idempotent."""
         ...
 
 
@@ -72,8 +77,10 @@ class LocalGroup:
             raise
         finally:
             close_files(files)
-            self._group.close()
         return peers
+
+    def close(self) -> None:
+        self._group.close()
 
 
 class HostGroup:
@@ -81,6 +88,7 @@ class HostGroup:
 
     def __init__(self, front: Front, host: HostLink, order: int) -> None:
         self._front, self._host, self._order = front, host, order
+        self._has_started = False
 
     async def prepare(self) -> tuple[str, int]:
         return await self._host.prepare(self._order)
@@ -88,7 +96,13 @@ class HostGroup:
     async def start(self, start: Start) -> list[Peer]:
         await self._host.start(start)
         end = partial(self._host.end, start.order)
-        return await connected_peers(self._front, start, end, f"on node {self._host.node}")
+        peers = await connected_peers(self._front, start, end, f"on node {self._host.node}")
+        self._has_started = True
+        return peers
+
+    def close(self) -> None:
+        if not self._has_started:
+            self._host.give_up(self._order)
 
 
 async def connected_peers(
@@ -143,14 +157,17 @@ class NodesCrew:
         return f"<NodesCrew of {self._ranks}>"
 
     async def __call__(self) -> Sequence[Peer]:
+        num_lost = 0
         while True:
             order = self._front.next_order()
             try:
                 return await self._start(order)
-            except HostGoneError:
-                pass  # between two of its answers: the next order waits until it is back
+            except HostGoneError:  # between two of its answers
+                num_lost += 1
+                if num_lost == MAX_HOSTS_LOST:
+                    raise
             finally:
-                self._front.forget(order)
+                self._front.forget(order)  # the next order waits until the host is back
 
     async def _start(self, order: int) -> Sequence[Peer]:
         groups = [await self._make_group(node, order) for node in self._ranks]
@@ -160,8 +177,17 @@ class NodesCrew:
         for start in starts:
             for rank in start.ranks:
                 self._front.expect(order, rank)
-        addresses = [await group.prepare() for group in groups]
-        starts = with_dials(starts, addresses)
+        try:
+            addresses = [await group.prepare() for group in groups]
+            return await self._start_all(groups, with_dials(starts, addresses))
+        finally:
+            for group in groups:
+                group.close()
+
+    async def _start_all(
+        self, groups: Sequence[GroupPort], starts: Sequence[Start]
+    ) -> Sequence[Peer]:
+        """Start all groups at once; if one fails, all are ended."""
         peers: dict[int, Peer] = {}
         errors: list[DeviceStartError] = []
 

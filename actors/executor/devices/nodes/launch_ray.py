@@ -84,6 +84,9 @@ class RayGroup:
             self._front, start, self._end, f"at place {self._number} of Ray"
         )
 
+    def close(self) -> None:
+        pass  # the actor goes with its place, which the next crew gives back
+
     async def _end(self, rank: int, grace_s: float) -> Exit:
         try:
             data = await self._answer(self._actor.reap.remote(rank, grace_s), grace_s + END_S)
