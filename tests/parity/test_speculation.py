@@ -8,6 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trouper import LLM, SamplingParams
+from trouper.actors.executor.cpu import draft_model
+from trouper.actors.executor.cpu.draft_model import DraftModel
 from trouper.config.model import DEMO_MODEL
 from trouper.structured_outputs import StructuredOutputsParams
 
@@ -179,6 +181,36 @@ def test_a_draft_model_that_knows_nothing_changes_nothing(options, plain, untrai
         stats = llm.llm_engine.statistics().scheduler
     assert found == {name: plain[name] for name in found}
     assert stats.num_draft_tokens > 10 * stats.num_accepted_tokens
+
+
+def test_a_draft_model_catches_up_in_chunks_that_a_step_bounds(monkeypatch):
+    """Nine sequences have no drafts; when eight have ended, it has missed what the last one has said."""
+    room, passes, right = 5, [], DraftModel._draw
+
+    def draw(self, plan, work):
+        counts = dict(zip(plan.request_slots, plan.num_scheduled_tokens, strict=True))
+        passes.append(sum(max(0, count - counts[slot]) for slot, _, count, _ in work))
+        return right(self, plan, work)
+
+    monkeypatch.setattr(draft_model, "CATCH_UP", room)
+    monkeypatch.setattr(DraftModel, "_draw", draw)
+    base = {**BASE, "max_num_seqs": 9, "num_gpu_blocks_override": 32}
+    params = [
+        SamplingParams(temperature=0.8, seed=i, max_tokens=70 if i == 0 else 20, ignore_eos=True)
+        for i in range(9)
+    ]
+    prompts = [f"{PROMPTS[2]} {i}" for i in range(9)]
+    found = []
+    for speculation in (None, drafting(DEMO_MODEL)):
+        with LLM(**base, speculative_config=speculation) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            stats = llm.llm_engine.statistics().scheduler
+    assert found[0] == found[1]
+    missed = [num for num in passes if num > 1]  # one is the last draft of a run that was right
+    assert max(missed) == room
+    assert sum(missed) >= 18  # of the last sequence alone
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 20  # it misses nothing then
 
 
 def test_drafts_go_on_after_sleep(plain):

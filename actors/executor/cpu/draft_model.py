@@ -2,6 +2,8 @@
 
 Its cache lies under the model's block table, so a prefix that is in the one is in the other.  Laws:
   * It has computed the positions before `_known` of a slot; those of drafts that were wrong are computed again.
+  * A step costs it no more than the model's own tokens, `CATCH_UP` others, and one row for each draft: what it has missed while a
+    sequence had no drafts it computes in chunks, and drafts when it is through.
   * Whatever it computes, no token changes: what it lacks, after a prefix that was shared early, costs right drafts alone.
 """
 
@@ -31,9 +33,9 @@ from trouper.kernels.ops import CpuOps
 from trouper.kernels.select import make_ops
 
 logger = logging.getLogger(__name__)
-# Tokens behind which it may fall while a sequence has no drafts: it computes them in one pass, as a prompt's chunk.  What
-# falls further behind has no drafts until it is given a slot again.
-MOST_BEHIND = 1024  # twice the longest pause
+# Tokens of a step that it may compute beside those of the plan, of all sequences together.  A model of a tenth of the size computes
+# as many in about the time of the other's step, where a whole prompt would hold up every sequence for seconds.
+CATCH_UP = 128
 
 
 class DraftModel:
@@ -125,6 +127,7 @@ class DraftModel:
         drafts: list[list[int]] = [[] for _ in lengths]
         ends: dict[int, int] = {}  # of the entries that take part
         entries = plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens
+        room = self._room(plan)
         work: list[tuple[int, int, int, bool]] = []  # slot, start, count, whether it samples
         drafting: list[int] = []
         for i, (slot, start, count) in enumerate(zip(*entries, strict=True)):
@@ -132,15 +135,15 @@ class DraftModel:
             if known is None:
                 continue
             known, end = start if known < 0 else known, start + count
-            if start - known > MOST_BEHIND:
-                del self._known[slot]
-                continue
-            is_drafting = lengths[i] > 0
-            if not is_drafting and count == 1:
+            if lengths[i] == 0 and count == 1:
                 self._known[slot] = known  # computed with those that follow
                 continue
-            ends[i], self._known[slot] = end, end
-            work.append((slot, known, end - known, is_drafting))
+            num_missed = start - known
+            now = min(end, known + room + count)
+            room -= min(room, num_missed)
+            ends[i], self._known[slot] = end, now
+            is_drafting = lengths[i] > 0 and now == end
+            work.append((slot, known, now - known, is_drafting))
             if is_drafting:
                 drafting.append(i)
         while work:
@@ -156,6 +159,11 @@ class DraftModel:
                 work.append((slot, position, 1, True))
                 self._known[slot] = position + 1
         return drafts
+
+    def _room(self, plan: StepPlan) -> int:
+        """Return how many tokens that were missed it may compute in a step: its budget bounds those of the plan and these."""
+        budget = self._config.scheduler.max_num_scheduled_tokens
+        return max(0, min(CATCH_UP, budget - sum(plan.num_scheduled_tokens)))
 
     def _draw(self, plan: StepPlan, work: Sequence[tuple[int, int, int, bool]]) -> list[int]:
         """Compute tokens of some slots, draw where they sample, and write what is drawn into the slots."""
