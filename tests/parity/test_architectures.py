@@ -72,6 +72,9 @@ SPARSE = {
         "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "norm_topk_prob": True,
         "mlp_only_layers": [1], "head_dim": 32}),
     "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 5}),
+    "granite-moe": ("GraniteMoe", {
+        "num_local_experts": 6, "num_experts_per_tok": 3, "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 3.0}),
     "gpt-oss": ("GptOss", {
         "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20, "head_dim": 32,
         "rope_parameters": {**YARN, "truncate": False}}),

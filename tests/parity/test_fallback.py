@@ -22,7 +22,7 @@ from .hf_families import FAMILIES, REFUSED, VOCAB, architecture_of, tiny_model
 
 # One of each kind: experts; learned positions and turned weights; sinks and windows; keys and values of other widths;
 # layers of other shapes.
-QUICK = ("granitemoe", "gpt2", "gpt_oss", "deepseek_v3", "gemma4_text")
+QUICK = ("granitemoeshared", "gpt2", "gpt_oss", "deepseek_v3", "gemma4_text")
 ALL_LOGPROBS = Sampling(temperature=0.0, logprobs=-1)
 
 
@@ -73,9 +73,10 @@ def test_other_families_are_refused_by_name(family, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def granitemoe(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("granitemoe")
-    tiny_model("granitemoe", folder)
+def foreign(tmp_path_factory):
+    """A mixture of experts without own code."""
+    folder = tmp_path_factory.mktemp("foreign")
+    tiny_model("granitemoeshared", folder)
     return str(folder)
 
 
@@ -91,9 +92,9 @@ def generate(llm, prompts, **params):
     return llm.generate(inputs, SamplingParams(**options), use_tqdm=False)
 
 
-def test_prefix_cache_preemption_and_copies_change_no_token(granitemoe):
+def test_prefix_cache_preemption_and_copies_change_no_token(foreign):
     prompts = random_prompts((13, 11, 10, 9), VOCAB)
-    with LLM(granitemoe, **ENGINE, num_gpu_blocks_override=64) as roomy:
+    with LLM(foreign, **ENGINE, num_gpu_blocks_override=64) as roomy:
         alone = [
             generate(roomy, [prompt], max_tokens=24)[0].outputs[0].token_ids for prompt in prompts
         ]
@@ -104,7 +105,7 @@ def test_prefix_cache_preemption_and_copies_change_no_token(granitemoe):
         copies = [c.token_ids for c in generate(roomy, prompts[:1], **drawn)[0].outputs]
         assert len(set(map(tuple, copies))) == 3
     # 20 blocks of 4 tokens for four sequences of 33 tokens and more
-    with LLM(granitemoe, **ENGINE, num_gpu_blocks_override=20, disable_log_stats=False) as tight:
+    with LLM(foreign, **ENGINE, num_gpu_blocks_override=20, disable_log_stats=False) as tight:
         assert [
             output.outputs[0].token_ids for output in generate(tight, prompts, max_tokens=24)
         ] == alone
@@ -114,7 +115,7 @@ def test_prefix_cache_preemption_and_copies_change_no_token(granitemoe):
 
 
 @pytest.mark.parametrize("fmt", ["int8", "int4"])
-@pytest.mark.parametrize("family", ["granitemoe", "mixtral"])  # mixtral has own code
+@pytest.mark.parametrize("family", ["granitemoeshared", "mixtral"])  # mixtral has own code
 def test_rounded_weights_are_those_of_the_kernels(family, fmt, tmp_path):
     (prompt,) = random_prompts((12,), VOCAB)
     tiny_model(family, tmp_path)
@@ -186,19 +187,19 @@ def test_own_models_run_this_way_on_request(tmp_path):
     assert answers[0] == answers[1]
 
 
-def test_own_code_alone_refuses_a_model_that_it_does_not_know(granitemoe):
-    with pytest.raises(UnsupportedFeatureError, match="GraniteMoeForCausalLM"):
-        LLM(granitemoe, **ENGINE, model_impl="trouper")
+def test_own_code_alone_refuses_a_model_that_it_does_not_know(foreign):
+    with pytest.raises(UnsupportedFeatureError, match="GraniteMoeSharedForCausalLM"):
+        LLM(foreign, **ENGINE, model_impl="trouper")
     with pytest.raises(TrouperValidationError, match="model_impl"):
-        LLM(granitemoe, **ENGINE, model_impl="vllm")
+        LLM(foreign, **ENGINE, model_impl="vllm")
 
 
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(granitemoe, tmp_path):
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(foreign, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    for path in Path(granitemoe).glob("*.json"):
+    for path in Path(foreign).glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(Path(granitemoe) / "model.safetensors")
+    tensors = load_file(Path(foreign) / "model.safetensors")
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(TrouperValidationError, match=r"lacks 1 tensors: .*1\.self_attn\.k_proj"):
@@ -234,10 +235,10 @@ def test_other_masks_are_refused(sees):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
-def test_an_adapter_equals_peft(granitemoe, tmp_path):
+def test_an_adapter_equals_peft(foreign, tmp_path):
     """Experts are matrices of their own kind, and take none."""
     peft = pytest.importorskip("peft")
-    base = transformers.AutoModelForCausalLM.from_pretrained(granitemoe, dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(foreign, dtype=torch.float32)
     options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"]}
     adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     torch.manual_seed(3)
@@ -248,7 +249,7 @@ def test_an_adapter_equals_peft(granitemoe, tmp_path):
     (prompt,) = random_prompts((20,), VOCAB)
     with torch.inference_mode():
         expected = adapted(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-    with LLM(granitemoe, **ENGINE, enable_lora=True, max_logprobs=-1) as llm:
+    with LLM(foreign, **ENGINE, enable_lora=True, max_logprobs=-1) as llm:
         request = LoRARequest("mine", 1, str(tmp_path))
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1)
         inputs = [TokensPrompt(prompt_token_ids=prompt)] * 2
@@ -309,12 +310,12 @@ def test_code_that_lies_elsewhere_never_runs(folder_with_code):
     assert not mark.exists()
 
 
-def test_embeddings_stand_for_tokens(granitemoe):
+def test_embeddings_stand_for_tokens(foreign):
     (prompt,) = random_prompts((23,), VOCAB)
-    table = transformers.AutoModelForCausalLM.from_pretrained(granitemoe).get_input_embeddings()
+    table = transformers.AutoModelForCausalLM.from_pretrained(foreign).get_input_embeddings()
     embeds = table.weight.detach()[prompt].float()
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    with LLM(granitemoe, **ENGINE, enable_prompt_embeds=True) as llm:
+    with LLM(foreign, **ENGINE, enable_prompt_embeds=True) as llm:
         inputs = [TokensPrompt(prompt_token_ids=prompt), {"prompt_embeds": embeds}]
         ids, rows = (o.outputs[0].token_ids for o in llm.generate(inputs, params, use_tqdm=False))
     assert ids == rows

@@ -80,6 +80,9 @@ MIXED = {
         "Qwen3Moe", EXPERTS | {"moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 16},
         EXPERT_NUMBERS | {"expert_feed_forward_length": 32}),
     "olmoe": ("Olmoe", EXPERTS, EXPERT_NUMBERS),
+    "granitemoe": (
+        "GraniteMoe", {"num_local_experts": 6, "num_experts_per_tok": 3, "attention_multiplier": 0.25},
+        EXPERT_NUMBERS | {"attention.scale": 0.25}),
     "gpt-oss": (
         "GptOss",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 16,
@@ -139,9 +142,16 @@ def converted(model, path, arch, numbers=None, kind=None):
 
 
 def unstacked(tensors):
-    """Tensors by name; of gpt-oss's experts, which share a tensor and whose gate and up take turns, each part alone."""
+    """Tensors by name; of experts that share one each part alone: of gpt-oss's the gate and up take turns."""
     for name, tensor in sorted(tensors.items()):
         module, found, projection = name.partition(".experts.")
+        if name.endswith("_linear.weight"):
+            module, _, kind = name.removesuffix("_linear.weight").rpartition(".")
+            for i, part in enumerate(tensor):
+                parts = dict(zip(("gate", "up"), part.chunk(2), strict=True))
+                for which, x in (parts if kind == "input" else {"down": part}).items():
+                    yield f"{module}.experts.{i}.{which}_proj.weight", x
+            continue
         if not found or projection.count("."):
             yield name, tensor
             continue

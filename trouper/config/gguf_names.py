@@ -24,7 +24,7 @@ MODULES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-    "self_attn.sinks": "attn_sinks", "mlp.router": "ffn_gate_inp",
+    "self_attn.sinks": "attn_sinks", "mlp.router": "ffn_gate_inp", "mlp.router.layer": "ffn_gate_inp",
     "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
@@ -232,6 +232,10 @@ def _granite(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _granite_moe(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
+    return _granite(header, at, config) | _experts(header, at)
+
+
 def _llama(header: Gguf, at: str, _config: dict[str, Any]) -> dict[str, Any]:
     """Mixtral's files carry the name of Llama."""
     if not header.get(at + "expert_count", int):
@@ -293,5 +297,6 @@ FAMILIES = {
     "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", own=_qwen_moe),
     "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", own=_qwen_moe),
     "olmoe": Family("OlmoeForCausalLM", "olmoe", own=_olmoe),
+    "granitemoe": Family("GraniteMoeForCausalLM", "granitemoe", is_permuted=True, own=_granite_moe),
     "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", OTHER_NORMS, own=_gpt_oss),
 }

@@ -12,6 +12,7 @@ from trouper.actors.executor.models.traits import (
     HfConfig,
     LayerTraits,
     common_traits,
+    granite_traits,
     layers_of,
     require,
     rope_traits,
@@ -121,6 +122,12 @@ def _gpt_oss(config: HfConfig) -> DecoderTraits:
     )
 
 
+def _granite_moe(config: HfConfig) -> DecoderTraits:
+    experts = _experts(config, size="intermediate_size", is_normalised=True, names="granite_moe")
+    layers = (LayerTraits(is_sparse=True),) * require(config, "num_hidden_layers")
+    return granite_traits(config, experts=experts, layers=layers)
+
+
 def _experts(
     config: HfConfig,
     *,
@@ -163,4 +170,5 @@ MIXTURES: Mapping[str, Callable[[HfConfig], DecoderTraits]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "OlmoeForCausalLM": _olmoe,
     "GptOssForCausalLM": _gpt_oss,
+    "GraniteMoeForCausalLM": _granite_moe,
 }

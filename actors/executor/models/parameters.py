@@ -134,6 +134,7 @@ EXPERT_NAMES = {
     "mlp": ExpertNames(),
     "block_sparse_moe": ExpertNames("block_sparse_moe", projections=("w1", "w3", "w2")),
     "gpt_oss": ExpertNames(router="router"),
+    "granite_moe": ExpertNames("block_sparse_moe", router="router.layer"),
 }
 
 

@@ -12,6 +12,7 @@ from trouper.actors.executor.models.traits import (
     HfConfig,
     LayerTraits,
     common_traits,
+    granite_traits,
     layers_of,
     read_traits,
     require,
@@ -164,17 +165,7 @@ def _gemma(config: HfConfig, **own: Any) -> DecoderTraits:
 
 
 def _granite(config: HfConfig) -> DecoderTraits:
-    bias = bool(config.get("attention_bias", False))
-    return common_traits(
-        config,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        attention_scale=float(config.get("attention_multiplier", 1.0)),
-        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
-        residual_scale=float(config.get("residual_multiplier", 1.0)),
-        logits_scale=1.0 / float(config.get("logits_scaling", 1.0)),
-    )
+    return granite_traits(config, mlp_bias=bool(config.get("mlp_bias", False)))
 
 
 def _olmo2(config: HfConfig) -> DecoderTraits:

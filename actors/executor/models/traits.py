@@ -67,7 +67,8 @@ class ExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):
         0  # of one more that all tokens use, times a gate of its own; 0 = there is none
     )
     has_bias: bool = False  # the router too
-    names: Literal["mlp", "block_sparse_moe", "gpt_oss"] = "mlp"  # in the checkpoint
+    # in the checkpoint
+    names: Literal["mlp", "block_sparse_moe", "gpt_oss", "granite_moe"] = "mlp"
 
 
 class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,6 +210,21 @@ def require(config: HfConfig, name: str) -> int:
             "config.json needs a positive integer", parameter=name, value=value
         )
     return value
+
+
+def granite_traits(config: HfConfig, **own: Any) -> DecoderTraits:
+    """Read what all of Granite's decoders have: multipliers of what others take as it is."""
+    bias = bool(config.get("attention_bias", False))
+    return common_traits(
+        config,
+        qkv_bias=bias,
+        o_bias=bias,
+        attention_scale=float(config.get("attention_multiplier", 1.0)),
+        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
+        residual_scale=float(config.get("residual_multiplier", 1.0)),
+        logits_scale=1.0 / float(config.get("logits_scaling", 1.0)),
+        **own,
+    )
 
 
 def layers_of(config: HfConfig, window: int | None, *, pattern: int = 0) -> tuple[LayerTraits, ...]:

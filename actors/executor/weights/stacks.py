@@ -1,7 +1,9 @@
 """Tensors that hold a projection of all experts of a layer, and where in them the part of one expert lies.
 
-    gpt_oss  experts.gate_up_proj [X, E, 2 M]  inputs by outputs; the outputs of gate and of up take turns
-             experts.down_proj [X, M, E]       and of each a bias, with the name's end `_bias`: [X, 2 M], [X, E]
+    gpt_oss      experts.gate_up_proj [X, E, 2 M]  inputs by outputs; the outputs of gate and of up take turns
+                 experts.down_proj [X, M, E]       and of each a bias, with the name's end `_bias`: [X, 2 M], [X, E]
+    granite_moe  input_linear.weight [X, 2 M, E]   outputs by inputs; those of gate, then those of up
+                 output_linear.weight [X, E, M]
 
 X experts, E hidden size, M width of an expert.  A part goes by the name that it has where each expert is stored alone.
 """
@@ -14,7 +16,8 @@ from torch import Tensor
 from trouper.actors.executor.models.traits import ExpertsTraits
 
 Shape = tuple[int, ...]
-EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+ALL = slice(None)
 
 
 class StackedPart(NamedTuple):
@@ -36,6 +39,7 @@ class Stacks(NamedTuple):
     """The way in which a checkpoint stores experts together."""
 
     num_experts: int
+    is_granite: bool
 
     def find(self, name: str, shape: Shape) -> StackedPart | None:
         """Find an expert's matrix or bias of that shape; None: a tensor of its own."""
@@ -43,18 +47,27 @@ class Stacks(NamedTuple):
         if found is None:
             return None
         module, expert, projection, kind = found.groups()
-        is_down, is_bias = projection == "down", kind == "bias"
-        num_out = shape[0] if is_down else 2 * shape[0]
-        rows = slice(None) if is_down else slice(int(projection == "up"), None, 2)
+        is_down, is_up, size = projection == "down", projection == "up", shape[0]
+        num_out = size if is_down else 2 * size
+        if self.is_granite:
+            rows = slice(size * is_up, size * (is_up + 1))
+            stored = f"{module}.{'output' if is_down else 'input'}_linear.{kind}"
+            whole = self.num_experts, num_out, *shape[1:]
+            return StackedPart(stored, whole, int(expert), rows, is_transposed=False)
+        end, whole = "", (self.num_experts, *shape[1:], num_out)
+        if kind == "bias":
+            end = "_bias"
         return StackedPart(
-            f"{module}.{'down' if is_down else 'gate_up'}_proj{'_bias' if is_bias else ''}",
-            (self.num_experts, *shape[1:], num_out),
+            f"{module}.experts.{'down' if is_down else 'gate_up'}_proj{end}",
+            whole,
             int(expert),
-            rows,
-            is_transposed=not is_bias,
+            ALL if is_down else slice(int(is_up), None, 2),
+            is_transposed=kind == "weight",
         )
 
 
 def stacks_of(experts: ExpertsTraits | None) -> Stacks | None:
     """Return how a checkpoint stores experts together; None where it does not."""
-    return Stacks(experts.count) if experts is not None and experts.names == "gpt_oss" else None
+    if experts is None or experts.names not in ("gpt_oss", "granite_moe"):
+        return None
+    return Stacks(experts.count, experts.names == "granite_moe")
