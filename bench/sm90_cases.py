@@ -18,6 +18,7 @@ from trouper.kernels.cuda import (
     decode_attention,
     embed,
     fused_add_rms_norm,
+    heads_norm,
     logprobs,
     lora_expand,
     lora_shrink,
@@ -53,6 +54,17 @@ def _norms() -> Iterator[Sm90Case]:
                 return fused_add_rms_norm.fused_add_rms_norm(x, y, w, 1e-6, post_weight_E=post)
 
             yield Sm90Case(f"E {width}{label}", config, "none", launch)
+
+
+def _heads_norms() -> Iterator[Sm90Case]:
+    for width, config in heads_norm.CONFIGS["sm_90"]:
+        x, sums, weight = meta(256, width), meta(256, dtype=fp32), meta(width)
+
+        def launch(x: Tensor = x, sums: Tensor = sums, weight: Tensor = weight) -> object:
+            heads_norm.sum_of_squares_(x, sums)
+            return heads_norm.norm_by_sum_(x, sums, weight, num=2 * x.shape[1], eps=1e-6)
+
+        yield Sm90Case(f"X {width}", config, "none", launch)
 
 
 def _acts() -> Iterator[Sm90Case]:
@@ -245,6 +257,7 @@ CASES: dict[str, Callable[[], Iterator[Sm90Case]]] = {
     "prefill_attention": _prefills,
     "qk_norm_rope_kv_write": _qkv_posts,
     "fused_add_rms_norm": _norms,
+    "heads_norm": _heads_norms,
     "act_and_mul": _acts,
     "embed": _prepares,
     "sampling": _samplings,

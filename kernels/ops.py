@@ -126,6 +126,14 @@ class Ops(Protocol):
         ...
 
 
+class DeviceOps(Ops, Protocol):
+    """The operations on a GPU, whose tokens and plans are those of `kernels/cuda/ops.py`."""
+
+    def plan(self, tokens: Any, window: int | None) -> Any:
+        """Prepare the attention of a step in the layers of one window."""
+        ...
+
+
 class CpuOps(Ops, Protocol):
     """The operations on the CPU, whose tokens are `HostTokens`."""
 

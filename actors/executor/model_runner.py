@@ -25,8 +25,10 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult] | None:
-        """Run a plan of the kind that the model is for, or launch it; None: another stage answers.
+    def execute(
+        self, plan: StepPlan | PoolPlan
+    ) -> StepResult | PendingResult[StepResult | None] | None:
+        """Run a plan of the kind that the model is for, or launch it; None: another worker answers.
 
         After an exception the rows of the plan must be given again.
         """

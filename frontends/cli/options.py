@@ -50,7 +50,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "device": "Device to run on: auto (a usable GPU, else the CPU), cpu or cuda.",
         "device_worker": "Where the model runs: inline (a thread of this process), process (its own, which may "
         "die and is started again), or auto (process in serve of a model that generates on the CPU, else inline).",
-        "tensor_parallel_size": "Number of processes that share out each layer: its heads and the width of its MLP.",
+        "tensor_parallel_size": "Number of processes that share out each layer: its heads and the width of its MLP; on GPUs each has one.",
         "pipeline_parallel_size": "Number of processes that share out the layers, as stages of a pipeline.",
         "data_parallel_size": "Number of replicas of the model, among which requests are shared out.",
         "distributed_executor_backend": "Launcher of the workers: mp (this machine, or those of --nnodes) or ray.",

@@ -1,23 +1,11 @@
 """The operations in which all ranks of a model take part, over memory that all have mapped: a `RankGroup`."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from trouper.kernels.cpu.rank_exchange import RankExchange
 from trouper.kernels.ops import q_and_k
-from trouper.kernels.ranks import check_sums
-
-
-class RankShare(NamedTuple):
-    """The sizes and constants that the operations of a rank depend on, beside their arguments."""
-
-    vocab_size: int  # of all ranks
-    norm_eps: float
-    residual_scale: float = 1.0
-    first_logit: int = 0  # column of this rank's head
-    num_kv_copies: int = 1  # ranks that have the same heads of keys, one after the other
+from trouper.kernels.ranks import RankShare, check_sums
 
 
 class SharedGroup:

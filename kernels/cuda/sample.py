@@ -152,6 +152,23 @@ def sample(
     return out
 
 
+@triton.jit
+def _put_tokens_kernel(sampled_ptr, rows_ptr, ends_ptr, tokens_ptr, tokens_stride_r):
+    i = tl.program_id(0)
+    row = tl.load(rows_ptr + i).to(tl.int64)
+    token = tl.load(sampled_ptr + i)
+    if (row < 0) | (token < 0):
+        return
+    tl.store(tokens_ptr + row * tokens_stride_r + tl.load(ends_ptr + i), token)
+
+
+def put_tokens_(sampled_R: Tensor, rows_R: Tensor, ends_R: Tensor, tokens: Tensor) -> None:
+    """Write into `tokens` what another device has sampled, as `sample` does there."""
+    _put_tokens_kernel[(len(sampled_R),)](
+        sampled_R, rows_R, ends_R, tokens, tokens.stride(0), **MERGE
+    )
+
+
 def sample_reference(scaled_V: Tensor, kept_V: Tensor, noise_V: Tensor | None) -> int:
     """Sample one row: `scaled_V` are its logits by temperature, `noise_V` comes from `kernels/reference/noise.py`."""
     if scaled_V.isnan().any() or not scaled_V.isfinite().any():

@@ -25,6 +25,8 @@ WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten
 class EmulatedMachine:
     """`Machine` of 64 MiB, of which 16 are taken; any run is said to take `step_bytes`."""
 
+    backend = "gloo"
+
     def __init__(self):
         np.seterr(all="ignore")  # of this thread: lanes that are masked compute, too
         self.device = torch.device("cpu")

@@ -11,13 +11,14 @@ import torch
 
 from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.cpu.stage_runner import StageRunner
+from trouper.actors.executor.models.decoder import rank_share
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.models.sharding import Shard
 from trouper.actors.executor.parallel.ranks import CrewSizes, ModelSizes, create_crew_files
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
 from trouper.kernels.cpu.rank_exchange import RankExchange
-from trouper.kernels.cpu.shared_group import RankShare, SharedGroup
+from trouper.kernels.cpu.shared_group import SharedGroup
 
 
 def groups_of(config, size):
@@ -29,13 +30,7 @@ def groups_of(config, size):
     sizes = ExchangeSizes(size, part_bytes, num_rows * traits.vocab_size)
     memory = mmap.mmap(-1, sizes.num_bytes)
     for rank in range(size):
-        share = RankShare(
-            traits.vocab_size,
-            traits.norm_eps,
-            traits.residual_scale,
-            Shard(rank, size).vocabulary(traits.vocab_size)[0],
-            max(1, size // traits.num_kv_heads),
-        )
+        share = rank_share(traits, Shard(rank, size))
         exchange = RankExchange(rank, sizes, memory)
         yield SharedGroup(exchange, share, dtype, traits.hidden_size)
 

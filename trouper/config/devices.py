@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -83,17 +83,50 @@ def cuda_problem() -> str | None:
     return _driver_problem()
 
 
+def check_num_devices(name: str, wanted: int) -> None:
+    """Check that there is a GPU for each worker.
+
+    Args:
+        name: of the option that says how many there are.
+
+    Raises:
+        TrouperValidationError: fewer can be seen.
+    """
+    found = num_devices()
+    if wanted > found:
+        rule = f"each has a GPU of its own, and {found} can be seen (CUDA_VISIBLE_DEVICES); device='cpu' needs none"
+        raise invalid(name, rule, wanted)
+
+
+def num_devices() -> int:
+    """Count the GPUs that this process may use, by the driver."""
+    driver = _driver()
+    return 0 if driver is None else _count(driver)[0]
+
+
 def _driver_problem() -> str | None:
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
+    driver = _driver()
+    if driver is None:
         return "the NVIDIA driver is not installed"
-    count = ctypes.c_int()
-    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    if status or not count.value:
+    count, status = _count(driver)
+    if not count:
         return f"the NVIDIA driver shows no device (CUDA_VISIBLE_DEVICES, or error {status})"
     major = ctypes.c_int()
     driver.cuDeviceGetAttribute(ctypes.byref(major), COMPUTE_CAPABILITY_MAJOR, 0)
     if major.value < LEAST_CAPABILITY:
         return f"its compute capability is {major.value}.x, and {LEAST_CAPABILITY}.0 is needed"
     return None
+
+
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
+
+
+def _count(driver: ctypes.CDLL) -> tuple[int, int]:
+    """Return the number of devices, and the status of the question: 0 if all is well."""
+    count = ctypes.c_int()
+    status: int = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if status else count.value, status

@@ -14,7 +14,13 @@ from trouper.config.adapters import LoRAConfig
 from trouper.config.args import EngineArgs
 from trouper.config.checks import check_engine_args, log_idle_options
 from trouper.config.cpu_bind import CpuBind, read_cpu_bind
-from trouper.config.devices import DeviceKind, DeviceWorker, choose_device, choose_device_worker
+from trouper.config.devices import (
+    DeviceKind,
+    DeviceWorker,
+    check_num_devices,
+    choose_device,
+    choose_device_worker,
+)
 from trouper.config.model import (
     ModelConfig,
     code_folder,
@@ -54,6 +60,7 @@ UNCHANGED = (
     "stream_interval", "chat_template", "enable_prompt_embeds", "otlp_traces_endpoint",
 )  # fmt: skip
 SEVERAL_WORKERS = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
+ON_GPUS = ("tensor_parallel_size",)
 NOT_INVARIANT = (
     "batch_invariant: not on the CPU, whose attention adds up a prompt in another order when it is split "
     "(its bfloat16 products and norms do not); device='cuda' has it"
@@ -182,6 +189,8 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
     sizes = [_check_workers(args, name, device, pooler) for name in SEVERAL_WORKERS]
     partition = _layer_partition(args, model)
     _check_ranks(args, model)
+    if device == "cuda" and args.tensor_parallel_size > 1:
+        check_num_devices("tensor_parallel_size", args.tensor_parallel_size)
     nodes = nodes_config(args, device)
     dtype = concrete_dtype(args.dtype, model)
     block_size = args.block_size or DEFAULT_BLOCK_SIZES[device]
@@ -337,7 +346,7 @@ def _check_workers(
         return number
     missing = (
         "not of a model that pools" if pooler is not None and name != "data_parallel_size"
-        else "not on a GPU yet; device='cpu' has it" if device == "cuda"
+        else "not on a GPU yet; device='cpu' has it" if device == "cuda" and name not in ON_GPUS
         else "not on this system, which has no memory files" if not hasattr(os, "memfd_create")
         else None
     )  # fmt: skip

@@ -43,7 +43,7 @@ from trouper.kernels.codegen.recording import NotRecordableError
 from trouper.kernels.cpu.sampling.sample import compile_sample
 from trouper.kernels.lora import AdapterRows
 from trouper.kernels.ops import CpuOps
-from trouper.kernels.ranks import RankedOps, RankGroup
+from trouper.kernels.ranks import RankedCpuOps, RankGroup
 from trouper.kernels.select import make_ops
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class CpuRunner:
 
     def _make_ops(self) -> CpuOps:
         ops = make_ops(ops_config(self._traits, self._dtype, self._config.block_size))
-        return ops if self._group is None else RankedOps(ops, self._group)
+        return ops if self._group is None else RankedCpuOps(ops, self._group)
 
     def load_adapter(self, slot: int, files: AdapterFiles) -> None:
         """Put an adapter into a slot, from 1 on; raises as `AdapterSlots.load` does, and the slot is as it was."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.models.decoder import rank_share
 from trouper.actors.executor.models.layer_split import model_stages
 from trouper.actors.executor.models.registry import decoder_traits
 from trouper.actors.executor.models.sharding import Shard, check_shards
@@ -140,21 +141,14 @@ def open_group(
     dtype: torch.dtype = getattr(torch, config.dtype)
     check_sums(config.tensor_parallel_size, dtype, traits.hidden_size)
     from trouper.kernels.cpu.rank_exchange import RankExchange  # they need llvmlite
-    from trouper.kernels.cpu.shared_group import RankShare, SharedGroup
+    from trouper.kernels.cpu.shared_group import SharedGroup
 
     sizes = group_sizes(config, ModelSizes(traits.hidden_size, traits.vocab_size), place.stage)
     try:
         memory = mmap.mmap(file, sizes.num_bytes)
     finally:
         os.close(file)
-    shard = Shard(place.rank, config.tensor_parallel_size)
-    share = RankShare(
-        vocab_size=traits.vocab_size,
-        norm_eps=traits.norm_eps,
-        residual_scale=traits.residual_scale,
-        first_logit=shard.vocabulary(traits.vocab_size)[0],
-        num_kv_copies=max(1, shard.size // traits.num_kv_heads),
-    )
+    share = rank_share(traits, Shard(place.rank, config.tensor_parallel_size))
     exchange = RankExchange(place.rank, sizes, memory)
     return SharedGroup(exchange, share, dtype, traits.hidden_size)
 

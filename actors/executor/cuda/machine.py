@@ -31,6 +31,7 @@ class Machine(Protocol):
 
     device: torch.device
     name: str
+    backend: str  # torch's, of collective calls between such devices
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
@@ -69,20 +70,24 @@ class Machine(Protocol):
 
 
 class CudaMachine:
-    """The current CUDA device.
+    """A CUDA device.
 
     Copies to the device are on the engine's stream, ahead of the launches that read them; copies back are on
     a stream of their own.  Pinned memory comes from torch's cache, which gives it away again only when the
     copy that reads or writes it is over, so there is always a fresh buffer and no ring to manage.
     """
 
-    def __init__(self) -> None:
-        """Take the current device.
+    backend = "nccl"
+
+    def __init__(self, index: int | None = None) -> None:
+        """Take a device of those that are visible, or the current one, for this thread.
 
         Raises:
             TrouperValidationError: with CUDA's own words, e.g. that the driver is too old for this torch.
         """
         try:
+            if index is not None:
+                torch.cuda.set_device(index)
             self.device = torch.device("cuda", torch.cuda.current_device())
         except RuntimeError as error:
             raise TrouperValidationError(

@@ -7,6 +7,8 @@ Laws:
     here.  Nothing that it launches depends on a value on the device.
   * A captured step reads and writes fixed addresses; whatever moves them forgets the graphs.
   * An entry with logits that are not finite fails alone.
+  * Of several ranks each runs every plan, and comes by the plan alone to what it launches: sums are in the same places of the
+    same graphs.  The first one samples, and tells the others what, on the device.
 """
 
 from functools import partial
@@ -14,6 +16,7 @@ from functools import partial
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
@@ -28,8 +31,14 @@ from trouper.actors.executor.cuda.shapes import BatchShape, graph_shapes, padded
 from trouper.actors.executor.cuda.tables import Changes, Layout, is_penalised
 from trouper.actors.executor.device import DeviceInfo, PendingResult
 from trouper.actors.executor.kv_memory import kv_cache_specs, num_kv_blocks
-from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, Decoder, ops_config
+from trouper.actors.executor.models.decoder import (
+    LOGITS_AT_ONCE,
+    Decoder,
+    ops_config,
+    rank_share,
+)
 from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.sharding import ALONE, Shard, check_shards, shard_traits
 from trouper.actors.executor.profiler import Profiler
 from trouper.actors.executor.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import adapted_parameters, load_decoder
@@ -38,9 +47,11 @@ from trouper.actors.messages.results import StepDone
 from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
 from trouper.kernels.cuda.apply_penalties import apply_penalties
+from trouper.kernels.cuda.collectives import CollectiveSums, RankedTritonOps
 from trouper.kernels.cuda.ops import DeviceTokens, TritonOps
-from trouper.kernels.cuda.sample import sample
+from trouper.kernels.cuda.sample import put_tokens_, sample
 from trouper.kernels.cuda.top_k_top_p import top_k_top_p
+from trouper.kernels.ops import DeviceOps
 
 
 class CudaRunner:
@@ -49,14 +60,27 @@ class CudaRunner:
     Args:
         config: resolved; `model.path` holds safetensors unless `load_format` is "dummy".
         machine: None = the current CUDA device.
+        ranks: the group of devices that share out the layers, of which this is one; None = there is no other.
     """
 
     is_tiny = True  # for torch's threads: the CPU only launches
 
-    def __init__(self, config: EngineConfig, machine: Machine | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        machine: Machine | None = None,
+        ranks: dist.ProcessGroup | None = None,
+    ) -> None:
         self._config = config
         self._machine = CudaMachine() if machine is None else machine
-        self._traits = decoder_traits(config.model.hf_config, config.model.architecture)
+        self._model_traits = decoder_traits(config.model.hf_config, config.model.architecture)
+        self._ranks = ranks
+        self._shard = ALONE if ranks is None else Shard(ranks.rank(), ranks.size())
+        check_shards(self._model_traits, self._shard.size, quantization=config.quantization)
+        self._samples = self._shard.rank == 0
+        self._sums: CollectiveSums | None = None
+        # of the part of each layer that is here
+        self._traits = shard_traits(self._model_traits, self._shard)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         scheduler, longest = config.scheduler, config.max_model_len
         self._slots = RequestSlots(scheduler.max_num_seqs, longest, config.block_size)
@@ -67,7 +91,7 @@ class CudaRunner:
         self._masks = DeviceMasks(self._slots, self._layout)
         self._kv_specs = kv_cache_specs(self._traits)
         self._num_kv_blocks = 0
-        self._decoder: Decoder[TritonOps] | None = None
+        self._decoder: Decoder[DeviceOps] | None = None
         self._is_on_host = False  # the decoder's weights
         self._resident: Resident | None = None
         self._adapters: DeviceAdapters | None = None
@@ -75,7 +99,7 @@ class CudaRunner:
             self._adapters = DeviceAdapters(
                 config.lora, self._dtype, self._machine, scheduler.max_num_scheduled_tokens
             )
-            for parameter in adapted_parameters(self._traits):
+            for parameter in adapted_parameters(self._model_traits):
                 self._adapters.slots.know(parameter)
         self._graphs: dict[BatchShape, Graph] = {}
         self._profiler = Profiler()
@@ -153,18 +177,25 @@ class CudaRunner:
             if self._adapters is not None:
                 self._adapters.wake_weights()
 
-    def _load_decoder(self) -> Decoder[TritonOps]:
+    def _load_decoder(self) -> Decoder[DeviceOps]:
         config = self._config
-        ops = TritonOps(
+        local = TritonOps(
             ops_config(self._traits, self._dtype, config.block_size),
             max_length=config.max_model_len,
             is_invariant=config.batch_invariant,
         )
+        ops: DeviceOps = local
+        if self._ranks is not None:
+            share = rank_share(self._model_traits, self._shard)
+            is_invariant = config.batch_invariant
+            self._sums = CollectiveSums(self._ranks, local, share, is_invariant=is_invariant)
+            ops = RankedTritonOps(local, self._sums)
         return load_decoder(
             config,
-            self._traits,
+            self._model_traits,
             ops=lambda: ops,
             device=self._machine.device,
+            shard=self._shard,
             wrap=None if self._adapters is None else self._adapters.slots.wrap,
         )
 
@@ -226,8 +257,10 @@ class CudaRunner:
 
     # Steps
 
-    def execute(self, plan: StepPlan | PoolPlan) -> PendingResult[StepDone] | StepDone:
-        """Launch one plan.  After an exception its sequences must be given again."""
+    def execute(
+        self, plan: StepPlan | PoolPlan
+    ) -> PendingResult[StepDone | None] | StepDone | None:
+        """Launch one plan; the rank that samples answers it.  After an exception its sequences must be given again."""
         assert isinstance(plan, StepPlan), "this model generates"
         resident = self._resident
         if resident is None or not self._is_resident:
@@ -236,7 +269,7 @@ class CudaRunner:
             self._masks.catch_up(plan)
             self._apply_changes(plan, resident)
             if not plan.request_slots:
-                return StepDone(plan.step, ())
+                return StepDone(plan.step, ()) if self._samples else None
             broken: tuple[int, ...] = ()
             has_masks = self._masks.any_in(plan)
             if has_masks:
@@ -259,6 +292,10 @@ class CudaRunner:
             else:
                 graph.replay()
                 hidden, logits, sampled = graph.outputs
+            if not self._samples:
+                self._add_prompt_logprobs(plan, first_tokens, hidden, None)
+                end = self._machine.download(())
+                return PendingResult(end.is_ready, lambda: _nothing(end))
             readout = Readout(plan, sampled, broken, self._masks.take_work())
             readout.add_samples(logits, [self._slots.sampling[slot] for slot in plan.request_slots])
             self._add_prompt_logprobs(plan, first_tokens, hidden, readout)
@@ -269,7 +306,7 @@ class CudaRunner:
         changes = Changes(self._layout)
         for new in plan.new_sequences:
             self._slots.place(new)
-            self._masks.place(new)
+            self._masks.place(new if self._samples else msgspec.structs.replace(new, grammar=None))
             changes.place(new)
         for slot, block_ids in plan.new_blocks:
             changes.put("blocks", slot, block_ids, at=int(self._slots.num_blocks[slot]))
@@ -311,15 +348,25 @@ class CudaRunner:
         hidden_TE = decoder.forward(step_tokens, plans, resident.kv.layers, embeds)
         logits_CV = decoder.logits(hidden_TE.index_select(0, inputs.last_tokens))
         slots, seq_lens = inputs.sampled_slots, inputs.seq_lens
-        edited_CV = apply_penalties(logits_CV, slots, seq_lens, tokens, sampling)
-        kept = top_k_top_p(logits_CV, edited_CV, slots, sampling)
-        sampled_C = sample(logits_CV, edited_CV, slots, seq_lens, *kept, tokens, sampling)
+        if self._samples:
+            edited_CV = apply_penalties(logits_CV, slots, seq_lens, tokens, sampling)
+            kept = top_k_top_p(logits_CV, edited_CV, slots, sampling)
+            sampled_C = sample(logits_CV, edited_CV, slots, seq_lens, *kept, tokens, sampling)
+        else:
+            sampled_C = torch.empty_like(slots)
+        if self._sums is not None:
+            self._sums.tell(sampled_C)
+            if not self._samples:
+                put_tokens_(sampled_C, slots, seq_lens, tokens)
         return hidden_TE, logits_CV, sampled_C
 
     def _add_prompt_logprobs(
-        self, plan: StepPlan, first_tokens: np.ndarray, hidden_TE: Tensor, readout: Readout
+        self, plan: StepPlan, first_tokens: np.ndarray, hidden_TE: Tensor, readout: Readout | None
     ) -> None:
-        """Add those of the prompt tokens that follow the positions of this step, where they are asked for."""
+        """Add those of the prompt tokens that follow the positions of this step, where they are asked for.
+
+        A rank without a readout computes its part of the logits.
+        """
         decoder = self._decoder
         assert decoder is not None
         for span in self._slots.prompt_spans(plan, first_tokens):
@@ -330,6 +377,12 @@ class CudaRunner:
             for at in range(0, num, LOGITS_AT_ONCE):
                 piece = slice(at, at + LOGITS_AT_ONCE)
                 logits = decoder.logits(hidden[piece])
-                readout.add_prompt(
-                    span.entry, logits, following[piece], on_device[piece], span.num_top
-                )
+                if readout is not None:
+                    readout.add_prompt(
+                        span.entry, logits, following[piece], on_device[piece], span.num_top
+                    )
+
+
+def _nothing(end: PendingResult[list[np.ndarray]]) -> None:
+    """Wait for the end of a step that another rank answers; an error of the device is met here."""
+    end.finish()

@@ -95,6 +95,10 @@ class ModelHost:
             from trouper.actors.executor.cpu.hf_runner import HfRunner
 
             return HfRunner(self._config)
+        if self._config.device == "cuda" and self._config.tensor_parallel_size > 1:
+            from trouper.actors.executor.cuda.rank_runner import RankRunner
+
+            return RankRunner(self._config, self._rank, self._files)
         if self._config.device == "cuda":
             from trouper.actors.executor.cuda.runner import CudaRunner
 
@@ -141,8 +145,10 @@ class ModelHost:
             )
         return True
 
-    def execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult] | None:
-        """Run a plan, or launch it; None: another stage answers.
+    def execute(
+        self, plan: StepPlan | PoolPlan
+    ) -> StepResult | PendingResult[StepResult | None] | None:
+        """Run a plan, or launch it; None: another worker answers.
 
         Raises:
             Exception: nothing runs on this device any more.

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 
@@ -78,7 +78,7 @@ class ThreadedDevice:
     def _execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult]:
         result = self._host.execute(plan)
         assert result is not None, "a model in one piece answers"
-        return result
+        return cast("StepResult | PendingResult[StepResult]", result)  # a launched step, too
 
     async def receive(self) -> StepResult:
         while not self._steps:

@@ -104,7 +104,7 @@ class Worker:
         self._writing = threading.Lock()  # log records come from any thread
         self._host: ModelHost | None = None
         # Launched steps whose results are still to come: at most those in flight.
-        self._launched: deque[PendingResult[StepResult]] = deque()
+        self._launched: deque[PendingResult[StepResult | None]] = deque()
         self._awake_until_s = 0.0
 
     def __repr__(self) -> str:
@@ -206,7 +206,8 @@ class Worker:
         result = self._launched.popleft().finish()
         if isinstance(result, PendingResult):
             raise TypeError("a finished step is still pending")
-        self._write(result)
+        if result is not None:  # else another rank answers
+            self._write(result)
 
     def _finish_all(self) -> None:
         while self._launched:

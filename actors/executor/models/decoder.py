@@ -16,11 +16,13 @@ from torch import Tensor
 
 from trouper.actors.executor.models.mlp import Mlp
 from trouper.actors.executor.models.rotary import make_rope_table
+from trouper.actors.executor.models.sharding import Shard
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.linear import LinearMethod
 from trouper.kernels.lora import LoRALinear
 from trouper.kernels.ops import CpuOps, Ops, OpsConfig
+from trouper.kernels.ranks import RankShare
 
 OpsT = TypeVar("OpsT", bound=Ops)
 
@@ -166,6 +168,7 @@ class Decoder(Generic[OpsT]):
         """Put each weight where `place` puts it; what shares memory (a tied head) goes on sharing it."""
         moved: dict[int, Tensor] = {}
         before: list[Tensor] = []  # alive until the end, or another tensor could get its id
+        embedding = self._embedding
         bases = [linear.base for linear in self._linears if isinstance(linear, LoRALinear)]
         for owner in (self, *self._layers, *self._linears, *bases):
             for name in vars(owner):
@@ -173,7 +176,11 @@ class Decoder(Generic[OpsT]):
                 if isinstance(tensor, Tensor):
                     if id(tensor) not in moved:
                         before.append(tensor)
-                        moved[id(tensor)] = place(tensor)
+                        is_part = embedding is not None and _shares(tensor, embedding)
+                        if is_part and id(embedding) in moved:
+                            moved[id(tensor)] = _same_part(tensor, moved[id(embedding)])
+                        else:
+                            moved[id(tensor)] = place(tensor)
                     setattr(owner, name, moved[id(tensor)])
         self._rope_tables = [place(table) for table in self._rope_tables]
 
@@ -229,6 +236,16 @@ def _selected(x_TX: Tensor, tokens_R: Tensor) -> Tensor:
     return x_TX.index_select(0, tokens_R)  # pyright: ignore[reportUnknownMemberType]  # torch's stubs
 
 
+def _shares(part: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor lies in the memory of another: a rank's rows of a tied head in the embedding."""
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def _same_part(part: Tensor, whole: Tensor) -> Tensor:
+    """Return the rows of `whole` that a part had of what has become it."""
+    return whole.as_strided(part.size(), part.stride(), part.storage_offset())
+
+
 def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> OpsConfig:
     """Return what the operations depend on of a model."""
     return OpsConfig(
@@ -246,4 +263,20 @@ def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> Op
         limit=traits.mlp.limit,
         scale=traits.attention_scale,
         softcap=traits.attention_softcap,
+    )
+
+
+def rank_share(traits: DecoderTraits, shard: Shard) -> RankShare:
+    """Return what the operations of a rank depend on.
+
+    Args:
+        traits: of the whole model.
+    """
+    return RankShare(
+        vocab_size=traits.vocab_size,
+        norm_eps=traits.norm_eps,
+        residual_scale=traits.residual_scale,
+        first_logit=shard.vocabulary(traits.vocab_size)[0],
+        num_logits=Shard(0, shard.size).vocabulary(traits.vocab_size)[1],
+        num_kv_copies=max(1, shard.size // traits.num_kv_heads),
     )

@@ -5,6 +5,8 @@
     hidden states   from each rank of a stage to the same rank of the next: all ranks have all of them
     tokens          from rank 0 of the last stage, which samples, to the first stage, whose other ranks embed them
 
+On GPUs there is one stage, and sums and tokens go from device to device: of the group there is an empty file, by which the ranks find each other.
+
 Workers of one machine have rings between them, those of several have connections.  All is inherited by descriptor, so nothing of it outlives the processes.
 """
 
@@ -86,7 +88,7 @@ class CrewSizes(NamedTuple):
     num_stages: int
     num_ranks: int
     hidden_bytes: int  # of the hidden states of the largest step
-    token_bytes: int  # of the tokens of a step with all sequences
+    token_bytes: int  # of the tokens of a step with all sequences; 0: they go from device to device
     group_bytes: tuple[
         int, ...
     ]  # of the memory of the ranks of each stage; empty: there is one rank
@@ -94,6 +96,8 @@ class CrewSizes(NamedTuple):
     @classmethod
     def of(cls, config: EngineConfig, model: ModelSizes) -> "CrewSizes":
         rings, num_ranks = RingSizes.of(config, model.hidden_size), config.tensor_parallel_size
+        if config.device == "cuda":
+            return cls(1, num_ranks, 0, 0, (0,))
         stages = range(config.num_stages if num_ranks > 1 else 0)
         groups = tuple(group_sizes(config, model, stage).num_bytes for stage in stages)
         return cls(config.num_stages, num_ranks, rings.hidden_bytes, rings.token_bytes, groups)
@@ -125,7 +129,7 @@ def crew_links(sizes: CrewSizes) -> list[LinkEnds]:
     found += [
         LinkEnds(f"tokens {worker}", sampler, worker, entries, sizes.token_bytes)
         for worker in range(num_ranks)
-        if worker != sampler
+        if worker != sampler and sizes.token_bytes
     ]
     return found
 
@@ -202,13 +206,14 @@ def _check_memory(parts: Sequence[int]) -> None:
 
 
 def _create_memory(num_bytes: int) -> int:
-    """Make a file of zeros whose memory is there, or this fails."""
+    """Make a file of so many zeros whose memory is there, or this fails."""
     try:
         file = os.memfd_create("trouper-ranks", os.MFD_CLOEXEC)
     except OSError as error:
         raise DeviceStartError(f"cannot share memory between ranks: {error}") from None
     try:
-        os.posix_fallocate(file, 0, num_bytes)
+        if num_bytes:
+            os.posix_fallocate(file, 0, num_bytes)
     except OSError as error:
         os.close(file)
         raise DeviceStartError(f"cannot share {num_bytes} bytes between ranks: {error}") from None

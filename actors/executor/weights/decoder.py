@@ -32,7 +32,6 @@ from trouper.actors.executor.models.parts import part_of
 from trouper.actors.executor.models.registry import is_text_part
 from trouper.actors.executor.models.sharding import (
     ALONE,
-    OPTION,
     Shard,
     check_shards,
     shard_traits,
@@ -121,11 +120,9 @@ def load_decoder(
 
     Raises:
         TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
-        UnsupportedFeatureError: experts or ranks on a GPU.
+        UnsupportedFeatureError: experts on a GPU.
     """
     check_shards(traits, shard.size, quantization=config.quantization)
-    if shard.size > 1 and device is not None:
-        raise UnsupportedFeatureError(f"{OPTION}: not on a GPU yet", parameter=OPTION)
     if traits.experts is not None and device is not None:
         raise UnsupportedFeatureError("a mixture of experts runs on the CPU alone so far")
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -320,7 +317,7 @@ def _wrapped(
 
 def _whole(parameter: Parameter, source: Source, place: Placement) -> Tensor:
     """Read a tensor of which each rank has all: the embedding from pages that they share, if it is stored as it is used."""
-    if place.shard.size > 1 and parameter.name == "embedding":
+    if place.shard.size > 1 and place.device is None and parameter.name == "embedding":
         mapped = source.mapped(EMBEDDING, place.dtype)
         if mapped is not None:
             return mapped

@@ -11,9 +11,9 @@ from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
 from trouper.kernels.cpu.rank_exchange import RankExchange
-from trouper.kernels.cpu.shared_group import RankShare, SharedGroup
+from trouper.kernels.cpu.shared_group import SharedGroup
 from trouper.kernels.ops import OpsConfig
-from trouper.kernels.ranks import RankedOps
+from trouper.kernels.ranks import RankedOps, RankShare
 from trouper.kernels.select import make_ops
 
 LOCAL = OpsConfig(

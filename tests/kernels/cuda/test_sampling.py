@@ -10,7 +10,7 @@ from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling
 from trouper.kernels.cuda.apply_penalties import apply_penalties, apply_penalties_reference
 from trouper.kernels.cuda.logprobs import TopLogprobs, top_logprobs, top_logprobs_reference
-from trouper.kernels.cuda.sample import sample, sample_reference
+from trouper.kernels.cuda.sample import put_tokens_, sample, sample_reference
 from trouper.kernels.cuda.sampling_rows import NEVER, SamplingRows, make_sampling_rows
 from trouper.kernels.cuda.top_k_top_p import top_k_top_p, top_k_top_p_reference
 from trouper.kernels.reference.noise import gumbel
@@ -255,6 +255,18 @@ def test_a_row_that_is_not_finite_fails_alone(device, bad, where):
     failed = batch.rows[::2]
     assert torch.equal(batch.sampling.history[failed], history[failed])
     assert (batch.tokens[failed, 10] == -5).all()
+
+
+def test_what_another_device_has_drawn_goes_to_its_rows_and_nothing_else_changes(device):
+    tokens = torch.arange(24, dtype=torch.int32, device=device).view(3, 8)
+    sampled, rows, ends = (
+        torch.tensor(x, dtype=torch.int32, device=device)
+        for x in ([70, -1, 71, 72], [2, 1, -1, 0], [7, 3, 0, 1])
+    )
+    expected = tokens.clone()
+    expected[2, 7], expected[0, 1] = 70, 72
+    put_tokens_(sampled, rows, ends, tokens)
+    assert torch.equal(tokens, expected)
 
 
 def test_a_row_whose_mask_leaves_nothing_fails(device):

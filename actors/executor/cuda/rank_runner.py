@@ -1,0 +1,82 @@
+"""Runs the part of each plan that one of several GPUs computes: a rank of the model.
+
+Laws, beside those of `CudaRunner`:
+  * A process has one rank and one device, the rank's number of those that are visible.
+  * The ranks find each other by a file without a name that all have inherited, and whatever NCCL opens besides is on the loopback: all of
+    a model's ranks are on one machine.
+  * A rank that fails or dies has left its sums; the crew ends the others, and starts all of them again.
+"""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from trouper.actors.executor.cuda.machine import CudaMachine, Machine
+from trouper.actors.executor.cuda.runner import CudaRunner
+from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.sharding import OPTION, check_shards
+from trouper.config.resolve import EngineConfig
+from trouper.errors import UnsupportedFeatureError
+
+# Of a call whose ranks never meet: longer than any load takes, since what hangs in a step has a deadline of the crew.
+PATIENCE = timedelta(hours=1)
+LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+class RankRunner(CudaRunner):
+    """One rank of the config's model, on a GPU of its own.
+
+    Args:
+        rank: its number among those of the device.
+        files: the descriptor of the file by which the ranks find each other.
+
+    Raises:
+        TrouperValidationError: so many ranks cannot share out the model.
+        UnsupportedFeatureError: this build of torch has no NCCL.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int, files: Sequence[int]) -> None:
+        num_ranks = config.tensor_parallel_size
+        traits = decoder_traits(config.model.hf_config, config.model.architecture)
+        check_shards(traits, num_ranks, quantization=config.quantization)
+        machine = CudaMachine(rank)
+        self._group_file = files[0]
+        super().__init__(config, machine, join_group(machine, files[0], rank, num_ranks))
+
+    def __repr__(self) -> str:
+        return f"<RankRunner {self._shard.rank} of {self._shard.size} on {self._machine.name}>"
+
+    def close(self) -> None:
+        super().close()
+        if self._ranks is not None:
+            self._ranks = self._sums = None
+            dist.destroy_process_group()
+            os.close(self._group_file)
+
+
+def join_group(machine: Machine, file: int, rank: int, num_ranks: int) -> dist.ProcessGroup:
+    """Meet the other ranks; waits for them.
+
+    Raises:
+        UnsupportedFeatureError: torch was built without the library of the calls.
+    """
+    if not dist.is_available() or not dist.is_backend_available(machine.backend):
+        raise UnsupportedFeatureError(
+            f"{OPTION}={num_ranks}: the sums of GPUs are {machine.backend.upper()}'s, which this build of torch lacks",
+            parameter=OPTION,
+        )
+    for name, value in LOOPBACK.items():
+        os.environ.setdefault(name, value)
+    dist.init_process_group(
+        machine.backend,
+        store=dist.FileStore(f"/proc/self/fd/{file}", num_ranks),  # pyright: ignore[reportPrivateImportUsage]  # torch's stubs
+        rank=rank,
+        world_size=num_ranks,
+        timeout=PATIENCE,
+        device_id=machine.device if machine.device.type == "cuda" else None,
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
