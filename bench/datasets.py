@@ -12,6 +12,7 @@ import textwrap
 import tokenize
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,6 +20,65 @@ from trouper.errors import TrouperValidationError
 
 # ShareGPT, as vLLM prunes it: neither tiny nor longer than small models take.
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOKENS = 4, 1024, 2048
+
+# A record of eight fields, and what they are made of.
+FIELDS: dict[str, dict[str, Any]] = {
+    "name": {"type": "string", "maxLength": 40},
+    "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    "email": {"type": "string", "maxLength": 40},
+    "city": {"type": "string", "maxLength": 30},
+    "is_member": {"type": "boolean"},
+    "status": {"enum": ["active", "inactive", "suspended"]},
+    "total": {"type": "number"},
+    "books": {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 1, "maxItems": 4},
+}  # fmt: skip
+RECORD = {
+    "type": "object",
+    "properties": FIELDS,
+    "required": [*FIELDS],
+    "additionalProperties": False,
+}
+FIRST_NAMES = [
+    "Maria",
+    "John",
+    "Anna",
+    "Pierre",
+    "Yuki",
+    "Olga",
+    "Thomas",
+    "Lena",
+    "Ibrahim",
+    "Chloe",
+    "Rafael",
+    "Ingrid",
+]
+LAST_NAMES = [
+    "Lopez",
+    "Smith",
+    "Kowalska",
+    "Martin",
+    "Tanaka",
+    "Petrova",
+    "Brown",
+    "Fischer",
+    "Hassan",
+    "Dubois",
+]
+CITIES = [
+    "Madrid",
+    "Leeds",
+    "Warsaw",
+    "Lyon",
+    "Osaka",
+    "Riga",
+    "Boston",
+    "Bremen",
+    "Cairo",
+    "Geneva",
+    "Lisbon",
+    "Oslo",
+]
+BOOKS = ("The Trial", "Middlemarch", "Emma", "Dracula", "Walden", "The Odyssey", "Hard Times", "Persuasion", "Ulysses")  # fmt: skip
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -30,6 +90,7 @@ class SampleRequest(msgspec.Struct, frozen=True):
     output_len: int
     text: str | None = None
     temperature: float = 1.0
+    schema: dict[str, Any] | None = None  # that the output matches, and where it ends
 
 
 class _Turn(msgspec.Struct):
@@ -112,6 +173,27 @@ def edit_requests(
             f"The same code with the function `{name}` renamed to `{name}_all`:\n```python\ndef {name}_all("
         )
         found.append(SampleRequest(tuple(encode(text)), output_len, text, temperature=0.0))
+    return found
+
+
+def schema_requests(
+    num: int, encode: Encode, rng: random.Random, *, output_len: int
+) -> list[SampleRequest]:
+    """Make prompts that ask for a note's facts as a record, by a schema of eight fields; decoded greedily.
+
+    Args:
+        output_len: the most tokens; a record may end before.
+    """
+    found: list[SampleRequest] = []
+    for _ in range(num):
+        first, last, city = rng.choice(FIRST_NAMES), rng.choice(LAST_NAMES), rng.choice(CITIES)
+        books = " and ".join(f'"{book}"' for book in rng.sample(BOOKS, rng.randint(1, 3)))
+        text = (
+            f"Note: {first} {last} from {city}, {rng.randint(18, 80)} years old, bought {books} for "
+            f"{rng.randint(5, 90)}.{rng.randint(10, 99)} euros. Write to {first.lower()}@{last.lower()}.org. "
+            f"{rng.choice(('A member of the club.', 'Not a member of the club.'))}\n\nThe same as a JSON record:\n"
+        )
+        found.append(SampleRequest(tuple(encode(text)), output_len, text, 0.0, RECORD))
     return found
 
 

@@ -65,6 +65,9 @@ class RequestLoad(msgspec.Struct, frozen=True, kw_only=True):
             prompt: dict[str, Any] = {"messages": [{"role": "user", "content": request.text}]}
         else:
             prompt = {"prompt": request.text or request.prompt_token_ids}
+        if request.schema is not None:
+            named = {"name": "record", "schema": request.schema}
+            prompt["response_format"] = {"type": "json_schema", "json_schema": named}
         body = {
             "model": self.model,
             **prompt,

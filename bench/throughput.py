@@ -323,7 +323,12 @@ def prompts_of(requests: Sequence[SampleRequest], *, is_chat: bool) -> list[Any]
 
 
 def sampling(api: Any, request: SampleRequest, wishes: Wishes) -> Any:
-    """Make the sampling parameters of vLLM's benchmark: exactly `output_len` tokens."""
+    """Make the sampling parameters of vLLM's benchmark: exactly `output_len` tokens, or fewer by a schema."""
+    more: dict[str, Any] = {}
+    if request.schema is not None:
+        is_ours = wishes.backend in OURS
+        module = api if is_ours else import_module("vllm.sampling_params")
+        more["structured_outputs"] = module.StructuredOutputsParams(json=request.schema)
     return api.SamplingParams(
         n=wishes.n,
         temperature=request.temperature,
@@ -331,6 +336,7 @@ def sampling(api: Any, request: SampleRequest, wishes: Wishes) -> Any:
         ignore_eos=True,
         max_tokens=request.output_len,
         detokenize=not wishes.disable_detokenize,
+        **more,
     )
 
 

@@ -10,14 +10,16 @@ Laws:
     sequences of the same cache salt and adapter have answered.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from trouper.actors.executor.draft_pace import OF_MODEL, Pace
+from trouper.actors.executor.grammar_drafts import GrammarDrafts
 from trouper.actors.executor.recent_answers import SEPARATOR, RecentAnswers
 from trouper.actors.executor.request_slots import RequestSlots
+from trouper.actors.executor.sampling.grammar import GrammarMasks
 from trouper.actors.executor.sampling.results import PromptLogprobs, entry_failures
 from trouper.actors.executor.sampling.sampler import Sampled
 from trouper.actors.messages.plans import StepPlan
@@ -28,9 +30,6 @@ LEAST_OF_OTHERS = 3  # tokens that must agree with another's answer: fewer say l
 # Where so few tokens agree, a place near the passage that the text has followed says more than the latest one: tokens
 # before it and behind it, and for how many tokens it has.
 FEW_ALIKE, BEFORE, BEHIND, AGE = 2, 4, 24, 16
-
-
-Forced = Callable[[int, int], list[int]]
 
 
 class SecondModel(Protocol):
@@ -47,7 +46,7 @@ class Drafter:
     """Drafts for the sequences in the slots, one step after the other.
 
     Args:
-        forced: the tokens that the grammar of a slot forces behind those before a position: drafts that are right.
+        grammars: of the slots, which have a say in their drafts.
         model: proposes them; None: the text does.
     """
 
@@ -55,15 +54,21 @@ class Drafter:
         self,
         config: SpeculativeConfig,
         slots: RequestSlots,
-        forced: Forced,
+        grammars: GrammarMasks,
         model: SecondModel | None = None,
     ) -> None:
-        self._config, self._forced, self._model = config, forced, model
+        self._config, self._model = config, model
         self._slots = slots
         self._paces: dict[int, Pace] = {}  # by slot; those with a grammar have none
         self._drafts: list[list[int]] = []  # of each entry of the step that runs
         most = config.suffix_decoding_max_cached_requests if config.method == "suffix" else 0
         self._recent = RecentAnswers(most) if most else None
+        self._bound = GrammarDrafts(
+            slots,
+            grammars,
+            longest=config.suffix_decoding_max_tree_depth,
+            most_answers=most,
+        )
         self._families: dict[int, str] = {}  # by slot
         self._ends: dict[int, int] = {}  # by slot: the first position whose token is not known
         self._found: dict[
@@ -76,6 +81,7 @@ class Drafter:
     def leave(self, slot: int) -> None:
         """Keep what the slot's sequence has answered; another is about to take the slot."""
         end, num_prompt = self._ends.pop(slot, 0), int(self._slots.num_prompt[slot])
+        self._bound.leave(slot, end)
         if self._recent is not None and end > num_prompt + 1:
             # with the end of the prompt, behind which the same answer may begin
             first = max(0, num_prompt - self._config.suffix_decoding_max_tree_depth)
@@ -87,7 +93,9 @@ class Drafter:
         self._families[slot] = family
         for held in (self._paces, self._found, self._trails):
             held.pop(slot, None)
-        if not has_grammar:  # whose drafts are always right; others would need a mask each
+        if has_grammar:
+            self._bound.place(slot, family)
+        else:
             self._paces[slot] = Pace(self._config.num_speculative_tokens)
         if self._model is not None:
             self._model.place(slot, has_drafts=not has_grammar)
@@ -106,7 +114,7 @@ class Drafter:
             self._drafts = self._model.propose(plan, lengths)
             for i, (slot, room) in enumerate(zip(plan.request_slots, rooms, strict=True)):
                 if room and slot not in self._paces:
-                    self._drafts[i] = self._force(slot, plan.num_computed_tokens[i] + 1, room)
+                    self._drafts[i] = self._draft(slot, plan.num_computed_tokens[i] + 1, room)
             return self._counts()
         if self._recent is not None:
             ends = zip(plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
@@ -127,15 +135,12 @@ class Drafter:
         pace = self._paces.get(slot)
         return 0 if pace is None or not room or pace.rests() else pace.length(OF_MODEL, room)
 
-    def _force(self, slot: int, end: int, room: int) -> list[int]:
-        draft = self._forced(slot, end)[:room]
-        self._slots.token_ids[slot, end : end + len(draft)] = draft
-        return draft
-
     def _draft(self, slot: int, end: int, room: int) -> list[int]:
         pace = self._paces.get(slot)
         if pace is None:
-            return self._force(slot, end, room)
+            found = self._bound.draft(slot, end, room)
+            self._slots.token_ids[slot, end : end + len(found)] = found
+            return found
         if pace.rests():
             return []
         token_L = self._slots.token_ids[slot]
@@ -179,7 +184,9 @@ class Drafter:
         ):
             drawn = [next(tokens) for _ in range(len(draft) + 1)] if is_sampled else []
             num_right = num_equal(draft, drawn)
-            if draft and slot in self._paces:
+            if draft and slot in self._bound:
+                self._bound.note(slot, num_right)
+            elif draft:
                 self._note(slot, len(draft), num_right)
                 if self._model is not None:
                     end = plan.num_computed_tokens[i] + plan.num_scheduled_tokens[i]

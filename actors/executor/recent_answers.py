@@ -23,10 +23,11 @@ class RecentAnswers:
 
     Args:
         most: answers that are kept; 0 = none.
+        most_tokens: of all of them.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most, self._num_tokens = most, 0
+    def __init__(self, most: int, most_tokens: int = MOST_TOKENS) -> None:
+        self._most, self._most_tokens, self._num_tokens = most, most_tokens, 0
         self._answers: deque[_Answer] = deque()  # the oldest first
         self._joined: dict[
             str, np.ndarray
@@ -37,11 +38,11 @@ class RecentAnswers:
 
     def add(self, family: str, token_ids: np.ndarray) -> None:
         """Keep an answer; the oldest make room."""
-        own = np.append(token_ids[-MOST_TOKENS + 1 :], SEPARATOR)
+        own = np.append(token_ids[-self._most_tokens + 1 :], SEPARATOR)
         self._answers.append(_Answer(family, own))
         self._joined.pop(family, None)
         self._num_tokens += len(own)
-        while self._num_tokens > MOST_TOKENS or len(self._answers) > self._most:
+        while self._num_tokens > self._most_tokens or len(self._answers) > self._most:
             oldest = self._answers.popleft()
             self._joined.pop(oldest.family, None)
             self._num_tokens -= len(oldest.token_ids)

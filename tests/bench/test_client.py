@@ -164,12 +164,16 @@ async def test_requests_say_what_they_want():
         load = serve.RequestLoad(url=LOAD.url, model="m", extra_body={"temperature": 0})
         await serve.send_all(client, load, [REQUEST])
         chat = serve.RequestLoad(url=LOAD.url, model="m", endpoint="chat")
-        await serve.send_all(client, chat, [SampleRequest((1,), 2, "hello")])
+        await serve.send_all(
+            client, chat, [SampleRequest((1,), 2, "hello", schema={"type": "object"})]
+        )
     (completions, body), (chats, chat_body) = seen
     assert (completions, chats) == ("/v1/completions", "/v1/chat/completions")
     assert body.items() >= {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}.items()
     assert body["stream_options"] == {"include_usage": True}
     assert chat_body["messages"] == [{"role": "user", "content": "hello"}]
+    assert chat_body["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    assert "response_format" not in body
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import signal
 import struct
+from importlib.util import find_spec
 
 import anyio
 import numpy as np
@@ -45,6 +46,19 @@ def test_throughput_counts_what_was_asked_for(report, options):
     assert found["tokens_per_second"] == pytest.approx(27 / seconds)
     assert found["front_cpu_share"] > 0
     assert found["about"]["arguments"][:2] == ["bench", "throughput"]
+
+
+@pytest.mark.skipif(not find_spec("llguidance"), reason="extra grammar")
+def test_drafts_inside_a_schema_save_steps(report):
+    options = ["--dataset-name", "schema", "--num-prompts", "2", "--max-num-seqs", "1"]
+    plain = report("throughput", *options, "--output-len", "48", "--max-model-len", "512")
+    config = '{"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}'
+    found = report(
+        "throughput", *options, "--output-len", "48", "--max-model-len", "512",
+        "--speculative-config", config,
+    )  # fmt: skip
+    assert plain["total_output_tokens"] == found["total_output_tokens"] == 2 * 48
+    assert found["repeats"]["all_steps"][0] < 0.8 * plain["repeats"]["all_steps"][0]
 
 
 @pytest.mark.parametrize("options", [[], ["--prequeue-requests"], ["--async-engine"]], ids=" ".join)
@@ -356,6 +370,10 @@ MISTAKES = [
     (
         "throughput --prequeue-requests --async-engine",
         "--prequeue-requests is not supported with --async-engine",
+    ),
+    (
+        "throughput --backend hf-cb --dataset-name schema",
+        "--dataset-name schema: not with --backend hf-cb",
     ),
     ("throughput --backend vllm", "--backend vllm needs vllm, which is not installed here"),
     ("throughput --backend vllm-chat", "--backend vllm-chat needs vllm, which is not"),

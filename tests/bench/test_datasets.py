@@ -13,6 +13,7 @@ from trouper.bench.datasets import (
     edit_requests,
     prefix_repetition_requests,
     random_requests,
+    schema_requests,
     sharegpt_requests,
 )
 from trouper.errors import TrouperValidationError
@@ -128,3 +129,13 @@ def test_edits_ask_for_functions_of_the_library_again_and_are_greedy():
         assert request.text.endswith(f"def {name}_all(")
         assert len(source) <= 2000 + 100
         assert (request.temperature, request.output_len) == (0.0, 9)
+
+
+def test_records_are_asked_for_by_a_schema_and_are_greedy():
+    made = [schema_requests(5, str.encode, random.Random(3), output_len=90) for _ in range(2)]
+    assert made[0] == made[1]
+    assert len({request.text for request in made[0]}) == 5
+    for request in made[0]:
+        assert request.text.encode() == bytes(request.prompt_token_ids)
+        assert len(request.schema["required"]) == 8
+        assert (request.temperature, request.output_len) == (0.0, 90)

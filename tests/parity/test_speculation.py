@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from trouper import LLM, SamplingParams
+from trouper import LLM, EngineArgs, LLMEngine, SamplingParams
 from trouper.actors.executor.cpu import draft_model
 from trouper.actors.executor.cpu.draft_model import DraftModel
 from trouper.config.model import DEMO_MODEL
@@ -67,36 +67,93 @@ STRUCTURED = {
     "schema": StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
     "regex": StructuredOutputsParams(regex="(red|blue), or nothing at all (but [0-9]+ of them)"),
     "choice": StructuredOutputsParams(choice=["a long answer", "a longer answer"]),
+    "list": StructuredOutputsParams(json={"type": "array", "items": SCHEMA, "minItems": 2}),
 }
+EDITS = (
+    {}, {"temperature": 0}, {"top_k": 20}, {"repetition_penalty": 1.2},
+    {"min_tokens": 4, "frequency_penalty": 0.3}, {"ignore_eos": True, "stop": ["long"]},
+)  # fmt: skip
 
 
-def structured(llm):
+def structured(llm, kinds=tuple(STRUCTURED), edits=EDITS):
     """Draw outputs that match a grammar, plainly and with edits of the logits."""
     found = {}
-    for name, outputs in STRUCTURED.items():
-        for edits in ({}, {"top_k": 20}, {"repetition_penalty": 1.2}, {"min_tokens": 4}):
-            params = SamplingParams(
-                temperature=0.8, seed=1, max_tokens=50, logprobs=2, structured_outputs=outputs, **edits
-            )  # fmt: skip
-            found[name, *edits] = [
+    for name in kinds:
+        for i, options in enumerate(edits):
+            given = {"temperature": 0.8, "seed": 1, "max_tokens": 50, "logprobs": 2, **options}
+            params = SamplingParams(**given, structured_outputs=STRUCTURED[name])
+            found[name, i] = [
                 (o.outputs[0].token_ids, o.outputs[0].logprobs, o.outputs[0].finish_reason)
-                for o in llm.generate(PROMPTS, params, use_tqdm=False)
+                for o in llm.generate(PROMPTS[:2], params, use_tqdm=False)
             ]
     return found
 
 
-@pytest.mark.skipif(not find_spec("llguidance"), reason="extra grammar")
-@pytest.mark.parametrize("method", ["suffix", pytest.param("draft_model", marks=pytest.mark.slow)])
-def test_the_tokens_that_a_grammar_forces_are_drafts(method):
-    own = {"model": str(DEMO_MODEL)} if method == "draft_model" else {}
+@pytest.fixture(scope="module")
+def plainly_structured():
     with LLM(**BASE) as llm:
-        wanted = structured(llm)
-        num_steps = llm.llm_engine.statistics().scheduler.num_steps
+        return structured(llm), llm.llm_engine.statistics().scheduler.num_steps
+
+
+needs_grammars = pytest.mark.skipif(not find_spec("llguidance"), reason="extra grammar")
+
+
+@needs_grammars
+@pytest.mark.parametrize(
+    ("method", "most_steps"),
+    [("suffix", 0.6), ("ngram", 0.7), pytest.param("draft_model", 0.7, marks=pytest.mark.slow)],
+)
+def test_inside_a_grammar_drafts_change_nothing(method, most_steps, plainly_structured):
+    wanted, num_steps = plainly_structured
+    own = {"model": str(DEMO_MODEL)} if method == "draft_model" else {}
     with LLM(**BASE, speculative_config={"method": method, **own}) as llm:
         assert structured(llm) == wanted
         stats = llm.llm_engine.statistics().scheduler
-    assert stats.num_accepted_tokens == stats.num_draft_tokens > 50  # a forced token is right
-    assert stats.num_steps < 0.9 * num_steps
+    assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens > 50
+    assert stats.num_steps < most_steps * num_steps
+
+
+@needs_grammars
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_model_len": 96, "num_gpu_blocks_override": 7, "block_size": 16},  # preemptions
+        {"max_num_batched_tokens": 8, "enforce_eager": True},
+    ],
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()),
+)
+def test_inside_a_grammar_the_schedule_does_not_matter(options, plainly_structured):
+    edits = (EDITS[0], EDITS[1])
+    with LLM(**{**BASE, **options}, speculative_config={"method": "suffix"}) as llm:
+        found = structured(llm, ("schema", "list"), edits)
+        stats = llm.llm_engine.statistics().scheduler
+    for each, outputs in found.items():  # logprobs: see the page about small blocks
+        wanted = plainly_structured[0][each]
+        assert [(ids, why) for ids, _, why in outputs] == [(ids, why) for ids, _, why in wanted]
+    assert stats.num_accepted_tokens > 0
+    assert (stats.num_preemptions > 0) == ("max_model_len" in options)
+
+
+@needs_grammars
+def test_a_sequence_that_is_aborted_among_its_drafts_leaves_the_others_alone(plainly_structured):
+    given = {"temperature": 0.8, "seed": 1, "max_tokens": 50, "logprobs": 2}
+    params = SamplingParams(**given, structured_outputs=STRUCTURED["list"])
+    args = EngineArgs(**BASE, speculative_config={"method": "suffix"})
+    with LLMEngine.from_engine_args(args) as engine:
+        for i, prompt in enumerate(PROMPTS[1::-1]):  # the second is aborted
+            engine.add_request(str(i), prompt, params)
+        found, num_tokens = None, 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                (own,) = output.outputs
+                if output.request_id == "0" and not output.finished:
+                    num_tokens = len(own.token_ids)
+                    if num_tokens > 20:
+                        engine.abort_request(["0"])
+                if output.finished and output.request_id == "1":
+                    found = own.token_ids, own.logprobs, own.finish_reason
+    assert num_tokens > 20
+    assert found == plainly_structured[0]["list", 0][0]
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_forced_tokens_are_those_that_the_masks_allow_one_after_the_other(gramma
     grammar = compiled(grammars, {"json": schema})
     outputs = tokenizer.encode('{"', add_special_tokens=False)
     slot = Slot(grammar, outputs)
-    forced = slot.masks.forced(0, slot.end)
+    forced = slot.masks.ahead(0, slot.end).forced()
     assert tokenizer.decode(forced).startswith("long_name")
     for i, token in enumerate(forced):
         assert slot.allowed(slot.end + i) == {token}
@@ -206,14 +206,18 @@ def test_forced_tokens_are_those_that_the_masks_allow_one_after_the_other(gramma
 
 def test_nothing_is_forced_where_there_is_a_choice_or_no_grammar(grammars):
     slot = Slot(compiled(grammars, {"regex": "[0-9]{3}"}))
-    assert slot.masks.forced(0, slot.end) == []
+    assert slot.masks.ahead(0, slot.end).forced() == []
     slot.masks.place(0, None)
-    assert slot.masks.forced(0, slot.end) == []
+    assert slot.masks.ahead(0, slot.end) is None
 
 
-def test_asking_for_forced_tokens_changes_no_mask(grammars, tokenizer):
+def test_going_ahead_changes_no_mask(grammars, tokenizer):
     grammar = compiled(grammars, KINDS["schema"])
     outputs = tokenizer.encode('{"na', add_special_tokens=False)
     asked, other = Slot(grammar, outputs), Slot(grammar, outputs)
-    assert asked.masks.forced(0, asked.end) == asked.masks.forced(0, asked.end)
+    for _ in range(2):
+        ahead = asked.masks.ahead(0, asked.end)
+        while forced := ahead.forced():
+            assert all(map(ahead.take, forced))
+        assert not ahead.take(EOS[0])
     assert asked.allowed(asked.end) == other.allowed(other.end)

@@ -135,7 +135,7 @@ class RecordedDecoderSteps:
         is_drawn = (
             self._draws_here
             and self._has_logits(num_rows)
-            and self._sampler.is_plain(batch.request_slots.tolist())
+            and self._sampler.is_plain(batch.request_slots.tolist(), samples.slots)
         )
         if is_drawn:
             self._sampler.prepare(samples.slots, samples.ends)

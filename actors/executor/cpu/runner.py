@@ -92,7 +92,7 @@ class CpuRunner:
         self._drafter = (
             None
             if speculation is None
-            else Drafter(speculation, self._slots, self._sampler.forced, self._draft_model)
+            else Drafter(speculation, self._slots, self._sampler.grammars, self._draft_model)
         )
         self._decoder: Decoder[CpuOps] | None = None
         self._kv_specs = kv_cache_specs(self._traits)

@@ -10,12 +10,14 @@ Laws:
     token has the largest logit with noise of all; if it is allowed, it has the largest of those allowed, and is what a mask
     would have given.  If not, the bits are filled and it is drawn again.  To ask takes 1 µs, to fill the bits of a
     vocabulary of 49,152 up to 400.
+  * A matcher has read final tokens alone.  A draft is gone along by a copy; and where drafts are verified, each position has
+    the mask behind the tokens before it, which is asked for when those have turned out right.
   * Reasoning comes first: all tokens may stand in it but those that end an output which must match a grammar, until its
     budget is used up; then its end is forced, token by token, and the grammar begins.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -37,6 +39,9 @@ class _Matching(msgspec.Struct):
     end: int  # position of the first token that was not read
     forced: deque[int]  # tokens that must come next, as far as they were asked for
     reasoning: ReasoningProgress | None = None
+    were_forced: bytearray = msgspec.field(
+        default_factory=bytearray
+    )  # 1 for outputs that were, as far as it was asked
     is_plain: bool = False
     is_unchecked: bool = False  # the token to be drawn next is asked after when it is drawn
     can_only_end: bool = False
@@ -51,6 +56,7 @@ class _Matching(msgspec.Struct):
         """Let the matcher read outputs."""
         self.matcher.consume_tokens(outputs)
         for token in outputs:
+            self.were_forced.append(bool(self.forced))
             if self.forced and self.forced.popleft() != token:
                 self.forced.clear()
 
@@ -62,6 +68,29 @@ class _Matching(msgspec.Struct):
         if not self.forced:
             self.forced.extend(forced_tokens(self.matcher))
         return self.forced[0] if self.forced else None
+
+
+class AheadMatcher:
+    """A copy of a slot's matcher, which goes along a draft: it may run into limits without harm to the sequence."""
+
+    def __init__(self, matching: _Matching) -> None:
+        self._ends = matching.grammar.eos_token_ids
+        self._matcher = matching.matcher.deep_copy()
+        self._forced = deque(matching.forced)
+
+    def forced(self) -> list[int]:
+        """List the tokens that must come next."""
+        if not self._forced:
+            self._forced.extend(forced_tokens(self._matcher))
+        return list(self._forced)
+
+    def take(self, token: int) -> bool:
+        """Go past a token, if it may stand next and ends nothing."""
+        if token in self._ends or self._matcher.validate_tokens([token]) != 1:
+            return False
+        if self._forced and self._forced.popleft() != token:
+            self._forced.clear()
+        return self._matcher.consume_token(token)
 
 
 class GrammarMasks:
@@ -95,13 +124,18 @@ class GrammarMasks:
             self._words_SW = np.zeros((len(self.addresses), num_words), dtype=np.int32)
         matcher, end = grammar.matcher(), int(self._slots.num_prompt[slot])
         reasoning = _reasoning(grammar, matcher)
-        self._in_use[slot] = _Matching(grammar, matcher, end, deque(), reasoning, is_plain)
+        self._in_use[slot] = _Matching(grammar, matcher, end, deque(), reasoning, is_plain=is_plain)
         self.addresses[slot] = self._words_SW[slot].ctypes.data
 
     def clear(self) -> None:
         """Forget all matchers."""
         self._in_use.clear()
         self.addresses[:] = 0
+
+    @property
+    def any_in_use(self) -> bool:
+        """Whether any slot has a grammar."""
+        return bool(self._in_use)
 
     def any_in(self, slots: Sequence[int]) -> bool:
         """Whether one of these slots has a grammar."""
@@ -174,17 +208,60 @@ class GrammarMasks:
         self._seconds, self._num_tokens, self._num_redrawn = 0.0, 0, 0
         return work
 
-    def forced(self, slot: int, end: int) -> list[int]:
-        """Return the only tokens that may follow the outputs before `end`, as far as there is but one each time.
-
-        They can be taken for drawn: the next steps would draw them whatever the logits.
-        """
+    def ahead(self, slot: int, end: int) -> AheadMatcher | None:
+        """Return a matcher behind the outputs before `end`; None: the slot has no grammar there, or it can only end."""
         matching = self._in_use.get(slot)
-        if matching is None or not matching.is_plain:
-            return []
+        if matching is None:
+            return None
         self._read(slot, matching, end)
-        can_force = matching.is_followed and not matching.matcher.is_stopped()
-        return list(matching.forced) if can_force and matching.next_forced() is not None else []
+        can_go_on = matching.is_followed and not matching.matcher.is_stopped()
+        return AheadMatcher(matching) if can_go_on else None
+
+    def were_forced(self, slot: int) -> bytearray:
+        """Tell of the outputs read so far which the grammar forced, by 1; those that were not asked after have 0."""
+        matching = self._in_use.get(slot)
+        return bytearray() if matching is None else matching.were_forced
+
+    def is_plain(self, slot: int) -> bool:
+        """Whether the tokens of a slot with a grammar are drawn first, and the grammar asked afterwards."""
+        return self._in_use[slot].is_plain
+
+    def allow_all(self, slot: int) -> None:
+        """Let the next tokens of a slot be drawn from all; they go through `follow`."""
+        self.addresses[slot] = 0
+
+    def follow(self, slot: int, end: int, token_K: np.ndarray, draw: Callable[[int], int]) -> None:
+        """Settle the tokens for position `end` and those after it, one behind the other, as far as the draft is right.
+
+        Args:
+            token_K: drawn without bits, if the slot is plain; they are written over, up to the first that the draft, which
+                stands in the slot, did not foresee.
+            draw: draws the token of this index by the bits.
+        """
+        matching = self._in_use[slot]
+        draft: list[int] = self._slots.token_ids[slot, end : end + len(token_K) - 1].tolist()
+        for i in range(len(token_K)):
+            started = perf_counter()
+            self._read(slot, matching, end + i)
+            self._num_tokens += 1
+            token = self._settled(slot, matching, int(token_K[i]))
+            self._seconds += perf_counter() - started
+            token_K[i] = draw(i) if token is None else token
+            if i == len(draft) or token_K[i] != draft[i]:
+                break
+
+    def _settled(self, slot: int, matching: _Matching, token: int) -> int | None:
+        """Return what stands behind the tokens that were read, if that is settled; None: it must be drawn by the bits."""
+        if matching.is_plain:
+            if token < 0:  # no token
+                return token
+            if not matching.matcher.is_stopped():
+                forced = matching.next_forced()
+                if forced is not None or self._allows(matching, token):
+                    return token if forced is None else forced
+            self._num_redrawn += 1
+        self._fill(slot, matching)
+        return GRAMMAR_ERROR if matching.has_failed else None
 
     def _those_in_use(
         self, slots_R: np.ndarray, numbers_R: np.ndarray
@@ -204,8 +281,9 @@ class GrammarMasks:
         matching.end = end
         matching.can_only_end = matching.is_unchecked = matching.has_failed = False
         if matching.reasoning is not None:
-            take = matching.reasoning.take
+            take, num = matching.reasoning.take, len(outputs)
             outputs = [token for token in outputs if take(token)]
+            matching.were_forced += bytes(num - len(outputs))
         if matching.matcher is not None and outputs:
             matching.consume(outputs)
 

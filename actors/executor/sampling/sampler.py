@@ -4,7 +4,8 @@
 
 Laws:
   * A request's token is a function of its own logits, parameters, seed and position alone.
-  * The drafts of a slot with a grammar are tokens that it forces, so its mask concerns the last of the slot's rows.
+  * A slot with drafts has a row for each, and one behind them.  If it has a grammar too, its rows are settled one after the
+    other, as far as the drafts are right, each by the mask behind the tokens before it: `GrammarMasks.follow`.
   * A grammar's mask comes after every other edit, in the call that draws; it touches no other request.  What is drawn
     before its grammar is asked may be drawn once more, with the same noise.
   * A step is one call, whatever the number of requests, but for those that are edited or want logprobs: each
@@ -13,7 +14,9 @@ Laws:
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -27,7 +30,7 @@ from trouper.actors.executor.sampling.penalties import Penalties
 from trouper.actors.messages.grammar import Grammar, GrammarWork
 from trouper.actors.messages.plans import Sampling
 from trouper.actors.messages.results import TokenLogprobs
-from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, ROW
+from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, NOTHING_LEFT, ROW
 from trouper.kernels.cpu.sampling.sample import sample
 
 NO_TOP_K = 2**31 - 1  # more than any vocabulary
@@ -63,7 +66,7 @@ class Sampler:
 
     def __init__(self, slots: RequestSlots) -> None:
         self._slots = slots
-        self._grammars = GrammarMasks(slots)
+        self._grammars = self.grammars = GrammarMasks(slots)
         self._penalties = Penalties(slots, self._grammars)
         self._parameters = np.zeros(len(slots.sampling), dtype=ROW)
         self._wishes: dict[int, Sampling] = {}  # of slots that want logprobs
@@ -90,19 +93,33 @@ class Sampler:
         """Forget the matchers of the grammars; their sequences will be given again."""
         self._grammars.clear()
 
-    def is_plain(self, slots: Sequence[int]) -> bool:
-        """Whether `prepare`, `draw` and `settled` are all that these slots need."""
-        return self._penalties.leave_alone(slots) and self._wishes.keys().isdisjoint(slots)
+    def is_plain(self, slots: Sequence[int], slots_R: np.ndarray) -> bool:
+        """Whether `prepare`, `draw` and `settled` are all that these slots need.
+
+        Args:
+            slots_R: those of the rows that are drawn from.
+        """
+        if not (self._penalties.leave_alone(slots) and self._wishes.keys().isdisjoint(slots)):
+            return False
+        return all(self._grammars.is_plain(run.slot) for run in self._runs(slots_R))
 
     def prepare(self, slots_R: np.ndarray, ends_R: np.ndarray) -> None:
         """Fill the masks that these slots need, before their tokens are drawn."""
-        last = _last_rows(slots_R)
-        self._grammars.prepare(slots_R[last], ends_R[last])
+        runs = self._runs(slots_R)
+        for run in runs:
+            self._grammars.allow_all(run.slot)
+        rows = _rows_without(runs, len(slots_R))
+        self._grammars.prepare(slots_R[rows], ends_R[rows])
 
-    def forced(self, slot: int, end: int) -> list[int]:
-        """Return tokens that a grammar forces at position `end` and those after it, if no other edit has a say."""
-        is_alone = self._penalties.leave_alone((slot,))
-        return self._grammars.forced(slot, end) if is_alone else []
+    def _runs(self, slots_R: np.ndarray) -> list["_Run"]:
+        """List the slots that have several rows and a grammar."""
+        if not self._grammars.any_in_use:
+            return []
+        bounds = [0, *(np.flatnonzero(slots_R[1:] != slots_R[:-1]) + 1).tolist(), len(slots_R)]
+        if len(bounds) > len(slots_R):
+            return []
+        runs = [_Run(int(slots_R[i]), i, j) for i, j in pairwise(bounds) if j > i + 1]
+        return [run for run in runs if self._grammars.any_in((run.slot,))]
 
     def draw(
         self,
@@ -128,27 +145,38 @@ class Sampler:
         token_R: np.ndarray,
     ) -> list[int]:
         """Draw again what a grammar refuses, write each token into its slot, if it is one, and return all as a list."""
-        last = _last_rows(slots_R)
-        refused, failed = (last[i] for i in self._grammars.refused(slots_R[last], token_R[last]))
-        if len(last) < len(token_R):
-            self._force(slots_R, ends_R, token_R, last)
+        runs = self._runs(slots_R)
+        alone = _rows_without(runs, len(slots_R))
+        both = self._grammars.refused(slots_R[alone], token_R[alone])
+        refused, failed = (alone[i] for i in both)
         if len(refused):
             token_R[refused] = self.draw(
                 logits_TV, picked_R[refused], slots_R[refused], ends_R[refused]
             )
         token_R[failed] = GRAMMAR_ERROR
+        for slot, begin, end in runs:
+            rows = picked_R[begin:end], slots_R[begin:end], ends_R[begin:end]
+            draw = partial(self._draw_one, logits_TV, *rows, self._grammars.is_plain(slot))
+            self._grammars.follow(slot, int(ends_R[begin]), token_R[begin:end], draw)
         is_drawn_R = token_R >= 0
         self._slots.token_ids[slots_R[is_drawn_R], ends_R[is_drawn_R]] = token_R[is_drawn_R]
         return token_R.tolist()
 
-    def _force(
-        self, slots_R: np.ndarray, ends_R: np.ndarray, token_R: np.ndarray, last: np.ndarray
-    ) -> None:
-        """Take the drafts of slots with a grammar for drawn: all of them are forced."""
-        for i in np.setdiff1d(np.arange(len(token_R)), last).tolist():
-            slot = int(slots_R[i])
-            if token_R[i] != NOT_FINITE and self._grammars.any_in((slot,)):
-                token_R[i] = self._slots.token_ids[slot, ends_R[i]]
+    def _draw_one(
+        self,
+        logits_TV: Tensor,
+        picked_K: np.ndarray,
+        slots_K: np.ndarray,
+        ends_K: np.ndarray,
+        is_plain: bool,
+        index: int,
+    ) -> int:
+        """Draw the token of this index by its slot's bits."""
+        row = picked_K[index : index + 1], slots_K[index : index + 1], ends_K[index : index + 1]
+        picked, slots, ends = row
+        if not is_plain and self._penalties.apply(logits_TV, slots, ends, picked):
+            return NOT_FINITE
+        return int(self.draw(logits_TV, picked, slots, ends)[0])
 
     def sample(
         self,
@@ -174,9 +202,13 @@ class Sampler:
                 if slot in self._wishes:
                     raw[i] = logits_TV[picked].log_softmax(-1)
         self.prepare(slots_R, ends_R)
-        spoiled = self._penalties.apply(logits_TV, slots_R, ends_R, picked_R)
-        token_R = self.draw(logits_TV, picked_R, slots_R, ends_R)
-        token_R[spoiled] = NOT_FINITE
+        later = [run for run in self._runs(slots_R) if not self._grammars.is_plain(run.slot)]
+        rows = _rows_without(later, len(slots_R))  # others are edited and drawn one after the other
+        now = slots_R[rows], ends_R[rows], picked_R[rows]
+        spoiled = self._penalties.apply(logits_TV, *now)
+        token_R = np.full(len(slots_R), NOTHING_LEFT)
+        token_R[rows] = self.draw(logits_TV, picked_R[rows], slots_R[rows], ends_R[rows])
+        token_R[rows[spoiled]] = NOT_FINITE
         token_ids = self.settled(logits_TV, picked_R, slots_R, ends_R, token_R)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids) if raw else []
         for i, raw_V in raw.items():
@@ -188,9 +220,18 @@ class Sampler:
         return Sampled(token_ids, logprobs)
 
 
-def _last_rows(slots_R: np.ndarray) -> np.ndarray:
-    """Return the indices of the rows that are the last of their slots; those before them verify drafts."""
-    return np.flatnonzero(np.append(slots_R[1:] != slots_R[:-1], [True] * (len(slots_R) > 0)))
+class _Run(NamedTuple):
+    """The rows of a slot with drafts and a grammar."""
+
+    slot: int
+    begin: int
+    end: int
+
+
+def _rows_without(runs: Sequence[_Run], num_rows: int) -> np.ndarray:
+    """Return the indices of the rows that are in none of the runs."""
+    rows = np.arange(num_rows)
+    return np.delete(rows, [i for run in runs for i in range(run.begin, run.end)]) if runs else rows
 
 
 def token_logprobs(

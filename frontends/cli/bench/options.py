@@ -35,9 +35,10 @@ class DatasetOptions:
     """The requests that a benchmark sends; options have vLLM's names."""
 
     dataset_name: Annotated[
-        Literal["sharegpt", "random", "prefix_repetition", "edit"],
+        Literal["sharegpt", "random", "prefix_repetition", "edit", "schema"],
         dataset(
-            "Source of the requests; sharegpt without --dataset-path is random, edit asks for functions with a changed name."
+            "Source of the requests; sharegpt without --dataset-path is random, edit asks for functions with a changed "
+            "name, schema for records in JSON."
         ),
     ] = "sharegpt"
     dataset_path: Annotated[
@@ -128,6 +129,12 @@ class DatasetOptions:
                 rng,
                 input_len=self.input_len or 400,
                 output_len=self.output_len or 128,
+            )
+        if self.dataset_name == "schema":
+            if tokenizer is None:
+                raise TrouperValidationError("notes need one", parameter="tokenizer")
+            return datasets.schema_requests(
+                self.num_prompts, tokenizer.encode, rng, output_len=self.output_len or 256
             )
         return datasets.random_requests(
             self.num_prompts,

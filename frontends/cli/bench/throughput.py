@@ -9,6 +9,7 @@ import typer
 
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
+from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.bench.options import (
     DatasetOptions,
@@ -82,6 +83,8 @@ def throughput(
         use_tqdm=output.is_terminal(sys.stderr),
     )
     wishes.check(engine_args)
+    if dataset.dataset_name == "schema" and backend in ("hf", "hf-cb"):
+        raise UnsupportedFeatureError(f"--dataset-name schema: not with --backend {backend}")
     report.check()
     engine_args.seed = seed
     config = resolve(engine_args, offline=True)
