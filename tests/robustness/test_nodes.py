@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 
+from tests.unit.accepting import accept
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.nodes.launch_nodes import open_nodes
 from trouper.actors.executor.devices.process import ProcessDevice
@@ -127,8 +128,6 @@ def test_a_host_outlives_its_front_without_workers(port):
 
 
 def test_a_host_with_another_key_ends_with_an_error_that_names_it(port):
-    from trouper.actors.executor.devices.nodes.proof import accept
-
     with socket.create_server(("127.0.0.1", port)) as front:
         with a_host(port, **{CLUSTER_KEY: "another key of others"}) as host:
             connection, _ = front.accept()

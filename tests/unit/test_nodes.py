@@ -41,6 +41,7 @@ from trouper.config.nodes import CLUSTER_KEY, RAY_CPUS, NodesConfig, nodes_confi
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError, TrouperValidationError, UnsupportedFeatureError
 
+from .accepting import accept
 from .test_wire import a_plan
 
 KEY = b"a key of these machines"
@@ -76,11 +77,11 @@ def prove(dialler_key, listener_key):
     found = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def accept():
+        def serve():
             with listener.accept()[0] as connection:
-                found.append(proof.accept(connection, listener_key))
+                found.append(accept(connection, listener_key))
 
-        thread = threading.Thread(target=accept)
+        thread = threading.Thread(target=serve)
         thread.start()
         try:
             proof.dial(listener.getsockname(), dialler_key).close()

@@ -32,6 +32,7 @@ from trouper.actors.executor.devices.nodes.launch_nodes import (
 from trouper.actors.executor.devices.worker_process import Exit
 from trouper.errors import DeviceStartError
 
+from .accepting import accept, receive_message
 from .test_nodes import KEY, a_config, a_front, a_host, crew_on_host, running
 
 pytestmark = pytest.mark.anyio
@@ -242,8 +243,8 @@ async def test_a_front_that_talks_nonsense_is_one_that_is_gone(data):
         def serve():
             connection, _ = listener.accept()
             with connection:
-                assert proof.accept(connection, KEY)
-                assert isinstance(messages.receive_hello(connection), HostHello)
+                assert accept(connection, KEY)
+                assert isinstance(receive_message(connection), HostHello)
                 connection.sendall(data)
 
         async with running(a_host(listener.getsockname())):

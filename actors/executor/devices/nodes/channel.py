@@ -13,7 +13,6 @@ from typing import Any
 import anyio
 import msgspec
 
-from trouper.actors.executor.devices.nodes.proof import receive_exactly
 from trouper.actors.executor.devices.wire import TYPES
 from trouper.actors.executor.devices.worker_process import Exit
 from trouper.actors.executor.parallel.ranks import CrewSizes
@@ -157,17 +156,6 @@ def length_of(header: bytes, max_bytes: int = MAX_MESSAGE) -> int:
     if length > max_bytes:
         raise ChannelError(f"a message of {length} bytes, at most {max_bytes} may come")
     return length
-
-
-def receive_hello(connection: socket.socket) -> Message:
-    """Read the first message from a blocking socket, and no byte behind it.
-
-    Raises:
-        OSError: it does not come.
-        ChannelError: it is none.
-    """
-    length = length_of(receive_exactly(connection, LENGTH.size), HELLO_BYTES)
-    return decode(receive_exactly(connection, length))
 
 
 def shorten(ended: Exit) -> Exit:

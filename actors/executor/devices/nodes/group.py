@@ -4,32 +4,17 @@ What is here is synchronous, since a host of ours uses it as well as an actor of
 to those elsewhere go connections, which the place makes and its workers inherit, so that they know neither key nor address.
 """
 
-import contextlib
 import socket
 
-from trouper.actors.executor.devices.nodes.channel import (
-    ChannelError,
-    LinkHello,
-    Start,
-    WorkerHello,
-    encode,
-    receive_hello,
-)
-from trouper.actors.executor.devices.nodes.proof import (
-    PROOF_S,
-    WrongKeyError,
-    accept,
-    dial,
-    serve_at,
-)
+from trouper.actors.executor.devices.nodes.accept_links import LinkAcceptor
+from trouper.actors.executor.devices.nodes.channel import LinkHello, Start, WorkerHello, encode
+from trouper.actors.executor.devices.nodes.proof import WrongKeyError, dial, serve_at
 from trouper.actors.executor.devices.worker_process import MODULE, Exit, WorkerProcess
 from trouper.actors.executor.parallel.links import close_files
 from trouper.actors.executor.parallel.ranks import create_crew_files, crew_links
 from trouper.errors import DeviceStartError
 
 BACKLOG = 64  # connections that wait to be accepted: links of one place
-LINKS_S = 2 * PROOF_S  # for another place to dial
-NUM_STRANGERS = 16  # connections of others that a place hears out while it waits for its links
 
 
 class WorkerGroup:
@@ -109,7 +94,9 @@ class WorkerGroup:
                     link.sendall(encode(LinkHello(start.order, name)))
                     made[name] = link.detach()
             awaited = outer_links(start) - made.keys()
-            self._accept_links(start.order, awaited, made)
+            if awaited:
+                assert self._listener is not None, "the front has us start before it has us listen"
+                made |= LinkAcceptor(self._listener, self._key, start.order, awaited).accept_all()
             return create_crew_files(start.sizes, start.ranks, made)
         except BaseException:
             close_files([tuple(made.values())])
@@ -154,28 +141,6 @@ class WorkerGroup:
             control.close()
         close_files(self._files)
         self._listener, self._controls, self._files = None, [], []
-
-    def _accept_links(self, order: int, awaited: set[str], made: dict[str, int]) -> None:
-        """Wait for the links that other places dial.
-
-        Raises:
-            OSError: they do not come.
-        """
-        assert self._listener is not None, "the front has us start before it has us listen"
-        self._listener.settimeout(LINKS_S)
-        for _ in range(len(awaited) + NUM_STRANGERS):
-            if awaited <= made.keys():
-                return
-            link, _ = self._listener.accept()
-            with link, contextlib.suppress(OSError, ChannelError):  # a stranger's
-                if accept(link, self._key):
-                    hello = receive_hello(link)
-                    if not isinstance(hello, LinkHello) or hello.order != order:
-                        continue
-                    if hello.name in awaited - made.keys():
-                        made[hello.name] = link.detach()
-        if not awaited <= made.keys():
-            raise ConnectionError("too many strangers have connected")
 
 
 def outer_links(start: Start) -> set[str]:

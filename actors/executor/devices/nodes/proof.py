@@ -12,6 +12,7 @@ encrypted nor signed.
 import hmac
 import secrets
 import socket
+from time import monotonic
 
 from trouper.errors import TrouperError
 
@@ -84,21 +85,6 @@ def dial(address: tuple[str, int], key: bytes) -> socket.socket:
     return connection
 
 
-def accept(connection: socket.socket, key: bytes) -> bool:
-    """Have the side that has connected prove itself; blocks, for at most `PROOF_S` a step.
-
-    Raises:
-        OSError: it does not answer.
-    """
-    tune(connection)
-    connection.settimeout(PROOF_S)
-    proof = Listening(key)
-    connection.sendall(proof.greeting)
-    is_right, verdict = proof.judge(receive_exactly(connection, ANSWER_BYTES))
-    connection.sendall(verdict)
-    return is_right
-
-
 def serve_at(address: tuple[str, int], backlog: int) -> socket.socket:
     """Listen at an address of this machine, and at no other.
 
@@ -110,17 +96,22 @@ def serve_at(address: tuple[str, int], backlog: int) -> socket.socket:
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Read so many bytes, and none behind them.
+    """Read so many bytes, and none behind them; blocks, for at most `PROOF_S` however slowly they come.
 
     Raises:
         OSError: they do not come.
     """
+    end_s = monotonic() + PROOF_S
     data = b""
     while len(data) < num_bytes:
+        if (left_s := end_s - monotonic()) <= 0:
+            raise TimeoutError("the other side is too slow")
+        connection.settimeout(left_s)
         more = connection.recv(num_bytes - len(data))
         if not more:
             raise ConnectionError("the other side has hung up")
         data += more
+    connection.settimeout(PROOF_S)  # of what comes next
     return data
 
 

@@ -1,0 +1,158 @@
+"""Links between places are accepted side by side, whatever else connects to their port."""
+
+import select
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from trouper.actors.executor.devices.nodes import accept_links, proof
+from trouper.actors.executor.devices.nodes import channel as messages
+from trouper.actors.executor.devices.nodes.accept_links import Hearing, LinkAcceptor
+from trouper.actors.executor.devices.nodes.channel import ChannelError, LinkHello
+from trouper.actors.executor.parallel.links import close_files
+
+KEY = b"a key of these machines"
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        yield found
+
+
+def dial(listener, hello, key=KEY):
+    """What a place sends whose link this is; and whether the other side keeps it, when it has said so."""
+    with proof.dial(listener.getsockname(), key) as link:
+        link.sendall(messages.encode(hello))
+        return link.recv(10)
+
+
+def accept(listener, names, *diallers):
+    """Accept links while these dial; returns the names of those that have been handed out."""
+    with ThreadPoolExecutor(max(len(diallers), 1)) as places:
+        dialled = [places.submit(dial, listener, *words) for words in diallers]
+        found = LinkAcceptor(listener, KEY, 1, names).accept_all()
+        close_files([tuple(found.values())])
+        for one in dialled:
+            one.exception()
+    return set(found)
+
+
+def test_a_side_that_sends_a_byte_just_in_time_has_five_seconds_for_all(monkeypatch):
+    now_s = 0.0
+
+    class Slow:
+        def settimeout(self, limit_s):
+            self.limit_s = limit_s
+
+        def recv(self, num_bytes):
+            nonlocal now_s
+            now_s += min(4.9, self.limit_s)
+            if self.limit_s < 4.9:
+                raise TimeoutError
+            return b"."
+
+    monkeypatch.setattr(proof, "monotonic", lambda: now_s)
+    with pytest.raises(TimeoutError):
+        proof.receive_exactly(Slow(), proof.ANSWER_BYTES)
+    assert now_s == pytest.approx(proof.PROOF_S)
+
+
+def test_silent_strangers_hold_up_no_link(listener, monkeypatch):
+    monkeypatch.setattr(accept_links, "MAX_HEARD", 3)
+    strangers = [socket.create_connection(listener.getsockname()) for _ in range(8)]
+    assert accept(listener, {"hidden 0"}, (LinkHello(1, "hidden 0"),)) == {"hidden 0"}
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_links_that_are_not_dialled_are_named_when_their_time_is_over(listener, monkeypatch):
+    monkeypatch.setattr(accept_links, "LINKS_S", 0.01)
+    with socket.create_connection(listener.getsockname()):
+        with pytest.raises(TimeoutError, match=r"not dialled in 0\.01 s: hidden 0, tokens 0"):
+            LinkAcceptor(listener, KEY, 1, {"tokens 0", "hidden 0"}).accept_all()
+
+
+def test_links_come_in_any_order_past_those_that_are_not_wanted(listener):
+    wanted = {"hidden 0", "hidden 1"}
+    for data in (b"GET / HTTP/1.1\r\n" * 10, b"short", b""):
+        with socket.create_connection(listener.getsockname()) as stranger:
+            stranger.sendall(data)
+    found = accept(
+        listener,
+        wanted,
+        (LinkHello(1, "hidden 0"), b"another key"),
+        (LinkHello(2, "hidden 0"),),
+        (LinkHello(1, "hidden 7"),),
+        (messages.Listen(1),),
+        (LinkHello(1, "hidden 1"),),
+        (LinkHello(1, "hidden 0"),),
+    )
+    assert found == wanted
+
+
+def answer_to(near):
+    """What a dialler says to a side that hears it, and reads of it."""
+    sent, verdict = proof.answer(KEY, near.recv(proof.GREETING_BYTES))
+    return sent, verdict
+
+
+def read(hearing):
+    """What it finds in what comes next."""
+    select.select([hearing.connection], [], [])
+    return hearing.read()
+
+
+@pytest.fixture
+def pair(listener):
+    near = socket.create_connection(listener.getsockname())
+    far, _ = listener.accept()
+    with closing(near), closing(far):
+        yield near, far
+
+
+def test_a_hello_is_whole_however_its_bytes_come_and_none_behind_it_is_read(pair):
+    near, far = pair
+    hearing = Hearing(far, KEY)
+    sent, verdict = answer_to(near)
+    hello = messages.encode(LinkHello(1, "hidden 0"))
+    found = []
+    for byte in (*sent, *hello):
+        assert found == []
+        near.sendall(bytes([byte]))
+        if (message := read(hearing)) is not None:
+            found.append(message)
+    assert found == [LinkHello(1, "hidden 0")]
+    assert near.recv(100) == verdict
+    near.sendall(b"the first step")
+    assert far.recv(100) == b"the first step"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (messages.LENGTH.pack(messages.HELLO_BYTES + 1), "at most 1024"),
+        (messages.LENGTH.pack(0), "not a message"),
+        (messages.LENGTH.pack(1) + b"\xc1", "not a message"),
+    ],
+)
+def test_what_is_no_hello_is_an_error(pair, data, words):
+    near, far = pair
+    hearing = Hearing(far, KEY)
+    near.sendall(answer_to(near)[0])
+    assert read(hearing) is None
+    near.sendall(data)
+    with pytest.raises(ChannelError, match=words):
+        while read(hearing) is None:
+            pass
+
+
+def test_another_key_is_told_to_the_dialler_and_ends_the_connection(pair):
+    near, far = pair
+    hearing = Hearing(far, b"another key")
+    near.sendall(answer_to(near)[0])
+    with pytest.raises(proof.WrongKeyError):
+        read(hearing)
+    assert near.recv(100) == bytes(proof.VERDICT_BYTES)
