@@ -28,14 +28,16 @@ from trouper.actors.executor.devices.nodes.launch_nodes import (
     MAX_HOSTS_LOST,
     LocalGroup,
     NodesCrew,
+    listen,
 )
 from trouper.actors.executor.devices.worker_process import Exit
-from trouper.errors import DeviceStartError
+from trouper.config.nodes import CLUSTER_KEY, NodesConfig
+from trouper.errors import DeviceStartError, TrouperValidationError
 
 from .accepting import accept, receive_message
 from .test_nodes import KEY, a_config, a_front, a_host, crew_on_host, running
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio]
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -279,3 +281,21 @@ async def test_what_a_machine_has_prepared_is_closed_if_another_cannot():
     assert closed == "closed"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address)
+
+
+@pytest.mark.parametrize("address", ["0", "0x0", "0.0", "00.0.0.0", "0.0.0.0", "::", "::0", "0::0", " ", ""])  # fmt: skip
+def test_an_address_that_is_every_address_is_refused_however_it_is_written(address, monkeypatch):
+    monkeypatch.setenv(CLUSTER_KEY, KEY.decode())
+    with pytest.raises(TrouperValidationError, match="one address") as caught:
+        a_config(nnodes=2, pipeline_parallel_size=2, master_addr=address)
+    assert caught.value.parameter == "master_addr"
+
+
+def test_a_name_of_every_address_is_refused_where_it_is_bound(monkeypatch):
+    def serve_at(address, backlog):
+        return socket.create_server(("0.0.0.0", 0), backlog=backlog)
+
+    monkeypatch.setattr("trouper.actors.executor.devices.nodes.launch_nodes.serve_at", serve_at)
+    with pytest.raises(TrouperValidationError, match="every address") as caught:
+        listen(NodesConfig("mp", 2, 0, "everywhere", 1))
+    assert caught.value.parameter == "master_addr"

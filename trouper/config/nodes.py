@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import importlib.util
+import ipaddress
 import os
 import re
+import socket
 from typing import Literal
 
 import msgspec
@@ -16,7 +18,6 @@ CLUSTER_KEY = "TROUPER_CLUSTER_KEY"
 MIN_KEY_LENGTH = 16
 RAY_CPUS = "TROUPER_RAY_CPUS_PER_WORKER"
 LEAST_RAY = (2, 50)
-EVERY_ADDRESS = ("", "0.0.0.0", "::")
 Backend = Literal["mp", "ray"]
 BACKENDS = (None, "mp", "ray")
 SUPERVISED_ELSEWHERE = ("external_launcher", "torchrun")
@@ -74,11 +75,24 @@ def nodes_config(args: EngineArgs, device: str) -> NodesConfig | None:
             f"pipeline_parallel_size x data_parallel_size, {num_stages}, must be a multiple of it"
         )
         raise invalid("nnodes", rule, num_nodes)
-    if args.master_addr.strip() in EVERY_ADDRESS:
+    if is_every_address(args.master_addr):
         rule = "must be one address of machine 0, by which the others reach it"
         raise invalid("master_addr", rule, args.master_addr)
     cluster_key()
     return NodesConfig("mp", num_nodes, rank, args.master_addr, args.master_port)
+
+
+def is_every_address(address: str) -> bool:
+    """Say whether a numeric address, however it is written, stands for all addresses of a machine."""
+    address = address.strip()
+    try:
+        return not any(socket.inet_aton(address))  # takes 0, 0x0 and 0.0 as well, as `bind` does
+    except OSError:
+        pass
+    try:
+        return ipaddress.ip_address(address).is_unspecified
+    except ValueError:
+        return not address
 
 
 def cluster_key() -> bytes:

@@ -29,7 +29,7 @@ from trouper.actors.executor.devices.nodes.remote_peer import END_S, RemotePeer
 from trouper.actors.executor.devices.worker_process import Exit
 from trouper.actors.executor.parallel.links import close_files
 from trouper.actors.executor.parallel.ranks import crew_links
-from trouper.config.nodes import NodesConfig, cluster_key
+from trouper.config.nodes import NodesConfig, cluster_key, is_every_address
 from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError, invalid
 
@@ -252,10 +252,10 @@ def listen(nodes: NodesConfig) -> socket.socket:
     """Listen for the hosts, at the front's address alone.
 
     Raises:
-        TrouperValidationError: address or port cannot be had; it names the one.
+        TrouperValidationError: address or port cannot be had, or a name stands for all addresses; it names the one.
     """
     try:
-        return serve_at((nodes.address, nodes.port), BACKLOG)
+        listener = serve_at((nodes.address, nodes.port), BACKLOG)
     except OSError as error:
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise invalid(
@@ -264,6 +264,10 @@ def listen(nodes: NodesConfig) -> socket.socket:
         raise invalid(
             "master_addr", f"is no address of this machine: {error.strerror}", nodes.address
         ) from None
+    if is_every_address(listener.getsockname()[0]):
+        listener.close()
+        raise invalid("master_addr", "stands for every address of this machine", nodes.address)
+    return listener
 
 
 @asynccontextmanager
