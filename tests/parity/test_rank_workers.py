@@ -153,8 +153,6 @@ def test_two_processes_give_the_tokens_of_one_and_sleep_together():
 @pytest.mark.parametrize(
     ("options", "kind", "parameter", "words"),
     [
-        ({"tensor_parallel_size": 3}, TrouperValidationError, "tensor_parallel_size",
-         "3 does not divide 4 query heads; possible: 1, 2, 4"),
         ({"tensor_parallel_size": 0}, TrouperValidationError, "tensor_parallel_size", "at least 1"),
         ({"tensor_parallel_size": 2, "device_worker": "inline"}, TrouperValidationError,
          "device_worker", "must be auto or process where tensor_parallel_size is 2"),

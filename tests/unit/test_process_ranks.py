@@ -1,5 +1,6 @@
 """A device of several workers: what they answer is joined, and the end of one is the end of all."""
 
+import json
 import math
 from collections import deque
 from functools import partial
@@ -100,6 +101,16 @@ class FakeLauncher:
 def make_device(launcher, num_stages=3, replica=0, **options):
     config = resolve(EngineArgs(pipeline_parallel_size=num_stages, **options))
     return ProcessDevice(config, launcher, replica=replica)
+
+
+def make_ranks(launcher, num_ranks, folder, **changes):
+    """A device of ranks whose model is no more than its config."""
+    sizes = {"architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 64,
+             "intermediate_size": 224, "num_hidden_layers": 2, "max_position_embeddings": 64}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(sizes | {"model_type": "llama"} | changes))
+    options = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
+    config = resolve(EngineArgs(tensor_parallel_size=num_ranks, **options))
+    return ProcessDevice(config, launcher)
 
 
 def plan(step, epoch=0, grammar=None):
@@ -298,6 +309,21 @@ def test_a_launch_that_is_refused_ends_those_before():
         with pytest.raises(DeviceStartError, match="cannot start"):
             await device.load()
         assert [peer.ended_after for peer in launcher.peers] == [0.0, 0.0]
+
+    run(act)
+
+
+def test_ranks_that_do_not_fit_the_model_are_refused_before_any_starts(tmp_path):
+    """Seven would divide the query heads, but not share the KV heads."""
+    sizes = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 16}
+
+    async def act():
+        device = make_ranks(launcher := FakeLauncher(), 3, tmp_path, **sizes)
+        rule = r"3 does not divide 14 query heads; possible: 1, 2 \("
+        with pytest.raises(TrouperValidationError, match=rule) as caught:
+            await device.load()
+        assert (caught.value.parameter, caught.value.value) == ("tensor_parallel_size", 3)
+        assert launcher.peers == []
 
     run(act)
 

@@ -188,7 +188,6 @@ def resolve(args: EngineArgs, *, offline: bool = False, serves: bool = False) ->
     _check_quantization(args, model, pooler)
     sizes = [_check_workers(args, name, device, pooler) for name in SEVERAL_WORKERS]
     partition = _layer_partition(args, model)
-    _check_ranks(args, model)
     if device == "cuda" and args.tensor_parallel_size > 1:
         check_num_devices("tensor_parallel_size", args.tensor_parallel_size)
     nodes = nodes_config(args, device)
@@ -356,15 +355,6 @@ def _check_workers(
         rule = f"must be auto or process where {name} is {number}"
         raise invalid("device_worker", rule, args.device_worker)
     return number
-
-
-def _check_ranks(args: EngineArgs, model: ModelConfig) -> None:
-    """Check what can be known of tensor-parallel ranks before a worker is started; each checks the rest itself."""
-    num_ranks, num_heads = args.tensor_parallel_size, model.hf_config.get("num_attention_heads")
-    if isinstance(num_heads, int) and num_heads > 0 and num_heads % num_ranks:
-        possible = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
-        rule = f"{num_ranks} does not divide {num_heads} query heads; possible: {possible}"
-        raise invalid("tensor_parallel_size", rule, num_ranks)
 
 
 def _layer_partition(args: EngineArgs, model: ModelConfig) -> tuple[int, ...] | None:

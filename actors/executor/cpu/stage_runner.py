@@ -18,7 +18,7 @@ from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.models.decoder import rank_share
 from trouper.actors.executor.models.layer_split import model_stages
 from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.models.sharding import Shard, check_shards
+from trouper.actors.executor.models.sharding import Shard
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.parallel.links import Link
 from trouper.actors.executor.parallel.ranks import (
@@ -46,7 +46,6 @@ class StageRunner(CpuRunner):
         traits = decoder_traits(config.model.hf_config, config.model.architecture)
         place = RankPlace.of(worker, config)
         stage = model_stages(config, traits)[place.stage]
-        check_shards(traits, config.tensor_parallel_size, quantization=config.quantization)
         self._links = open_worker_links(worker, files, config, traits.hidden_size)
         group = None
         if self._links.group is not None:

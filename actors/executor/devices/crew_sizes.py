@@ -1,6 +1,7 @@
 """The sizes of what the workers of a device share, from its config; torch is not needed."""
 
 from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.sharding import check_shards
 from trouper.actors.executor.parallel.ranks import CrewSizes, ModelSizes
 from trouper.config.resolve import EngineConfig
 
@@ -9,7 +10,9 @@ def crew_sizes(config: EngineConfig) -> CrewSizes:
     """Read the model's widths, and size all memory and links by them.
 
     Raises:
+        TrouperValidationError: the model cannot be shared out among so many ranks.
         UnsupportedFeatureError: the architecture is not known.
     """
     traits = decoder_traits(config.model.hf_config, config.model.architecture)
+    check_shards(traits, config.tensor_parallel_size, quantization=config.quantization)
     return CrewSizes.of(config, ModelSizes(traits.hidden_size, traits.vocab_size))

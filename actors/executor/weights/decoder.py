@@ -30,13 +30,7 @@ from trouper.actors.executor.models.parameters import (
 )
 from trouper.actors.executor.models.parts import part_of
 from trouper.actors.executor.models.registry import is_text_part
-from trouper.actors.executor.models.sharding import (
-    ALONE,
-    Shard,
-    check_shards,
-    shard_traits,
-    sharded,
-)
+from trouper.actors.executor.models.sharding import ALONE, Shard, shard_traits, sharded
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
@@ -122,7 +116,6 @@ def load_decoder(
         TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
         UnsupportedFeatureError: experts on a GPU.
     """
-    check_shards(traits, shard.size, quantization=config.quantization)
     if traits.experts is not None and device is not None:
         raise UnsupportedFeatureError("a mixture of experts runs on the CPU alone so far")
     dtype: torch.dtype = getattr(torch, config.dtype)
