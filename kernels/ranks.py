@@ -96,6 +96,10 @@ class RankGroup(RankSums, Protocol):
         """Return whether every rank says yes; all ask at the same time."""
         ...
 
+    def forget_weights(self) -> None:
+        """Give back what has been made of weights, none of which is used again."""
+        ...
+
 
 class RankedOps(Generic[OpsT]):
     """The operations of one rank: those in which all take part are the group's, the others are computed here.

@@ -14,6 +14,7 @@ from trouper.kernels.codegen.launch import compiled, float_bits, scratch
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.attention import decode, prefill
 from trouper.kernels.cpu.attention import tile as attention_tile
+from trouper.kernels.cpu.float32_copies import Float32Copies
 from trouper.kernels.cpu.fused.act_and_mul import act_and_mul
 from trouper.kernels.cpu.fused.embed import embed
 from trouper.kernels.cpu.fused.finish_logits import finish_logits
@@ -76,8 +77,7 @@ class NativeOps:
         is_clamped = config.activation == "clamped_swiglu"
         bounds = (config.alpha, config.limit) if is_clamped else ()
         self._bounds = [float_bits(bound) for bound in bounds]
-        # float32 copies of weights by the id of theirs, which is kept so that the id stays theirs
-        self._wide: dict[int, tuple[Tensor, Tensor]] = {}
+        self._float32 = Float32Copies()
 
     def __repr__(self) -> str:
         return "<NativeOps>"
@@ -161,7 +161,7 @@ class NativeOps:
     def begin(
         self, positions_T: Tensor, slots_T: Tensor, rope_tables: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        return positions_T, slots_T, [self._float32(table) for table in rope_tables]
+        return positions_T, slots_T, [self._float32.of(table) for table in rope_tables]
 
     def rms_norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
         z_TE = padded(len(x_TE), x_TE.shape[1], x_TE.dtype)
@@ -199,7 +199,7 @@ class NativeOps:
             x_TE.stride(0),
             0 if y_TE is None else y_TE.data_ptr(),
             0 if y_TE is None else y_TE.stride(0),
-            0 if weight is None else self._float32(weight).data_ptr(),
+            0 if weight is None else self._float32.of(weight).data_ptr(),
             z_TE.data_ptr(),
             z_TE.stride(0),
             width,
@@ -223,7 +223,7 @@ class NativeOps:
         self._qk_norm_rope_kv_write(
             num_tokens,
             qkv_TND.data_ptr(),
-            0 if head_norm is None else self._float32(head_norm).data_ptr(),
+            0 if head_norm is None else self._float32.of(head_norm).data_ptr(),
             0 if rope is None else tables[rope].data_ptr(),
             positions_T.data_ptr(),
             cache_2HSD.data_ptr(),
@@ -247,7 +247,7 @@ class NativeOps:
         sinks_N: Tensor | None = None,
     ) -> Tensor:
         config = self._config
-        sinks = 0 if sinks_N is None else self._float32(sinks_N).data_ptr()
+        sinks = 0 if sinks_N is None else self._float32.of(sinks_N).data_ptr()
         num_threads = torch.get_num_threads()
         width = config.num_q_heads * config.head_dim
         out_TN = padded(len(qkv_TND), width, qkv_TND.dtype)
@@ -380,12 +380,3 @@ class NativeOps:
             num_threads=num_threads_for(num_rows),
         )
         return logits_RV
-
-    def _float32(self, weight: Tensor) -> Tensor:
-        """Return a small weight in float32, as the kernels read it; it is kept together with its source."""
-        if weight.dtype == torch.float32 and weight.is_contiguous():
-            return weight
-        held = self._wide.get(id(weight))
-        if held is None:
-            held = self._wide[id(weight)] = weight.float().contiguous(), weight
-        return held[0]

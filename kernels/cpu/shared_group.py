@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from trouper.kernels.cpu.float32_copies import Float32Copies
 from trouper.kernels.cpu.rank_exchange import RankExchange
 from trouper.kernels.ops import q_and_k
 from trouper.kernels.ranks import RankShare, check_sums
@@ -28,11 +29,13 @@ class SharedGroup:
         self.all_agree = exchange.all_agree
         self.rank, self.size = exchange.rank, exchange.num_ranks
         self._share = share
-        # float32 copies of weights by the id of theirs, which is kept so that the id stays theirs
-        self._wide: dict[int, tuple[Tensor, Tensor]] = {}
+        self._float32 = Float32Copies()
 
     def __repr__(self) -> str:
         return f"<SharedGroup: {self.exchange!r}>"
+
+    def forget_weights(self) -> None:
+        self._float32.clear()
 
     def fused_add_rms_norm(
         self,
@@ -44,8 +47,8 @@ class SharedGroup:
         return self.exchange.fused_add_rms_norm(
             x_TE,
             part_TE,
-            None if weight is None else self._float32(weight),
-            None if post_weight is None else self._float32(post_weight),
+            None if weight is None else self._float32.of(weight),
+            None if post_weight is None else self._float32.of(post_weight),
             alpha=self._share.residual_scale,
             eps=self._share.norm_eps,
         )
@@ -55,8 +58,8 @@ class SharedGroup:
         self.exchange.norm_heads_(
             q_TX,
             k_TX,
-            self._float32(q_norm).view(-1),
-            self._float32(k_norm).view(-1),
+            self._float32.of(q_norm).view(-1),
+            self._float32.of(k_norm).view(-1),
             num_copies=self._share.num_kv_copies,
             eps=self._share.norm_eps,
         )
@@ -73,11 +76,3 @@ class SharedGroup:
             part_RV = self.exchange.gather_logits(rows, first, vocab_size, scale, cap)
             logits_RV[begin : begin + len(rows)] = part_RV
         return logits_RV
-
-    def _float32(self, weight: Tensor) -> Tensor:
-        if weight.dtype == torch.float32 and weight.is_contiguous():
-            return weight
-        held = self._wide.get(id(weight))
-        if held is None:
-            held = self._wide[id(weight)] = weight.float().contiguous(), weight
-        return held[0]

@@ -1,5 +1,6 @@
 """The workers of ranks and stages, with all that they share, say what one worker says: fp32 and bfloat16."""
 
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -106,6 +107,18 @@ def test_ranks_sleep_and_wake_together(tmp_path):
         crew.on_each("sleep", 2)
         crew.on_each("wake", frozenset({"weights", "kv_cache"}))
         assert outputs(crew) == expected
+
+
+@needs_kernels
+def test_ranks_that_sleep_without_weights_keep_no_norm(tmp_path):
+    """Of bfloat16, whose norms the kernels read in float32."""
+    tiny_model(*CASES["llama"], tmp_path)
+    config = engine_config(tmp_path, dtype="bfloat16", enforce_eager=True)
+    with workers(config, 2) as crew:
+        Driver(crew).run(PROMPTS[:1], 2)
+        norms = [weakref.ref(runner._decoder._layers[0].mlp_norm) for runner in crew.runners]
+        crew.on_each("sleep", 2)
+        assert [norm() for norm in norms] == [None, None]
 
 
 @needs_kernels

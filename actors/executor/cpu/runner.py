@@ -141,6 +141,8 @@ class CpuRunner:
             self._arena = Arena()
         if level >= 2:
             self._decoder = None
+            if self._group is not None:
+                self._group.forget_weights()
         if self._draft_model is not None:
             self._draft_model.sleep(level)
         self.release()
