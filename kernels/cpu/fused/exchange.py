@@ -104,7 +104,7 @@ def _wait(code: KernelBuilder, group: Exchange, peer: Value, number: Value, labe
             code.fetch_add(flag + LINE, 1)
             before = code.fetch(flag)
             with code.when(before < number):  # returns at once if the peer has written since
-                code.call_at(group.syscall, FUTEX, address, WAIT, before & 0x7FFFFFFF, 0, 0, 0)
+                code.call_at(group.syscall, FUTEX, address, WAIT, before, 0, 0, 0)
             code.fetch_add(flag + LINE, -1)
         seen.set(code.fetch(flag))
     theirs = (flag + 1)[number & 1]

@@ -1,5 +1,6 @@
 """Sums over ranks that are threads over one mapping; `tests/robustness/test_ranks.py` has processes."""
 
+import ctypes
 import mmap
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,9 @@ import torch
 from trouper.kernels.codegen import units
 from trouper.kernels.codegen.arena import Arena
 from trouper.kernels.codegen.recording import Recording
+from trouper.kernels.cpu import rank_exchange
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
+from trouper.kernels.cpu.fused import exchange
 from trouper.kernels.cpu.rank_exchange import RankExchange, RanksDisagreeError
 
 pytestmark = pytest.mark.skipif(not units.can_multiply(), reason="needs compiled kernels")
@@ -192,6 +195,36 @@ def test_a_peer_that_is_two_exchanges_ahead_proves_disagreement():
     with pytest.raises(RanksDisagreeError, match="exchange 3; 1 are done here"):
         group.check()
     peer.release()
+
+
+@pytest.mark.parametrize("num_done", [5, 2**31, 2**32 - 1, 2**40 + 2**31])
+def test_a_rank_sleeps_for_what_the_system_compares_however_many_exchanges_there_were(
+    monkeypatch, num_done
+):
+    """The system compares the low half of the peer's counter with what it is given, and else returns at once."""
+    sizes = ExchangeSizes(2, 4096)
+    memory = mmap.mmap(-1, sizes.num_bytes)
+    numbers = memoryview(memory).cast("q")
+    peer = numbers[16:]  # of rank 1, as above
+    sleeps = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_long, *[ctypes.c_long] * 4)
+    def syscall(number, address, operation, value):
+        if (number, operation) == (exchange.FUTEX, exchange.WAIT):
+            counter = ctypes.c_uint32.from_address(address).value
+            sleeps.append(ctypes.c_uint32(value).value == counter)
+            peer[1 + (num_done + 1) % 2], peer[0] = 1, num_done + 1
+        return 0
+
+    address = ctypes.cast(syscall, ctypes.c_void_p).value
+    monkeypatch.setattr(rank_exchange, "address_in_torch", lambda _: address)
+    group = RankExchange(0, sizes, memory)
+    group._state[exchange.NUM_DONE] = numbers[0] = peer[0] = num_done
+    group.sum(torch.ones(1, 16))
+    group.check()
+    assert sleeps == [True]
+    peer.release()
+    numbers.release()
 
 
 def test_what_does_not_fit_is_refused():
