@@ -107,8 +107,6 @@ async def test_streams_go_on_when_a_rank_is_killed_and_ranks_sleep_together(fold
     [
         ({"tensor_parallel_size": 4}, TrouperValidationError, "tensor_parallel_size",
          "each has a GPU of its own, and 2 can be seen"),
-        ({"tensor_parallel_size": 3}, TrouperValidationError, "tensor_parallel_size",
-         "3 does not divide 4 query heads"),
         ({"pipeline_parallel_size": 2}, UnsupportedFeatureError, "pipeline_parallel_size", "not on a GPU yet"),
         ({"tensor_parallel_size": 2, "device_worker": "inline"}, TrouperValidationError,
          "device_worker", "must be auto or process"),
