@@ -74,6 +74,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     load_format: str = "auto"
     adapters: tuple[str, ...] = ()  # folders, which the prompts of vLLM and trouper take in turn
     rank: int = 16  # of the largest of them
+    # vLLM's and trouper's option; of llama.cpp the arguments of its prompt lookup
+    speculation: dict[str, Any] | None = None
 
     def engines(self) -> list[str]:
         """Raises TrouperValidationError or UnsupportedFeatureError for one that was asked for and cannot run."""
@@ -222,6 +224,7 @@ def started(
         "load_format": settings.load_format,
         "adapters": settings.adapters,
         "rank": settings.rank,
+        "speculation": settings.speculation,
     }
     if name == "llama.cpp" and settings.llama_batched_bench:
         yield LlamaBinary(settings.llama_batched_bench, options)

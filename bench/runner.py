@@ -1,13 +1,15 @@
 """One engine in a process of its own: workloads on stdin, figures on stdout, both in lines of JSON.
 
     python runner.py trouper|vllm|llama.cpp|transformers|transformers-cb    then, on stdin:
-    {"model": …, "dtype": …, "max_model_len": …, "max_num_seqs": …, "threads": …, "load_format": …, "adapters": [folder, …], "rank": …}
+    {"model": …, "dtype": …, "max_model_len": …, "max_num_seqs": …, "threads": …, "load_format": …, "adapters": [folder, …], "rank": …,
+     "speculation": …}
                                                                            -> {"version": …}
     {"prompts": [[1, 2, …], …], "output_len": …}     any number of times  -> {"seconds": …, "num_output_tokens": …}
 
 Stands alone, on the standard library: peers run it by its path, in environments without trouper.
 All of them decode greedily, past the end token, and caches no prefix.  For transformers-cb, its continuous
 batching, `output_len` may be a list, one for each prompt.  Prompts of vLLM and trouper take the adapters in turn, if there are any.
+`speculation` is their `speculative_config`, or the arguments of llama.cpp's prompt lookup, with which it takes one prompt at a time.
 """
 
 import json
@@ -38,6 +40,7 @@ class Offline:
             enable_prefix_caching=False,
             quantization=options.get("quantization"),
             load_format=options["load_format"],
+            speculative_config=options.get("speculation"),
             **self._with_adapters(api, options),
         )
 
@@ -152,6 +155,10 @@ class LlamaCpp:
         vocabulary = self._api.llama_model_get_vocab(self._model)
         self._num_logits = self._api.llama_vocab_n_tokens(vocabulary)
         self._batch = self._api.llama_batch_init(LLAMA_BATCH, 0, 1)
+        self._drafts: Any = None
+        if options.get("speculation"):
+            kind = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding
+            self._drafts = kind(**options["speculation"])
 
     def generate(self, prompts: list[list[int]], output_len: int) -> int:
         params = self._api.llama_context_default_params()
@@ -163,6 +170,9 @@ class LlamaCpp:
         if not context:
             raise RuntimeError("llama.cpp cannot make a context")
         try:
+            if self._drafts is not None:
+                (prompt,) = prompts
+                return self._look_up(context, prompt, output_len)
             return self._generate(context, prompts, output_len)
         finally:
             self._api.llama_free(context)
@@ -175,14 +185,40 @@ class LlamaCpp:
         ]
         newest: dict[int, int] = {}
         for first in range(0, len(rows), LLAMA_BATCH):
-            newest |= self._decode(context, rows[first : first + LLAMA_BATCH])
+            newest |= dict(self._decode(context, rows[first : first + LLAMA_BATCH]))
         for step in range(output_len - 1):
             rows = [(newest[s], len(p) + step, s, True) for s, p in enumerate(prompts)]
-            newest = self._decode(context, rows)
+            newest = dict(self._decode(context, rows))
         return len(newest) * output_len
 
-    def _decode(self, context: Any, rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """The likeliest next token of each sequence whose row wants it."""
+    def _look_up(self, context: Any, prompt: list[int], output_len: int) -> int:
+        """Verify in each step what its own prompt lookup drafts; what was wrong leaves the cache."""
+        text, end = list(prompt), len(prompt) + output_len
+        rows = [(token, i, 0, i == len(prompt) - 1) for i, token in enumerate(prompt)]
+        found: list[tuple[int, int]] = []
+        for first in range(0, len(rows), LLAMA_BATCH):
+            found += self._decode(context, rows[first : first + LLAMA_BATCH])
+        text.append(found[0][1])
+        memory = self._api.llama_get_memory(context)
+        while len(text) < end:
+            ids = self._numpy.array(text, dtype=self._numpy.intc)
+            draft = self._drafts(ids)[: end - len(text) - 1].tolist()
+            start = len(text) - 1
+            given = enumerate([text[-1], *draft], start)
+            drawn = [
+                token for _, token in self._decode(context, [(t, i, 0, True) for i, t in given])
+            ]
+            num_right = 0
+            while num_right < len(draft) and draft[num_right] == drawn[num_right]:
+                num_right += 1
+            text += drawn[: num_right + 1]
+            self._api.llama_memory_seq_rm(memory, 0, len(text) - 1, -1)
+        return len(text) - len(prompt)
+
+    def _decode(
+        self, context: Any, rows: list[tuple[int, int, int, bool]]
+    ) -> list[tuple[int, int]]:
+        """Return the sequence and the likeliest next token of each row that wants it."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wants) in enumerate(rows):
@@ -190,13 +226,12 @@ class LlamaCpp:
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
         if self._api.llama_decode(context, batch):
             raise RuntimeError("llama_decode failed")
-        newest = {}
+        newest: list[tuple[int, int]] = []
         for i, (_, _, sequence, wants) in enumerate(rows):
             if wants:
                 logits = self._api.llama_get_logits_ith(context, i)
-                newest[sequence] = int(
-                    self._numpy.ctypeslib.as_array(logits, shape=(self._num_logits,)).argmax()
-                )
+                logits_V = self._numpy.ctypeslib.as_array(logits, shape=(self._num_logits,))
+                newest.append((sequence, int(logits_V.argmax())))
         return newest
 
 

@@ -29,6 +29,7 @@ from trouper.actors.executor.weights.gguf import (
 )
 from trouper.actors.messages.plans import Sampling
 from trouper.actors.rendering.tokenizer import Tokenizer
+from trouper.bench.edits import write_folder
 from trouper.config.args import EngineArgs
 from trouper.config.gguf import TENSOR_TYPES, find_gguf, read_gguf
 from trouper.config.gguf_names import FAMILIES, place_of
@@ -391,6 +392,20 @@ def test_a_mutated_file_loads_or_ends_in_a_typed_error(target, edits):
 @given(edits=EDITS)
 def test_ten_thousand_mutated_files_load_or_end_in_typed_errors(target, edits):
     load_changed(*target, edits)
+
+
+def test_a_folder_that_is_written_of_a_file_has_its_numbers(tmp_path):
+    name, changes, numbers = MODELS["llama"]
+    model = tiny_model(name, {"num_hidden_layers": 4, "rms_norm_eps": 1e-6, **changes}, tmp_path)
+    write_folder(converted(model, tmp_path / "m.gguf", "llama", numbers), tmp_path / "folder")
+    found = load_file(tmp_path / "folder" / "model.safetensors")
+    wanted = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key].bfloat16()) for key in wanted)
+    assert ModelConfig.load(EngineArgs(str(tmp_path / "folder"))).vocab_size == VOCAB
+    assert Tokenizer.load(tmp_path / "folder").encode("ab a") == Tokenizer.load(
+        tmp_path / "m.gguf"
+    ).encode("ab a")
 
 
 @needs_smollm2
