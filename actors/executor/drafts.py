@@ -13,6 +13,7 @@ Laws:
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from trouper.actors.executor.draft_pace import OF_MODEL, Pace
@@ -70,7 +71,9 @@ class Drafter:
             most_answers=most,
         )
         self._families: dict[int, str] = {}  # by slot
-        self._ends: dict[int, int] = {}  # by slot: the first position whose token is not known
+        self._ends: dict[
+            int, int
+        ] = {}  # by slot: where the next step begins, as what is before it is computed
         self._found: dict[
             int, tuple[Match, int]
         ] = {}  # by slot: of its last draft, and where that begins
@@ -100,6 +103,23 @@ class Drafter:
         if self._model is not None:
             self._model.place(slot, has_drafts=not has_grammar)
 
+    def settled(self, plan: StepPlan) -> StepPlan:
+        """Return a plan with the positions that were not known when it was made; it is the next to run."""
+        starts = plan.num_computed_tokens
+        if plan.num_unknown_tokens:
+            starts = tuple(
+                self._ends[slot] if unknown else start
+                for slot, start, unknown in zip(
+                    plan.request_slots, starts, plan.num_unknown_tokens, strict=True
+                )
+            )
+            plan = msgspec.structs.replace(plan, num_computed_tokens=starts)
+        for slot, start, count in zip(
+            plan.request_slots, starts, plan.num_scheduled_tokens, strict=True
+        ):
+            self._ends[slot] = start + count
+        return plan
+
     def propose(self, plan: StepPlan) -> np.ndarray | None:
         """Write drafts into the slots, behind the tokens that the plan computes.
 
@@ -116,9 +136,6 @@ class Drafter:
                 if room and slot not in self._paces:
                     self._drafts[i] = self._draft(slot, plan.num_computed_tokens[i] + 1, room)
             return self._counts()
-        if self._recent is not None:
-            ends = zip(plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
-            self._ends.update(zip(plan.request_slots, (sum(both) for both in ends), strict=True))
         if not plan.num_lookahead_tokens:
             return None
         entries = plan.request_slots, plan.num_computed_tokens, plan.num_lookahead_tokens
@@ -196,6 +213,8 @@ class Drafter:
                 own = [next(logprobs) for _ in drawn][: num_right + 1]
                 found.append(tuple(each for each in own if each is not None))
         kept, failed = entry_failures(token_ids)
+        for slot, run in zip(plan.request_slots, kept, strict=True):
+            self._ends[slot] += max(0, len(run) - 1)
         num_drafts = tuple(map(len, self._drafts))
         return StepDone(plan.step, kept, tuple(found), prompt_logprobs, failed, num_drafts)
 

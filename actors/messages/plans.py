@@ -73,6 +73,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     # Drafts that the device may compute behind entry i, for which there are blocks; a draft that is what is sampled in its
     # place makes for one token more.  Empty: none.
     num_lookahead_tokens: tuple[int, ...] = ()
+    # Tokens by which drafts of steps in flight may take entry i further than `num_computed_tokens` says: the device knows by how
+    # many they do, and begins there.  There are blocks for all of them.  Empty: none.
+    num_unknown_tokens: tuple[int, ...] = ()
 
 
 class PoolEntry(msgspec.Struct, frozen=True):

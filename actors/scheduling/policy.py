@@ -263,7 +263,9 @@ class Policy:
         self._lookahead.note(done)
 
     def _land(self, sequence: Sequence, start: int, end: int) -> None:
-        """Note that positions start … end - 1 are computed."""
+        """Note that positions start … end - 1 are computed, or as many behind what drafts have made more."""
+        if (more := sequence.num_computed_on_device - start) > 0:
+            start, end = start + more, end + more
         sequence.num_computed_on_device = end
         sequence.has_landed = True
         if start < sequence.num_prompt:
@@ -328,7 +330,11 @@ class Policy:
     def _in_question(self) -> dict[SequenceId, tuple[Sequence, int]]:
         """Find the sequences that may have killed the device: stages may have been in any plan, one process in the eldest."""
         plans = list(self.in_flight)[: 1 if self._num_stages == 1 else None]
-        return {entry[0].id: (entry[0], entry[3]) for plan in plans for entry in plan.entries}
+        return {
+            sequence.id: (sequence, max(end, sequence.num_computed_on_device + end - start))
+            for plan in plans
+            for sequence, _, start, end, _ in plan.entries
+        }
 
     def fail_device(self, message: str) -> None:
         """The device, lost before, is not started again: requests in question end, so that they kill no other."""
@@ -371,12 +377,12 @@ class Policy:
             self._is_lost
             or self.pause is Pause.ALL
             or len(self.in_flight) >= self.config.max_steps_in_flight
-            or self._waits_for_drafts()
         ):
             return None
         running = self.table.running
         num_competing = len(running) + len(self.table.waiting)
         builder = StepBuilder(self.config, num_competing, self._token_budget.num_tokens)
+        builder.unknown = self._unknown_tokens()
         if num_competing == 1:
             builder.max_count = min(builder.max_count, self._longest_lone_chunk())
         if self._bisection and (group := self._bisection.group()):
@@ -399,14 +405,18 @@ class Policy:
         self.in_flight.append(record)
         return plan
 
-    def _waits_for_drafts(self) -> bool:
-        """Tell whether the next plan needs the answer to the last: one of both may verify drafts."""
-        if not self.in_flight or not self.config.num_speculative_tokens:
-            return False
-        if self.in_flight[-1].may_verify:
-            return True
-        drafts = any(s.request.max_drafts for s in self.table.running.snapshot())
-        return drafts and self._max_lookahead() > 0
+    def _unknown_tokens(self) -> dict[SequenceId, int]:
+        """Count the tokens that drafts in flight may yield for each sequence, beyond the one that its step samples anyway."""
+        found: dict[SequenceId, int] = {}
+        if not self.config.num_speculative_tokens:
+            return found
+        for step in self.in_flight:
+            if step.is_cancelled or not step.lookaheads:
+                continue
+            for (sequence, epoch, *_), lookahead in zip(step.entries, step.lookaheads, strict=True):
+                if lookahead and epoch == sequence.preemption_epoch:
+                    found[sequence.id] = found.get(sequence.id, 0) + lookahead
+        return found
 
     def _max_lookahead(self) -> int:
         """Return how many drafts of each running sequence a step may verify."""

@@ -102,6 +102,13 @@ class Running:
                 continue  # preempted a moment ago; or sure to end with what is in flight
             count = min(known - sequence.num_computed, builder.budget, max_count)
             end = sequence.num_computed + count
+            if builder.unknown and (unknown := builder.unknown.get(sequence.id)):
+                # As far as its drafts may take it, and at no other's expense; else it waits for the answer.
+                if known + unknown >= sequence.limit or not self._reach(
+                    sequence, end + unknown, builder
+                ):
+                    continue
+                end += unknown
             if end <= len(sequence.blocks) * block_size or self.grow(sequence, end, builder):
                 builder.add(sequence, count, self._lookahead(sequence, end, builder))
             elif self._is_fcfs:
@@ -124,19 +131,22 @@ class Running:
 
     def _lookahead(self, sequence: Sequence, end: int, builder: StepBuilder) -> int:
         """Count the drafts that a step may verify behind position `end`: as many as free blocks hold, at no other's expense."""
-        rest = (
-            sequence.limit - sequence.num_tokens - 1
-        )  # tokens after the one that is sampled anyway
-        is_decoding = end == sequence.num_tokens == sequence.num_computed + 1
+        rest = sequence.limit - end - 1  # tokens after the one that is sampled anyway
+        known = sequence.num_tokens + sequence.num_in_flight
+        is_decoding = known == sequence.num_computed + 1
         count = min(builder.max_lookahead, sequence.request.max_drafts, rest)
         if count <= 0 or not is_decoding:
             return 0
-        missing = self._blocks.num_for(end + count) - len(sequence.blocks)
-        if missing > 0 and not (
-            missing <= self._blocks.num_free and self.grow(sequence, end + count, builder)
-        ):
+        if not self._reach(sequence, end + count, builder):
             return len(sequence.blocks) * self._blocks.block_size - end
         return count
+
+    def _reach(self, sequence: Sequence, end: int, builder: StepBuilder) -> bool:
+        """Extend its blocks to `end` at no other's expense; False, and nothing changes, if too few are free."""
+        missing = self._blocks.num_for(end) - len(sequence.blocks)
+        return missing <= 0 or (
+            missing <= self._blocks.num_free and self.grow(sequence, end, builder)
+        )
 
     def preempt(self, sequence: Sequence, *, drop_results: bool = False) -> None:
         """Take its resources; it is recomputed later, once its results in flight have come."""

@@ -8,7 +8,8 @@ Mutable state of one owner, the scheduling policy; never sent anywhere.  Law of 
                 │ KV is there              │ a step in    │ not planned
                 │                          │ flight       │
 
-A token that a step in flight samples is a placeholder: counted by `num_in_flight`, known to the device.
+A token that a step in flight samples is a placeholder: counted by `num_in_flight`, known to the device.  Drafts in flight are
+not counted until they are known to be right: then every position behind moves, those of plans in flight too.
 """
 
 import hashlib

@@ -6,12 +6,16 @@ advances `num_computed` and counts the samples that are now in flight.
 
 import msgspec
 
+from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, StepPlan
 from trouper.actors.scheduling.sequences import Sequence
 from trouper.config.resolve import SchedulerConfig
 
 StepEntry = tuple[Sequence, int, int, int, int]
-"""A sequence, its preemption epoch, the first position, the position after the last, and samples."""
+"""A sequence, its preemption epoch, the first position, the position after the last, and samples.
+
+Where drafts are in flight before it, the positions are those if none of them is right.
+"""
 
 
 class InFlightStep(msgspec.Struct, eq=False):
@@ -19,7 +23,9 @@ class InFlightStep(msgspec.Struct, eq=False):
 
     step: int
     entries: list[StepEntry]
-    may_verify: bool = False  # drafts: how far it takes a sequence is known when it is answered
+    lookaheads: list[
+        int
+    ]  # drafts of each entry, of which the answer says how far they took it; empty: none
     is_cancelled: bool = False  # an earlier step raised: this one never runs
 
 
@@ -37,6 +43,8 @@ class StepBuilder:
         "max_lookahead",
         "new_blocks",
         "sequences",
+        "unknown",
+        "unknowns",
     )
 
     def __init__(self, config: SchedulerConfig, num_competing: int, capacity: int) -> None:
@@ -51,12 +59,15 @@ class StepBuilder:
         self.has_preempted = False
         self.max_lookahead = 0  # drafts of one sequence that the device may verify
         self.lookaheads: list[int] = []
+        self.unknown: dict[SequenceId, int] = {}  # tokens that drafts in flight may yield, if any
+        self.unknowns: list[int] = []
 
     def add(self, sequence: Sequence, count: int, lookahead: int = 0) -> None:
         """Schedule `count` tokens of a sequence, and as many drafts behind them as `lookahead` says at the most."""
         self.sequences.append(sequence)
         self.counts.append(count)
         self.lookaheads.append(lookahead)
+        self.unknowns.append(self.unknown.get(sequence.id, 0) if self.unknown else 0)
         self.budget -= count + lookahead
 
     def drop(self, victim: Sequence) -> None:
@@ -66,6 +77,7 @@ class StepBuilder:
         if victim in self.sequences:
             i = self.sequences.index(victim)
             del self.sequences[i]
+            del self.unknowns[i]
             self.budget += self.counts.pop(i) + self.lookaheads.pop(i)
 
     def commit(self, step: int, epoch: int) -> tuple[StepPlan, InFlightStep]:
@@ -93,6 +105,7 @@ class StepBuilder:
             entries.append((sequence, sequence.preemption_epoch, start, end, samples))
             sequence.num_computed = end
             sequence.num_in_flight += samples
+        lookaheads = self.lookaheads if any(self.lookaheads) else []
         plan = StepPlan(
             step=step,
             epoch=epoch,
@@ -104,9 +117,10 @@ class StepBuilder:
             new_blocks=tuple(self.new_blocks),
             copies=tuple(self.copies),
             reads=reads,
-            num_lookahead_tokens=tuple(self.lookaheads) if any(self.lookaheads) else (),
+            num_lookahead_tokens=tuple(lookaheads),
+            num_unknown_tokens=tuple(self.unknowns) if any(self.unknowns) else (),
         )
-        return plan, InFlightStep(step, entries, any(self.lookaheads))
+        return plan, InFlightStep(step, entries, lookaheads)
 
 
 def _max_count(config: SchedulerConfig, num_competing: int) -> int:

@@ -376,6 +376,20 @@ def drafts_of_others_blocks(right):
     return faulty
 
 
+def draw_ahead(seed: int) -> Any:
+    return msgspec.structs.replace(draw_with_drafts(seed), steps_in_flight=2)
+
+
+@bug(SimulatedDevice, "_starts", draw_ahead)
+def a_plan_made_ahead_is_taken_at_its_word(right):
+    return lambda self, plan, rows: plan.num_computed_tokens
+
+
+@bug(Policy, "_unknown_tokens", draw_ahead)
+def drafts_in_flight_are_forgotten(right):
+    return lambda self: {}
+
+
 # Results, preemption, failures
 
 

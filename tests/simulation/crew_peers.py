@@ -73,9 +73,13 @@ class WorkerModel(SimulatedDevice):
         for i, slot in enumerate(plan.request_slots):
             if answer.token_ids[i]:
                 row = self._rows[slot]
-                end = plan.num_computed_tokens[i] + plan.num_scheduled_tokens[i]
+                end = row.end - len(answer.token_ids[i]) + 1
                 found.append((row.sequence, end, row.token_ids[row.num_prompt :]))
         return found
+
+    def end_of(self, slot: int) -> int:
+        """Return how far a slot has come, by drafts that were right as well."""
+        return self._rows[slot].end
 
     def obey(self, call: Call) -> None:
         if call.method == "sleep":

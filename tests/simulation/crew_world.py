@@ -152,7 +152,10 @@ class CrewWorld(World):
             if client not in self.killers:
                 continue
             after = self.killers[client]
-            end = plan.num_computed_tokens[i] + plan.num_scheduled_tokens[i]
+            start = plan.num_computed_tokens[i]
+            if plan.num_unknown_tokens and plan.num_unknown_tokens[i]:
+                start = model.end_of(plan.request_slots[i])
+            end = start + plan.num_scheduled_tokens[i]
             if plan.num_lookahead_tokens:
                 end += plan.num_lookahead_tokens[i]
             if after is None or end >= num_prompt + after:

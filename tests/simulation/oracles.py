@@ -186,6 +186,7 @@ def check_starts(world: Any, plan: Any) -> None:
         return  # `plan` has called itself, at the end of a search
     ends, new = world.ends, {sequence.request_slot for sequence in plan.new_sequences}
     world.slots[plan.step] = plan.request_slots
+    world.placed.update(dict.fromkeys(new, plan.step))
     entries = plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens
     for slot, start, count in zip(*entries, strict=True):
         require(slot in new or start == ends[slot], "computed twice or never", slot, start, ends)

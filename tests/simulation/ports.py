@@ -146,8 +146,8 @@ class WatchedDevice(Watched, SimulatedDevice):
             now = anyio.current_time()
             for i, slot in enumerate(plan.request_slots):
                 if answer.token_ids[i]:
-                    end = plan.num_computed_tokens[i] + plan.num_scheduled_tokens[i]
                     mine = self._rows[slot]
+                    end = mine.end - len(answer.token_ids[i]) + 1
                     self.ready[mine.sequence, end] = now
                     self.sampled[mine.sequence] = mine.token_ids[mine.num_prompt :]
         return answer

@@ -67,6 +67,7 @@ class World:
         self.num_steps = 0
         self.slots: dict[int, tuple[int, ...]] = {}  # of the entries of each step in flight
         self.ends: dict[int, int] = {}  # request slot -> how far the plans for it have come
+        self.placed: dict[int, int] = {}  # request slot -> the step that gave it away
         self._by_task: dict[Any, Case] = {}
         self._trace = hashlib.blake2b(digest_size=8)
 
@@ -208,7 +209,8 @@ class World:
         right(done)
         if isinstance(done, StepDone):
             for slot, run in zip(self.slots.pop(done.step), done.token_ids, strict=True):
-                self.ends[slot] += max(0, len(run) - 1)  # of drafts that were right
+                if self.placed[slot] <= done.step:  # it is the same sequence's still
+                    self.ends[slot] += max(0, len(run) - 1)  # of drafts that were right
 
     def _note(self, plan: StepPlan, before: set[int]) -> None:
         self.num_steps += 1

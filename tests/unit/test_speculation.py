@@ -294,15 +294,29 @@ async def test_right_drafts_save_steps_and_change_nothing():
     assert counts == [33, 5]  # the prompt's token, then eight a step
 
 
-@pytest.mark.parametrize(("num_sequences", "num_ahead"), [(1, 0), (8, 0), (9, 1)])
-def test_plans_are_made_ahead_where_no_step_may_verify(num_sequences, num_ahead):
+@pytest.mark.parametrize(("num_sequences", "most"), [(1, 7), (8, 1), (9, 0)])
+def test_a_plan_is_made_ahead_of_what_becomes_of_the_drafts_before(num_sequences, most):
     desk = Desk(max_num_seqs=16, max_steps_in_flight=2, num_speculative_tokens=7)
     for i in range(num_sequences):
-        desk.admit(i, max_tokens=9)
+        desk.admit(i, max_tokens=30)
     desk.step()
-    plans = [desk.plan() for _ in range(3)]
-    assert [plan is not None for plan in plans] == [True, num_ahead > 0, False]
-    assert bool(plans[0].num_lookahead_tokens) == (num_ahead == 0)
+    first, second, third = (desk.plan() for _ in range(3))
+    assert third is None
+    assert (
+        first.num_lookahead_tokens
+        == second.num_lookahead_tokens
+        == (most,) * num_sequences * (most > 0)
+    )
+    assert first.num_unknown_tokens == ()
+    assert second.num_unknown_tokens == first.num_lookahead_tokens
+
+
+def test_no_plan_is_made_ahead_where_drafts_might_end_the_sequence():
+    desk = Desk(max_steps_in_flight=2, num_speculative_tokens=7)
+    desk.admit(max_tokens=9)
+    desk.step()
+    assert desk.plan().num_lookahead_tokens == (7,)
+    assert desk.plan() is None
 
 
 def test_plans_are_made_ahead_where_no_request_wants_drafts():

@@ -236,8 +236,10 @@ class CpuRunner:
             self._apply_changes(plan, self._kv)
             if not plan.request_slots:
                 return StepDone(plan.step, ()), None
-            drafter = self._drafter
-            num_drafts = drafter.propose(plan) if drafter is not None else None
+            drafter, num_drafts = self._drafter, None
+            if drafter is not None:
+                plan = drafter.settled(plan)
+                num_drafts = drafter.propose(plan)
             batch = self._make_batch(plan, self._decoder, num_drafts)
             output = self._forward(batch, self._decoder, self._kv)
             if not self._stage.is_last:

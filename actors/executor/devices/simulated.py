@@ -165,6 +165,7 @@ class _Row:
         self.table = list(new.block_ids)
         self.sampling = new.sampling
         self.adapter_slot = new.adapter_slot
+        self.end = 0  # of its last entry, and of the drafts that were right
 
 
 class SimulatedDevice(SimulatedSteps[StepPlan]):
@@ -209,8 +210,9 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
         logprobs: list[tuple[TokenLogprobs, ...]] = []
         prompt_logprobs: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
         failed: list[tuple[int, EntryFailure]] = []
+        starts = self._starts(plan, rows)
         for i, (row, start, count) in enumerate(
-            zip(rows, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
+            zip(rows, starts, plan.num_scheduled_tokens, strict=True)
         ):
             if i >= num_columns:
                 self._spoil(row, start, start + count)
@@ -224,6 +226,7 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
                 tokens.append(())
             if plan.num_sampled_tokens[i] and not tokens[-1]:
                 failed.append((i, "not_finite"))
+            row.end = start + count + max(len(tokens[-1]) - 1, 0)
             logprobs.append(self._token_logprobs(row, start + count, tokens[-1]))
         if error is not None:
             self._refused_epoch = plan.epoch
@@ -236,6 +239,22 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
             tuple(failed),
             plan.num_lookahead_tokens,
         )
+
+    def _starts(self, plan: StepPlan, rows: Sequence[_Row]) -> Sequence[int]:
+        """Return where the entries begin: where drafts were in flight, as far behind as they were right."""
+        if not plan.num_unknown_tokens:
+            return plan.num_computed_tokens
+        starts = [
+            row.end if unknown else start
+            for row, start, unknown in zip(
+                rows, plan.num_computed_tokens, plan.num_unknown_tokens, strict=True
+            )
+        ]
+        most = map(sum, zip(plan.num_computed_tokens, plan.num_unknown_tokens, strict=True))
+        for first, start, last in zip(plan.num_computed_tokens, starts, most, strict=True):
+            if not first <= start <= last:
+                raise ValueError(f"step {plan.step}: an entry at {start}, not {first} to {last}")
+        return starts
 
     def _refuse(self, plan: StepPlan, message: str) -> StepFailed:
         """Fail the step and forget its request slots: their contents are undefined, so they must be given again."""
