@@ -13,7 +13,7 @@ from trouper import LLM, SamplingParams
 from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.cpu.stage_runner import StageRunner
 from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.parallel.links import RingSizes, create_files
+from trouper.actors.executor.parallel.ranks import CrewSizes, ModelSizes, create_crew_files
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling, StepPlan
 from trouper.config.adapters import LoRAConfig, read_adapter
@@ -33,7 +33,8 @@ class StagesInTurn:
         scheduler = msgspec.structs.replace(config.scheduler, num_stages=num_stages)
         config = msgspec.structs.replace(config, scheduler=scheduler, layer_partition=partition)
         traits = decoder_traits(config.model.hf_config, config.model.architecture)
-        files = create_files(RingSizes.of(config, traits.hidden_size))
+        model = ModelSizes(traits.hidden_size, traits.vocab_size)
+        files = create_crew_files(CrewSizes.of(config, model))
         # each stage closes its own, as if it had inherited them
         self.stages = [
             StageRunner(config, index, duplicated(mine)) for index, mine in enumerate(files)

@@ -38,9 +38,10 @@ def crew(request):
     """The links of all workers."""
     before = num_open()
     config = config_of(*request.param)
-    files = create_crew_files(CrewSizes.of(config, MODEL))
+    sizes = CrewSizes.of(config, MODEL)
+    files = create_crew_files(sizes)
     links = [
-        open_worker_links(worker, list(map(os.dup, mine)), config, MODEL.hidden_size)
+        open_worker_links(worker, list(map(os.dup, mine)), sizes)
         for worker, mine in enumerate(files)
     ]
     close_files(files)
@@ -100,8 +101,12 @@ def test_the_ranks_of_a_stage_share_one_memory_and_only_the_last_has_a_sheet(cre
 def test_too_little_memory_is_an_error_before_any_is_taken(monkeypatch):
     before = num_open()
     monkeypatch.setattr(ranks, "free_bytes", lambda: 1000)
-    with pytest.raises(DeviceStartError, match=r"the workers share \d+ bytes .*, 1000 are free"):
-        create_crew_files(CrewSizes.of(config_of(2, 1), MODEL))
+    # two rings of hidden states with two entries, two of tokens with three, a group of each stage
+    wanted = 2 * 2 * 64 + 2 * 3 * 8 + 600 + 500
+    with pytest.raises(
+        DeviceStartError, match=f"the workers share {wanted} bytes .*, 1000 are free"
+    ):
+        create_crew_files(CrewSizes(2, 2, 64, 8, (600, 500)))
     assert num_open() == before
 
 

@@ -443,9 +443,8 @@ def test_stages_of_two_machines_reach_each_other_by_what_they_inherit(num_ranks)
     with ThreadPoolExecutor(2) as places:
         found = list(places.map(WorkerGroup.connect_links, groups, starts))
     files = [some for part in found for some in part]
-    width = sizes.hidden_bytes // config.scheduler.max_num_scheduled_tokens // 4
     links = [  # each process has descriptors of its own
-        open_worker_links(worker, list(map(os.dup, mine)), config, width)
+        open_worker_links(worker, list(map(os.dup, mine)), sizes)
         for worker, mine in enumerate(files)
     ]
     close_files(files)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from trouper.actors.executor.parallel import links
-from trouper.actors.executor.parallel.links import RingSizes, close_files, create_files, open_links
+from trouper.actors.executor.parallel.links import close_files
+from trouper.actors.executor.parallel.ranks import CrewSizes, create_crew_files, open_worker_links
 from trouper.actors.executor.parallel.rings import Ring, RingFiles, create_ring
-from trouper.errors import DeviceStartError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory files")
 
@@ -78,40 +78,21 @@ def test_a_payload_that_is_too_large_is_refused(ends):
 
 def test_two_stages_share_each_ring_and_nothing_is_left():
     before = set(os.listdir("/proc/self/fd"))
-    sizes = RingSizes(3, hidden_bytes=64, token_bytes=8)
-    files = create_files(sizes)
+    sizes = CrewSizes(3, 1, hidden_bytes=64, token_bytes=8, group_bytes=())
+    files = create_crew_files(sizes)
     assert [len(mine) for mine in files] == [6, 6, 6]
     assert set(files[0][3:]) == set(files[2][3:])  # the tokens
-    stages = [open_links(i, list(map(os.dup, mine)), sizes) for i, mine in enumerate(files)]
+    stages = [open_worker_links(i, list(map(os.dup, mine)), sizes) for i, mine in enumerate(files)]
     close_files(files)
     stages[0].hidden_out.send(1, payload(4, 64))
     assert stages[1].hidden_in.receive(np.zeros(64, np.uint8), wait=True) == (1, 64)
-    stages[2].tokens.send(1, payload(5, 8))
-    assert stages[0].tokens.receive(np.zeros(8, np.uint8), wait=True) == (1, 8)
-    assert (stages[0].hidden_in, stages[1].tokens, stages[2].hidden_out) == (None, None, None)
+    stages[2].tokens_out[0].send(1, payload(5, 8))
+    assert stages[0].tokens_in.receive(np.zeros(8, np.uint8), wait=True) == (1, 8)
+    assert stages[0].hidden_in is stages[1].tokens_in is stages[2].hidden_out is None
+    assert stages[0].tokens_out == stages[1].tokens_out == ()
     for stage in stages:
         stage.close()
     assert set(os.listdir("/proc/self/fd")) == before
-
-
-def test_more_memory_than_is_free_is_refused_before_it_is_taken(monkeypatch):
-    sizes = RingSizes(2, hidden_bytes=2**20, token_bytes=64)
-    monkeypatch.setattr(links, "free_bytes", lambda: 2**20)
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(DeviceStartError, match=f"{sizes.num_bytes} bytes.*{2**20} are free"):
-        create_files(sizes)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-def test_a_ring_that_the_system_refuses_leaves_no_descriptor(monkeypatch):
-    def refuse(*_):
-        raise OSError(28, "No space left on device")
-
-    before = os.listdir("/proc/self/fd")
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(DeviceStartError, match="No space left"):
-        create_files(RingSizes(2, 64, 64))
-    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_the_free_memory_is_that_of_this_machine():

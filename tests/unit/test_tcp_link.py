@@ -6,7 +6,7 @@ import socket
 import numpy as np
 import pytest
 
-from trouper.actors.executor.parallel.links import RingSizes, open_links
+from trouper.actors.executor.parallel.ranks import CrewSizes, open_worker_links
 from trouper.actors.executor.parallel.tcp_link import HEADER, TcpLink
 
 
@@ -86,15 +86,15 @@ def test_the_end_of_the_other_side_is_an_error_after_what_it_sent(ends):
 
 
 def test_stages_open_a_connection_where_they_inherit_a_socket():
-    sizes = RingSizes(2, 64, 16)
+    sizes = CrewSizes(2, 1, 64, 16, ())
     hidden, tokens = tcp_pair(), tcp_pair()
-    first = open_links(0, [hidden[0].detach(), tokens[0].detach()], sizes)
-    second = open_links(1, [hidden[1].detach(), tokens[1].detach()], sizes)
+    first = open_worker_links(0, [hidden[0].detach(), tokens[0].detach()], sizes)
+    second = open_worker_links(1, [hidden[1].detach(), tokens[1].detach()], sizes)
     out = np.zeros(64, dtype=np.uint8)
     first.hidden_out.send(7, some_bytes(b"." * 64))
     assert second.hidden_in.receive(out, wait=True) == (7, 64)
-    second.tokens.send(7, some_bytes(b"ids"))
-    assert first.tokens.receive(out, wait=True) == (7, 3)
+    second.tokens_out[0].send(7, some_bytes(b"ids"))
+    assert first.tokens_in.receive(out, wait=True) == (7, 3)
     assert first.hidden_in is second.hidden_out is None
     first.close()
     second.close()

@@ -22,6 +22,7 @@ from trouper.actors.executor.models.sharding import Shard
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.parallel.links import Link
 from trouper.actors.executor.parallel.ranks import (
+    CrewSizes,
     ModelSizes,
     RankPlace,
     group_sizes,
@@ -46,7 +47,8 @@ class StageRunner(CpuRunner):
         traits = decoder_traits(config.model.hf_config, config.model.architecture)
         place = RankPlace.of(worker, config)
         stage = model_stages(config, traits)[place.stage]
-        self._links = open_worker_links(worker, files, config, traits.hidden_size)
+        model = ModelSizes(traits.hidden_size, traits.vocab_size)
+        self._links = open_worker_links(worker, files, CrewSizes.of(config, model))
         group = None
         if self._links.group is not None:
             group = open_group(config, traits, place, self._links.group)

@@ -15,10 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from trouper.actors.executor.parallel.links import (
-    HIDDEN_ENTRIES,
-    ITEM_BYTES,
     Link,
-    RingSizes,
     close_files,
     free_bytes,
     open_next,
@@ -29,6 +26,11 @@ from trouper.config.resolve import EngineConfig
 from trouper.errors import DeviceStartError
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
 
+# Of hidden states: one that is sent while the other is read.  A sender may wait for room here; behind it nothing waits
+# that the receiver needs.
+HIDDEN_ENTRIES = 2
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TOKEN_BYTES = 8  # int64
 # A recorded step has the logits of all of its rows, at most `recorded_steps.MAX_LOGITS` numbers.  Any other may have more rows
 # than the sheet, as for the logprobs of a prompt, and has them in turns.
 MIN_SHEET_NUMBERS = 2**23
@@ -95,12 +97,15 @@ class CrewSizes(NamedTuple):
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelSizes) -> "CrewSizes":
-        rings, num_ranks = RingSizes.of(config, model.hidden_size), config.tensor_parallel_size
+        scheduler, num_ranks = config.scheduler, config.tensor_parallel_size
         if config.device == "cuda":
             return cls(1, num_ranks, 0, 0, (0,))
         stages = range(config.num_stages if num_ranks > 1 else 0)
         groups = tuple(group_sizes(config, model, stage).num_bytes for stage in stages)
-        return cls(config.num_stages, num_ranks, rings.hidden_bytes, rings.token_bytes, groups)
+        row_bytes = model.hidden_size * ITEM_BYTES[config.dtype]
+        hidden_bytes = scheduler.max_num_scheduled_tokens * row_bytes
+        token_bytes = scheduler.max_num_seqs * TOKEN_BYTES
+        return cls(config.num_stages, num_ranks, hidden_bytes, token_bytes, groups)
 
     @property
     def num_workers(self) -> int:
@@ -172,29 +177,22 @@ def create_crew_files(
     return [tuple(some) for some in files.values()]
 
 
-def open_worker_links(
-    worker: int, files: Sequence[int], config: EngineConfig, hidden_size: int
-) -> WorkerLinks:
+def open_worker_links(worker: int, files: Sequence[int], sizes: CrewSizes) -> WorkerLinks:
     """Open the links of a worker by the descriptors that it has inherited."""
-    sizes = RingSizes.of(config, hidden_size)
-    place = RankPlace.of(worker, config)
     rest = list(files)
-    group = rest.pop(0) if config.tensor_parallel_size > 1 else None
-    places = [RankPlace.of(other, config) for other in range(config.workers_per_replica)]
-    receivers = _token_receivers(config, places)
+    group = rest.pop(0) if sizes.num_ranks > 1 else None
+    stage, last = worker // sizes.num_ranks, sizes.num_stages - 1
+    sampler = last * sizes.num_ranks
+    receivers = [other for other in range(sizes.num_ranks) if other != sampler]
     hidden = HIDDEN_ENTRIES, sizes.hidden_bytes
-    tokens = num_ring_entries(config.num_stages), sizes.token_bytes
+    tokens = num_ring_entries(sizes.num_stages), sizes.token_bytes
     return WorkerLinks(
         group,
-        open_next(rest, *hidden) if place.stage > 0 else None,
-        open_next(rest, *hidden) if place.stage < config.num_stages - 1 else None,
-        open_next(rest, *tokens) if place in receivers else None,
-        tuple(open_next(rest, *tokens) for _ in receivers) if place.samples(config) else (),
+        open_next(rest, *hidden) if stage > 0 else None,
+        open_next(rest, *hidden) if stage < last else None,
+        open_next(rest, *tokens) if worker in receivers else None,
+        tuple(open_next(rest, *tokens) for _ in receivers) if worker == sampler else (),
     )
-
-
-def _token_receivers(config: EngineConfig, places: Sequence[RankPlace]) -> list[RankPlace]:
-    return [place for place in places if place.stage == 0 and not place.samples(config)]
 
 
 def _check_memory(parts: Sequence[int]) -> None:
