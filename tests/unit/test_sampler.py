@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.actors.executor.request_slots import RequestSlots
+from trouper.actors.executor.request_slots import PromptSpan, RequestSlots
 from trouper.actors.executor.sampling.bad_words import BadWords
-from trouper.actors.executor.sampling.sampler import Sampler, token_logprobs
+from trouper.actors.executor.sampling.sampler import Sampler, prompt_logprobs, token_logprobs
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, Sampling
@@ -361,3 +361,21 @@ def test_ties_are_all_counted_in_the_rank():
     found = token_logprobs(torch.tensor([-1.0, -1.0, -2.0]), 0, 0)
     assert found.rank == 2
     assert np.isclose(found.logprobs[0], -1.0)
+
+
+def test_a_rank_without_the_logits_of_a_prompt_computes_its_part_of_the_same_pieces():
+    pieces = {True: [], False: []}
+    spans = [PromptSpan(0, 2, np.arange(300) % V, 1), PromptSpan(3, 302, np.arange(5), 0)]
+    hidden = torch.randn(310, V)
+
+    def found(keeps):
+        def logits(hidden_TE):
+            pieces[keeps].append((hidden_TE.data_ptr(), len(hidden_TE)))
+            return hidden_TE.clone()
+
+        return prompt_logprobs(spans, hidden, logits, keeps=keeps)
+
+    assert [(entry, len(positions)) for entry, positions in found(True)] == [(0, 300), (3, 5)]
+    assert found(False) == ()
+    assert pieces[False] == pieces[True]
+    assert [length for _, length in pieces[True]] == [256, 44, 5]

@@ -343,6 +343,9 @@ class CpuRunner:
     def _prompt_logprobs(
         self, plan: StepPlan, hidden_TE: Tensor, batch: Batch, decoder: Decoder[CpuOps]
     ) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
-        """Compute those of the prompt tokens that follow the positions of this step, where they are asked for."""
+        """Compute those of the prompt tokens that follow the positions of this step, where they are asked for.
+
+        A rank that does not sample computes its part of the logits.
+        """
         spans = self._slots.prompt_spans(plan, batch.first_tokens)
-        return prompt_logprobs(spans, hidden_TE, decoder.logits)
+        return prompt_logprobs(spans, hidden_TE, decoder.logits, keeps=self._samples)

@@ -255,7 +255,11 @@ def token_logprobs(
 
 
 def prompt_logprobs(
-    spans: Iterable[PromptSpan], hidden_TE: Tensor, logits: Callable[[Tensor], Tensor]
+    spans: Iterable[PromptSpan],
+    hidden_TE: Tensor,
+    logits: Callable[[Tensor], Tensor],
+    *,
+    keeps: bool = True,
 ) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
     """Compute the logprobs of prompt tokens that follow the positions of a step, as (entry, positions).
 
@@ -263,15 +267,20 @@ def prompt_logprobs(
         spans: where they are asked for.
         hidden_TE: of all tokens of the step.
         logits: from hidden states to logits in float32.
+        keeps: whether the logits are here, and not another rank's: else they are computed with it, and nothing is returned.
     """
     found: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
     for span in spans:
         hidden = hidden_TE.narrow(0, span.first_token, len(span.token_ids))
         following = iter(span.token_ids.tolist())
-        logprobs = [
-            token_logprobs(logprobs_V, next(following), span.num_top)
-            for first in range(0, len(hidden), LOGITS_AT_ONCE)
-            for logprobs_V in logits(hidden[first : first + LOGITS_AT_ONCE]).log_softmax(-1)
-        ]
-        found.append((span.entry, tuple(logprobs)))
+        logprobs: list[TokenLogprobs] = []
+        for first in range(0, len(hidden), LOGITS_AT_ONCE):
+            logits_TV = logits(hidden[first : first + LOGITS_AT_ONCE])
+            if keeps:
+                logprobs += [
+                    token_logprobs(logprobs_V, next(following), span.num_top)
+                    for logprobs_V in logits_TV.log_softmax(-1)
+                ]
+        if keeps:
+            found.append((span.entry, tuple(logprobs)))
     return tuple(found)
