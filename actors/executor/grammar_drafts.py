@@ -29,9 +29,7 @@ FORCED = -2  # a run of tokens that a grammar forced; no token, and not the sepa
 MOST_SHAPES = 2**14
 NUM_ALIKE = 2  # shapes that agree at the places whose followers are counted
 NUM_GUESSES = 3  # that the grammar is asked after, at one position
-PRIOR_WEIGHT = (
-    4.0  # guesses; so much is the share of like places taken to weigh beside how guesses fared
-)
+PRIOR_WEIGHT = 4.0  # guesses, for which the share of like places counts beside how guesses fared
 LEAST_CHANCE = 0.05  # that a draft is right so far: no row costs less
 MOST_COUNTED = 4  # places, in telling kinds of guesses apart
 

@@ -85,3 +85,20 @@ def test_a_budget_needs_to_know_the_marks():
 def test_marks_that_are_not_whole_are_refused(config):
     with pytest.raises(TrouperValidationError, match="reasoning_config"):
         LLM(reasoning_config=config)
+
+
+def test_drafts_change_neither_the_reasoning_nor_what_comes_behind_it(llm):
+    digits = StructuredOutputsParams(regex="([0-9]{3},){4}")
+    params = [
+        budgeted(12, seed=i, structured_outputs=grammar, ignore_eos=False)
+        for i, grammar in enumerate((digits, None, digits, None))
+    ]
+    prompts = [f"def f(x):\n    return x\n\ndef f({START}"] * 4
+    wanted = [(out.token_ids, out.finish_reason) for out in ask(llm, prompts, *params)]
+    with LLM(
+        **SMALL, num_gpu_blocks_override=256, speculative_config={"method": "suffix"}
+    ) as other:
+        assert [
+            (out.token_ids, out.finish_reason) for out in ask(other, prompts, *params)
+        ] == wanted
+        assert other.llm_engine.statistics().scheduler.num_accepted_tokens > 0

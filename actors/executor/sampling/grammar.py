@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from trouper.actors.executor.request_slots import RequestSlots
+from trouper.actors.executor.sampling.ahead import AheadMatcher, FreeAhead, forced_tokens
 from trouper.actors.executor.sampling.reasoning import ReasoningProgress
 from trouper.actors.messages.grammar import Grammar, GrammarWork
 
@@ -39,9 +40,7 @@ class _Matching(msgspec.Struct):
     end: int  # position of the first token that was not read
     forced: deque[int]  # tokens that must come next, as far as they were asked for
     reasoning: ReasoningProgress | None = None
-    were_forced: bytearray = msgspec.field(
-        default_factory=bytearray
-    )  # 1 for outputs that were, as far as it was asked
+    were_forced: bytearray = msgspec.field(default_factory=bytearray)  # 1 for outputs that were
     is_plain: bool = False
     is_unchecked: bool = False  # the token to be drawn next is asked after when it is drawn
     can_only_end: bool = False
@@ -68,29 +67,6 @@ class _Matching(msgspec.Struct):
         if not self.forced:
             self.forced.extend(forced_tokens(self.matcher))
         return self.forced[0] if self.forced else None
-
-
-class AheadMatcher:
-    """A copy of a slot's matcher, which goes along a draft: it may run into limits without harm to the sequence."""
-
-    def __init__(self, matching: _Matching) -> None:
-        self._ends = matching.grammar.eos_token_ids
-        self._matcher = matching.matcher.deep_copy()
-        self._forced = deque(matching.forced)
-
-    def forced(self) -> list[int]:
-        """List the tokens that must come next."""
-        if not self._forced:
-            self._forced.extend(forced_tokens(self._matcher))
-        return list(self._forced)
-
-    def take(self, token: int) -> bool:
-        """Go past a token, if it may stand next and ends nothing."""
-        if token in self._ends or self._matcher.validate_tokens([token]) != 1:
-            return False
-        if self._forced and self._forced.popleft() != token:
-            self._forced.clear()
-        return self._matcher.consume_token(token)
 
 
 class GrammarMasks:
@@ -208,14 +184,19 @@ class GrammarMasks:
         self._seconds, self._num_tokens, self._num_redrawn = 0.0, 0, 0
         return work
 
-    def ahead(self, slot: int, end: int) -> AheadMatcher | None:
-        """Return a matcher behind the outputs before `end`; None: the slot has no grammar there, or it can only end."""
+    def ahead(self, slot: int, end: int) -> AheadMatcher | FreeAhead | None:
+        """Return what goes ahead of the outputs before `end`; None: the slot has no grammar, or its output can only end."""
         matching = self._in_use.get(slot)
         if matching is None:
             return None
         self._read(slot, matching, end)
-        can_go_on = matching.is_followed and not matching.matcher.is_stopped()
-        return AheadMatcher(matching) if can_go_on else None
+        ends = matching.grammar.eos_token_ids
+        if not matching.is_followed:
+            return FreeAhead(ends)
+        if matching.matcher.is_stopped():
+            return None
+        matching.next_forced()  # spelled here, where it is kept
+        return AheadMatcher(matching.matcher, ends, matching.forced)
 
     def were_forced(self, slot: int) -> bytearray:
         """Tell of the outputs read so far which the grammar forced, by 1; those that were not asked after have 0."""
@@ -252,16 +233,20 @@ class GrammarMasks:
 
     def _settled(self, slot: int, matching: _Matching, token: int) -> int | None:
         """Return what stands behind the tokens that were read, if that is settled; None: it must be drawn by the bits."""
-        if matching.is_plain:
-            if token < 0:  # no token
-                return token
-            if not matching.matcher.is_stopped():
-                forced = matching.next_forced()
-                if forced is not None or self._allows(matching, token):
-                    return token if forced is None else forced
-            self._num_redrawn += 1
+        is_drawn = matching.is_plain
+        if is_drawn and token < 0:  # no token
+            return token
+        if is_drawn and matching.is_followed and not matching.matcher.is_stopped():
+            forced = matching.next_forced()
+            if forced is not None or self._allows(matching, token):
+                return token if forced is None else forced
         self._fill(slot, matching)
-        return GRAMMAR_ERROR if matching.has_failed else None
+        if matching.has_failed:
+            return GRAMMAR_ERROR
+        if is_drawn and _is_set(self._words_SW[slot], token):
+            return token
+        self._num_redrawn += is_drawn
+        return None
 
     def _those_in_use(
         self, slots_R: np.ndarray, numbers_R: np.ndarray
@@ -352,14 +337,6 @@ class GrammarMasks:
                 words_W[token // 32] &= ~bit
 
 
-def forced_tokens(matcher: Any) -> list[int]:
-    """List the tokens that must come next, each of which is all that the mask behind those before it would allow.
-
-    The matcher stays where it is.  Empty where there is a choice, and where the vocabulary spells a text in several ways.
-    """
-    return matcher.compute_ff_tokens()
-
-
 def _reasoning(grammar: Grammar, matcher: Any) -> ReasoningProgress | None:
     """Begin to follow the reasoning of an output; None: there is none.
 
@@ -376,6 +353,12 @@ def _reasoning(grammar: Grammar, matcher: Any) -> ReasoningProgress | None:
     ):
         return None
     return ReasoningProgress(thinking, grammar.text_of, has_grammar=matcher is not None)
+
+
+def _is_set(words_W: np.ndarray, token: int) -> bool:
+    return token < 32 * len(words_W) and bool(
+        words_W.view(np.uint32)[token // 32] >> token % 32 & 1
+    )
 
 
 def _set(words_W: np.ndarray, token: int) -> None:
