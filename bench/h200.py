@@ -23,6 +23,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from trouper.bench import goals, report
+from trouper.config.devices import num_devices
 
 PROJECT = Path("pyproject.toml")  # of the checkout that this runs in
 MODELS = tuple(dict.fromkeys(goal.model for goal in goals.GOALS))
@@ -38,6 +39,7 @@ class Piece(NamedTuple):
     name: str
     limit_s: float
     command: tuple[str, ...]
+    num_gpus: int = 1  # that it needs
 
 
 def pieces(*, is_tiny: bool) -> list[Piece]:
@@ -63,6 +65,7 @@ def pieces(*, is_tiny: bool) -> list[Piece]:
             for kind, (limit_s, command) in kinds.items()
             for model in MODELS
         ),
+        _ranks(is_tiny=is_tiny),
     ]
 
 
@@ -75,6 +78,18 @@ def _kernels(model: str, *, is_tiny: bool) -> tuple[str, ...]:
     few = "linear (cuBLAS)", "decode_attention", "prefill_attention", "sample"
     ops = (part for op in few for part in ("--op", op))
     return (*command, "--device", "interpreter", "--model", "tiny", *sizes.split(), *ops)
+
+
+def _ranks(*, is_tiny: bool) -> Piece:
+    """Two GPUs beside one, on the largest model of the goals."""
+    model = "tiny" if is_tiny else MODELS[-1]
+    sizes = "--ranks 2 --device cuda --prompt-tokens 2048 --rows 1,32,256 --output-tokens 64"
+    if is_tiny:
+        sizes = (
+            "--ranks 2 --dtype float32 --prompt-tokens 16 --rows 1 --output-tokens 2 --num-iters 1"
+        )
+    command = (*BENCH, "ranks", *_dummy(model), *sizes.split(), "--output-json", REPORT)
+    return Piece(f"ranks-{MODELS[-1]}", 300, command, num_gpus=1 if is_tiny else 2)
 
 
 def _latency(model: str, *, is_tiny: bool) -> tuple[str, ...]:
@@ -120,6 +135,8 @@ def run_pieces(wanted: Sequence[Piece], folder: Path, budget_s: float) -> Iterat
         left_s = end - monotonic()
         if path.exists():
             yield f"{piece.name}: done before"
+        elif piece.num_gpus > 1 and piece.num_gpus > (found := num_devices()):
+            yield f"{piece.name}: left out, it needs {piece.num_gpus} GPUs and {found} can be seen"
         elif left_s < min(piece.limit_s, budget_s) / 2:
             yield f"{piece.name}: NOT RUN, {left_s:.0f} s are left; call again"
         else:

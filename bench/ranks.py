@@ -1,4 +1,4 @@
-"""A model by two ranks or more beside one process with as many threads: a prompt, and steps of a few rows.
+"""A model by two ranks or more beside one process with as many threads, or beside one GPU: a prompt, and steps of a few rows.
 
 Both engines are open at once and are measured in turn, so a machine that is disturbed disturbs both.
 """
@@ -19,10 +19,16 @@ from trouper.params import SamplingParams
 
 VOCABULARY = range(1, 1000)  # ids that every model has
 SHORT = 16  # tokens of the prompt of a sequence that decodes
+GPU_KV_BYTES = 2**32  # of each engine, since the first GPU is in both
 
 
 def configs(
-    args: EngineArgs, num_ranks: int, num_prompt_tokens: int, num_rows: int, num_outputs: int
+    args: EngineArgs,
+    num_ranks: int,
+    num_prompt_tokens: int,
+    num_rows: int,
+    num_outputs: int,
+    device: str = "cpu",
 ) -> tuple[EngineConfig, EngineConfig]:
     """Resolve one process and several ranks, for prompts and streams of these sizes."""
     args.enable_prefix_caching = False
@@ -30,7 +36,9 @@ def configs(
     args.max_num_batched_tokens = max(num_prompt_tokens, num_rows * SHORT)
     args.max_model_len = max(num_prompt_tokens + 1, SHORT + num_outputs)
     args.compress_weights = False  # of one row alone, and not of the rest
-    args.device, args.device_worker = "cpu", "process"
+    args.device, args.device_worker = device, "process"
+    if device == "cuda":
+        args.kv_cache_memory_bytes = GPU_KV_BYTES
     whole = resolve(args)
     args.tensor_parallel_size = num_ranks
     return whole, resolve(args)

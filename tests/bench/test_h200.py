@@ -69,7 +69,19 @@ def test_every_goals_model_has_its_pieces(is_tiny):
     assert names[0] == "tests"
     for model in {goal.model for goal in GOALS}:
         assert {f"{kind}-{model}" for kind in ("kernels", "goals", h200.PEER)} < set(names)
-    assert len(names) == len(set(names)) == 11
+    assert f"ranks-{h200.MODELS[-1]}" in names
+    assert len(names) == len(set(names)) == 12
+
+
+def test_a_piece_for_two_gpus_is_left_out_where_there_is_one(tmp_path, monkeypatch):
+    two = Piece("two", 20, ("-c", WRITE, h200.REPORT), num_gpus=2)
+    monkeypatch.setattr(h200, "num_devices", lambda: 1)
+    assert list(h200.run_pieces([two], tmp_path, 60)) == [
+        "two: left out, it needs 2 GPUs and 1 can be seen"
+    ]
+    monkeypatch.setattr(h200, "num_devices", lambda: 2)
+    list(h200.run_pieces([two], tmp_path, 60))
+    assert (tmp_path / "two.json").exists()
 
 
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
@@ -98,6 +110,6 @@ def test_all_of_it_can_be_tried_without_a_gpu(tmp_path):
     command = [sys.executable, "-m", "trouper.bench.h200", "--tiny", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(list(tmp_path.glob("*.json"))) == 11
+    assert len(list(tmp_path.glob("*.json"))) == 12
     assert done.stdout.count("| tiny ") == len(GOALS)
     assert done.stdout.count(" × |") == len(GOALS)

@@ -13,6 +13,7 @@ import torch
 
 from trouper.actors.executor.cuda import rank_runner
 from trouper.actors.executor.device import PendingResult
+from trouper.kernels.cuda.collectives import CollectiveSums
 
 from .emulated_gpu import EmulatedMachine
 
@@ -34,6 +35,11 @@ def main() -> None:
                 result = None
             elif method == "machine":
                 result = getattr(runner._machine, *arguments)
+            elif method == "invariant_sum":
+                (parts,) = arguments
+                sums = CollectiveSums(runner._ranks, None, None, is_invariant=True)
+                part = torch.from_numpy(parts[rank]).bfloat16()
+                result = sums._sum(part).float().numpy()
             else:
                 result = getattr(runner, method)(*arguments)
                 result = result.finish() if isinstance(result, PendingResult) else result

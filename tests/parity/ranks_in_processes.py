@@ -75,6 +75,9 @@ class RankedModel:
         assert others == [None] * len(others)
         return answer
 
+    def load_adapter(self, slot, files):
+        self.on_each("load_adapter", slot, files)
+
     def on_each(self, *message):
         return self._processes.on_each(*message)
 

@@ -1,11 +1,20 @@
 """On a real GPU: whole engines beside the CPU's, the same bits in every crowd, memory that goes back."""
 
+import os
+import signal
+
 import pytest
 import torch
 
 from trouper import LLM, SamplingParams
+from trouper.actors.engine.wiring import open_engine
+from trouper.actors.executor.devices.launch_local import launch
+from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 COMMON = "import os\nimport sys\n\n\ndef main(argv):\n    " * 6
 PROMPTS = [
     COMMON + "return 0", "def quicksort(items):", "class Stack:\n    def push(self, item):", "x = [",
@@ -87,6 +96,54 @@ def test_batch_invariant_bits_depend_on_nobody_else(dtype):
     for change in ({"max_num_batched_tokens": 64}, {"enforce_eager": True}):
         with LLM(**{**options, **change}) as llm:
             assert bits(llm, 31) == alone
+
+
+@two_gpus
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=str)
+def test_in_float32_the_tokens_of_two_gpus_equal_those_of_the_cpu(options, expected):
+    found = answers(device="cuda", dtype="float32", tensor_parallel_size=2, **options)
+    assert found == expected
+
+
+@two_gpus
+def test_two_gpus_have_the_same_bits_in_every_crowd_and_after_a_sleep():
+    asking = SamplingParams(temperature=0, max_tokens=32, logprobs=3)
+    options = {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True, **BASE}
+    with LLM(tensor_parallel_size=2, enable_prefix_caching=False, **options) as llm:
+
+        def bits(crowd):
+            others = [SamplingParams(temperature=1.0, seed=i, max_tokens=32) for i in range(crowd)]
+            prompts = [PROMPTS[0], *(PROMPTS[i % len(PROMPTS)] for i in range(crowd))]
+            first, *_ = llm.generate(prompts, [asking, *others], use_tqdm=False)
+            return first.outputs[0].token_ids, first.outputs[0].logprobs
+
+        alone = bits(0)
+        assert bits(31) == bits(200) == alone
+        llm.sleep(2)
+        assert llm.wake_up()
+        assert bits(31) == alone
+
+
+@two_gpus
+@pytest.mark.anyio
+async def test_streams_of_two_gpus_go_on_when_a_rank_is_killed(expected):
+    """NCCL's kernels of the rank that is left spin until its process is killed, too."""
+    config = resolve(EngineArgs(device="cuda", dtype="float32", tensor_parallel_size=2, **BASE))
+    peers = []
+
+    def start(rank, *, files=()):
+        peers.append(launch(rank, files=files))
+        return peers[-1]
+
+    async with open_engine(config, ProcessDevice(config, start)) as engine:
+        found = []
+        async with engine.generate(PROMPTS[0], PARAMS[0]) as stream:
+            async for output in stream:
+                found = output.outputs[0].token_ids
+                if len(found) >= 3 and len(peers) == 2:
+                    os.kill(peers[1].pid, signal.SIGKILL)
+    assert found == expected[0][0]
+    assert len(peers) == 4
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -2,12 +2,17 @@
 
 import msgspec
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="no Triton")
 from trouper.actors.executor.cuda.machine import CudaMachine
 from trouper.actors.executor.cuda.rank_runner import join_group
 from trouper.actors.executor.cuda.runner import CudaRunner
+from trouper.actors.executor.models.registry import decoder_traits
+from trouper.actors.executor.models.sharding import Shard
+from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.plans import Sampling
+from trouper.config.adapters import read_adapter
 from trouper.errors import UnsupportedFeatureError
 
 from .conftest import HAS_GPU
@@ -37,7 +42,24 @@ def two():
     processes.close()
 
 
-def outputs(runner):
+class Adapted:
+    """A runner all of whose sequences have one adapter."""
+
+    def __init__(self, runner, files):
+        self._runner, self._files = runner, files
+
+    def load(self):
+        info = self._runner.load()
+        self._runner.load_adapter(1, self._files)
+        return info
+
+    def execute(self, plan):
+        new = [msgspec.structs.replace(each, adapter_slot=1) for each in plan.new_sequences]
+        return self._runner.execute(msgspec.structs.replace(plan, new_sequences=tuple(new)))
+
+
+def outputs(runner, adapter=None):
+    runner = runner if adapter is None else Adapted(runner, adapter)
     driver = Driver(runner, chunk=6, stagger=1)
     return driver.run(PROMPTS, NUM_OUTPUTS, (ALL_LOGPROBS, SEEDED))
 
@@ -49,10 +71,10 @@ class Alone(CudaRunner):
         return super().execute(plan).finish()
 
 
-def on_one(config):
+def on_one(config, adapter):
     runner = Alone(msgspec.structs.replace(config, device="cuda"), EmulatedMachine())
     try:
-        return outputs(runner)
+        return outputs(runner, adapter)
     finally:
         runner.close()
 
@@ -62,13 +84,13 @@ def make_model(case, folder, **changes):
     tiny_model(name, {**own, "num_hidden_layers": 2, **changes}, folder)
 
 
-def same_as_on_one(processes, folder, **options):
+def same_as_on_one(processes, folder, adapter=None, **options):
     """Compare; returns how many graphs each rank has replayed."""
     config = engine_config(folder, **SIZES, **options)
     with ranked(processes, config, folder / "group") as model:
-        found = outputs(model)
+        found = outputs(model, adapter)
         num_replays = model.on_each("machine", "num_replays")
-    expected = on_one(config)
+    expected = on_one(config, adapter)
     compare(found, expected)
     for mine, other in zip(found, expected, strict=True):
         ranks = [[entry.rank for entry in s.prompt_logprobs] for s in (mine, other)]
@@ -81,11 +103,65 @@ def test_two_ranks_give_the_tokens_and_logprobs_of_one(tmp_path, two):
     same_as_on_one(two, tmp_path, **EAGER)
 
 
+def test_where_batches_must_not_change_bits_a_sum_is_that_of_float32_in_the_order_of_ranks(
+    tmp_path, two
+):
+    make_model("qwen3-tied", tmp_path)
+    parts = [torch.randn(3, 64).bfloat16() for _ in range(2)]
+    with ranked(two, engine_config(tmp_path, **SIZES), tmp_path / "group") as model:
+        found = model.on_each("invariant_sum", [part.float().numpy() for part in parts])
+    expected = (parts[0].float() + parts[1].float()).bfloat16()
+    assert all(torch.equal(torch.from_numpy(each), expected.float()) for each in found)
+
+
 def test_captured_steps_have_the_sums_inside(tmp_path, two):
-    """The norm over all heads of all ranks, too."""
-    make_model("olmo2", tmp_path)
+    """The norm over all heads of all ranks, too, of which both have the one of the keys."""
+    make_model("olmo2", tmp_path, num_key_value_heads=1)
     first, second = same_as_on_one(two, tmp_path, **GRAPHS)
     assert first == second > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "changes", "options"),
+    [
+        ("gemma2", {}, {}),
+        ("llama-biased-llama3", {"intermediate_size": 128}, {"quantization": "int4"}),
+    ],
+)
+def test_other_models_and_weights_of_integers_are_those_of_one(
+    case, changes, options, tmp_path, two
+):
+    make_model(case, tmp_path, **changes)
+    same_as_on_one(two, tmp_path, **EAGER, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft
+def test_an_adapter_is_cut_as_the_weights_are(tmp_path, two):
+    pytest.importorskip("peft")
+    from .test_lora import VARIANTS, save_adapter
+
+    make_model("qwen3-tied", tmp_path)
+    save_adapter(tmp_path, tmp_path / "adapter", VARIANTS["all"])
+    adapter = read_adapter(str(tmp_path / "adapter"))
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    same_as_on_one(two, tmp_path, adapter, **lora, **EAGER)
+
+
+def test_a_tied_head_stays_a_part_of_the_embedding_wherever_they_go(tmp_path):
+    make_model("qwen3-tied", tmp_path)
+    config = engine_config(tmp_path)
+    traits = decoder_traits(config.model.hf_config, config.model.architecture)
+    decoder = load_decoder(
+        config, traits, ops=lambda: None, device=torch.device("cpu"), shard=Shard(1, 2)
+    )
+    before = decoder._head.weight.clone()
+    for _ in range(2):
+        decoder.move(torch.clone)
+        embedding, head = decoder._embedding, decoder._head.weight
+        assert torch.equal(head, before)
+        assert head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()
 
 
 def test_without_the_library_of_the_sums_ranks_are_refused(tmp_path):

@@ -44,9 +44,14 @@ class RankRunner(CudaRunner):
         machine = CudaMachine(rank)
         self._group_file = files[0]
         super().__init__(config, machine, join_group(machine, files[0], rank, num_ranks))
+        self.start_profile = self._start_profile
 
     def __repr__(self) -> str:
         return f"<RankRunner {self._shard.rank} of {self._shard.size} on {self._machine.name}>"
+
+    def _start_profile(self, folder: str, prefix: str) -> None:
+        """Trace this rank to a file of its own."""
+        self._profiler.start(folder, f"{prefix}-rank-{self._shard.rank}")
 
     def close(self) -> None:
         super().close()

@@ -1,4 +1,4 @@
-"""`trouper bench ranks`: a model by tensor-parallel ranks, beside one process with as many threads."""
+"""`trouper bench ranks`: a model by tensor-parallel ranks, beside one process with as many threads, or beside one GPU."""
 
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ def ranks(
     ] = "dummy",
     dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16",
     ranks: Annotated[int, typer.Option(min=2, help="Number of tensor-parallel ranks.")] = 2,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU for each rank.")] = "cpu",
     prompt_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the prompt.")] = 512,
     rows: Annotated[
         Any,
@@ -31,12 +32,12 @@ def ranks(
     *,
     report: ReportOptions,
 ) -> None:
-    """Measure a prompt and decode steps by ranks, beside one process on the same cores."""
+    """Measure a prompt and decode steps by ranks, beside one process on the same cores or one GPU."""
     from trouper.bench import ranks as core
 
     report.check()
     args = EngineArgs(model=model, load_format=load_format, dtype=dtype, skip_tokenizer_init=True)
-    whole, cut = core.configs(args, ranks, prompt_tokens, max(rows), output_tokens)
+    whole, cut = core.configs(args, ranks, prompt_tokens, max(rows), output_tokens, device)
     records = core.measure_both(
         whole,
         cut,
