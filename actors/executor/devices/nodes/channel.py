@@ -4,6 +4,7 @@ They are few and small: an order is a crew that is being started, or runs.  Step
 """
 
 import contextlib
+import functools
 import hashlib
 import re
 import socket
@@ -118,6 +119,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 
 
+@functools.cache  # it takes 10 ms
 def protocol() -> str:
     """Return a digest of all messages, also of those between an engine and its workers: both sides must have the same."""
     types = repr(msgspec.inspect.multi_type_info((*TYPES, Message)))
