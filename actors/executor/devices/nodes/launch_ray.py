@@ -5,11 +5,12 @@ bundle with room for all ranks of a stage, since these share memory. The connect
 itself tells of a lost machine later than they do. A new crew asks for new places, wherever there is room by then.
 """
 
+import contextlib
 import os
 import secrets
+import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -74,10 +75,10 @@ class RayGroup:
         self._ray, self._actor, self._front, self._number = ray, actor, front, number
 
     async def prepare(self) -> tuple[str, int]:
-        return await self._answer(self._actor.listen.remote())
+        return await self._answer(self._actor.listen)
 
     async def start(self, start: Start) -> list[Peer]:
-        problem = await self._answer(self._actor.start.remote(msgspec.msgpack.encode(start)))
+        problem = await self._answer(self._actor.start, msgspec.msgpack.encode(start))
         if problem is not None:
             raise DeviceStartError(f"place {self._number} of Ray: {problem}")
         return await connected_peers(
@@ -89,20 +90,23 @@ class RayGroup:
 
     async def _end(self, rank: int, grace_s: float) -> Exit:
         try:
-            data = await self._answer(self._actor.reap.remote(rank, grace_s), grace_s + END_S)
+            data = await self._answer(self._actor.reap, rank, grace_s, limit_s=grace_s + END_S)
         except DeviceStartError as error:
             return Exit(None, stderr=(str(error),), was_machine_lost=True)
         return msgspec.msgpack.decode(data, type=Exit)
 
-    async def _answer(self, reference: Any, limit_s: float = ANSWER_S) -> Any:
-        """Wait for an actor's answer.
+    async def _answer(self, method: Any, *args: object, limit_s: float = ANSWER_S) -> Any:
+        """Call a method of the actor and wait for its answer, in a thread: both may take a round trip.
 
         Raises:
             DeviceStartError: its machine is gone, or it does not answer.
         """
-        get = partial(self._ray.get, reference, timeout=limit_s)
+
+        def ask() -> object:
+            return self._ray.get(method.remote(*args), timeout=limit_s)
+
         try:
-            return await anyio.to_thread.run_sync(get, abandon_on_cancel=True)
+            return await anyio.to_thread.run_sync(ask, abandon_on_cancel=True)
         except self._ray.exceptions.RayError as error:
             kind = type(error).__name__
             raise DeviceStartError(f"place {self._number} of Ray is gone: {kind}") from None
@@ -142,10 +146,13 @@ class RayCrew:
         self._actors, self._places = [], None
 
         def give_back() -> None:
+            lost = contextlib.suppress(self._ray.exceptions.RayError)  # with all that was there
             for actor in actors:
-                self._ray.kill(actor)
+                with lost:
+                    self._ray.kill(actor)
             if places is not None:
-                self._ray.util.remove_placement_group(places)
+                with lost:
+                    self._ray.util.remove_placement_group(places)
 
         with anyio.CancelScope(shield=True):  # bounded: neither call waits
             await anyio.to_thread.run_sync(give_back)
@@ -154,27 +161,36 @@ class RayCrew:
         """Ask Ray for places, and start an actor at each.
 
         Raises:
-            DeviceStartError: it has no room.
+            DeviceStartError: it has no room, or is gone.
         """
-        util = self._ray.util
-        bundles = [self._bundle] * self._num_places
-        self._places = places = util.placement_group(bundles, strategy="PACK")
-        is_there = False
-        with anyio.move_on_after(PLACE_S):
-            while not is_there:
-                is_there = await anyio.to_thread.run_sync(places.wait, LOOK_S)
-        if not is_there:
+        try:
+            await anyio.to_thread.run_sync(self._ask_for_places)
+            is_there = False
+            with anyio.move_on_after(PLACE_S):
+                while not is_there:
+                    is_there = await anyio.to_thread.run_sync(self._places.wait, LOOK_S)
+            if is_there:
+                await anyio.to_thread.run_sync(self._start_actors)
+                return
             free = await anyio.to_thread.run_sync(self._ray.available_resources)
-            await self.release()
-            wanted = f"{self._num_places} x {{CPU: {self._bundle['CPU']}}}"
-            raise DeviceStartError(
-                f"Ray has no room: the workers want {wanted}, {free.get('CPU', 0):g} is free"
-            )
-        strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        except self._ray.exceptions.RayError as error:
+            raise DeviceStartError(f"Ray finds no places: {type(error).__name__}") from None
+        await self.release()
+        wanted = f"{self._num_places} x {{CPU: {self._bundle['CPU']}}}"
+        raise DeviceStartError(
+            f"Ray has no room: the workers want {wanted}, {free.get('CPU', 0):g} is free"
+        )
+
+    def _ask_for_places(self) -> None:
+        bundles = [self._bundle] * self._num_places
+        self._places = self._ray.util.placement_group(bundles, strategy="PACK")
+
+    def _start_actors(self) -> None:
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for index in range(self._num_places):
             actor_class = self._ray.remote(RayPlace).options(
                 num_cpus=self._bundle["CPU"],
-                scheduling_strategy=strategy(places, placement_group_bundle_index=index),
+                scheduling_strategy=strategy(self._places, placement_group_bundle_index=index),
             )
             self._actors.append(actor_class.remote(self._address, self._key, self._num_cpus))
 
@@ -189,7 +205,7 @@ async def open_ray(
     """Use Ray while the block runs, the cluster that this process has joined or else joins; yields what starts a replica's workers.
 
     Raises:
-        DeviceStartError: there is no cluster.
+        DeviceStartError: there is no cluster, or no port of this machine.
     """
     ray: Any = import_module("ray")
     import_module("ray.util.scheduling_strategies")
@@ -197,17 +213,15 @@ async def open_ray(
     if not was_there:
         await anyio.to_thread.run_sync(_join, ray)
     key = secrets.token_bytes(32)  # of this engine alone
-    address = ray.util.get_node_ip_address(), 0
-    listener = serve_at(address, BACKLOG)
-    front = Front(listener, key)
-    address = address[0], listener.getsockname()[1]
     crews: list[RayCrew] = []
-
-    def crew_of(replica: int) -> CrewLauncher:
-        crews.append(RayCrew(ray, config, nodes, replica, front, address, key))
-        return crews[-1]
-
     try:
+        listener = _listen(ray.util.get_node_ip_address())
+        front, address = Front(listener, key), listener.getsockname()[:2]
+
+        def crew_of(replica: int) -> CrewLauncher:
+            crews.append(RayCrew(ray, config, nodes, replica, front, address, key))
+            return crews[-1]
+
         async with listening(front):
             yield crew_of
     finally:
@@ -216,6 +230,18 @@ async def open_ray(
                 await crew.release()
             if not was_there:
                 await anyio.to_thread.run_sync(ray.shutdown)
+
+
+def _listen(address: str) -> socket.socket:
+    """Listen for workers, at any port.
+
+    Raises:
+        DeviceStartError: there is no such address, or no port.
+    """
+    try:
+        return serve_at((address, 0), BACKLOG)
+    except OSError as error:
+        raise DeviceStartError(f"cannot listen at {address}: {error}") from None
 
 
 def _join(ray: Any) -> None:
