@@ -577,5 +577,5 @@ async def test_a_worker_that_does_not_connect_is_an_error(monkeypatch):
     monkeypatch.setattr("trouper.actors.executor.devices.nodes.front.CONNECT_S", 0.01)
     async with a_front() as (front, _):
         front.expect(1, 0)
-        with pytest.raises(DeviceStartError, match="worker 0 has not connected"):
-            await front.worker(1, 0)
+        with pytest.raises(DeviceStartError, match="worker 3 of a test has not connected"):
+            await front.worker(1, 0, "worker 3 of a test")

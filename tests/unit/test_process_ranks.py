@@ -89,10 +89,10 @@ class FakePeer:
 
 class FakeLauncher:
     def __init__(self, peer=FakePeer, refused=None):
-        self.peers, self._peer, self._refused = [], peer, refused
+        self.peers, self.refused, self._peer = [], refused, peer
 
     def __call__(self, rank, *, files=()):
-        if rank == self._refused:
+        if rank == self.refused:
             raise DeviceStartError("cannot start a worker process")
         self.peers.append(self._peer(rank, files))
         return self.peers[-1]
@@ -360,6 +360,21 @@ def test_workers_are_numbered_through_all_replicas():
         assert isinstance(await device.receive(), DeviceBack)
         launcher.peers[-1].hang_up()
         assert (await device.receive()).message.startswith("worker 8 died of SIGKILL")
+
+    run(act)
+
+
+def test_a_start_that_is_refused_is_told_by_the_number_of_its_replica():
+    async def act():
+        launcher = FakeLauncher()
+        device = make_device(launcher, replica=2, max_worker_restarts=1)
+        await device.load()
+        launcher.refused = 7
+        launcher.peers[0].hang_up()
+        assert isinstance(await device.receive(), DeviceLost)
+        with pytest.raises(DeviceStartError, match="^worker 6 gave up: cannot start"):
+            await device.receive()
+        assert [peer.ended_after for peer in launcher.peers[3:]] == [0.0]
 
     run(act)
 

@@ -279,7 +279,7 @@ class ProcessDevice:
         try:
             loaded = await self._start()
         except DeviceStartError as error:
-            loaded = Death(0, broken=str(error))
+            loaded = Death(self._first_number, broken=str(error))
         if isinstance(loaded, DeviceInfo) and loaded != self._info:
             loaded = await self._reap(0, broken=f"the successor offers {loaded}, not {self._info}")
         if isinstance(loaded, Death):

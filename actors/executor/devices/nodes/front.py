@@ -201,8 +201,8 @@ class Front:
         """Take the connection of a worker when it comes, for `worker` to fetch."""
         self._expected[order, rank] = Future()
 
-    async def worker(self, order: int, rank: int) -> socket.socket:
-        """Wait for the connection of a worker that is expected.
+    async def worker(self, order: int, rank: int, name: str) -> socket.socket:
+        """Wait for the connection of a worker that is expected, whose name is for people.
 
         Raises:
             DeviceStartError: it does not come.
@@ -211,7 +211,7 @@ class Front:
             connection = await self._expected[order, rank].wait()
             del self._expected[order, rank]
             return connection
-        raise DeviceStartError(f"worker {rank} has not connected in {CONNECT_S:g} s")
+        raise DeviceStartError(f"{name} has not connected in {CONNECT_S:g} s")
 
     def forget(self, order: int) -> None:
         """Expect no worker of this order any more; connections that were not fetched are closed."""

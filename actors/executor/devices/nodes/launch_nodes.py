@@ -120,8 +120,8 @@ async def connected_peers(
     peers: list[Peer] = []
     try:
         for rank in start.ranks:
-            connection = await front.worker(start.order, rank)
             name = f"worker {start.first_number + rank} {where}"
+            connection = await front.worker(start.order, rank, name)
             peers.append(RemotePeer(connection, partial(end, rank), name))
     except BaseException:
         await end_all(peers)  # noqa: ASYNC102  # shielded inside
