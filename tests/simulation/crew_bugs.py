@@ -8,6 +8,7 @@ from trouper.actors.executor.devices.open_calls import OpenCalls
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.state_in_force import StateInForce
 from trouper.actors.executor.devices.supervision import Death, RestartBudget
+from trouper.actors.executor.devices.wire import Loaded
 from trouper.actors.messages.results import DeviceLost, StepDone
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.policy import Policy
@@ -107,13 +108,15 @@ def deadline_from_submission(right):
     return lambda self: self._plans[0].submitted_s
 
 
-@crew_bug(ProcessDevice, "_launch_all")
+@crew_bug(ProcessDevice, "_frames_of_all")
 def bytes_of_the_predecessor_are_kept(right):
-    def faulty(self):
-        before = self._workers
-        right(self)
-        if before:
-            self._workers[0]._frames._bytes += before[0]._frames._bytes
+    async def faulty(self, kind):
+        if kind is Loaded:
+            before = self.__dict__.pop("before", None)
+            self.before = first = self._workers[0]
+            if before is not None:
+                first._frames._bytes += before._frames._bytes
+        return await right(self, kind)
 
     return faulty
 

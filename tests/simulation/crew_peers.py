@@ -97,6 +97,8 @@ class SimPeer:
         crew: the peers of this incarnation; each adds itself.
     """
 
+    max_inline = wire.MAX_INLINE
+
     def __init__(
         self,
         world: Any,

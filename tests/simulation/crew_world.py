@@ -10,9 +10,9 @@ import anyio
 import msgspec
 
 from trouper.actors.engine.wiring import Engine
+from trouper.actors.executor.devices.local_crew import launch_all
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import MAX_LOSSES, WorkerState
-from trouper.actors.executor.devices.worker_link import WorkerLink
 from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone, StepFailed
 from trouper.config.resolve import EngineConfig
@@ -31,16 +31,6 @@ class WatchedProcessDevice(Watched, ProcessDevice):
 
     launcher: SimLauncher
     check: Callable[[Any], None]
-
-    def _launch_all(self) -> None:
-        """Start each rank, without rings: the simulated ones exchange nothing."""
-        num_ranks = self.launcher.num_ranks
-        if num_ranks == 1:
-            super()._launch_all()
-            return
-        self._workers = []
-        for rank in range(num_ranks):
-            self._workers.append(WorkerLink(rank, self.launcher(rank)))
 
     async def receive(self) -> Any:
         event = await super().receive()
@@ -98,7 +88,10 @@ class CrewWorld(World):
 
     async def run(self) -> None:
         launcher = SimLauncher(self, self._dice("peers"))
-        self.device = WatchedProcessDevice(self.make_config(), launcher)
+        ranks = range(launcher.num_ranks)
+        files = [()] * len(ranks)  # no rings: the simulated ones exchange nothing
+        crew = partial(launch_all, launcher, 0, ranks, files)
+        self.device = WatchedProcessDevice(self.make_config(), crew=crew)
         self.device.launcher, self.device.check = launcher, self._check_event
         self.device.ready, self.device.sampled = {}, {}
         logging.disable(logging.CRITICAL)

@@ -15,6 +15,7 @@ from trouper.actors.executor.devices import process
 from trouper.actors.executor.devices.launch_local import CLOSED, Exit
 from trouper.actors.executor.devices.process import NO_CALL, ProcessDevice
 from trouper.actors.executor.devices.wire import (
+    MAX_INLINE,
     Broken,
     Call,
     ErrorText,
@@ -40,6 +41,7 @@ INFO = DeviceInfo(100, 16, "float32", "cpu")
 class FakePeer:
     """A worker that writes what a test tells it to."""
 
+    max_inline = MAX_INLINE
     refusal = None  # of the adapters that it is given when it starts
 
     def __init__(self, rank, files):
@@ -372,7 +374,7 @@ def test_a_start_that_is_refused_is_told_by_the_number_of_its_replica():
         launcher.refused = 7
         launcher.peers[0].hang_up()
         assert isinstance(await device.receive(), DeviceLost)
-        with pytest.raises(DeviceStartError, match="^worker 6 gave up: cannot start"):
+        with pytest.raises(DeviceStartError, match=r"^worker 6 gave up: cannot start"):
             await device.receive()
         assert [peer.ended_after for peer in launcher.peers[3:]] == [0.0]
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
+from trouper.actors.executor.devices.wire import MAX_INLINE
 from trouper.actors.executor.devices.worker_process import MODULE, Exit, WorkerProcess
 from trouper.errors import DeviceStartError
 
@@ -17,7 +18,13 @@ CLOSED: tuple[bytes, list[int]] = (b"", [])
 
 
 class Peer(Protocol):
-    """A worker as its engine reaches it: a stream of bytes each way, and an end."""
+    """A worker as its engine reaches it: a stream of bytes each way, and an end.
+
+    Attributes:
+        max_inline: bytes of a payload that come with a frame of it; a larger one comes as a descriptor.
+    """
+
+    max_inline: int
 
     def send(self, data: bytes, file: int | None) -> None:
         """Send a frame, and the descriptor that goes with it; never waits.
@@ -62,6 +69,8 @@ class CrewLauncher(Protocol):
 
 class LocalPeer:
     """A process of this machine, by a socket pair whose end is its sign of life."""
+
+    max_inline = MAX_INLINE
 
     def __init__(self, process: WorkerProcess, control: socket.socket) -> None:
         self._process = process

@@ -17,8 +17,8 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
-from trouper.actors.executor.devices.crew_sizes import crew_sizes
 from trouper.actors.executor.devices.launch_local import CrewLauncher, Launcher, launch
+from trouper.actors.executor.devices.local_crew import LocalCrew
 from trouper.actors.executor.devices.model_host import check_call, log_phase
 from trouper.actors.executor.devices.open_calls import OpenCalls
 from trouper.actors.executor.devices.state_in_force import StateInForce
@@ -32,7 +32,6 @@ from trouper.actors.executor.devices.supervision import (
     next_state,
 )
 from trouper.actors.executor.devices.wire import (
-    MAX_FRAME,
     Broken,
     Call,
     Close,
@@ -51,8 +50,6 @@ from trouper.actors.executor.devices.worker_link import (
     send_to_all,
     take_what_has_come,
 )
-from trouper.actors.executor.parallel.links import close_files
-from trouper.actors.executor.parallel.ranks import create_crew_files
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import DeviceBack, DeviceLost, PoolDone, StepDone, StepFailed
 from trouper.config.resolve import EngineConfig
@@ -69,8 +66,8 @@ class ProcessDevice:
 
     Args:
         config: `max_worker_restarts`, `worker_restart_window_s` and `step_timeout_s` bound losses.
-        launcher: starts a worker; tests have their own.
-        crew: starts all workers, where some are on other machines.
+        launcher: starts a worker on this machine; tests have their own.
+        crew: starts all workers instead, where some are on other machines.
         replica: of those of the engine; workers are numbered through, for people.
     """
 
@@ -87,7 +84,7 @@ class ProcessDevice:
             own = config.cpu_bind[first : first + config.workers_per_replica]
             config = msgspec.structs.replace(config, cpu_bind=own)
         self._config = config
-        self._launcher, self._crew = launcher, crew
+        self._crew = LocalCrew(config, replica, launcher) if crew is None else crew
         self._state = WorkerState.STARTING
         self._workers: list[WorkerLink] = []  # by rank
         self._error: ErrorText | None = None  # of a `Broken` frame
@@ -202,22 +199,12 @@ class ProcessDevice:
         """Start the workers and load them into the state that is in force.
 
         Raises:
-            DeviceStartError: the system has refused.
+            DeviceStartError: the system, or a machine, has refused; none is left.
         """
         config = self._config
         if self._info is not None:  # the successor must offer the same blocks
             config = msgspec.structs.replace(config, num_blocks=self._info.num_blocks - 1)
-        try:
-            if self._crew is None:
-                self._launch_all()
-            else:
-                peers = enumerate(await self._crew())
-                self._workers = [WorkerLink(rank, p, max_inline=MAX_FRAME) for rank, p in peers]
-        except DeviceStartError:
-            with anyio.CancelScope(shield=True):  # each is killed, which takes no time
-                for worker in self._workers:
-                    await worker.end(0.0)  # noqa: ASYNC120  # shielded, so that the error is raised
-            raise
+        self._workers = [WorkerLink(rank, peer) for rank, peer in enumerate(await self._crew())]
         self._has_vocabulary = False
         for worker in self._workers:
             send_to_all([worker], self._in_force.load(config, worker.rank))
@@ -253,24 +240,6 @@ class ProcessDevice:
             else:
                 self._note(rank, frame)
         return frames
-
-    def _launch_all(self) -> None:
-        """Start a process for each rank, with its ends of the rings between them.
-
-        Raises:
-            DeviceStartError: the system has refused; those before are running.
-        """
-        config, self._workers = self._config, []
-        if config.workers_per_replica == 1:
-            self._workers.append(WorkerLink(0, self._launcher(self._first_number)))
-            return
-        files = create_crew_files(crew_sizes(config))
-        try:
-            for rank, inherited in enumerate(files):
-                peer = self._launcher(self._first_number + rank, files=inherited)
-                self._workers.append(WorkerLink(rank, peer))
-        finally:
-            close_files(files)
 
     async def _restart(self) -> bool:
         """Start the successor.  Returns whether it is up; if not, the next try comes later, or the budget is spent."""

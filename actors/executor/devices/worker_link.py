@@ -6,21 +6,17 @@ from collections.abc import Sequence
 import anyio
 
 from trouper.actors.executor.devices.launch_local import Exit, Peer
-from trouper.actors.executor.devices.wire import MAX_INLINE, Frame, FrameReader, encode
+from trouper.actors.executor.devices.wire import Frame, FrameReader, encode
 
 
 class WorkerLink:
-    """One worker, by its rank.
+    """One worker, by its rank."""
 
-    Args:
-        max_inline: bytes of a payload that come with a frame of it.
-    """
-
-    def __init__(self, rank: int, peer: Peer, *, max_inline: int = MAX_INLINE) -> None:
+    def __init__(self, rank: int, peer: Peer) -> None:
         self.rank = rank
         self.has_hung_up = False
         self._peer = peer
-        self._frames = FrameReader(max_inline=max_inline)
+        self._frames = FrameReader(max_inline=peer.max_inline)
 
     def __repr__(self) -> str:
         return f"<WorkerLink {self.rank}: {self._peer!r}>"

@@ -21,13 +21,13 @@ from trouper.actors.executor.devices.launch_local import (
     Peer,
     launch,
 )
+from trouper.actors.executor.devices.local_crew import end_all, launch_all
 from trouper.actors.executor.devices.nodes.channel import Start
 from trouper.actors.executor.devices.nodes.front import Front, HostGoneError, HostLink, listening
 from trouper.actors.executor.devices.nodes.group import WorkerGroup, outer_links
 from trouper.actors.executor.devices.nodes.proof import serve_at
 from trouper.actors.executor.devices.nodes.remote_peer import END_S, RemotePeer
 from trouper.actors.executor.devices.worker_process import Exit
-from trouper.actors.executor.parallel.links import close_files
 from trouper.actors.executor.parallel.ranks import crew_links
 from trouper.config.nodes import NodesConfig, cluster_key, is_every_address
 from trouper.config.resolve import EngineConfig
@@ -64,20 +64,11 @@ class LocalGroup:
         return self._address, self._group.listen()
 
     async def start(self, start: Start) -> list[Peer]:
-        peers: list[Peer] = []
-        files: list[tuple[int, ...]] = []
         try:
             files = await anyio.to_thread.run_sync(self._group.connect_links, start)
-            for rank, inherited in zip(start.ranks, files, strict=True):
-                peers.append(self._launcher(rank, files=inherited))  # ended if one fails
         except OSError as error:
             raise DeviceStartError(f"cannot connect the stages: {error}") from None
-        except BaseException:
-            await end_all(peers)  # noqa: ASYNC102  # shielded inside
-            raise
-        finally:
-            close_files(files)
-        return peers
+        return await launch_all(self._launcher, start.first_number, start.ranks, files)
 
     def close(self) -> None:
         self._group.close()
@@ -239,13 +230,6 @@ def with_dials(starts: Sequence[Start], addresses: Sequence[tuple[str, int]]) ->
                 dials[link.name] = addresses[min(ends)]
         found.append(Start(start.order, start.ranks, start.first_number, start.sizes, dials))
     return found
-
-
-async def end_all(peers: Sequence[Peer]) -> None:
-    """Kill workers that have been started in vain."""
-    with anyio.CancelScope(shield=True):  # bounded: each is killed, which takes no time
-        for peer in peers:
-            await peer.end(0.0)
 
 
 def listen(nodes: NodesConfig) -> socket.socket:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 
 from trouper.actors.executor.devices.launch_local import CLOSED, READ_BYTES, SEND_BUFFER
-from trouper.actors.executor.devices.wire import read_inline
+from trouper.actors.executor.devices.wire import MAX_FRAME, read_inline
 from trouper.actors.executor.devices.worker_process import Exit
 
 END_S = 5.0  # for the word that a worker is gone, beyond the grace that it was given
@@ -26,6 +26,8 @@ class RemotePeer:
         end: has the worker's place end it.
         name: for people.
     """
+
+    max_inline = MAX_FRAME  # no descriptor comes from there
 
     def __init__(
         self, connection: socket.socket, end: Callable[[float], Awaitable[Exit]], name: str

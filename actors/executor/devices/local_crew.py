@@ -1,0 +1,54 @@
+"""Start all workers of a device on this machine."""
+
+from collections.abc import Sequence
+
+import anyio
+
+from trouper.actors.executor.devices.crew_sizes import crew_sizes
+from trouper.actors.executor.devices.launch_local import Launcher, Peer
+from trouper.actors.executor.parallel.links import close_files
+from trouper.actors.executor.parallel.ranks import create_crew_files
+from trouper.config.resolve import EngineConfig
+
+
+class LocalCrew:
+    """`CrewLauncher` of one replica: a process for each rank, with its ends of the rings between them."""
+
+    def __init__(self, config: EngineConfig, replica: int, launcher: Launcher) -> None:
+        self._config, self._launcher = config, launcher
+        self._first_number = replica * config.workers_per_replica
+
+    def __repr__(self) -> str:
+        return f"<LocalCrew from worker {self._first_number}>"
+
+    async def __call__(self) -> Sequence[Peer]:
+        is_alone = self._config.workers_per_replica == 1
+        files = [()] if is_alone else create_crew_files(crew_sizes(self._config))
+        return await launch_all(self._launcher, self._first_number, range(len(files)), files)
+
+
+async def launch_all(
+    launcher: Launcher, first_number: int, ranks: Sequence[int], files: Sequence[tuple[int, ...]]
+) -> list[Peer]:
+    """Start the workers of some ranks with the descriptors that each inherits, which are closed here.
+
+    Raises:
+        DeviceStartError: the system has refused; none is left.
+    """
+    peers: list[Peer] = []
+    try:
+        for rank, inherited in zip(ranks, files, strict=True):
+            peers.append(launcher(first_number + rank, files=inherited))  # ended if one fails
+    except BaseException:
+        await end_all(peers)  # noqa: ASYNC102  # shielded inside
+        raise
+    finally:
+        close_files(files)
+    return peers
+
+
+async def end_all(peers: Sequence[Peer]) -> None:
+    """Kill workers that have been started in vain."""
+    with anyio.CancelScope(shield=True):  # bounded: each is killed, which takes no time
+        for peer in peers:
+            await peer.end(0.0)
