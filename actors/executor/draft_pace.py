@@ -45,6 +45,7 @@ class Pace(msgspec.Struct):
     """The lengths of the drafts of one slot, and what became of them."""
 
     most: int
+    draft_cost: float = 0.0  # of making a drafted token, in steps without drafts
     pause: int = 0
     next_pause: int = PAUSE
     num_runs: int = 0
@@ -64,10 +65,15 @@ class Pace(msgspec.Struct):
         for count in range(1, min(room, self.most) + 1):
             chance *= self.chance(_following(num_alike, count - 1))
             saved += chance
-            gain = TOKEN_WORTH * saved - (STEP_COSTS[count] - 1)
+            gain = TOKEN_WORTH * saved - self._cost(count)
             if gain > best:
                 best, length = gain, count
+        if num_alike == OF_MODEL:
+            return max(length, min(room, 1))  # what it says next is known only if it is asked
         return length
+
+    def _cost(self, num_drafted: int) -> float:
+        return STEP_COSTS[num_drafted] - 1 + self.draft_cost * num_drafted
 
     def chance(self, num_alike: int) -> float:
         """Return the chance of a token behind so many that agree."""
@@ -82,7 +88,7 @@ class Pace(msgspec.Struct):
             right, tried = self.right.get(key, (0.0, 0.0))
             self.right[key] = FADING * right + (i < num_right), FADING * tried + 1
         self.num_runs += 1
-        self.earned += num_right - (STEP_COSTS[num_drafted] - 1)
+        self.earned += num_right - self._cost(num_drafted)
         if self.num_runs == RUNS:
             if self.earned < 0:
                 self.pause = self.next_pause

@@ -34,7 +34,13 @@ FEW_ALIKE, BEFORE, BEHIND, AGE = 2, 4, 24, 16
 
 
 class SecondModel(Protocol):
-    """A model of its own that proposes drafts; `cpu/draft_model.py` is one."""
+    """A model of its own that proposes drafts; `cpu/draft_model.py` is one.
+
+    `cost`: of a drafted token, in steps of the model that verifies them.
+    """
+
+    @property
+    def cost(self) -> float: ...
 
     def place(self, slot: int, *, has_drafts: bool) -> None: ...
 
@@ -99,7 +105,8 @@ class Drafter:
         if has_grammar:
             self._bound.place(slot, family)
         else:
-            self._paces[slot] = Pace(self._config.num_speculative_tokens)
+            cost = 0.0 if self._model is None else self._model.cost
+            self._paces[slot] = Pace(self._config.num_speculative_tokens, cost)
         if self._model is not None:
             self._model.place(slot, has_drafts=not has_grammar)
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from trouper import LLM, EngineArgs, LLMEngine, SamplingParams
 from trouper.actors.executor.cpu import draft_model
 from trouper.actors.executor.cpu.draft_model import DraftModel
+from trouper.actors.executor.draft_pace import RUNS
 from trouper.config.model import DEMO_MODEL
 from trouper.structured_outputs import StructuredOutputsParams
 
@@ -204,10 +205,24 @@ def untrained(tmp_path_factory):
     return str(folder)
 
 
+@pytest.fixture
+def costs_nothing(monkeypatch):
+    """A draft model that is the model would pause: each draft costs a step."""
+    monkeypatch.setattr(DraftModel, "cost", 0.0)
+
+
 def drafting(model):
     return {"method": "draft_model", "model": str(model), "num_speculative_tokens": 4}
 
 
+def test_a_draft_model_that_costs_a_step_for_each_token_pauses(plain):
+    with LLM(**BASE, speculative_config=drafting(DEMO_MODEL)) as llm:
+        assert run(llm, ("greedy",)) == {"greedy": plain["greedy"]}
+        stats = llm.llm_engine.statistics().scheduler
+    assert 0 < stats.num_draft_tokens == stats.num_drafts <= len(PROMPTS) * RUNS
+
+
+@pytest.mark.usefixtures("costs_nothing")
 def test_a_draft_model_that_is_the_model_foresees_every_token(plain):
     with LLM(**BASE, speculative_config=drafting(DEMO_MODEL)) as llm:
         names = ("greedy", "seeded", "top", "stop", "several")
@@ -218,6 +233,7 @@ def test_a_draft_model_that_is_the_model_foresees_every_token(plain):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("costs_nothing")
 def test_a_draft_model_changes_nothing_whatever_is_asked_for(plain):
     with LLM(**BASE, speculative_config=drafting(DEMO_MODEL)) as llm:
         assert run(llm) == plain
@@ -240,6 +256,7 @@ def test_a_draft_model_that_knows_nothing_changes_nothing(options, plain, untrai
     assert stats.num_draft_tokens > 10 * stats.num_accepted_tokens
 
 
+@pytest.mark.usefixtures("costs_nothing")
 def test_a_draft_model_catches_up_in_chunks_that_a_step_bounds(monkeypatch):
     """Nine sequences have no drafts; when eight have ended, it has missed what the last one has said."""
     room, passes, right = 5, [], DraftModel._draw
@@ -270,6 +287,7 @@ def test_a_draft_model_catches_up_in_chunks_that_a_step_bounds(monkeypatch):
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 20  # it misses nothing then
 
 
+@pytest.mark.usefixtures("costs_nothing")
 def test_drafts_go_on_after_sleep(plain):
     with LLM(**BASE, speculative_config=drafting(DEMO_MODEL)) as llm:
         for level in (1, 2):

@@ -244,6 +244,24 @@ def test_a_place_where_drafts_were_always_wrong_has_none():
     assert (pace.length(1, 7), pace.length(24, 7)) == (0, 7)
 
 
+def test_drafts_of_a_model_are_shorter_the_more_it_costs():
+    lengths = [Pace(7, draft_cost=cost).length(OF_MODEL, 7) for cost in (0.0, 0.1, 0.2, 0.5)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 2
+    assert lengths[-1] == 1  # it is asked, or nothing would be known of it
+    assert Pace(7, draft_cost=0.5).length(OF_MODEL, 0) == 0
+
+
+def test_drafts_of_a_model_pause_where_they_cost_more_than_they_save():
+    pauses = []
+    for cost in (0.1, 2.0):
+        pace = Pace(7, draft_cost=cost)
+        for _ in range(RUNS):
+            pace.note(OF_MODEL, 1, 1)
+        pauses.append(pace.pause)
+    assert pauses == [0, PAUSE]
+
+
 def test_drafts_that_do_not_earn_their_cost_pause_longer_each_time():
     pace, pauses = Pace(7), []
     for _ in range(7):

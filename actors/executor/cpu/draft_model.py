@@ -69,11 +69,17 @@ class DraftModel:
         self._kv: KVCache | None = None
         self._recorded_steps: RecordedDecoderSteps | None = None
         self._arena = Arena()
+        self._num_model_bytes = 1
         self._known: dict[int, int] = {}  # by slot; -1: as many as the model, when it begins
 
     @property
     def num_weight_bytes(self) -> int:
         return 0 if self._decoder is None else self._decoder.num_weight_bytes
+
+    @property
+    def cost(self) -> float:
+        """A drafted token, in steps of the model: one row reads all weights of either."""
+        return self.num_weight_bytes / self._num_model_bytes
 
     def sleep(self, level: int) -> None:
         """Discard what the runner discards."""
@@ -83,11 +89,12 @@ class DraftModel:
         if level >= 2:
             self._decoder = None
 
-    def wake(self, num_blocks: int | None, *, has_weights: bool) -> None:
-        """Make resident what is absent: the weights, and as many blocks, if there is a number of them."""
-        if has_weights and self._decoder is None:
+    def wake(self, num_blocks: int | None, *, model: Decoder[CpuOps] | None) -> None:
+        """Make resident what is absent: the weights beside the model's, and as many blocks, if there is a number of them."""
+        if model is not None and self._decoder is None:
             ops = partial(make_ops, ops_config(self._traits, self._dtype, self._config.block_size))
             self._decoder = load_decoder(self._config, self._traits, ops=ops)
+            self._num_model_bytes = model.num_weight_bytes
         if num_blocks is not None and self._kv is None:
             self._kv = KVCache.allocate(
                 self.kv_specs,

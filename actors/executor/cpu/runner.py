@@ -166,7 +166,7 @@ class CpuRunner:
                 )
             if self._draft_model is not None:
                 num_blocks = None if self._kv is None else self._num_blocks
-                self._draft_model.wake(num_blocks, has_weights=self._decoder is not None)
+                self._draft_model.wake(num_blocks, model=self._decoder)
             if self._decoder is None or self._kv is None or self._config.enforce_eager:
                 return
             if self._recorded_steps is None:
