@@ -29,7 +29,7 @@ class ExpertPiece(NamedTuple):
 
 
 class Choices:
-    """Rows of the expert at hand, of a product that asks for them by `row` and `x_row`."""
+    """The `Rows` of a product that belong to the expert at hand."""
 
     def __init__(self, code: KernelBuilder, order: Value, divisor: Value) -> None:
         self._code, self._order, self._divisor = code, code.pointer(order, "i64"), divisor
@@ -40,11 +40,9 @@ class Choices:
         self._first, self._num_rows = piece.first, piece.num_rows
 
     def row(self, index: Value) -> Value:
-        """Return the row of y of this index; beyond the last, the last again."""
         return self._order[self._first + self._code.minimum(index, self._num_rows - 1)]
 
     def x_row(self, row: Value) -> Value:
-        """Return the row of x that a row of y is made of."""
         return row // self._divisor
 
 

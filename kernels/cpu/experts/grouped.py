@@ -21,30 +21,13 @@ from trouper.kernels.cpu.experts.chosen import Choices, expert_pieces
 from trouper.kernels.cpu.linear.products import BLOCKINGS, Block, Dots, Floats
 
 
-class _Chosen(Dots):
-    """Blocks of bfloat16 rows that are chosen."""
-
-    def __init__(self, choices: Choices, code: KernelBuilder, *arguments: Any) -> None:
-        super().__init__(code, "none", *arguments)
-        self._choices = choices
-
-    def row(self, index: Value) -> Value:
-        return self._choices.row(index)
-
-    def x_row(self, row: Value) -> Value:
-        return self._choices.x_row(row)
-
-
-class _ChosenFloats(_Chosen, Floats):
-    """Blocks of float32 rows that are chosen."""
-
-
 def grouped_matmul(code: KernelBuilder, unit: Unit) -> None:
     """Write the kernel of the arguments x, its stride in words, divisor, W, y, T k, words of a row, O / 16, order, spans."""
     x, stride, divisor, weights, y, num_rows, words, num_panels, order, spans = code.arguments(10)
     choices, no_bias, width = Choices(code, order, divisor), code.i64(0), num_panels * LANES
-    kind = _ChosenFloats if unit == "floats" else _Chosen
-    product = kind(choices, code, x, stride, no_bias, y, width, num_rows, words, num_panels)
+    kind = Floats if unit == "floats" else Dots
+    product = kind(code, "none", x, stride, no_bias, y, width, num_rows, words, num_panels)
+    product.rows = choices
     shape = BLOCKINGS[unit]
     many = shape.few[-1] if unit == "dots" and not has_bf16_dot() else shape.many
     for piece in expert_pieces(code, weights, spans, num_panels):
@@ -61,7 +44,7 @@ def grouped_matmul(code: KernelBuilder, unit: Unit) -> None:
             before = block.rows
 
 
-def _rows(product: _Chosen, num_rows: Value, weight: Any, panel: Value, block: Block) -> None:
+def _rows(product: Dots, num_rows: Value, weight: Any, panel: Value, block: Block) -> None:
     code = product.code
     at_panel = product.panels_from(panel, block.panels)
     weights = [weight + p * product.pairs * LANES for p in at_panel]

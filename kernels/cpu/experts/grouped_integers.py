@@ -11,8 +11,6 @@ own layer gives, whatever the other tokens.  AMX is not used: its tiles want row
 Roofline: bytes = O I (bits / 8 + 2 / G) of each expert that has tokens, FLOPs = 2 T k O I.
 """
 
-from typing import Any
-
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Value
 from trouper.kernels.codegen.units import LANES, Kind
@@ -21,34 +19,6 @@ from trouper.kernels.cpu.linear.integer_bytes import BYTE_BLOCKING, ByteProduct
 from trouper.kernels.cpu.linear.integer_matmul import INTEGER_BLOCKINGS, IntegerDots
 from trouper.kernels.cpu.linear.integer_panels import KeptPanel
 from trouper.kernels.linear import Format
-
-
-class _ChosenBytes(ByteProduct):
-    """Blocks of integer rows that are chosen."""
-
-    def __init__(self, choices: Choices, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._choices = choices
-
-    def row(self, index: Value) -> Value:
-        return self._choices.row(index)
-
-    def x_row(self, row: Value) -> Value:
-        return self._choices.x_row(row)
-
-
-class _ChosenDots(IntegerDots):
-    """Blocks of bfloat16 rows that are chosen."""
-
-    def __init__(self, choices: Choices, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._choices = choices
-
-    def row(self, index: Value) -> Value:
-        return self._choices.row(index)
-
-    def x_row(self, row: Value) -> Value:
-        return self._choices.x_row(row)
 
 
 def grouped_bytes(
@@ -64,7 +34,8 @@ def grouped_bytes(
     choices, none, alone = Choices(code, order, divisor), [code.i64(0)] * ADDRESSES, code.i64(1)
     arguments = [x, records, *none, y, *sizes, alone]
     options = fmt, scale_kind, has_zeros, has_minima, group
-    work = _ChosenBytes(choices, code, *options, arguments)
+    work = ByteProduct(code, *options, arguments)
+    work.rows = choices
     for piece in expert_pieces(code, weights, spans, work.num_panels):
         choices.begin(piece)
         work.take_weight(*piece.addresses)
@@ -90,7 +61,8 @@ def grouped_integers(
     x, stride, divisor, weights, y, *sizes, scratch, each, order, spans = code.arguments(13)
     choices, none, alone = Choices(code, order, divisor), [code.i64(0)] * ADDRESSES, code.i64(1)
     arguments = [x, stride, *none, y, *sizes, alone, scratch, each]
-    work = _ChosenDots(choices, code, fmt, scale_kind, has_zeros, has_minima, arguments)
+    work = IntegerDots(code, fmt, scale_kind, has_zeros, has_minima, arguments)
+    work.rows = choices
     thread = code.thread()
     shape = INTEGER_BLOCKINGS["dots", fmt]
     for piece in expert_pieces(code, weights, spans, work.num_panels):

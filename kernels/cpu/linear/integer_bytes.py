@@ -33,7 +33,7 @@ from trouper.kernels.cpu.linear.integer_rows import (
     SCALE,
     SCALED_SUM,
 )
-from trouper.kernels.cpu.linear.products import Block, Blocking, pieces_of_many
+from trouper.kernels.cpu.linear.products import AllRows, Block, Blocking, Rows, pieces_of_many
 from trouper.kernels.cpu.linear.quantization import E2M1, PANELS, STEP
 from trouper.kernels.linear import Format
 
@@ -95,6 +95,7 @@ class ByteProduct:
         self._has_zeros, self._has_minima = has_zeros, has_minima
         self._x, self._records = code.pointer(x, "i32"), code.pointer(records, "i32")
         self._y = code.pointer(y, "bf16")
+        self.rows: Rows = AllRows(code, self.num_rows)
         self.take_weight(q, s, z, m, bias)
 
     def take_weight(self, q: Value, s: Value, z: Value, m: Value, bias: Value) -> None:
@@ -105,20 +106,12 @@ class ByteProduct:
         self._zeros = code.pointer(z, "i32") if self._has_zeros else None
         self._minima = code.pointer(m, "f32") if self._has_minima else None
 
-    def row(self, index: Value) -> Value:
-        """Return the row of y of this index; beyond the last, the last again."""
-        return self._code.minimum(index, self.num_rows - 1)
-
-    def x_row(self, row: Value) -> Value:
-        """Return the row of x that a row of y is made of."""
-        return row
-
     def block(self, first_panel: Value, first_row: Value, rows: int) -> None:
         """Compute four panels of a block of rows; beyond the last row or panel, the last again."""
         code, num_groups = self._code, self._pairs // self._length
         at_panel = [code.minimum(first_panel + p, self.num_panels - 1) for p in range(PANELS)]
-        at_row = [self.row(first_row + r) for r in range(rows)]
-        x_rows = [self.x_row(row) for row in at_row]
+        at_row = [self.rows.row(first_row + r) for r in range(rows)]
+        x_rows = [self.rows.x_row(row) for row in at_row]
         per_row = self._pairs // (1 if self._fmt == "int8" else 2)
         xs = [self._x + r * per_row for r in x_rows]
         records = [self._records + r * (self._pairs // self._group * RECORD) for r in x_rows]

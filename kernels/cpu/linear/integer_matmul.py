@@ -34,8 +34,10 @@ from trouper.kernels.cpu.linear.integer_panels import (
 from trouper.kernels.cpu.linear.products import (
     TILE,
     TILE_BYTES,
+    AllRows,
     Block,
     Blocking,
+    Rows,
     Steps,
     Tiles,
     pieces_of_many,
@@ -198,20 +200,13 @@ class IntegerDots(_Work):
         x, self._stride, _, y = self.addresses
         self._x, self._y = self.code.pointer(x, "i32"), self.code.pointer(y, "bf16")
         self._sums_of_x: list[Pointer] = []  # of few rows: the sums of each group
-
-    def row(self, index: Value) -> Value:
-        """Return the row of y of this index; beyond the last, the last again."""
-        return self.code.minimum(index, self.num_rows - 1)
-
-    def x_row(self, row: Value) -> Value:
-        """Return the row of x that a row of y is made of."""
-        return row
+        self.rows: Rows = AllRows(self.code, self.num_rows)
 
     def _rows_from(self, first: Value, rows: int) -> list[Value]:
-        return [self.row(first + r) for r in range(rows)]
+        return [self.rows.row(first + r) for r in range(rows)]
 
     def _x_of(self, at_row: list[Value]) -> list[Pointer]:
-        return [self._x + self.x_row(row) * self._stride for row in at_row]
+        return [self._x + self.rows.x_row(row) * self._stride for row in at_row]
 
     def begin_few(self, rows: int, thread: Value | None = None) -> None:
         """Compute the sums of x over each group, which a piece would else do for its own panels."""

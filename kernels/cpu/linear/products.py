@@ -16,7 +16,7 @@ not depend on the number of rows.
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value
@@ -88,6 +88,31 @@ def pieces_of_many(
         yield piece % across * block.panels, first, code.minimum(first + length, num_rows)
 
 
+class Rows(Protocol):
+    """The rows of a product."""
+
+    def row(self, index: Value) -> Value:
+        """Return the row of y of this index; beyond the last, the last again."""
+        ...
+
+    def x_row(self, row: Value) -> Value:
+        """Return the row of x that a row of y is made of."""
+        ...
+
+
+class AllRows:
+    """`Rows` as they lie."""
+
+    def __init__(self, code: KernelBuilder, num_rows: Value) -> None:
+        self._code, self._num_rows = code, num_rows
+
+    def row(self, index: Value) -> Value:
+        return self._code.minimum(index, self._num_rows - 1)
+
+    def x_row(self, row: Value) -> Value:
+        return row
+
+
 class Product(ABC):
     """Blocks of panels and rows, whatever form the panels have in memory."""
 
@@ -111,6 +136,7 @@ class Product(ABC):
         self.x, self._act = code.pointer(x, "i32"), act
         self._y, self._y_stride = code.pointer(y, self.kind), y_stride
         self.num_rows, self.pairs, self.num_panels = num_rows, pairs, num_panels
+        self.rows: Rows = AllRows(code, num_rows)
 
     def panels_from(self, first: Value, panels: int) -> list[Value]:
         """Return the numbers of `panels` panels; beyond the last, the last again."""
@@ -128,14 +154,6 @@ class Product(ABC):
     def begun(self) -> "contextlib.AbstractContextManager[None]":
         """Enter the state in which all blocks of a call are computed."""
         return contextlib.nullcontext()
-
-    def row(self, index: Value) -> Value:
-        """Return the row of y of this index; beyond the last, the last again."""
-        return self.code.minimum(index, self.num_rows - 1)
-
-    def x_row(self, row: Value) -> Value:
-        """Return the row of x that a row of y is made of."""
-        return row
 
     @abstractmethod
     def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
@@ -160,8 +178,8 @@ class Dots(Product):
 
     def block(self, at_panel: list[Value], first_row: Value, rows: int, steps: Steps) -> None:
         code = self.code
-        at_row = [self.row(first_row + r) for r in range(rows)]
-        xs = [self.x + self.x_row(row) * self.stride for row in at_row]
+        at_row = [self.rows.row(first_row + r) for r in range(rows)]
+        xs = [self.x + self.rows.x_row(row) * self.stride for row in at_row]
         sums = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in at_panel]
         for i, places in steps:
             words = [self.read(place) for place in places]
