@@ -16,30 +16,11 @@ from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from trouper.errors import UnsupportedFeatureError
-from trouper.kernels.codegen import units
 from trouper.kernels.ops import CpuOps, Integers, Ops
 
-OPTION = "tensor_parallel_size"
 OpsT = TypeVar("OpsT", bound=Ops)
-
-
-def check_sums(num_ranks: int, dtype: torch.dtype, hidden_size: int) -> None:
-    """Check that there are kernels for the sums of ranks, before any is imported.
-
-    Raises:
-        UnsupportedFeatureError: this machine has none, or none of such rows.
-    """
-    if units.kind_of(dtype) is None or hidden_size % units.LANES:
-        name = str(dtype).removeprefix("torch.")
-        raise UnsupportedFeatureError(
-            f"{OPTION}={num_ranks}: the sums are compiled kernels, and there are none of "
-            f"{name} rows of {hidden_size} here",
-            parameter=OPTION,
-        )
 
 
 class RankShare(NamedTuple):

@@ -6,7 +6,7 @@ from torch import Tensor
 from trouper.kernels.cpu.float32_copies import Float32Copies
 from trouper.kernels.cpu.rank_exchange import RankExchange
 from trouper.kernels.ops import q_and_k
-from trouper.kernels.ranks import RankShare, check_sums
+from trouper.kernels.ranks import RankShare
 
 
 class SharedGroup:
@@ -14,16 +14,9 @@ class SharedGroup:
 
     Args:
         exchange: with the other ranks.
-        hidden_size: of the rows that are summed.
-
-    Raises:
-        UnsupportedFeatureError: the sums are compiled kernels, and this machine or these sizes have none.
     """
 
-    def __init__(
-        self, exchange: RankExchange, share: RankShare, dtype: torch.dtype, hidden_size: int
-    ) -> None:
-        check_sums(exchange.num_ranks, dtype, hidden_size)
+    def __init__(self, exchange: RankExchange, share: RankShare) -> None:
         self.exchange = exchange
         self.begin_step, self.check = exchange.begin_step, exchange.check
         self.all_agree = exchange.all_agree

@@ -32,7 +32,7 @@ def groups_of(config, size):
     for rank in range(size):
         share = rank_share(traits, Shard(rank, size))
         exchange = RankExchange(rank, sizes, memory)
-        yield SharedGroup(exchange, share, dtype, traits.hidden_size)
+        yield SharedGroup(exchange, share)
 
 
 class RanksInThreads:

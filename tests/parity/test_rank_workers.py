@@ -7,6 +7,7 @@ import pytest
 
 from trouper import LLM, SamplingParams
 from trouper.actors.executor.cpu.runner import CpuRunner
+from trouper.actors.executor.cpu.stage_runner import check_sums
 from trouper.actors.messages.plans import Sampling
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
@@ -187,6 +188,14 @@ def test_ranks_are_workers_that_share_out_the_cores():
     )
     assert config.device_worker == "process"
     assert (config.workers_per_replica, config.num_workers) == (6, 12)
+
+
+@pytest.mark.parametrize(("dtype", "hidden_size"), [("float32", 40), ("float16", 64)])
+def test_rows_that_no_kernel_sums_are_refused(dtype, hidden_size):
+    config = resolve(EngineArgs(tensor_parallel_size=2, dtype=dtype))
+    with pytest.raises(UnsupportedFeatureError, match=f"{dtype} rows of {hidden_size}") as caught:
+        check_sums(config, hidden_size)
+    assert caught.value.parameter == "tensor_parallel_size"
 
 
 def test_ranks_without_kernels_are_refused_and_stages_are_not(tmp_path, monkeypatch):

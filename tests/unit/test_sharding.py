@@ -5,8 +5,15 @@ import pytest
 
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
 from trouper.actors.executor.models.registry import READERS, decoder_traits
-from trouper.actors.executor.models.sharding import Shard, check_shards, shard_traits, sharded
+from trouper.actors.executor.models.sharding import (
+    INT4_GROUP,
+    Shard,
+    check_shards,
+    shard_traits,
+    sharded,
+)
 from trouper.errors import TrouperValidationError
+from trouper.kernels.cpu.linear.quantization import GROUP
 
 BASE = {
     "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -139,6 +146,7 @@ def test_a_model_that_cannot_be_shared_out_is_refused_with_what_can(size, change
 
 
 def test_groups_of_four_bits_are_not_cut():
+    assert INT4_GROUP == GROUP
     traits = traits_of("LlamaForCausalLM", intermediate_size=192)
     check_shards(traits, 4)
     with pytest.raises(TrouperValidationError, match="multiples of 32; possible: 1, 2"):

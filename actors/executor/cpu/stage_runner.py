@@ -18,7 +18,7 @@ from trouper.actors.executor.cpu.runner import CpuRunner
 from trouper.actors.executor.models.decoder import rank_share
 from trouper.actors.executor.models.layer_split import model_stages
 from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.models.sharding import Shard
+from trouper.actors.executor.models.sharding import OPTION, Shard
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.parallel.links import Link
 from trouper.actors.executor.parallel.ranks import (
@@ -32,7 +32,9 @@ from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import StepDone
 from trouper.actors.stages import Feedback, sends_tokens
 from trouper.config.resolve import EngineConfig
-from trouper.kernels.ranks import RankGroup, check_sums
+from trouper.errors import UnsupportedFeatureError
+from trouper.kernels.codegen import units
+from trouper.kernels.ranks import RankGroup
 
 
 class StageRunner(CpuRunner):
@@ -139,8 +141,7 @@ def open_group(
     Raises:
         UnsupportedFeatureError: there are no kernels for the sums.
     """
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    check_sums(config.tensor_parallel_size, dtype, traits.hidden_size)
+    check_sums(config, traits.hidden_size)
     from trouper.kernels.cpu.rank_exchange import RankExchange  # they need llvmlite
     from trouper.kernels.cpu.shared_group import SharedGroup
 
@@ -151,7 +152,21 @@ def open_group(
         os.close(file)
     share = rank_share(traits, Shard(place.rank, config.tensor_parallel_size))
     exchange = RankExchange(place.rank, sizes, memory)
-    return SharedGroup(exchange, share, dtype, traits.hidden_size)
+    return SharedGroup(exchange, share)
+
+
+def check_sums(config: EngineConfig, hidden_size: int) -> None:
+    """Check that there are kernels for the sums of ranks, before any is imported.
+
+    Raises:
+        UnsupportedFeatureError: this machine has none, or none of such rows.
+    """
+    if units.row_kind(getattr(torch, config.dtype), hidden_size) is None:
+        raise UnsupportedFeatureError(
+            f"{OPTION}={config.tensor_parallel_size}: the sums are compiled kernels, and there are none of "
+            f"{config.dtype} rows of {hidden_size} here",
+            parameter=OPTION,
+        )
 
 
 def _bytes_of(x_TE: Tensor) -> np.ndarray:

@@ -20,8 +20,8 @@ import msgspec
 from trouper.actors.executor.models.parameters import Cut, Parameter, Span
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.errors import invalid
+from trouper.kernels.codegen.units import LANES
 
-REGISTER = 16  # outputs that a kernel computes at once
 INT4_GROUP = 32  # inputs that share a scale where weights are rounded to four bits
 OPTION = "tensor_parallel_size"
 
@@ -46,7 +46,7 @@ class Shard(msgspec.Struct, frozen=True):
 
     def vocabulary(self, size: int) -> Span:
         """Return the tokens whose logits this rank computes; the last rank has fewer where they do not come out even."""
-        each = -(-size // (REGISTER * self.size)) * REGISTER
+        each = -(-size // (LANES * self.size)) * LANES
         return self.rank * each, min(size, (self.rank + 1) * each)
 
 
@@ -208,7 +208,7 @@ def _problem(traits: DecoderTraits, size: int, quantization: str | None) -> str 
         return f"{size} does not divide {num_q} query heads"
     if num_kv % size and size % num_kv:
         return f"{num_kv} KV heads cannot be shared out among {size} ranks"
-    step = INT4_GROUP if quantization == "int4" else REGISTER
+    step = INT4_GROUP if quantization == "int4" else LANES
     widths = traits.mlp_widths if _has_dense_layers(traits) else traits.mlp_widths[1:]
     for width in widths:
         if width % (step * size):
@@ -216,8 +216,6 @@ def _problem(traits: DecoderTraits, size: int, quantization: str | None) -> str 
     if quantization == "int4" and traits.q_size % (INT4_GROUP * size):
         return f"{size} does not divide heads of {traits.q_size} numbers into multiples of {step}"
     first, end = Shard(size - 1, size).vocabulary(traits.vocab_size)
-    if end - first < REGISTER:  # kernels finish logits by whole registers
-        return (
-            f"{size} ranks share out a vocabulary of {traits.vocab_size} in multiples of {REGISTER}"
-        )
+    if end - first < LANES:  # kernels finish logits by whole registers
+        return f"{size} ranks share out a vocabulary of {traits.vocab_size} in multiples of {LANES}"
     return None

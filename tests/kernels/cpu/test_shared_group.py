@@ -7,7 +7,6 @@ import msgspec
 import pytest
 import torch
 
-from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
 from trouper.kernels.cpu.rank_exchange import RankExchange
@@ -32,11 +31,11 @@ LOCAL = OpsConfig(
 )
 
 
-def group_of(rank, memory=None, dtype=torch.float32, hidden_size=64):
+def group_of(rank, memory):
     sizes = ExchangeSizes(2, 2**16, 4 * 40)
-    exchange = RankExchange(rank, sizes, memory or mmap.mmap(-1, sizes.num_bytes))
+    exchange = RankExchange(rank, sizes, memory)
     share = RankShare(40, LOCAL.norm_eps, LOCAL.residual_scale, 24 * rank)
-    return SharedGroup(exchange, share, dtype, hidden_size)
+    return SharedGroup(exchange, share)
 
 
 def run_ranks(function):
@@ -103,13 +102,3 @@ def test_more_rows_of_logits_than_the_sheet_has_come_in_turns():
 
     for found in run_ranks(rank):
         torch.testing.assert_close(found, 2 * product)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"hidden_size": 40}, "float32 rows of 40"), ({"dtype": torch.float16}, "float16 rows of 64")],
-)
-def test_without_compiled_kernels_for_its_rows_a_rank_is_refused(options, words):
-    with pytest.raises(UnsupportedFeatureError, match=words) as caught:
-        group_of(0, **options)
-    assert caught.value.parameter == "tensor_parallel_size"
