@@ -12,7 +12,7 @@ BAD = ErrorText("TrouperValidationError", "too wide", "lora_path")
 def answered(*errors):
     """The calls, an open one and what its last answer gave, once workers have answered so."""
     calls = OpenCalls()
-    opened = calls.open("sleep", (1,))
+    opened = calls.open("sleep", (1,), 0.0)
     found = [calls.note(Returned(opened.call.number, error), len(errors)) for error in errors]
     assert found[:-1] == [None] * (len(errors) - 1)
     return calls, opened, found[-1]

@@ -1,5 +1,6 @@
 """The calls to a device that not all of its workers have answered."""
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -7,6 +8,7 @@ import msgspec
 from trouper.actors.executor.devices.wire import Call, ErrorText, Returned, as_exception
 from trouper.actors.runtime.future import Future
 
+BOUNDED = ("sleep", "wake", "load_adapter", "probe")  # a trace may take any time to be written
 DECISIVE = ("sleep", "wake", "load_adapter")  # workers that differ in these compute something else
 
 
@@ -15,6 +17,7 @@ class OpenCall(msgspec.Struct):
 
     call: Call
     future: Future[object]
+    opened_s: float
     num_answers: int = 0
     errors: list[ErrorText] = []
 
@@ -30,9 +33,15 @@ class OpenCalls:
     def __repr__(self) -> str:
         return f"<OpenCalls: {[open_call.call.method for open_call in self._open.values()]}>"
 
-    def open(self, method: str, args: tuple[object, ...]) -> OpenCall:
+    @property
+    def since_s(self) -> float:
+        """Moment from which the eldest call waits that a worker must answer in time; infinite without one."""
+        bounded = (c.opened_s for c in self._open.values() if c.call.method in BOUNDED)
+        return min(bounded, default=math.inf)
+
+    def open(self, method: str, args: tuple[object, ...], now: float) -> OpenCall:
         """Make a call of a device into one that can be sent, and expect its answers."""
-        open_call = OpenCall(_make_call(self._next, method, args), Future())
+        open_call = OpenCall(_make_call(self._next, method, args), Future(), now)
         self._open[self._next] = open_call
         self._next += 1
         return open_call

@@ -29,6 +29,7 @@ from trouper.actors.executor.devices.supervision import (
     StepDeadlines,
     WorkerEvent,
     WorkerState,
+    call_deadline_s,
     next_state,
 )
 from trouper.actors.executor.devices.wire import (
@@ -90,7 +91,7 @@ class ProcessDevice:
         self._error: ErrorText | None = None  # of a `Broken` frame
         self._waiting = (
             anyio.CancelScope()
-        )  # around the wait for a frame; its deadline is the step's
+        )  # around the wait for a frame, till a step or call is late
         self._info: DeviceInfo | None = None
         self._plans: deque[SubmittedPlan] = deque()  # at most `max_steps_in_flight`
         self._last_answer_s = -math.inf
@@ -100,7 +101,7 @@ class ProcessDevice:
         self._has_vocabulary = False  # the workers that run now
         self._budget = RestartBudget(config.max_worker_restarts, config.worker_restart_window_s)
         self._deadlines = StepDeadlines(config.step_timeout_s)
-        self._lost_s = 0.0
+        self._lost_s = self._load_s = 0.0
         self._restart_in_s = 0.0
         self._failure = ""  # why it is not started again
 
@@ -172,16 +173,17 @@ class ProcessDevice:
     async def call(self, method: str, *args: object) -> object:
         check_call(method)
         if method == "explain":
-            self._budget.explain(cast("int", args[0]))
-            return None
+            return self._budget.explain(cast("int", args[0]))
         if self._state is not WorkerState.UP:
             raise RetryableRequestError("device_restarting: the device is being started again")
-        open_call = self._calls.open(method, args)
+        open_call = self._calls.open(method, args, anyio.current_time())
+        self._waiting.deadline = self._deadline_s()
         try:
             send_to_all(self._workers, open_call.call)
             return await open_call.future.wait()
         finally:
             self._calls.close(open_call)
+            self._waiting.deadline = self._deadline_s()
 
     async def aclose(self) -> None:
         """Have the workers give everything back, and end them; those that load are killed.  Idempotent."""
@@ -201,7 +203,7 @@ class ProcessDevice:
         Raises:
             DeviceStartError: the system, or a machine, has refused; none is left.
         """
-        config = self._config
+        config, began_s = self._config, anyio.current_time()
         if self._info is not None:  # the successor must offer the same blocks
             config = msgspec.structs.replace(config, num_blocks=self._info.num_blocks - 1)
         self._workers = [WorkerLink(rank, peer) for rank, peer in enumerate(await self._crew())]
@@ -220,7 +222,7 @@ class ProcessDevice:
             error = next((answer.error for answer in answers if answer.error is not None), None)
             if error is not None:
                 return await self._reap(0, broken=f"an adapter: {error.kind}: {error.message}")
-        infos = [frame.info for frame in loaded]
+        infos, self._load_s = [frame.info for frame in loaded], anyio.current_time() - began_s
         return msgspec.structs.replace(
             infos[0],
             num_blocks=min(info.num_blocks for info in infos),  # a block is on every stage
@@ -282,7 +284,7 @@ class ProcessDevice:
                 if worker.has_hung_up:
                     return await self._reap(worker.rank)
             if is_late:
-                hung_s = anyio.current_time() - self._step_begin_s()
+                hung_s = anyio.current_time() - self._begin_s()
                 return await self._reap(self._workers[-1].rank, hung_s=hung_s)
             with anyio.CancelScope(deadline=self._deadline_s()) as self._waiting:
                 await receive_from_any(self._workers)
@@ -291,14 +293,17 @@ class ProcessDevice:
                 await take_what_has_come(self._workers)
 
     def _deadline_s(self) -> float:
-        """When the eldest plan counts as hung; never, without one."""
-        if not self._plans or self._state is not WorkerState.UP:
+        """When the eldest plan counts as hung, or without one the eldest call; never, without either."""
+        if self._state is not WorkerState.UP:
             return math.inf
-        return self._step_begin_s() + self._deadlines.deadline_s(self._plans[0].num_tokens)
+        if self._plans:
+            return self._begin_s() + self._deadlines.deadline_s(self._plans[0].num_tokens)
+        return self._begin_s() + call_deadline_s(self._load_s)
 
-    def _step_begin_s(self) -> float:
-        """When the worker can have begun the eldest plan: once it was sent, and the one before was answered."""
-        return max(self._plans[0].submitted_s, self._last_answer_s)
+    def _begin_s(self) -> float:
+        """When the worker can have begun the eldest plan, or call: once it was sent, and what was before was answered."""
+        sent_s = self._plans[0].submitted_s if self._plans else self._calls.since_s
+        return max(sent_s, self._last_answer_s)
 
     async def _reap(
         self, rank: int, *, broken: str | None = None, hung_s: float | None = None
@@ -332,6 +337,7 @@ class ProcessDevice:
         number = self._first_number + rank
         match frame:
             case Returned():
+                self._last_answer_s = anyio.current_time()
                 call = self._calls.note(frame, len(self._workers))
                 if call is not None:
                     self._in_force.follow(call)

@@ -22,6 +22,7 @@ STDERR_LINES = 64  # of a worker's last words that are kept for the report of it
 
 MIN_STEP_S, FIRST_STEP_S = 10.0, 120.0  # the first step of a shape may compile its kernels
 DEADLINE_FACTOR = 20.0  # over the slow end of what such steps have taken
+CALL_FACTOR = 4.0  # over what the load has taken: a wake reads the weights again
 NUM_STEPS_KEPT = 100  # durations by bucket, from which that end is read
 
 
@@ -142,6 +143,11 @@ class StepDeadlines:
         """A step of so many tokens has taken so long."""
         kept = self._taken.setdefault(num_tokens.bit_length(), deque(maxlen=NUM_STEPS_KEPT))
         kept.append(seconds)
+
+
+def call_deadline_s(load_s: float) -> float:
+    """Return how long a worker that has no step may leave a call without an answer, after a load of so many seconds."""
+    return max(FIRST_STEP_S, CALL_FACTOR * load_s)
 
 
 class Death(msgspec.Struct, frozen=True):
