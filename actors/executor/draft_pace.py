@@ -11,25 +11,10 @@ import msgspec
 # Of a step with so many drafts, in steps without.  Two cores, integers of four bits: four rows are bound by memory as one
 # is, and what is beyond them by the products.
 STEP_COSTS = (1.0, 1.05, 1.11, 1.12, 1.3, 1.42, 1.49, 1.51)
-TOKEN_WORTH = (
-    0.5  # of a token saved, likewise: where drafts are right, a step makes two tokens anyway
-)
+# Of a token saved, in steps without drafts: where drafts are right, a step makes two tokens anyway.
+TOKEN_WORTH = 0.5
 # That the next token is right where so many agree: of a small model that edits functions, over 6,500 tokens.
-CHANCES = (
-    0.0,
-    0.25,
-    0.55,
-    0.73,
-    0.82,
-    0.85,
-    0.85,
-    0.91,
-    0.91,
-    0.91,
-    *[0.93] * 6,
-    *[0.96] * 8,
-    0.98,
-)
+CHANCES = (0.0, 0.25, 0.55, 0.73, 0.82, *[0.85] * 2, *[0.91] * 3, *[0.93] * 6, *[0.96] * 8, 0.98)
 OF_MODEL = 0  # in place of a number of tokens: a draft of a second model
 CHANCE_OF_MODEL = 0.7
 WEIGHT = 6.0  # drafts of a slot's own that count as much as the table does

@@ -174,7 +174,8 @@ class Drafter:
             return []
         if match.num_alike > FEW_ALIKE:
             self._follow(slot, match, end)
-        draft = match.draft(pace.length(match.num_alike, room), self._config)
+        room = min(room, match.num_following(self._config))
+        draft = match.draft(pace.length(match.num_alike, room))
         self._found[slot] = match, end
         token_L[end : end + len(draft)] = draft
         return draft.tolist()
@@ -233,15 +234,18 @@ class Match(NamedTuple):
     num_alike: int
     place: int | None  # in the sequence's own text; None: in another's answer
 
-    def draft(self, length: int, config: SpeculativeConfig) -> np.ndarray:
-        """Return up to `length` tokens of it."""
-        factor = config.suffix_decoding_max_spec_factor
+    def num_following(self, config: SpeculativeConfig) -> int:
+        """Count the tokens that may be drafted from it."""
+        most, factor = config.num_speculative_tokens, config.suffix_decoding_max_spec_factor
         if factor is not None and config.method == "suffix":
-            length = min(length, max(1, int(self.num_alike * factor)))
-        if self.place is None:
-            ends = np.flatnonzero(self.text[:length] == SEPARATOR)
-            return self.text[: ends[0] if len(ends) else length]
-        # What repeats itself goes on to do so: past its end the continuation begins again.
+            most = min(most, max(1, int(self.num_alike * factor)))
+        if self.place is None:  # another's answer ends
+            ends = np.flatnonzero(self.text[:most] == SEPARATOR)
+            return int(ends[0]) if len(ends) else min(most, len(self.text))
+        return most
+
+    def draft(self, length: int) -> np.ndarray:
+        """Return the next tokens of it; what repeats itself goes on to do so: past its end it begins again."""
         return np.resize(self.text, length)
 
 

@@ -131,6 +131,14 @@ def test_tokens_are_drawn_in_the_recording_unless_a_row_needs_more(
     assert {is_drawn for _, is_drawn in made._steps} == are_drawn
 
 
+def test_the_steps_of_a_sequence_and_its_drafts_are_recorded_at_load(folder):
+    runner = runner_of(folder, speculative_config={"method": "suffix", "num_speculative_tokens": 4})
+    runner.load()
+    assert sizes_of(runner._recorded_steps) == [1, 2, 3, 4, 5]
+    assert all(is_drawn for _, is_drawn in runner._recorded_steps._steps)
+    runner.close()
+
+
 def test_a_recorded_step_ends_with_the_weights_and_the_memory_it_was_recorded_of(folder):
     runner = runner_of(folder)
     driver = Driver(runner)

@@ -156,7 +156,9 @@ def test_the_latest_of_the_longest_matches_is_found(tokens, longest):
 
 def drafted(tokens, length, config, recent=None):
     match = find(np.array(tokens), config, recent)
-    return [] if match is None else match.draft(length, config).tolist()
+    if match is None:
+        return []
+    return match.draft(min(length, match.num_following(config))).tolist()
 
 
 @given(texts, st.integers(1, 7), st.sampled_from([NGRAM, SUFFIX, BOUNDED]))

@@ -180,6 +180,19 @@ class CpuRunner:
                     self._hidden_TE,
                     draws=self._samples,
                 )
+                if self._drafter is not None:
+                    self._record_drafts(self._recorded_steps, self._decoder)
+
+    def _record_drafts(self, steps: RecordedDecoderSteps, decoder: Decoder[CpuOps]) -> None:
+        """Record the steps of one sequence with its drafts: each takes 10 ms, as long as three steps, when it is first needed."""
+        assert self._config.speculation is not None
+        plan = StepPlan(0, 0, (0,), (0,), (1,), (1,))
+        try:
+            for num_drafts in range(self._config.speculation.num_speculative_tokens + 1):
+                steps.record(self._make_batch(plan, decoder, np.array([num_drafts])))
+        except NotRecordableError as error:
+            logger.info("steps are not recorded: %s", error)
+            self._recorded_steps = None
 
     def _load_decoder(self) -> Decoder[CpuOps]:
         config = self._config
