@@ -82,14 +82,14 @@ def _kernels(model: str, *, is_tiny: bool) -> tuple[str, ...]:
 
 def _ranks(*, is_tiny: bool) -> Piece:
     """Two GPUs beside one, on the largest model of the goals."""
-    model = "tiny" if is_tiny else MODELS[-1]
+    model = "tiny" if is_tiny else MODELS[0]
     sizes = "--ranks 2 --device cuda --prompt-tokens 2048 --rows 1,32,256 --output-tokens 64"
     if is_tiny:
         sizes = (
             "--ranks 2 --dtype float32 --prompt-tokens 16 --rows 1 --output-tokens 2 --num-iters 1"
         )
     command = (*BENCH, "ranks", *_dummy(model), *sizes.split(), "--output-json", REPORT)
-    return Piece(f"ranks-{MODELS[-1]}", 300, command, num_gpus=1 if is_tiny else 2)
+    return Piece(f"ranks-{MODELS[0]}", 300, command, num_gpus=1 if is_tiny else 2)
 
 
 def _latency(model: str, *, is_tiny: bool) -> tuple[str, ...]:

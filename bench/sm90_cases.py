@@ -185,8 +185,11 @@ def _samplings() -> Iterator[Sm90Case]:
         "256 × 152 k, draw",
         blocks,
         "none",
-        lambda: sample.sample(
-            raw, edited, ids(256), ids(256), edited[:, 0], ids(256), tokens, rows
+        lambda: sample.put_tokens_(
+            sample.sample(raw, edited, ids(256), ids(256), edited[:, 0], ids(256), tokens, rows),
+            ids(256),
+            ids(256),
+            tokens,
         ),
     )
     for num_top, config in logprobs.CONFIGS["sm_90"]:
