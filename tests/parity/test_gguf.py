@@ -83,7 +83,8 @@ MIXED = {
     "olmoe": ("Olmoe", EXPERTS, EXPERT_NUMBERS),
     "granitemoe": (
         "GraniteMoe", {"num_local_experts": 6, "num_experts_per_tok": 3, "attention_multiplier": 0.25},
-        EXPERT_NUMBERS | {"attention.scale": 0.25}),
+        EXPERT_NUMBERS | {
+            "attention.scale": 0.25, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0}),
     "gpt-oss": (
         "GptOss",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 16,
