@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.executor.draft_pace import STEP_COSTS, TOKEN_WORTH
+from trouper.actors.executor.draft_pace import STEP_COSTS
 from trouper.actors.executor.drafts import num_equal
 from trouper.actors.executor.grammar_drafts import (
     FORCED,
     NUM_ALIKE,
+    TOKEN_WORTH,
     GrammarDrafts,
     Guess,
     History,
