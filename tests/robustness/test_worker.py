@@ -44,8 +44,8 @@ class Crew:
         self.module = module
         self.inside = inside
 
-    def __call__(self, rank):
-        self.peers.append(self.inside(launch, rank, self.module))
+    def __call__(self, rank, files=()):
+        self.peers.append(self.inside(partial(launch, files=files), rank, self.module))
         return self.peers[-1]
 
     def signal(self, number):

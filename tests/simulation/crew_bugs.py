@@ -103,9 +103,9 @@ def sleep_level_forgotten(right):
     return lambda self, call: None
 
 
-@crew_bug(ProcessDevice, "_step_begin_s", draw_slow_steps)
+@crew_bug(ProcessDevice, "_begin_s", draw_slow_steps)
 def deadline_from_submission(right):
-    return lambda self: self._plans[0].submitted_s
+    return lambda self: self._plans[0].submitted_s if self._plans else right(self)
 
 
 @crew_bug(ProcessDevice, "_frames_of_all")
