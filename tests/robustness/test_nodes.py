@@ -20,8 +20,9 @@ from trouper.config.args import EngineArgs
 from trouper.config.nodes import CLUSTER_KEY
 from trouper.config.resolve import resolve
 
+from .crews import OPTIONS
 from .test_orphans import workers_of
-from .test_stages import OPTIONS, expected
+from .test_stages import expected
 from .test_worker import texts
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120), pytest.mark.slow]

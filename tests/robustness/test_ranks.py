@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.executor.devices.launch_local import MODULE, launch
+from trouper.actors.executor.devices.launch_local import MODULE
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.kernels.codegen import units
 
+from .crews import OPTIONS, LocalWorkers, anyio_backend  # noqa: F401  # a fixture
 from .test_worker import texts
 
 pytestmark = [
@@ -25,36 +26,13 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not units.can_multiply(), reason="needs compiled kernels"),
 ]
-OPTIONS = {
-    "dtype": "float32",
-    "max_num_batched_tokens": 32,
-    "max_num_seqs": 16,
-    "max_model_len": 512,
-}
-
-
-@pytest.fixture(params=["trio"])
-def anyio_backend(request):
-    return request.param
-
-
-class Crew:
-    """Starts the workers, and remembers them."""
-
-    def __init__(self, module):
-        self.peers = []
-        self._module = module
-
-    def __call__(self, rank, *, files=()):
-        self.peers.append(launch(rank, self._module, files=files))
-        return self.peers[-1]
 
 
 @asynccontextmanager
 async def ranked_engine(num_ranks=2, num_stages=1, module=MODULE, **options):
     sizes = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
     config = resolve(EngineArgs(**sizes, **OPTIONS, **options))
-    crew = Crew(module)
+    crew = LocalWorkers(module)
     async with open_engine(config, ProcessDevice(config, crew)) as engine:
         yield engine, crew
 

@@ -20,7 +20,8 @@ from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError
 
-from .test_stages import OPTIONS, expected
+from .crews import OPTIONS
+from .test_stages import expected
 from .test_worker import texts
 
 pytestmark = [

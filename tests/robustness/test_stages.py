@@ -11,45 +11,23 @@ import pytest
 
 from tests.robustness.faulty_worker import POISON
 from trouper.actors.engine.wiring import open_engine
-from trouper.actors.executor.devices.launch_local import MODULE, launch
+from trouper.actors.executor.devices.launch_local import MODULE
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import GenerationError, TrouperValidationError
 
+from .crews import OPTIONS, LocalWorkers, anyio_backend  # noqa: F401  # a fixture
 from .test_worker import params, texts
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120), pytest.mark.slow]
-OPTIONS = {
-    "dtype": "float32",
-    "max_num_batched_tokens": 32,
-    "max_num_seqs": 16,
-    "max_model_len": 512,
-}
-
-
-@pytest.fixture(params=["trio"])
-def anyio_backend(request):
-    return request.param
-
-
-class Stages:
-    """Starts the stages, and remembers them."""
-
-    def __init__(self, module):
-        self.peers = []
-        self._module = module
-
-    def __call__(self, rank, *, files=()):
-        self.peers.append(launch(rank, self._module, files=files))
-        return self.peers[-1]
 
 
 @asynccontextmanager
 async def staged_engine(num_stages=2, module=MODULE, **options):
     config = resolve(EngineArgs(pipeline_parallel_size=num_stages, **OPTIONS, **options))
-    crew = Stages(module)
+    crew = LocalWorkers(module)
     async with open_engine(config, ProcessDevice(config, crew)) as engine:
         yield engine, crew
 

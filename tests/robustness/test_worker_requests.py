@@ -21,7 +21,7 @@ from trouper.lora import LoRARequest
 from trouper.params import SamplingParams, StructuredOutputsParams
 from trouper.pooling import PoolingParams
 
-from .test_stages import Stages
+from .crews import LocalWorkers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 NEEDS_KERNELS = pytest.mark.skipif(not units.can_multiply(), reason="needs compiled kernels")
@@ -53,7 +53,7 @@ def adapters(tmp_path):
 @asynccontextmanager
 async def an_engine(place, **options):
     config = resolve(EngineArgs(device_worker=place, **OPTIONS, **options))
-    crew = Stages(MODULE)
+    crew = LocalWorkers(MODULE)
     is_inline = config.device_worker == "inline"
     device = ThreadedDevice(config) if is_inline else ProcessDevice(config, crew)
     async with open_engine(config, device) as engine:
@@ -177,7 +177,7 @@ async def test_embeddings_are_the_same_when_the_worker_dies_under_them():
     async with open_engine(config, ThreadedDevice(config)) as engine:
         expected = await embeddings(engine, "inline")
     config = resolve(EngineArgs(device_worker="process", **options))
-    crew = Stages(MODULE)
+    crew = LocalWorkers(MODULE)
     async with open_engine(config, ProcessDevice(config, crew)) as engine:
         assert await embeddings(engine, "first") == expected
         os.kill(crew.peers[-1].pid, signal.SIGKILL)

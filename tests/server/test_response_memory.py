@@ -106,6 +106,8 @@ async def test_pages_make_up_the_list(remembering, order, limit):
     client = remembering("Hello.")
     texts = [str(i) for i in range(7)]
     given = [{"role": "user", "content": text} for text in texts]
+    for own in given[1::3]:
+        own["id"] = f"mine_{own['content']}"
     name = (await client.post(PATH, {"input": given})).json["id"]
     found, after = [], ""
     while True:
@@ -131,11 +133,13 @@ async def test_pages_make_up_the_list(remembering, order, limit):
         ("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("limit=", "limit"),
         ("limit=-1", "limit"), ("limit=1" + "0" * 5000, "limit"), ("limit=%D9%A1", "limit"),
         ("order=up", "order"), ("after=msg_x", "after"), ("after=", "after"),
+        ("after=msg_NAME_in1", "after"), ("after=rs_NAME_in0", "after"),
     ],
 )  # fmt: skip
 async def test_a_bad_page_is_refused_by_name(remembering, query, param):
     client = remembering("Hello.")
     name = (await client.post(PATH, {"input": "hi"})).json["id"]
+    query = query.replace("NAME", name)
     answer = await client.get(f"{PATH}/{name}/input_items?{query}")
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
 

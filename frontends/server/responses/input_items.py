@@ -47,28 +47,32 @@ def listed(items: Sequence[JSONObject], response_id: str, page: Page) -> JSONObj
     Raises:
         TrouperValidationError: `after` is the id of none of them.
     """
-    numbered = list(enumerate(items))
-    if page.is_descending:
-        numbered.reverse()
-    start = 0
+    places = range(len(items))[:: -1 if page.is_descending else 1]
     if page.after is not None:
-        places = (
-            place
-            for place, (i, item) in enumerate(numbered)
-            if _id(item, response_id, i) == page.after
-        )
-        last = next(places, None)
+        last = _place_of(page.after, items, response_id, places)
         if last is None:
             raise invalid("after", "is the id of no item of this list", page.after[:64])
-        start = last + 1
-    data = [_named(item, _id(item, response_id, i)) for i, item in numbered[start:][: page.limit]]
+        places = places[places.index(last) + 1 :]
+    data = [_named(items[i], _id(items[i], response_id, i)) for i in places[: page.limit]]
     return {
         "object": "list",
         "data": data,
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
-        "has_more": start + page.limit < len(numbered),
+        "has_more": page.limit < len(places),
     }
+
+
+def _place_of(
+    name: str, items: Sequence[JSONObject], response_id: str, places: range
+) -> int | None:
+    """Find the item of an id: one made of a place says it, and of the items' own the first of `places` counts."""
+    _, mark, number = name.rpartition(f"_{response_id}_in")
+    if mark and number.isascii() and number.isdigit():
+        place = int(number[:9])
+        if place < len(items) and _id(items[place], response_id, place) == name:
+            return place
+    return next((i for i in places if name and items[i].get("id") == name), None)
 
 
 def _id(item: JSONObject, response_id: str, index: int) -> str:

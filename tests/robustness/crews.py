@@ -1,0 +1,29 @@
+"""What tests of several workers of a device share: options, and a launcher that remembers whom it has started."""
+
+import pytest
+
+from trouper.actors.executor.devices.launch_local import launch
+
+OPTIONS = {
+    "dtype": "float32",
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 16,
+    "max_model_len": 512,
+}
+
+
+@pytest.fixture(params=["trio"])
+def anyio_backend(request):
+    return request.param
+
+
+class LocalWorkers:
+    """Starts the workers, and remembers them."""
+
+    def __init__(self, module):
+        self.peers = []
+        self._module = module
+
+    def __call__(self, rank, *, files=()):
+        self.peers.append(launch(rank, self._module, files=files))
+        return self.peers[-1]

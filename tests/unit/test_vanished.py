@@ -1,0 +1,88 @@
+"""Machines that vanish without a word: what connections ask of the system, and when a channel ends by it."""
+
+import random
+import socket
+from unittest.mock import patch
+
+import pytest
+import trio
+import trio.testing
+
+from tests.simulation.hosts_places import VirtualAnyio
+from tests.simulation.virtual_network import MACHINE, PROGRAM, VirtualNetwork
+from trouper.actors.executor.devices.nodes import channel, front, proof
+from trouper.actors.executor.devices.nodes.channel import Channel, Listen
+
+from .test_nodes import KEY, a_front, tcp_pair
+
+TCP = socket.IPPROTO_TCP
+WANTED = {
+    (socket.SOL_SOCKET, "SO_KEEPALIVE"): 1,
+    (TCP, "TCP_NODELAY"): 1,
+    (TCP, "TCP_KEEPIDLE"): proof.KEEP_ALIVE_S,
+    (TCP, "TCP_KEEPINTVL"): proof.KEEP_ALIVE_S,
+    (TCP, "TCP_KEEPCNT"): proof.VANISHED_S // proof.KEEP_ALIVE_S,
+    (TCP, "TCP_USER_TIMEOUT"): proof.VANISHED_S * 1000,
+}
+
+
+def options_of(connection):
+    return {(level, n): connection.getsockopt(level, getattr(socket, n)) for level, n in WANTED}
+
+
+def test_both_sides_of_a_proven_connection_ask_the_system_to_look_for_the_other(monkeypatch):
+    accepted = []
+
+    def note(connection):
+        proof.tune(connection)
+        accepted.append(options_of(connection))
+
+    monkeypatch.setattr(front, "tune", note)
+
+    async def connect():
+        async with a_front() as (_, address):
+            with await trio.to_thread.run_sync(proof.dial, address, KEY) as dialled:
+                assert options_of(dialled) == WANTED
+
+    trio.run(connect)
+    assert accepted == [WANTED]
+
+
+def test_a_connection_that_is_not_tuned_asks_for_nothing():
+    for side in tcp_pair():
+        with side:
+            assert options_of(side)[socket.SOL_SOCKET, "SO_KEEPALIVE"] == 0
+
+
+@pytest.mark.parametrize(
+    ("sends", "is_tuned", "gone_after_s"),
+    [
+        (False, True, proof.KEEP_ALIVE_S + proof.VANISHED_S),
+        (True, True, proof.VANISHED_S),  # what is not acknowledged
+        (True, False, None),
+    ],
+)
+def test_a_channel_to_a_machine_that_has_vanished_ends_if_it_asked(sends, is_tuned, gone_after_s):
+    async def act():
+        network = VirtualNetwork(random.Random(1))
+        PROGRAM.set("host")
+        MACHINE.set("host")
+        listener = network.listen("front")
+        far = await network.connect("front")
+        near, _ = listener.accept()
+        if is_tuned:
+            proof.tune(near)
+        link = Channel(near)
+        began_s = trio.current_time()
+        network.switch_off("host")
+        assert far.is_vanished
+        if sends:
+            link.send(Listen(1))
+        with trio.move_on_after(1000.0) as patience:
+            assert await link.receive() is None
+        assert patience.cancelled_caught == (gone_after_s is None)
+        if gone_after_s is not None:
+            assert trio.current_time() - began_s == pytest.approx(gone_after_s)
+
+    with patch.object(channel, "anyio", VirtualAnyio()):
+        trio.run(act, clock=trio.testing.MockClock(autojump_threshold=0))
