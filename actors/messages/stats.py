@@ -41,6 +41,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     adapters: AdapterStats | None = None  # None: the engine takes none
     is_device_lost: bool = False  # it is being started again, or has failed
     is_device_failed: bool = False  # it is not started again
+    is_available: bool = (
+        True  # it takes new requests: the device is there, and no search for a culprit goes first
+    )
     num_lost_tokens: int = 0  # computed, and lost with the device's memory: they are computed again
 
 
@@ -60,6 +63,7 @@ def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:
         adapters=_all_adapters(adapters) if adapters else None,
         is_device_lost=all(part.is_device_lost for part in parts),
         is_device_failed=all(part.is_device_failed for part in parts),
+        is_available=any(part.is_available for part in parts),
     )
 
 

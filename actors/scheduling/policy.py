@@ -166,6 +166,7 @@ class Policy:
             num_lost_tokens=running.num_lost_tokens,
             is_device_lost=self._is_lost,
             is_device_failed=self._has_failed,
+            is_available=self.is_available,
             adapters=None if self.config.max_loras is None else table.adapter_stats(),
         )
 

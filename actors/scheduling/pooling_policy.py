@@ -147,6 +147,7 @@ class PoolingPolicy:
             recompute_cache_hits=0,
             is_device_lost=self._is_lost,
             is_device_failed=self._has_failed,
+            is_available=self.is_available,
         )
 
     def snapshot(self) -> PolicySnapshot:

@@ -224,9 +224,9 @@ def a_config(**options):
     return resolve(EngineArgs(**options))
 
 
-def a_host(address, rank=1, num_nodes=2, key=KEY):
+def a_host(address, rank=1, num_nodes=2, key=KEY, num_workers=1):
     nodes = NodesConfig("mp", num_nodes, rank, *address)
-    return Host(nodes, key, PlaceFacts(1), IDLE)
+    return Host(nodes, key, PlaceFacts(num_workers), IDLE)
 
 
 @asynccontextmanager
@@ -310,6 +310,11 @@ async def test_a_host_serves_the_next_front_when_one_is_gone(monkeypatch):
         ({"key": b"another key of others"}, CLUSTER_KEY, "has another key"),
         ({"num_nodes": 3}, "node_rank", "node 1 of 3, and the front has 2"),
         ({"rank": 2}, "node_rank", "node 2 of 2"),
+        (
+            {"num_workers": 3},
+            "node_rank",
+            "3 workers on node 1 by its -pp, -tp and -dp, and 1 by the front's",
+        ),
     ],
 )
 async def test_a_host_that_does_not_belong_is_refused_and_ends(host, parameter, words):

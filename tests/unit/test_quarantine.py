@@ -7,6 +7,7 @@ import pytest
 from tests.unit.test_policy import Desk
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.results import DeviceLost
+from trouper.actors.messages.stats import total
 
 
 class Ward(Desk):
@@ -88,6 +89,22 @@ def test_what_a_loss_costs_is_counted_in_tokens():
     ward.step()
     ward.lose()
     assert ward.policy.statistics().num_lost_tokens == 8
+
+
+def test_a_device_that_is_searched_for_a_culprit_is_there_and_takes_no_request():
+    ward = Ward()
+    for id in range(3):
+        ward.admit(id, max_tokens=4)
+    ward.plan()
+    assert ward.policy.statistics().is_available
+    ward.lose()
+    found = ward.policy.statistics()
+    assert (found.is_device_lost, found.is_available) == (False, False)
+    well = Ward().policy.statistics()
+    assert total([found, well]).is_available
+    assert not total([found, found]).is_available
+    ward.run(lambda owners, plan: False)
+    assert ward.policy.statistics().is_available
 
 
 def test_an_idle_loss_forgets_the_prefixes():

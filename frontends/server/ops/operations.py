@@ -66,7 +66,7 @@ async def ready(service: Service, context: RequestContext, _: None) -> None:
     await service.prove()
     replicas = service.core.statistics().replicas
     if len(replicas) > 1:  # some may be missing: fewer clients are served as fast
-        num_ready = sum(not replica.is_device_lost for replica in replicas)
+        num_ready = sum(replica.is_available for replica in replicas)
         context.own_headers += ((b"x-replicas-ready", b"%d/%d" % (num_ready, len(replicas))),)
     await context.send_empty()
 

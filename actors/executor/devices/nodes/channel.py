@@ -30,6 +30,7 @@ class HostHello(msgspec.Struct, frozen=True, tag=True):
     protocol: str
     node: int
     num_nodes: int
+    num_workers: int = 1  # on it, by its own options: they share its cores
 
 
 class WorkerHello(msgspec.Struct, frozen=True, tag=True):

@@ -151,10 +151,14 @@ class Front:
     Args:
         listener: bound and listening; it is closed at the end.
         num_nodes: machines, this one counted.
+        num_workers: on each of them.
     """
 
-    def __init__(self, listener: socket.socket, key: bytes, num_nodes: int = 1) -> None:
-        self._listener, self._key, self._num_nodes = listener, key, num_nodes
+    def __init__(
+        self, listener: socket.socket, key: bytes, num_nodes: int = 1, num_workers: int = 1
+    ) -> None:
+        self._listener, self._key = listener, key
+        self._num_nodes, self._num_workers = num_nodes, num_workers
         self._hosts: dict[int, HostLink] = {}
         self._arrived: deque[Future[None]] = deque()  # one for each replica that waits for a host
         self._expected: dict[tuple[int, int], Future[socket.socket]] = {}
@@ -293,6 +297,9 @@ class Front:
             return Refused("it has another version of trouper", True)
         if hello.num_nodes != self._num_nodes or not 0 < hello.node < self._num_nodes:
             words = f"node {hello.node} of {hello.num_nodes}, and the front has {self._num_nodes}"
+            return Refused(words, True)
+        if hello.num_workers != self._num_workers:
+            words = f"{hello.num_workers} workers on node {hello.node} by its -pp, -tp and -dp, and {self._num_workers} by the front's"
             return Refused(words, True)
         if hello.node in self._hosts:
             return Refused(f"node {hello.node} is there already", False)

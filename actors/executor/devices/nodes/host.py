@@ -97,7 +97,9 @@ class Host:
         refused: Refused | None = None
         try:
             nodes = self._nodes
-            channel.send(HostHello(protocol(), nodes.rank, nodes.num_nodes))
+            channel.send(
+                HostHello(protocol(), nodes.rank, nodes.num_nodes, self._place.num_workers)
+            )
             logger.warning("node %d of %d serves the front", nodes.rank, nodes.num_nodes)
             refused = await orders.follow()
         except OSError as error:

@@ -260,7 +260,7 @@ async def open_nodes(
 ) -> AsyncGenerator[Callable[[int], CrewLauncher]]:
     """Listen for the other machines while the block runs; yields what starts the workers of a replica."""
     key = cluster_key()
-    front = Front(listener := listen(nodes), key, nodes.num_nodes)
+    front = Front(listener := listen(nodes), key, nodes.num_nodes, config.num_workers)
     address = nodes.address, listener.getsockname()[1]
 
     async def make_group(node: int, order: int) -> GroupPort:
