@@ -366,6 +366,20 @@ def test_workers_are_numbered_through_all_replicas():
     run(act)
 
 
+@pytest.mark.parametrize(("kind", "is_from_outside"), [("LinkLostError", True), ("OSError", False)])
+def test_no_request_is_suspected_of_a_network_that_is_lost(kind, is_from_outside):
+    async def act():
+        device = make_device(launcher := FakeLauncher())
+        await device.load()
+        device.submit(plan(1))
+        launcher.peers[1].write(Broken(ErrorText(kind, "timed out")))
+        lost = await device.receive()
+        assert lost.message == f"worker 1 gave up in step 1: {kind}: timed out"
+        assert lost.is_from_outside == is_from_outside
+
+    run(act)
+
+
 def test_a_start_that_is_refused_is_told_by_the_number_of_its_replica():
     async def act():
         launcher = FakeLauncher()

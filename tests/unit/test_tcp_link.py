@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trouper.actors.executor.parallel.ranks import CrewSizes, open_worker_links
-from trouper.actors.executor.parallel.tcp_link import HEADER, TcpLink
+from trouper.actors.executor.parallel.tcp_link import HEADER, LinkLostError, TcpLink
 
 
 def tcp_pair():
@@ -81,8 +81,31 @@ def test_the_end_of_the_other_side_is_an_error_after_what_it_sent(ends):
     sender.send(1, some_bytes(b"last"))
     sender.close()
     assert receiver.receive(out, wait=True) == (1, 4)
-    with pytest.raises(ConnectionError):
+    with pytest.raises(LinkLostError, match="closed by another stage"):
         receiver.receive(out, wait=False)
+
+
+def test_a_network_that_is_silent_is_a_lost_link_on_both_sides():
+    class Silent:
+        """A socket whose keep-alive was not answered."""
+
+        def sendmsg(self, parts):
+            raise TimeoutError("timed out")
+
+        def recv_into(self, buffer):
+            raise TimeoutError("timed out")
+
+        def close(self):
+            pass
+
+    for end in tcp_pair():
+        link = TcpLink(end.detach(), 16, patience_s=0.0)
+        link.close()
+        link._socket = Silent()
+        with pytest.raises(LinkLostError, match="between stages: timed out"):
+            link.send(1, some_bytes(b"x"))
+        with pytest.raises(LinkLostError, match="between stages: timed out"):
+            link.receive(np.zeros(16, dtype=np.uint8), wait=True)
 
 
 def test_stages_open_a_connection_where_they_inherit_a_socket():

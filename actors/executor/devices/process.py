@@ -51,6 +51,7 @@ from trouper.actors.executor.devices.worker_link import (
     send_to_all,
     take_what_has_come,
 )
+from trouper.actors.executor.parallel.tcp_link import LinkLostError
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import DeviceBack, DeviceLost, PoolDone, StepDone, StepFailed
 from trouper.config.resolve import EngineConfig
@@ -275,9 +276,10 @@ class ProcessDevice:
                 except WireError as error:
                     return await self._reap(worker.rank, broken=str(error))
                 if isinstance(frame, Broken):
-                    self._error = frame.error
-                    words = f"{frame.error.kind}: {frame.error.message}"
-                    return await self._reap(worker.rank, broken=words)
+                    self._error = error = frame.error
+                    words = f"{error.kind}: {error.message}"
+                    is_lost = error.kind == LinkLostError.__name__
+                    return await self._reap(worker.rank, broken=words, was_machine_lost=is_lost)
                 if frame is not None:
                     return worker.rank, frame
             for worker in self._workers:
@@ -306,7 +308,12 @@ class ProcessDevice:
         return max(sent_s, self._last_answer_s)
 
     async def _reap(
-        self, rank: int, *, broken: str | None = None, hung_s: float | None = None
+        self,
+        rank: int,
+        *,
+        broken: str | None = None,
+        hung_s: float | None = None,
+        was_machine_lost: bool = False,
     ) -> Death:
         """End all workers, of which that of `rank` is the cause."""
         is_alive = hung_s is not None or broken is not None
@@ -318,7 +325,7 @@ class ProcessDevice:
         step = self._plans[0].step if self._plans else None
         return Death(
             rank=self._first_number + rank, step=step, exit_status=end.status, hung_s=hung_s,
-            was_out_of_memory=end.was_out_of_memory, was_machine_lost=end.was_machine_lost, broken=broken, stderr=end.stderr,
+            was_out_of_memory=end.was_out_of_memory, was_machine_lost=was_machine_lost or end.was_machine_lost, broken=broken, stderr=end.stderr,
             num_workers=len(self._workers), first_rank=self._first_number,
         )  # fmt: skip
 

@@ -4,18 +4,24 @@ A message is the step and the number of bytes, then the bytes.  What has been se
 sides; a sender of hidden states waits for room there while nothing that the receiver needs is behind it.
 
 A link ends with the process on its other side, whose end the engine sees as well, and knows the cause of. So a side that finds
-the end first says nothing for a moment, in which the engine ends it too; only what the engine has not seen is an error.
+the end first says nothing for a moment, in which the engine ends it too; only what the engine has not seen is an error. Its class says that
+no request is the cause: a network that is silent is found by each connection in its own time, and by a link before the engine's own.
 """
 
 import select
 import socket
 import struct
 import time
+from typing import NoReturn
 
 import numpy as np
 
 HEADER = struct.Struct("<qq")
 PATIENCE_S = 2.0
+
+
+class LinkLostError(ConnectionError):
+    """The connection to another stage has ended."""
 
 
 class TcpLink:
@@ -43,7 +49,7 @@ class TcpLink:
 
         Raises:
             ValueError: the payload is larger than a message may be.
-            OSError: the other side is gone.
+            LinkLostError: the other side is gone.
         """
         if len(payload) > self._max_bytes:
             raise ValueError(f"{len(payload)} bytes for messages of {self._max_bytes}")
@@ -53,9 +59,8 @@ class TcpLink:
             if num_sent < len(header):
                 self._socket.sendall(header[num_sent:])
             self._socket.sendall(payload.data[max(0, num_sent - len(header)) :])
-        except OSError:
-            time.sleep(self._patience_s)
-            raise
+        except OSError as error:
+            self._lose(error)
 
     def receive(self, out: np.ndarray, *, wait: bool) -> tuple[int, int] | None:
         """Copy the payload of the next message to the beginning of `out`.
@@ -64,7 +69,7 @@ class TcpLink:
             Its step and its number of bytes; None if none is here as a whole and `wait` is False.
 
         Raises:
-            ConnectionError: the other side is gone.
+            LinkLostError: the other side is gone.
             ValueError: a message is larger than it may be.
         """
         if not self._read_up_to(HEADER.size, wait=wait):
@@ -90,11 +95,14 @@ class TcpLink:
                 return False
             try:
                 num_read = self._socket.recv_into(self._buffer[self._num_here : end].data)
-            except OSError:
-                time.sleep(self._patience_s)
-                raise
+            except OSError as error:
+                self._lose(error)
             if num_read == 0:
-                time.sleep(self._patience_s)
-                raise ConnectionError("another stage has closed its link")
+                self._lose("closed by another stage")
             self._num_here += num_read
         return True
+
+    def _lose(self, words: object) -> NoReturn:
+        """Wait for the engine to end this side too, and then say what it has not seen."""
+        time.sleep(self._patience_s)
+        raise LinkLostError(f"a link between stages: {words}") from None
