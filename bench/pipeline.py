@@ -1,21 +1,17 @@
-"""How much faster one prompt is computed by the stages of a pipeline, a core each, than by one process on one core.
-
-Both engines are open at once and take the prompt in turn, so a machine that is disturbed disturbs both.
-"""
+"""How much faster one prompt is computed by the stages of a pipeline, a core each, than by one process on one core."""
 
 import os
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from functools import partial
 from itertools import pairwise
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import anyio
 import msgspec
 
-from trouper.actors.engine.wiring import Engine, open_engine
-from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.engine.wiring import Engine
+from trouper.bench.in_turn import in_turn
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import EngineConfig, resolve
 from trouper.params import SamplingParams
@@ -63,20 +59,13 @@ async def measure(
 ) -> list[dict[str, Any]]:
     """One record for each number of chunks: median seconds of both, and their ratio."""
     records: list[dict[str, Any]] = []
-    async with AsyncExitStack() as stack:
-        engines = [
-            await stack.enter_async_context(open_engine(config, ProcessDevice(config)))
-            for config in (whole, cut)
-        ]
-        for number, engine in enumerate(engines):  # what is compiled at a first step
-            await _seconds(engine, 2 * chunk_tokens, f"warm-{number}")
+    async with in_turn(whole, cut) as both:
+        # what is compiled at a first step
+        await both.measure("first", partial(_seconds, 2 * chunk_tokens), 1)
         for num_chunks in chunks:
-            seconds: list[list[float]] = [[], []]
-            for turn in range(num_rounds):
-                for number, engine in enumerate(engines):
-                    name = f"{num_chunks}-{turn}-{number}"
-                    seconds[number].append(await _seconds(engine, num_chunks * chunk_tokens, name))
-            one, several = map(median, seconds)
+            one, several, turns = await both.measure(
+                f"{num_chunks}", partial(_seconds, num_chunks * chunk_tokens), num_rounds
+            )
             depth = cut.num_stages
             records.append(
                 {
@@ -87,13 +76,13 @@ async def measure(
                     "stages_s": several,
                     "gain": one / several,
                     "bound": num_chunks * depth / (num_chunks + depth - 1),
-                    "seconds": seconds,
+                    "seconds": turns,
                 }
             )
     return records
 
 
-async def _seconds(engine: Engine, num_tokens: int, name: str) -> float:
+async def _seconds(num_tokens: int, engine: Engine, name: str) -> float:
     ids = [VOCABULARY[i % len(VOCABULARY)] for i in range(num_tokens)]
     started = perf_counter()
     async for _ in engine.generate({"prompt_token_ids": ids}, PARAMS, name):
@@ -107,12 +96,8 @@ def measure_on_one_core_each(
     """Measure on an event loop of its own, with one thread in each worker."""
     before = os.environ.get(NUM_THREADS)
     os.environ[NUM_THREADS] = "1"
-
-    async def act() -> list[dict[str, Any]]:
-        return await measure(whole, cut, **options)
-
     try:
-        return anyio.run(act, backend="trio")
+        return anyio.run(partial(measure, whole, cut, **options), backend="trio")
     finally:
         if before is None:
             del os.environ[NUM_THREADS]

@@ -1,18 +1,14 @@
-"""A model by two ranks or more beside one process with as many threads, or beside one GPU: a prompt, and steps of a few rows.
-
-Both engines are open at once and are measured in turn, so a machine that is disturbed disturbs both.
-"""
+"""A model by two ranks or more beside one process with as many threads, or beside one GPU: a prompt, and steps of a few rows."""
 
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from statistics import median
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import anyio
 
-from trouper.actors.engine.wiring import Engine, open_engine
-from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.engine.wiring import Engine
+from trouper.bench.in_turn import in_turn
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import EngineConfig, resolve
 from trouper.params import SamplingParams
@@ -54,35 +50,28 @@ async def measure(
     num_rounds: int,
 ) -> list[dict[str, Any]]:
     """One record for the prompt and one for each number of rows: median seconds of both, and their ratio."""
-    async with AsyncExitStack() as stack:
-        engines = [
-            await stack.enter_async_context(open_engine(config, ProcessDevice(config)))
-            for config in (whole, cut)
-        ]
+    async with in_turn(whole, cut) as both:
 
-        async def turns(what: str, num_tokens: int, count: int, num_rows: int) -> dict[str, Any]:
-            seconds: list[list[float]] = [[], []]
-            for turn in range(-1, num_rounds):  # the first compiles and records
-                for number, engine in enumerate(engines):
-                    name = f"{what}-{turn}-{number}"
-                    found = await _seconds(engine, num_tokens, count, num_rows, name)
-                    if turn >= 0:
-                        seconds[number].append(found)
-            one, several = map(median, seconds)
+        async def record(
+            what: str, num_tokens: int, num_outputs: int, num_rows: int
+        ) -> dict[str, Any]:
+            seconds_of = partial(_seconds, num_tokens, num_outputs, num_rows)
+            await both.measure(f"{what}-first", seconds_of, 1)  # compiles and records
+            one, several, turns = await both.measure(what, seconds_of, num_rounds)
             return {
                 "what": what, "num_ranks": cut.tensor_parallel_size, "one_process_s": one, "ranks_s": several,
-                "ratio": one / several, "seconds": seconds,
+                "ratio": one / several, "seconds": turns,
             }  # fmt: skip
 
-        records = [await turns(f"prompt of {num_prompt_tokens}", num_prompt_tokens, 1, 1)]
+        records = [await record(f"prompt of {num_prompt_tokens}", num_prompt_tokens, 1, 1)]
         for num_rows in rows:
             name = f"step of {num_rows} rows"
-            records.append(await turns(name, SHORT, num_outputs, num_rows))
+            records.append(await record(name, SHORT, num_outputs, num_rows))
         return records
 
 
 async def _seconds(
-    engine: Engine, num_tokens: int, num_outputs: int, num_rows: int, name: str
+    num_tokens: int, num_outputs: int, num_rows: int, engine: Engine, name: str
 ) -> float:
     """Return the seconds of a prompt alone; of several outputs those of one step after the first tokens."""
     params = SamplingParams(
@@ -109,8 +98,4 @@ async def _seconds(
 
 def measure_both(whole: EngineConfig, cut: EngineConfig, **options: Any) -> list[dict[str, Any]]:
     """Measure on an event loop of its own."""
-
-    async def act() -> list[dict[str, Any]]:
-        return await measure(whole, cut, **options)
-
-    return anyio.run(act, backend="trio")
+    return anyio.run(partial(measure, whole, cut, **options), backend="trio")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
+from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 
@@ -144,6 +145,29 @@ class DatasetOptions:
             rng,
             range_ratio=self.random_range_ratio,
             prefix_len=self.random_prefix_len,
+        )
+
+
+@dataclasses.dataclass
+class GeometryOptions:
+    """The model of a benchmark to which weights matter by their sizes alone."""
+
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="Folder, hub id, or a geometry with random weights."),
+    ] = "qwen3-0.6b"
+    load_format: Annotated[
+        str, typer.Option(help="auto for a folder; dummy for random weights of a geometry.")
+    ] = "dummy"
+    dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16"
+
+    def args(self) -> EngineArgs:
+        """Return the arguments of an engine without a tokenizer."""
+        return EngineArgs(
+            model=self.model,
+            load_format=self.load_format,
+            dtype=self.dtype,
+            skip_tokenizer_init=True,
         )
 
 

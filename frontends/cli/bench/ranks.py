@@ -4,22 +4,13 @@ from typing import Annotated, Any
 
 import typer
 
-from trouper.config.args import EngineArgs
-from trouper.frontends.cli.bench.options import ReportOptions
+from trouper.frontends.cli.bench.options import GeometryOptions, ReportOptions
 from trouper.frontends.cli.options import expand_options, integers
 
 
 @expand_options
 def ranks(
     ctx: typer.Context,
-    model: Annotated[
-        str,
-        typer.Option("--model", "-m", help="Folder, hub id, or a geometry with random weights."),
-    ] = "qwen3-0.6b",
-    load_format: Annotated[
-        str, typer.Option(help="auto for a folder; dummy for random weights of a geometry.")
-    ] = "dummy",
-    dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16",
     ranks: Annotated[int, typer.Option(min=2, help="Number of tensor-parallel ranks.")] = 2,
     device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU for each rank.")] = "cpu",
     prompt_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the prompt.")] = 512,
@@ -30,14 +21,16 @@ def ranks(
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each of them.")] = 32,
     num_iters: Annotated[int, typer.Option(min=1, help="Rounds of each engine, in turn.")] = 3,
     *,
+    geometry: GeometryOptions,
     report: ReportOptions,
 ) -> None:
     """Measure a prompt and decode steps by ranks, beside one process on the same cores or one GPU."""
     from trouper.bench import ranks as core
 
     report.check()
-    args = EngineArgs(model=model, load_format=load_format, dtype=dtype, skip_tokenizer_init=True)
-    whole, cut = core.configs(args, ranks, prompt_tokens, max(rows), output_tokens, device)
+    whole, cut = core.configs(
+        geometry.args(), ranks, prompt_tokens, max(rows), output_tokens, device
+    )
     records = core.measure_both(
         whole,
         cut,

@@ -1,0 +1,51 @@
+"""Two engines that are open at once and measured in turn, so a machine that is disturbed disturbs both."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from statistics import median
+from typing import NamedTuple
+
+from trouper.actors.engine.wiring import Engine, open_engine
+from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.config.resolve import EngineConfig
+
+
+class Seconds(NamedTuple):
+    """The seconds of both engines: their medians, and each turn of the one and the other."""
+
+    one: float
+    several: float
+    turns: list[list[float]]
+
+
+class InTurn:
+    """A whole model and one that is cut, or any two engines."""
+
+    def __init__(self, whole: Engine, cut: Engine) -> None:
+        self._engines = whole, cut
+
+    async def measure(
+        self, name: str, seconds_of: Callable[[Engine, str], Awaitable[float]], num_rounds: int
+    ) -> Seconds:
+        """Measure each engine so many times.
+
+        Args:
+            name: that those of the requests begin with.
+            seconds_of: uses an engine under such a name.
+        """
+        turns: list[list[float]] = [[], []]
+        for turn in range(num_rounds):
+            for number, engine in enumerate(self._engines):
+                turns[number].append(await seconds_of(engine, f"{name}-{turn}-{number}"))
+        one, several = map(median, turns)
+        return Seconds(one, several, turns)
+
+
+@asynccontextmanager
+async def in_turn(whole: EngineConfig, cut: EngineConfig) -> AsyncGenerator[InTurn]:
+    """Have both open, each in workers of its own."""
+    async with (
+        open_engine(whole, ProcessDevice(whole)) as one,
+        open_engine(cut, ProcessDevice(cut)) as several,
+    ):
+        yield InTurn(one, several)
