@@ -18,6 +18,7 @@ from trouper.kernels.cpu.rank_exchange import RanksDisagreeError
 from .driver import GREEDY, Driver, engine_config, random_prompts
 from .ranks import WorkersInThreads
 from .test_architectures import CASES, SPARSE, VOCAB, tiny_model
+from .test_ranks import make_model
 
 PROMPTS = random_prompts((1, 7, 40, 33), VOCAB)
 SEEDED = Sampling(temperature=0.9, seed=5, top_k=20)
@@ -52,6 +53,39 @@ def test_workers_give_the_tokens_of_one(case, num_ranks, num_stages, tmp_path):
     expected = outputs(CpuRunner(config))
     with workers(config, num_ranks, num_stages) as crew:
         assert outputs(crew) == expected
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", CASES | SPARSE)
+def test_stages_of_ranks_give_the_tokens_of_one(case, tmp_path):
+    """Of every architecture."""
+    make_model(case, tmp_path)
+    config = engine_config(tmp_path)
+    expected = outputs(CpuRunner(config))
+    with workers(config, 2, 2) as crew:
+        assert outputs(crew) == expected
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", ["gemma2", "gpt-oss"])
+def test_replicas_of_stages_of_ranks_give_the_tokens_of_one_process(case, tmp_path):
+    make_model(case, tmp_path)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    wishes = [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=5, max_tokens=12, ignore_eos=True),
+    ]
+    found = []
+    for size in (1, 2):
+        with LLM(
+            str(tmp_path), dtype="float32", skip_tokenizer_init=True, max_model_len=128, max_num_seqs=4,
+            tensor_parallel_size=size, pipeline_parallel_size=size, data_parallel_size=size,
+        ) as llm:  # fmt: skip
+            answers = llm.generate(prompts, wishes * 2, use_tqdm=False)
+            found.append([answer.outputs[0].token_ids for answer in answers])
+    assert found[0] == found[1]
 
 
 @needs_kernels
