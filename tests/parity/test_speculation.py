@@ -11,7 +11,9 @@ from trouper import LLM, EngineArgs, LLMEngine, SamplingParams
 from trouper.actors.executor.cpu import draft_model
 from trouper.actors.executor.cpu.draft_model import DraftModel
 from trouper.actors.executor.draft_pace import RUNS
+from trouper.actors.executor.drafts import Drafter
 from trouper.config.model import DEMO_MODEL
+from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE
 from trouper.structured_outputs import StructuredOutputsParams
 
 PROMPTS = [
@@ -285,6 +287,32 @@ def test_a_draft_model_catches_up_in_chunks_that_a_step_bounds(monkeypatch):
     assert max(missed) == room
     assert sum(missed) >= 18  # of the last sequence alone
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 20  # it misses nothing then
+
+
+@pytest.mark.usefixtures("costs_nothing")
+def test_a_row_that_fails_behind_a_right_draft_is_computed_again(monkeypatch, plain):
+    """Such a row keeps the tokens before it; here its failure does not come again, so the answer is the one without."""
+    counts, failed, draw, verify = [], [], DraftModel._draw, Drafter.verify
+
+    def noting(self, plan, work):
+        counts.extend(count for _, _, count, _ in work)
+        return draw(self, plan, work)
+
+    def failing(self, plan, sampled, prompt_logprobs):
+        if not failed:
+            failed.append(sampled.token_ids[1])
+            sampled.token_ids[1] = NOT_FINITE
+        return verify(self, plan, sampled, prompt_logprobs)
+
+    monkeypatch.setattr(DraftModel, "_draw", noting)
+    monkeypatch.setattr(Drafter, "verify", failing)
+    with LLM(**BASE, speculative_config=drafting(DEMO_MODEL)) as llm:
+        (output,) = llm.generate(PROMPTS[0], PARAMS["greedy"], use_tqdm=False)
+        stats = llm.llm_engine.statistics().scheduler
+    assert output.outputs[0].token_ids == plain["greedy"][0][0][0]
+    assert failed
+    assert min(counts) == 1
+    assert stats.num_accepted_tokens > 20
 
 
 @pytest.mark.usefixtures("costs_nothing")

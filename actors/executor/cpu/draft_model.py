@@ -141,7 +141,8 @@ class DraftModel:
             known = self._known.get(slot)
             if known is None:
                 continue
-            known, end = start if known < 0 else known, start + count
+            # Beyond `start` only where a row failed behind right drafts: the next step begins with that row again.
+            known, end = (start if known < 0 else min(known, start)), start + count
             if lengths[i] == 0 and count == 1:
                 self._known[slot] = known  # computed with those that follow
                 continue
