@@ -73,6 +73,7 @@ class PoolingPolicy:
         self._is_fcfs = config.policy == "fcfs"
         self._pause = Pause.NONE
         self.unfinished: dict[RequestId, QueuedText] = {}  # waiting or in flight
+        self._num_open_tokens = 0  # of these
         self.waiting: list[QueuedText] = []  # a heap, as the next
         self.returning: list[QueuedText] = []  # begun elsewhere
         self.retries: deque[list[AdmitPooling]] = deque()  # each is one plan
@@ -190,6 +191,7 @@ class PoolingPolicy:
     def enter(self, request: QueuedText, replica: int = 0, num_expected: int = 0) -> None:
         """Take a request in; what another replica has computed of it is computed again."""
         self.unfinished[request.admit.id] = request
+        self._num_open_tokens += _length(request.admit)
         heappush(self.returning if request.has_begun else self.waiting, request)
 
     def evacuate(self, *, only_fresh: bool = False) -> list[QueuedText]:
@@ -206,13 +208,11 @@ class PoolingPolicy:
                     if admit.id in self.unfinished and admit.id not in self._suspects
                 ]
             self.returning, self.retries = [], deque(filter(None, kept))
-        found = [request for request in given if self.unfinished.pop(request.admit.id, None)]
-        return sorted(found)
+        return sorted(request for request in given if self._take(request.admit.id))
 
     def work(self) -> tuple[int, int]:
         """Count the tokens that are not computed, and the unfinished requests."""
-        num_tokens = sum(len(r.admit.prompt_token_ids) for r in self.unfinished.values())
-        return num_tokens, len(self.unfinished)
+        return self._num_open_tokens, len(self.unfinished)
 
     def abort(self, id: RequestId) -> None:
         """End a request, in whatever state; unknown and finished ones are ignored."""
@@ -228,7 +228,7 @@ class PoolingPolicy:
         flight = self._complete_step(done.step)
         for admit, array in zip(flight.group, done.arrays, strict=True):
             self._suspects.pop(admit.id, None)
-            if self.unfinished.pop(admit.id, None) is not None:
+            if self._take(admit.id) is not None:
                 self._num_prompt_tokens += len(admit.prompt_token_ids)
                 self.outputs.append(PooledRequest(admit, array))
 
@@ -368,9 +368,15 @@ class PoolingPolicy:
     def _end(self, id: RequestId, error: str) -> None:
         """End a request with an error; unknown and finished ones are ignored."""
         self._suspects.pop(id, None)
+        if (request := self._take(id)) is not None:
+            self.outputs.append(PooledRequest(request.admit, error=error))
+
+    def _take(self, id: RequestId) -> QueuedText | None:
+        """Take a request out of those that are unfinished; None: it is not among them."""
         request = self.unfinished.pop(id, None)
         if request is not None:
-            self.outputs.append(PooledRequest(request.admit, error=error))
+            self._num_open_tokens -= _length(request.admit)
+        return request
 
     def _complete_step(self, step: int) -> InFlightPoolStep:
         """Remove the eldest plan in flight, which must be this one: answers come in order."""

@@ -105,7 +105,7 @@ def pooled_group_is_condemned_together(right):
         right(self, step, message, is_out_of_memory=is_out_of_memory)
         if self.retries and len(group) > 1:
             for admit in group:
-                if self.unfinished.pop(admit.id, None) is not None:
+                if self._take(admit.id) is not None:
                     self.outputs.append(
                         pooler_module.PooledRequest(admit, error=f"execution_error: {message}")
                     )

@@ -239,6 +239,7 @@ def check_idle(world: Any) -> None:
     require(not (policy.unfinished or policy.waiting or policy.retries), "requests leak", policy)
     require(not policy.returning, "requests of others", policy)
     require(not policy.in_flight, "steps in flight", policy)
+    require(policy.work() == (0, 0), "work", policy.work())
     finished = [case.prompt for case in world.cases if case.array is not None]
     computed = [world.prompts[id] for id in world.device.ready]
     least, most = (sum(map(len, prompts)) for prompts in (finished, computed))

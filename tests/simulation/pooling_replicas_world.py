@@ -115,6 +115,8 @@ class PoolingReplicasWorld(ReplicasWorld):
     def check_empty(self, policy: PoolingPolicy) -> None:
         if policy.unfinished or policy.in_flight or policy.num_started:
             raise SimulationFault(f"something is left: {policy}")
+        if policy.work() != (0, 0):
+            raise SimulationFault(f"nothing is left, and it has work: {policy.work()}")
 
     def check_request(self, request: AdmitPooling) -> None:
         id, reason = request.id, self._ends.get(request.id)

@@ -51,7 +51,7 @@ def texts_in_flight_are_evacuated(patch):
 
     def faulty(self, **options):
         flights = [admit for flight in self.in_flight for admit in flight.group]
-        found = [self.unfinished.pop(a.id) for a in flights if a.id in self.unfinished]
+        found = [self._take(a.id) for a in flights if a.id in self.unfinished]
         return found + right(self, **options)
 
     patch.setattr(PoolingPolicy, "evacuate", faulty)

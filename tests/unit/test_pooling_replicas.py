@@ -97,6 +97,47 @@ def test_texts_in_question_stay_and_are_tried_where_they_were():
     assert first.unfinished
 
 
+def test_the_work_told_is_that_of_the_texts_that_are_open():
+    replicas, first, second = two_policies(max_num_scheduled_tokens=100)
+
+    def check():
+        for policy in (first, second):
+            lengths = [len(text.admit.prompt_token_ids) for text in policy.unfinished.values()]
+            assert policy.work() == (sum(lengths), len(lengths))
+
+    def apply(policy):
+        plan = policy.plan()
+        policy.apply(done(plan))
+        check()
+
+    for id in range(1, 13):
+        replicas.admit(admit(id, id))
+    check()
+    assert all(policy.work()[0] for policy in (first, second))
+    for id in (next(iter(first.unfinished)), 99):
+        replicas.abort(RequestId(id))
+        check()
+    apply(second)
+    plan = first.plan()
+    replicas.abort(RequestId(ids(plan)[0]))  # in flight
+    check()
+    first.fail_step(plan.step, "raised")
+    for id in range(13, 19):
+        replicas.admit(admit(id, id))
+    plan = first.plan()
+    first.lose_device(DeviceLost("died", plan.step))
+    replicas.note_loss(0)
+    check()
+    assert first.work()[1]
+    first.fail_device("it is not started again")
+    replicas.note_failure(0)
+    check()
+    assert first.work() == (0, 0)
+    while second.unfinished:
+        apply(second)
+    assert second.work() == (0, 0)
+
+
 def test_what_has_begun_elsewhere_goes_first_and_in_a_pause_for_new_texts():
     replicas, first, second = two_policies()
     for id in range(1, 7):
