@@ -1,10 +1,14 @@
 """How long a draft is worth its rows: the chance that each token is right against what a row more costs a step.
 
-    the last three tokens stood before     chance of the first to be right 0.7, of the second 0.7 · 0.8, …
-    three drafts                           1.7 tokens saved, of half a step each, for 0.11 of a step more
+    the last three tokens stood before     chance of the first to be right 0.73, of the second 0.73 · 0.82, …
+    three drafts                           1.84 tokens saved, of half a step each, for 0.12 of a step more
 
 Law: a length is a function of the number of tokens that agree and of how the slot's own drafts fared.
 """
+
+from collections.abc import Hashable, Iterable
+from itertools import accumulate
+from operator import mul
 
 import msgspec
 
@@ -12,18 +16,60 @@ import msgspec
 # is, and what is beyond them by the products.
 STEP_COSTS = (1.0, 1.05, 1.11, 1.12, 1.3, 1.42, 1.49, 1.51)
 # Of a token saved, in steps without drafts: where drafts are right, a step makes two tokens anyway.
-TOKEN_WORTH = 0.5
+WORTH_IN_TEXT = 0.5
 # That the next token is right where so many agree: of a small model that edits functions, over 6,500 tokens.
 CHANCES = (0.0, 0.25, 0.55, 0.73, 0.82, *[0.85] * 2, *[0.91] * 3, *[0.93] * 6, *[0.96] * 8, 0.98)
-OF_MODEL = 0  # in place of a number of tokens: a draft of a second model
-CHANCE_OF_MODEL = 0.7
+CHANCES_OF_MODEL = (0.7,)  # that a second model is right: no tokens agree that would say more
 WEIGHT = 6.0  # drafts of a slot's own that count as much as the table does
 FADING = 0.97  # of what a draft says, with each that follows
 RUNS = 16  # after which a slot's drafts must have earned what they cost
-PAUSE, LONGEST_PAUSE = (
-    32,
-    512,
-)  # tokens without a draft where they have not; twice as many each time in a row
+# Tokens without a draft where they have not; twice as many each time in a row.
+PAUSE, LONGEST_PAUSE = 32, 512
+
+
+class Shares:
+    """How much of each kind comes true: what was thought before, and what was seen since.
+
+    Args:
+        weight: of what was thought, in cases seen.
+        fading: of a case, with each of its kind that follows.
+    """
+
+    def __init__(self, weight: float, fading: float = 1.0) -> None:
+        self._weight, self._fading = weight, fading
+        self._seen: dict[Hashable, tuple[float, float]] = {}  # by kind: came true, all
+
+    def __repr__(self) -> str:
+        return f"<Shares {self._seen}>"
+
+    def chance(self, kind: Hashable, prior: float) -> float:
+        """Estimate how likely a case of this kind comes true, which is thought to be `prior`."""
+        right, tried = self._seen.get(kind, (0.0, 0.0))
+        return (self._weight * prior + right) / (self._weight + tried)
+
+    def note(self, kind: Hashable, *, was_right: bool) -> None:
+        """Take whether a case came true."""
+        right, tried = self._seen.get(kind, (0.0, 0.0))
+        self._seen[kind] = self._fading * right + was_right, self._fading * tried + 1
+
+
+def best_length(chances: Iterable[float], worth: float, draft_cost: float = 0.0) -> int:
+    """Return how many tokens of a draft are expected to save the most; 0: none saves what its row costs.
+
+    Args:
+        chances: that the draft is right up to each of its tokens.
+        worth: of a token saved, in steps without drafts.
+        draft_cost: of making a token, in the same.
+    """
+    gains = [
+        worth * saved - _cost(count, draft_cost)
+        for count, saved in enumerate(accumulate(chances, initial=0.0))
+    ]
+    return gains.index(max(gains))
+
+
+def _cost(num_drafted: int, draft_cost: float) -> float:
+    return STEP_COSTS[num_drafted] - 1 + draft_cost * num_drafted
 
 
 class Pace(msgspec.Struct):
@@ -31,11 +77,15 @@ class Pace(msgspec.Struct):
 
     most: int
     draft_cost: float = 0.0  # of making a drafted token, in steps without drafts
+    chances: tuple[float, ...] = (
+        CHANCES  # by the number of tokens that agree; the last: so many or more
+    )
+    least: int = 0  # tokens of a draft that is not worth it: what would come is known only if it is asked for
     pause: int = 0
     next_pause: int = PAUSE
     num_runs: int = 0
     earned: float = 0.0  # steps saved by the runs so far
-    right: dict[float, tuple[float, float]] = {}  # by chance of the table: right ones, and all
+    shares: Shares = msgspec.field(default_factory=lambda: Shares(WEIGHT, FADING))
 
     def rests(self) -> bool:
         """Tell whether this step has no draft, and count the pause down."""
@@ -46,34 +96,22 @@ class Pace(msgspec.Struct):
 
     def length(self, num_alike: int, room: int) -> int:
         """Return how long a draft behind `num_alike` tokens that agree is worth it, at most `room`."""
-        best, length, chance, saved = 0.0, 0, 1.0, 0.0
-        for count in range(1, min(room, self.most) + 1):
-            chance *= self.chance(_following(num_alike, count - 1))
-            saved += chance
-            gain = TOKEN_WORTH * saved - self._cost(count)
-            if gain > best:
-                best, length = gain, count
-        if num_alike == OF_MODEL:
-            return max(length, min(room, 1))  # what it says next is known only if it is asked
-        return length
-
-    def _cost(self, num_drafted: int) -> float:
-        return STEP_COSTS[num_drafted] - 1 + self.draft_cost * num_drafted
+        room = min(room, self.most)
+        each = (self.chance(num_alike + i) for i in range(room))
+        length = best_length(accumulate(each, mul), WORTH_IN_TEXT, self.draft_cost)
+        return max(length, min(room, self.least))
 
     def chance(self, num_alike: int) -> float:
         """Return the chance of a token behind so many that agree."""
-        of_all = _chance(num_alike)
-        right, tried = self.right.get(of_all, (0.0, 0.0))
-        return (WEIGHT * of_all + right) / (WEIGHT + tried)
+        prior = self._prior(num_alike)
+        return self.shares.chance(prior, prior)
 
     def note(self, num_alike: int, num_drafted: int, num_right: int) -> None:
         """Take what became of a draft."""
         for i in range(min(num_right + 1, num_drafted)):
-            key = _chance(_following(num_alike, i))
-            right, tried = self.right.get(key, (0.0, 0.0))
-            self.right[key] = FADING * right + (i < num_right), FADING * tried + 1
+            self.shares.note(self._prior(num_alike + i), was_right=i < num_right)
         self.num_runs += 1
-        self.earned += num_right - self._cost(num_drafted)
+        self.earned += num_right - _cost(num_drafted, self.draft_cost)
         if self.num_runs == RUNS:
             if self.earned < 0:
                 self.pause = self.next_pause
@@ -82,10 +120,5 @@ class Pace(msgspec.Struct):
                 self.next_pause = PAUSE
             self.num_runs, self.earned = 0, 0.0
 
-
-def _following(num_alike: int, num_right: int) -> int:
-    return OF_MODEL if num_alike == OF_MODEL else num_alike + num_right
-
-
-def _chance(num_alike: int) -> float:
-    return CHANCE_OF_MODEL if num_alike == OF_MODEL else CHANCES[min(num_alike, len(CHANCES) - 1)]
+    def _prior(self, num_alike: int) -> float:
+        return self.chances[min(num_alike, len(self.chances) - 1)]

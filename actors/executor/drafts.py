@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from trouper.actors.executor.draft_pace import OF_MODEL, Pace
+from trouper.actors.executor.alike import places_alike
+from trouper.actors.executor.draft_pace import CHANCES_OF_MODEL, Pace
 from trouper.actors.executor.grammar_drafts import GrammarDrafts
 from trouper.actors.executor.recent_answers import SEPARATOR, RecentAnswers
 from trouper.actors.executor.request_slots import RequestSlots
@@ -77,15 +78,12 @@ class Drafter:
             most_answers=most,
         )
         self._families: dict[int, str] = {}  # by slot
-        self._ends: dict[
-            int, int
-        ] = {}  # by slot: where the next step begins, as what is before it is computed
-        self._found: dict[
-            int, tuple[Match, int]
-        ] = {}  # by slot: of its last draft, and where that begins
-        self._trails: dict[
-            int, tuple[int, int]
-        ] = {}  # by slot: a place, and the position that follows it
+        # By slot: where the next step begins, as what is before it is computed.
+        self._ends: dict[int, int] = {}
+        # By slot: how many tokens agreed for its last draft, where they stood, and where it begins.
+        self._found: dict[int, tuple[int, int | None, int]] = {}
+        # By slot: a place, and the position that follows it.
+        self._trails: dict[int, tuple[int, int]] = {}
 
     def leave(self, slot: int) -> None:
         """Keep what the slot's sequence has answered; another is about to take the slot."""
@@ -105,10 +103,15 @@ class Drafter:
         if has_grammar:
             self._bound.place(slot, family)
         else:
-            cost = 0.0 if self._model is None else self._model.cost
-            self._paces[slot] = Pace(self._config.num_speculative_tokens, cost)
+            self._paces[slot] = self._pace()
         if self._model is not None:
             self._model.place(slot, has_drafts=not has_grammar)
+
+    def _pace(self) -> Pace:
+        most = self._config.num_speculative_tokens
+        if self._model is None:
+            return Pace(most)
+        return Pace(most, self._model.cost, CHANCES_OF_MODEL, least=1)
 
     def settled(self, plan: StepPlan) -> StepPlan:
         """Return a plan with the positions that were not known when it was made; it is the next to run."""
@@ -157,7 +160,7 @@ class Drafter:
 
     def _length(self, slot: int, room: int) -> int:
         pace = self._paces.get(slot)
-        return 0 if pace is None or not room or pace.rests() else pace.length(OF_MODEL, room)
+        return 0 if pace is None or not room or pace.rests() else pace.length(0, room)
 
     def _draft(self, slot: int, end: int, room: int) -> list[int]:
         pace = self._paces.get(slot)
@@ -173,10 +176,10 @@ class Drafter:
         if match is None:
             return []
         if match.num_alike > FEW_ALIKE:
-            self._follow(slot, match, end)
+            self._follow(slot, match.place, end)
         room = min(room, match.num_following(self._config))
         draft = match.draft(pace.length(match.num_alike, room))
-        self._found[slot] = match, end
+        self._found[slot] = match.num_alike, match.place, end
         token_L[end : end + len(draft)] = draft
         return draft.tolist()
 
@@ -185,19 +188,19 @@ class Drafter:
         place, since = self._trails.get(slot, (0, -AGE))
         return place + end - since if end - since < AGE else None
 
-    def _follow(self, slot: int, match: "Match", end: int) -> None:
-        if match.place is not None:
-            self._trails[slot] = match.place, end
+    def _follow(self, slot: int, place: int | None, end: int) -> None:
+        if place is not None:
+            self._trails[slot] = place, end
 
     def _note(self, slot: int, num_drafted: int, num_right: int) -> None:
         """Take what became of a slot's draft."""
         if self._model is not None:
-            self._paces[slot].note(OF_MODEL, num_drafted, num_right)
+            self._paces[slot].note(0, num_drafted, num_right)
             return
-        match, end = self._found[slot]
-        self._paces[slot].note(match.num_alike, num_drafted, num_right)
+        num_alike, place, end = self._found[slot]
+        self._paces[slot].note(num_alike, num_drafted, num_right)
         if num_right:
-            self._follow(slot, match, end)
+            self._follow(slot, place, end)
 
     def verify(self, plan: StepPlan, sampled: Sampled, prompt_logprobs: PromptLogprobs) -> StepDone:
         """Answer the plan with the tokens up to the first that its draft did not foresee."""
@@ -246,7 +249,7 @@ class Match(NamedTuple):
 
     def draft(self, length: int) -> np.ndarray:
         """Return the next tokens of it; what repeats itself goes on to do so: past its end it begins again."""
-        return np.resize(self.text, length)
+        return np.resize(self.text[:length], length)
 
 
 def find(
@@ -284,21 +287,15 @@ def last_match(
     Returns:
         The position behind it, and how many tokens agree; 0 if the last token does not stand there.
     """
-    ends = np.flatnonzero(text_M[:-1] == token_L[-1])
-    num_alike = int(len(ends) > 0)
-    while len(ends) and num_alike < min(longest, len(token_L)):
-        longer = ends[ends >= num_alike]
-        longer = longer[text_M[longer - num_alike] == token_L[-1 - num_alike]]
-        if not len(longer):
-            break
-        ends, num_alike = longer, num_alike + 1
-    if not num_alike:
+    found = list(places_alike(text_M, token_L, longest))
+    if not found:
         return len(text_M), 0
+    ends, num_alike = found[-1], len(found)
     if near is not None and num_alike <= FEW_ALIKE:
-        close = ends[(ends >= near - BEFORE) & (ends < near + BEHIND)]
+        close = ends[(ends > near - BEFORE) & (ends <= near + BEHIND)]
         if len(close):
-            return int(close[0]) + 1, num_alike
-    return int(ends[-1]) + 1, num_alike
+            return int(close[0]), num_alike
+    return int(ends[-1]), num_alike
 
 
 def num_equal(draft: Sequence[int], drawn: Sequence[int]) -> int:

@@ -12,16 +12,17 @@ Laws:
   * As many tokens are drafted as are expected to save the most time; a guess is as likely as it was right in like places.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from trouper.actors.executor.draft_pace import STEP_COSTS
+from trouper.actors.executor.alike import places_alike
+from trouper.actors.executor.draft_pace import Shares, best_length
 from trouper.actors.executor.recent_answers import RecentAnswers
 from trouper.actors.executor.request_slots import RequestSlots
+from trouper.actors.executor.sampling.ahead import Ahead
 from trouper.actors.executor.sampling.grammar import GrammarMasks
 
 FORCED = -2  # a run of tokens that a grammar forced; no token, and not the separator
@@ -32,21 +33,9 @@ NUM_GUESSES = 3  # that the grammar is asked after, at one position
 PRIOR_WEIGHT = 4.0  # guesses, for which the share of like places counts beside how guesses fared
 # Of a token saved, in steps without a draft.  Guesses are rarer than in free text, so what is saved would seldom have been
 # saved by the next draft: over 5,500 tokens of records 0.75 takes 1 to 2 % off the cost of 0.5, and 1 no more.
-TOKEN_WORTH = 0.75
+WORTH_IN_GRAMMAR = 0.75
 LEAST_CHANCE = 0.05  # that a draft is right so far: no row costs less
 MOST_COUNTED = 4  # places, in telling kinds of guesses apart
-
-
-class Ahead(Protocol):
-    """A grammar that goes along a draft; `sampling/grammar.py` has one."""
-
-    def forced(self) -> list[int]:
-        """List the tokens that must come next."""
-        ...
-
-    def take(self, token: int) -> bool:
-        """Go past a token, if it may stand next and ends nothing."""
-        ...
 
 
 class Guess(NamedTuple):
@@ -61,6 +50,11 @@ class Guess(NamedTuple):
         """Guesses of a kind are taken to be equally likely."""
         return min(self.num_places, MOST_COUNTED), self.num_right == self.num_places
 
+    @property
+    def share(self) -> float:
+        """The chance that it is right, as the places alike have it."""
+        return self.num_right / (self.num_places + 1)
+
 
 class Drafted(NamedTuple):
     """A token of a draft."""
@@ -68,26 +62,6 @@ class Drafted(NamedTuple):
     token: int
     chance: float  # that it and all before it are right
     guess: Guess | None  # None: it is forced
-
-
-class Trust:
-    """How likely guesses of a kind are right, as far as the sequence has shown."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[int, bool], tuple[int, int]] = {}  # by kind: right, all
-
-    def __repr__(self) -> str:
-        return f"<Trust {self._counts}>"
-
-    def chance(self, guess: Guess) -> float:
-        """Estimate how likely a guess is right."""
-        num_right, num = self._counts.get(guess.kind, (0, 0))
-        share = guess.num_right / (guess.num_places + 1)
-        return (PRIOR_WEIGHT * share + num_right) / (PRIOR_WEIGHT + num)
-
-    def note(self, guess: Guess, *, was_right: bool) -> None:
-        num_right, num = self._counts.get(guess.kind, (0, 0))
-        self._counts[guess.kind] = (num_right + was_right, num + 1)
 
 
 class History:
@@ -169,16 +143,13 @@ def like_places(shapes: np.ndarray, longest: int) -> tuple[np.ndarray, int]:
         The positions behind the last `NUM_ALIKE` of them, or behind the last where those never stood; and the latest of
         the positions behind which the most agree, -1 if there is none.
     """
-    ends = np.flatnonzero(shapes[:-1] == shapes[-1]) + 1 if len(shapes) else shapes[:0]
-    alike, num = ends, 1
-    while len(ends) and num < min(longest, len(shapes)) and (len(ends) > 1 or num < NUM_ALIKE):
-        longer = ends[ends > num]
-        longer = longer[shapes[longer - 1 - num] == shapes[-1 - num]]
-        if not len(longer):
-            break
-        ends, num = longer, num + 1
-        if num == NUM_ALIKE:
-            alike = ends
+    alike = ends = np.zeros(0, dtype=np.int64)
+    if len(shapes):
+        for num, ends in enumerate(places_alike(shapes, shapes, longest), 1):
+            if num in (1, NUM_ALIKE):
+                alike = ends
+            if num >= NUM_ALIKE and len(ends) == 1:
+                break
     return alike, int(ends[-1]) if len(ends) else -1
 
 
@@ -187,7 +158,7 @@ def look_ahead(
     ahead: Ahead,
     room: int,
     longest: int,
-    trust: Trust,
+    trust: Shares,
     least: float = LEAST_CHANCE,
 ) -> list[Drafted]:
     """Go on with a sequence as its grammar forces it to, and else as it went on before; the history stays as it is.
@@ -211,7 +182,7 @@ def look_ahead(
             if places is None:
                 places = Places(history.shapes, longest)
             guess = next(_that_may_stand(places, ahead), None)
-            if guess is None or (chance := chance * trust.chance(guess)) < least:
+            if guess is None or (chance := chance * trust.chance(guess.kind, guess.share)) < least:
                 break
             shape = guess.shape
             found.append(Drafted(shape, chance, guess))
@@ -228,19 +199,6 @@ def _that_may_stand(places: Places, ahead: Ahead) -> Iterator[Guess]:
             yield guess
 
 
-def best_length(chances: Sequence[float]) -> int:
-    """Return how many tokens of a draft are expected to save the most; 0: none saves what its row costs.
-
-    Args:
-        chances: that the draft is right up to each of its tokens.
-    """
-    gains = [
-        TOKEN_WORTH * saved - (cost - 1)
-        for saved, cost in zip(accumulate(chances, initial=0.0), STEP_COSTS, strict=False)
-    ]
-    return gains.index(max(gains))
-
-
 class _Drafting(msgspec.Struct):
     """The sequence in a slot."""
 
@@ -248,7 +206,7 @@ class _Drafting(msgspec.Struct):
     history: History | None = None
     end: int = 0  # the first position that the history lacks
     draft: list[Drafted] = []
-    trust: Trust = msgspec.field(default_factory=Trust)
+    trust: Shares = msgspec.field(default_factory=lambda: Shares(PRIOR_WEIGHT))
 
 
 class GrammarDrafts:
@@ -302,7 +260,8 @@ class GrammarDrafts:
         history.extend(self._shapes(slot, sequence.end, end))
         sequence.end = end
         found = look_ahead(history, ahead, room, self._longest, sequence.trust)
-        sequence.draft = found[: best_length([each.chance for each in found])]
+        length = best_length((each.chance for each in found), WORTH_IN_GRAMMAR)
+        sequence.draft = found[:length]
         return [each.token for each in sequence.draft]
 
     def note(self, slot: int, num_right: int) -> None:
@@ -310,7 +269,7 @@ class GrammarDrafts:
         sequence = self._sequences[slot]
         for i, each in enumerate(sequence.draft[: num_right + 1]):
             if each.guess is not None:
-                sequence.trust.note(each.guess, was_right=i < num_right)
+                sequence.trust.note(each.guess.kind, was_right=i < num_right)
 
     def _shapes(self, slot: int, begin: int, end: int) -> np.ndarray:
         """Return the shapes of the tokens between two positions."""

@@ -29,9 +29,8 @@ class RecentAnswers:
     def __init__(self, most: int, most_tokens: int = MOST_TOKENS) -> None:
         self._most, self._most_tokens, self._num_tokens = most, most_tokens, 0
         self._answers: deque[_Answer] = deque()  # the oldest first
-        self._joined: dict[
-            str, np.ndarray
-        ] = {}  # of families that were looked at since they changed
+        # Of families that were looked at since they changed.
+        self._joined: dict[str, np.ndarray] = {}
 
     def __repr__(self) -> str:
         return f"<RecentAnswers, {len(self._answers)} of {self._num_tokens} tokens>"

@@ -41,9 +41,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     adapters: AdapterStats | None = None  # None: the engine takes none
     is_device_lost: bool = False  # it is being started again, or has failed
     is_device_failed: bool = False  # it is not started again
-    is_available: bool = (
-        True  # it takes new requests: the device is there, and no search for a culprit goes first
-    )
+    # It takes new requests: the device is there, and no search for a culprit goes first.
+    is_available: bool = True
     num_lost_tokens: int = 0  # computed, and lost with the device's memory: they are computed again
 
 

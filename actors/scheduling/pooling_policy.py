@@ -312,9 +312,8 @@ class PoolingPolicy:
 
     def plan(self) -> PoolPlan | None:
         """Make the next plan, which is in flight from now on; None if there is none to make now."""
-        if not (
-            self.waiting or self.retries or self.returning
-        ):  # most often: this is called after each answer
+        # Most often: this is called after each answer.
+        if not (self.waiting or self.retries or self.returning):
             return None
         if (
             self._is_lost

@@ -23,9 +23,8 @@ class InFlightStep(msgspec.Struct, eq=False):
 
     step: int
     entries: list[StepEntry]
-    lookaheads: list[
-        int
-    ]  # drafts of each entry, of which the answer says how far they took it; empty: none
+    # Drafts of each entry, of which the answer says how far they took it; empty: none.
+    lookaheads: list[int]
     is_cancelled: bool = False  # an earlier step raised: this one never runs
 
 
@@ -44,7 +43,6 @@ class StepBuilder:
         "new_blocks",
         "sequences",
         "unknown",
-        "unknowns",
     )
 
     def __init__(self, config: SchedulerConfig, num_competing: int, capacity: int) -> None:
@@ -60,14 +58,12 @@ class StepBuilder:
         self.max_lookahead = 0  # drafts of one sequence that the device may verify
         self.lookaheads: list[int] = []
         self.unknown: dict[SequenceId, int] = {}  # tokens that drafts in flight may yield, if any
-        self.unknowns: list[int] = []
 
     def add(self, sequence: Sequence, count: int, lookahead: int = 0) -> None:
         """Schedule `count` tokens of a sequence, and as many drafts behind them as `lookahead` says at the most."""
         self.sequences.append(sequence)
         self.counts.append(count)
         self.lookaheads.append(lookahead)
-        self.unknowns.append(self.unknown.get(sequence.id, 0) if self.unknown else 0)
         self.budget -= count + lookahead
 
     def drop(self, victim: Sequence) -> None:
@@ -77,7 +73,6 @@ class StepBuilder:
         if victim in self.sequences:
             i = self.sequences.index(victim)
             del self.sequences[i]
-            del self.unknowns[i]
             self.budget += self.counts.pop(i) + self.lookaheads.pop(i)
 
     def commit(self, step: int, epoch: int) -> tuple[StepPlan, InFlightStep]:
@@ -106,6 +101,8 @@ class StepBuilder:
             sequence.num_computed = end
             sequence.num_in_flight += samples
         lookaheads = self.lookaheads if any(self.lookaheads) else []
+        unknown = self.unknown
+        unknowns = tuple(unknown.get(s.id, 0) for s in self.sequences) if unknown else ()
         plan = StepPlan(
             step=step,
             epoch=epoch,
@@ -118,7 +115,7 @@ class StepBuilder:
             copies=tuple(self.copies),
             reads=reads,
             num_lookahead_tokens=tuple(lookaheads),
-            num_unknown_tokens=tuple(self.unknowns) if any(self.unknowns) else (),
+            num_unknown_tokens=unknowns,
         )
         return plan, InFlightStep(step, entries, lookaheads)
 

@@ -11,17 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.executor.draft_pace import STEP_COSTS
+from trouper.actors.executor.draft_pace import STEP_COSTS, Shares, best_length
 from trouper.actors.executor.drafts import num_equal
 from trouper.actors.executor.grammar_drafts import (
     FORCED,
     NUM_ALIKE,
-    TOKEN_WORTH,
+    PRIOR_WEIGHT,
+    WORTH_IN_GRAMMAR,
     GrammarDrafts,
     Guess,
     History,
-    Trust,
-    best_length,
     like_places,
     look_ahead,
 )
@@ -207,7 +206,7 @@ def test_a_draft_follows_the_grammar_and_leaves_history_and_matcher_alone(texts,
     known = history.shapes.copy()
     masks = Row(grammar_of(texts), Sampling()).sampler.grammars
     ahead = masks.ahead(0, len(PROMPT))
-    drafted = look_ahead(history, ahead, room, 8, Trust(), 0.0)
+    drafted = look_ahead(history, ahead, room, 8, Shares(PRIOR_WEIGHT), 0.0)
     assert len(drafted) <= room
     assert (history.shapes == known).all()
     along, chance = Texts(texts), 1.0
@@ -231,7 +230,9 @@ def test_behind_another_name_comes_what_came_behind_the_names_before():
     third = [1, *name, 2, 3, 22]
     language = Texts([tuple(third), (*third[:-1], 23), (16,), (1, *name, 17), (1, *name, 2, 18)])
     ahead = Row(grammar_of(language.texts), Sampling()).sampler.grammars.ahead(0, len(PROMPT))
-    drafted = look_ahead(History(np.array(fields, dtype=np.int32)), ahead, 7, 8, Trust(), 0.0)
+    drafted = look_ahead(
+        History(np.array(fields, dtype=np.int32)), ahead, 7, 8, Shares(PRIOR_WEIGHT), 0.0
+    )
     assert [each.token for each in drafted[:6]] == third[:6]
     assert [each.guess is None for each in drafted[:6]] == [False, True, True, True, False, False]
 
@@ -260,25 +261,26 @@ def test_the_places_are_those_where_the_last_shapes_stood(shapes, longest):
 
 @given(st.lists(st.floats(0, 1), max_size=7))
 def test_the_length_is_the_one_that_saves_the_most(chances):
-    saved = [TOKEN_WORTH * sum(chances[:k]) - STEP_COSTS[k] for k in range(len(chances) + 1)]
-    assert saved[best_length(chances)] == pytest.approx(max(saved))
+    saved = [WORTH_IN_GRAMMAR * sum(chances[:k]) - STEP_COSTS[k] for k in range(len(chances) + 1)]
+    assert saved[best_length(chances, WORTH_IN_GRAMMAR)] == pytest.approx(max(saved))
 
 
 def test_what_is_forced_is_drafted_even_alone_and_what_is_unlikely_is_not():
-    assert best_length([1.0]) == 1
-    assert best_length([1.0] * 7) == 7
-    assert best_length([0.05, 0.01]) == 0
+    assert best_length([1.0], WORTH_IN_GRAMMAR) == 1
+    assert best_length([1.0] * 7, WORTH_IN_GRAMMAR) == 7
+    assert best_length([0.05, 0.01], WORTH_IN_GRAMMAR) == 0
 
 
 def test_guesses_that_were_wrong_are_trusted_less():
-    trust, guess = Trust(), Guess(5, 1, 1)
-    first = trust.chance(guess)
-    trust.note(guess, was_right=False)
-    assert trust.chance(guess) < first
+    trust, guess = Shares(PRIOR_WEIGHT), Guess(5, 1, 1)
+    first = trust.chance(guess.kind, guess.share)
+    trust.note(guess.kind, was_right=False)
+    assert trust.chance(guess.kind, guess.share) < first
     for _ in range(20):
-        trust.note(guess, was_right=True)
-    assert trust.chance(guess) > 0.8
-    assert trust.chance(Guess(5, 3, 3)) == 3 / 4  # another kind
+        trust.note(guess.kind, was_right=True)
+    assert trust.chance(guess.kind, guess.share) > 0.8
+    other = Guess(5, 3, 3)
+    assert trust.chance(other.kind, other.share) == 3 / 4
 
 
 def bound(slots, sampler, most_answers=9):
@@ -320,13 +322,13 @@ def test_an_answer_is_foreseen_when_its_like_was_given_before_in_the_family():
 def test_a_separator_and_an_end_are_not_drafted():
     history = History(np.array([5, SEPARATOR, 5], dtype=np.int32))
     ahead = AheadMatcher(Texts([(1, 5), (1,)], (1,)), (END,))
-    assert look_ahead(history, ahead, 7, 8, Trust(), 0.0) == []
+    assert look_ahead(history, ahead, 7, 8, Shares(PRIOR_WEIGHT), 0.0) == []
     history = History(np.array([1, END, 1], dtype=np.int32))
     for ahead in (AheadMatcher(Texts([(1, 5), (1,)], (1,)), (END,)), FreeAhead((END,))):
-        assert look_ahead(history, ahead, 7, 8, Trust(), 0.0) == []
+        assert look_ahead(history, ahead, 7, 8, Shares(PRIOR_WEIGHT), 0.0) == []
 
 
 def test_where_no_grammar_is_followed_the_text_alone_is_drafted():
     history = History(np.array([1, 2, 3, 1, 2, 3, 1], dtype=np.int32))
-    drafted = look_ahead(history, FreeAhead((END,)), 4, 8, Trust())
+    drafted = look_ahead(history, FreeAhead((END,)), 4, 8, Shares(PRIOR_WEIGHT))
     assert [each.token for each in drafted] == [2, 3, 1, 2]

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper import SamplingParams
-from trouper.actors.executor.draft_pace import LONGEST_PAUSE, OF_MODEL, PAUSE, RUNS, Pace
+from trouper.actors.executor.draft_pace import (
+    CHANCES,
+    CHANCES_OF_MODEL,
+    LONGEST_PAUSE,
+    PAUSE,
+    RUNS,
+    Pace,
+)
 from trouper.actors.executor.drafts import FEW_ALIKE, find, last_match, num_equal
 from trouper.actors.executor.recent_answers import MOST_TOKENS, SEPARATOR, RecentAnswers
 from trouper.config.args import EngineArgs
@@ -229,14 +236,14 @@ def test_drafts_are_the_longer_the_more_tokens_agree():
     assert Pace(7).length(24, 2) == Pace(2).length(24, 7) == 2
 
 
-@pytest.mark.parametrize("num_alike", [OF_MODEL, 4])
-def test_right_drafts_make_longer_ones_and_wrong_drafts_shorter_ones(num_alike):
-    right, wrong = Pace(7), Pace(7)
+@pytest.mark.parametrize("chances", [CHANCES_OF_MODEL, CHANCES])
+def test_right_drafts_make_longer_ones_and_wrong_drafts_shorter_ones(chances):
+    right, wrong, new = (Pace(7, chances=chances) for _ in range(3))
     for _ in range(30):
-        right.note(num_alike, 7, 7)
-        wrong.note(num_alike, 7, 0)
-    assert right.length(num_alike, 7) == 7
-    assert wrong.length(num_alike, 7) < Pace(7).length(num_alike, 7)
+        right.note(4, 7, 7)
+        wrong.note(4, 7, 0)
+    assert right.length(4, 7) == 7
+    assert wrong.length(4, 7) < new.length(4, 7)
 
 
 def test_a_place_where_drafts_were_always_wrong_has_none():
@@ -247,19 +254,20 @@ def test_a_place_where_drafts_were_always_wrong_has_none():
 
 
 def test_drafts_of_a_model_are_shorter_the_more_it_costs():
-    lengths = [Pace(7, draft_cost=cost).length(OF_MODEL, 7) for cost in (0.0, 0.1, 0.2, 0.5)]
+    paces = [Pace(7, cost, CHANCES_OF_MODEL, least=1) for cost in (0.0, 0.1, 0.2, 0.5)]
+    lengths = [pace.length(0, 7) for pace in paces]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > 2
     assert lengths[-1] == 1  # it is asked, or nothing would be known of it
-    assert Pace(7, draft_cost=0.5).length(OF_MODEL, 0) == 0
+    assert paces[-1].length(0, 0) == 0
 
 
 def test_drafts_of_a_model_pause_where_they_cost_more_than_they_save():
     pauses = []
     for cost in (0.1, 2.0):
-        pace = Pace(7, draft_cost=cost)
+        pace = Pace(7, cost, CHANCES_OF_MODEL, least=1)
         for _ in range(RUNS):
-            pace.note(OF_MODEL, 1, 1)
+            pace.note(0, 1, 1)
         pauses.append(pace.pause)
     assert pauses == [0, PAUSE]
 
@@ -269,7 +277,7 @@ def test_drafts_that_do_not_earn_their_cost_pause_longer_each_time():
     for _ in range(7):
         for _ in range(RUNS):
             assert not pace.rests()
-            pace.note(OF_MODEL, 1, 0)
+            pace.note(0, 1, 0)
         pauses.append(pace.pause)
         assert [pace.rests() for _ in range(pace.pause + 1)][-2:] == [True, False]
     assert pauses == [PAUSE, 2 * PAUSE, 4 * PAUSE, 8 * PAUSE, *[LONGEST_PAUSE] * 3]
@@ -279,14 +287,14 @@ def test_drafts_that_earn_it_do_not():
     pace = Pace(7)
     for i in range(10 * RUNS):
         assert not pace.rests()
-        pace.note(OF_MODEL, 1, int(i % 8 == 0))
+        pace.note(0, 1, int(i % 8 == 0))
 
 
 def test_after_a_success_a_pause_is_short_again():
     pace = Pace(7)
     for num_right in [0] * 2 * RUNS + [1] * RUNS + [0] * RUNS:
         pace.pause = 0
-        pace.note(OF_MODEL, 1, num_right)
+        pace.note(0, 1, num_right)
     assert pace.pause == PAUSE
 
 

@@ -59,6 +59,9 @@ class FreeAhead:
         return token not in self._ends
 
 
+Ahead = AheadMatcher | FreeAhead
+
+
 def forced_tokens(matcher: Any) -> list[int]:
     """List the tokens that must come next, each of which is all that the mask behind those before it would allow.
 

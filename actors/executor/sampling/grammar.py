@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from trouper.actors.executor.request_slots import RequestSlots
-from trouper.actors.executor.sampling.ahead import AheadMatcher, FreeAhead, forced_tokens
+from trouper.actors.executor.sampling.ahead import Ahead, AheadMatcher, FreeAhead, forced_tokens
 from trouper.actors.executor.sampling.reasoning import ReasoningProgress
 from trouper.actors.messages.grammar import Grammar, GrammarWork
 
@@ -184,7 +184,7 @@ class GrammarMasks:
         self._seconds, self._num_tokens, self._num_redrawn = 0.0, 0, 0
         return work
 
-    def ahead(self, slot: int, end: int) -> AheadMatcher | FreeAhead | None:
+    def ahead(self, slot: int, end: int) -> Ahead | None:
         """Return what goes ahead of the outputs before `end`; None: the slot has no grammar, or its output can only end."""
         matching = self._in_use.get(slot)
         if matching is None:

@@ -66,8 +66,8 @@ class Sampler:
 
     def __init__(self, slots: RequestSlots) -> None:
         self._slots = slots
-        self._grammars = self.grammars = GrammarMasks(slots)
-        self._penalties = Penalties(slots, self._grammars)
+        self.grammars = GrammarMasks(slots)
+        self._penalties = Penalties(slots, self.grammars)
         self._parameters = np.zeros(len(slots.sampling), dtype=ROW)
         self._wishes: dict[int, Sampling] = {}  # of slots that want logprobs
 
@@ -76,7 +76,7 @@ class Sampler:
         repetition = self._penalties.place(slot)
         s = self._slots.sampling[slot]
         is_free = s.temperature == 0 or (s.top_k <= 0 and s.top_p == 1 and not s.min_p)
-        self._grammars.place(slot, grammar, is_plain=is_free and repetition == 1)
+        self.grammars.place(slot, grammar, is_plain=is_free and repetition == 1)
         log_min_p = math.log(s.min_p) if s.min_p else -math.inf
         top_k = min(s.top_k, NO_TOP_K)
         seed = s.seed % 2**64
@@ -87,11 +87,11 @@ class Sampler:
 
     def take_grammar_work(self) -> GrammarWork | None:
         """Return what has been done for grammars since the last time; None: nothing."""
-        return self._grammars.take_work()
+        return self.grammars.take_work()
 
     def clear(self) -> None:
         """Forget the matchers of the grammars; their sequences will be given again."""
-        self._grammars.clear()
+        self.grammars.clear()
 
     def is_plain(self, slots: Sequence[int], slots_R: np.ndarray) -> bool:
         """Whether `prepare`, `draw` and `settled` are all that these slots need.
@@ -101,25 +101,25 @@ class Sampler:
         """
         if not (self._penalties.leave_alone(slots) and self._wishes.keys().isdisjoint(slots)):
             return False
-        return all(self._grammars.is_plain(run.slot) for run in self._runs(slots_R))
+        return all(self.grammars.is_plain(run.slot) for run in self._runs(slots_R))
 
     def prepare(self, slots_R: np.ndarray, ends_R: np.ndarray) -> None:
         """Fill the masks that these slots need, before their tokens are drawn."""
         runs = self._runs(slots_R)
         for run in runs:
-            self._grammars.allow_all(run.slot)
+            self.grammars.allow_all(run.slot)
         rows = _rows_without(runs, len(slots_R))
-        self._grammars.prepare(slots_R[rows], ends_R[rows])
+        self.grammars.prepare(slots_R[rows], ends_R[rows])
 
     def _runs(self, slots_R: np.ndarray) -> list["_Run"]:
         """List the slots that have several rows and a grammar."""
-        if not self._grammars.any_in_use:
+        if not self.grammars.any_in_use:
             return []
         bounds = [0, *(np.flatnonzero(slots_R[1:] != slots_R[:-1]) + 1).tolist(), len(slots_R)]
         if len(bounds) > len(slots_R):
             return []
         runs = [_Run(int(slots_R[i]), i, j) for i, j in pairwise(bounds) if j > i + 1]
-        return [run for run in runs if self._grammars.any_in((run.slot,))]
+        return [run for run in runs if self.grammars.any_in((run.slot,))]
 
     def draw(
         self,
@@ -131,7 +131,7 @@ class Sampler:
     ) -> np.ndarray:
         """Draw with the parameters and tokens of these slots; the call can be recorded."""
         tokens_SL = self._slots.token_ids
-        masks_S = self._grammars.addresses
+        masks_S = self.grammars.addresses
         return sample(
             logits_TV, picked_R, self._parameters, slots_R, ends_R, tokens_SL, masks_S, out
         )
@@ -147,7 +147,7 @@ class Sampler:
         """Draw again what a grammar refuses, write each token into its slot, if it is one, and return all as a list."""
         runs = self._runs(slots_R)
         alone = _rows_without(runs, len(slots_R))
-        both = self._grammars.refused(slots_R[alone], token_R[alone])
+        both = self.grammars.refused(slots_R[alone], token_R[alone])
         refused, failed = (alone[i] for i in both)
         if len(refused):
             token_R[refused] = self.draw(
@@ -156,8 +156,8 @@ class Sampler:
         token_R[failed] = GRAMMAR_ERROR
         for slot, begin, end in runs:
             rows = picked_R[begin:end], slots_R[begin:end], ends_R[begin:end]
-            draw = partial(self._draw_one, logits_TV, *rows, self._grammars.is_plain(slot))
-            self._grammars.follow(slot, int(ends_R[begin]), token_R[begin:end], draw)
+            draw = partial(self._draw_one, logits_TV, *rows, self.grammars.is_plain(slot))
+            self.grammars.follow(slot, int(ends_R[begin]), token_R[begin:end], draw)
         is_drawn_R = token_R >= 0
         self._slots.token_ids[slots_R[is_drawn_R], ends_R[is_drawn_R]] = token_R[is_drawn_R]
         return token_R.tolist()
@@ -202,7 +202,7 @@ class Sampler:
                 if slot in self._wishes:
                     raw[i] = logits_TV[picked].log_softmax(-1)
         self.prepare(slots_R, ends_R)
-        later = [run for run in self._runs(slots_R) if not self._grammars.is_plain(run.slot)]
+        later = [run for run in self._runs(slots_R) if not self.grammars.is_plain(run.slot)]
         rows = _rows_without(later, len(slots_R))  # others are edited and drawn one after the other
         now = slots_R[rows], ends_R[rows], picked_R[rows]
         spoiled = self._penalties.apply(logits_TV, *now)
