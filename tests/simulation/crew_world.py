@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import anyio
 import msgspec
 
 from trouper.actors.engine.wiring import Engine
+from trouper.actors.executor.devices.launch_local import Peer
 from trouper.actors.executor.devices.local_crew import launch_all
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import MAX_LOSSES, WorkerState
@@ -50,6 +51,20 @@ class WatchedProcessDevice(Watched, ProcessDevice):
         return all(peer.is_ended for peer in self.launcher.peers)
 
 
+class SimCrew:
+    """Starts an incarnation without rings: the simulated workers exchange nothing."""
+
+    def __init__(self, launcher: SimLauncher) -> None:
+        self._launcher = launcher
+
+    async def __call__(self) -> Sequence[Peer]:
+        ranks = range(self._launcher.num_ranks)
+        return await launch_all(self._launcher, 0, ranks, [()] * len(ranks))
+
+    async def release(self) -> None:
+        pass
+
+
 class CrewWorld(World):
     """Everything that one run knows; of an engine whose device may be lost."""
 
@@ -88,10 +103,7 @@ class CrewWorld(World):
 
     async def run(self) -> None:
         launcher = SimLauncher(self, self._dice("peers"))
-        ranks = range(launcher.num_ranks)
-        files = [()] * len(ranks)  # no rings: the simulated ones exchange nothing
-        crew = partial(launch_all, launcher, 0, ranks, files)
-        self.device = WatchedProcessDevice(self.make_config(), crew=crew)
+        self.device = WatchedProcessDevice(self.make_config(), crew=SimCrew(launcher))
         self.device.launcher, self.device.check = launcher, self._check_event
         self.device.ready, self.device.sampled = {}, {}
         logging.disable(logging.CRITICAL)

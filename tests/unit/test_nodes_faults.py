@@ -138,6 +138,7 @@ class PlayedGroup:
     def __init__(self, error=None, is_let_go=True):
         self.error, self.calls, self.processes = error, [], {}
         self.let_go, self.killed = threading.Event(), threading.Event()
+        self.loop = threading.current_thread()
         if is_let_go:
             self.let_go.set()
 
@@ -154,6 +155,7 @@ class PlayedGroup:
         self.calls.append("spawn")
 
     def kill(self):
+        assert threading.current_thread() is not self.loop, "it holds up the loop"
         self.calls.append("kill")
         self.killed.set()
 

@@ -4,7 +4,8 @@ import pytest
 import trio
 import trio.testing
 
-from tests.unit.test_process_ranks import FakeLauncher, make_device, plan, run
+from tests.unit.test_process_ranks import FakeLauncher, FakePeer, make_device, plan, run
+from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import (
     CALL_FACTOR,
     FIRST_STEP_S,
@@ -13,7 +14,24 @@ from trouper.actors.executor.devices.supervision import (
 )
 from trouper.actors.executor.devices.wire import Call, Returned
 from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone
-from trouper.errors import RetryableRequestError
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
+from trouper.errors import DeviceStartError, RetryableRequestError
+
+
+class AwayCrew:
+    """A worker on a machine that is away for an hour before each start."""
+
+    def __init__(self):
+        self.peers, self.num_releases = [], 0
+
+    async def __call__(self):
+        await trio.sleep(3600.0)
+        self.peers.append(FakePeer(0, ()))
+        return self.peers[-1:]
+
+    async def release(self):
+        self.num_releases += 1
 
 
 def number_of(peer, method):
@@ -100,6 +118,39 @@ def test_a_plan_behind_a_call_has_its_whole_time_from_the_answer_on():
             device.submit(plan(1))
             nursery.start_soon(finish)
             assert isinstance(await device.receive(), StepDone)
+
+    run(act)
+
+
+def test_the_wait_for_a_machine_is_no_part_of_the_load():
+    async def act():
+        device = ProcessDevice(resolve(EngineArgs()), crew=AwayCrew())
+        await device.load()
+        asked_s = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fail_in_a_call, device)
+            assert (await device.receive()).cause == "hang"
+        assert trio.current_time() == asked_s + FIRST_STEP_S
+
+    run(act)
+
+
+async def fail_in_a_call(device):
+    with pytest.raises(RetryableRequestError, match="device_restarting"):
+        await device.call("probe")
+
+
+def test_a_crew_gives_back_what_it_holds_when_there_will_be_no_other():
+    async def act():
+        crew = AwayCrew()
+        device = ProcessDevice(resolve(EngineArgs(max_worker_restarts=0)), crew=crew)
+        await device.load()
+        crew.peers[0].hang_up()
+        assert isinstance(await device.receive(), DeviceLost)
+        assert crew.num_releases == 0
+        with pytest.raises(DeviceStartError, match="are spent"):
+            await device.receive()
+        assert crew.num_releases == 1
 
     run(act)
 

@@ -66,6 +66,10 @@ class CrewLauncher(Protocol):
         """
         ...
 
+    async def release(self) -> None:
+        """Give back what is held for the next start: there is none to come.  Idempotent."""
+        ...
+
 
 class LocalPeer:
     """A process of this machine, by a socket pair whose end is its sign of life."""

@@ -26,6 +26,9 @@ class LocalCrew:
         files = [()] if is_alone else create_crew_files(crew_sizes(self._config))
         return await launch_all(self._launcher, self._first_number, range(len(files)), files)
 
+    async def release(self) -> None:
+        pass  # nothing is held between two starts
+
 
 async def launch_all(
     launcher: Launcher, first_number: int, ranks: Sequence[int], files: Sequence[tuple[int, ...]]

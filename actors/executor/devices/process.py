@@ -153,6 +153,7 @@ class ProcessDevice:
     async def receive(self) -> DeviceEvent:
         while True:
             if self._state is WorkerState.FAILED:
+                await self._crew.release()
                 raise DeviceStartError(self._failure)
             if self._state is WorkerState.LOST:
                 if await self._restart():
@@ -204,10 +205,12 @@ class ProcessDevice:
         Raises:
             DeviceStartError: the system, or a machine, has refused; none is left.
         """
-        config, began_s = self._config, anyio.current_time()
+        config = self._config
         if self._info is not None:  # the successor must offer the same blocks
             config = msgspec.structs.replace(config, num_blocks=self._info.num_blocks - 1)
-        self._workers = [WorkerLink(rank, peer) for rank, peer in enumerate(await self._crew())]
+        peers = await self._crew()  # which may wait for a machine as long as it is away
+        began_s = anyio.current_time()
+        self._workers = [WorkerLink(rank, peer) for rank, peer in enumerate(peers)]
         self._has_vocabulary = False
         for worker in self._workers:
             send_to_all([worker], self._in_force.load(config, worker.rank))

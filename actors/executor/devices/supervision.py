@@ -156,7 +156,7 @@ class Death(msgspec.Struct, frozen=True):
     rank: int
     step: int | None = None  # the eldest that was not answered
     exit_status: int | None = None  # as `subprocess` has it: negative is a signal
-    hung_s: float | None = None  # it was killed because a step took longer than this
+    hung_s: float | None = None  # it was killed because a step or a call took longer than this
     was_out_of_memory: bool = False  # the kernel's count of such kills has grown meanwhile
     was_machine_lost: bool = False  # with all that was on it
     broken: str | None = None  # its own last message

@@ -181,23 +181,24 @@ class Orders:
             self._tell(Failed(order, "nothing has been prepared"))
             return
         self._starting.add(order)
-        has_started = False
+        problem: str | None = "it is cancelled"
         try:
             await anyio.to_thread.run_sync(group.connect, start)
             if order not in self._groups:
                 raise DeviceStartError("it has been given up")
             group.spawn()  # in this thread, which lives as long as the host
-            has_started = True
-            self._tell(Started(order))
+            problem = None
         except Exception as error:  # of this order alone, whatever it is
             if not isinstance(error, DeviceStartError):
                 logger.exception("order %d", order)
-            self._tell(Failed(order, str(error)[:MAX_WORDS]))
+            problem = str(error)[:MAX_WORDS]
         finally:
             self._starting.discard(order)
-            if not has_started:
+            if problem is not None:
                 self._groups.pop(order, None)
-                group.kill()  # which takes no time
+                with anyio.CancelScope(shield=True):  # bounded, but a kill waits for the system
+                    await anyio.to_thread.run_sync(group.kill)
+        self._tell(Started(order) if problem is None else Failed(order, problem))
 
     async def _end(self, end: End) -> None:
         ended, group = Exit(None), self._groups.get(end.order)

@@ -160,6 +160,9 @@ class NodesCrew:
             finally:
                 self._front.forget(order)  # the next order waits until the host is back
 
+    async def release(self) -> None:
+        pass  # nothing is held between two starts
+
     async def _start(self, order: int) -> Sequence[Peer]:
         groups = [await self._make_group(node, order) for node in self._ranks]
         starts = [

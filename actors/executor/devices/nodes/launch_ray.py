@@ -86,7 +86,7 @@ class RayGroup:
         )
 
     def close(self) -> None:
-        pass  # the actor goes with its place, which the next crew gives back
+        pass  # the actor goes with its place, which the crew gives back
 
     async def _end(self, rank: int, grace_s: float) -> Exit:
         try:
@@ -137,8 +137,12 @@ class RayCrew:
 
     async def __call__(self) -> Sequence[Peer]:
         await self.release()
-        await self._find_places()
-        return await self._crew()
+        try:
+            await self._find_places()
+            return await self._crew()
+        except BaseException:
+            await self.release()  # noqa: ASYNC102  # shielded inside
+            raise
 
     async def release(self) -> None:
         """Give the places back, and end what runs there.  Idempotent."""
@@ -175,7 +179,6 @@ class RayCrew:
             free = await anyio.to_thread.run_sync(self._ray.available_resources)
         except self._ray.exceptions.RayError as error:
             raise DeviceStartError(f"Ray finds no places: {type(error).__name__}") from None
-        await self.release()
         wanted = f"{self._num_places} x {{CPU: {self._bundle['CPU']}}}"
         raise DeviceStartError(
             f"Ray has no room: the workers want {wanted}, {free.get('CPU', 0):g} is free"
