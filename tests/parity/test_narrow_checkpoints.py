@@ -17,7 +17,8 @@ from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 from . import hf_families
-from .test_architectures import tiny_model
+from .driver import engine_config
+from .test_architectures import SPARSE, tiny_model
 from .test_integer_checkpoints import FILE, eight_to_a_word, load, run
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -265,6 +266,19 @@ def test_experts_are_quantised_matrices_too(tmp_path, kind):
     assert isinstance(runner, CpuRunner)
     assert found_ids == ids
     assert torch.equal(found, logprobs)
+
+
+@pytest.mark.parametrize("case", ["gpt-oss", "granite-moe"])
+def test_fp8_of_experts_that_are_stored_together_is_refused(case, tmp_path):
+    tiny_model(*SPARSE[case], tmp_path)
+    stored = load_file(tmp_path / FILE)
+    narrow = {name: x.to(torch.float8_e4m3fn) if x.ndim == 3 else x for name, x in stored.items()}
+    save_file(narrow, tmp_path / FILE, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = FP8_TENSORS
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedFeatureError, match=r"quant_method: .* fp8 of .* 3 dimensions"):
+        CpuRunner(engine_config(tmp_path)).load()
 
 
 @pytest.mark.parametrize("kind", ["fp8_blocks", "int8_zeros", "gptq_act_order", "nvfp4"])

@@ -1,5 +1,6 @@
 """The files that ranks and stages inherit: each worker has its ends, and nothing is left open."""
 
+import json
 import os
 
 import msgspec
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from trouper.actors.executor.cpu.recorded_steps import MAX_LOGITS
+from trouper.actors.executor.devices.crew_sizes import crew_sizes
 from trouper.actors.executor.parallel import ranks
 from trouper.actors.executor.parallel.links import close_files
 from trouper.actors.executor.parallel.ranks import (
@@ -19,7 +21,7 @@ from trouper.actors.executor.parallel.ranks import (
 )
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
-from trouper.errors import DeviceStartError
+from trouper.errors import DeviceStartError, UnsupportedFeatureError
 
 MODEL = ModelSizes(hidden_size=64, vocab_size=512)
 
@@ -127,3 +129,18 @@ def test_a_system_that_refuses_leaves_nothing_open(monkeypatch, name):
     with pytest.raises(DeviceStartError, match="No space left"):
         create_crew_files(CrewSizes.of(config_of(2, 2), MODEL))
     assert num_open() == before
+
+
+def test_a_mixture_is_refused_on_gpus_before_a_process_starts(tmp_path):
+    hf_config = {
+        "architectures": ["MixtralForCausalLM"], "vocab_size": 100, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    config = resolve(EngineArgs(str(tmp_path), tensor_parallel_size=2, max_model_len=64))
+    assert crew_sizes(config).num_ranks == 2
+    with pytest.raises(UnsupportedFeatureError, match="experts") as caught:
+        crew_sizes(msgspec.structs.replace(config, device="cuda"))
+    assert caught.value.parameter == "device"

@@ -285,7 +285,7 @@ async def test_what_a_machine_has_prepared_is_closed_if_another_cannot():
         socket.create_connection(address)
 
 
-@pytest.mark.parametrize("address", ["0", "0x0", "0.0", "00.0.0.0", "0.0.0.0", "::", "::0", "0::0", " ", ""])  # fmt: skip
+@pytest.mark.parametrize("address", ["0", "0x0", "0.0", "00.0.0.0", "0.0.0.0", "::", "::0", "0::0", "::ffff:0.0.0.0", "::ffff:0:0", " ", ""])  # fmt: skip
 def test_an_address_that_is_every_address_is_refused_however_it_is_written(address, monkeypatch):
     monkeypatch.setenv(CLUSTER_KEY, KEY.decode())
     with pytest.raises(TrouperValidationError, match="one address") as caught:

@@ -90,7 +90,9 @@ def is_every_address(address: str) -> bool:
     except OSError:
         pass
     try:
-        return ipaddress.ip_address(address).is_unspecified
+        ip = ipaddress.ip_address(address)
+        # `bind` takes ::ffff:0.0.0.0 for all as well
+        return (getattr(ip, "ipv4_mapped", None) or ip).is_unspecified
     except ValueError:
         return not address
 

@@ -36,6 +36,19 @@ GPT_OSS_ROPE: HfConfig = {
 }
 
 
+def check_device(traits: DecoderTraits, device: str) -> None:
+    """Check that there are kernels of the model's layers for a device, "cpu" or "cuda".
+
+    Raises:
+        UnsupportedFeatureError: there are none.
+    """
+    if traits.experts is not None and device != "cpu":
+        raise UnsupportedFeatureError(
+            "a mixture of experts runs on the CPU alone so far; set device='cpu'",
+            parameter="device",
+        )
+
+
 def _mixtral(config: HfConfig) -> DecoderTraits:
     experts = _experts(
         config, size="intermediate_size", is_normalised=True, names="block_sparse_moe"

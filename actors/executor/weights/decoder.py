@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from trouper.actors.executor.models.decoder import Decoder, DecoderLayer, OpsT
 from trouper.actors.executor.models.layer_split import traits_of
+from trouper.actors.executor.models.mixtures import check_device
 from trouper.actors.executor.models.mlp import GatedMlp, Mlp, SparseMlp
 from trouper.actors.executor.models.parameters import (
     EMBEDDING,
@@ -40,7 +41,7 @@ from trouper.actors.executor.weights.stacks import stacks_of
 from trouper.config.gguf import is_gguf
 from trouper.config.resolve import EngineConfig
 from trouper.config.stages import Stage
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import TrouperValidationError
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.quantization import (
     GROUP,
@@ -116,8 +117,7 @@ def load_decoder(
         TrouperValidationError: the folder and the traits do not fit; the message names the tensors.
         UnsupportedFeatureError: experts on a GPU.
     """
-    if traits.experts is not None and device is not None:
-        raise UnsupportedFeatureError("a mixture of experts runs on the CPU alone so far")
+    check_device(traits, "cpu" if device is None else "cuda")
     dtype: torch.dtype = getattr(torch, config.dtype)
     linear = LinearConfig(
         device="cpu" if device is None else "cuda",

@@ -69,10 +69,13 @@ class WeightLayout(msgspec.Struct, frozen=True):
         """List the stored tensors of a matrix, by what follows its base name.
 
         Raises:
-            UnsupportedFeatureError: groups do not divide the inputs.
+            UnsupportedFeatureError: groups do not divide the inputs, or it is no matrix.
         """
         if self.method == "mxfp4":
             return _expert_parts(shape)
+        if len(shape) != 2:  # experts that are stored together, or a bias
+            what = f"{self.method} of {name}, which has {len(shape)} dimensions"
+            raise unsupported("quant_method", what)
         num_out, num_in = shape
         size, base = self.group_size or num_in, base_of(name)
         if num_in % size:
