@@ -1,6 +1,6 @@
 """Edits beside peers that speculate: functions asked for again with a name changed, one stream, each engine in turn.
 
-    python -m trouper.bench.edits --gguf FILE.gguf [--llama-python PYTHON] [--vllm-python PYTHON] [--rounds 3] [--output FILE.json]
+    python -m trouper.bench.edits --gguf FILE.gguf (--llama-python PYTHON | --vllm-python PYTHON) [--rounds 3] [--output FILE.json]
 
 llama.cpp has the file, with the prompt lookup of its Python package (`LlamaPromptLookupDecoding`) over its C interface, and trouper the
 same file; vLLM, with its n-grams, has the file's weights as a folder of bfloat16, which is written for the run, and so has trouper then. All decode
@@ -55,6 +55,8 @@ def main() -> None:
     )
     parser.add_argument("--output")
     options = parser.parse_args()
+    if not (options.llama_python or options.vllm_python):
+        parser.error("--llama-python or --vllm-python is needed: a peer to measure beside")
     check_writable("output", options.output)
     prompts = edits(options.gguf, options.requests, options.output_len)
     results: dict[str, Any] = {}

@@ -3,7 +3,7 @@
     python -m trouper.bench.h200 [--out FOLDER] [--only NAME …] [--budget SECONDS] [--again] [--tiny]
 
 In a checkout.  Each piece is a process of its own with a time limit, and leaves a report in the folder; one
-whose report is there is not run again, so that a machine which is lent for minutes does as much as fits, and
+whose report is there is not run again, so that a machine that one has for minutes only does as much as fits, and
 the next call goes on.  Nothing is installed; what is missing is named.  `--tiny` tries all of it on the
 CPU: tiny shapes, the kernels interpreted, and figures that mean nothing.
 """

@@ -50,7 +50,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     def is_chat(self) -> bool:
         return self.backend.endswith("-chat")
 
-    def check(self, engine_args: EngineArgs) -> None:
+    def check(self, engine_args: EngineArgs, dataset_name: str) -> None:
         """Before anything is loaded.
 
         Raises:
@@ -74,6 +74,10 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
         if self.profile and "torch_profiler_dir" not in (engine_args.profiler_config or {}):
             raise TrouperValidationError(
                 "--profile needs --profiler-config with a folder in torch_profiler_dir"
+            )
+        if dataset_name == "schema" and self.backend in ("hf", "hf-cb"):  # they have no grammars
+            raise UnsupportedFeatureError(
+                f"--dataset-name schema: not with --backend {self.backend}"
             )
         package = PACKAGES.get(self.backend)
         if package is not None and find_spec(package) is None:

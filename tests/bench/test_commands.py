@@ -375,6 +375,7 @@ MISTAKES = [
         "throughput --backend hf-cb --dataset-name schema",
         "--dataset-name schema: not with --backend hf-cb",
     ),
+    ("ranks --device auto", "'--device'"),
     ("throughput --backend vllm", "--backend vllm needs vllm, which is not installed here"),
     ("throughput --backend vllm-chat", "--backend vllm-chat needs vllm, which is not"),
     ("throughput --backend vllm --async-engine", "--async-engine needs --backend trouper"),
@@ -439,7 +440,7 @@ def test_a_mistake_is_one_line_before_anything_is_loaded(bench, line, message):
 )
 def test_wishes_that_contradict_each_other_are_value_errors(wishes):
     with pytest.raises(ValueError, match="--"):
-        core.Wishes(**wishes).check(EngineArgs())
+        core.Wishes(**wishes).check(EngineArgs(), "random")
 
 
 def test_options_of_the_engine_are_given_to_every_backend():

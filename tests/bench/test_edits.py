@@ -122,3 +122,11 @@ def test_each_prompt_is_asked_alone_and_the_first_engine_is_compared(monkeypatch
 def test_an_engine_that_makes_fewer_tokens_is_named(monkeypatch):
     with pytest.raises(peers.PeerError, match="trouper made 7 tokens"):
         compare(monkeypatch, {True: 0.5, False: 0})
+
+
+def test_without_a_peer_there_is_nothing_to_measure(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["edits", "--gguf", "none.gguf"])
+    with pytest.raises(SystemExit) as caught:
+        edits.main()
+    assert caught.value.code == 2
+    assert "--llama-python or --vllm-python" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """What tests of several workers of a device share: options, and a launcher that remembers whom it has started."""
 
-import pytest
-
 from trouper.actors.executor.devices.launch_local import launch
 
 OPTIONS = {
@@ -10,11 +8,6 @@ OPTIONS = {
     "max_num_seqs": 16,
     "max_model_len": 512,
 }
-
-
-@pytest.fixture(params=["trio"])
-def anyio_backend(request):
-    return request.param
 
 
 class LocalWorkers:

@@ -37,11 +37,6 @@ llm.generate(["def f("], SamplingParams(max_tokens=100000, ignore_eos=True))
 """
 
 
-@pytest.fixture(params=["trio"])
-def anyio_backend(request):
-    return request.param
-
-
 @pytest.fixture(autouse=True)
 def key(monkeypatch):
     monkeypatch.setenv(CLUSTER_KEY, KEY)

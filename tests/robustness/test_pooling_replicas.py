@@ -4,13 +4,13 @@ import json
 import os
 import re
 import signal
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.robustness.test_orphans import workers_of
-from tests.server.process import started
+from tests.server.process import started, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 OPTIONS = ("--runner", "pooling", "--data-parallel-size", "2")
@@ -45,16 +45,19 @@ def test_texts_of_a_replica_that_is_killed_are_embedded_by_the_other_and_it_come
             """Ask on until the loss has been noticed, and once more."""
             is_last = False
             while not is_last:
-                is_last = state_of(server) == "1/2"
+                is_last = lost.is_set()
                 assert vectors(server, TEXTS[client]) == wanted[client]
 
+        lost = threading.Event()
         asked = [clients.submit(embed_on, client) for client in range(len(TEXTS))]
         os.kill(victim, signal.SIGKILL)
+        try:
+            server.wait_for("died of SIGKILL")
+        finally:
+            lost.set()
         for future in asked:
             future.result()
-        server.wait_for("died of SIGKILL")
-        while state_of(server) != "2/2":
-            time.sleep(0.05)  # nothing tells of it
+        wait_until(lambda: state_of(server) == "2/2")
         assert victim not in workers_of(server.pid)
         assert list(clients.map(lambda texts: vectors(server, texts), TEXTS)) == wanted
         after = num_computed(server)

@@ -17,7 +17,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.kernels.codegen import units
 
-from .crews import OPTIONS, LocalWorkers, anyio_backend  # noqa: F401  # a fixture
+from .crews import OPTIONS, LocalWorkers
 from .test_worker import texts
 
 pytestmark = [

@@ -32,11 +32,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["trio"])
-def anyio_backend(request):
-    return request.param
-
-
 @pytest.fixture
 def cluster(monkeypatch):
     """Two logical nodes of a processor each; this process has joined the first."""

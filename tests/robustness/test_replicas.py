@@ -26,11 +26,6 @@ FAULTY = "tests.robustness.faulty_worker"
 OPTIONS = {"dtype": "float32", "max_num_seqs": 16, "max_model_len": 512}
 
 
-@pytest.fixture(params=["trio"])
-def anyio_backend(request):
-    return request.param
-
-
 @asynccontextmanager
 async def replicated_engine(num_replicas=2, module=MODULE, **options):
     config = resolve(EngineArgs(data_parallel_size=num_replicas, **OPTIONS, **options))

@@ -18,7 +18,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import GenerationError, TrouperValidationError
 
-from .crews import OPTIONS, LocalWorkers, anyio_backend  # noqa: F401  # a fixture
+from .crews import OPTIONS, LocalWorkers
 from .test_worker import params, texts
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120), pytest.mark.slow]

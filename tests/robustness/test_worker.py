@@ -31,11 +31,6 @@ FAULTY = "tests.robustness.faulty_worker"
 PROMPTS = ["def f(", "class A:", "import os", "for x in"]
 
 
-@pytest.fixture(params=["trio"])
-def anyio_backend(request):
-    return request.param
-
-
 class Crew:
     """Starts workers, and remembers them."""
 

@@ -35,11 +35,6 @@ DIGITS = StructuredOutputsParams(regex="[0-9]{40}")
 ITEMS = {"type": "array", "items": {"type": "integer"}, "minItems": 20}
 
 
-@pytest.fixture(params=["trio"])
-def anyio_backend(request):
-    return request.param
-
-
 @pytest.fixture
 def adapters(tmp_path):
     return [

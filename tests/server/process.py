@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 ARGUMENTS = ["--max-model-len", "512", "--max-num-seqs", "16", "--num-gpu-blocks-override", "64"]
 ARGUMENTS += ["--dtype", "float32"]
+LIMIT_S = 50  # for what a test waits for
 
 
 class Process:
@@ -33,7 +35,7 @@ class Process:
         """The line that holds it; the port is known from the first one."""
         with self._news:
             found = self._news.wait_for(
-                lambda: self._find(text) or self._process.poll() is not None, timeout=50
+                lambda: self._find(text) or self._process.poll() is not None, timeout=LIMIT_S
             )
         assert found, self.lines
         line = self._find(text)
@@ -99,6 +101,14 @@ def started(*arguments, **options):
         yield process
     finally:
         process.close()
+
+
+def wait_until(holds):
+    """Ask until it holds, for what no line tells of; each time it asks the server."""
+    end_s = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < end_s, f"it did not happen in {LIMIT_S} s"
+        time.sleep(0.01)
 
 
 def stop(process):

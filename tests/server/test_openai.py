@@ -11,7 +11,7 @@ import openai
 import pydantic
 import pytest
 
-from .process import started, stop
+from .process import started, stop, wait_until
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 COMPLETIONS, CHATS, RESPONSES = "completions", "chat.completions", "responses"
@@ -261,13 +261,6 @@ def num_answers(server, status, handler="/v1/completions"):
 def order(server, path):
     status, _, body = server.request("POST", path)
     assert status == 200, body
-
-
-def wait_until(holds):
-    for _ in range(3000):  # each of them asks the server
-        if holds():
-            return
-    pytest.fail("it did not happen")
 
 
 def wait_load(server, load):

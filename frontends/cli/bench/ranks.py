@@ -1,6 +1,6 @@
 """`trouper bench ranks`: a model by tensor-parallel ranks, beside one process with as many threads, or beside one GPU."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,7 +12,9 @@ from trouper.frontends.cli.options import expand_options, integers
 def ranks(
     ctx: typer.Context,
     ranks: Annotated[int, typer.Option(min=2, help="Number of tensor-parallel ranks.")] = 2,
-    device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU for each rank.")] = "cpu",
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="Where: cpu, or cuda with a GPU for each rank.")
+    ] = "cpu",
     prompt_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the prompt.")] = 512,
     rows: Annotated[
         Any,

@@ -9,7 +9,6 @@ import typer
 
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
-from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.bench.options import (
     DatasetOptions,
@@ -82,9 +81,7 @@ def throughput(
         hf_max_batch_size=hf_max_batch_size,
         use_tqdm=output.is_terminal(sys.stderr),
     )
-    wishes.check(engine_args)
-    if dataset.dataset_name == "schema" and backend in ("hf", "hf-cb"):
-        raise UnsupportedFeatureError(f"--dataset-name schema: not with --backend {backend}")
+    wishes.check(engine_args, dataset.dataset_name)
     report.check()
     engine_args.seed = seed
     config = resolve(engine_args, offline=True)
