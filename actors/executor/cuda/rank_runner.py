@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from trouper.actors.executor.cuda.machine import CudaMachine, Machine
 from trouper.actors.executor.cuda.runner import CudaRunner
-from trouper.actors.executor.models.registry import decoder_traits
-from trouper.actors.executor.models.sharding import OPTION, check_shards
+from trouper.actors.executor.models.sharding import OPTION
 from trouper.config.resolve import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 
@@ -39,8 +38,6 @@ class RankRunner(CudaRunner):
 
     def __init__(self, config: EngineConfig, rank: int, files: Sequence[int]) -> None:
         num_ranks = config.tensor_parallel_size
-        traits = decoder_traits(config.model.hf_config, config.model.architecture)
-        check_shards(traits, num_ranks, quantization=config.quantization)
         machine = CudaMachine(rank)
         self._group_file = files[0]
         super().__init__(config, machine, join_group(machine, files[0], rank, num_ranks))

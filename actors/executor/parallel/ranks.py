@@ -181,17 +181,25 @@ def open_worker_links(worker: int, files: Sequence[int], sizes: CrewSizes) -> Wo
     """Open the links of a worker by the descriptors that it has inherited."""
     rest = list(files)
     group = rest.pop(0) if sizes.num_ranks > 1 else None
-    stage, last = worker // sizes.num_ranks, sizes.num_stages - 1
-    sampler = last * sizes.num_ranks
-    receivers = [other for other in range(sizes.num_ranks) if other != sampler]
-    hidden = HIDDEN_ENTRIES, sizes.hidden_bytes
-    tokens = num_ring_entries(sizes.num_stages), sizes.token_bytes
+    opened = [
+        (link, open_next(rest, link.num_entries, link.entry_bytes))
+        for link in crew_links(sizes)
+        if worker in (link.sender, link.receiver)
+    ]
+
+    def found(name: str, side: str) -> tuple[Link, ...]:
+        return tuple(
+            one
+            for link, one in opened
+            if link.name.startswith(name) and getattr(link, side) == worker
+        )
+
     return WorkerLinks(
         group,
-        open_next(rest, *hidden) if stage > 0 else None,
-        open_next(rest, *hidden) if stage < last else None,
-        open_next(rest, *tokens) if worker in receivers else None,
-        tuple(open_next(rest, *tokens) for _ in receivers) if worker == sampler else (),
+        next(iter(found("hidden", "receiver")), None),
+        next(iter(found("hidden", "sender")), None),
+        next(iter(found("tokens", "receiver")), None),
+        found("tokens", "sender"),
     )
 
 
