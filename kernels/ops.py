@@ -48,7 +48,40 @@ class HostTokens(NamedTuple):
     slots_T: Tensor
 
 
-class Ops(Protocol):
+class SharedOps(Protocol):
+    """The operations in which all ranks of a model take part; one device alone computes them like the others.
+
+    Law: a group of ranks (`kernels/ranks.py`) has no operations of its own besides these; all others are those of each rank's `Ops`.
+    """
+
+    def fused_add_rms_norm(
+        self,
+        x_TE: Tensor,
+        y_TE: Tensor,
+        weight: Tensor | None,
+        post_weight: Tensor | None = None,
+    ) -> Tensor:
+        """Add residual_scale · y to x in place; return the norm of the sum, or x where weight is None.
+
+        Args:
+            post_weight: of the norm of y, ahead of the sum; None = y has none.
+        """
+        ...
+
+    def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        """Normalise in place, over all heads of q together, and over all of k (OLMo-2).
+
+        Args:
+            q_norm: [N D] weights, and `k_norm` [H D].
+        """
+        ...
+
+    def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
+        """Return cap · tanh(scale · product / cap), or scale · product where there is no cap."""
+        ...
+
+
+class Ops(SharedOps, Protocol):
     """The operations on one kind of device.  Tensors are contiguous in their last dimension.
 
     The tokens of a step and the plan of its attention are whatever the implementation takes.
@@ -66,28 +99,6 @@ class Ops(Protocol):
 
     def rms_norm_(self, x_TX: Tensor, weight: Tensor) -> None:
         """Normalise in place; rows may be strided."""
-        ...
-
-    def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
-        """Normalise in place, over all heads of q together, and over all of k (OLMo-2).
-
-        Args:
-            q_norm: [N D] weights, and `k_norm` [H D].
-        """
-        ...
-
-    def fused_add_rms_norm(
-        self,
-        x_TE: Tensor,
-        y_TE: Tensor,
-        weight: Tensor | None,
-        post_weight: Tensor | None = None,
-    ) -> Tensor:
-        """Add residual_scale · y to x in place; return the norm of the sum, or x where weight is None.
-
-        Args:
-            post_weight: of the norm of y, ahead of the sum; None = y has none.
-        """
         ...
 
     def qk_norm_rope_kv_write(
@@ -119,18 +130,6 @@ class Ops(Protocol):
 
     def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:
         """Return activation(gate) · up for the two halves of gate_up [T, 2 M], or (up + 1) · activation(gate) of clamped ones."""
-        ...
-
-    def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
-        """Return cap · tanh(scale · product / cap), or scale · product where there is no cap."""
-        ...
-
-
-class DeviceOps(Ops, Protocol):
-    """The operations on a GPU, whose tokens and plans are those of `kernels/cuda/ops.py`."""
-
-    def plan(self, tokens: Any, window: int | None) -> Any:
-        """Prepare the attention of a step in the layers of one window."""
         ...
 
 

@@ -33,13 +33,13 @@ class SharedGroup:
     def fused_add_rms_norm(
         self,
         x_TE: Tensor,
-        part_TE: Tensor,
+        y_TE: Tensor,
         weight: Tensor | None,
         post_weight: Tensor | None = None,
     ) -> Tensor:
         return self.exchange.fused_add_rms_norm(
             x_TE,
-            part_TE,
+            y_TE,
             None if weight is None else self._float32.of(weight),
             None if post_weight is None else self._float32.of(post_weight),
             alpha=self._share.residual_scale,
@@ -57,15 +57,15 @@ class SharedGroup:
             eps=self._share.norm_eps,
         )
 
-    def finish_logits(self, product_RW: Tensor, scale: float, cap: float | None) -> Tensor:
+    def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
         """Put the columns of all ranks side by side; more rows than the sheet has are copied from it in turns."""
         first, vocab_size = self._share.first_logit, self._share.vocab_size
-        length, at_once = len(product_RW), self.exchange.max_logits_rows(vocab_size)
+        length, at_once = len(product_RV), self.exchange.max_logits_rows(vocab_size)
         if length <= at_once:
-            return self.exchange.gather_logits(product_RW, first, vocab_size, scale, cap)
+            return self.exchange.gather_logits(product_RV, first, vocab_size, scale, cap)
         logits_RV = torch.empty((length, vocab_size), dtype=torch.float32)
         for begin in range(0, length, at_once):
-            rows = product_RW[begin : begin + at_once]
+            rows = product_RV[begin : begin + at_once]
             part_RV = self.exchange.gather_logits(rows, first, vocab_size, scale, cap)
             logits_RV[begin : begin + len(rows)] = part_RV
         return logits_RV

@@ -1,6 +1,6 @@
-"""The operations in which the GPUs of a model take part, as collective calls: `RankSums` by NCCL (or gloo, in tests).
+"""The operations in which the GPUs of a model take part, as collective calls: `SharedOps` by NCCL (or gloo, in tests).
 
-    T  tokens    E  hidden size    R  rows of logits    W  columns of a rank    V  vocabulary
+    T  tokens    E  hidden size    R  rows of logits    V  vocabulary, or the columns of a rank
 
 Laws:
   * Each operation makes the same calls with the same sizes on every rank, whatever is in the tensors, so a step can be captured: NCCL's
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trouper.kernels.cuda.heads_norm import norm_by_sum_, sum_of_squares_
-from trouper.kernels.cuda.ops import DevicePlan, DeviceTokens, TritonOps
+from trouper.kernels.cuda.ops import TritonOps
 from trouper.kernels.ops import q_and_k
-from trouper.kernels.ranks import RankedOps, RankShare
+from trouper.kernels.ranks import RankShare
 
 
 class CollectiveSums:
@@ -42,11 +42,11 @@ class CollectiveSums:
     def fused_add_rms_norm(
         self,
         x_TE: Tensor,
-        part_TE: Tensor,
+        y_TE: Tensor,
         weight: Tensor | None,
         post_weight: Tensor | None = None,
     ) -> Tensor:
-        return self._ops.fused_add_rms_norm(x_TE, self._sum(part_TE), weight, post_weight)
+        return self._ops.fused_add_rms_norm(x_TE, self._sum(y_TE), weight, post_weight)
 
     def all_heads_norm_(self, qkv_TND: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         """Normalise as `Ops` does.  Keys that several ranks have count as often in the sum as in the number of its summands."""
@@ -59,23 +59,23 @@ class CollectiveSums:
             num = part_TX.shape[1] * self.size
             norm_by_sum_(part_TX, sums_T, weight, num=num, eps=self._share.norm_eps)
 
-    def finish_logits(self, product_RW: Tensor, scale: float, cap: float | None) -> Tensor:
+    def finish_logits(self, product_RV: Tensor, scale: float, cap: float | None) -> Tensor:
         """Gather the columns of all ranks on the first; the others keep their own."""
-        num_rows, width = product_RW.shape
+        num_rows, width = product_RV.shape
         most = self._share.num_logits
         if width < most:
-            product_RW = torch.nn.functional.pad(product_RW, (0, most - width))
+            product_RV = torch.nn.functional.pad(product_RV, (0, most - width))
         parts = None
         if self.rank == 0:
-            parts = list(product_RW.new_empty(self.size, num_rows, most).unbind(0))
-        dist.gather(product_RW, parts, dst=0, group=self._group)
+            parts = list(product_RV.new_empty(self.size, num_rows, most).unbind(0))
+        dist.gather(product_RV, parts, dst=0, group=self._group)
         if parts is None:
-            return product_RW
+            return product_RV
         logits_RV = torch.cat(parts, 1)[:, : self._share.vocab_size].contiguous()
         return self._ops.finish_logits(logits_RV, scale, cap)
 
     def tell(self, sampled_C: Tensor) -> None:
-        """Overwrite the ids that the first rank has sampled on all others."""
+        """Give all ranks the ids that the first has sampled."""
         dist.broadcast(sampled_C, src=0, group=self._group)
 
     def _sum(self, part: Tensor) -> Tensor:
@@ -89,13 +89,3 @@ class CollectiveSums:
         for other in parts[1:]:
             total += other
         return total.to(part.dtype)
-
-
-class RankedTritonOps(RankedOps[TritonOps]):
-    """`DeviceOps` of one rank."""
-
-    def __init__(self, ops: TritonOps, sums: CollectiveSums) -> None:
-        super().__init__(ops, sums)
-
-    def plan(self, tokens: DeviceTokens, window: int | None) -> DevicePlan:
-        return self._ops.plan(tokens, window)

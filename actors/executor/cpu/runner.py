@@ -43,7 +43,7 @@ from trouper.kernels.codegen.recording import NotRecordableError
 from trouper.kernels.cpu.sampling.sample import compile_sample
 from trouper.kernels.lora import AdapterRows
 from trouper.kernels.ops import CpuOps
-from trouper.kernels.ranks import RankedCpuOps, RankGroup
+from trouper.kernels.ranks import RankGroup
 from trouper.kernels.select import make_ops
 
 logger = logging.getLogger(__name__)
@@ -204,6 +204,7 @@ class CpuRunner:
                 config,
                 self._model_traits,
                 ops=ops.result,
+                shared=self._group,
                 stage=self._stage,
                 shard=self._shard,
                 wrap=wrap,
@@ -212,8 +213,7 @@ class CpuRunner:
             return decoder
 
     def _make_ops(self) -> CpuOps:
-        ops = make_ops(ops_config(self._traits, self._dtype, self._config.block_size))
-        return ops if self._group is None else RankedCpuOps(ops, self._group)
+        return make_ops(ops_config(self._traits, self._dtype, self._config.block_size))
 
     def load_adapter(self, slot: int, files: AdapterFiles) -> None:
         """Put an adapter into a slot, from 1 on; raises as `AdapterSlots.load` does, and the slot is as it was."""

@@ -47,11 +47,10 @@ from trouper.actors.messages.results import StepDone
 from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
 from trouper.kernels.cuda.apply_penalties import apply_penalties
-from trouper.kernels.cuda.collectives import CollectiveSums, RankedTritonOps
+from trouper.kernels.cuda.collectives import CollectiveSums
 from trouper.kernels.cuda.ops import DeviceTokens, TritonOps
 from trouper.kernels.cuda.sample import put_tokens_, sample
 from trouper.kernels.cuda.top_k_top_p import top_k_top_p
-from trouper.kernels.ops import DeviceOps
 
 
 class CudaRunner:
@@ -91,7 +90,7 @@ class CudaRunner:
         self._masks = DeviceMasks(self._slots, self._layout)
         self._kv_specs = kv_cache_specs(self._traits)
         self._num_kv_blocks = 0
-        self._decoder: Decoder[DeviceOps] | None = None
+        self._decoder: Decoder[TritonOps] | None = None
         self._is_on_host = False  # the decoder's weights
         self._resident: Resident | None = None
         self._adapters: DeviceAdapters | None = None
@@ -177,23 +176,22 @@ class CudaRunner:
             if self._adapters is not None:
                 self._adapters.wake_weights()
 
-    def _load_decoder(self) -> Decoder[DeviceOps]:
+    def _load_decoder(self) -> Decoder[TritonOps]:
         config = self._config
-        local = TritonOps(
+        ops = TritonOps(
             ops_config(self._traits, self._dtype, config.block_size),
             max_length=config.max_model_len,
             is_invariant=config.batch_invariant,
         )
-        ops: DeviceOps = local
         if self._ranks is not None:
             share = rank_share(self._model_traits, self._shard)
             is_invariant = config.batch_invariant
-            self._sums = CollectiveSums(self._ranks, local, share, is_invariant=is_invariant)
-            ops = RankedTritonOps(local, self._sums)
+            self._sums = CollectiveSums(self._ranks, ops, share, is_invariant=is_invariant)
         return load_decoder(
             config,
             self._model_traits,
             ops=lambda: ops,
+            shared=self._sums,
             device=self._machine.device,
             shard=self._shard,
             wrap=None if self._adapters is None else self._adapters.slots.wrap,

@@ -21,7 +21,7 @@ from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.linear import LinearMethod
 from trouper.kernels.lora import LoRALinear
-from trouper.kernels.ops import CpuOps, Ops, OpsConfig
+from trouper.kernels.ops import CpuOps, Ops, OpsConfig, SharedOps
 from trouper.kernels.ranks import RankShare
 
 OpsT = TypeVar("OpsT", bound=Ops)
@@ -71,7 +71,7 @@ class Decoder(Generic[OpsT]):
     """The weights of a model, and its forward pass.
 
     A stage of a pipeline has some of the layers: the first has the embedding, the last the norm and the head.  A rank of
-    a tensor-parallel model has a part of each layer and of the head; its operations call the other ranks.
+    a tensor-parallel model has a part of each layer and of the head, and a group that calls the other ranks.
 
     Args:
         traits: of the layers that are here, or of the part of them that is.
@@ -80,6 +80,7 @@ class Decoder(Generic[OpsT]):
         head: None for a model that never gives logits.
         max_model_len: tokens of the longest sequence, which bounds the positions.
         ops: the operations between the products, for the device of the weights.
+        shared: the group of ranks, for the operations in which all take part; None = `ops`, for there is no other rank.
     """
 
     def __init__(
@@ -92,11 +93,13 @@ class Decoder(Generic[OpsT]):
         head: LinearMethod | None,
         max_model_len: int,
         ops: OpsT,
+        shared: SharedOps | None = None,
         dtype: torch.dtype,
     ) -> None:
         self.traits = traits
         self.dtype = dtype
         self.ops = ops
+        self._shared: SharedOps = ops if shared is None else shared
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         # transformers rounds the scale to the model's dtype before it multiplies
         self._embedding_scale = float(torch.tensor(traits.embedding_scale, dtype=self.dtype))
@@ -129,7 +132,7 @@ class Decoder(Generic[OpsT]):
             [T, E], or [R, E] if only those are read.  Where the step is padded, T counts the padding, and
             the states of padding tokens are arbitrary.
         """
-        ops = self.ops
+        ops, shared = self.ops, self._shared
         x_TE, step = self._begin_step(tokens, embeds, hidden_TE)
         first_norm = self._layers[0].attention_norm
         y_TE = x_TE if first_norm is None else ops.rms_norm(x_TE, first_norm)
@@ -144,9 +147,9 @@ class Decoder(Generic[OpsT]):
                     return x_TE
             plan = plans[layer.traits.window]
             y_TE = layer.o.apply(ops.attend(qkv_TND, cache, plan, layer.sinks))
-            y_TE = ops.fused_add_rms_norm(x_TE, y_TE, layer.mlp_norm, layer.attention_post_norm)
+            y_TE = shared.fused_add_rms_norm(x_TE, y_TE, layer.mlp_norm, layer.attention_post_norm)
             y_TE = layer.mlp.forward(y_TE, ops)
-            y_TE = ops.fused_add_rms_norm(x_TE, y_TE, next_norm, layer.mlp_post_norm)
+            y_TE = shared.fused_add_rms_norm(x_TE, y_TE, next_norm, layer.mlp_post_norm)
         return y_TE
 
     @property
@@ -188,7 +191,9 @@ class Decoder(Generic[OpsT]):
         """Return [R, vocabulary], in float32 on the CPU; a GPU's kernels read any float.  Of ranks the first alone has them all."""
         assert self._head is not None
         product = self._head.apply(hidden_RE)
-        return self.ops.finish_logits(product, self.traits.logits_scale, self.traits.final_softcap)
+        return self._shared.finish_logits(
+            product, self.traits.logits_scale, self.traits.final_softcap
+        )
 
     def num_logits(self, num_rows: int) -> int | None:
         """The size of so many rows of logits, if their product can be recorded where the layers can."""
@@ -225,7 +230,7 @@ class Decoder(Generic[OpsT]):
         num_heads = traits.num_q_heads + 2 * traits.num_kv_heads
         qkv_TND = layer.qkv.apply(x_TE).view(-1, num_heads, traits.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
-            self.ops.all_heads_norm_(qkv_TND, layer.q_norm, layer.k_norm)
+            self._shared.all_heads_norm_(qkv_TND, layer.q_norm, layer.k_norm)
         self.ops.qk_norm_rope_kv_write(
             qkv_TND, layer.head_norm, step, layer.traits.rope, cache_2HSD
         )

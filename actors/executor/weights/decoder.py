@@ -52,6 +52,7 @@ from trouper.kernels.cpu.linear.quantization import (
 )
 from trouper.kernels.experts import Routing
 from trouper.kernels.linear import Format, LinearConfig, LinearMethod
+from trouper.kernels.ops import SharedOps
 from trouper.kernels.select import make_experts, make_linear
 
 ACTIVATION_SCALES = (
@@ -95,6 +96,7 @@ def load_decoder(
     traits: DecoderTraits,
     *,
     ops: Callable[[], OpsT],
+    shared: SharedOps | None = None,
     has_head: bool = True,
     device: torch.device | None = None,
     stage: Stage | None = None,
@@ -107,6 +109,7 @@ def load_decoder(
 
     Args:
         ops: asked for last; they may be compiled while the weights are read.
+        shared: the group of ranks; see `Decoder`.
         has_head: False for a model that pools.
         device: where the weights go, one after another; None = they stay in host memory.
         stage: the part that is built; the whole checkpoint is checked all the same.
@@ -145,6 +148,7 @@ def load_decoder(
         head=head,
         max_model_len=config.max_model_len,
         ops=ops(),
+        shared=shared,
         dtype=dtype,
     )
 

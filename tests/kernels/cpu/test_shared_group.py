@@ -12,7 +12,7 @@ from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
 from trouper.kernels.cpu.rank_exchange import RankExchange
 from trouper.kernels.cpu.shared_group import SharedGroup
 from trouper.kernels.ops import OpsConfig
-from trouper.kernels.ranks import RankedOps, RankShare
+from trouper.kernels.ranks import RankShare
 from trouper.kernels.select import make_ops
 
 LOCAL = OpsConfig(
@@ -39,14 +39,14 @@ def group_of(rank, memory):
 
 
 def run_ranks(function):
-    """Call `function(rank, ops)` for two ranks that share a vocabulary of 40."""
+    """Call `function(rank, group)` for two ranks that share a vocabulary of 40."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     memory = mmap.mmap(-1, ExchangeSizes(2, 2**16, 4 * 40).num_bytes)
-    ops = [RankedOps(make_ops(LOCAL), group_of(rank, memory)) for rank in range(2)]
+    groups = [group_of(rank, memory) for rank in range(2)]
     try:
         with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(function, range(2), ops))
+            return list(pool.map(function, range(2), groups))
     finally:
         torch.set_num_threads(before)
 
@@ -66,14 +66,14 @@ def test_ranks_together_compute_what_one_device_does():
     product = torch.randn(num_rows, 40)
     whole = make_ops(msgspec.structs.replace(LOCAL, num_q_heads=4, num_kv_heads=2))
 
-    def rank(number, ops):
+    def rank(number, group):
         residual = x.clone()
-        normed = ops.fused_add_rms_norm(residual, parts[number], weight, post)
+        normed = group.fused_add_rms_norm(residual, parts[number], weight, post)
         qs, ks = slice(2 * number, 2 * number + 2), slice(number, number + 1)
         heads = torch.cat([q[:, qs], k[:, ks], v[:, ks]], 1)
-        ops.all_heads_norm_(heads, q_weight[qs], k_weight[ks])
+        group.all_heads_norm_(heads, q_weight[qs], k_weight[ks])
         own = product[:, slice(24) if number == 0 else slice(24, 40)].contiguous()
-        return residual, normed, heads, ops.finish_logits(own, 0.7, 2.0).clone()
+        return residual, normed, heads, group.finish_logits(own, 0.7, 2.0).clone()
 
     first, second = run_ranks(rank)
     residual = x.clone()
@@ -96,9 +96,9 @@ def test_more_rows_of_logits_than_the_sheet_has_come_in_turns():
     torch.manual_seed(0)
     product = torch.randn(11, 40)  # the sheet has four rows
 
-    def rank(number, ops):
+    def rank(number, group):
         own = product[:, slice(24) if number == 0 else slice(24, 40)].contiguous()
-        return ops.finish_logits(own, 2.0, None)
+        return group.finish_logits(own, 2.0, None)
 
     for found in run_ranks(rank):
         torch.testing.assert_close(found, 2 * product)
