@@ -311,7 +311,7 @@ class CudaRunner:
             self._slots.add_blocks(slot, block_ids)
         self._write(changes, resident)
         for new in plan.new_sequences:
-            if is_penalised(new.sampling):
+            if self._samples and is_penalised(new.sampling):  # the rank that samples applies them
                 resident.write_history(new, self._slots.token_spans(new.request_slot))
         resident.kv.copy_blocks(plan.copies)
 
@@ -371,11 +371,11 @@ class CudaRunner:
             num = len(span.token_ids)
             hidden = hidden_TE.narrow(0, span.first_token, num)
             following = span.token_ids.astype(np.int32)
-            on_device = self._machine.upload(following)
+            on_device = None if readout is None else self._machine.upload(following)
             for at in range(0, num, LOGITS_AT_ONCE):
                 piece = slice(at, at + LOGITS_AT_ONCE)
                 logits = decoder.logits(hidden[piece])
-                if readout is not None:
+                if readout is not None and on_device is not None:
                     readout.add_prompt(
                         span.entry, logits, following[piece], on_device[piece], span.num_top
                     )
