@@ -21,8 +21,6 @@ Laws:
    answer from the device or a new event then calls it again.
 """
 
-from collections import deque
-
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.identifiers import RequestId, SequenceId
 from trouper.actors.messages.outputs import StepTokens
@@ -32,6 +30,7 @@ from trouper.actors.messages.requests import Admit, AdmitPooling
 from trouper.actors.messages.results import DeviceLost, EntryFailure, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
 from trouper.actors.scheduling.bisection import FaultBisection
+from trouper.actors.scheduling.in_flight import InFlightStep, InFlightSteps
 from trouper.actors.scheduling.kv_blocks import KVBlocks
 from trouper.actors.scheduling.lookahead import Lookahead
 from trouper.actors.scheduling.quarantine import Quarantine
@@ -41,7 +40,7 @@ from trouper.actors.scheduling.sequences import Request, Sequence, State
 from trouper.actors.scheduling.snapshot import PolicySnapshot
 from trouper.actors.scheduling.stage_turns import take_turns
 from trouper.actors.scheduling.starting import start_waiting
-from trouper.actors.scheduling.step_builder import InFlightStep, StepBuilder
+from trouper.actors.scheduling.step_builder import StepBuilder
 from trouper.actors.scheduling.token_budget import TokenBudget
 from trouper.actors.stages import max_chunk
 from trouper.config.resolve import SchedulerConfig
@@ -65,7 +64,7 @@ class Policy:
         self.config = config
         self.blocks = blocks
         self.table = SequenceTable(config, blocks, shared)
-        self.in_flight: deque[InFlightStep] = deque()
+        self.in_flight = InFlightSteps()
         self.pause = Pause.NONE
         # Of a pipeline with one step in flight, one stage works at a time.
         self._num_stages = min(config.num_stages, config.max_steps_in_flight)
@@ -77,19 +76,14 @@ class Policy:
         self._epoch = 0
         self._num_prompt_tokens = 0
         self._lookahead = Lookahead(config.num_speculative_tokens)
-        self._is_lost = False  # the device; it is being started again
-        self._has_failed = False  # it is not
+        self.is_device_lost = False  # it is being started again, or has failed
+        self.has_device_failed = False  # it is not started again
 
     def __repr__(self) -> str:
         return (
             f"<Policy {len(self.table.running)} running, {self.table.num_waiting} waiting, "
             f"{len(self.in_flight)} in flight, pause={self.pause.value}, {self.blocks!r}>"
         )
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of sequences that have not ended."""
-        return len(self.table.sequences)
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -102,29 +96,9 @@ class Policy:
         return self.table.num_started
 
     @property
-    def running_ids(self) -> tuple[SequenceId, ...]:
-        """The running sequences in the order of service, for tests and debugging."""
-        return self.table.running.ids
-
-    @property
-    def waiting_ids(self) -> tuple[SequenceId, ...]:
-        """The waiting sequences in the order of service, for tests and debugging."""
-        return self.table.waiting.ids
-
-    @property
-    def is_device_lost(self) -> bool:
-        """Whether the device is being started again, or has failed."""
-        return self._is_lost
-
-    @property
-    def has_device_failed(self) -> bool:
-        """Whether the device is not started again."""
-        return self._has_failed
-
-    @property
     def is_available(self) -> bool:
         """Whether a new request would be planned: the device is there, and no search for a culprit goes first."""
-        return not (self._is_lost or self._quarantine)
+        return not (self.is_device_lost or self._quarantine)
 
     @property
     def holds_blocks(self) -> bool:
@@ -164,8 +138,8 @@ class Policy:
             num_draft_tokens=self._lookahead.num_draft_tokens,
             num_accepted_tokens=self._lookahead.num_accepted_tokens,
             num_lost_tokens=running.num_lost_tokens,
-            is_device_lost=self._is_lost,
-            is_device_failed=self._has_failed,
+            is_device_lost=self.is_device_lost,
+            is_device_failed=self.has_device_failed,
             is_available=self.is_available,
             adapters=None if self.config.max_loras is None else table.adapter_stats(),
         )
@@ -182,13 +156,10 @@ class Policy:
             running=running,
             waiting=waiting,
             other=other,
-            in_flight=tuple(
-                (record.step, tuple(entry[0].id for entry in record.entries))
-                for record in self.in_flight
-            ),
+            in_flight=self.in_flight.ids(),
             suspects=(*self._bisection.suspect_ids, *self._quarantine.suspect_ids),
             pause=self.pause,
-            is_device_lost=self._is_lost,
+            is_device_lost=self.is_device_lost,
         )
 
     # Events
@@ -235,7 +206,7 @@ class Policy:
     def apply(self, done: StepDone | PoolDone) -> None:
         """Take the results of the eldest plan in flight."""
         assert isinstance(done, StepDone)
-        step, table = self._complete_step(done.step), self.table
+        step, table = self.in_flight.complete(done.step), self.table
         self._token_budget.passed()
         if self._bisection.is_testing:
             self._bisection.passed()
@@ -264,7 +235,7 @@ class Policy:
         self._lookahead.note(done)
 
     def _land(self, sequence: Sequence, start: int, end: int) -> None:
-        """Note that positions start … end - 1 are computed, or as many behind what drafts have made more."""
+        """Note that positions start … end - 1 are computed, moved on by drafts that were right since the plan was made."""
         if (more := sequence.num_computed_on_device - start) > 0:
             start, end = start + more, end + more
         sequence.num_computed_on_device = end
@@ -283,7 +254,7 @@ class Policy:
         that is free gives the device nothing back.  Otherwise, or if they cannot be smaller, a bisection
         looks for the culprit; when found alone it ends with `message`.
         """
-        failed = self._complete_step(step)
+        failed = self.in_flight.complete(step)
         if failed.is_cancelled:
             return
         self._epoch += 1
@@ -311,13 +282,13 @@ class Policy:
             How many losses the culprit has cost, if it is found now; it has ended.
         """
         has_suspects = loss.step is not None and not loss.is_from_outside
-        suspects = self._in_question() if has_suspects else {}
+        suspects = self.in_flight.in_question(self._num_stages) if has_suspects else {}
         for step in self.in_flight:
             if not step.is_cancelled:
                 self._undo(step)
         self.in_flight.clear()
         self._epoch += 1
-        self._is_lost = True
+        self.is_device_lost = True
         self._bisection.suspect(())
         self.table.running.lose_all()
         self.blocks.reset_cache()
@@ -328,25 +299,16 @@ class Policy:
         self.table.fail_request(culprit, f"poisoned_request: {loss.message}")
         return num_losses
 
-    def _in_question(self) -> dict[SequenceId, tuple[Sequence, int]]:
-        """Find the sequences that may have killed the device: stages may have been in any plan, one process in the eldest."""
-        plans = list(self.in_flight)[: 1 if self._num_stages == 1 else None]
-        return {
-            sequence.id: (sequence, max(end, sequence.num_computed_on_device + end - start))
-            for plan in plans
-            for sequence, _, start, end, _ in plan.entries
-        }
-
     def fail_device(self, message: str) -> None:
         """The device, lost before, is not started again: requests in question end, so that they kill no other."""
-        self._has_failed = True
+        self.has_device_failed = True
         for id in self._quarantine.requests:
             if (request := self.table.requests.get(id)) is not None:
                 self.table.fail_request(request, f"device_failed: {message}")
 
     def return_device(self) -> None:
         """The device takes plans again."""
-        self._is_lost = False
+        self.is_device_lost = False
 
     def set_pause(self, pause: Pause) -> None:
         """Set what may be planned from now on."""
@@ -375,7 +337,7 @@ class Policy:
     def plan(self) -> StepPlan | None:
         """Make the next plan, which is in flight from now on; None as law 6 says."""
         if (
-            self._is_lost
+            self.is_device_lost
             or self.pause is Pause.ALL
             or len(self.in_flight) >= self.config.max_steps_in_flight
         ):
@@ -383,7 +345,7 @@ class Policy:
         running = self.table.running
         num_competing = len(running) + len(self.table.waiting)
         builder = StepBuilder(self.config, num_competing, self._token_budget.num_tokens)
-        builder.unknown = self._unknown_tokens()
+        builder.unknown = self.in_flight.unknown_tokens()
         if num_competing == 1:
             builder.max_count = min(builder.max_count, self._longest_lone_chunk())
         if self._bisection and (group := self._bisection.group()):
@@ -406,28 +368,13 @@ class Policy:
         self.in_flight.append(record)
         return plan
 
-    def _unknown_tokens(self) -> dict[SequenceId, int]:
-        """Count the tokens that drafts in flight may yield for each sequence, beyond the one that its step samples anyway."""
-        found: dict[SequenceId, int] = {}
-        if not self.config.num_speculative_tokens:
-            return found
-        for step in self.in_flight:
-            if step.is_cancelled or not step.lookaheads:
-                continue
-            for (sequence, epoch, *_), lookahead in zip(step.entries, step.lookaheads, strict=True):
-                if lookahead and epoch == sequence.preemption_epoch:
-                    found[sequence.id] = found.get(sequence.id, 0) + lookahead
-        return found
-
-    def _max_lookahead(self) -> int:
-        """Return how many drafts of each running sequence a step may verify."""
-        return self._lookahead.per_sequence(len(self.table.running), self._token_budget.num_tokens)
-
     def _schedule(self, builder: StepBuilder) -> None:
         """Plan for those that run, then for those that wait."""
         running, step, num_stages = self.table.running, self._step + 1, self._num_stages
         if num_stages == 1:
-            builder.max_lookahead = self._max_lookahead()
+            builder.max_lookahead = self._lookahead.per_sequence(
+                len(running), self._token_budget.num_tokens
+            )
             running.schedule(builder, running.snapshot())
             if not builder.has_preempted:
                 self._start_waiting(builder)
@@ -486,13 +433,6 @@ class Policy:
         start_waiting(self.table, builder, self._max_num_running, only_returning=only_returning)
 
     # Bookkeeping
-
-    def _complete_step(self, step: int) -> InFlightStep:
-        """Remove the eldest plan in flight, which must be this one: answers come in order."""
-        if not self.in_flight or self.in_flight[0].step != step:
-            expected = [record.step for record in self.in_flight]
-            raise RuntimeError(f"an answer to step {step}, in flight are {expected}")
-        return self.in_flight.popleft()
 
     def _undo(self, step: InFlightStep) -> list[Sequence]:
         """Take its sequences back to what is computed on the device; return those that still run."""

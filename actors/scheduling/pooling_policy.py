@@ -29,6 +29,7 @@ from trouper.actors.messages.promise import Promise
 from trouper.actors.messages.requests import Admit, AdmitPooling
 from trouper.actors.messages.results import DeviceLost, PoolDone, StepDone
 from trouper.actors.messages.stats import SchedulerStats
+from trouper.actors.scheduling.in_flight import InFlight
 from trouper.actors.scheduling.routing import Demand
 from trouper.actors.scheduling.snapshot import PolicySnapshot
 from trouper.config.resolve import SchedulerConfig
@@ -58,7 +59,8 @@ class SharedPooling:
 class InFlightPoolStep(msgspec.Struct):
     """A plan that the device has not answered, and its requests in the order of its entries."""
 
-    plan: PoolPlan
+    step: int
+    epoch: int
     group: list[AdmitPooling]
 
 
@@ -77,14 +79,14 @@ class PoolingPolicy:
         self.waiting: list[QueuedText] = []  # a heap, as the next
         self.returning: list[QueuedText] = []  # begun elsewhere
         self.retries: deque[list[AdmitPooling]] = deque()  # each is one plan
-        self.in_flight: deque[InFlightPoolStep] = deque()
+        self.in_flight: InFlight[InFlightPoolStep] = InFlight()
         self._shared = shared or SharedPooling()
         self.outputs = self._shared.outputs
         self._step = 0
         self._epoch = 0
         self._num_prompt_tokens = 0
-        self._is_lost = False  # the device; it is being started again
-        self._has_failed = False  # it is not
+        self.is_device_lost = False  # it is being started again, or has failed
+        self.has_device_failed = False  # it is not started again
         self._suspects: dict[RequestId, int] = {}  # losses that it was in the step of; unfinished
 
     def __repr__(self) -> str:
@@ -103,19 +105,9 @@ class PoolingPolicy:
         return num_in_flight + sum(map(len, self.retries)) + num_returning
 
     @property
-    def is_device_lost(self) -> bool:
-        """Whether the device is being started again, or has failed."""
-        return self._is_lost
-
-    @property
-    def has_device_failed(self) -> bool:
-        """Whether the device is not started again."""
-        return self._has_failed
-
-    @property
     def is_available(self) -> bool:
         """Whether a new request is welcome: the device is there, and no search for a culprit goes on."""
-        return not (self._is_lost or self._suspects)
+        return not (self.is_device_lost or self._suspects)
 
     @property
     def holds_blocks(self) -> bool:
@@ -146,8 +138,8 @@ class PoolingPolicy:
             prefix_cache_hits=0,
             recompute_cache_queries=0,
             recompute_cache_hits=0,
-            is_device_lost=self._is_lost,
-            is_device_failed=self._has_failed,
+            is_device_lost=self.is_device_lost,
+            is_device_failed=self.has_device_failed,
             is_available=self.is_available,
         )
 
@@ -163,12 +155,12 @@ class PoolingPolicy:
             waiting=tuple(id for id in waiting if id in unfinished),
             other=(),
             in_flight=tuple(
-                (flight.plan.step, tuple(group))
+                (flight.step, tuple(group))
                 for flight, group in zip(self.in_flight, groups, strict=True)
             ),
             suspects=tuple(self._suspects),
             pause=self._pause,
-            is_device_lost=self._is_lost,
+            is_device_lost=self.is_device_lost,
         )
 
     # Events
@@ -225,7 +217,7 @@ class PoolingPolicy:
     def apply(self, done: StepDone | PoolDone) -> None:
         """Take the results of the eldest plan in flight."""
         assert isinstance(done, PoolDone)
-        flight = self._complete_step(done.step)
+        flight = self.in_flight.complete(done.step)
         for admit, array in zip(flight.group, done.arrays, strict=True):
             self._suspects.pop(admit.id, None)
             if self._take(admit.id) is not None:
@@ -237,9 +229,9 @@ class PoolingPolicy:
 
         Out of memory is no other case: halves are smaller steps.
         """
-        flight = self._complete_step(step)
+        flight = self.in_flight.complete(step)
         group = [admit for admit in flight.group if admit.id in self.unfinished]
-        if flight.plan.epoch < self._epoch:
+        if flight.epoch < self._epoch:
             self.retries.append(group)
             return
         self._epoch += 1
@@ -255,7 +247,7 @@ class PoolingPolicy:
         The eldest plan is what it ran: that one is run again in halves. A request ends if it was alone in it and had
         been in such a plan before.
         """
-        self._is_lost = True
+        self.is_device_lost = True
         self._epoch += 1
         groups = [
             [admit for admit in flight.group if admit.id in self.unfinished]
@@ -281,13 +273,13 @@ class PoolingPolicy:
 
     def fail_device(self, message: str) -> None:
         """The device, lost before, is not started again: requests in question end, so that they kill no other."""
-        self._has_failed = True
+        self.has_device_failed = True
         for id in tuple(self._suspects):
             self._end(id, f"device_failed: {message}")
 
     def return_device(self) -> None:
         """The device takes plans again."""
-        self._is_lost = False
+        self.is_device_lost = False
 
     def set_pause(self, pause: Pause) -> None:
         """Set what may be planned from now on."""
@@ -316,7 +308,7 @@ class PoolingPolicy:
         if not (self.waiting or self.retries or self.returning):
             return None
         if (
-            self._is_lost
+            self.is_device_lost
             or self._pause is Pause.ALL
             or len(self.in_flight) >= self.config.max_steps_in_flight
         ):
@@ -336,7 +328,7 @@ class PoolingPolicy:
             for a in group
         )
         plan = PoolPlan(self._step, self._epoch, entries)
-        self.in_flight.append(InFlightPoolStep(plan, group))
+        self.in_flight.append(InFlightPoolStep(plan.step, plan.epoch, group))
         return plan
 
     def _retry(self) -> list[AdmitPooling]:
@@ -376,13 +368,6 @@ class PoolingPolicy:
         if request is not None:
             self._num_open_tokens -= _length(request.admit)
         return request
-
-    def _complete_step(self, step: int) -> InFlightPoolStep:
-        """Remove the eldest plan in flight, which must be this one: answers come in order."""
-        if not self.in_flight or self.in_flight[0].plan.step != step:
-            expected = [flight.plan.step for flight in self.in_flight]
-            raise RuntimeError(f"an answer to step {step}, in flight are {expected}")
-        return self.in_flight.popleft()
 
 
 def _length(admit: AdmitPooling) -> int:

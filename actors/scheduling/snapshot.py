@@ -8,16 +8,13 @@ from trouper.actors.messages.controls import Pause
 class PolicySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Places of all unfinished sequences; in an engine that pools, of requests.  Ids are in the order of service."""
 
-    running: tuple[
-        int, ...
-    ]  # with a request slot; of a pooling engine: in a plan that is in flight
+    # With a request slot; of a pooling engine: in a plan that is in flight.
+    running: tuple[int, ...]
     waiting: tuple[int, ...]  # for a request slot or for blocks
-    other: tuple[
-        int, ...
-    ]  # preempted with a result in flight, or waiting for a leader's prompt; in no order
-    in_flight: tuple[
-        tuple[int, tuple[int, ...]], ...
-    ]  # eldest first: number of the step, and whose
+    # Preempted with a result in flight, or waiting for a leader's prompt; in no order.
+    other: tuple[int, ...]
+    # Eldest first: number of the step, and whose.
+    in_flight: tuple[tuple[int, tuple[int, ...]], ...]
     suspects: tuple[int, ...]  # of a fault that a search is looking for
     pause: Pause
     is_device_lost: bool

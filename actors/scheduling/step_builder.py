@@ -1,31 +1,14 @@
-"""A step while it is planned, and the record of it while it is in flight.
+"""A step while it is planned.
 
 Law: a builder commits nothing to a sequence.  A victim of preemption can still leave it, and only `commit`
 advances `num_computed` and counts the samples that are now in flight.
 """
 
-import msgspec
-
 from trouper.actors.messages.identifiers import SequenceId
 from trouper.actors.messages.plans import NewSequence, StepPlan
+from trouper.actors.scheduling.in_flight import InFlightStep, StepEntry
 from trouper.actors.scheduling.sequences import Sequence
 from trouper.config.resolve import SchedulerConfig
-
-StepEntry = tuple[Sequence, int, int, int, int]
-"""A sequence, its preemption epoch, the first position, the position after the last, and samples.
-
-Where drafts are in flight before it, the positions are those if none of them is right.
-"""
-
-
-class InFlightStep(msgspec.Struct, eq=False):
-    """A plan that the device has not answered."""
-
-    step: int
-    entries: list[StepEntry]
-    # Drafts of each entry, of which the answer says how far they took it; empty: none.
-    lookaheads: list[int]
-    is_cancelled: bool = False  # an earlier step raised: this one never runs
 
 
 class StepBuilder:

@@ -24,6 +24,7 @@ from trouper.actors.output.output_stats import OutputStatsCollector
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.replies.reply_slot import ReplySlot
 from trouper.actors.scheduling.bisection import FaultBisection
+from trouper.actors.scheduling.in_flight import InFlightSteps
 from trouper.actors.scheduling.kv_blocks import FIRST_PARENT, KVBlocks
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.running import Running
@@ -385,7 +386,7 @@ def a_plan_made_ahead_is_taken_at_its_word(right):
     return lambda self, plan, rows: plan.num_computed_tokens
 
 
-@bug(Policy, "_unknown_tokens", draw_ahead)
+@bug(InFlightSteps, "unknown_tokens", draw_ahead)
 def drafts_in_flight_are_forgotten(right):
     return lambda self: {}
 

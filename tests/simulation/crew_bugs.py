@@ -196,7 +196,7 @@ def slot_not_given_again(right):
 def planned_before_it_is_back(right):
     def faulty(self, loss):
         num_losses = right(self, loss)
-        self._is_lost = False
+        self.is_device_lost = False
         return num_losses
 
     return faulty

@@ -57,7 +57,7 @@ def at_rest(world: Any) -> None:
     )  # fmt: skip
     is_idle = device.is_up and device.num_steps_out == 0
     if is_idle and engine.lifecycle.state is EngineState.AWAKE:
-        require(policy.num_unfinished == 0, "the device is idle while sequences wait", stats)
+        require(not policy.table.sequences, "the device is idle while sequences wait", stats)
     check_blocks(policy)
     check_tables(world, snapshot, policy)
     for case in world.cases:

@@ -59,13 +59,12 @@ def the_running_are_counted_as_waiting(right):
     return faulty
 
 
-@pooling_bug(PoolingPolicy, "_complete_step")
+@pooling_bug(PoolingPolicy, "apply")
 def pooled_tokens_are_counted_twice(right):
-    def faulty(self, step):
-        flight = right(self, step)
-        for column in flight.plan.entries:
-            self._num_prompt_tokens += len(column.token_ids)
-        return flight
+    def faulty(self, done):
+        for admit in self.in_flight[0].group:
+            self._num_prompt_tokens += len(admit.prompt_token_ids)
+        right(self, done)
 
     return faulty
 

@@ -370,7 +370,7 @@ class ReplicasWorld:
             self.check_empty(policy)
 
     def check_empty(self, policy: Any) -> None:
-        if policy.num_unfinished or policy.blocks.num_free != policy.blocks.num_usable:
+        if policy.table.sequences or policy.blocks.num_free != policy.blocks.num_usable:
             raise SimulationFault(f"something is left: {policy}")
         if policy.table.waiting.ids or policy.table.num_deferred:
             raise SimulationFault(f"something waits: {policy.table.waiting.ids}")

@@ -235,7 +235,7 @@ class StagesWorld:
         if plan is None:
             return False
         is_early = plan.reads > 0 and plan.step - plan.reads < self._scenario.num_stages
-        if is_early and due and set(due) <= set(self.policy.running_ids):  # none made room
+        if is_early and due and set(due) <= set(self.policy.table.running.ids):  # none made room
             raise SimulationFault(f"{plan} is early, while {due} are due")
         for stage in self._stages:
             stage.plans.append(plan)

@@ -104,7 +104,13 @@ def replica_under_a_search_chosen(patch):
 
 
 def a_replica_that_has_failed_is_chosen(patch):
-    patch.setattr(PoolingPolicy, "has_device_failed", property(lambda self: False))
+    right = PoolingPolicy.fail_device
+
+    def faulty(self, message):
+        right(self, message)
+        self.has_device_failed = False
+
+    patch.setattr(PoolingPolicy, "fail_device", faulty)
 
 
 def each_replica_has_outputs_of_its_own(patch):

@@ -122,7 +122,13 @@ def a_replica_that_has_failed_keeps_its_requests(patch):
 
 
 def a_replica_that_has_failed_is_chosen(patch):
-    patch.setattr(Policy, "has_device_failed", property(lambda self: False))
+    right = Policy.fail_device
+
+    def faulty(self, message):
+        right(self, message)
+        self.has_device_failed = False
+
+    patch.setattr(Policy, "fail_device", faulty)
 
 
 def each_replica_has_outputs_of_its_own(patch):

@@ -199,7 +199,7 @@ class World:
         right(message)
 
     def _plan(self, right: Callable[..., Any]) -> StepPlan | None:
-        before = set(self.policy.running_ids)
+        before = set(self.policy.table.running.ids)
         plan = right()
         if plan is not None:
             self._note(plan, before)

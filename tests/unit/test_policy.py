@@ -92,7 +92,7 @@ class Desk:
         stats = self.policy.statistics()
         assert (stats.num_running, stats.num_waiting, stats.num_deferred) == (0, 0, 0)
         assert stats.num_blocks_free == stats.num_blocks_total
-        assert self.policy.num_unfinished == 0
+        assert not self.policy.table.sequences
 
 
 # What a plan says
@@ -174,7 +174,7 @@ def test_answers_come_in_order_or_the_engine_is_broken():
 def test_without_chunked_prefill_a_prompt_longer_than_any_step_is_split_nevertheless():
     desk = Desk(enable_chunked_prefill=False, max_num_scheduled_tokens=8)
     desk.admit(prompt=range(20), max_tokens=1)
-    while desk.policy.num_unfinished:
+    while desk.policy.table.sequences:
         desk.step()
     assert desk.ends() == {0: ("length", None)}
 
@@ -337,8 +337,8 @@ def test_fcfs_preempts_the_last_and_starts_it_again_before_the_new():
     desk.step()
     desk.admit(2, prompt=(1,), priority=9)
     desk.step()
-    assert desk.policy.running_ids == (0,)
-    assert desk.policy.waiting_ids == (1, 2)
+    assert desk.policy.table.running.ids == (0,)
+    assert desk.policy.table.waiting.ids == (1, 2)
 
 
 def test_a_cache_reset_with_running_requests_drops_what_is_in_flight_and_samples_it_again():
@@ -394,7 +394,7 @@ def test_a_pause_of_the_new_lets_run_what_has_run_and_its_siblings():
         desk.step()
     assert set(desk.ends()) == {0, 1, 2}
     assert desk.plan() is None
-    assert desk.policy.waiting_ids == (10,)
+    assert desk.policy.table.waiting.ids == (10,)
 
 
 # Prefix cache
@@ -562,7 +562,7 @@ def test_a_storm_of_better_requests_evicts_nobody_more_than_eight_times():
     desk.admit(0, max_tokens=1000)
     id = 1
     while 0 not in desk.ends():
-        if desk.policy.num_unfinished < 2 and desk.policy.state(0) is State.RUNNING:
+        if len(desk.policy.table.sequences) < 2 and desk.policy.state(0) is State.RUNNING:
             desk.admit(id, prompt=[id] * 100, max_tokens=900, priority=1)
             id += 1
         desk.step()
@@ -576,7 +576,7 @@ def test_a_cache_far_too_small_for_the_crowd_serves_it_with_few_recomputations(p
     desk = Desk(num_usable=24, max_num_seqs=16, policy=policy)
     for id in range(16):
         desk.admit(id, max_tokens=60)
-    while desk.policy.num_unfinished:
+    while desk.policy.table.sequences:
         desk.step()
     assert set(desk.ends().values()) == {("length", None)}
     counts = [max(e.num_preemptions for e in desk.news if e.id == id) for id in range(16)]
@@ -612,7 +612,7 @@ def test_a_poison_sequence_is_found_in_log_n_steps_and_the_others_do_not_notice(
             desk.admit(id, max_tokens=3)
         desk.step()
         num_extra = -1  # the first failure is not extra
-        while desk.policy.num_unfinished or desk.flights:
+        while desk.policy.table.sequences or desk.flights:
             while desk.plan() is not None:
                 pass
             if poison not in desk.owners(desk.flights[0]):
@@ -644,7 +644,7 @@ def test_a_passing_failure_ends_nobody():
         desk.admit(id, max_tokens=3)
     desk.plan()
     desk.fail()
-    while desk.policy.num_unfinished:
+    while desk.policy.table.sequences:
         desk.step()
     assert desk.ends() == dict.fromkeys(range(5), ("length", None))
 
@@ -653,7 +653,7 @@ def test_a_device_that_always_fails_ends_everybody():
     desk = Desk()
     for id in range(5):
         desk.admit(10 * id, n=2)
-    while desk.policy.num_unfinished:
+    while desk.policy.table.sequences:
         desk.plan()
         desk.fail()
     assert {reason for reason, _ in desk.ends().values()} == {"error"}
@@ -691,7 +691,7 @@ def test_those_that_were_passed_keep_their_order():
     for id, adapter in enumerate((1, 2, 3, 2)):
         desk.admit(id, adapter=adapter, max_tokens=1)
     desk.plan()
-    assert desk.policy.waiting_ids == (1, 2, 3)
+    assert desk.policy.table.waiting.ids == (1, 2, 3)
 
 
 def test_a_prefix_is_shared_by_requests_of_one_adapter_alone():

@@ -69,7 +69,7 @@ def test_n1_a_prompt_is_split_to_fill_the_budget_and_the_short_ones_wait():
     for length in (800, 800, 10, 10):
         desk.admit(length)
     assert desk.step() == {0: 800, 1: 224}
-    assert desk.policy.waiting_ids == (2, 3)
+    assert desk.policy.table.waiting.ids == (2, 3)
 
 
 def test_n2_without_chunked_prefill_nobody_overtakes_a_prompt_that_does_not_fit():
@@ -77,7 +77,7 @@ def test_n2_without_chunked_prefill_nobody_overtakes_a_prompt_that_does_not_fit(
     for length in (800, 800, 10, 10):
         desk.admit(length)
     assert desk.step() == {0: 800}
-    assert desk.policy.waiting_ids == (1, 2, 3)
+    assert desk.policy.table.waiting.ids == (1, 2, 3)
 
 
 def test_n3_the_threshold_caps_each_chunk():
@@ -139,7 +139,7 @@ def test_n10_with_one_seat_the_best_runs_and_the_rest_queue_in_order():
     for priority in (0, 1, 3):
         desk.admit(10, priority)
     assert desk.step() == {2: 10}
-    assert desk.policy.waiting_ids == (1, 0)
+    assert desk.policy.table.waiting.ids == (1, 0)
 
 
 def test_n11_fcfs_ignores_priority():
@@ -174,7 +174,7 @@ def test_n13_the_lowest_priority_is_preempted_although_it_is_in_the_plan_already
     assert desk.step() == {1: 1}  # and nothing new is admitted in this step
     assert desk.policy.state(0) is State.PREEMPTED
     assert desk.policy.statistics().num_preemptions == 1
-    assert desk.policy.waiting_ids == (2, 0)
+    assert desk.policy.table.waiting.ids == (2, 0)
 
 
 def test_n14_among_equals_the_later_arrival_is_preempted():
@@ -193,11 +193,11 @@ def test_n15_the_token_of_a_request_preempted_in_flight_is_appended():
     second, counts = desk.plan()
     assert counts == {0: 1}
     assert desk.policy.state(1) is State.PREEMPTED
-    assert desk.policy.waiting_ids == ()  # not before its token is here
+    assert desk.policy.table.waiting.ids == ()  # not before its token is here
     desk.land(first)
     assert desk.news == {0: [7], 1: [7]}
     assert desk.policy.state(1) is State.PREEMPTED
-    assert desk.policy.waiting_ids == (1,)
+    assert desk.policy.table.waiting.ids == (1,)
     desk.land(second)
     assert desk.news == {0: [7, 7], 1: [7]}
 
@@ -209,7 +209,7 @@ def test_n17_any_load_drained_to_the_end_leaves_nothing(num_usable, max_steps_in
     for i in range(12):
         desk.admit(10 + 3 * i, priority=i % 3, max_tokens=5 + i)
     flights = []
-    while desk.policy.num_unfinished:
+    while desk.policy.table.sequences:
         while (plan := desk.plan()[0]) is not None:
             flights.append(plan)
         desk.land(flights.pop(0))

@@ -239,21 +239,21 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule()
     def plan(self):
         running, preemptions = (
-            set(self.policy.running_ids),
+            set(self.policy.table.running.ids),
             self.policy.statistics().num_preemptions,
         )
         is_searching = self.policy.is_searching
         plan = self.policy.plan()
         if plan is None:
             nothing_to_do = self.pause is not Pause.NONE or self.flights or self.is_lost
-            assert nothing_to_do or self.policy.num_unfinished == 0, "nothing runnable is forgotten"
+            assert nothing_to_do or not self.policy.table.sequences, "nothing runnable is forgotten"
             return
         assert not self.is_lost, "no plan without a device"
         if not is_searching and self.policy.statistics().num_preemptions > preemptions:
             started = {new.sequence for new in plan.new_sequences} - running
             assert not started, "nobody starts in a step that preempted somebody"
         if not is_searching and self.config.max_loras is not None:
-            used = {self.admits[id].adapter for id in self.policy.running_ids} - {None}
+            used = {self.admits[id].adapter for id in self.policy.table.running.ids} - {None}
             assert len(used) <= self.config.max_loras, "no more adapters run than may"
         self.check_plan(plan)
         self.flights.append(plan)
@@ -383,13 +383,13 @@ class PolicyMachine(RuleBasedStateMachine):
         if not hasattr(self, "policy"):
             return
         stats = self.policy.statistics()
-        in_queues = len(self.policy.waiting_ids)
-        assert (
-            stats.num_running + stats.num_waiting + stats.num_deferred == self.policy.num_unfinished
+        in_queues = len(self.policy.table.waiting.ids)
+        assert stats.num_running + stats.num_waiting + stats.num_deferred == len(
+            self.policy.table.sequences
         )
         assert in_queues <= stats.num_waiting
         assert stats.num_steps_in_flight == len(self.flights)
-        assert 0 <= self.policy.num_started <= self.policy.num_unfinished
+        assert 0 <= self.policy.num_started <= len(self.policy.table.sequences)
 
     def teardown(self):
         """Whatever happened, everything ends, in a bounded number of steps, and nothing stays."""
@@ -404,7 +404,7 @@ class PolicyMachine(RuleBasedStateMachine):
             self.land()
             self.take_outputs()
         self.take_outputs()
-        assert self.policy.num_unfinished == 0
+        assert not self.policy.table.sequences
         for id in self.admits:
             assert (id in self.reasons) != (id in self.stopped), "exactly one end"
         stats = self.policy.statistics()

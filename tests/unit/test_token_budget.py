@@ -48,7 +48,7 @@ def test_more_sequences_than_tokens_take_turns():
         desk.admit(id, prompt=(1, 2, 3), max_tokens=2)
     desk.plan()
     desk.fail(**OOM)
-    while desk.policy.num_unfinished:
+    while desk.policy.table.sequences:
         assert sum(desk.plan().num_scheduled_tokens) <= 4
         desk.land()
     assert reasons(desk) == dict.fromkeys(range(4), "length")
@@ -58,7 +58,7 @@ def test_who_needs_too_much_for_one_token_fails_alone():
     desk = Desk(max_num_scheduled_tokens=8)
     desk.admit(0, prompt=(1, 2))
     desk.admit(1, prompt=(3, 4), max_tokens=1)
-    while desk.policy.num_unfinished:
+    while desk.policy.table.sequences:
         plan = desk.plan()
         if 0 in desk.owners(plan):
             desk.fail("no memory", **OOM)
