@@ -18,7 +18,7 @@ class RankProcesses:
 
     def __init__(self, num_ranks):
         self.connections, self.processes = [], []
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
         for rank in range(num_ranks):
             ours, theirs = Pipe()
             command = [

@@ -45,6 +45,7 @@ def crew(monkeypatch):
         return peers[-1]
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(devices, "cuda_problem", lambda: None)
     monkeypatch.setattr(devices, "num_devices", lambda: 2)
     monkeypatch.setattr(

@@ -21,7 +21,6 @@ from trouper.errors import UnsupportedFeatureError
 
 # Of a call whose ranks never meet: longer than any load takes, since what hangs in a step has a deadline of the crew.
 PATIENCE = timedelta(hours=1)
-LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class RankRunner(CudaRunner):
@@ -69,8 +68,7 @@ def join_group(machine: Machine, file: int, rank: int, num_ranks: int) -> dist.P
             f"{OPTION}={num_ranks}: the sums of GPUs are {machine.backend.upper()}'s, which this build of torch lacks",
             parameter=OPTION,
         )
-    for name, value in LOOPBACK.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         machine.backend,
         store=dist.FileStore(f"/proc/self/fd/{file}", num_ranks),  # pyright: ignore[reportPrivateImportUsage]  # torch's stubs
