@@ -11,10 +11,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from trouper.kernels.formats import Format
 from trouper.kernels.reference.activation import activate
-
-# Of rounded weights; fp4 (e2m1, as integers of twice the value) and fp8 come from checkpoints alone.
-Format = Literal["int4", "int8", "fp4", "fp8"]
 
 
 class LinearConfig(NamedTuple):

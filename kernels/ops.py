@@ -5,12 +5,14 @@ N  query heads         H  KV heads       D  head width   S  cache slots
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
+
+from trouper.kernels.formats import Activation
 
 Integers = Sequence[int] | np.ndarray
 
@@ -27,9 +29,9 @@ class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     norm_eps: float
     residual_scale: float
-    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"]
-    alpha: float = 1.702  # of clamped_swiglu, as the limit is
-    limit: float = 7.0
+    activation: Activation
+    swiglu_alpha: float = 0.0  # of clamped_swiglu, as the limit is
+    swiglu_limit: float = 0.0
     scale: float
     softcap: float | None
 

@@ -33,7 +33,8 @@ from trouper.kernels.cpu.linear.quantization import (
     quantize,
 )
 from trouper.kernels.experts import Experts, PlainExperts, Routing
-from trouper.kernels.linear import Format, LinearConfig, LinearMethod
+from trouper.kernels.formats import Format
+from trouper.kernels.linear import LinearConfig, LinearMethod
 from trouper.kernels.lora import LoRAWeights
 from trouper.kernels.ops import CpuOps, OpsConfig
 

@@ -75,7 +75,7 @@ class NativeOps:
         self._eps, self._alpha = float_bits(config.norm_eps), float_bits(config.residual_scale)
         self._scale, self._cap = float_bits(config.scale), float_bits(config.softcap or 0.0)
         is_clamped = config.activation == "clamped_swiglu"
-        bounds = (config.alpha, config.limit) if is_clamped else ()
+        bounds = (config.swiglu_alpha, config.swiglu_limit) if is_clamped else ()
         self._bounds = [float_bits(bound) for bound in bounds]
         self._float32 = Float32Copies()
 

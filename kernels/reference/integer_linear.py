@@ -3,13 +3,13 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves the types of some others open.
 
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-Format = Literal["int4", "int8", "fp4", "fp8"]
-LIMITS: dict[Format, float] = {"int4": 127.0, "fp4": 127.0, "int8": 32767.0}
+from trouper.kernels.formats import LIMITS, Format
+
 SMALLEST = 1e-30
 
 

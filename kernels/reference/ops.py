@@ -30,7 +30,7 @@ class TorchOps:
             "silu": silu_and_mul,
             "gelu_tanh": gelu_tanh_and_mul,
             "clamped_swiglu": functools.partial(
-                clamped_swiglu, alpha=config.alpha, limit=config.limit
+                clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit
             ),
         }[config.activation]
 

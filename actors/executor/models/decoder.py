@@ -264,8 +264,8 @@ def ops_config(traits: DecoderTraits, dtype: torch.dtype, block_size: int) -> Op
         norm_eps=traits.norm_eps,
         residual_scale=traits.residual_scale,
         activation=traits.mlp.activation,
-        alpha=traits.mlp.alpha,
-        limit=traits.mlp.limit,
+        swiglu_alpha=traits.mlp.swiglu_alpha,
+        swiglu_limit=traits.mlp.swiglu_limit,
         scale=traits.attention_scale,
         softcap=traits.attention_softcap,
     )

@@ -124,8 +124,8 @@ def _gpt_oss(config: HfConfig) -> DecoderTraits:
         mlp=GatedMlpTraits(
             intermediate_size=require(config, "intermediate_size"),
             activation="clamped_swiglu",
-            alpha=float(config["swiglu_alpha"]),
-            limit=float(config["swiglu_limit"]),
+            swiglu_alpha=float(config["swiglu_alpha"]),
+            swiglu_limit=float(config["swiglu_limit"]),
         ),
         experts=_experts(
             config, size="intermediate_size", is_normalised=True, names="gpt_oss", has_bias=True

@@ -13,11 +13,11 @@ import msgspec
 from trouper.config.files import checked
 from trouper.config.hf_fields import Rope
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+from trouper.kernels.formats import Activation
 
 HfConfig = Mapping[str, Any]
 T = TypeVar("T")
 NormPlacement = Literal["pre", "post", "sandwich"]
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 
 class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +51,8 @@ class GatedMlpTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     intermediate_size: int
     activation: Activation = "silu"
-    alpha: float = 1.702  # of clamped_swiglu, as the limit is
-    limit: float = 7.0
+    swiglu_alpha: float = 0.0  # of clamped_swiglu, as the limit is
+    swiglu_limit: float = 0.0
     has_bias: bool = False
 
 

@@ -51,7 +51,8 @@ from trouper.kernels.cpu.linear.quantization import (
     quantize,
 )
 from trouper.kernels.experts import Routing
-from trouper.kernels.linear import Format, LinearConfig, LinearMethod
+from trouper.kernels.formats import Format
+from trouper.kernels.linear import LinearConfig, LinearMethod
 from trouper.kernels.ops import SharedOps
 from trouper.kernels.select import make_experts, make_linear
 

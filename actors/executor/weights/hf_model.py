@@ -36,7 +36,8 @@ from trouper.config.resolve import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 from trouper.extras import install_hint
 from trouper.kernels.cpu.linear.quantization import can_quantize
-from trouper.kernels.linear import Format, LinearConfig, LinearMethod
+from trouper.kernels.formats import Format
+from trouper.kernels.linear import LinearConfig, LinearMethod
 from trouper.kernels.select import make_linear
 
 KNOWN_LAYERS = frozenset(

@@ -23,7 +23,7 @@ from trouper.actors.executor.weights.layouts import WeightLayout, base_of
 from trouper.actors.executor.weights.stacks import StackedPart
 from trouper.errors import invalid
 from trouper.kernels.cpu.linear.quantization import E2M1, IntegerWeight, dequantized
-from trouper.kernels.linear import Format
+from trouper.kernels.formats import Format
 
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of the outputs of eight
 E4M3_NAN = 0x7F

@@ -18,7 +18,7 @@ from trouper.kernels.cpu.experts.chosen import ADDRESSES, Choices, ExpertPiece, 
 from trouper.kernels.cpu.linear.integer_bytes import BYTE_BLOCKING, ByteProduct
 from trouper.kernels.cpu.linear.integer_matmul import INTEGER_BLOCKINGS, IntegerDots
 from trouper.kernels.cpu.linear.integer_panels import KeptPanel
-from trouper.kernels.linear import Format
+from trouper.kernels.formats import Format
 
 
 def grouped_bytes(

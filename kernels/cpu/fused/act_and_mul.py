@@ -10,19 +10,17 @@ Measured, one EPYC core, M = 3072, bf16: 27 µs for 16 rows, 40 in torch.
 """
 
 import math
-from typing import Literal
 
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.units import LANES, Kind
+from trouper.kernels.formats import Activation
 
 LOG2_E = math.log2(math.e)
 GELU_A = 2 * math.sqrt(2 / math.pi) * LOG2_E
 GELU_B = 0.044715
 
 
-def act_and_mul(
-    code: KernelBuilder, kind: Kind, activation: Literal["silu", "gelu_tanh", "clamped_swiglu"]
-) -> None:
+def act_and_mul(code: KernelBuilder, kind: Kind, activation: Activation) -> None:
     """Write the kernel of the arguments gate_up, y, its stride, M; α and limit where it is clamped.  A piece is a row."""
     is_clamped = activation == "clamped_swiglu"
     gate_up, y, stride, width, *bounds = code.arguments(6 if is_clamped else 4)

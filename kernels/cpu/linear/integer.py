@@ -50,7 +50,8 @@ from trouper.kernels.cpu.linear.quantization import (
     num_blocks,
     packed,
 )
-from trouper.kernels.linear import Format, LinearMethod
+from trouper.kernels.formats import Format, integers_per_word
+from trouper.kernels.linear import LinearMethod
 from trouper.kernels.reference.integer_linear import row_group
 
 
@@ -139,7 +140,7 @@ class IntegerLinear(LinearMethod):
     def quantized_rows(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows as integers and their records, which `byte_matmul` reads."""
         num_rows, num_in = len(x_TI), self.shape[1]
-        per_word = 2 if self.fmt == "int8" else 4
+        per_word = integers_per_word(self.fmt)
         q_TI = x_TI.new_empty((num_rows, num_in // per_word), dtype=torch.int32)
         records = x_TI.new_empty((num_rows, num_in // self.row_group * RECORD), dtype=torch.int32)
         self._quantize(

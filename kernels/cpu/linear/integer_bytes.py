@@ -35,7 +35,7 @@ from trouper.kernels.cpu.linear.integer_rows import (
 )
 from trouper.kernels.cpu.linear.products import AllRows, Block, Blocking, Rows, pieces_of_many
 from trouper.kernels.cpu.linear.quantization import E2M1, PANELS, STEP
-from trouper.kernels.linear import Format
+from trouper.kernels.formats import BITS, Format, integers_per_word
 
 # rows whose accumulators fit beside a word's nibbles: two registers each of AVX2's sixteen
 _MOST = 8 if num_registers() == 32 else 4
@@ -90,7 +90,8 @@ class ByteProduct:
         x, records, q, s, z, m, bias, y, *sizes = arguments
         self.num_rows, self._pairs, self.num_panels, self._length, self.num_threads = sizes
         self.num_between = code.i64(0)  # see `PanelStream`: few rows take runs of pieces
-        self._code, self._fmt, self._group = code, fmt, group // 2
+        self._code, self._group = code, group // 2
+        self._fmt: Format = fmt
         self._kind: Kind = scale_kind
         self._has_zeros, self._has_minima = has_zeros, has_minima
         self._x, self._records = code.pointer(x, "i32"), code.pointer(records, "i32")
@@ -112,7 +113,7 @@ class ByteProduct:
         at_panel = [code.minimum(first_panel + p, self.num_panels - 1) for p in range(PANELS)]
         at_row = [self.rows.row(first_row + r) for r in range(rows)]
         x_rows = [self.rows.x_row(row) for row in at_row]
-        per_row = self._pairs // (1 if self._fmt == "int8" else 2)
+        per_row = self._pairs // (integers_per_word(self._fmt) // 2)
         xs = [self._x + r * per_row for r in x_rows]
         records = [self._records + r * (self._pairs // self._group * RECORD) for r in x_rows]
         weights = [self._stream(self._q, p, self._words, self._pairs // STEP) for p in at_panel]
@@ -144,7 +145,7 @@ class ByteProduct:
 
     @property
     def _words(self) -> int:
-        return LANES * (2 if self._fmt == "int8" else 1)
+        return LANES * BITS[self._fmt] // 4
 
     def _stream(self, start: Pointer, panel: Value, length: int, count: Value) -> PanelStream:
         return PanelStream(start, panel, length, count, self.num_between)

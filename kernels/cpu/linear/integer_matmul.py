@@ -43,7 +43,7 @@ from trouper.kernels.cpu.linear.products import (
     pieces_of_many,
 )
 from trouper.kernels.cpu.linear.quantization import PANELS, STEP
-from trouper.kernels.linear import Format
+from trouper.kernels.formats import BITS, Format
 
 # Of dots the sums of a group fill the registers, and the totals of the larger blocks are spilled once a group: eight
 # rows, those of a step that verifies drafts, take 0.7 times as long as in blocks of four.  Six are pairs of panels too: threes
@@ -146,7 +146,7 @@ class _Work(ABC):
         q = PanelStream(
             self.q.of("i32"),
             panel,
-            LANES * (2 if self.fmt == "int8" else 1),
+            LANES * BITS[self.fmt] // 4,
             steps,
             self.num_between,
         )

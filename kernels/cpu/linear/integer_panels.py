@@ -14,7 +14,7 @@ from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.products import TILE
 from trouper.kernels.cpu.linear.quantization import E2M1, PANELS, STEP
-from trouper.kernels.linear import Format
+from trouper.kernels.formats import Format
 
 AHEAD = 48  # steps asked for, into the second cache
 GROUPS_AHEAD = 8  # of scales

@@ -19,9 +19,8 @@ Roofline: bytes = T I (2 + 1 or 2).
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.linear import Format
+from trouper.kernels.formats import LIMITS, Format, integers_per_word
 
-LIMITS: dict[Format, float] = {"int4": 127.0, "fp4": 127.0, "int8": 32767.0}
 PAIRS = 16  # of inputs that are rounded at once, one register
 RECORD = 4  # words
 SCALE, LOW_SUM, MINUS_EIGHT_SUMS, SCALED_SUM = range(RECORD)
@@ -38,7 +37,7 @@ def quantize_rows(code: KernelBuilder, fmt: Format, group: int) -> None:
     per_row = pairs // (group // 2) * RECORD
     for row in code.pieces():
         source = code.pointer(x, "i32") + row * stride
-        target = code.pointer(q, "i32") + row * (pairs // (1 if fmt == "int8" else 2))
+        target = code.pointer(q, "i32") + row * (pairs // (integers_per_word(fmt) // 2))
         record = code.pointer(records, "i32") + row * per_row
         for i in code.loop(0, pairs, PAIRS):
             low, high = code.unpack_bf16(source.load(i))

@@ -13,7 +13,7 @@ from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.quantization import PANELS, STEP
-from trouper.kernels.linear import Format
+from trouper.kernels.formats import Format
 
 
 def quantize_panels(code: KernelBuilder, fmt: Format) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.linear import Format
+from trouper.kernels.formats import Format
 
 GROUP = 32
 PANELS = 4  # side by side in memory

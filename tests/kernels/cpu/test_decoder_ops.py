@@ -304,7 +304,7 @@ def test_the_clamped_activation_is_that_of_gpt_oss(dtype):
     gate, up = gate.clamp(max=5.0), up.clamp(-5.0, 5.0)
     wanted = ((up + 1) * gate * torch.sigmoid(1.5 * gate)).to(dtype)
     rtol = {torch.float32: 2e-6, torch.bfloat16: 2**-5}[dtype]
-    for ops in pairs(dtype=dtype, activation="clamped_swiglu", alpha=1.5, limit=5.0):
+    for ops in pairs(dtype=dtype, activation="clamped_swiglu", swiglu_alpha=1.5, swiglu_limit=5.0):
         torch.testing.assert_close(ops.act_and_mul(gate_up), wanted, atol=3e-5, rtol=rtol)
         bad = ops.act_and_mul(torch.full((1, 64), torch.nan).to(dtype))
         assert bad.isnan().all()
