@@ -28,16 +28,13 @@ from trouper.actors.messages.plans import StepPlan
 from trouper.config.nodes import NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError
 
+from .seconds import SimulationFault
 from .virtual_network import MACHINE, PROGRAM, VirtualSocket
 
 KEY = b"a key of these machines"
 FRONT = ("front", 1)
 NUM_BLOCKS, BLOCK_SIZE = 65, 4
 STRANGER = "192.168."  # begins the addresses of machines that do not belong
-
-
-class SimulationFault(Exception):
-    """The machines did what they must not: the schedule that shows it is reproduced by its seed."""
 
 
 class VirtualWorker:

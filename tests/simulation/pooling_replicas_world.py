@@ -18,8 +18,8 @@ from trouper.actors.scheduling.pooling_policy import PoolingPolicy, SharedPoolin
 from trouper.actors.scheduling.replicas import Replicas
 from trouper.pooling import PoolingParams
 
-from .replicas_world import VOCABULARY, ReplicasWorld, Scenario, SimulationFault
-from .seconds import run_for_seconds
+from .replicas_world import VOCABULARY, ReplicasWorld, Scenario
+from .seconds import SimulationFault, run_for_seconds
 
 SIZE = 3  # numbers of a vector
 

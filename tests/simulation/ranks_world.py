@@ -17,7 +17,6 @@ from tests.simulation.stages_world import (
     Rules,
     Scenario,
     SimulatedStage,
-    SimulationFault,
     StagesWorld,
     mixed,
 )
@@ -26,7 +25,7 @@ from trouper.actors.messages.plans import StepPlan
 from trouper.actors.messages.results import StepDone
 from trouper.actors.stages import Feedback, num_ring_entries, sends_tokens
 
-from .seconds import run_for_seconds
+from .seconds import SimulationFault, run_for_seconds
 
 Values = list[list[int]]
 HeadOf = Callable[[int, int, int], int]

@@ -27,15 +27,11 @@ from trouper.actors.scheduling.sequence_table import Shared
 from trouper.config.resolve import SchedulerConfig
 from trouper.params import SamplingParams
 
-from .seconds import run_for_seconds
+from .seconds import SimulationFault, run_for_seconds
 
 VOCABULARY = 40
 MAX_TURNS = 20_000  # of one schedule; the longest that ends takes a tenth of them
 MAX_LOSSES = 8  # drawn ones, of one schedule
-
-
-class SimulationFault(Exception):
-    """The replicas did what they must not: the schedule that shows it is reproduced by its seed."""
 
 
 class Drafters(Conditions):

@@ -23,15 +23,11 @@ from trouper.config.resolve import SchedulerConfig
 from trouper.config.stages import max_steps_in_flight
 from trouper.params import SamplingParams
 
-from .seconds import run_for_seconds
+from .seconds import SimulationFault, run_for_seconds
 
 VOCABULARY = 1000
 MAX_TURNS = 20_000  # of one schedule; the longest that ends takes a tenth of them
 MAX_KILLS = 8  # of one schedule: slow workers killed more often would never end a step
-
-
-class SimulationFault(Exception):
-    """The pipeline did what it must not: the schedule that shows it is reproduced by its seed."""
 
 
 class Rules(NamedTuple):

@@ -3,19 +3,18 @@
 import pytest
 
 from tests.simulation.hosts_world import HostsWorld
+from tests.simulation.seconds import first_found
 from trouper.actors.executor.devices.nodes import front, proof, remote_peer
 from trouper.actors.executor.devices.supervision import Death
+from trouper.errors import GenerationError
 
 NUM_SCHEDULES = 100
+# What requests end with, and what breaks when two hosts have one number.
+FAULTS = GenerationError, KeyError, BlockingIOError
 
 
 def is_found(first):
-    for seed in range(first, first + NUM_SCHEDULES):
-        try:
-            HostsWorld(seed).run()
-        except Exception:
-            return True
-    return False
+    return first_found(HostsWorld, range(first, first + NUM_SCHEDULES), *FAULTS) is not None
 
 
 def test_schedules_end_with_the_tokens_that_each_request_has_alone():

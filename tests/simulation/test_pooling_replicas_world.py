@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.simulation.pooling_replicas_world import PoolingReplicasWorld, SimulationFault
+from tests.simulation.pooling_replicas_world import PoolingReplicasWorld
+from tests.simulation.seconds import first_found
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.replicas import Replicas
 
@@ -14,15 +15,6 @@ def schedules(num):
         world = PoolingReplicasWorld(seed)
         world.run()
         yield world
-
-
-def is_found():
-    try:
-        for _ in schedules(NUM_SCHEDULES):
-            pass
-    except (SimulationFault, KeyError, RuntimeError):
-        return True
-    return False
 
 
 def test_schedules_end_with_the_vector_that_each_text_has_alone():
@@ -146,4 +138,4 @@ BUGS = [
 @pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(monkeypatch, plant):
     plant(monkeypatch)
-    assert is_found()
+    assert first_found(PoolingReplicasWorld, range(NUM_SCHEDULES)) is not None

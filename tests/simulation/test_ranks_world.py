@@ -3,7 +3,7 @@
 import pytest
 
 from tests.simulation.ranks_world import RankRules, RanksWorld
-from tests.simulation.stages_world import SimulationFault
+from tests.simulation.seconds import first_found
 
 NUM_SCHEDULES = 500
 BUGS = {
@@ -15,25 +15,10 @@ BUGS = {
 }
 
 
-def schedules(rules=None, num=NUM_SCHEDULES):
-    for seed in range(num):
-        world = RanksWorld(seed, rules)
-        world.run()
-        yield world
-
-
-def first_found(rules):
-    """The schedule that shows a bug."""
-    for seed in range(NUM_SCHEDULES):
-        try:
-            RanksWorld(seed, rules).run()
-        except (SimulationFault, RuntimeError):
-            return seed + 1
-    return None
-
-
 def test_schedules_end_with_the_tokens_that_each_request_has_alone():
-    worlds = list(schedules(num=80))
+    worlds = [RanksWorld(seed) for seed in range(80)]
+    for world in worlds:
+        world.run()
     statistics = [world.policy.statistics() for world in worlds]
     assert any(s.num_preemptions for s in statistics)
     assert any(s.prefix_cache_hits for s in statistics)
@@ -41,4 +26,7 @@ def test_schedules_end_with_the_tokens_that_each_request_has_alone():
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name):
-    assert first_found(BUGS[name])
+    def world(seed):
+        return RanksWorld(seed, BUGS[name])
+
+    assert first_found(world, range(NUM_SCHEDULES)) is not None

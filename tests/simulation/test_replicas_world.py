@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.simulation.replicas_world import ReplicasWorld, SimulationFault
+from tests.simulation.replicas_world import ReplicasWorld
+from tests.simulation.seconds import first_found
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.quarantine import Quarantine
 from trouper.actors.scheduling.replicas import Replicas
@@ -17,15 +18,6 @@ def schedules(num):
         world = ReplicasWorld(seed)
         world.run()
         yield world
-
-
-def is_found():
-    try:
-        for _ in schedules(NUM_SCHEDULES):
-            pass
-    except (SimulationFault, AssertionError, KeyError, RuntimeError, TypeError, ValueError):
-        return True
-    return False
 
 
 def test_schedules_end_with_the_tokens_that_each_request_has_alone():
@@ -53,10 +45,10 @@ def evacuated_twice(patch):
 def adopted_without_outputs(patch):
     right = Policy.enter
 
-    def faulty(self, request):
+    def faulty(self, request, *more):
         for sequence in request.sequences:
             sequence.output, sequence.num_tokens = [], sequence.num_prompt
-        right(self, request)
+        right(self, request, *more)
 
     patch.setattr(Policy, "enter", faulty)
 
@@ -170,4 +162,4 @@ BUGS = [
 @pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(monkeypatch, plant):
     plant(monkeypatch)
-    assert is_found()
+    assert first_found(ReplicasWorld, range(NUM_SCHEDULES), KeyError) is not None

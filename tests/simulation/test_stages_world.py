@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.simulation.stages_world import Rules, SimulationFault, StagesWorld
+from tests.simulation.seconds import first_found
+from tests.simulation.stages_world import Rules, StagesWorld
 from trouper.actors.scheduling import stage_turns, step_builder
 from trouper.actors.stages import Feedback, TokenWrite
 
@@ -30,24 +31,15 @@ RULES = {
 }
 
 
-def schedules(rules=None, num=NUM_SCHEDULES):
-    worlds = (StagesWorld(seed, rules) for seed in range(num))
-    for world in worlds:
-        world.run()
-        yield world
-
-
 def is_found(rules=None):
-    try:
-        for _ in schedules(rules):
-            pass
-    except (SimulationFault, RuntimeError):
-        return True
-    return False
+    seeds = range(NUM_SCHEDULES)
+    return first_found(lambda seed: StagesWorld(seed, rules), seeds, RuntimeError) is not None
 
 
 def test_schedules_end_with_the_tokens_that_each_request_has_alone():
-    worlds = list(schedules(num=80))
+    worlds = [StagesWorld(seed) for seed in range(80)]
+    for world in worlds:
+        world.run()
     statistics = [world.policy.statistics() for world in worlds]
     assert any(s.num_preemptions for s in statistics)
     assert any(s.prefix_cache_hits for s in statistics)
