@@ -5,25 +5,16 @@ Connections are heard side by side, so that one which is silent, or slow on purp
 
 import selectors
 import socket
-from collections.abc import Collection, Generator
+from collections.abc import Collection
 from time import monotonic
 
 from trouper.actors.executor.devices.nodes.channel import (
-    HELLO_BYTES,
-    LENGTH,
     ChannelError,
     LinkHello,
     Message,
-    decode,
-    length_of,
+    first_message,
 )
-from trouper.actors.executor.devices.nodes.proof import (
-    ANSWER_BYTES,
-    PROOF_S,
-    Listening,
-    WrongKeyError,
-    tune,
-)
+from trouper.actors.executor.devices.nodes.proof import PROOF_S, WrongKeyError, tune
 
 LINKS_S = 2 * PROOF_S  # for all other places to dial
 # Connections that are heard at once, with at most 1 KiB each; beyond it the eldest makes room, since a place
@@ -113,25 +104,6 @@ class LinkAcceptor:
         del self._heard[connection]
         self._selector.unregister(connection)
         return connection
-
-
-def first_message(key: bytes) -> Generator[tuple[bytes, int], bytes, Message]:
-    """Talk to a side that has connected: yields what is to be sent and how many bytes must come then.  Pure.
-
-    Returns:
-        Its first message.
-
-    Raises:
-        WrongKeyError: it has another key.
-        ChannelError: what it says is no message.
-    """
-    proof = Listening(key)
-    is_right, verdict = proof.judge((yield proof.greeting, ANSWER_BYTES))
-    if not is_right:
-        yield verdict, 0
-        raise WrongKeyError("it has another key")
-    length = length_of((yield verdict, LENGTH.size), HELLO_BYTES)
-    return decode((yield b"", length) if length > 0 else b"")
 
 
 class Hearing:

@@ -9,11 +9,13 @@ import hashlib
 import re
 import socket
 import struct
+from collections.abc import Generator
 from typing import Any
 
 import anyio
 import msgspec
 
+from trouper.actors.executor.devices.nodes.proof import ANSWER_BYTES, Listening, WrongKeyError
 from trouper.actors.executor.devices.wire import TYPES
 from trouper.actors.executor.devices.worker_process import Exit
 from trouper.actors.executor.parallel.ranks import CrewSizes
@@ -161,6 +163,25 @@ def length_of(header: bytes, max_bytes: int = MAX_MESSAGE) -> int:
     return length
 
 
+def first_message(key: bytes) -> Generator[tuple[bytes, int], bytes, Message]:
+    """Talk to a side that has connected: yields what is to be sent and how many bytes must come then.  Pure.
+
+    Returns:
+        Its first message.
+
+    Raises:
+        WrongKeyError: it has another key.
+        ChannelError: what it says is no message.
+    """
+    proof = Listening(key)
+    is_right, verdict = proof.judge((yield proof.greeting, ANSWER_BYTES))
+    if not is_right:
+        yield verdict, 0
+        raise WrongKeyError("it has another key")
+    length = length_of((yield verdict, LENGTH.size), HELLO_BYTES)
+    return decode((yield b"", length) if length > 0 else b"")
+
+
 def shorten(ended: Exit) -> Exit:
     """Keep as much of a worker's last words as a message has room for."""
     lines = tuple(line[:LINE_LENGTH] for line in ended.stderr[-LAST_LINES:])
@@ -192,14 +213,14 @@ class Channel:
             self.close()
             raise BlockingIOError("the other side does not read")
 
-    async def receive(self, max_bytes: int = MAX_MESSAGE) -> Message | None:
+    async def receive(self) -> Message | None:
         """Wait for a message; None: the other side is gone.
 
         Raises:
             ChannelError: what came is none.
         """
         try:
-            length = length_of(await self.receive_exactly(LENGTH.size), max_bytes)
+            length = length_of(await self.receive_exactly(LENGTH.size))
             return decode(await self.receive_exactly(length))
         except (OSError, anyio.ClosedResourceError):
             return None

@@ -17,7 +17,6 @@ import anyio
 from anyio.abc import TaskStatus
 
 from trouper.actors.executor.devices.nodes.channel import (
-    HELLO_BYTES,
     Channel,
     ChannelError,
     End,
@@ -32,9 +31,10 @@ from trouper.actors.executor.devices.nodes.channel import (
     Start,
     Started,
     WorkerHello,
+    first_message,
     protocol,
 )
-from trouper.actors.executor.devices.nodes.proof import ANSWER_BYTES, PROOF_S, Listening, tune
+from trouper.actors.executor.devices.nodes.proof import PROOF_S, WrongKeyError, tune
 from trouper.actors.executor.devices.worker_process import Exit
 from trouper.actors.runtime.future import Future
 from trouper.errors import DeviceStartError
@@ -235,8 +235,9 @@ class Front:
         try:
             tune(connection)
             with anyio.move_on_after(PROOF_S):
-                if await self._has_key(channel, address):
-                    hello = await channel.receive(HELLO_BYTES)
+                hello = await self._first_message(channel)
+        except WrongKeyError:
+            logger.warning("%s has another TROUPER_CLUSTER_KEY, and is refused", address)
         except (OSError, ChannelError) as error:
             logger.warning("a connection of %s: %s", address, error)
         finally:
@@ -253,14 +254,24 @@ class Front:
             case _:
                 channel.close()
 
-    async def _has_key(self, channel: Channel, address: str) -> bool:
-        proof = Listening(self._key)
-        channel.send_bytes(proof.greeting)
-        is_right, verdict = proof.judge(await channel.receive_exactly(ANSWER_BYTES))
-        channel.send_bytes(verdict)
-        if not is_right:
-            logger.warning("%s has another TROUPER_CLUSTER_KEY, and is refused", address)
-        return is_right
+    async def _first_message(self, channel: Channel) -> Message:
+        """Talk to a fresh connection as `first_message` says.
+
+        Raises:
+            OSError: the other side has hung up.
+            WrongKeyError: it has another key.
+            ChannelError: what it says is no message.
+        """
+        talk = first_message(self._key)
+        data, num_wanted = next(talk)
+        while True:
+            if data:
+                channel.send_bytes(data)
+            answer = await channel.receive_exactly(num_wanted)
+            try:
+                data, num_wanted = talk.send(answer)
+            except StopIteration as end:
+                return end.value
 
     def _take_worker(self, key: tuple[int, int], channel: Channel) -> None:
         future = self._expected.get(key)
