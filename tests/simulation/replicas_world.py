@@ -255,11 +255,12 @@ class ReplicasWorld:
     def _plan(self, replica: int) -> bool:
         policy = self.policies[replica]
         plan = policy.plan()
-        self.replicas.rebalance()  # a search may have ended
+        has_moved = self.replicas.rebalance()  # a search may have ended
         self._take_outputs()
         self._check_places()
+        self._check_waits()
         if plan is None:
-            return False
+            return has_moved
         if policy.is_device_lost or self.pause is Pause.ALL:
             raise SimulationFault(f"a plan while lost or paused: {plan}")
         self._plans[replica].append(plan)
@@ -328,7 +329,7 @@ class ReplicasWorld:
         return True
 
     def _check_places(self) -> None:
-        """Each unfinished request has one place; none waits for a lost replica while another would take it."""
+        """Each unfinished request has one place."""
         places = Counter(id for policy in self.policies for id in self.held(policy))
         wrong = [id for id, num in places.items() if num != 1]
         ended = {id - id % 10 for id in self._ends}
@@ -336,6 +337,9 @@ class ReplicasWorld:
         lost = [id for id in lost if not {id + i for i in range(3)} & self._stopped]
         if wrong or lost:
             raise SimulationFault(f"in two places: {wrong}, in none: {lost}")
+
+    def _check_waits(self) -> None:
+        """No request waits for a lost replica while another would take it: from one look at them all to the next."""
         if any(self.is_available(policy) for policy in self.policies):
             for policy in self.policies:
                 waits = self.held(policy) - self.suspects(policy)
