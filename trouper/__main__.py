@@ -1,6 +1,19 @@
-"""`python -m trouper`."""
+"""`trouper`, and `python -m trouper`: the process as a whole, from its first import on."""
 
-from trouper.frontends.cli.main import main
+import os
+import sys
+
+
+def start() -> None:
+    """Run the command line; Ctrl-C while its modules are still read ends it as it does later."""
+    try:
+        from trouper.frontends.cli.main import main
+    except KeyboardInterrupt:
+        sys.stderr.write("trouper: interrupted\n")
+        sys.stderr.flush()
+        os._exit(130)  # what was read half is not to be torn down
+    main()
+
 
 if __name__ == "__main__":
-    main()
+    start()

@@ -118,13 +118,22 @@ class Controls:
             is_asleep = not lifecycle.resident and not lifecycle.is_uneven
             if is_asleep and level <= lifecycle.level:
                 return False
+            was_awake = lifecycle.state is EngineState.AWAKE
             lifecycle.move(Event.SLEEP)
+            failure: Exception | None = None
             try:
                 await self._give_memory_back(level, mode)
+            except Exception as error:
+                failure = error
             finally:  # given up half-way, it is paused, or as deep asleep as before
                 if lifecycle.state is EngineState.DRAINING:
                     is_whole = lifecycle.resident == MEMORY
                     lifecycle.move(Event.PAUSE if is_whole else Event.SLEPT)
+            if failure is not None:
+                if was_awake and lifecycle.state is EngineState.PAUSED:
+                    lifecycle.move(Event.RESUME)
+                    await self._resume()
+                raise failure
             return True
 
     async def wake(self, tags: Iterable[str] | None = None) -> bool:

@@ -193,7 +193,7 @@ class ReplicaMetrics:
         )  # fmt: skip
         yield Number("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", {(): stats.kv_cache_usage})
         yield Number(
-            "engine_sleep_state", "1 for the state the engine is in.",
+            "engine_sleep_state", "1 for the sleep state of the engine; none is 1 in a mere pause.",
             keyed(self._sleep_states), ("sleep_state",),
         )  # fmt: skip
         yield Number(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 GRACE_S = 1.5  # for the final outputs to reach their clients
-GUARD_S = 5.0  # beyond the shutdown's own time
+GUARD_S = 10.0  # beyond the shutdown's own time: the above, 4 s for workers that stand still, and twice as much
 EXIT_SIGNALLED = 128
 # The longest time that the device's thread waits for the interpreter while the event loop has it, several times in a
 # step.  Python's own is 5 ms; with 0.1 in place of 1 ms a crowd of streams gets a twentieth more tokens.

@@ -373,6 +373,25 @@ def test_a_signal_ends_the_command_in_order(number, code):
     assert err == (b"trouper: interrupted\n" if code == 130 else b"trouper: terminated\n")
 
 
+IN_THE_IMPORTS = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "trouper.frontends.cli.output":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+from trouper.__main__ import start
+start()
+"""
+
+
+def test_a_signal_before_the_command_has_begun_is_one_line_too():
+    ended = subprocess.run([sys.executable, "-c", IN_THE_IMPORTS], capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, b"trouper: interrupted\n")
+
+
 def test_nobody_reading_on_is_no_error():
     arguments = ["generate", "def f(", "--max-tokens", "500", "--ignore-eos"]
     with subprocess.Popen(

@@ -5,7 +5,7 @@ import trio
 import trio.testing
 
 from tests.unit.test_process_ranks import FakeLauncher, FakePeer, make_device, plan, run
-from trouper.actors.executor.devices.process import ProcessDevice
+from trouper.actors.executor.devices.process import CLOSE_S, ProcessDevice
 from trouper.actors.executor.devices.supervision import (
     CALL_FACTOR,
     FIRST_STEP_S,
@@ -17,6 +17,7 @@ from trouper.actors.messages.results import DeviceBack, DeviceLost, StepDone
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError, RetryableRequestError
+from trouper.frontends.server.server import GRACE_S, GUARD_S
 
 
 class AwayCrew:
@@ -133,6 +134,29 @@ def test_the_wait_for_a_machine_is_no_part_of_the_load():
         assert trio.current_time() == asked_s + FIRST_STEP_S
 
     run(act)
+
+
+class StandingPeer(FakePeer):
+    """A worker that has to be killed."""
+
+    async def end(self, grace_s):
+        await trio.sleep(grace_s)
+        return await super().end(grace_s)
+
+
+def test_workers_that_stand_still_have_one_time_to_close_together():
+    async def act():
+        device = make_device(launcher := FakeLauncher(StandingPeer), num_stages=3)
+        await device.load()
+        await device.aclose()
+        assert trio.current_time() == CLOSE_S
+        assert [peer.ended_after for peer in launcher.peers] == [CLOSE_S, 0.0, 0.0]
+
+    run(act)
+
+
+def test_the_guard_of_a_server_leaves_its_workers_their_time():
+    assert GUARD_S > GRACE_S + CLOSE_S
 
 
 async def fail_in_a_call(device):

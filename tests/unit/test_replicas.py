@@ -3,6 +3,7 @@
 import logging
 from contextlib import asynccontextmanager
 
+import anyio
 import msgspec
 import pytest
 import trio
@@ -203,8 +204,29 @@ async def test_a_sleep_that_one_replica_refuses_is_taken_back_by_the_others(auto
         with pytest.raises(RetryableRequestError, match="device_restarting"):
             await engine.controls.sleep(1)
         assert [device._absent for device in devices] == [set(), set()]
+        assert not engine.lifecycle.is_sleeping
+        await run_all(engine)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+async def test_a_paused_engine_that_could_not_sleep_stays_paused(autojump_clock, num_replicas):
+    async with replicated_engine(num_replicas) as (engine, devices):
+        await engine.controls.pause("keep")
+        devices[-1].refused.add("sleep")
+        with pytest.raises(RetryableRequestError, match="device_restarting"):
+            await engine.controls.sleep(1)
+        assert engine.lifecycle.is_sleeping
         await engine.controls.resume()
         await run_all(engine)
+
+
+async def test_an_engine_that_could_not_sleep_goes_on_with_what_it_has_kept(autojump_clock):
+    async with replicated_engine(1) as (engine, (device,)), anyio.create_task_group() as tasks:
+        device.refused.add("sleep")
+        tasks.start_soon(run_all, engine)
+        await anyio.sleep(0.001)
+        with pytest.raises(RetryableRequestError, match="device_restarting"):
+            await engine.controls.sleep(1, "keep")
 
 
 async def test_an_engine_sleeps_when_a_replica_does_not_wake_after_a_sleep_that_another_refused(

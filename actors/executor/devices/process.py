@@ -60,7 +60,7 @@ from trouper.errors import DeviceStartError, RetryableRequestError
 logger = logging.getLogger(__name__)
 FrameKind = TypeVar("FrameKind", Loaded, Returned)
 NO_CALL = -1  # the number of a call that belongs to the start of a worker
-CLOSE_S = 10.0  # for a worker to give its memory back, before it is killed
+CLOSE_S = 4.0  # for the workers to give their memory back, before they are killed
 
 
 class ProcessDevice:
@@ -194,8 +194,9 @@ class ProcessDevice:
         grace_s = CLOSE_S if self._state is WorkerState.UP else 0.0
         self._state = next_state(self._state, WorkerEvent.CLOSE)
         send_to_all(self._workers, Close())
+        over_s = anyio.current_time() + grace_s
         for worker in self._workers:
-            await worker.end(grace_s)
+            await worker.end(max(0.0, over_s - anyio.current_time()))
 
     # Starting
 
