@@ -14,6 +14,7 @@ from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.wiring import Engine, EngineStatistics, open_engine
 from trouper.actors.executor.device import Device
 from trouper.actors.executor.devices.launch_local import Launcher, launch
+from trouper.actors.executor.devices.model_files import sample_model
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.actors.rendering.tokenizer import Tokenizer
@@ -372,13 +373,15 @@ async def _open_devices(config: EngineConfig, launcher: Launcher) -> AsyncGenera
     replicas = range(config.data_parallel_size)
     if config.device_worker == "inline":
         yield [ThreadedDevice(config)]
-    elif config.nodes is None:
-        yield [ProcessDevice(config, launcher, replica=replica) for replica in replicas]
+        return
+    files = await anyio.to_thread.run_sync(sample_model, config)
+    if config.nodes is None:
+        yield [ProcessDevice(config, launcher, replica=r, files=files) for r in replicas]
     else:
         from trouper.actors.executor.devices.nodes.open_crews import open_crews
 
         async with open_crews(config, config.nodes) as crew_of:
-            yield [ProcessDevice(config, replica=r, crew=crew_of(r)) for r in replicas]
+            yield [ProcessDevice(config, replica=r, crew=crew_of(r), files=files) for r in replicas]
 
 
 AsyncLLM = AsyncLLMEngine

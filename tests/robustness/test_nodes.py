@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,12 +14,16 @@ from functools import partial
 import pytest
 
 from tests.unit.accepting import accept
+from tests.unit.test_model_files import change
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.nodes.launch_nodes import open_nodes
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.config.args import EngineArgs
+from trouper.config.model import DEMO_MODEL
 from trouper.config.nodes import CLUSTER_KEY
 from trouper.config.resolve import resolve
+from trouper.errors import TrouperValidationError
+from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 from .crews import OPTIONS
 from .test_orphans import workers_of
@@ -49,9 +54,9 @@ def port():
 
 
 @contextmanager
-def a_host(port, **environment):
+def a_host(port, model=DEMO_MODEL, **environment):
     """Machine 1, as `trouper serve` runs it; its workers are gone with it."""
-    options = ["--nnodes=2", "--node-rank=1", f"--master-port={port}", "-pp=2"]
+    options = [str(model), "--nnodes=2", "--node-rank=1", f"--master-port={port}", "-pp=2"]
     process = subprocess.Popen(
         [sys.executable, "-m", "trouper", "serve", *options, "--max-model-len=512"],
         stderr=subprocess.PIPE,
@@ -108,6 +113,23 @@ async def test_replicas_lie_on_machines_and_one_goes_on_without_the_other(port):
             assert await texts(engine) == wanted
             assert len(workers_of(host.pid)) == 1
             assert await texts(engine, at_token=3, do=host.kill) == wanted
+
+
+async def test_another_model_on_a_machine_is_an_error_that_names_both_and_is_in_both_logs(
+    port, tmp_path
+):
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    change(folder)  # a fine-tune: nothing but its numbers differs
+    args = EngineArgs(nnodes=2, master_port=port, pipeline_parallel_size=2, **OPTIONS)
+    with a_host(port, folder) as host:
+        words = r"^worker 1 on node 1: model: is not the model that the engine .* model.safetensors"
+        with pytest.raises(TrouperValidationError, match=words) as caught:
+            async with AsyncLLMEngine(args):
+                pass
+        assert caught.value.value == str(folder)
+        assert host.poll() is None
+        host.terminate()
+        assert "worker 1: TrouperValidationError: model: is not the model" in host.stderr.read()
 
 
 def test_a_host_outlives_its_front_without_workers(port):

@@ -98,6 +98,7 @@ class SimPeer:
     """
 
     max_inline = wire.MAX_INLINE
+    where = ""
 
     def __init__(
         self,

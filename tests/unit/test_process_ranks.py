@@ -13,6 +13,7 @@ import trio.testing
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.devices import process
 from trouper.actors.executor.devices.launch_local import CLOSED, Exit
+from trouper.actors.executor.devices.model_files import FileSample
 from trouper.actors.executor.devices.process import NO_CALL, ProcessDevice
 from trouper.actors.executor.devices.wire import (
     MAX_INLINE,
@@ -42,6 +43,7 @@ class FakePeer:
     """A worker that writes what a test tells it to."""
 
     max_inline = MAX_INLINE
+    where = ""
     refusal = None  # of the adapters that it is given when it starts
 
     def __init__(self, rank, files):
@@ -344,6 +346,38 @@ def test_an_error_of_any_worker_at_load_is_raised_as_it_was():
             await device.load()
         assert caught.value.parameter == "max_model_len"
         assert all(peer.ended_after is not None for peer in launcher.peers)
+
+    run(act)
+
+
+def test_an_error_on_another_machine_names_the_worker_and_the_machine():
+    class Failing(FakePeer):
+        where = "on node 1"
+
+        def send(self, data, file):
+            error = ErrorText("TrouperValidationError", "it lacks tensors", "model", "/there")
+            self.write(Broken(error))
+
+    async def act():
+        device = make_device(FakeLauncher(Failing), num_stages=1, replica=2)
+        with pytest.raises(TrouperValidationError) as caught:
+            await device.load()
+        assert caught.value.message == "worker 2 on node 1: it lacks tensors"
+        assert (caught.value.parameter, caught.value.value) == ("model", "/there")
+
+    run(act)
+
+
+def test_workers_and_their_successors_are_told_which_files_the_engine_has():
+    async def act():
+        files = (FileSample("model.safetensors", 7, "ab"),)
+        config = resolve(EngineArgs(pipeline_parallel_size=2))
+        device = ProcessDevice(config, launcher := FakeLauncher(), files=files)
+        await device.load()
+        launcher.peers[0].hang_up()
+        assert isinstance(await device.receive(), DeviceLost)
+        assert isinstance(await device.receive(), DeviceBack)
+        assert [peer.taken[0].files for peer in launcher.peers] == [files] * 4
 
     run(act)
 

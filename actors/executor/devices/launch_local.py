@@ -22,9 +22,11 @@ class Peer(Protocol):
 
     Attributes:
         max_inline: bytes of a payload that come with a frame of it; a larger one comes as a descriptor.
+        where: it runs, for people, as in "on node 1"; empty: on this machine.
     """
 
     max_inline: int
+    where: str
 
     def send(self, data: bytes, file: int | None) -> None:
         """Send a frame, and the descriptor that goes with it; never waits.
@@ -75,6 +77,7 @@ class LocalPeer:
     """A process of this machine, by a socket pair whose end is its sign of life."""
 
     max_inline = MAX_INLINE
+    where = ""
 
     def __init__(self, process: WorkerProcess, control: socket.socket) -> None:
         self._process = process

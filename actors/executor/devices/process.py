@@ -19,6 +19,7 @@ import msgspec
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
 from trouper.actors.executor.devices.launch_local import CrewLauncher, Launcher, launch
 from trouper.actors.executor.devices.local_crew import LocalCrew
+from trouper.actors.executor.devices.model_files import FileSample
 from trouper.actors.executor.devices.model_host import check_call, log_phase
 from trouper.actors.executor.devices.open_calls import OpenCalls
 from trouper.actors.executor.devices.state_in_force import StateInForce
@@ -71,6 +72,7 @@ class ProcessDevice:
         launcher: starts a worker on this machine; tests have their own.
         crew: starts all workers instead, where some are on other machines.
         replica: of those of the engine; workers are numbered through, for people.
+        files: of the model, a sample that is compared with what each worker finds; none: nothing is.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class ProcessDevice:
         *,
         replica: int = 0,
         crew: CrewLauncher | None = None,
+        files: tuple[FileSample, ...] = (),
     ) -> None:
         self._first_number = first = replica * config.workers_per_replica
         if config.cpu_bind is not None:  # of this replica's workers
@@ -98,7 +101,7 @@ class ProcessDevice:
         self._last_answer_s = -math.inf
         self._last_epoch = self._lost_epoch = -1
         self._calls = OpenCalls()
-        self._in_force = StateInForce()
+        self._in_force = StateInForce(files)
         self._has_vocabulary = False  # the workers that run now
         self._budget = RestartBudget(config.max_worker_restarts, config.worker_restart_window_s)
         self._deadlines = StepDeadlines(config.step_timeout_s)
@@ -280,7 +283,7 @@ class ProcessDevice:
                 except WireError as error:
                     return await self._reap(worker.rank, broken=str(error))
                 if isinstance(frame, Broken):
-                    self._error = error = frame.error
+                    self._error = error = self._located(worker, frame.error)
                     words = f"{error.kind}: {error.message}"
                     is_lost = error.kind == LinkLostError.__name__
                     return await self._reap(worker.rank, broken=words, was_machine_lost=is_lost)
@@ -297,6 +300,13 @@ class ProcessDevice:
             is_late = self._waiting.cancelled_caught
             if any(worker.has_hung_up for worker in self._workers):
                 await take_what_has_come(self._workers)
+
+    def _located(self, worker: WorkerLink, error: ErrorText) -> ErrorText:
+        """Name the worker where it is on another machine, whose paths an error may hold."""
+        if not worker.where:
+            return error
+        name = f"worker {self._first_number + worker.rank} {worker.where}"
+        return msgspec.structs.replace(error, message=f"{name}: {error.message}")
 
     def _deadline_s(self) -> float:
         """When the eldest plan counts as hung, or without one the eldest call; never, without either."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from trouper.actors.executor.devices.model_files import FileSample
 from trouper.actors.executor.devices.wire import Call, Load
 from trouper.config.adapters import AdapterFiles
 from trouper.config.resolve import EngineConfig
@@ -13,9 +14,13 @@ class StateInForce:
     """The state that is in force: how deep the workers sleep, their trace, and their adapters.
 
     Memory: the files of at most `num_slots` adapters, each as large as it lay on the disk.
+
+    Args:
+        files: of the model, a sample of what every worker is to have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, files: tuple[FileSample, ...] = ()) -> None:
+        self._files = files
         self._sleep_level, self._woken = 0, ALL_MEMORY
         self._profile: tuple[str, str] | None = None
         self._adapters: dict[int, AdapterFiles] = {}  # by slot
@@ -31,7 +36,7 @@ class StateInForce:
     def load(self, config: EngineConfig, rank: int) -> Load:
         """Make the first frame to the worker of a rank."""
         woken = () if self._sleep_level == 0 else tuple(sorted(self._woken))
-        return Load(config, rank, self._sleep_level, woken, self._profile)
+        return Load(config, rank, self._sleep_level, woken, self._profile, self._files)
 
     def follow(self, call: Call) -> None:
         """Take note of a call that all workers have done."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from trouper import errors
 from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.devices.model_files import FileSample
 from trouper.actors.messages.grammar import Grammar, GrammarRules, Vocabulary
 from trouper.actors.messages.plans import PoolPlan, StepPlan
 from trouper.actors.messages.results import PoolDone, StepDone, StepFailed
@@ -42,6 +43,7 @@ class Load(msgspec.Struct, frozen=True):
     sleep_level: int = 0
     woken: tuple[str, ...] = ()  # what of the memory is awake all the same
     profile: tuple[str, str] | None = None  # folder and prefix of a trace that is to be begun again
+    files: tuple[FileSample, ...] = ()  # of the model, as they were when the engine started
 
 
 class Call(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from collections import deque
 from typing import Any
 
 from trouper.actors.executor.device import PendingResult, StepResult
+from trouper.actors.executor.devices.model_files import check_model
 from trouper.actors.executor.devices.model_host import ModelHost
 from trouper.actors.executor.devices.place import PlaceFacts
 from trouper.actors.executor.devices.torch_libraries import set_torch_environment
@@ -117,7 +118,9 @@ class Worker:
             while self._answer(self._next_frame()):
                 pass
         except BaseException as error:  # noqa: ASYNC103  # a process: the engine is told, and it ends
-            self._write(Broken(describe_error(error)))
+            self._write(Broken(words := describe_error(error)))
+            if self._is_remote:  # this machine's log says it, too
+                sys.stderr.write(f"{words.kind}: {words.message}\n")
             logging.shutdown()
             os._exit(EXIT_BROKEN)
         os._exit(0)  # threads of libraries are not waited for
@@ -163,6 +166,7 @@ class Worker:
 
     def _load(self, load: Load) -> None:
         config = load.config if self._place is None else self._place.localise(load.config)
+        check_model(config, load.files)
         self._host = ModelHost(config, load.rank, self._files)
         info = self._host.load(lambda phase: self._write(Progress(phase)))
         if load.sleep_level:

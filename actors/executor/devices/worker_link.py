@@ -13,7 +13,7 @@ class WorkerLink:
     """One worker, by its rank."""
 
     def __init__(self, rank: int, peer: Peer) -> None:
-        self.rank = rank
+        self.rank, self.where = rank, peer.where
         self.has_hung_up = False
         self._peer = peer
         self._frames = FrameReader(max_inline=peer.max_inline)

@@ -24,13 +24,12 @@ from trouper.actors.executor.weights.layouts import (
 from trouper.actors.executor.weights.quantized import joined, matrix, of_expert, widened
 from trouper.actors.executor.weights.schemes import Scheme
 from trouper.actors.executor.weights.stacks import StackedPart, Stacks
+from trouper.actors.executor.weights.tensor_files import tensor_files
 from trouper.actors.executor.weights.text_names import text_names
-from trouper.config.files import check_folder, checked, read_object
-from trouper.errors import TrouperValidationError, invalid
+from trouper.errors import TrouperValidationError
 from trouper.kernels.cpu.linear.quantization import IntegerWeight, dequantized
 
 MARKS = {"qweight": "weight", "weight_packed": "weight", "_blocks": "", "weight": "weight"}
-INDEX = "model.safetensors.index.json"
 PLAIN = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")  # dtypes that are cast to the model's
 
 
@@ -55,7 +54,7 @@ class Checkpoint:
         self._scheme = scheme
         self._files: dict[str, Any] = {}
         stored: dict[str, str] = {}  # names, and their files
-        for file in _file_names(folder):
+        for file in tensor_files(folder):
             try:
                 opened = safetensors.safe_open(folder / file, framework="pt")
             except (OSError, safetensors.SafetensorError) as error:
@@ -253,21 +252,3 @@ class Checkpoint:
 
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(self._stored_name[name])
-
-
-def _file_names(folder: Path) -> list[str]:
-    """List the files of a checkpoint; raises TrouperValidationError for none, or for one that lies elsewhere."""
-    index = read_object(folder / INDEX)
-    if index is None:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    else:
-        names = sorted(
-            set(checked(index.get("weight_map"), dict[str, str], f"{INDEX}: weight_map").values())
-        )
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise invalid("model", f"{INDEX}: weight_map: not the name of a safetensors file", name)
-    check_folder(folder)
-    if not names:
-        raise invalid("model", "no safetensors in the model folder", str(folder))
-    return names

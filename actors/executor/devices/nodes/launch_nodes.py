@@ -113,7 +113,7 @@ async def connected_peers(
         for rank in start.ranks:
             name = f"worker {start.first_number + rank} {where}"
             connection = await front.worker(start.order, rank, name)
-            peers.append(RemotePeer(connection, partial(end, rank), name))
+            peers.append(RemotePeer(connection, partial(end, rank), name, where))
     except BaseException:
         await end_all(peers)  # noqa: ASYNC102  # shielded inside
         with anyio.CancelScope(shield=True), anyio.move_on_after(END_S):

@@ -25,17 +25,22 @@ class RemotePeer:
         connection: to the worker; it is the peer's to close.
         end: has the worker's place end it.
         name: for people.
+        where: it runs, for people.
     """
 
     max_inline = MAX_FRAME  # no descriptor comes from there
 
     def __init__(
-        self, connection: socket.socket, end: Callable[[float], Awaitable[Exit]], name: str
+        self,
+        connection: socket.socket,
+        end: Callable[[float], Awaitable[Exit]],
+        name: str,
+        where: str = "",
     ) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self._socket = connection
-        self._end, self._name = end, name
+        self._end, self._name, self.where = end, name, where
         self._waiting: deque[memoryview] = deque()
         self._reading = anyio.CancelScope()  # around a wait for bytes alone
         self._exit: Exit | None = None

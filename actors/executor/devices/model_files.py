@@ -1,0 +1,100 @@
+"""Samples of a model's files, by which another model on another machine, or in the folder by now, is found before it is loaded.
+
+A sample is the size of a file and a digest of its head, where the names, shapes and dtypes of its tensors stand, and of windows
+that are spread over it.  That takes a few ms, and finds another revision or a fine-tune; it is no proof that nothing differs.
+Config, tokenizer, seed and adapters come from the engine, and need no comparison.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from trouper.actors.executor.weights.tensor_files import tensor_files
+from trouper.config.gguf import SPLIT, is_gguf
+from trouper.config.resolve import EngineConfig
+from trouper.errors import TrouperValidationError, invalid
+
+HEAD_BYTES, WINDOW_BYTES = 2**16, 2**12
+NUM_WINDOWS = 64  # of all files together, but at least `LEAST_WINDOWS` of each
+LEAST_WINDOWS = 3
+
+
+class FileSample(msgspec.Struct, frozen=True):
+    """A file as far as it is compared; names may differ."""
+
+    name: str
+    num_bytes: int
+    digest: str
+
+    def describe(self) -> str:
+        return f"{self.num_bytes} bytes, digest {self.digest}"
+
+
+def sample_model(config: EngineConfig) -> tuple[FileSample, ...]:
+    """Take a sample of the weights, and of code that may be run; none of dummy weights, or where a file cannot be read: the load says so."""
+    if config.load_format == "dummy":
+        return ()
+    try:
+        files = _weights(Path(config.model.path))
+        if config.code_path is not None:
+            files += sorted(Path(config.code_path).glob("*.py"))
+        num_windows = max(NUM_WINDOWS // len(files), LEAST_WINDOWS)
+        return tuple(_sample(file, num_windows) for file in files)
+    except (OSError, TrouperValidationError):
+        return ()
+
+
+def check_model(config: EngineConfig, wanted: Sequence[FileSample]) -> None:
+    """Compare the files here with those of the engine.
+
+    Args:
+        wanted: what the engine's machine had at its start; none: nothing is compared.
+
+    Raises:
+        TrouperValidationError: one differs; the message names it.
+    """
+    found = sample_model(config) if wanted else ()
+    if not found:
+        return
+    difference = _difference(found, wanted)
+    if difference is not None:
+        rule = (
+            f"is not the model that the engine was started with: {difference}; "
+            "the same files must be on every machine, and stay while the engine runs"
+        )
+        raise invalid("model", rule, config.model.path)
+
+
+def _difference(found: Sequence[FileSample], wanted: Sequence[FileSample]) -> str | None:
+    if len(found) != len(wanted):
+        return f"{len(found)} files here, {len(wanted)} there"
+    for here, there in zip(found, wanted, strict=True):
+        if (here.num_bytes, here.digest) != (there.num_bytes, there.digest):
+            return f"{here.name} has {here.describe()} here, {there.describe()} there"
+    return None
+
+
+def _weights(path: Path) -> list[Path]:
+    if not is_gguf(path):
+        return [path / name for name in tensor_files(path)]
+    split = SPLIT.fullmatch(path.name)
+    if split is None:
+        return [path]
+    count = int(split[3])
+    return [path.with_name(f"{split[1]}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+
+
+def _sample(path: Path, num_windows: int) -> FileSample:
+    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        num_bytes = os.fstat(file).st_size
+        digest = hashlib.sha256(os.pread(file, HEAD_BYTES, 0))
+        last = max(num_bytes - WINDOW_BYTES, 0)
+        for i in range(num_windows):
+            digest.update(os.pread(file, WINDOW_BYTES, last * i // (num_windows - 1)))
+    finally:
+        os.close(file)
+    return FileSample(path.name, num_bytes, digest.hexdigest()[:16])
