@@ -205,7 +205,7 @@ class Tokenizer:
                 if part is not None
             ]
             for part, length in zip(parts, max_each, strict=False):
-                if length is not None:
+                if length is not None and length < len(part):  # else it may not fit a word
                     part.truncate(length)
             if max_length is not None:
                 num_special = backend.num_special_tokens_to_add(pair is not None)

@@ -84,6 +84,13 @@ SUITE = {
         raw("infinity", b'{"prompt": "x", "zz": Infinity}'),
         raw("not utf-8", b'{"prompt": "\xff"}'),
         raw("not utf-8 in an unknown field", b'{"prompt": "x", "zz": "\xff"}'),
+        *(
+            raw(f"an encoded surrogate {where}", b'{"%b": "\xed\xa0\x80"}' % field, path=path)
+            for where, field, path in (
+                ("in the prompt", b"prompt", C), ("in an unknown field", b"zz", C),
+                ("for any route", b"input", "/invocations"),
+            )
+        ),
         raw("long integer", b'{"prompt": "x", "zz": 1' + b"0" * 5000 + b"}"),
         *(
             raw(f"{depth} deep {where}", before + b"[" * depth + b"]" * depth + after)

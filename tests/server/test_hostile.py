@@ -1,6 +1,8 @@
 """One unauthenticated connection never ends the server, or another connection."""
 
 import math
+import socket
+from contextlib import suppress
 
 import anyio
 import anyio.to_thread
@@ -12,7 +14,7 @@ from trouper.frontends.server.server import listener_task
 from trouper.frontends.server.service import Service
 from trouper.frontends.server.settings import ServerSettings
 
-from .hostile import KEY, PACKETS, answer_s, attack_all, num_descriptors, wait_idle
+from .hostile import KEY, PACKETS, answer_s, attack_all, h1, num_descriptors, wait_idle
 from .process import started, stop
 
 NUM_DRAWN = 200
@@ -36,6 +38,44 @@ async def test_drawn_hostile_connections_end_alone(anyio_backend, is_admin):
             assert await anyio.to_thread.run_sync(answer_s, address) < math.inf
             shutdown.closing.set()
             shutdown.aborting.set()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (b"content-length: 5", b"transfer-encoding: chunked"),
+        (b"Transfer-Encoding: chunked", b"Content-Length: 5"),
+        (b"content-length: 5", b"content-length: 5"),
+        (b"content-length: 5", b"content-length: 6"),
+    ],
+)
+@pytest.mark.anyio
+async def test_a_length_given_twice_ends_the_connection(anyio_backend, lines):
+    app = App(Service(ServerSettings()))
+    listener, shutdown = Listener(bind_tcp("127.0.0.1", 0)), Shutdown()
+    address = listener.sock.getsockname()
+    first, second = h1(b"GET /version HTTP/1.1"), h1(b"GET /health/live HTTP/1.1")
+    twice = h1(b"POST /ping HTTP/1.1", *lines, body=b"0\r\n\r\n")
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listener_task(anyio_backend), app, listener, shutdown)
+            plain = await anyio.to_thread.run_sync(heard, address, first, twice + second)
+            shutdown.closing.set()
+            shutdown.aborting.set()
+    assert plain.count(b"HTTP/1.1 ") == 2
+    assert b"HTTP/1.1 400" in plain.partition(b"}")[2]
+
+
+def heard(address, first, then):
+    """What a client hears until the end of its connection, when it sends more after a first answer."""
+    with socket.create_connection(address, timeout=20) as client:
+        client.sendall(first)
+        found = client.recv(2**16)
+        client.sendall(then)
+        with suppress(ConnectionError):  # what the server has not read resets the connection
+            while piece := client.recv(2**16):
+                found += piece
+    return found
 
 
 @pytest.mark.parametrize("loop", ["asyncio", pytest.param("trio", marks=pytest.mark.slow)])

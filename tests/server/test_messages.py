@@ -259,6 +259,8 @@ class TestInMemory:
             ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
             ({"tool_choice": {"type": "any"}}, "tool_choice: "),
             ({"tools": [TOOL], "tool_choice": {"type": "what"}}, "tool_choice.type: "),
+            ({"tools": [TOOL], "tool_choice": {"type": ["auto"]}}, "tool_choice.type: "),
+            ({"tools": [TOOL], "tool_choice": {"type": {}}}, "tool_choice.type: "),
             ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
             ({"messages": [*HI, CALLED]}, "messages[1].content: "),
             ({"messages": [*HI, CALLED, {"role": "user", "content": [{**RESULT, "tool_use_id": "x"}]}]}, "messages[2].content[0].tool_use_id: "),

@@ -45,6 +45,16 @@ async def test_a_batch_has_a_choice_for_each_conversation(client):
     assert both["usage"]["total_tokens"] == sum(each["usage"]["total_tokens"] for each in alone)
 
 
+async def test_a_long_text_in_a_batch_is_read_as_in_a_chat(client):
+    long = [{"role": "user", "content": "x" * 2**17}]
+    of_chat = await client.post(CHAT, {**GREEDY, "messages": long})
+    answer = await client.post(f"{CHAT}/batch", {**GREEDY, "messages": [HI, long]})
+    assert (answer.status, answer.error["code"]) == (400, of_chat.error["code"])
+    assert answer.error["param"] == "messages[1]"
+    answer = await client.post(f"{CHAT}/batch", {**GREEDY, "messages": [HI], "zz": "x" * 2**16})
+    assert (answer.status, answer.error["param"]) == (400, "zz")  # the route's own words
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -32,7 +32,7 @@ def chat_tool_choice(choice: JSONObject | None, *, has_tools: bool) -> str | JSO
         if not isinstance(name, str):
             raise invalid("tool_choice.name", "must be the name of a tool")
         return {"type": "function", "function": {"name": name}}
-    if kind not in CHOICES:
+    if not isinstance(kind, str) or kind not in CHOICES:
         raise invalid("tool_choice.type", "must be auto, any, tool or none")
     return None if kind == "auto" and not has_tools else CHOICES[kind]
 

@@ -74,7 +74,9 @@ def _decode_whole(body: bytes, kind: type[T]) -> Decoded:
     try:
         request = msgspec.json.decode(body, type=kind)
         plain: dict[str, Any] = json.loads(
-            body, object_pairs_hook=_unique, parse_constant=_refuse_constant
+            body.decode(),  # of bytes, json takes encoded surrogates, too
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
         )
         _check_depth(body, plain)
     except msgspec.ValidationError as error:

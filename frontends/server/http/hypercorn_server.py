@@ -5,16 +5,19 @@ no setting that refuses HTTP/2 and WebSockets.  So the loop that accepts connect
 `TCPServer` in a scope of its own.
 
 Laws.  An exception in a connection ends that connection alone.  HTTP/1.1 is the only protocol.  A connection ends when it
-has had no request for `KEEP_ALIVE_S`, whatever its protocol waits for.
+has had no request for `KEEP_ALIVE_S`, whatever its protocol waits for.  A head that gives the length of its body twice is
+refused: a proxy may have read the other one.
 """
 
 import math
 from functools import partial
 from typing import Any, cast
 
+import h11
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
+from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
@@ -29,6 +32,7 @@ from trouper.frontends.server.http.listeners import (
     Shutdown,
 )
 
+LENGTHS = (b"content-length", b"transfer-encoding")
 Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]
 
 
@@ -92,7 +96,9 @@ class _Connection:
     async def serve(self, config: Config, context: WorkerContext) -> None:
         app = ASGIWrapper(cast("Any", self._perform))  # it has names of its own for ASGI's types
         with self._scope:
-            await TCPServer(app, config, context, ConnectionState({}), cast("Any", self._stream))
+            await _StrictServer(
+                app, config, context, ConnectionState({}), cast("Any", self._stream)
+            )
 
     async def abort(self) -> None:
         self._scope.cancel()
@@ -115,6 +121,32 @@ class _Connection:
             await self._app(scope, receive, send_or_leave)
         finally:
             self._scope.deadline = trio.current_time() + KEEP_ALIVE_S
+
+
+class _StrictServer(TCPServer):
+    """hypercorn's server of one connection, with a parser that is stricter than h11's own."""
+
+    async def _read_data(self) -> None:
+        protocol = cast("H11Protocol", self.protocol.protocol)  # which has read nothing yet
+        protocol.connection = _OneLength(h11.SERVER, self.config.h11_max_incomplete_size)
+        await super()._read_data()
+
+
+class _OneLength(h11.Connection):
+    """A parser that refuses a head with two fields that give the length of the body.
+
+    h11 takes Transfer-Encoding where there is Content-Length, too, and one of several equal Content-Lengths.
+    """
+
+    def next_event(self) -> Any:
+        before = self.trailing_data[0] if self.their_state is h11.IDLE else b""
+        event = super().next_event()
+        if type(event) is h11.Request:
+            head = before[: len(before) - len(self.trailing_data[0])]
+            names = [line.partition(b":")[0].lower() for line in head.split(b"\n")]
+            if sum(name in LENGTHS for name in names) > 1:
+                raise h11.RemoteProtocolError("the length of the body is given twice")
+        return event
 
 
 async def _send_last(message: Message, receive: Receive, send: Send) -> None:

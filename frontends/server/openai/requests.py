@@ -132,11 +132,15 @@ class ChatRequest(Generating, kw_only=True):
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
         """Replace the placeholders in parts that are embeddings, as in `CompletionRequest`."""
-        for message in self.messages:
-            content: Any = message.get("content")
-            for part in cast("list[Any]", content) if isinstance(content, list) else ():
-                if isinstance(part, dict):
-                    _put_back_part(cast("dict[str, Any]", part), strings)
+        _put_back_parts(self.messages, strings)
+
+
+def _put_back_parts(messages: list[dict[str, Any]], strings: dict[str, memoryview]) -> None:
+    for message in messages:
+        content: Any = message.get("content")
+        for part in cast("list[Any]", content) if isinstance(content, list) else ():
+            if isinstance(part, dict):
+                _put_back_part(cast("dict[str, Any]", part), strings)
 
 
 def _put_back_part(part: dict[str, Any], strings: dict[str, memoryview]) -> None:
@@ -164,6 +168,11 @@ class ChatBatchRequest(ChatRequest, kw_only=True):
     """`POST /v1/chat/completions/batch`: several conversations, one choice for each."""
 
     messages: list[list[dict[str, Any]]]  # type: ignore[assignment]  # one list for each conversation
+
+    def put_back(self, strings: dict[str, memoryview]) -> None:
+        """Replace the placeholders in each conversation, as in `ChatRequest`."""
+        for conversation in self.messages:
+            _put_back_parts(conversation, strings)
 
 
 class InvocationKeys(msgspec.Struct, kw_only=True):
