@@ -360,6 +360,20 @@ def test_what_is_not_read_here_is_named(tmp_path):
         read_gguf(path)
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "MXFP4"])
+def test_a_vector_of_a_packed_type_is_refused_by_its_name(tmp_path, kind):
+    name, changes, numbers = MODELS["llama"]
+    model = tiny_model(name, {"num_hidden_layers": 2, **changes}, tmp_path)
+    path = converted(model, tmp_path / "m.gguf", "llama", numbers)
+    content = path.read_bytes()
+    at = content.index(b"blk.1.ffn_norm.weight") + 21 + 4 + 8
+    number = gguf.GGMLQuantizationType[kind]
+    path.write_bytes(changed(content, at, "<I", number))
+    rule = rf"blk\.1\.ffn_norm\.weight \[\d+\] may not be of type {kind}, only F32"
+    with pytest.raises(TrouperValidationError, match=rule):
+        GgufCheckpoint(path).check(parameters_of(traits_of(path)))
+
+
 def load_changed(path, content, edits):
     """Load it whole, or end in a typed error."""
     changed = bytearray(content)

@@ -49,10 +49,12 @@ class GgufCheckpoint:
         self._maps: dict[Path, np.ndarray] = {}
 
     def check(self, parameters: Iterable[Parameter]) -> None:
-        """Compare all names and shapes; tensors that no parameter wants are ignored, as in llama.cpp.
+        """Compare all names, shapes and types; tensors that no parameter wants are ignored, as in llama.cpp.
+
+        Blocks lie along the rows of a matrix, so a vector, such as a norm, is plain.
 
         Raises:
-            TrouperValidationError: tensors are missing or of another shape; it names them.
+            TrouperValidationError: tensors are missing, of another shape or of a type that theirs cannot have; it names them.
         """
         for parameter in parameters:
             for name, shape in parameter.sources:
@@ -65,6 +67,12 @@ class GgufCheckpoint:
                     has = "lacks" if tensor is None else f"has {list(tensor.shape)} for"
                     rule = f"{self._header.path.name}: {has} {place.name} {list(wanted)}"
                     raise invalid("model", rule, str(self._header.path))
+                kind = tensor.type
+                if kind.name not in PLAIN and (len(shape) < 2 or shape[-1] % kind.length):
+                    rule = f"{self._header.path.name}: {place.name} {list(shape)} may not be of type {kind.name}"
+                    raise invalid(
+                        "model", f"{rule}, only {', '.join(PLAIN)}", str(self._header.path)
+                    )
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         whole = torch.empty(shape)
