@@ -61,7 +61,12 @@ def _payload_bytes(prompt: Any) -> int:
         prompt = given.get("data" if is_part else "prompt_embeds")
         if isinstance(prompt, str):
             return len(prompt)
-    return len(prompt) if isinstance(prompt, bytes | bytearray) else getattr(prompt, "nbytes", 0)
+    if isinstance(prompt, bytes | bytearray):
+        return len(prompt)
+    try:
+        return getattr(prompt, "nbytes", 0)
+    except RuntimeError:  # torch's, of a sparse tensor, which is refused when it is rendered
+        return 0
 
 
 class Admission:

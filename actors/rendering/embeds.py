@@ -131,15 +131,18 @@ def from_tensor(tensor: Any, num_columns: int, max_rows: int) -> Embeds:
     Raises:
         TrouperValidationError: not a dense floating matrix of the model's width.
     """
-    dtype = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
-    if dtype not in ITEM_BYTES:
+    of_torch, _, dtype = str(getattr(tensor, "dtype", "")).rpartition(".")
+    if of_torch != "torch" or dtype not in ITEM_BYTES:
         raise invalid(
             "prompt_embeds",
             "must be a floating point tensor, or the bytes of one",
             type(tensor).__name__,
         )
-    if str(tensor.layout) != "torch.strided":
-        raise invalid("prompt_embeds", "must be dense")
+    layout = "nested" if tensor.is_nested else str(tensor.layout)
+    if layout != "torch.strided":
+        raise invalid("prompt_embeds", f"must be dense, and its layout is {layout}")
+    if tensor.device.type == "meta":
+        raise invalid("prompt_embeds", "is on the device meta, so it has no numbers")
     if tensor.ndim == 3 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.ndim != 2 or tensor.shape[1] != num_columns or not 1 <= tensor.shape[0] <= max_rows:

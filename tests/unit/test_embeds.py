@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from trouper.actors.engine.admission import embeds_bytes, estimate_tokens
 from trouper.actors.messages.embeds import Embeds
 from trouper.actors.rendering.embeds import (
     ITEM_BYTES,
@@ -143,10 +144,30 @@ def test_a_tensor_of_the_same_process_is_taken_without_a_copy():
         rows(33),
         torch.zeros(4),
         rows(4).to_sparse(),
+        rows(4).numpy(),
         3,
     ):
         with pytest.raises(TrouperValidationError, match="prompt_embeds"):
             from_tensor(bad, WIDTH, MAX_ROWS)
+
+
+HOLLOW = {
+    "torch.sparse_coo": lambda: rows(4).to_sparse(),
+    "torch.sparse_csr": lambda: rows(4).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([rows(2), rows(3)]),
+    "meta": lambda: torch.empty(4, WIDTH, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:The PyTorch API")
+@pytest.mark.parametrize("word", HOLLOW)
+def test_a_tensor_without_rows_in_memory_is_refused_by_what_it_is(word):
+    prompt = {"prompt_embeds": HOLLOW[word]()}
+    assert embeds_bytes(prompt) >= 0
+    assert estimate_tokens(prompt) >= 0
+    with pytest.raises(TrouperValidationError, match=word) as caught:
+        from_tensor(prompt["prompt_embeds"], WIDTH, MAX_ROWS)
+    assert caught.value.parameter == "prompt_embeds"
 
 
 def test_digests_name_each_block_by_its_rows():
