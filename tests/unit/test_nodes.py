@@ -15,7 +15,7 @@ from trouper.actors.executor.devices.nodes import channel as messages
 from trouper.actors.executor.devices.nodes import proof
 from trouper.actors.executor.devices.nodes.channel import Channel, ChannelError, HostHello, Start
 from trouper.actors.executor.devices.nodes.front import Front
-from trouper.actors.executor.devices.nodes.host import Host
+from trouper.actors.executor.devices.nodes.host import Host, Orders
 from trouper.actors.executor.devices.nodes.launch_nodes import (
     HostGroup,
     NodesCrew,
@@ -323,6 +323,50 @@ async def test_a_host_that_does_not_belong_is_refused_and_ends(host, parameter, 
             await a_host(address, **host).serve()
         assert caught.value.parameter == parameter
         assert "0 hosts" in repr(front)
+
+
+@pytest.mark.anyio
+async def test_both_sides_log_each_state_of_a_second_host_of_a_number_once(monkeypatch, caplog):
+    monkeypatch.setattr("trouper.actors.executor.devices.nodes.host.DIAL_AGAIN_S", 0.001)
+    refused, accepted = anyio.Semaphore(0), anyio.Semaphore(0)
+    note, follow = Host._note_refusal, Orders.follow
+
+    def note_refusal(host, *refusal):
+        note(host, *refusal)
+        refused.release()
+
+    async def follow_orders(orders):
+        accepted.release()
+        await follow(orders)
+
+    monkeypatch.setattr(Host, "_note_refusal", note_refusal)
+    monkeypatch.setattr(Orders, "follow", follow_orders)
+
+    def lines():
+        found = [r.getMessage() for r in caplog.records]
+        caplog.clear()
+        return found
+
+    async with a_front() as (_, address):
+        async with anyio.create_task_group() as second:
+            async with running(a_host(address)):
+                await accepted.acquire()
+                lines()
+                second.start_soon(a_host(address).serve)
+                for _ in range(5):
+                    await refused.acquire()
+                where = f"{address[0]}:{address[1]}"
+                told = ["node 1 waits for the front at " + where,
+                        "127.0.0.1: node 1 is there already",
+                        "the front refuses this node for now: node 1 is there already"]  # fmt: skip
+                assert sorted(lines()) == sorted(told)
+            await accepted.acquire()
+            assert lines() == [
+                "node 1 of 2 is gone",
+                "node 1 of 2 is there, at 127.0.0.1",
+                "node 1 of 2 serves the front",
+            ]
+            second.cancel_scope.cancel()
 
 
 @pytest.mark.anyio

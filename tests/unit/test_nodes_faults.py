@@ -12,6 +12,7 @@ from trouper.actors.executor.devices.launch_local import launch
 from trouper.actors.executor.devices.nodes import channel as messages
 from trouper.actors.executor.devices.nodes import proof
 from trouper.actors.executor.devices.nodes.channel import (
+    Accepted,
     Channel,
     End,
     Ended,
@@ -58,6 +59,7 @@ async def played_host(address):
     channel = Channel(connection)
     channel.send(HostHello(messages.protocol(), 1, 2))
     try:
+        assert await channel.receive() == Accepted()
         yield channel
     finally:
         channel.close()
@@ -241,7 +243,8 @@ async def test_any_error_of_a_start_is_of_that_order_alone(caplog):
 @pytest.mark.parametrize(
     "data", [b"\xff" * 50, messages.encode(Started(1))], ids=["bytes", "message"]
 )
-async def test_a_front_that_talks_nonsense_is_one_that_is_gone(data):
+@pytest.mark.parametrize("before", [b"", messages.encode(Accepted())], ids=["at once", "later"])
+async def test_a_front_that_talks_nonsense_is_one_that_is_gone(before, data):
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve():
@@ -249,7 +252,7 @@ async def test_a_front_that_talks_nonsense_is_one_that_is_gone(data):
             with connection:
                 assert accept(connection, KEY)
                 assert isinstance(receive_message(connection), HostHello)
-                connection.sendall(data)
+                connection.sendall(before + data)
 
         async with running(a_host(listener.getsockname())):
             for _ in range(2):

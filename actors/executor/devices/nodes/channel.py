@@ -49,6 +49,10 @@ class LinkHello(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """Front → host, before orders: it is part of this cluster."""
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """Front → host, instead of orders: why it cannot be part of this cluster."""
 
@@ -115,7 +119,7 @@ class GiveUp(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = (
-    HostHello | WorkerHello | LinkHello | Refused | Listen | Listens
+    HostHello | WorkerHello | LinkHello | Accepted | Refused | Listen | Listens
     | Start | Started | Failed | End | Ended | GiveUp
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()

@@ -17,6 +17,7 @@ import anyio
 from anyio.abc import TaskStatus
 
 from trouper.actors.executor.devices.nodes.channel import (
+    Accepted,
     Channel,
     ChannelError,
     End,
@@ -53,6 +54,7 @@ class HostLink:
 
     def __init__(self, node: int, address: str, channel: Channel) -> None:
         self.node, self.address = node, address
+        self.refused: set[str] = set()  # addresses of others with its number; few have the key
         self._channel = channel
         # By kind, order and rank; at most one of a kind for each worker.
         self._asked: dict[tuple[str, int, int], Future[object]] = {}
@@ -283,7 +285,7 @@ class Front:
     async def _serve_host(self, hello: HostHello, channel: Channel, address: str) -> None:
         """Read what a host answers until it is gone."""
         if (refusal := self._refusal(hello)) is not None:
-            logger.warning("%s: %s", address, refusal.message)
+            self._log_refusal(refusal, hello.node, address)
             with contextlib.suppress(OSError):
                 channel.send(refusal)
             channel.close()
@@ -293,6 +295,8 @@ class Front:
         while self._arrived:
             self._arrived.popleft().set(None)
         try:
+            with contextlib.suppress(OSError):  # the first read finds the end
+                channel.send(Accepted())
             while (message := await channel.receive()) is not None:
                 host.note(message)
         except ChannelError as error:
@@ -302,6 +306,13 @@ class Front:
             host.lose()
             channel.close()
             logger.warning("node %d of %d is gone", hello.node, self._num_nodes)
+
+    def _log_refusal(self, refusal: Refused, node: int, address: str) -> None:
+        """Log it, but once of a host that comes again and again."""
+        told = set[str]() if refusal.is_final else self._hosts[node].refused
+        if address not in told:
+            told.add(address)
+            logger.warning("%s: %s", address, refusal.message)
 
     def _refusal(self, hello: HostHello) -> Refused | None:
         if hello.protocol != protocol():

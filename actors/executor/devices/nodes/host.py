@@ -10,6 +10,7 @@ import anyio
 import anyio.to_thread
 
 from trouper.actors.executor.devices.nodes.channel import (
+    Accepted,
     Channel,
     ChannelError,
     End,
@@ -52,6 +53,7 @@ class Host:
         self._nodes, self._key = nodes, key
         self._place, self._module = place, module
         self._front = nodes.address, nodes.port
+        self._refusal = ""  # that was logged, since a front took this machine last
 
     def __repr__(self) -> str:
         return f"<Host, node {self._nodes.rank} of {self._nodes.num_nodes}>"
@@ -93,27 +95,41 @@ class Host:
         make_group = partial(
             WorkerGroup, self._front, address, self._key, self._place.as_argument(), self._module
         )
-        orders = Orders(channel, make_group)
-        refused: Refused | None = None
+        orders, nodes = Orders(channel, make_group), self._nodes
         try:
-            nodes = self._nodes
             channel.send(
                 HostHello(protocol(), nodes.rank, nodes.num_nodes, self._place.num_workers)
             )
-            logger.warning("node %d of %d serves the front", nodes.rank, nodes.num_nodes)
-            refused = await orders.follow()
-        except OSError as error:
+            match await channel.receive():
+                case Accepted():
+                    self._refusal = ""
+                    logger.warning("node %d of %d serves the front", nodes.rank, nodes.num_nodes)
+                    await orders.follow()
+                    logger.warning("the front is gone, and what it had started here")
+                case Refused(message, is_final):
+                    self._note_refusal(message, is_final)
+                case None:  # it is gone again
+                    pass
+                case other:
+                    raise ChannelError(f"a {type(other).__name__}")
+        except (OSError, ChannelError) as error:
             logger.warning("the front: %s", error)
         finally:
             with anyio.CancelScope(shield=True):  # bounded: a kill takes no time
                 await orders.end_all()
             channel.close()
-        if refused is None:
-            logger.warning("the front is gone, and what it had started here")
-        elif refused.is_final:
-            raise invalid("node_rank", f"the front refuses it: {refused.message}")
-        else:
-            logger.warning("the front refuses this node for now: %s", refused.message)
+
+    def _note_refusal(self, message: str, is_final: bool) -> None:
+        """Log why the front does not take this machine, once until that changes.
+
+        Raises:
+            TrouperValidationError: it never will.
+        """
+        if is_final:
+            raise invalid("node_rank", f"the front refuses it: {message}")
+        if message != self._refusal:
+            self._refusal = message
+            logger.warning("the front refuses this node for now: %s", message)
 
 
 class Orders:
@@ -132,9 +148,8 @@ class Orders:
     def __repr__(self) -> str:
         return f"<Orders: {self._groups}, {len(self._starting)} start>"
 
-    async def follow(self) -> Refused | None:
-        """Follow orders until the front is gone, or says what is none; returns why it refuses this machine, if it does."""
-        refused: Refused | None = None
+    async def follow(self) -> None:
+        """Follow orders until the front is gone, or says what is none."""
         async with anyio.create_task_group() as tasks:
             try:
                 while (message := await self._channel.receive()) is not None:
@@ -147,14 +162,11 @@ class Orders:
                             tasks.start_soon(self._end, message)
                         case GiveUp(order):
                             tasks.start_soon(self._give_up, order)
-                        case Refused():
-                            refused = message
                         case _:
                             raise ChannelError(f"a {type(message).__name__}")
             except ChannelError as error:  # here, where it is in no group of errors
                 logger.warning("the front sent %s", error)
             tasks.cancel_scope.cancel()
-        return refused
 
     async def end_all(self) -> None:
         """End all workers, and close what listens for links."""
