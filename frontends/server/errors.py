@@ -173,8 +173,13 @@ def describe(error: BaseException) -> ErrorBody:  # noqa: C901  # a table, a lin
 
 
 def log(problem: ErrorBody, error: BaseException, request_id: str) -> None:
-    """Log a 500 with its traceback, and other errors in one line that only --log-level debug shows."""
-    if problem.status == 500:
+    """Log a 500 with its traceback, and other errors in one line that only --log-level debug shows.
+
+    An engine that died of a cause that is known fails every open request: one line each.
+    """
+    if isinstance(error, EngineDeadError) and isinstance(error.__cause__, TrouperError):
+        logger.error("request %s failed: %s", request_id, clean(str(error), MAX_MESSAGE))
+    elif problem.status == 500:
         logger.error("request %s failed", request_id, exc_info=error)
     else:
         logger.debug("request %s: %d %s", request_id, problem.status, problem.code)

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from trouper import AsyncLLMEngine, EngineArgs, __version__
-from trouper.errors import EngineDeadError
+from trouper.errors import DeviceStartError, EngineDeadError
 from trouper.frontends.server.admission.throughput import StepClock
 from trouper.frontends.server.app import App, create_app
 from trouper.frontends.server.http.access_log import access_line
@@ -141,6 +141,27 @@ async def test_a_dead_engine(anyio_backend):
     except EngineDeadError as error:
         died = error
     assert died is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "has_traceback"),
+    [(DeviceStartError("worker 0 died of SIGKILL"), False), (RuntimeError("a bug"), True)],
+    ids=["known", "unknown"],
+)
+async def test_a_request_to_a_dead_engine_is_logged_with_a_traceback_only_of_an_unknown_cause(
+    error, has_traceback, anyio_backend, caplog
+):
+    with pytest.raises(EngineDeadError):
+        async with AsyncLLMEngine.from_engine_args(EngineArgs(**SMALL)) as engine:
+            client = Client(create_app(engine))
+            engine.engine.die(error)
+            for _ in range(2):
+                await client.post(PATH, FIELDS)
+    lines = [record for record in caplog.records if record.name == "trouper.server"]
+    assert [record.exc_info is not None for record in lines] == [has_traceback] * 2
+    if not has_traceback:
+        text = f"failed: the engine died: DeviceStartError: {error}"
+        assert all(record.getMessage().endswith(text) for record in lines)
 
 
 # Keys
