@@ -291,7 +291,8 @@ class Engine:
         """
         if self.metrics is None:
             raise TrouperValidationError(
-                "metrics need statistics: disable_log_stats=False", parameter="disable_log_stats"
+                "metrics need statistics, as of LLM(disable_log_stats=False)",
+                parameter="disable_log_stats",
             )
         await self.refresh_metrics()
         return self.metrics.values()

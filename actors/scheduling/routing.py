@@ -2,7 +2,7 @@
 
 Laws:
 1. A replica that is not available is chosen only where none is; one that has failed is never chosen.
-2. A request that names a replica gets it.
+2. A request that names a replica gets it while that one is available; then it counts as one that names none.
 3. A session stays with one replica, as long as that one is available and not overloaded; when a replica goes, only
    its own sessions change their place (rendezvous hash).
 4. Any other request goes where least work is ahead of it: tokens that are not computed yet, less those of its own

@@ -119,7 +119,7 @@ class AsyncControls:
         await self.engine.controls.stop_profile()
 
     async def get_metrics(self) -> list[Metric]:
-        """Return every counter, gauge and histogram; needs `disable_log_stats=False`."""
+        """Return every counter, gauge and histogram; needs `disable_log_stats=False`, which `LLM` must be given."""
         return await self.engine.get_metrics()
 
     async def do_log_stats(self) -> None:
