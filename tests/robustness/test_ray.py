@@ -1,5 +1,7 @@
 """Workers at places of Ray, on logical nodes of this machine: one that is removed takes its worker with it, and the streams go on."""
 
+import logging
+import signal
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 pytest.importorskip("ray")  # in an environment of its own: pytest -m ray
 
 import anyio
+import anyio.to_thread
 import ray
 from ray.cluster_utils import Cluster
 
@@ -88,3 +91,16 @@ async def test_no_room_is_an_error_that_says_how_much_is_missing(cluster, monkey
     with pytest.raises(DeviceStartError, match=r"want 3 x \{CPU: 1\}, 2 is free"):
         async with an_engine_at_places(pipeline_parallel_size=3):
             pass
+
+
+async def test_the_cluster_is_joined_without_a_word_and_signals_stay_ours(
+    cluster, monkeypatch, caplog
+):
+    ray.shutdown()
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    before = signal.getsignal(signal.SIGTERM)
+    ray_logger = logging.getLogger("ray")
+    monkeypatch.setattr(ray_logger, "handlers", [*ray_logger.handlers, caplog.handler])
+    await anyio.to_thread.run_sync(launch_ray._join, ray)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "SIGTERM" not in caplog.text

@@ -254,7 +254,8 @@ def _join(ray: Any) -> None:
         DeviceStartError: there is none.
     """
     try:
-        ray.init(address="auto", logging_level="warning")
+        # its warning here is that it leaves signals alone
+        ray.init(address="auto", logging_level="error")
     except ConnectionError:
         raise DeviceStartError(
             "no cluster of Ray: run `ray start --head` here, or set RAY_ADDRESS"
