@@ -144,6 +144,10 @@ class RetryableRequestError(GenerationError):
     """A transient refusal or failure; the same request may be sent again."""
 
 
+class AdaptersInUseError(RetryableRequestError):
+    """Requests use all adapters that may be loaded at once; the next is loaded when one of them ends."""
+
+
 class ExecutionError(GenerationError):
     """Model execution failed for these requests."""
 

@@ -1,9 +1,12 @@
 """The adapters of an engine: which are loaded, into which slots of the device, and which requests use them.
 
 Laws.  A slot is free, or it has an adapter.  A request names an adapter when it is opened and keeps its slot until it is
-closed, so the slot is not loaded anew before: an adapter that is unloaded takes no new requests, and is gone
+over, read or not, so the slot is not loaded anew before: an adapter that is unloaded takes no new requests, and is gone
 when the last one ends.  By then no plan reads the slot any more whose result still counts: its sequences have ended
 for the scheduler before it hears of any later request.  Each load has a number of its own.
+
+A request whose adapter would be one too many waits for another to be over.  Those that wait take turns in the order of
+their coming; an end need not be read to count, so a turn comes.
 """
 
 from collections.abc import Awaitable, Callable
@@ -15,8 +18,8 @@ import msgspec
 from trouper.actors.messages.adapters import LoadedAdapter
 from trouper.config.adapters import AdapterFiles, LoRAConfig
 from trouper.errors import (
+    AdaptersInUseError,
     LoRAAdapterNotFoundError,
-    RetryableRequestError,
     TrouperValidationError,
     UnsupportedFeatureError,
     invalid,
@@ -67,6 +70,8 @@ class Adapters:
         ] = {}  # by the caller's number, the least recently used first
         self._slots: dict[int, _SlotUse] = {}  # unloaded ones that are in use too
         self._loading = anyio.Lock()
+        self._turns = anyio.Lock()  # of the tasks that wait for a slot; it is fair
+        self._freed = anyio.Event()  # one of the slots has become idle or free
         self._num_loads = 0
 
     def __repr__(self) -> str:
@@ -102,7 +107,7 @@ class Adapters:
         Raises:
             TrouperValidationError: its files do not fit the model, or its number or name is another adapter's.
             UnsupportedFeatureError: it is more than a LoRA adapter.
-            RetryableRequestError: all slots are in use.
+            AdaptersInUseError: all slots are in use.
         """
         self.check(request)
         async with self._loading:
@@ -125,6 +130,30 @@ class Adapters:
                     is_as_it_was = is_refused or not self._has_replicas
                     self._give_up(slot, victim, is_as_it_was=is_as_it_was)
             return True
+
+    async def load_in_turn(self, request: LoRARequest, check: Callable[[], None]) -> None:
+        """Load an adapter as `load` does, once requests do not use all slots.
+
+        Args:
+            check: raises what ends the waiting, such as the engine's end, at which all requests are over.
+
+        Raises:
+            AdaptersInUseError: all are pinned, so none would go.
+        """
+        if self._find(request) is not None and not request.load_inplace:
+            return  # past those that wait for a slot
+        async with self._turns:
+            while True:
+                self._freed = anyio.Event()
+                try:
+                    await self.load(request)
+                except AdaptersInUseError:
+                    if all(use.is_pinned and not use.is_unloaded for use in self._slots.values()):
+                        raise
+                else:
+                    return
+                await self._freed.wait()
+                check()
 
     def unload(self, lora_int_id: int) -> bool:
         """Let no further request use an adapter; returns whether it was there."""
@@ -159,6 +188,8 @@ class Adapters:
         """Take an adapter back from a request that is closed."""
         loaded = self._slots[adapter.slot]
         loaded.num_open -= 1
+        if not loaded.num_open:
+            self._freed.set()
         if loaded.is_unloaded and not loaded.num_open:
             self._release(loaded)
 
@@ -186,7 +217,7 @@ class Adapters:
             if not loaded.num_open:
                 del self._loaded[loaded.request.lora_int_id]
                 return loaded.adapter.slot, loaded
-        raise RetryableRequestError(
+        raise AdaptersInUseError(
             f"adapters_in_use: requests use all {len(self._slots)} adapters that may be loaded (max_cpu_loras)"
         )
 
@@ -213,5 +244,6 @@ class Adapters:
             self._release(loaded)
 
     def _release(self, loaded: _SlotUse) -> None:
+        self._freed.set()
         del self._slots[loaded.adapter.slot]
         self._free.append(loaded.adapter.slot)

@@ -53,7 +53,7 @@ class RequestDesk(Protocol):
         lora_request: LoRARequest | None = None,
     ) -> tuple[RequestId, Slot[Any]]: ...
 
-    async def load_adapter(self, lora_request: LoRARequest) -> object:
+    async def load_adapter(self, lora_request: LoRARequest, *, waits: bool) -> object:
         """Load the adapter of a request, unless it is there already."""
         ...
 
@@ -159,10 +159,14 @@ class Generation(Generic[Output]):
         """Tell whether nothing more will come but what is in the slot."""
         return self._opened is None or self._opened[1].is_over
 
-    async def prepare(self) -> None:
+    async def prepare(self, *, waits: bool = True) -> None:
         """Wait until the request can be opened: its adapter is loaded.  Only a request that wants one waits at all.
 
+        Args:
+            waits: also for another request to end, where requests use all the adapters that may be loaded.
+
         Raises:
+            AdaptersInUseError: they use all of them, and it does not wait for that, or one will not be free.
             Exception: what loading raised; the request is closed then.
         """
         if self._lora_request is None or not self._loads_adapter:
@@ -170,18 +174,21 @@ class Generation(Generic[Output]):
         if self._opened is not None or self._is_closed:
             return
         try:
-            await self._desk.load_adapter(self._lora_request)
+            await self._desk.load_adapter(self._lora_request, waits=waits)
         except BaseException:
             self.close()
             raise
 
-    async def submit(self) -> None:
+    async def submit(self, *, waits: bool = True) -> None:
         """Open, and wait until the prompt is known to be good.
+
+        Args:
+            waits: as in `prepare`.
 
         Raises:
             Exception: what rendering raised; the request is gone then.
         """
-        await self.prepare()
+        await self.prepare(waits=waits)
         slot = self.open()
         try:
             await slot.wait_rendered()

@@ -15,7 +15,6 @@ from trouper.actors.engine.adapters import Adapters
 from trouper.actors.engine.admission import Admission, embeds_bytes, estimate_tokens
 from trouper.actors.engine.generation import MakeRender
 from trouper.actors.engine.snapshot import RequestSnapshot
-from trouper.actors.messages.adapters import LoadedAdapter
 from trouper.actors.messages.identifiers import RequestId
 from trouper.actors.messages.inboxes import RendererInbox, SchedulerInbox
 from trouper.actors.messages.requests import Abort
@@ -65,7 +64,6 @@ class RequestTable:
             config.max_num_queued_reqs, config.max_num_queued_tokens, note_rejection
         )
         self._open: dict[str, tuple[RequestId, Slot[Any]]] = {}
-        self._adapter_of: dict[str, LoadedAdapter] = {}  # of the open requests that have one
         self._next_id = 0
 
     def __repr__(self) -> str:
@@ -119,12 +117,12 @@ class RequestTable:
         self._loop.check_current()
         self.check(params.n, request_id)
         adapter = None if lora_request is None else self._adapters.enter(lora_request)
-        if adapter is not None:
-            self._adapter_of[request_id] = adapter
         id = RequestId(self._next_id)
         self._next_id += params.n
         slot = self._slot(request_id, params)
         slot.lora_request = lora_request
+        if adapter is not None:
+            slot.on_over = partial(self._adapters.leave, adapter)
         now = time.time()
         slot.stats.arrival_time = now if arrival_time is None else arrival_time
         slot.stats.arrival_ts = anyio.current_time() - max(0.0, now - slot.stats.arrival_time)
@@ -163,10 +161,17 @@ class RequestTable:
             raise ValueError(f"request_id {request_id!r} is already in flight")
         self._admission.check(n)
 
-    async def load_adapter(self, lora_request: LoRARequest) -> bool:
-        """Load the adapter of a request, unless it is there already; raises as `Adapters.load` does."""
+    async def load_adapter(self, lora_request: LoRARequest, *, waits: bool) -> None:
+        """Load the adapter of a request, unless it is there already; raises as `Adapters.load` does.
+
+        Args:
+            waits: for one of the requests that use all adapters to end, where it would be one too many.
+        """
         self._check_open()
-        return await self._adapters.load(lora_request)
+        if waits:
+            await self._adapters.load_in_turn(lora_request, self._check_open)
+        else:
+            await self._adapters.load(lora_request)
 
     def close_request(self, id: RequestId, slot: Slot[Any], *, is_finished: bool) -> None:
         """Forget a request that is no longer read; abort it if it has not finished."""
@@ -175,8 +180,6 @@ class RequestTable:
         slot.close()
         if self._open.pop(slot.request_id, None) is not None:
             self._admission.leave(slot.n)
-            if (adapter := self._adapter_of.pop(slot.request_id, None)) is not None:
-                self._adapters.leave(adapter)
 
     def drop_request(self, id: RequestId, slot: Slot[Any]) -> None:
         """Close a request whose iterator was garbage, on the loop, whatever thread collects it."""

@@ -6,6 +6,7 @@ else.  The output with `finished=True` is handed out exactly once.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import anyio
@@ -59,6 +60,7 @@ class Slot(ABC, Generic[Output]):
         self.stats = RequestStateStats()
         self.n = n
         self.lora_request: LoRARequest | None = None
+        self.on_over: Callable[[], object] | None = None  # called at the end, read or not
         self._shows_stats = shows_stats
         self._prefills = prefills or Prefills()
         self._num_prefill = 0  # as `count_prefill` was told
@@ -192,6 +194,9 @@ class Slot(ABC, Generic[Output]):
         self.count_prefill(0)
         self._rendered.set()
         self._over.set()
+        on_over, self.on_over = self.on_over, None
+        if on_over is not None:
+            on_over()
 
     def _wake_reader(self) -> None:
         if self._woken is not None:

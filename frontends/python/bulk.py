@@ -17,11 +17,17 @@ ProgressBar = Callable[..., Any]
 Conversation = Sequence[dict[str, Any]]
 
 
-async def submit(generations: list[Generation[RequestOutput]], bar: Any) -> None:
-    """Render and queue all; if one is bad, all are aborted."""
+async def submit(
+    generations: list[Generation[RequestOutput]], bar: Any, *, waits: bool = True
+) -> None:
+    """Render and queue all; if one is bad, all are aborted.
+
+    Args:
+        waits: for the first ones to end, where they use all adapters that may be loaded.
+    """
     try:
         for generation in generations:
-            await generation.prepare()
+            await generation.prepare(waits=waits)
             generation.open()
         for generation in generations:
             await generation.submit()

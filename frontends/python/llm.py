@@ -271,7 +271,8 @@ class LLM(PoolingMethods):
         self._queued.update(zip(ids, generations, strict=True))
         try:
             with progress_bar(use_tqdm, len(ids), "prompts") as bar:
-                self.thread.call(submit, generations, bar)
+                # what is paused ends nothing that could be waited for
+                self.thread.call(submit, generations, bar, waits=not self.is_sleeping())
         except BaseException:
             self.thread.forget(ids)
             raise

@@ -95,7 +95,8 @@ class LLMEngine(BlockingControls):
             trace_headers=trace_headers,
             priority=priority,
         )
-        self.thread.call(generation.submit)
+        # nothing ends before the next step
+        self.thread.call(generation.submit, waits=not self._is_stepped)
         self.thread.generations[request_id] = generation
 
     def step(self) -> list[RequestOutput]:

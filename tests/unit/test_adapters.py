@@ -3,10 +3,13 @@
 import anyio
 import anyio.lowlevel
 import pytest
+import trio.testing
 
 from trouper.actors.engine.adapters import Adapters
 from trouper.config.adapters import AdapterConfig, AdapterFiles, LoRAConfig
 from trouper.errors import (
+    AdaptersInUseError,
+    EngineDeadError,
     LoRAAdapterNotFoundError,
     RetryableRequestError,
     TrouperValidationError,
@@ -82,10 +85,98 @@ async def test_with_all_in_use_a_load_may_be_tried_again_later():
     for number in (1, 2):
         await device.adapters.load(named(number))
         held.append(device.adapters.enter(named(number)))
-    with pytest.raises(RetryableRequestError, match="max_cpu_loras"):
+    with pytest.raises(AdaptersInUseError, match="max_cpu_loras"):
         await device.adapters.load(named(3))
     device.adapters.leave(held[0])
     assert await device.adapters.load(named(3))
+
+
+def is_open():
+    """The engine takes requests."""
+
+
+async def full(device):
+    """What two requests hold, which use both slots."""
+    held = []
+    for number in (1, 2):
+        await device.adapters.load(named(number))
+        held.append(device.adapters.enter(named(number)))
+    return held
+
+
+async def test_those_that_wait_for_a_slot_take_turns_and_others_pass_them():
+    device = Device()
+    held = await full(device)
+    order = []
+
+    async def wait(number):
+        await device.adapters.load_in_turn(named(number), is_open)
+        held.append(device.adapters.enter(named(number)))
+        order.append(number)
+
+    async with anyio.create_task_group() as tasks:
+        for number in (3, 4, 5):
+            tasks.start_soon(wait, number)
+            await trio.testing.wait_all_tasks_blocked()
+        tasks.start_soon(wait, 2)  # it is loaded
+        await trio.testing.wait_all_tasks_blocked()
+        assert order == [2]
+        for _ in range(4):  # two requests have adapter 2
+            device.adapters.leave(held.pop(0))
+            await trio.testing.wait_all_tasks_blocked()
+    assert order == [2, 3, 4, 5]
+
+
+async def test_one_that_leaves_its_turn_gives_it_to_the_next():
+    device = Device()
+    (first, _) = await full(device)
+    async with anyio.create_task_group() as tasks:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await device.adapters.load_in_turn(named(3), is_open)
+        tasks.start_soon(device.adapters.load_in_turn, named(4), is_open)
+        await trio.testing.wait_all_tasks_blocked()
+        device.adapters.leave(first)
+    assert loaded(device) == [2, 4]
+
+
+async def test_an_unloaded_adapter_makes_room_for_one_that_waits():
+    device = Device()
+    (first, _) = await full(device)
+    device.adapters.pin(1)
+    device.adapters.pin(2)
+    assert device.adapters.unload(1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(device.adapters.load_in_turn, named(3), is_open)
+        await trio.testing.wait_all_tasks_blocked()
+        device.adapters.leave(first)
+    assert loaded(device) == [2, 3]
+
+
+async def test_none_waits_for_adapters_that_are_pinned():
+    device = Device()
+    await full(device)
+    for number in (1, 2):
+        device.adapters.pin(number)
+    with pytest.raises(AdaptersInUseError):
+        await device.adapters.load_in_turn(named(3), is_open)
+
+
+async def test_the_engines_end_ends_the_waiting():
+    device = Device()
+    (first, _) = await full(device)
+
+    def refuse():
+        raise EngineDeadError
+
+    async def wait():
+        with pytest.raises(EngineDeadError):
+            await device.adapters.load_in_turn(named(3), refuse)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        device.adapters.leave(first)
 
 
 async def test_an_unloaded_one_keeps_its_slot_until_its_last_request_ends():
