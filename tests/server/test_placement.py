@@ -27,23 +27,23 @@ def context(*headers):
 
 
 @pytest.mark.parametrize(
-    ("headers", "session_id", "found"),
+    ("headers", "fields", "found"),
     [
-        ((), None, (None, None)),
-        ((), "body", (None, "body")),
-        ([(b"X-Session-ID", b"head")], "body", (None, "head")),
-        ([(b"x-session-id", b"")], None, (None, None)),
-        ([(b"X-data-parallel-rank", b"3")], None, (3, None)),
+        ((), (), (None, None)),
+        ((), (2, "body"), (2, "body")),
+        ([(b"X-Session-ID", b"head")], (2, "body"), (2, "head")),
+        ([(b"x-session-id", b"")], (None, "body"), (None, "")),
+        ([(b"X-data-parallel-rank", b"3")], (2, "body"), (3, "body")),
     ],
 )
-def test_headers_go_before_the_body(headers, session_id, found):
-    assert read_placement(context(*headers), session_id) == found
+def test_headers_go_before_the_body(headers, fields, found):
+    assert read_placement(context(*headers), *fields) == found
 
 
 @pytest.mark.parametrize("text", [b"", b"one", b"-1", b"1.5", b"9" * 20])
 def test_a_rank_that_is_no_number_is_refused(text):
     with pytest.raises(TrouperValidationError, match="X-data-parallel-rank"):
-        read_placement(context((b"x-data-parallel-rank", text)), None)
+        read_placement(context((b"x-data-parallel-rank", text)))
 
 
 async def test_a_replica_that_does_not_exist_is_a_400_that_names_it(client):
@@ -51,13 +51,26 @@ async def test_a_replica_that_does_not_exist_is_a_400_that_names_it(client):
         answer = await client.post(PATH, BODY, [("x-data-parallel-rank", value)])
         assert answer.status == 400
         assert "data" in answer.json["error"]["param"]
-    answer = await client.post(PATH, {**BODY, "session_id": "x" * 300})
-    assert (answer.status, answer.json["error"]["param"]) == (400, "session_id")
+    for rank in (1, -1, 2**70, "0", True, 0.5, []):
+        answer = await client.post(PATH, {**BODY, "data_parallel_rank": rank})
+        assert (answer.status, answer.error["param"]) == (400, "data_parallel_rank"), rank
+
+
+async def test_a_name_that_is_none_of_a_session_is_a_400(client):
+    for name in ("", "x" * 257):
+        in_body = await client.post(PATH, {**BODY, "session_id": name})
+        in_head = await client.post(PATH, BODY, [("x-session-id", name)])
+        for answer in (in_body, in_head):
+            assert (answer.status, answer.error["param"]) == (400, "session_id")
 
 
 async def test_a_replica_and_a_session_that_exist_are_taken(client):
     headers = [("x-data-parallel-rank", "0"), ("x-session-id", "mine")]
     assert (await client.post(PATH, BODY, headers)).status == 200
+    fields = {"data_parallel_rank": 0, "session_id": "mine"}
+    assert (await client.post(PATH, {**BODY, **fields})).status == 200
+    wrong = {"data_parallel_rank": 7, "session_id": ""}  # headers go before them
+    assert (await client.post(PATH, {**BODY, **wrong}, headers)).status == 200
 
 
 @pytest.mark.parametrize(
@@ -68,3 +81,6 @@ async def test_a_text_that_is_pooled_names_its_replica_too(pooling, path, body):
     answer = await pooling.post(path, body, [("x-data-parallel-rank", "1")])
     assert (answer.status, answer.json["error"]["param"]) == (400, "data_parallel_rank")
     assert (await pooling.post(path, body, [("x-data-parallel-rank", "0")])).status == 200
+    answer = await pooling.post(path, {**body, "data_parallel_rank": 1})
+    assert (answer.status, answer.error["param"]) == (400, "data_parallel_rank")
+    assert (await pooling.post(path, {**body, "data_parallel_rank": 0})).status == 200

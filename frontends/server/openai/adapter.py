@@ -66,6 +66,7 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     beams: BeamRequest | None = None
     priority: int = 0
     session_id: str | None = None
+    data_parallel_rank: int | None = None
     lora_request: LoRARequest | None = None  # where the model that it names is an adapter
     tokenization: dict[str, Any] = {}
     is_stream: bool = False

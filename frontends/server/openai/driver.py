@@ -202,7 +202,7 @@ class Driver(Generic[A]):
         params, num_prompts = parsed.params, len(parsed.prompts)
         priority = service.size(context, num_prompts, params.n, params.max_tokens, parsed.priority)
         parent = service.trace_parent(context)
-        placement = read_placement(context, parsed.session_id)
+        placement = read_placement(context, parsed.data_parallel_rank, parsed.session_id)
         check_place(*placement, service.config.data_parallel_size)
         return lambda prompt, params, name, options: service.engine.generate(
             prompt,

@@ -1,4 +1,4 @@
-"""Read which replica a request names, and its session: headers as vLLM has them, or the body."""
+"""Read which replica a request names, and its session: headers as vLLM has them, or fields of the body."""
 
 from typing import NamedTuple
 
@@ -15,8 +15,10 @@ class ReplicaWish(NamedTuple):
     session_id: str | None
 
 
-def read_placement(context: RequestContext, session_id: str | None) -> ReplicaWish:
-    """Read both; a header goes before the body's `session_id`, and an empty name is none.
+def read_placement(
+    context: RequestContext, data_parallel_rank: int | None = None, session_id: str | None = None
+) -> ReplicaWish:
+    """Read both; a header goes before the field of the body, given here.
 
     Raises:
         TrouperValidationError: the rank is no number.
@@ -24,5 +26,7 @@ def read_placement(context: RequestContext, session_id: str | None) -> ReplicaWi
     rank, session = context.header(RANK), context.header(SESSION)
     if rank is not None and not (rank.isdigit() and len(rank) < 10):
         raise invalid("X-data-parallel-rank", "must be a number", rank.decode(errors="replace"))
-    name = session_id if session is None else session.decode("latin-1")
-    return ReplicaWish(None if rank is None else int(rank), name or None)
+    return ReplicaWish(
+        data_parallel_rank if rank is None else int(rank),
+        session_id if session is None else session.decode("latin-1"),
+    )

@@ -71,6 +71,7 @@ class Generating(msgspec.Struct, kw_only=True):
     priority: Int64 | None = None
     request_id: str | None = None
     session_id: str | None = None
+    data_parallel_rank: int | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None

@@ -91,6 +91,7 @@ def parsed_request(
         params=params,
         priority=request.priority or 0,
         session_id=request.session_id,
+        data_parallel_rank=request.data_parallel_rank,
         tokenization={
             name: value
             for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")

@@ -26,6 +26,7 @@ class PoolingRequestFields(msgspec.Struct, kw_only=True):
     user: str | None = None
     priority: Int64 | None = None
     request_id: str | None = None
+    data_parallel_rank: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     add_special_tokens: bool | None = None

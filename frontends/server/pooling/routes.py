@@ -201,9 +201,8 @@ def _context(
     model = service.check_model(request.model)
     context.name_by(request.request_id)
     priority = service.size(context, len(prompts), 1, 1, request.priority or 0)
-    placement = read_placement(
-        context, None
-    )  # no cache makes it worth while to keep a session together
+    # no cache makes it worth while to keep a session together
+    placement = read_placement(context, request.data_parallel_rank)
     check_place(*placement, service.config.data_parallel_size)
     names = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
     return PoolingServeContext(
